@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an `amp_ir.*` op is declared: its type inference and its meaning in PyTorch.
+
+One declaration an op, in the file of its family:
+
+    @declare("amp_ir.softmax_backward", "grad", "y")
+    def softmax_backward(grad, y, *, axis): ...        # infer: types in, type out
+
+The registered op takes its options as `DictAttrs`. The lowering to loops is registered apart
+(`loops/`), the cast rule in `amp/type_hints.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.ir import _ffi_api as _ir_api
+
+InferType = Callable[..., relax.Type]
+Reference = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
+
+
+@attrs.frozen
+class Declaration:
+    """One op of the dialect.
+
+    `infer(*types, **options)` gives the result type; `reference(*tensors, **options)` computes the
+    op with PyTorch in the dtype of its arguments (float64 included) and is the op's definition.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    infer: InferType
+    reference: Reference
+    summary: str
+
+
+DECLARATIONS: dict[str, Declaration] = {}
+
+
+def declare(name: str, *arguments: str, reference: Reference) -> Callable[[InferType], InferType]:
+    """Register `name` as a Relax op; decorates its type inference.
+
+    A trailing argument whose name ends in "?" may be left out of a call.
+
+    Raises:
+        ValueError: the op is declared already.
+    """
+
+    def register(infer: InferType) -> InferType:
+        if name in DECLARATIONS:
+            raise ValueError(f"{name} is declared twice; first as {DECLARATIONS[name]}")
+        summary = (infer.__doc__ or "").strip().splitlines()[0] if infer.__doc__ else ""
+        DECLARATIONS[name] = Declaration(name, arguments, infer, reference, summary)
+        _ir_api.RegisterOp(name, summary)
+        op = tvm.ir.Op.get(name)
+        op.set_num_inputs(len(arguments))
+
+        def infer_type(call: relax.Call, _builder: Any) -> relax.Type:
+            return infer(*(argument.ty for argument in call.args), **options_of(call))
+
+        op.set_attr("FInferType", tvm_ffi.convert(infer_type))
+        op.set_attr("FPurity", True)
+        return infer
+
+    return register
+
+
+def options_of(call: relax.Call) -> dict[str, Any]:
+    """The options of a call as plain Python values (tuples for lists)."""
+    return dict(call.attrs) if isinstance(call.attrs, tvm.ir.attrs.DictAttrs) else {}
+
+
+def call_op(
+    name: str, args: list[relax.Expr], span: tvm.ir.Span | None = None, **options: Any
+) -> relax.Call:
+    """Build a call of an op of the dialect."""
+    values: Mapping[str, Any] = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in options.items()
+    }
+    dict_attrs = tvm.ir.make_node("ir.DictAttrs", **values)
+    return relax.Call(tvm.ir.Op.get(name), args, dict_attrs, [], span)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception class of amp_ir; each is also the builtin that it specialises."""
+
+
+class AmpIrError(Exception):
+    """Anything that amp_ir raises on purpose."""
+
+
+class CaptureError(AmpIrError, RuntimeError):
+    """The training step cannot be captured; the message lists every place at once."""
+
+
+class UnsupportedOpError(AmpIrError, NotImplementedError):
+    """The captured step has ops without a converter; the message lists all of them."""
+
+
+class RuleError(AmpIrError, ValueError):
+    """A type-hint rule is missing, doubled, or answers for the wrong number of arguments."""
+
+
+class OptionError(AmpIrError, ValueError):
+    """An option has a value that is not among those it accepts."""
+
+
+class ArgumentError(AmpIrError, TypeError):
+    """A step was called with arguments that do not fit what was compiled."""
+
+
+class StateError(AmpIrError, RuntimeError):
+    """The model, optimizer or scaler is no longer as the compiled step needs it."""
+
+
+class DeviceError(AmpIrError, RuntimeError):
+    """A device was asked for that this machine or this build does not have."""
+
+
+class BuildError(AmpIrError, RuntimeError):
+    """A kernel or a library of amp_ir could not be built or loaded."""

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StepModule: a captured step as IR, with the names and tensors of its state."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+import tvm
+
+
+class Role(enum.Enum):
+    """What an input or output of a step is to the user."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    HYPER_PARAMETER = "hyper_parameter"
+    SCALER_STATE = "scaler_state"
+    RANDOM_STATE = "random_state"
+    BATCH = "batch"
+    RESULT = "result"
+
+
+@attrs.frozen
+class InputSpec:
+    """One input of `main`, in order. `shape` holds extents, `dtype` is TVM's name ("float32")."""
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the input belongs to the step rather than to one call of it."""
+        return self.role is not Role.BATCH
+
+
+@attrs.frozen
+class OutputSpec:
+    """One field of the tuple that `main` returns, in order.
+
+    `updates` is the position of the input whose tensor takes this value after the step, or None
+    for a result that is returned to the caller.
+    """
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    updates: int | None = None
+
+
+@attrs.frozen
+class Signature:
+    """What each input and output of `main` is, and how the caller's arguments map to them.
+
+    `flatten_batch(args)` gives the batch tensors in the order of the BATCH inputs and raises
+    `errors.ArgumentError` when structure, dtype, device or a plain value differs from what was
+    captured (a differing shape raises `ShapeChanged`, which `jit` answers by compiling again).
+    `unflatten_results(tensors)` builds what the user's step returns from the RESULT outputs.
+    """
+
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    flatten_batch: Callable[[tuple[Any, ...]], list[torch.Tensor]] = attrs.field(eq=False)
+    unflatten_results: Callable[[list[torch.Tensor]], Any] = attrs.field(eq=False)
+
+
+@attrs.frozen
+class StepModule:
+    """A captured step.
+
+    `ir` has one function `main(inputs...) -> R.Tuple(outputs...)`, a single dataflow block.
+    `state` maps the name of every state input to the user's own live tensor; a hyper-parameter or
+    scaler input maps to the function that reads its current value (a 0-d tensor).
+    `notes` says in words what the capture decided, one sentence each.
+    """
+
+    ir: tvm.IRModule
+    signature: Signature
+    state: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]] = attrs.field(eq=False)
+    notes: tuple[str, ...] = ()
+
+    def with_ir(self, ir: tvm.IRModule) -> StepModule:
+        """The same step with other IR of the same signature."""
+        return attrs.evolve(self, ir=ir)
+
+    def script(self) -> str:
+        """The IR as TVMScript text."""
+        return str(self.ir.script())
