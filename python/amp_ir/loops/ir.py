@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loop values: tensors described by how one element of them is computed.
+
+An op is lowered by saying what an element is, in terms of elements of its arguments:
+
+    @lowers("amp_ir.softmax_backward")
+    def softmax_backward(op, grad, y, *, axis):
+        dot = reduce("sum", grad.shape, (axis,), lambda *i: grad[i] * y[i])
+        return pointwise(y.shape, op.results[0].dtype, lambda *i: (grad[i] - dot[i]) * y[i])
+
+Nothing is computed or stored when a lowering runs. Which values get memory, which share a kernel
+and how its loops run is decided later, by `grouping.py` and the emitter of the device.
+
+Elements are read in their compute dtype: bfloat16 and float16 are widened to float32 at the read
+and rounded once, at the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import attrs
+from tvm import relax, tirx
+from tvm.ir import PrimExpr
+
+from amp_ir.errors import BuildError
+
+Index = tuple[Any, ...]
+Element = Callable[..., Any]
+ReduceKind = Literal["sum", "max", "min", "prod", "any", "all"]
+LOW_DTYPES = ("bfloat16", "float16")
+
+
+def compute_dtype(dtype: str) -> str:
+    """The dtype in which elements of a tensor of `dtype` take part in arithmetic."""
+    return "float32" if dtype in LOW_DTYPES else dtype
+
+
+@attrs.frozen
+class TensorSpec:
+    """Shape (extents) and dtype (TVM's name) of a value."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+_serial = itertools.count()
+
+
+@attrs.define(eq=False)
+class Value:
+    """A tensor in the loop program.
+
+    `value[index]`, inside the body of another value, reads one element in the compute dtype.
+    Shapes broadcast as in NumPy: the index is aligned at the right, extents of 1 read index 0.
+    """
+
+    spec: TensorSpec
+    reads: list[Read] = attrs.field(factory=list, repr=False)
+    serial: int = attrs.field(factory=lambda: next(_serial))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the dimensions."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the value is stored."""
+        return self.spec.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.spec.size
+
+    def __getitem__(self, index: Index | Any) -> Any:
+        """Read one element; only inside the body of another value."""
+        index = index if isinstance(index, tuple) else (index,)
+        return current_access()(self, self.align(index))
+
+    def align(self, index: Index) -> Index:
+        """The index of this value that an index of a broadcast result stands for."""
+        if len(index) < len(self.shape):
+            raise BuildError(f"{len(index)} indices for a value of shape {self.shape}")
+        tail = index[len(index) - len(self.shape) :]
+        return tuple(0 if n == 1 else i for n, i in zip(self.shape, tail, strict=True))
+
+
+@attrs.define(eq=False)
+class Buffer(Value):
+    """A value that exists in memory before the loops run: an input, or a library call's result."""
+
+    source: Any = None
+
+
+@attrs.define(eq=False)
+class Constant(Value):
+    """A scalar known when compiling; never in memory. `number` is a Python number."""
+
+    number: float | int | bool = 0
+
+
+@attrs.define(eq=False)
+class Pointwise(Value):
+    """Each element from elements at computed places; `body(*index)` gives it."""
+
+    body: Element = attrs.field(kw_only=True, repr=False)
+    is_cast: bool = False
+    is_reshape: bool = False
+    rounds: bool = False
+
+
+@attrs.define(eq=False)
+class Reduction(Value):
+    """`kind` over `axes` of `source_shape`; the reduced dimensions stay, with extent 1."""
+
+    kind: ReduceKind = attrs.field(kw_only=True)
+    source_shape: tuple[int, ...] = attrs.field(kw_only=True)
+    axes: tuple[int, ...] = attrs.field(kw_only=True)
+    body: Element = attrs.field(kw_only=True, repr=False)
+
+
+@attrs.define(eq=False)
+class Opaque(Value):
+    """One result of a kernel that its lowering writes out as TIR (scatter, sort, ...)."""
+
+    kernel: OpaqueKernel = attrs.field(kw_only=True)
+    position: int = attrs.field(kw_only=True)
+
+
+@attrs.define(eq=False)
+class OpaqueKernel:
+    """A hand-written kernel: `emit(inputs, outputs)` returns its statement.
+
+    Inputs and outputs are `FlatBuffer`s (kernel_buffers.py): `.load(i)`, `.store(i, element)`.
+    """
+
+    name: str
+    inputs: list[Value]
+    specs: list[TensorSpec]
+    emit: Callable[[list[Any], list[Any]], tirx.Stmt]
+
+
+@attrs.frozen(eq=False)
+class Read:
+    """That a value's body reads `value`.
+
+    `place` says where: "same" (the reader's own index, equal shapes), "broadcast" (the reader's
+    index with some dimensions dropped or 0), "flat" (a reshape: the same flat position) or "other".
+    """
+
+    value: Value
+    place: Literal["same", "broadcast", "flat", "other"]
+
+
+Access = Callable[[Value, Index], Any]
+_access_stack: list[Access] = []
+
+
+def current_access() -> Access:
+    """What `value[index]` does at this moment."""
+    if not _access_stack:
+        raise BuildError("an element is read outside of the body of a loop value")
+    return _access_stack[-1]
+
+
+@contextlib.contextmanager
+def reading(access: Access) -> Iterator[None]:
+    """Let `value[index]` mean `access(value, index)` inside the block."""
+    _access_stack.append(access)
+    try:
+        yield
+    finally:
+        _access_stack.pop()
+
+
+def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: bool) -> Pointwise:
+    """A value of `shape` whose element at `i` is `body(*i)`, rounded to `dtype` when stored."""
+    spec = TensorSpec(tuple(int(n) for n in shape), dtype)
+    return Pointwise(spec, _reads_of(spec.shape, body, spec.shape), body=body, **flags)
+
+
+def reduce(
+    kind: ReduceKind,
+    source_shape: Sequence[int],
+    axes: Sequence[int],
+    body: Element,
+    dtype: str = "float32",
+) -> Value:
+    """`kind` of `body(*i)` over `axes` of an index space of `source_shape`; extents stay as 1."""
+    source = tuple(int(n) for n in source_shape)
+    kept = tuple(sorted(axis % len(source) for axis in axes)) if source else ()
+    shape = tuple(1 if d in kept else n for d, n in enumerate(source))
+    return Reduction(
+        TensorSpec(shape, dtype), _reads_of(source, body, None), kind=kind,
+        source_shape=source, axes=kept, body=body,
+    )  # fmt: skip
+
+
+def reshape(source: Value, shape: Sequence[int]) -> Value:
+    """The same elements in the same order under another shape; never costs a kernel by itself."""
+    spec = TensorSpec(tuple(int(n) for n in shape), source.dtype)
+    if spec.size != source.size:
+        raise BuildError(f"cannot reshape {source.shape} to {spec.shape}: the sizes differ")
+    if spec.shape == source.shape:
+        return source
+
+    def body(*index: Any) -> Any:
+        return source[unflatten(flatten(index, spec.shape), source.shape)]
+
+    return Pointwise(spec, [Read(source, "flat")], body=body, is_reshape=True)
+
+
+def squeeze(source: Value, shape: Sequence[int]) -> Value:
+    """Drop extents of 1, as after a reduction without `keepdims`."""
+    return reshape(source, shape)
+
+
+def opaque(
+    name: str,
+    inputs: Sequence[Value],
+    specs: Sequence[TensorSpec],
+    emit: Callable[[list[Any], list[Any]], tirx.Stmt],
+) -> tuple[Opaque, ...]:
+    """The results of a kernel written out as TIR; see `OpaqueKernel`."""
+    kernel = OpaqueKernel(name, list(inputs), list(specs), emit)
+    reads = [Read(value, "other") for value in inputs]
+    return tuple(
+        Opaque(spec, list(reads), kernel=kernel, position=k) for k, spec in enumerate(specs)
+    )
+
+
+def flatten(index: Index, shape: Sequence[int]) -> Any:
+    """Row-major flat position of `index` in a tensor of `shape`."""
+    flat: Any = 0
+    for i, n in zip(index, shape, strict=True):
+        flat = i if isinstance(flat, int) and flat == 0 else flat * n + i
+    return flat
+
+
+def unflatten(flat: Any, shape: Sequence[int]) -> Index:
+    """The index whose row-major flat position in a tensor of `shape` is `flat`."""
+    index: list[Any] = []
+    for d in reversed(range(len(shape))):
+        if shape[d] == 1:
+            index.append(0)
+        elif d == 0 or all(n == 1 for n in shape[:d]):
+            index.append(flat)
+        else:
+            index.append(tirx.floormod(flat, shape[d]) if not isinstance(flat, int) else 0)
+            flat = tirx.floordiv(flat, shape[d]) if not isinstance(flat, int) else 0
+    return tuple(reversed(index))
+
+
+def _reads_of(
+    shape: tuple[int, ...], body: Element, own_shape: tuple[int, ...] | None
+) -> list[Read]:
+    """Run `body` once on fresh index variables and note what it reads, and where."""
+    index = tuple(tirx.Var(f"i{d}", "int32") for d in range(len(shape)))
+    reads: dict[int, Read] = {}
+
+    def note(value: Value, at: Index) -> Any:
+        place = _place(value, at, index, shape)
+        known = reads.get(id(value))
+        if known is None or (known.place in ("same", "broadcast") and known.place != place):
+            reads[id(value)] = Read(value, place)
+        return dummy_element(value)
+
+    with reading(note):
+        body(*index)
+    return list(reads.values())
+
+
+def _place(
+    value: Value, at: Index, index: Index, shape: tuple[int, ...]
+) -> Literal["same", "broadcast", "other"]:
+    offset = len(index) - len(value.shape)
+    if offset < 0:
+        return "other"
+    for d, i in enumerate(at):
+        if value.shape[d] == 1:
+            continue
+        if not (isinstance(i, tirx.Var) and i.same_as(index[offset + d])):
+            return "other"
+    return "same" if value.shape == shape else "broadcast"
+
+
+def dummy_element(value: Value) -> PrimExpr:
+    """An expression of the compute dtype of `value`, for runs of a body that only look."""
+    if isinstance(value, Constant):
+        return tirx.const(value.number, compute_dtype(value.dtype))
+    return tirx.Var("element", compute_dtype(value.dtype))
+
+
+@attrs.frozen
+class Lowering:
+    """What a lowering is told about its call: the declared results and the call itself."""
+
+    name: str
+    results: tuple[TensorSpec, ...]
+    call: relax.Call
+
+
+LOWERINGS: dict[str, Callable[..., Value | tuple[Value, ...]]] = {}
+
+
+def lowers(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the lowering of one or more ops; a second registration is an error."""
+
+    def register(lowering: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            if name in LOWERINGS:
+                raise ValueError(f"{name} has a lowering already: {LOWERINGS[name]}")
+            LOWERINGS[name] = lowering
+        return lowering
+
+    return register

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scalar functions of kernel elements that the CPU back end can vectorise.
+
+TVM's LLVM output calls libm once per lane for exp, log, tanh and erf; the float32 versions below
+are polynomials in plain arithmetic. Error bounds are tested against float64 in test_loops_math.py.
+float64 arguments use libm: only optimizer scalars are float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+
+
+def constant(number: float, dtype: str = "float32") -> Any:
+    """A literal of `dtype`."""
+    return tirx.const(number, dtype)
+
+
+def dtype_of(element: Any) -> str:
+    """The dtype of an element expression."""
+    return str(element.ty.dtype)
+
+
+def select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """`if_true` where `condition` holds; both sides are evaluated."""
+    return tirx.Select(condition, if_true, if_false)
+
+
+def where_valid(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Like `select`, but `if_true` is not evaluated (no load) where `condition` fails."""
+    return tirx.if_then_else(condition, if_true, if_false)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger one; NaN if either is NaN, as PyTorch's maximum."""
+    larger = tirx.Select(a > b, a, b)
+    return _nan_from(a, larger) if dtype_of(a).startswith("float") else larger
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller one; NaN if either is NaN, as PyTorch's minimum."""
+    smaller = tirx.Select(a < b, a, b)
+    return _nan_from(a, smaller) if dtype_of(a).startswith("float") else smaller
+
+
+def _nan_from(a: Any, otherwise: Any) -> Any:
+    # A comparison with NaN fails, so `otherwise` is b already where b is NaN.
+    return tirx.Select(a != a, a, otherwise)
+
+
+def exp(x: Any) -> Any:
+    """e^x; relative error below 1.2e-7 in float32, 0 and inf outside of the range."""
+    if dtype_of(x) != "float32":
+        return tirx.exp(x)
+    low, high = constant(-104.0), constant(88.8)
+    clamped = tirx.Select(x < low, low, tirx.Select(x > high, high, x))
+    # x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite).
+    n = tirx.floor(clamped * constant(1.4426950408889634) + constant(0.5))
+    r = clamped - n * constant(0.693359375)
+    r = r - n * constant(-2.12194440054690583e-4)
+    series = constant(1.0 / 5040)
+    for k in (720, 120, 24, 6, 2, 1, 1):
+        series = series * r + constant(1.0 / k)
+    # 2^n in two factors, so that results near both ends of the range do not wrap.
+    half = tirx.floor(n * constant(0.5))
+    result = series * _power_of_two(half) * _power_of_two(n - half)
+    result = tirx.Select(x < low, constant(0.0), result)
+    result = tirx.Select(x > high, constant(math.inf), result)
+    return tirx.Select(x != x, x, result)
+
+
+def _power_of_two(n: Any) -> Any:
+    """2^n for a float32 holding an integer in [-126, 127]."""
+    biased = tirx.Cast("int32", n) + tirx.const(127, "int32")
+    return tirx.reinterpret("float32", tirx.shift_left(biased, tirx.const(23, "int32")))
+
+
+def log(x: Any) -> Any:
+    """Natural logarithm; relative error below 2e-7 in float32; -inf at 0, NaN below."""
+    if dtype_of(x) != "float32":
+        return tirx.log(x)
+    tiny = x < constant(1.17549435e-38)
+    scaled = tirx.Select(tiny, x * constant(2.0**24), x)
+    bits = tirx.reinterpret("int32", scaled)
+    # m in [sqrt(1/2), sqrt(2)): subtract the bits of sqrt(1/2) so that the exponent rounds there.
+    shifted = bits - tirx.const(0x3F3504F3, "int32")
+    exponent = tirx.Cast("float32", tirx.shift_right(shifted, tirx.const(23, "int32")))
+    exponent = exponent - tirx.Select(tiny, constant(24.0), constant(0.0))
+    mantissa_bits = tirx.bitwise_and(shifted, tirx.const(0x007FFFFF, "int32")) + tirx.const(
+        0x3F3504F3, "int32"
+    )
+    f = tirx.reinterpret("float32", mantissa_bits) - constant(1.0)
+    # log(1 + f) = 2 atanh(s), s = f / (2 + f) (fdlibm's reduction, series in s^2).
+    s = f / (constant(2.0) + f)
+    z = s * s
+    series = constant(2.0 / 9)
+    for k in (7, 5, 3):
+        series = series * z + constant(2.0 / k)
+    half_square = constant(0.5) * f * f
+    low = exponent * constant(-2.12194440054690583e-4)
+    result = f - (half_square - (s * (half_square + series * z) + low))
+    result = exponent * constant(0.693359375) + result
+    result = tirx.Select(x == constant(0.0), constant(-math.inf), result)
+    result = tirx.Select(x < constant(0.0), constant(math.nan), result)
+    return tirx.Select(tirx.any(x != x, x == constant(math.inf)), x, result)
+
+
+def log1p(x: Any) -> Any:
+    """log(1 + x), accurate for small x (Kahan's correction)."""
+    if dtype_of(x) != "float32":
+        return tirx.log1p(x)
+    u = constant(1.0) + x
+    corrected = log(u) * (x / (u - constant(1.0)))
+    exact = tirx.any(u == constant(1.0), u == constant(math.inf))
+    return tirx.Select(exact, tirx.Select(u == constant(1.0), x, u), corrected)
+
+
+def tanh(x: Any) -> Any:
+    """Hyperbolic tangent; absolute error below 2e-7 in float32."""
+    if dtype_of(x) != "float32":
+        return tirx.tanh(x)
+    magnitude = absolute(x)
+    z = x * x
+    # tanh x = x + x^3 P(x^2) near 0 (Cephes tanhf), 1 - 2 / (e^2x + 1) elsewhere.
+    series = constant(-5.70498872745e-3)
+    for c in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        series = series * z + constant(c)
+    small = series * z * x + x
+    large = constant(1.0) - constant(2.0) / (exp(magnitude + magnitude) + constant(1.0))
+    signed = tirx.Select(x < constant(0.0), -large, large)
+    return tirx.Select(magnitude < constant(0.625), small, signed)
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + e^-x)."""
+    one = constant(1.0, dtype_of(x))
+    return one / (one + exp(-x))
+
+
+def erf(x: Any) -> Any:
+    """Error function; absolute error below 5e-7 in float32 (rational form of Eigen's erf)."""
+    if dtype_of(x) != "float32":
+        return tirx.erf(x)
+    limit = constant(3.832506856900711)
+    z = tirx.Select(x > limit, limit, tirx.Select(x < -limit, -limit, x))
+    square = z * z
+    top = constant(0.00022905065861350646)
+    for c in (0.0034082910107109506, 0.050955695062380861, 0.18520832239976145, 1.128379143519084):
+        top = top * square + constant(c)
+    bottom = constant(-1.1791602954361697e-7)
+    for c in (2.3547966471313185e-05, 0.0010179625278914885, 0.014070470171167667,
+              0.11098505178285362, 0.49746925110067538, 1.0):  # fmt: skip
+        bottom = bottom * square + constant(c)
+    return tirx.Select(x != x, x, z * top / bottom)
+
+
+def sqrt(x: Any) -> Any:
+    """Square root."""
+    return tirx.sqrt(x)
+
+
+def rsqrt(x: Any) -> Any:
+    """1 / sqrt(x)."""
+    return constant(1.0, dtype_of(x)) / tirx.sqrt(x)
+
+
+def absolute(x: Any) -> Any:
+    """|x|."""
+    if dtype_of(x) == "float32":
+        bits = tirx.bitwise_and(tirx.reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
+        return tirx.reinterpret("float32", bits)
+    zero = constant(0, dtype_of(x))
+    return tirx.Select(x < zero, -x, x)
+
+
+def power(x: Any, y: Any) -> Any:
+    """x^y. Small constant integer and half-integer exponents are multiplications and roots."""
+    exponent = literal(y)
+    dtype = dtype_of(x)
+    if exponent is not None and abs(exponent) <= 4 and float(exponent).is_integer():
+        return _integer_power(x, int(exponent))
+    if exponent in (0.5, -0.5):
+        return sqrt(x) if exponent == 0.5 else rsqrt(x)
+    if exponent == 1.5:
+        return x * sqrt(x)
+    return tirx.power(x, y if dtype_of(y) == dtype else tirx.Cast(dtype, y))
+
+
+def _integer_power(x: Any, exponent: int) -> Any:
+    one = constant(1, dtype_of(x))
+    result = one
+    for k in range(abs(exponent)):
+        result = x if k == 0 else result * x
+    return one / result if exponent < 0 else result
+
+
+def literal(x: Any) -> float | None:
+    """The number that `x` is a literal of, or None."""
+    if isinstance(x, (int, float)):
+        return float(x)
+    value = getattr(x, "value", None)
+    return float(value) if isinstance(value, (int, float, np.number)) else None
+
+
+def cast(x: Any, dtype: str) -> Any:
+    """Convert an element to `dtype` as PyTorch's `.to` does."""
+    if dtype_of(x) == dtype:
+        return x
+    if dtype == "bool":
+        return x != constant(0, dtype_of(x))
+    if dtype_of(x) == "bool":
+        return tirx.Select(x, constant(1, dtype), constant(0, dtype))
+    return tirx.Cast(dtype, x)
