@@ -26,6 +26,10 @@ class ArgumentError(AmpIrError, TypeError):
     """A step was called with arguments that do not fit what was compiled."""
 
 
+class ShapeChanged(ArgumentError):
+    """A batch tensor has another shape than the captured one; `jit` answers by compiling again."""
+
+
 class StateError(AmpIrError, RuntimeError):
     """The model, optimizer or scaler is no longer as the compiled step needs it."""
 
