@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ parts: loads the shared libraries that were built, once, and says what is missing.
+
+The libraries register their functions with tvm-ffi as `amp_ir.<library>.<verb>`. A library that is
+missing costs speed, never correctness, except `passes`, without which nothing can be planned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+# torch comes before our libraries: they link libgomp.so.1 by name and torch_shim looks into
+# libtorch_cpu, and both must find the copies that torch has loaded (one thread pool a process).
+import torch  # noqa: F401
+import tvm_ffi
+
+from amp_ir.errors import BuildError
+
+LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
+
+# Library -> what the user loses without it.
+CONSEQUENCES = {
+    "passes": "no program can be compiled, since memory cannot be planned",
+    "openmp": "compiled kernels run on a thread pool of their own and compete with PyTorch's",
+    "torch": "matmul and convolution have no PyTorch kernels to fall back on",
+    "onednn": "matmul and convolution run through PyTorch, float32 at about half the speed",
+}
+_REMEDIES = {
+    "onednn": "pip install onednn-cpu-gomp==2023.2.0 onednn-devel-cpu-gomp==2023.2.0, then rebuild",
+}
+_REBUILD = "rebuild amp_ir (pip install -e .)"
+
+
+@functools.cache
+def load() -> dict[str, str]:
+    """Load every library that exists; later calls do nothing.
+
+    Returns the reason for each library that is missing, after one warning that names them all with
+    their consequences.
+    """
+    reasons = {}
+    for name in CONSEQUENCES:
+        reason = _load_library(name)
+        if reason is not None:
+            reasons[name] = reason
+    if reasons:
+        warnings.warn(_missing_message(reasons), RuntimeWarning, stacklevel=2)
+    return reasons
+
+
+def has(name: str) -> bool:
+    """Whether the native function `name` (such as "amp_ir.onednn.matmul") can be called."""
+    load()
+    return tvm_ffi.get_global_func(name, allow_missing=True) is not None
+
+
+def function(name: str) -> tvm_ffi.Function:
+    """The native function `name`; raises BuildError where its library is missing."""
+    load()
+    found = tvm_ffi.get_global_func(name, allow_missing=True)
+    if found is None:
+        raise BuildError(f"the native function {name} is not in this build; {_REBUILD}")
+    return found
+
+
+def _load_library(name: str) -> str | None:
+    """Load libamp_ir_<name>; the reason why not, or None."""
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    path = LIBRARY_DIRECTORY / f"libamp_ir_{name}{suffix}"
+    if not path.exists():
+        return "not built"
+    try:
+        for dependency in _wheel_libraries(name):
+            ctypes.CDLL(str(dependency))
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _wheel_libraries(name: str) -> Iterator[Path]:
+    """The shared library that a wheel puts outside the dynamic linker's search path.
+
+    Loading it by path first lets libamp_ir_onednn find it by its SONAME. Nothing is given where
+    oneDNN was not installed by pip: the linker may know it.
+    """
+    if name != "onednn":
+        return
+    try:
+        files = importlib.metadata.files("onednn-cpu-gomp") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for file in files:
+        if file.name == "libdnnl.so.3":
+            yield Path(str(file.locate())).resolve()
+
+
+def _missing_message(reasons: dict[str, str]) -> str:
+    lines = [
+        f"  {name} ({reason}): {CONSEQUENCES[name]}; {_REMEDIES.get(name, _REBUILD)}"
+        for name, reason in reasons.items()
+    ]
+    return "amp_ir works without these native libraries, but:\n" + "\n".join(lines)

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// oneDNN behind tvm-ffi: checks what compiled programs send, and registers the functions.
+#include <omp.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/reflection/registry.h>
+
+#include "onednn_ops.h"
+#include "onednn_plan.h"
+
+namespace {
+
+namespace ffi = tvm::ffi;
+using amp_ir::Convolution;
+using amp_ir::MakeStrided;
+using amp_ir::StridedTensor;
+using amp_ir::onednn::ConvKind;
+
+// oneDNN throws exceptions of its own, which must not cross into tvm-ffi unexplained.
+template <class Call>
+void Guard(const char* function, Call call) {
+  try {
+    call();
+  } catch (const dnnl::error& error) {
+    TVM_FFI_THROW(RuntimeError) << function << ": oneDNN failed: " << error.what();
+  }
+}
+
+void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
+            const ffi::Optional<ffi::TensorView>& bias, const ffi::Shape& a_dims,
+            const ffi::Shape& a_strides, const ffi::Shape& b_dims, const ffi::Shape& b_strides,
+            const ffi::Shape& out_dims, const ffi::Shape& out_strides, const ffi::String& epilogue,
+            const ffi::TensorView& out) {
+  constexpr const char* kName = "amp_ir.onednn.matmul";
+  StridedTensor left = MakeStrided(kName, "a", a, a_dims, a_strides);
+  StridedTensor right = MakeStrided(kName, "b", b, b_dims, b_strides);
+  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  StridedTensor shift;
+  if (bias.has_value()) {
+    shift = MakeStrided(kName, "bias", *bias, (*bias).shape(), (*bias).strides());
+  }
+  const StridedTensor* shift_or_null = bias.has_value() ? &shift : nullptr;
+  amp_ir::Epilogue finish = amp_ir::ParseEpilogue(kName, epilogue);
+  amp_ir::CheckMatmul(kName, left, right, shift_or_null, result);
+  Guard(kName, [&] { amp_ir::onednn::Matmul(left, right, shift_or_null, result, finish); });
+}
+
+void Conv(const ffi::TensorView& x, const ffi::TensorView& w, const ffi::Shape& x_dims,
+          const ffi::Shape& x_strides, const ffi::Shape& w_dims, const ffi::Shape& w_strides,
+          const ffi::Shape& out_dims, const ffi::Shape& out_strides, const ffi::Shape& strides,
+          const ffi::Shape& padding, const ffi::Shape& dilation, int64_t groups,
+          const ffi::TensorView& out) {
+  constexpr const char* kName = "amp_ir.onednn.conv";
+  StridedTensor data = MakeStrided(kName, "x", x, x_dims, x_strides);
+  StridedTensor weight = MakeStrided(kName, "w", w, w_dims, w_strides);
+  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  Convolution convolution{strides, padding, dilation, groups};
+  amp_ir::CheckConvolution(kName, data, weight, result, convolution);
+  Guard(kName,
+        [&] { amp_ir::onednn::Convolve(ConvKind::kForward, data, weight, result, convolution); });
+}
+
+void ConvBackwardInput(const ffi::TensorView& grad, const ffi::TensorView& w,
+                       const ffi::Shape& grad_dims, const ffi::Shape& grad_strides,
+                       const ffi::Shape& w_dims, const ffi::Shape& w_strides,
+                       const ffi::Shape& out_dims, const ffi::Shape& out_strides,
+                       const ffi::Shape& strides, const ffi::Shape& padding,
+                       const ffi::Shape& dilation, int64_t groups, const ffi::TensorView& out) {
+  constexpr const char* kName = "amp_ir.onednn.conv_backward_input";
+  StridedTensor gradient = MakeStrided(kName, "grad", grad, grad_dims, grad_strides);
+  StridedTensor weight = MakeStrided(kName, "w", w, w_dims, w_strides);
+  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  Convolution convolution{strides, padding, dilation, groups};
+  amp_ir::CheckConvolution(kName, result, weight, gradient, convolution);
+  Guard(kName, [&] {
+    amp_ir::onednn::Convolve(ConvKind::kBackwardInput, result, weight, gradient, convolution);
+  });
+}
+
+void ConvBackwardWeight(const ffi::TensorView& grad, const ffi::TensorView& x,
+                        const ffi::Shape& grad_dims, const ffi::Shape& grad_strides,
+                        const ffi::Shape& x_dims, const ffi::Shape& x_strides,
+                        const ffi::Shape& out_dims, const ffi::Shape& out_strides,
+                        const ffi::Shape& strides, const ffi::Shape& padding,
+                        const ffi::Shape& dilation, int64_t groups, const ffi::TensorView& out) {
+  constexpr const char* kName = "amp_ir.onednn.conv_backward_weight";
+  StridedTensor gradient = MakeStrided(kName, "grad", grad, grad_dims, grad_strides);
+  StridedTensor data = MakeStrided(kName, "x", x, x_dims, x_strides);
+  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  Convolution convolution{strides, padding, dilation, groups};
+  amp_ir::CheckConvolution(kName, data, result, gradient, convolution);
+  Guard(kName, [&] {
+    amp_ir::onednn::Convolve(ConvKind::kBackwardWeight, data, result, gradient, convolution);
+  });
+}
+
+// "avx512_core_bf16" and so on: what oneDNN uses here, after ONEDNN_MAX_CPU_ISA.
+std::string IsaName() {
+  switch (dnnl::get_effective_cpu_isa()) {
+    case dnnl::cpu_isa::sse41:
+      return "sse41";
+    case dnnl::cpu_isa::avx:
+      return "avx";
+    case dnnl::cpu_isa::avx2:
+      return "avx2";
+    case dnnl::cpu_isa::avx2_vnni:
+      return "avx2_vnni";
+    case dnnl::cpu_isa::avx2_vnni_2:
+      return "avx2_vnni_2";
+    case dnnl::cpu_isa::avx512_core:
+      return "avx512_core";
+    case dnnl::cpu_isa::avx512_core_vnni:
+      return "avx512_core_vnni";
+    case dnnl::cpu_isa::avx512_core_bf16:
+      return "avx512_core_bf16";
+    case dnnl::cpu_isa::avx512_core_fp16:
+      return "avx512_core_fp16";
+    case dnnl::cpu_isa::avx512_core_amx:
+      return "avx512_core_amx";
+    case dnnl::cpu_isa::avx512_core_amx_fp16:
+      return "avx512_core_amx_fp16";
+    default:
+      return "generic";
+  }
+}
+
+ffi::Array<ffi::String> Implementations() {
+  ffi::Array<ffi::String> names;
+  for (const std::string& name : amp_ir::onednn::CachedImplementations()) names.push_back(name);
+  return names;
+}
+
+}  // namespace
+
+TVM_FFI_STATIC_INIT_BLOCK() {
+  namespace refl = tvm::ffi::reflection;
+  refl::GlobalDef()
+      .def("amp_ir.onednn.matmul", Matmul)
+      .def("amp_ir.onednn.conv", Conv)
+      .def("amp_ir.onednn.conv_backward_input", ConvBackwardInput)
+      .def("amp_ir.onednn.conv_backward_weight", ConvBackwardWeight)
+      .def("amp_ir.onednn.implementations", Implementations)
+      .def("amp_ir.onednn.clear_cache", amp_ir::onednn::ClearCachedPlans)
+      .def("amp_ir.onednn.isa", IsaName)
+      .def("amp_ir.onednn.is_native", [](DLDataType dtype) {
+        amp_ir::CheckDtype("amp_ir.onednn.is_native", "dtype", dtype);
+        return amp_ir::onednn::IsNative(dtype);
+      });
+}

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <optional>
+
+#include "onednn_ops.h"
+#include "onednn_plan.h"
+#include "widen.h"
+
+namespace amp_ir::onednn {
+namespace {
+
+constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+
+struct Problem {
+  StridedTensor a, b, out;
+  std::optional<StridedTensor> bias;
+  Epilogue epilogue;
+};
+
+// Gives `t` the rank of the result; repeated dims (stride 0) become 1 so that they broadcast.
+StridedTensor Align(const StridedTensor& t, int rank) {
+  StridedTensor wide = t;
+  wide.rank = rank;
+  const int missing = rank - t.rank;
+  for (int i = 0; i < rank; ++i) {
+    const bool absent = i < missing || (i < rank - 2 && t.strides[i - missing] == 0);
+    wide.dims[i] = absent ? 1 : t.dims[i - missing];
+    wide.strides[i] = absent ? 0 : t.strides[i - missing];
+  }
+  return wide;
+}
+
+void RemoveDim(StridedTensor* t, int dim) {
+  for (int i = dim; i + 1 < t->rank; ++i) {
+    t->dims[i] = t->dims[i + 1];
+    t->strides[i] = t->strides[i + 1];
+  }
+  --t->rank;
+}
+
+// Whether dim `outer` continues dim `outer + 1` in `t` without a gap.
+bool Continues(const StridedTensor& t, int outer) {
+  return t.strides[outer] == t.strides[outer + 1] * t.dims[outer + 1];
+}
+
+bool Repeats(const StridedTensor& t, const StridedTensor& out, int dim) {
+  return t.dims[dim] == 1 && out.dims[dim] != 1;
+}
+
+// Joins batch dims that lie behind each other, and the last one with m where b does not depend on
+// it: [8, 128, 768] @ [768, 768] is one matmul of 1024 rows.
+void JoinDims(Problem* p) {
+  StridedTensor* all[] = {&p->a, &p->b, &p->out};
+  for (int dim = p->out.rank - 3; dim >= 0; --dim) {
+    const bool trivial = p->out.dims[dim] == 1;
+    const bool into_rows = dim == p->out.rank - 3;
+    bool joins = true;
+    for (StridedTensor* t : all) {
+      if (into_rows && t == &p->b) {
+        joins = joins && t->dims[dim] == 1;
+      } else {
+        const bool repeats = Repeats(*t, p->out, dim);
+        const bool inner_repeats = !into_rows && Repeats(*t, p->out, dim + 1);
+        joins = joins && repeats == inner_repeats && (repeats || Continues(*t, dim));
+      }
+    }
+    if (!trivial && !joins) continue;
+    for (StridedTensor* t : all) {
+      if (!trivial && !(into_rows && t == &p->b) && t->dims[dim] != 1) {
+        t->dims[dim + 1] *= t->dims[dim];
+      }
+      RemoveDim(t, dim);
+    }
+  }
+}
+
+dnnl::primitive_attr Attributes(Epilogue epilogue) {
+  dnnl::primitive_attr attr;
+  attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+  if (epilogue == Epilogue::kNone) return attr;
+  dnnl::post_ops ops;
+  ops.append_eltwise(epilogue == Epilogue::kRelu   ? dnnl::algorithm::eltwise_relu
+                     : epilogue == Epilogue::kGelu ? dnnl::algorithm::eltwise_gelu_erf
+                                                   : dnnl::algorithm::eltwise_gelu_tanh,
+                     0.F, 0.F);
+  attr.set_post_ops(ops);
+  return attr;
+}
+
+// bias [n] as oneDNN wants it: as many dims as the result, all but the last 1.
+dnnl::memory::desc DescribeBias(const StridedTensor& bias, int rank) {
+  dnnl::memory::dims dims(rank, 1);
+  dims.back() = bias.dims[0];
+  dnnl::memory::dims strides(rank, bias.dims[0]);
+  strides.back() = 1;
+  return dnnl::memory::desc(dims, DataType(bias.dtype), strides);
+}
+
+dnnl::matmul::primitive_desc Create(const dnnl::memory::desc& a, const dnnl::memory::desc& b,
+                                    const std::optional<dnnl::memory::desc>& bias,
+                                    const dnnl::memory::desc& out, Epilogue epilogue) {
+  constexpr bool kAllowEmpty = true;
+  const dnnl::primitive_attr attr = Attributes(epilogue);
+  if (bias) return {CpuEngine(), a, b, *bias, out, attr, kAllowEmpty};
+  return {CpuEngine(), a, b, out, attr, kAllowEmpty};
+}
+
+// oneDNN's reference implementations are right and hundreds of times slower.
+bool IsUsable(const dnnl::matmul::primitive_desc& pd) {
+  return pd && std::string(pd.impl_info_str()).find("ref") == std::string::npos;
+}
+
+StridedTensor RowMajor(const StridedTensor& t) {
+  StridedTensor dense = t;
+  int64_t stride = 1;
+  for (int i = t.rank - 1; i >= 0; --i) {
+    dense.strides[i] = stride;
+    stride *= t.dims[i];
+  }
+  return dense;
+}
+
+class PlanBuilder {
+ public:
+  explicit PlanBuilder(const Problem& problem) : problem_(problem) {}
+
+  std::shared_ptr<const Plan> Build() {
+    const bool low = SameDtype(problem_.a.dtype, problem_.b.dtype) && IsNative(problem_.a.dtype);
+    const DLDataType compute = low ? problem_.a.dtype : kFloat32;
+    a_ = Input(0, problem_.a, compute);
+    b_ = Input(1, problem_.b, compute);
+    if (problem_.bias) {
+      const bool fits =
+          IsFloat(problem_.bias->dtype, 32) || SameDtype(problem_.bias->dtype, compute);
+      bias_ = Input(2, *problem_.bias, fits ? problem_.bias->dtype : kFloat32);
+    }
+    const StridedTensor& out = problem_.out;
+    const bool direct = IsFloat(out.dtype, 32) || SameDtype(out.dtype, compute);
+    out_ = direct ? Operand{plan_->AddArgument(3, Describe(out)), out}
+                  : Scratch(DenseLike(out, kFloat32));
+    Multiply();
+    if (!direct) {
+      plan_->AddConversion(out_.id, out_.view, plan_->AddArgument(3, Describe(out)), out);
+      plan_->AddNote("+narrow_out");
+    }
+    return plan_;
+  }
+
+ private:
+  struct Operand {
+    Plan::Id id;
+    StridedTensor view;
+  };
+
+  Operand Scratch(const StridedTensor& view) { return {plan_->AddScratch(Describe(view)), view}; }
+
+  // The caller's tensor, widened when the computation is in another dtype.
+  Operand Input(int argument, const StridedTensor& t, DLDataType dtype) {
+    Operand given{plan_->AddArgument(argument, Describe(t)), t};
+    if (SameDtype(t.dtype, dtype)) return given;
+    Operand wide = Scratch(DenseLike(t, dtype));
+    plan_->AddConversion(given.id, given.view, wide.id, wide.view);
+    plan_->AddNote("widen+");
+    return wide;
+  }
+
+  Operand Densify(const Operand& given) {
+    Operand dense = Scratch(RowMajor(given.view));
+    plan_->AddReorder(given.id, dense.id);
+    plan_->AddNote("reorder+");
+    return dense;
+  }
+
+  void Multiply() {
+    if (TryMultiply(a_, b_, out_)) return;
+    // Some layout has no fast implementation; plain row-major operands always have one.
+    a_ = Densify(a_);
+    b_ = Densify(b_);
+    if (TryMultiply(a_, b_, out_)) return;
+    Operand dense = Scratch(RowMajor(out_.view));
+    if (!TryMultiply(a_, b_, dense)) {
+      TVM_FFI_THROW(RuntimeError) << "oneDNN has no matmul for " << DimsToString(a_.view) << " @ "
+                                  << DimsToString(b_.view);
+    }
+    plan_->AddReorder(dense.id, out_.id);
+    plan_->AddNote("+reorder_out");
+  }
+
+  bool TryMultiply(const Operand& a, const Operand& b, const Operand& out) {
+    std::optional<dnnl::memory::desc> bias;
+    if (bias_) bias = DescribeBias(bias_->view, out.view.rank);
+    auto pd =
+        Create(Describe(a.view), Describe(b.view), bias, Describe(out.view), problem_.epilogue);
+    if (!IsUsable(pd)) return false;
+    std::vector<std::pair<int, Plan::Id>> args{
+        {DNNL_ARG_SRC, a.id}, {DNNL_ARG_WEIGHTS, b.id}, {DNNL_ARG_DST, out.id}};
+    if (bias_) args.emplace_back(DNNL_ARG_BIAS, bias_->id);
+    plan_->AddPrimitive(dnnl::matmul(pd), pd.scratchpad_desc(), args);
+    plan_->AddNote(std::string("matmul ") + pd.impl_info_str());
+    return true;
+  }
+
+  const Problem& problem_;
+  std::shared_ptr<Plan> plan_ = std::make_shared<Plan>();
+  Operand a_, b_, out_;
+  std::optional<Operand> bias_;
+};
+
+}  // namespace
+
+void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
+            const StridedTensor& out, Epilogue epilogue) {
+  if (out.numel() == 0) return;
+  Problem problem{Align(a, out.rank), Align(b, out.rank), out, std::nullopt, epilogue};
+  if (bias != nullptr) problem.bias = *bias;
+  JoinDims(&problem);
+  PlanKey key(0);
+  key.Add(static_cast<int64_t>(epilogue));
+  key.Add(problem.a);
+  key.Add(problem.b);
+  key.Add(problem.out);
+  if (bias != nullptr) key.Add(*bias);
+  auto plan = CachedPlan(key, [&] { return PlanBuilder(problem).Build(); });
+  plan->Run({a.data, b.data, bias != nullptr ? bias->data : nullptr, out.data});
+}
+
+}  // namespace amp_ir::onednn

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "onednn_plan.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <list>
+#include <mutex>
+#include <new>
+#include <unordered_map>
+
+#include "widen.h"
+
+namespace amp_ir::onednn {
+namespace {
+
+constexpr size_t kAlignment = 64;                   // bytes: a cache line, and an avx512 register
+constexpr size_t kKeptScratch = size_t{256} << 20;  // bytes kept between calls, a thread
+
+dnnl::stream& ThreadStream() {
+  thread_local dnnl::stream stream(CpuEngine());
+  return stream;
+}
+
+// Scratch memory of one thread: grows to what a call needs, and is given back after a call that
+// needed more than kKeptScratch. Kept at all because fresh pages cost more than most calls.
+class ThreadScratch {
+ public:
+  char* Reserve(size_t nbytes) {
+    if (nbytes > nbytes_) {
+      Release();
+      data_ = static_cast<char*>(::operator new(nbytes, std::align_val_t{kAlignment}));
+      nbytes_ = nbytes;
+    }
+    return data_;
+  }
+  void Trim() {
+    if (nbytes_ > kKeptScratch) Release();
+  }
+  ~ThreadScratch() { Release(); }
+
+ private:
+  void Release() {
+    if (data_ != nullptr) ::operator delete(data_, std::align_val_t{kAlignment});
+    data_ = nullptr;
+    nbytes_ = 0;
+  }
+  char* data_ = nullptr;
+  size_t nbytes_ = 0;
+};
+
+struct KeyHash {
+  size_t operator()(const PlanKey& key) const { return key.Hash(); }
+};
+
+// Least recently used plans leave first.
+class PlanCache {
+ public:
+  std::shared_ptr<const Plan> Find(const PlanKey& key) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = index_.find(key);
+    if (found == index_.end()) return nullptr;
+    plans_.splice(plans_.begin(), plans_, found->second);
+    return found->second->second;
+  }
+  void Insert(const PlanKey& key, std::shared_ptr<const Plan> plan) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (index_.count(key) != 0) return;  // another thread built it meanwhile
+    plans_.emplace_front(key, std::move(plan));
+    index_.emplace(key, plans_.begin());
+    if (plans_.size() <= kMaxPlans) return;
+    index_.erase(plans_.back().first);
+    plans_.pop_back();
+  }
+  std::vector<std::string> Implementations() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::string> names;
+    for (const auto& entry : plans_) names.push_back(entry.second->implementation());
+    return names;
+  }
+  void Clear() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    index_.clear();
+    plans_.clear();
+  }
+
+ private:
+  using Entries = std::list<std::pair<PlanKey, std::shared_ptr<const Plan>>>;
+  std::mutex mutex_;
+  Entries plans_;
+  std::unordered_map<PlanKey, Entries::iterator, KeyHash> index_;
+};
+
+// Never destroyed: threads may still run plans while the process ends.
+PlanCache& Cache() {
+  static PlanCache* cache = new PlanCache;
+  return *cache;
+}
+
+}  // namespace
+
+const dnnl::engine& CpuEngine() {
+  static const dnnl::engine engine = [] {
+    // Our cache is the one that is bounded and counted; oneDNN's own would keep what ours drops.
+    dnnl::set_primitive_cache_capacity(0);
+    return dnnl::engine(dnnl::engine::kind::cpu, 0);
+  }();
+  return engine;
+}
+
+dnnl::memory::data_type DataType(DLDataType dtype) {
+  if (IsFloat(dtype, 32)) return dnnl::memory::data_type::f32;
+  return IsBfloat16(dtype) ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f16;
+}
+
+dnnl::memory::desc Describe(const StridedTensor& t) {
+  return dnnl::memory::desc(dnnl::memory::dims(t.dims.begin(), t.dims.begin() + t.rank),
+                            DataType(t.dtype),
+                            dnnl::memory::dims(t.strides.begin(), t.strides.begin() + t.rank));
+}
+
+bool IsNative(DLDataType dtype) {
+  if (IsFloat(dtype, 32)) return true;
+  const auto isa = dnnl::get_effective_cpu_isa();
+  // Values of dnnl::cpu_isa are sets of bits: a newer ISA contains the bits of an older one.
+  auto has = [&](dnnl::cpu_isa required) {
+    const auto bits = static_cast<unsigned>(required);
+    return (static_cast<unsigned>(isa) & bits) == bits;
+  };
+  return has(IsBfloat16(dtype) ? dnnl::cpu_isa::avx512_core_bf16 : dnnl::cpu_isa::avx512_core_fp16);
+}
+
+Plan::Id Plan::AddArgument(int argument, const dnnl::memory::desc& desc) {
+  buffers_.push_back({desc, argument, 0});
+  return static_cast<Id>(buffers_.size()) - 1;
+}
+
+Plan::Id Plan::AddScratch(const dnnl::memory::desc& desc) {
+  buffers_.push_back({desc, -1, scratch_nbytes_});
+  scratch_nbytes_ += (desc.get_size() + kAlignment - 1) / kAlignment * kAlignment;
+  return static_cast<Id>(buffers_.size()) - 1;
+}
+
+void Plan::AddPrimitive(const dnnl::primitive& primitive, const dnnl::memory::desc& scratchpad,
+                        std::vector<std::pair<int, Id>> args) {
+  if (scratchpad.get_size() > 0) args.emplace_back(DNNL_ARG_SCRATCHPAD, AddScratch(scratchpad));
+  steps_.push_back({primitive, std::move(args), {}, {}});
+}
+
+void Plan::AddConversion(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to) {
+  steps_.push_back({dnnl::primitive(), {{0, from_id}, {1, to_id}}, from, to});
+}
+
+void Plan::AddReorder(Id from, Id to) {
+  dnnl::primitive_attr attr;
+  attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+  dnnl::reorder::primitive_desc pd(CpuEngine(), desc(from), CpuEngine(), desc(to), attr);
+  AddPrimitive(dnnl::reorder(pd), pd.scratchpad_desc(), {{DNNL_ARG_FROM, from}, {DNNL_ARG_TO, to}});
+}
+
+void Plan::Run(const std::vector<void*>& arguments) const {
+  thread_local ThreadScratch thread_scratch;
+  char* scratch = thread_scratch.Reserve(scratch_nbytes_);
+  auto pointer = [&](Id id) -> void* {
+    const Buffer& buffer = buffers_[id];
+    return buffer.argument < 0 ? scratch + buffer.scratch_offset : arguments[buffer.argument];
+  };
+  for (const Step& step : steps_) {
+    if (!step.primitive) {
+      StridedTensor from = step.from, to = step.to;
+      from.data = pointer(step.args[0].second);
+      to.data = pointer(step.args[1].second);
+      ConvertStrided(from, to);
+      continue;
+    }
+    std::vector<dnnl::memory> memories;
+    std::vector<dnnl_exec_arg_t> args;
+    memories.reserve(step.args.size());
+    for (const auto& arg : step.args) {
+      memories.emplace_back(buffers_[arg.second].desc, CpuEngine(), pointer(arg.second));
+      args.push_back({arg.first, memories.back().get()});
+    }
+    // Returns when done: oneDNN's CPU stream over OpenMP is synchronous.
+    dnnl::error::wrap_c_api(dnnl_primitive_execute(step.primitive.get(), ThreadStream().get(),
+                                                   static_cast<int>(args.size()), args.data()),
+                            "could not execute a primitive");
+  }
+  thread_scratch.Trim();
+}
+
+PlanKey::PlanKey(int64_t operation) {
+  values_.reserve(64);
+  values_.push_back(operation);
+  // A primitive's blocking is chosen for a number of threads; with another it stays right but slow.
+  values_.push_back(omp_get_max_threads());
+}
+
+void PlanKey::Add(const StridedTensor& t) {
+  values_.push_back(t.rank | t.dtype.code << 8 | t.dtype.bits << 16);
+  values_.insert(values_.end(), t.dims.begin(), t.dims.begin() + t.rank);
+  values_.insert(values_.end(), t.strides.begin(), t.strides.begin() + t.rank);
+}
+
+void PlanKey::Add(tvm::ffi::ShapeView shape) {
+  values_.push_back(static_cast<int64_t>(shape.size()));
+  values_.insert(values_.end(), shape.begin(), shape.end());
+}
+
+size_t PlanKey::Hash() const {
+  uint64_t hash = 1469598103934665603ULL;  // FNV-1a, over words
+  for (int64_t value : values_) {
+    hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+std::shared_ptr<const Plan> CachedPlan(const PlanKey& key,
+                                       const std::function<std::shared_ptr<const Plan>()>& build) {
+  std::shared_ptr<const Plan> plan = Cache().Find(key);
+  if (plan == nullptr) {
+    plan = build();  // outside the lock: code generation takes milliseconds
+    Cache().Insert(key, plan);
+  }
+  return plan;
+}
+
+std::vector<std::string> CachedImplementations() { return Cache().Implementations(); }
+void ClearCachedPlans() { Cache().Clear(); }
+
+}  // namespace amp_ir::onednn

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// A library call worked out once, and the cache of them.
+#ifndef AMP_IR_KERNELS_ONEDNN_PLAN_H_
+#define AMP_IR_KERNELS_ONEDNN_PLAN_H_
+
+#include <functional>
+#include <memory>
+#include <oneapi/dnnl/dnnl.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "strided_tensor.h"
+
+namespace amp_ir::onednn {
+
+const dnnl::engine& CpuEngine();
+
+dnnl::memory::data_type DataType(DLDataType dtype);
+dnnl::memory::desc Describe(const StridedTensor& t);
+
+// Whether oneDNN multiplies this dtype faster than float32 on this CPU. Where it does not, low
+// operands are widened to float32 and results rounded once.
+bool IsNative(DLDataType dtype);
+
+// The steps of one call, fixed for its shapes, strides and dtypes: conversions and reorders into
+// scratch memory around oneDNN primitives. Immutable once built, so threads may run it together:
+// nothing that a run writes (memory objects, scratch) belongs to the plan.
+class Plan {
+ public:
+  using Id = int;  // names one buffer of the plan
+
+  // The caller's tensor number `argument` in Run, seen as `desc`.
+  Id AddArgument(int argument, const dnnl::memory::desc& desc);
+  Id AddScratch(const dnnl::memory::desc& desc);
+
+  // `primitive`'s own scratchpad is taken from ours (user mode), so that its bytes are counted and
+  // bounded with the rest; oneDNN's library mode keeps a buffer of its own a thread for good.
+  void AddPrimitive(const dnnl::primitive& primitive, const dnnl::memory::desc& scratchpad,
+                    std::vector<std::pair<int, Id>> args);
+  // `from` and `to` give dims, strides and dtypes; their data pointers are ignored.
+  void AddConversion(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to);
+  void AddReorder(Id from, Id to);
+  void AddNote(const std::string& text) { implementation_ += text; }
+
+  void Run(const std::vector<void*>& arguments) const;
+
+  // "matmul brg:avx512_core_bf16+reorder_a", for reports.
+  const std::string& implementation() const { return implementation_; }
+  const dnnl::memory::desc& desc(Id id) const { return buffers_[id].desc; }
+
+ private:
+  struct Buffer {
+    dnnl::memory::desc desc;
+    int argument;           // -1: in scratch
+    size_t scratch_offset;  // bytes
+  };
+  struct Step {
+    dnnl::primitive primitive;  // empty: a conversion from args[0] to args[1]
+    std::vector<std::pair<int, Id>> args;
+    StridedTensor from, to;
+  };
+  std::vector<Buffer> buffers_;
+  std::vector<Step> steps_;
+  size_t scratch_nbytes_ = 0;
+  std::string implementation_;
+};
+
+// What a plan depends on; equal keys mean equal plans.
+class PlanKey {
+ public:
+  explicit PlanKey(int64_t operation);
+  void Add(int64_t value) { values_.push_back(value); }
+  void Add(const StridedTensor& t);
+  void Add(tvm::ffi::ShapeView shape);
+  bool operator==(const PlanKey& other) const { return values_ == other.values_; }
+  size_t Hash() const;
+
+ private:
+  std::vector<int64_t> values_;
+};
+
+// The plan for `key`, built by `build` when it is not among the kMaxPlans used last. Thread-safe.
+std::shared_ptr<const Plan> CachedPlan(const PlanKey& key,
+                                       const std::function<std::shared_ptr<const Plan>()>& build);
+
+constexpr size_t kMaxPlans = 512;
+
+std::vector<std::string> CachedImplementations();
+void ClearCachedPlans();
+
+}  // namespace amp_ir::onednn
+
+#endif  // AMP_IR_KERNELS_ONEDNN_PLAN_H_

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the library calls share: a tensor seen through dims and strides of the caller's choice.
+#ifndef AMP_IR_KERNELS_STRIDED_TENSOR_H_
+#define AMP_IR_KERNELS_STRIDED_TENSOR_H_
+
+#include <tvm/ffi/tvm_ffi.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace amp_ir {
+
+constexpr int kMaxRank = 6;
+
+struct StridedTensor {
+  void* data = nullptr;
+  DLDataType dtype{};
+  int rank = 0;
+  std::array<int64_t, kMaxRank> dims{};     // elements
+  std::array<int64_t, kMaxRank> strides{};  // elements; 0 repeats, negative is refused
+
+  int64_t numel() const {
+    int64_t product = 1;
+    for (int i = 0; i < rank; ++i) product *= dims[i];
+    return product;
+  }
+};
+
+inline std::string ToString(tvm::ffi::ShapeView shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i != 0 ? ", " : "") + std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+inline std::string DimsToString(const StridedTensor& t) {
+  return ToString(tvm::ffi::ShapeView(t.dims.data(), t.rank));
+}
+
+inline bool IsFloat(DLDataType dtype, int bits) {
+  return dtype.code == kDLFloat && dtype.bits == bits && dtype.lanes == 1;
+}
+inline bool IsBfloat16(DLDataType dtype) {
+  return dtype.code == kDLBfloat && dtype.bits == 16 && dtype.lanes == 1;
+}
+inline bool SameDtype(DLDataType a, DLDataType b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+inline void CheckDtype(const char* function, const char* name, DLDataType dtype) {
+  if (IsFloat(dtype, 32) || IsFloat(dtype, 16) || IsBfloat16(dtype)) return;
+  TVM_FFI_THROW(TypeError) << function << ": " << name << " is "
+                           << std::string(tvm::ffi::DLDataTypeToString(dtype))
+                           << "; expected float32, bfloat16 or float16";
+}
+
+// Sees `tensor`'s memory through `dims` and `strides`.
+//
+// Raises: TypeError for another dtype; ValueError for ranks that differ or exceed kMaxRank, and for
+// a
+//         view that leaves the tensor's memory: a wrong stride must not become a wild read.
+inline StridedTensor MakeStrided(const char* function, const char* name,
+                                 const tvm::ffi::TensorView& tensor, tvm::ffi::ShapeView dims,
+                                 tvm::ffi::ShapeView strides) {
+  CheckDtype(function, name, tensor.dtype());
+  if (dims.size() != strides.size() || dims.size() > kMaxRank) {
+    TVM_FFI_THROW(ValueError) << function << ": " << name << " has " << dims.size() << " dims and "
+                              << strides.size() << " strides; expected as many of each, at most "
+                              << kMaxRank;
+  }
+  StridedTensor view;
+  view.data = static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset();
+  view.dtype = tensor.dtype();
+  view.rank = static_cast<int>(dims.size());
+  int64_t last = 0;
+  bool empty = false;
+  for (int i = 0; i < view.rank; ++i) {
+    view.dims[i] = dims[i];
+    view.strides[i] = strides[i];
+    if (dims[i] < 0 || strides[i] < 0) {
+      TVM_FFI_THROW(ValueError) << function << ": " << name
+                                << " has a negative dim or stride: " << ToString(dims) << " by "
+                                << ToString(strides);
+    }
+    empty = empty || dims[i] == 0;
+    last += (dims[i] - 1) * strides[i];
+  }
+  if (!empty && last >= tensor.numel()) {
+    TVM_FFI_THROW(ValueError) << function << ": " << name << " of " << ToString(dims)
+                              << " by strides " << ToString(strides) << " reaches element " << last
+                              << " of a tensor that holds " << tensor.numel();
+  }
+  return view;
+}
+
+// The arguments of one convolution; spatial vectors have one entry a spatial dim.
+struct Convolution {
+  tvm::ffi::ShapeView strides, padding, dilation;
+  int64_t groups;
+};
+
+// Raises: ValueError unless x [n, c, spatial...], w [o, c / groups, kernel...] and y [n, o, out...]
+//         fit each other; x and y are those of the forward convolution, whichever is computed.
+inline void CheckConvolution(const char* function, const StridedTensor& x, const StridedTensor& w,
+                             const StridedTensor& y, const Convolution& c) {
+  const int spatial = x.rank - 2;
+  const size_t expected = static_cast<size_t>(spatial > 0 ? spatial : 0);
+  if (spatial < 1 || spatial > 3 || w.rank != x.rank || y.rank != x.rank ||
+      c.strides.size() != expected || c.padding.size() != expected ||
+      c.dilation.size() != expected) {
+    TVM_FFI_THROW(ValueError) << function << ": x " << DimsToString(x) << ", w " << DimsToString(w)
+                              << ", y " << DimsToString(y) << ", strides " << ToString(c.strides)
+                              << ", padding " << ToString(c.padding) << ", dilation "
+                              << ToString(c.dilation)
+                              << "; expected 1 to 3 spatial dims, the same in all of them";
+  }
+  bool fits = c.groups > 0 && x.dims[1] == w.dims[1] * c.groups && y.dims[1] == w.dims[0] &&
+              w.dims[0] % (c.groups > 0 ? c.groups : 1) == 0 && x.dims[0] == y.dims[0];
+  for (int i = 0; fits && i < spatial; ++i) {
+    int64_t kernel = (w.dims[2 + i] - 1) * c.dilation[i] + 1;
+    fits = c.strides[i] > 0 && c.dilation[i] > 0 && c.padding[i] >= 0 &&
+           x.dims[2 + i] + 2 * c.padding[i] >= kernel &&
+           (x.dims[2 + i] + 2 * c.padding[i] - kernel) / c.strides[i] + 1 == y.dims[2 + i];
+  }
+  if (!fits) {
+    TVM_FFI_THROW(ValueError) << function << ": x " << DimsToString(x) << " and w "
+                              << DimsToString(w) << " do not give y " << DimsToString(y)
+                              << " with strides " << ToString(c.strides) << ", padding "
+                              << ToString(c.padding) << ", dilation " << ToString(c.dilation)
+                              << ", groups " << c.groups;
+  }
+}
+
+enum class Epilogue { kNone, kRelu, kGelu, kGeluTanh };
+
+inline Epilogue ParseEpilogue(const char* function, const std::string& name) {
+  if (name == "none") return Epilogue::kNone;
+  if (name == "relu") return Epilogue::kRelu;
+  if (name == "gelu") return Epilogue::kGelu;
+  if (name == "gelu_tanh") return Epilogue::kGeluTanh;
+  TVM_FFI_THROW(ValueError) << function << ": epilogue \"" << name
+                            << "\"; expected none, relu, gelu or gelu_tanh";
+  TVM_FFI_UNREACHABLE();
+}
+
+// The extents of out [batch..., m, n] = a [batch..., m, k] @ b [batch..., k, n] + bias [n].
+//
+// Raises: ValueError unless they fit; batch dims broadcast, missing ones count as 1.
+inline void CheckMatmul(const char* function, const StridedTensor& a, const StridedTensor& b,
+                        const StridedTensor* bias, const StridedTensor& out) {
+  auto dim = [](const StridedTensor& t, int from_end) {
+    return t.rank >= from_end ? t.dims[t.rank - from_end] : 1;
+  };
+  bool fits = a.rank >= 2 && b.rank >= 2 && out.rank >= a.rank && out.rank >= b.rank &&
+              dim(a, 2) == dim(out, 2) && dim(b, 1) == dim(out, 1) && dim(a, 1) == dim(b, 2) &&
+              dim(a, 1) > 0;
+  for (int i = 3; fits && i <= out.rank; ++i) {
+    fits = (dim(a, i) == dim(out, i) || dim(a, i) == 1) &&
+           (dim(b, i) == dim(out, i) || dim(b, i) == 1);
+  }
+  if (!fits) {
+    TVM_FFI_THROW(ValueError) << function << ": a " << DimsToString(a) << " @ b " << DimsToString(b)
+                              << " does not give out " << DimsToString(out)
+                              << "; expected [batch..., m, k] @ [batch..., k, n] -> [batch..., m, "
+                                 "n] with k > 0";
+  }
+  if (bias != nullptr && (bias->rank != 1 || bias->dims[0] != dim(out, 1))) {
+    TVM_FFI_THROW(ValueError) << function << ": bias " << DimsToString(*bias) << "; expected ["
+                              << dim(out, 1) << "], the last extent of out";
+  }
+}
+
+}  // namespace amp_ir
+
+#endif  // AMP_IR_KERNELS_STRIDED_TENSOR_H_

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef AMP_IR_KERNELS_WIDEN_H_
+#define AMP_IR_KERNELS_WIDEN_H_
+
+#include "strided_tensor.h"
+
+namespace amp_ir {
+
+// Copies `from` to `to`, which has the same dims and any strides, changing the dtype between
+// float32 and a low one in either direction (round to nearest even; NaN stays NaN).
+//
+// oneDNN's own reorders need avx512 for bfloat16 and avx512_fp16 for float16 to be fast; this
+// serves the CPUs without. Runs on OpenMP's threads. Cost: one pass over memory where the innermost
+// dims of both are dense, else a scalar loop.
+void ConvertStrided(const StridedTensor& from, const StridedTensor& to);
+
+// The strides that `t`'s dims would have without gaps, in the order of its present strides.
+StridedTensor DenseLike(const StridedTensor& t, DLDataType dtype);
+
+}  // namespace amp_ir
+
+#endif  // AMP_IR_KERNELS_WIDEN_H_
