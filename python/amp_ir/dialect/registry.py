@@ -47,7 +47,8 @@ DECLARATIONS: dict[str, Declaration] = {}
 def declare(name: str, *arguments: str, reference: Reference) -> Callable[[InferType], InferType]:
     """Register `name` as a Relax op; decorates its type inference.
 
-    A trailing argument whose name ends in "?" may be left out of a call.
+    An argument whose name ends in "?" may be left out of a call, one that ends in "..." stands
+    for any number of them.
 
     Raises:
         ValueError: the op is declared already.
@@ -74,7 +75,12 @@ def declare(name: str, *arguments: str, reference: Reference) -> Callable[[Infer
 
 def options_of(call: relax.Call) -> dict[str, Any]:
     """The options of a call as plain Python values (tuples for lists)."""
-    return dict(call.attrs) if isinstance(call.attrs, tvm.ir.attrs.DictAttrs) else {}
+    if not isinstance(call.attrs, tvm.ir.attrs.DictAttrs):
+        return {}
+    return {
+        key: tuple(value) if isinstance(value, tvm_ffi.Array) else value
+        for key, value in call.attrs.items()
+    }
 
 
 def call_op(

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `amp_ir.*` ops; importing this package registers all of them.
+
+One file a family. `registry.DECLARATIONS` lists every op; `registry.call_op` builds a call.
+"""
+
+from amp_ir.dialect import (
+    activations,
+    attention,
+    cast,
+    channel_normalization,
+    convolution,
+    embedding,
+    indexing,
+    losses,
+    normalization,
+    pooling,
+    random,
+    softmax,
+)
+from amp_ir.dialect.registry import DECLARATIONS, Declaration, call_op, options_of
+
+__all__ = [
+    "DECLARATIONS",
+    "Declaration",
+    "activations",
+    "attention",
+    "call_op",
+    "cast",
+    "channel_normalization",
+    "convolution",
+    "embedding",
+    "indexing",
+    "losses",
+    "normalization",
+    "options_of",
+    "pooling",
+    "random",
+    "softmax",
+]

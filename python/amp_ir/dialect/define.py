@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the families of the dialect write an op: a shape rule and a meaning, nothing else.
+
+    @define("amp_ir.softmax_backward", "grad", "y", meaning=_softmax_backward)
+    def softmax_backward(grad: Tensor, y: Tensor, *, axis: int) -> Tensor: ...
+
+The shape rule sees shapes and dtypes as `Tensor` and says those of the results, so that one
+function serves the IR's type inference and the rounding of the reference. The meaning computes
+with PyTorch on arguments that are float32 or wider and need not think of dtypes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from tvm import relax
+
+from amp_ir.dialect.registry import declare
+from amp_ir.errors import ArgumentError, OptionError
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+LOW_DTYPES = ("float16", "bfloat16")
+INDEX_DTYPES = ("int32", "int64")
+
+Shape = tuple[int, ...]
+Meaning = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
+
+
+@attrs.frozen
+class Tensor:
+    """What a shape rule knows of one argument or says of one result.
+
+    `label` is how errors name it ("argument grad of amp_ir.softmax_backward"); results need none.
+    """
+
+    shape: Shape
+    dtype: str
+    label: str = attrs.field(default="", eq=False)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def statistic_dtype(self) -> str:
+        """The dtype of means, variances and sums over this tensor: float32 or wider."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def with_shape(self, shape: Sequence[int]) -> Tensor:
+        """A result of this dtype."""
+        return Tensor(tuple(shape), self.dtype)
+
+    def refuse(self, what: str, expected: object) -> NoReturn:
+        """Raise the error that this argument has a wrong `what` ("shape", "dtype", ...)."""
+        got = getattr(self, what)
+        raise ArgumentError(f"{self.label} has {what} {got}, expected {expected}")
+
+    def expect_float(self) -> None:
+        """Require a floating dtype."""
+        if self.dtype not in FLOAT_DTYPES:
+            self.refuse("dtype", f"one of {', '.join(FLOAT_DTYPES)}")
+
+    def expect_index(self) -> None:
+        """Require an integer dtype that addresses elements."""
+        if self.dtype not in INDEX_DTYPES:
+            self.refuse("dtype", " or ".join(INDEX_DTYPES))
+
+    def expect_dtype(self, dtype: str) -> None:
+        """Require exactly `dtype`."""
+        if self.dtype != dtype:
+            self.refuse("dtype", dtype)
+
+    def expect_shape(self, shape: Sequence[int]) -> None:
+        """Require exactly `shape`."""
+        if self.shape != tuple(shape):
+            self.refuse("shape", tuple(shape))
+
+    def expect_broadcastable(self, shape: Sequence[int]) -> None:
+        """Require a shape that NumPy broadcasts to `shape`."""
+        tail = tuple(shape)[len(shape) - self.ndim :]
+        fits = self.ndim <= len(shape) and all(
+            mine in (1, theirs) for mine, theirs in zip(self.shape, tail, strict=True)
+        )
+        if not fits:
+            self.refuse("shape", f"one that broadcasts to {tuple(shape)}")
+
+    def axis(self, axis: int) -> int:
+        """`axis` counted from the front; raises OptionError when there is no such axis."""
+        if not -self.ndim <= axis < self.ndim:
+            raise OptionError(
+                f"axis {axis} is out of range for {self.label} of shape {self.shape}, "
+                f"expected {-self.ndim} to {self.ndim - 1}"
+            )
+        return axis % self.ndim
+
+
+ShapeRule = Callable[..., "Tensor | tuple[Tensor, ...]"]
+
+
+def define(name: str, *arguments: str, meaning: Meaning) -> Callable[[ShapeRule], ShapeRule]:
+    """Declare the op `name`; decorates its shape rule.
+
+    `arguments` are names for errors; one that ends in "?" may be absent, one that ends in "..."
+    stands for any number. Options are the keyword-only parameters of the shape rule, with their
+    defaults, and both the rule and the meaning receive all of them.
+    """
+
+    def register(rule: ShapeRule) -> ShapeRule:
+        signature = inspect.signature(rule)
+
+        def apply(arguments_got: Sequence[Tensor], options: dict[str, Any]) -> _Applied:
+            _check_arity(name, arguments, len(arguments_got))
+            bound = _bind(name, signature, arguments_got, options)
+            results = rule(*bound.args, **bound.kwargs)
+            return _Applied(results, bound.kwargs)
+
+        def infer(*types: relax.Type, **options: Any) -> relax.Type:
+            specs = [
+                _from_type(ty, _label(name, arguments, position))
+                for position, ty in enumerate(types)
+            ]
+            return _to_type(apply(specs, options).results)
+
+        def reference(
+            *tensors: torch.Tensor, **options: Any
+        ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+            specs = [
+                Tensor(tuple(tensor.shape), dtype_name(tensor), _label(name, arguments, position))
+                for position, tensor in enumerate(tensors)
+            ]
+            applied = apply(specs, options)
+            exact = any(spec.dtype == "float64" for spec in specs)
+            values = meaning(*(_widen(tensor) for tensor in tensors), **applied.options)
+            return _round_all(values, applied.results, exact=exact)
+
+        infer.__doc__ = rule.__doc__
+        declare(name, *arguments, reference=reference)(infer)
+        return rule
+
+    return register
+
+
+def check_choice(op: str, option: str, got: object, choices: Sequence[object]) -> None:
+    """Raise OptionError unless `got` is one of `choices`."""
+    if got not in choices:
+        expected = ", ".join(map(repr, choices))
+        raise OptionError(f"{op}: option {option} is {got!r}, expected one of {expected}")
+
+
+def check_length(op: str, option: str, got: Sequence[int], length: int) -> None:
+    """Raise OptionError unless `got` has one number for each of `length` axes."""
+    if len(got) != length:
+        raise OptionError(
+            f"{op}: option {option} is {tuple(got)}, expected {length} numbers, one a spatial axis"
+        )
+
+
+def expect_rest(rest: tuple[Tensor, ...], flags: dict[str, bool], shape: Shape, op: str) -> None:
+    """Require one floating tensor of `shape` in `rest` for each flag that is set.
+
+    `flags` maps what says that a tensor is there ("has_weight") to whether it is.
+    """
+    present = [name for name, flag in flags.items() if flag]
+    if len(rest) != len(present):
+        raise OptionError(
+            f"{op} has {len(rest)} optional tensors but "
+            f"{', '.join(f'{name}={flag}' for name, flag in flags.items())}"
+        )
+    for tensor in rest:
+        tensor.expect_float()
+        tensor.expect_shape(shape)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """TVM's name of a torch tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@attrs.frozen
+class _Applied:
+    results: Tensor | tuple[Tensor, ...]
+    options: dict[str, Any]
+
+
+def _check_arity(name: str, arguments: tuple[str, ...], got: int) -> None:
+    least = sum(not argument.endswith(("?", "...")) for argument in arguments)
+    unbounded = any(argument.endswith("...") for argument in arguments)
+    if got < least or (got > len(arguments) and not unbounded):
+        raise ArgumentError(f"{name} has {got} tensor arguments, expected {', '.join(arguments)}")
+
+
+def _bind(
+    name: str, signature: inspect.Signature, arguments: Sequence[Tensor], options: dict[str, Any]
+) -> inspect.BoundArguments:
+    plain = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
+    try:
+        bound = signature.bind(*arguments, **plain)
+    except TypeError as error:
+        accepted = [
+            str(parameter)
+            for parameter in signature.parameters.values()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
+        raise OptionError(
+            f"{name}: {error}; got {len(arguments)} tensors and the options {sorted(plain)}, "
+            f"expected the options ({', '.join(accepted)})"
+        ) from None
+    bound.apply_defaults()
+    return bound
+
+
+def _label(name: str, arguments: tuple[str, ...], position: int) -> str:
+    argument = arguments[min(position, len(arguments) - 1)] if arguments else "?"
+    return f"argument {position} ({argument.rstrip('?.')}) of {name}"
+
+
+def _from_type(ty: relax.Type, label: str) -> Tensor:
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        raise ArgumentError(f"{label} has type {ty}, expected a tensor of static shape")
+    return Tensor(tuple(int(extent) for extent in ty.shape), str(ty.dtype), label)
+
+
+def _to_type(results: Tensor | tuple[Tensor, ...]) -> relax.Type:
+    if isinstance(results, Tensor):
+        return relax.TensorType(results.shape, results.dtype)
+    return relax.TupleType([relax.TensorType(one.shape, one.dtype) for one in results])
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if dtype_name(tensor) in LOW_DTYPES else tensor
+
+
+def _round_all(
+    values: torch.Tensor | tuple[torch.Tensor, ...],
+    results: Tensor | tuple[Tensor, ...],
+    *,
+    exact: bool,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    if isinstance(values, torch.Tensor):
+        assert isinstance(results, Tensor)
+        return _round(values, results, exact=exact)
+    assert isinstance(results, tuple)
+    return tuple(
+        _round(value, result, exact=exact) for value, result in zip(values, results, strict=True)
+    )
+
+
+def _round(value: torch.Tensor, result: Tensor, *, exact: bool) -> torch.Tensor:
+    """One result in its dtype; with a float64 argument (an oracle) floats stay float64."""
+    assert tuple(value.shape) == result.shape, (tuple(value.shape), result)
+    if exact and value.is_floating_point():
+        return value.double()
+    return value.to(getattr(torch, result.dtype))

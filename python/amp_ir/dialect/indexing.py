@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing elements at computed places.
+
+Indices are int32 or int64 and may be negative, counting from the end. An index out of range is
+the caller's error: the kernels do not check it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from amp_ir.dialect.define import Shape, Tensor, define
+from amp_ir.errors import ArgumentError, OptionError
+
+
+def indexed_shape(x: Shape, ids: tuple[Shape, ...], axes: Shape) -> tuple[Shape, Shape, int]:
+    """NumPy's advanced indexing of `axes` of a tensor of shape `x` by tensors of shapes `ids`.
+
+    Returns (shape of the result, shape that the indices broadcast to, axis where it stands):
+    the place of the first indexed axis when they are neighbours, else the front.
+    """
+    together = tuple(np.broadcast_shapes(*ids))
+    place = axes[0] if axes == tuple(range(axes[0], axes[0] + len(axes))) else 0
+    kept = [extent for axis, extent in enumerate(x) if axis not in axes]
+    return (*kept[:place], *together, *kept[place:]), together, place
+
+
+def _check(op: str, x: Tensor, ids: tuple[Tensor, ...], axes: Shape) -> Shape:
+    for one in ids:
+        one.expect_index()
+    ascending = list(axes) == sorted(set(axes)) and all(0 <= axis < x.ndim for axis in axes)
+    if not ids or len(axes) != len(ids) or not ascending:
+        raise OptionError(
+            f"{op}: option axes is {tuple(axes)} for {len(ids)} index tensors and {x.label} of "
+            f"shape {x.shape}, expected one axis for each index tensor, ascending, counted from 0"
+        )
+    try:
+        return indexed_shape(x.shape, tuple(one.shape for one in ids), tuple(axes))[0]
+    except ValueError:
+        shapes = ", ".join(str(one.shape) for one in ids)
+        raise ArgumentError(f"{op}: index tensors of shapes {shapes} do not broadcast") from None
+
+
+def _places(x: torch.Tensor, ids: tuple[torch.Tensor, ...], axes: Shape) -> list[Any]:
+    """`ids` as PyTorch's indices, with all-slices for the axes that are not indexed."""
+    places: list[Any] = [slice(None)] * x.ndim
+    for axis, one in zip(axes, ids, strict=True):
+        places[axis] = one.long()
+    return places
+
+
+def _index(x: torch.Tensor, *ids: torch.Tensor, axes: Shape) -> torch.Tensor:
+    return x[tuple(_places(x, ids, axes))]
+
+
+@define("amp_ir.index", "x", "ids...", meaning=_index)
+def index(x: Tensor, *ids: Tensor, axes: Shape) -> Tensor:
+    """x[..., ids, ...] as NumPy has it: x any[...], ids int[...] that broadcast -> any[...].
+
+    `axes[k]` is the axis that `ids[k]` indexes; ascending. The broadcast shape of the indices
+    stands at the first indexed axis when these are neighbours, else in front.
+    """
+    return x.with_shape(_check("amp_ir.index", x, ids, axes))
+
+
+def _index_put(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    *ids: torch.Tensor,
+    axes: Shape,
+    accumulate: bool,
+) -> torch.Tensor:
+    places = [None if isinstance(place, slice) else place for place in _places(x, ids, axes)]
+    return torch.ops.aten.index_put(x, places, values.to(x.dtype), accumulate)
+
+
+@define("amp_ir.index_put", "x", "values", "ids...", meaning=_index_put)
+def index_put(
+    x: Tensor, values: Tensor, *ids: Tensor, axes: Shape, accumulate: bool = False
+) -> Tensor:
+    """A copy of x with x[..., ids, ...] replaced by values, or values added to it.
+
+    values any[...] broadcasts to the shape that `index` with the same options gives. Duplicates:
+    with `accumulate` all are added, in float32 and in order; without, the last one stays.
+    """
+    shape = _check("amp_ir.index_put", x, ids, axes)
+    values.expect_dtype(x.dtype)
+    values.expect_broadcastable(shape)
+    return x.with_shape(x.shape)
+
+
+def _scatter_add(
+    x: torch.Tensor, ids: torch.Tensor, src: torch.Tensor, *, axis: int
+) -> torch.Tensor:
+    within = src[tuple(slice(0, extent) for extent in ids.shape)]
+    return x.scatter_add(axis, torch.where(ids < 0, ids + x.shape[axis], ids).long(), within)
+
+
+@define("amp_ir.scatter_add", "x", "ids", "src", meaning=_scatter_add)
+def scatter_add(x: Tensor, ids: Tensor, src: Tensor, *, axis: int) -> Tensor:
+    """A copy of x with src[i...] added at x[i..., ids[i...] on `axis`, ...].
+
+    x any[...], ids int[...] with no extent larger than src's, nor (off `axis`) than x's, src
+    any[...] -> like x. Floats are added in float32 and in order, so the result is reproducible.
+    """
+    ids.expect_index()
+    src.expect_dtype(x.dtype)
+    axis = x.axis(axis)
+    for other in (ids, src):
+        if other.ndim != x.ndim:
+            other.refuse("shape", f"{x.ndim} axes, as {x.label} of shape {x.shape}")
+    for k, extent in enumerate(ids.shape):
+        if extent > src.shape[k] or (k != axis and extent > x.shape[k]):
+            ids.refuse("shape", f"extents within src {src.shape} and, off the axis, x {x.shape}")
+    return x.with_shape(x.shape)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scalar functions of the pointwise tables, on torch tensors.
+
+`amp_ir.loops.math` has the same names for loop expressions, so a formula such as
+`lambda m, grad, y: grad * (1 - y * y)` is written once and serves as reference and as kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+exp = torch.exp
+log = torch.log
+log1p = torch.log1p
+tanh = torch.tanh
+erf = torch.erf
+sigmoid = torch.sigmoid
+sqrt = torch.sqrt
+rsqrt = torch.rsqrt
+absolute = torch.abs
+
+
+def power(base: torch.Tensor, exponent: float) -> torch.Tensor:
+    """`base ** exponent`."""
+    return torch.pow(base, exponent)
+
+
+def maximum(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """The larger of an element and a number; NaN if the element is."""
+    return torch.clamp(x, min=bound)
+
+
+def minimum(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """The smaller of an element and a number; NaN if the element is."""
+    return torch.clamp(x, max=bound)
+
+
+def select(
+    condition: torch.Tensor, chosen: torch.Tensor | float, other: torch.Tensor | float
+) -> torch.Tensor:
+    """`chosen` where the condition holds, else `other`; the one not taken may be NaN."""
+    return torch.where(condition, chosen, other)
