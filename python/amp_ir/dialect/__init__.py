@@ -7,6 +7,7 @@ One file a family. `registry.DECLARATIONS` lists every op; `registry.call_op` bu
 from amp_ir.dialect import (
     activations,
     attention,
+    attention_parts,
     cast,
     channel_normalization,
     convolution,
@@ -25,6 +26,7 @@ __all__ = [
     "Declaration",
     "activations",
     "attention",
+    "attention_parts",
     "call_op",
     "cast",
     "channel_normalization",
