@@ -29,6 +29,22 @@ dnnl::memory::desc AnyLayout(const StridedTensor& t) {
                             DataType(t.dtype), dnnl::memory::format_tag::any);
 }
 
+// Whether the channels of both activations are innermost and worth keeping there. oneDNN then works
+// in place of copying into blocks of channels and back; on planes of a few positions its blocked
+// kernels win all the same (measured: 4 x 4 is 3 times faster blocked, 8 x 8 a fifth slower).
+bool KeepsChannelsLast(const StridedTensor& x, const StridedTensor& y) {
+  constexpr int64_t kWorthwhile = 64;  // positions
+  int64_t positions = 1;
+  for (int i = 2; i < y.rank; ++i) positions *= y.dims[i];
+  auto channels_last = [](const StridedTensor& t) {
+    for (int i = 2; i < t.rank; ++i) {
+      if (t.strides[i] < t.dims[1]) return false;
+    }
+    return t.dims[1] > 1 && t.strides[1] == 1;
+  };
+  return positions >= kWorthwhile && channels_last(x) && channels_last(y);
+}
+
 // A primitive of any of the three kinds, with the layouts that it wants for x, w and y.
 struct Chosen {
   dnnl::primitive primitive;
@@ -100,7 +116,9 @@ class PlanBuilder {
     for (auto& gap : dilation) --gap;  // oneDNN counts the elements left out
     dnnl::primitive_attr attr;
     attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
-    const auto x = AnyLayout(views[0]), w = AnyLayout(views[1]), y = AnyLayout(views[2]);
+    const bool keep = KeepsChannelsLast(views[0], views[2]);
+    auto activation = [&](const StridedTensor& t) { return keep ? Describe(t) : AnyLayout(t); };
+    const auto x = activation(views[0]), w = AnyLayout(views[1]), y = activation(views[2]);
     const auto direct = dnnl::algorithm::convolution_direct;
     // The backward primitives ask for a forward one as a hint; its result is in the dtype of the
     // data, whatever dtype the gradient has.
@@ -108,7 +126,7 @@ class PlanBuilder {
     auto retyped = [&](int i) {
       StridedTensor t = views[i];
       t.dtype = data.dtype;
-      return AnyLayout(t);
+      return i == 1 ? AnyLayout(t) : activation(t);
     };
     if (kind_ == ConvKind::kForward) {
       dnnl::convolution_forward::primitive_desc pd(CpuEngine(), dnnl::prop_kind::forward_training,

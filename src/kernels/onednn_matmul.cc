@@ -110,6 +110,17 @@ bool IsUsable(const dnnl::matmul::primitive_desc& pd) {
   return pd && std::string(pd.impl_info_str()).find("ref") == std::string::npos;
 }
 
+bool IsColumnMajor(const StridedTensor& t) {
+  return t.strides[t.rank - 1] != 1 && t.strides[t.rank - 2] == 1 && t.dims[t.rank - 1] != 1;
+}
+
+bool HasRepeatedElements(const StridedTensor& t) {
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.strides[i] == 0 && t.dims[i] > 1) return true;
+  }
+  return false;
+}
+
 StridedTensor RowMajor(const StridedTensor& t) {
   StridedTensor dense = t;
   int64_t stride = 1;
@@ -154,14 +165,25 @@ class PlanBuilder {
 
   Operand Scratch(const StridedTensor& view) { return {plan_->AddScratch(Describe(view)), view}; }
 
-  // The caller's tensor, widened when the computation is in another dtype.
+  // The caller's tensor; a copy when the computation is in another dtype or elements repeat, which
+  // oneDNN's descriptions cannot say.
   Operand Input(int argument, const StridedTensor& t, DLDataType dtype) {
-    Operand given{plan_->AddArgument(argument, Describe(t)), t};
-    if (SameDtype(t.dtype, dtype)) return given;
-    Operand wide = Scratch(DenseLike(t, dtype));
-    plan_->AddConversion(given.id, given.view, wide.id, wide.view);
-    plan_->AddNote("widen+");
-    return wide;
+    const bool repeats = HasRepeatedElements(t);
+    const bool same = SameDtype(t.dtype, dtype);
+    Operand given{plan_->AddArgument(argument, Describe(repeats ? DenseLike(t, t.dtype) : t)), t};
+    if (same && !repeats) return given;
+    Operand copy = Scratch(DenseLike(t, dtype));
+    plan_->AddConversion(given.id, given.view, copy.id, copy.view);
+    plan_->AddNote(same ? "copy+" : "widen+");
+    return copy;
+  }
+
+  // The same memory as a transposed matrix: out^T = b^T @ a^T.
+  static Operand Swap(Operand operand) {
+    StridedTensor& t = operand.view;
+    std::swap(t.dims[t.rank - 1], t.dims[t.rank - 2]);
+    std::swap(t.strides[t.rank - 1], t.strides[t.rank - 2]);
+    return operand;
   }
 
   Operand Densify(const Operand& given) {
@@ -172,6 +194,7 @@ class PlanBuilder {
   }
 
   void Multiply() {
+    if (IsColumnMajor(out_.view) && !bias_ && TryMultiply(Swap(b_), Swap(a_), Swap(out_))) return;
     if (TryMultiply(a_, b_, out_)) return;
     // Some layout has no fast implementation; plain row-major operands always have one.
     a_ = Densify(a_);

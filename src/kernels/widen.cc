@@ -10,7 +10,7 @@
 namespace amp_ir {
 namespace {
 
-enum class Conversion { kFloat16Up, kFloat16Down, kBfloat16Up, kBfloat16Down };
+enum class Conversion { kFloat16Up, kFloat16Down, kBfloat16Up, kBfloat16Down, kCopy16, kCopy32 };
 
 float FromBits(uint32_t bits) {
   float value;
@@ -94,6 +94,11 @@ int64_t NarrowFloat16Vector(const float*, uint16_t*, int64_t) { return 0; }
 bool HasFloat16Vector() { return false; }
 #endif
 
+template <class T>
+T Same(T value) {
+  return value;
+}
+
 template <class From, class To, To (*Convert)(From)>
 void ConvertRow(const void* from_void, int64_t from_stride, void* to_void, int64_t to_stride,
                 int64_t count, int64_t done) {
@@ -130,10 +135,15 @@ void ConvertRow(Conversion kind, const void* from, int64_t from_stride, void* to
     case Conversion::kBfloat16Down:
       return ConvertRow<float, uint16_t, NarrowBfloat16>(from, from_stride, to, to_stride, count,
                                                          0);
+    case Conversion::kCopy16:
+      return ConvertRow<uint16_t, uint16_t, Same>(from, from_stride, to, to_stride, count, 0);
+    case Conversion::kCopy32:
+      return ConvertRow<float, float, Same>(from, from_stride, to, to_stride, count, 0);
   }
 }
 
 Conversion KindOf(DLDataType from, DLDataType to) {
+  if (SameDtype(from, to)) return from.bits == 16 ? Conversion::kCopy16 : Conversion::kCopy32;
   const bool up = IsFloat(to, 32);
   if (IsBfloat16(up ? from : to)) return up ? Conversion::kBfloat16Up : Conversion::kBfloat16Down;
   return up ? Conversion::kFloat16Up : Conversion::kFloat16Down;

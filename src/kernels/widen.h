@@ -6,8 +6,9 @@
 
 namespace amp_ir {
 
-// Copies `from` to `to`, which has the same dims and any strides, changing the dtype between
-// float32 and a low one in either direction (round to nearest even; NaN stays NaN).
+// Copies `from` to `to`, which has the same dims and any strides of its own, changing the dtype
+// from float32 to a low one or back (round to nearest even; NaN stays NaN) or keeping it. Strides
+// of 0 in `from` repeat its elements.
 //
 // oneDNN's own reorders need avx512 for bfloat16 and avx512_fp16 for float16 to be fast; this
 // serves the CPUs without. Runs on OpenMP's threads. Cost: one pass over memory where the innermost
