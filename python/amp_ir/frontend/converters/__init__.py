@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converters from ATen overloads to Relax, one file a family; importing this fills the table."""
+
+from amp_ir.frontend.converters import (  # noqa: F401  (each registers its converters)
+    activations,
+    attention,
+    convolution,
+    creation,
+    elementwise,
+    indexing,
+    linear_algebra,
+    losses,
+    normalization,
+    pooling,
+    random,
+    reductions,
+    resampling,
+    shapes,
+)
+from amp_ir.frontend.converters.emitter import Emitter
+from amp_ir.frontend.converters.registry import CONVERTERS, RefusedError, converter_of
+
+__all__ = ["CONVERTERS", "Emitter", "RefusedError", "converter_of"]

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic, comparisons, logic and elementary functions, one element at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from tvm import relax
+
+from amp_ir.frontend.converters.emitter import Emitter, dtype_name
+from amp_ir.frontend.converters.promotion import (
+    LOW_DTYPES,
+    Operand,
+    dtype_of,
+    is_float,
+    is_scalar,
+    promoted_dtype,
+    shape_of,
+)
+from amp_ir.frontend.converters.registry import Converter, converts
+
+aten = torch.ops.aten
+RelaxUnary = Callable[[relax.Expr], relax.Expr]
+RelaxBinary = Callable[[relax.Expr, relax.Expr], relax.Expr]
+
+# Functions of a real number: an integer argument is converted to the result's dtype first.
+REAL_FUNCTIONS: dict[torch._ops.OpOverload, RelaxUnary] = {
+    aten.exp.default: relax.op.exp,
+    aten.log.default: relax.op.log,
+    aten.sqrt.default: relax.op.sqrt,
+    aten.rsqrt.default: relax.op.rsqrt,
+    aten.sin.default: relax.op.sin,
+    aten.cos.default: relax.op.cos,
+    aten.tan.default: relax.op.tan,
+    aten.asin.default: relax.op.asin,
+    aten.acos.default: relax.op.acos,
+    aten.atan.default: relax.op.atan,
+    aten.sinh.default: relax.op.sinh,
+    aten.cosh.default: relax.op.cosh,
+    aten.tanh.default: relax.op.tanh,
+    aten.sigmoid.default: relax.op.sigmoid,
+    aten.erf.default: relax.op.erf,
+}
+# Functions of the same name in the dialect, which Relax lacks.
+DIALECT_FUNCTIONS: dict[torch._ops.OpOverload, str] = {
+    aten.log1p.default: "amp_ir.log1p",
+    aten.expm1.default: "amp_ir.expm1",
+}
+# Functions that leave an integer as it is.
+ROUNDINGS: dict[torch._ops.OpOverload, RelaxUnary] = {
+    aten.floor.default: relax.op.floor,
+    aten.ceil.default: relax.op.ceil,
+    aten.round.default: relax.op.round,
+    aten.trunc.default: relax.op.trunc,
+}
+SIGNED: dict[torch._ops.OpOverload, RelaxUnary] = {
+    aten.abs.default: relax.op.abs,
+    aten.neg.default: relax.op.negative,
+    aten.sign.default: relax.op.sign,
+}
+COMPARISONS: dict[torch._ops.OpOverloadPacket, RelaxBinary] = {
+    aten.eq: relax.op.equal,
+    aten.ne: relax.op.not_equal,
+    aten.lt: relax.op.less,
+    aten.le: relax.op.less_equal,
+    aten.gt: relax.op.greater,
+    aten.ge: relax.op.greater_equal,
+}
+LOGICAL: dict[torch._ops.OpOverload, RelaxBinary] = {
+    aten.logical_and.default: relax.op.logical_and,
+    aten.logical_or.default: relax.op.logical_or,
+    aten.logical_xor.default: relax.op.logical_xor,
+}
+# On bool a bitwise op is the logical one.
+BITWISE: dict[torch._ops.OpOverloadPacket, tuple[RelaxBinary, RelaxBinary]] = {
+    aten.bitwise_and: (relax.op.bitwise_and, relax.op.logical_and),
+    aten.bitwise_or: (relax.op.bitwise_or, relax.op.logical_or),
+    aten.bitwise_xor: (relax.op.bitwise_xor, relax.op.logical_xor),
+}
+
+
+def _real_function(op: RelaxUnary) -> Converter:
+    def convert(ops: Emitter, x: relax.Expr) -> relax.Expr:
+        return ops.emit(op(ops.cast(x, ops.dtype)))
+
+    return convert
+
+
+def _dialect_function(name: str) -> Converter:
+    def convert(ops: Emitter, x: relax.Expr) -> relax.Expr:
+        result: relax.Expr = ops.call(name, ops.cast(x, ops.dtype))
+        return result
+
+    return convert
+
+
+def _rounding(op: RelaxUnary) -> Converter:
+    def convert(ops: Emitter, x: relax.Expr) -> relax.Expr:
+        return ops.emit(op(x)) if is_float(dtype_of(x)) else x
+
+    return convert
+
+
+def _signed(op: RelaxUnary) -> Converter:
+    def convert(ops: Emitter, x: relax.Expr) -> relax.Expr:
+        return x if dtype_of(x) == "bool" else ops.emit(op(x))
+
+    return convert
+
+
+def _comparison(op: RelaxBinary) -> Converter:
+    def convert(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
+        if promoted_dtype(x, y) == "bool":
+            # Loops compare numbers; bool has no order in TVM.
+            x, y = ops.cast(x, "int8"), ops.cast(y, "int8")
+        return ops.binary(op, x, y)
+
+    return convert
+
+
+def _logical(op: RelaxBinary) -> Converter:
+    def convert(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+        return ops.emit(op(ops.cast(x, "bool"), ops.cast(y, "bool")))
+
+    return convert
+
+
+def _bitwise(on_integers: RelaxBinary, on_bool: RelaxBinary) -> Converter:
+    def convert(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
+        return ops.binary(on_bool if promoted_dtype(x, y) == "bool" else on_integers, x, y)
+
+    return convert
+
+
+def _register_tables() -> None:
+    for overload, op in REAL_FUNCTIONS.items():
+        converts(overload)(_real_function(op))
+    for overload, name in DIALECT_FUNCTIONS.items():
+        converts(overload)(_dialect_function(name))
+    for overload, op in ROUNDINGS.items():
+        converts(overload)(_rounding(op))
+    for overload, op in SIGNED.items():
+        converts(overload)(_signed(op))
+    for overload, pairwise in LOGICAL.items():
+        converts(overload)(_logical(pairwise))
+    for packet, comparison in COMPARISONS.items():
+        converts(packet.Tensor, packet.Scalar)(_comparison(comparison))
+    for packet, (on_integers, on_bool) in BITWISE.items():
+        converts(packet.Tensor, packet.Scalar)(_bitwise(on_integers, on_bool))
+
+
+_register_tables()
+
+
+@converts(aten.add.Tensor, aten.add.Scalar)
+def add(ops: Emitter, x: Operand, y: Operand, alpha: Operand = 1) -> relax.Expr:
+    """x + alpha * y."""
+    return _scaled_sum(ops, ops.add, x, y, alpha)
+
+
+@converts(aten.sub.Tensor, aten.sub.Scalar)
+def subtract(ops: Emitter, x: Operand, y: Operand, alpha: Operand = 1) -> relax.Expr:
+    """x - alpha * y."""
+    return _scaled_sum(ops, ops.subtract, x, y, alpha)
+
+
+@converts(aten.rsub.Tensor, aten.rsub.Scalar)
+def reverse_subtract(ops: Emitter, x: Operand, y: Operand, alpha: Operand = 1) -> relax.Expr:
+    """y - alpha * x."""
+    return _scaled_sum(ops, ops.subtract, y, x, alpha)
+
+
+def _scaled_sum(
+    ops: Emitter,
+    combine: Callable[[Operand, Operand], relax.Expr],
+    x: Operand,
+    y: Operand,
+    alpha: Operand,
+) -> relax.Expr:
+    """`combine(x, alpha * y)` in the result's dtype; a low dtype is rounded once, at the end."""
+    dtype = ops.dtype
+    if dtype == "bool":
+        # PyTorch's bool addition is "or".
+        return ops.emit(relax.op.logical_or(ops.cast(x, "bool"), ops.cast(y, "bool")))
+    if is_scalar(alpha) and alpha == 1:
+        return ops.cast(combine(x, y), dtype)
+    inner = "float32" if dtype in LOW_DTYPES else dtype
+    product = ops.multiply(ops.cast(y, inner), ops.cast(alpha, inner))
+    return ops.cast(combine(ops.cast(x, inner), product), dtype)
+
+
+@converts(aten.mul.Tensor, aten.mul.Scalar)
+def multiply(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
+    """x * y; on bool, "and"."""
+    if ops.dtype == "bool":
+        return ops.emit(relax.op.logical_and(ops.cast(x, "bool"), ops.cast(y, "bool")))
+    return ops.multiply(x, y)
+
+
+@converts(aten.div.Tensor, aten.div.Scalar)
+def divide(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
+    """x / y."""
+    return ops.divide(x, y)
+
+
+@converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def divide_rounded(
+    ops: Emitter, x: Operand, y: Operand, *, rounding_mode: str | None = None
+) -> relax.Expr:
+    """x / y, rounded as `rounding_mode` says: not at all, towards zero or down."""
+    if rounding_mode is None:
+        return ops.divide(x, y)
+    dtype = ops.dtype
+    x, y = ops.cast(x, dtype), ops.cast(y, dtype)
+    if is_float(dtype):
+        return _divide_floats(ops, x, y, floor=rounding_mode == "floor")
+    if rounding_mode == "floor":
+        return ops.emit(relax.op.floor_divide(x, y))
+    # floor(|x| / |y|) with the sign of x / y, since Relax's floor_divide is the one whose
+    # rounding of negative integers is fixed.
+    magnitude = ops.emit(
+        relax.op.floor_divide(ops.emit(relax.op.abs(x)), ops.emit(relax.op.abs(y)))
+    )
+    sign = ops.multiply(ops.emit(relax.op.sign(x)), ops.emit(relax.op.sign(y)))
+    return ops.multiply(magnitude, sign)
+
+
+@converts(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
+    """The largest integer not above x / y."""
+    return divide_rounded(ops, x, y, rounding_mode="floor")  # type: ignore[no-any-return]
+
+
+def _divide_floats(ops: Emitter, x: relax.Expr, y: relax.Expr, *, floor: bool) -> relax.Expr:
+    if not floor:
+        return ops.emit(relax.op.trunc(ops.divide(x, y)))
+    # x - remainder is a multiple of y up to rounding, so rounding the quotient is safe where
+    # floor(x / y) is not (1.0 // 0.1 is 9). Source: div_floor_floating in c10/util/generic_math.h.
+    quotient = ops.divide(ops.subtract(x, _floor_remainder(ops, x, y)), y)
+    zero = ops.constant(0.0, dtype_of(y))
+    by_zero = ops.emit(relax.op.equal(y, zero))
+    return ops.where(by_zero, ops.divide(x, y), ops.emit(relax.op.round(quotient)))
+
+
+def _signed_remainder(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    """The remainder with the sign of x.
+
+    Of absolute values, since there floor and truncating division agree: Relax's `mod` is the
+    truncating one in some places and the floor one in others.
+    """
+    size = ops.emit(relax.op.mod(ops.emit(relax.op.abs(x)), ops.emit(relax.op.abs(y))))
+    negative = ops.emit(relax.op.less(x, ops.constant(0, dtype_of(x))))
+    return ops.where(negative, ops.emit(relax.op.negative(size)), size)
+
+
+def _floor_remainder(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    """The remainder with the sign of y."""
+    zero = ops.constant(0, dtype_of(x))
+    remainder = _signed_remainder(ops, x, y)
+    # Opposite signs: their product could underflow, so compare with zero both ways.
+    above = ops.emit(
+        relax.op.logical_and(
+            ops.emit(relax.op.greater(remainder, zero)), ops.emit(relax.op.less(y, zero))
+        )
+    )
+    below = ops.emit(
+        relax.op.logical_and(
+            ops.emit(relax.op.less(remainder, zero)), ops.emit(relax.op.greater(y, zero))
+        )
+    )
+    wrong_sign = ops.emit(relax.op.logical_or(above, below))
+    return ops.where(wrong_sign, ops.add(remainder, y), remainder)
+
+
+@converts(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
+def remainder(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
+    """x modulo y, with the sign of y."""
+    dtype = ops.dtype
+    return _floor_remainder(ops, ops.cast(x, dtype), ops.cast(y, dtype))
+
+
+@converts(aten.fmod.Tensor, aten.fmod.Scalar)
+def fmod(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
+    """x modulo y, with the sign of x."""
+    dtype = ops.dtype
+    return _signed_remainder(ops, ops.cast(x, dtype), ops.cast(y, dtype))
+
+
+@converts(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def power(ops: Emitter, x: Operand, exponent: Operand) -> relax.Expr:
+    """x ** exponent, element by element."""
+    return ops.binary(relax.op.power, x, exponent)
+
+
+@converts(aten.pow.Tensor_Scalar)
+def power_scalar(ops: Emitter, x: relax.Expr, exponent: Operand) -> relax.Expr:
+    """x ** exponent, as products and roots for the exponents where PyTorch does so too."""
+    x = ops.cast(x, ops.dtype)
+    if not is_scalar(exponent):
+        return ops.emit(relax.op.power(x, ops.cast(exponent, ops.dtype)))
+    if exponent == 0:
+        return ops.full(ops.shape, 1, ops.dtype)
+    if exponent == 1:
+        return x
+    if exponent in (2, 3):
+        square = ops.multiply(x, x)
+        return square if exponent == 2 else ops.multiply(square, x)
+    if exponent in (0.5, -0.5):
+        return ops.emit(relax.op.sqrt(x) if exponent > 0 else relax.op.rsqrt(x))
+    if exponent in (-1, -2):
+        return ops.divide(1.0, x if exponent == -1 else ops.multiply(x, x))
+    return ops.emit(relax.op.power(x, ops.constant(exponent, ops.dtype)))
+
+
+@converts(aten.square.default)
+def square(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """x * x."""
+    return ops.multiply(x, x)
+
+
+@converts(aten.reciprocal.default)
+def reciprocal(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """1 / x."""
+    return ops.divide(1.0, ops.cast(x, ops.dtype))
+
+
+@converts(aten.log2.default)
+def log2(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """The logarithm to base 2."""
+    return _scaled_log(ops, x, 1 / math.log(2))
+
+
+@converts(aten.log10.default)
+def log10(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """The logarithm to base 10."""
+    return _scaled_log(ops, x, 1 / math.log(10))
+
+
+def _scaled_log(ops: Emitter, x: relax.Expr, scale: float) -> relax.Expr:
+    return ops.multiply(ops.emit(relax.op.log(ops.cast(x, ops.dtype))), scale)
+
+
+@converts(aten.exp2.default)
+def exp2(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """2 to the power x."""
+    return ops.binary(relax.op.power, ops.constant(2.0, ops.dtype), ops.cast(x, ops.dtype))
+
+
+@converts(aten.maximum.default)
+def maximum(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    """The larger of two."""
+    return _extremum(ops, relax.op.maximum, x, y)
+
+
+@converts(aten.minimum.default)
+def minimum(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    """The smaller of two."""
+    return _extremum(ops, relax.op.minimum, x, y)
+
+
+def _extremum(ops: Emitter, op: RelaxBinary, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    if promoted_dtype(x, y) == "bool":
+        return ops.cast(ops.emit(op(ops.cast(x, "int8"), ops.cast(y, "int8"))), "bool")
+    return ops.binary(op, x, y)
+
+
+@converts(
+    aten.clamp.default,
+    aten.clamp.Tensor,
+    aten.clamp_min.default,
+    aten.clamp_min.Tensor,
+    aten.hardtanh.default,
+)
+def clamp(
+    ops: Emitter, x: relax.Expr, min: Operand | None = None, max: Operand | None = None
+) -> relax.Expr:
+    """x held between min and max; where min > max the result is max."""
+    value = ops.cast(x, ops.dtype)
+    if min is not None:
+        value = ops.emit(relax.op.maximum(value, ops.cast(min, ops.dtype)))
+    if max is not None:
+        value = ops.emit(relax.op.minimum(value, ops.cast(max, ops.dtype)))
+    return value
+
+
+@converts(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(ops: Emitter, x: relax.Expr, max: Operand) -> relax.Expr:
+    """The smaller of x and max."""
+    return clamp(ops, x, None, max)  # type: ignore[no-any-return]
+
+
+@converts(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
+def where(ops: Emitter, condition: relax.Expr, x: Operand, y: Operand) -> relax.Expr:
+    """x where the condition holds, else y."""
+    return ops.broadcast(ops.where(condition, x, y), ops.shape)
+
+
+@converts(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(ops: Emitter, x: relax.Expr, mask: relax.Expr, value: Operand) -> relax.Expr:
+    """x with `value` where the mask holds."""
+    return ops.broadcast(ops.where(mask, ops.cast(value, dtype_of(x)), x), ops.shape)
+
+
+@converts(aten.logical_not.default)
+def logical_not(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """Whether x is zero."""
+    return ops.emit(relax.op.logical_not(ops.cast(x, "bool")))
+
+
+@converts(aten.bitwise_not.default)
+def bitwise_not(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """Every bit flipped; on bool, "not"."""
+    return ops.emit(
+        relax.op.logical_not(x) if dtype_of(x) == "bool" else relax.op.bitwise_not(x)
+    )
+
+
+@converts(aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Tensor_Scalar)
+def left_shift(ops: Emitter, x: relax.Expr, y: Operand) -> relax.Expr:
+    """x * 2 ** y."""
+    return ops.binary(relax.op.left_shift, x, y)
+
+
+@converts(aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar)
+def right_shift(ops: Emitter, x: relax.Expr, y: Operand) -> relax.Expr:
+    """x / 2 ** y, rounded down."""
+    return ops.binary(relax.op.right_shift, x, y)
+
+
+@converts(aten.isnan.default)
+def isnan(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """Whether x is not a number."""
+    return _classify(ops, relax.op.isnan, x, of_integer=False)
+
+
+@converts(aten.isinf.default)
+def isinf(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """Whether x is an infinity."""
+    return _classify(ops, relax.op.isinf, x, of_integer=False)
+
+
+@converts(aten.isfinite.default)
+def isfinite(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """Whether x is neither an infinity nor NaN."""
+    return _classify(ops, relax.op.isfinite, x, of_integer=True)
+
+
+def _classify(ops: Emitter, op: RelaxUnary, x: relax.Expr, *, of_integer: bool) -> relax.Expr:
+    if not is_float(dtype_of(x)):
+        return ops.full(shape_of(x), of_integer, "bool")
+    return ops.emit(op(x))
+
+
+@converts(
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.contiguous.default,
+)
+def same(ops: Emitter, x: relax.Expr, *, memory_format: torch.memory_format | None = None) -> relax.Expr:
+    """x: values have no layout or identity in the IR."""
+    return x
+
+
+@converts(aten._to_copy.default)
+def to_copy(
+    ops: Emitter,
+    x: relax.Expr,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> relax.Expr:
+    """A cast that the user asked for (`relax.astype`, which no pass drops)."""
+    return x if dtype is None else ops.cast(x, dtype_name(dtype))
+
+
+@converts(aten.copy.default)
+def copy(ops: Emitter, x: relax.Expr, source: Operand, non_blocking: bool = False) -> relax.Expr:
+    """The source in the dtype and shape of x."""
+    return ops.broadcast(ops.cast(source, dtype_of(x)), shape_of(x))

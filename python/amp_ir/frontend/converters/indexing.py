@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embedding, advanced indexing, gather and scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tvm import relax
+
+from amp_ir.frontend.converters.emitter import Emitter
+from amp_ir.frontend.converters.promotion import Operand, dtype_of, shape_of
+from amp_ir.frontend.converters.registry import converts
+
+aten = torch.ops.aten
+Indices = Sequence[relax.Expr | None]
+
+
+@converts(aten.embedding.default)
+def embedding(
+    ops: Emitter,
+    weight: relax.Expr,
+    ids: relax.Expr,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> relax.Expr:
+    """Rows of the weight; the padding row concerns the gradient only."""
+    return ops.call("amp_ir.embedding", weight, ids)
+
+
+@converts(aten.embedding_dense_backward.default)
+def embedding_dense_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    ids: relax.Expr,
+    num_embeddings: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> relax.Expr:
+    """The gradients of equal ids added; none for the padding row."""
+    if scale_grad_by_freq:
+        ops.refuse("scale_grad_by_freq=True")
+    return ops.call(
+        "amp_ir.embedding_backward",
+        grad,
+        ids,
+        num_embeddings=num_embeddings,
+        padding_idx=None if padding_idx < 0 else padding_idx,
+    )
+
+
+def _only_integers(ops: Emitter, indices: Indices) -> tuple[list[int], list[relax.Expr]]:
+    """(the axes that are indexed, the integer tensors that index them)."""
+    axes = [axis for axis, one in enumerate(indices) if one is not None]
+    ids = [one for one in indices if one is not None]
+    for one in ids:
+        if dtype_of(one) in ("bool", "uint8"):
+            ops.refuse("indexing by a mask, whose result has a shape that depends on values")
+    return axes, [ops.cast(one, "int64") if dtype_of(one) != "int32" else one for one in ids]
+
+
+@converts(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(ops: Emitter, x: relax.Expr, indices: Indices) -> relax.Expr:
+    """x[indices] with NumPy's meaning; None stands for a whole axis."""
+    axes, ids = _only_integers(ops, indices)
+    return ops.call("amp_ir.index", x, *ids, axes=tuple(axes)) if ids else x
+
+
+@converts(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(
+    ops: Emitter,
+    x: relax.Expr,
+    indices: Indices,
+    values: relax.Expr,
+    accumulate: bool = False,
+) -> relax.Expr:
+    """x with values written, or added, at x[indices]."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is not None and dtype_of(mask) == "bool" and _is_single(values):
+        return _masked_put(ops, x, mask, values, accumulate=accumulate)
+    axes, ids = _only_integers(ops, indices)
+    values = ops.cast(values, dtype_of(x))
+    options = {"axes": tuple(axes), "accumulate": accumulate}
+    return ops.call("amp_ir.index_put", x, values, *ids, **options)
+
+
+def _is_single(values: relax.Expr) -> bool:
+    return all(extent == 1 for extent in shape_of(values))
+
+
+def _masked_put(
+    ops: Emitter, x: relax.Expr, mask: relax.Expr, values: relax.Expr, *, accumulate: bool
+) -> relax.Expr:
+    """One value written, or added, where a mask over the leading axes holds."""
+    rank, extents = len(shape_of(x)), shape_of(mask)
+    mask = ops.reshape(mask, [*extents, *[1] * (rank - len(extents))])
+    value = ops.cast(ops.reshape(values, []), dtype_of(x))
+    return ops.where(mask, ops.add(x, value) if accumulate else value, x)
+
+
+@converts(aten.index_select.default)
+def index_select(ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr) -> relax.Expr:
+    """The elements of one axis at the ids, in their order."""
+    rank = len(shape_of(x))
+    if rank == 0:
+        return x
+    return ops.call("amp_ir.index", x, ops.reshape(ids, [_count(ids)]), axes=(dim % rank,))
+
+
+def _count(x: relax.Expr) -> int:
+    count = 1
+    for extent in shape_of(x):
+        count *= extent
+    return count
+
+
+@converts(aten.index_add.default)
+def index_add(
+    ops: Emitter,
+    x: relax.Expr,
+    dim: int,
+    ids: relax.Expr,
+    source: relax.Expr,
+    *,
+    alpha: Operand = 1,
+) -> relax.Expr:
+    """x with alpha * source added at the ids of one axis; source has the ids' count there."""
+    axis = dim % len(shape_of(x))
+    scaled = source if alpha == 1 else ops.cast(ops.multiply(source, alpha), dtype_of(x))
+    where = [1] * len(shape_of(x))
+    where[axis] = _count(ids)
+    spread = ops.broadcast(ops.reshape(ids, where), shape_of(source))
+    return ops.call("amp_ir.scatter_add", x, spread, scaled, axis=axis)
+
+
+@converts(aten.gather.default)
+def gather(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, *, sparse_grad: bool = False
+) -> relax.Expr:
+    """result[i, j, ...] = x[ids[i, j, ...], j, ...] for dim 0."""
+    if not shape_of(x):
+        return ops.reshape(x, shape_of(ids))
+    axis = dim % len(shape_of(x))
+    return ops.emit(relax.op.gather_elements(_covered(ops, x, ids, axis), ids, axis))
+
+
+def _covered(ops: Emitter, x: relax.Expr, ids: relax.Expr, axis: int | None) -> relax.Expr:
+    """x cut to the extents of the ids, save on `axis`: PyTorch lets x be larger."""
+    for other, extent in enumerate(shape_of(ids)):
+        if other != axis:
+            x = ops.slice(x, other, 0, extent)
+    return x
+
+
+@converts(aten.scatter_add.default)
+def scatter_add(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr
+) -> relax.Expr:
+    """x with source[i, j, ...] added at x[ids[i, j, ...], j, ...] for dim 0."""
+    if not shape_of(x):
+        return ops.add(x, ops.reshape(source, []))
+    axis = dim % len(shape_of(x))
+    return ops.call("amp_ir.scatter_add", x, ids, source, axis=axis)
+
+
+@converts(aten.scatter.src)
+def scatter(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr
+) -> relax.Expr:
+    """x with source[i, j, ...] written at x[ids[i, j, ...], j, ...] for dim 0."""
+    return _scatter(ops, x, dim, ids, source, "update")
+
+
+@converts(aten.scatter.value)
+def scatter_value(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, value: Operand
+) -> relax.Expr:
+    """x with one value written at x[ids[i, j, ...], j, ...] for dim 0."""
+    return _scatter(ops, x, dim, ids, ops.full(shape_of(ids), value, dtype_of(x)), "update")
+
+
+# ATen's name of a reduction -> that of Relax's scatter_elements, for both spellings of ATen.
+SCATTER_REDUCTIONS = {
+    "add": "add",
+    "multiply": "mul",
+    "sum": "add",
+    "prod": "mul",
+    "amax": "max",
+    "amin": "min",
+}
+
+
+@converts(aten.scatter.reduce)
+def scatter_with(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr, *, reduce: str
+) -> relax.Expr:
+    """As `scatter`, with the elements of x and source combined."""
+    return _scatter(ops, x, dim, ids, source, SCATTER_REDUCTIONS[reduce])
+
+
+@converts(aten.scatter_reduce.two)
+def scatter_reduce(
+    ops: Emitter,
+    x: relax.Expr,
+    dim: int,
+    ids: relax.Expr,
+    source: relax.Expr,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> relax.Expr:
+    """As `scatter`, with sum, product, largest or smallest of what meets at one place."""
+    if reduce not in SCATTER_REDUCTIONS or not include_self:
+        ops.refuse(f"reduce={reduce!r} with include_self={include_self}")
+    if reduce == "sum":
+        result: relax.Expr = scatter_add(ops, x, dim, ids, source)
+        return result
+    return _scatter(ops, x, dim, ids, source, SCATTER_REDUCTIONS[reduce])
+
+
+def _scatter(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr, reduction: str
+) -> relax.Expr:
+    if not shape_of(x):
+        ops.refuse("scattering into a 0-d tensor")
+    source = _covered(ops, source, ids, None)
+    axis = dim % len(shape_of(x))
+    return ops.emit(relax.op.scatter_elements(x, ids, source, axis, reduction))
+
+
+@converts(aten.masked_scatter.default)
+def masked_scatter(
+    ops: Emitter, x: relax.Expr, mask: relax.Expr, source: relax.Expr
+) -> relax.Expr:
+    """x with the next element of source, in order, wherever the mask holds."""
+    shape, count = ops.shape, _count(source)
+    flat_mask = ops.reshape(ops.broadcast(mask, shape), [_product(shape)])
+    # The number of elements taken before this one; past the end of source nothing is read.
+    taken = ops.emit(relax.op.cumsum(ops.cast(flat_mask, "int64"), 0))
+    last = ops.constant(count - 1, "int64")
+    place = ops.emit(relax.op.minimum(ops.subtract(taken, 1), last))
+    place = ops.emit(relax.op.maximum(place, ops.constant(0, "int64")))
+    values = ops.emit(relax.op.take(ops.reshape(source, [count]), place, 0))
+    return ops.where(ops.reshape(flat_mask, shape), ops.reshape(values, shape), x)
+
+
+def _product(shape: Sequence[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count

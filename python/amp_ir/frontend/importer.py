@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import: a captured step (FX graph of functional ATen ops) to a StepModule in Relax.
+
+One pass over the graph. Each node is given to the converter of its overload
+(`converters/<family>.py`), which emits Relax and `amp_ir.*` ops that carry the node's location as
+their span; the result's shape and dtype are then compared with what PyTorch's fake tensors said.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+from tvm import relax
+
+from amp_ir.errors import UnsupportedOpError
+from amp_ir.frontend.captured import CapturedInput, CapturedStep
+from amp_ir.frontend.converters import Emitter, RefusedError, converter_of
+from amp_ir.frontend.converters.emitter import RANDOM_STATE, dtype_name
+from amp_ir.frontend.converters.promotion import dtype_of, is_scalar, shape_of
+from amp_ir.location import META_KEY, Location, to_span
+from amp_ir.module import InputSpec, OutputSpec, Role, Signature, StepModule
+
+# The part of torch's seed that the random ops use: their hash works on 32-bit words, and a
+# non-negative int64 survives every conversion.
+_SEED_MASK = 0x7FFFFFFF
+
+
+def import_step(captured: CapturedStep) -> StepModule:
+    """Convert a captured step to IR.
+
+    Ensures:  `main` has one parameter an input, in order, and returns one tuple field an output;
+              its ops are those of Relax and of the dialect, each with a location as span. A step
+              with random ops has one more state input and output, "random_state" (int64[2]: seed
+              of `torch.initial_seed()`, number of steps done).
+    Errors:   UnsupportedOpError, once, listing every op that cannot be converted.
+    """
+    emitter, parameters, outputs = _convert(captured)
+    inputs = [
+        InputSpec(one.name, one.role, shape_of(parameter), dtype_of(parameter))
+        for one, parameter in zip(captured.inputs, parameters, strict=True)
+    ]
+    results = [
+        OutputSpec(one.name, one.role, shape_of(value), dtype_of(value), one.updates)
+        for one, value in zip(captured.outputs, outputs, strict=True)
+    ]
+    state: dict[str, torch.Tensor | Callable[[], torch.Tensor]] = {
+        one.name: one.tensor_or_reader
+        for one in captured.inputs
+        if one.role is not Role.BATCH and one.tensor_or_reader is not None
+    }
+    if emitter.random_state is not None:
+        inputs.append(InputSpec(RANDOM_STATE, Role.RANDOM_STATE, (2,), "int64"))
+        results.append(
+            OutputSpec(RANDOM_STATE, Role.RANDOM_STATE, (2,), "int64", len(inputs) - 1)
+        )
+        state[RANDOM_STATE] = torch.tensor([torch.initial_seed() & _SEED_MASK, 0])
+    return StepModule(
+        ir=emitter.finish(),
+        signature=Signature(
+            tuple(inputs), tuple(results), captured.flatten_batch, captured.unflatten_results
+        ),
+        state=state,
+        notes=captured.notes,
+    )
+
+
+def _convert(captured: CapturedStep) -> tuple[Emitter, list[relax.Var], list[relax.Expr]]:
+    """Fill `main`; the random state, where there is one, becomes its last input and output."""
+    builder = relax.BlockBuilder()
+    emitter = Emitter(builder)
+    parameters = _parameters(captured)
+    with builder.function("main"):
+        with builder.dataflow():
+            outputs = _Graph(captured.graph, emitter, parameters).convert()
+            results, inputs = list(outputs), list(parameters)
+            if emitter.random_state is not None:
+                inputs.append(emitter.random_state)
+                results.append(emitter.next_random_state())
+            result = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(result, inputs)
+    return emitter, parameters, outputs
+
+
+def _parameters(captured: CapturedStep) -> list[relax.Var]:
+    taken: set[str] = {RANDOM_STATE}
+    placeholders = [node for node in captured.graph.graph.nodes if node.op == "placeholder"]
+    return [
+        relax.Var(
+            _unique_name(one, taken),
+            relax.TensorType(list(node.meta["val"].shape), dtype_name(node.meta["val"].dtype)),
+        )
+        for one, node in zip(captured.inputs, placeholders, strict=True)
+    ]
+
+
+def _unique_name(one: CapturedInput, taken: set[str]) -> str:
+    """The input's name with what TVMScript does not allow replaced, and a number if taken."""
+    stem = re.sub(r"\W", "_", one.name)
+    stem = f"p_{stem}" if not stem[:1].isidentifier() else stem
+    name, count = stem, 1
+    while name in taken:
+        count += 1
+        name = f"{stem}_{count}"
+    taken.add(name)
+    return name
+
+
+@attrs.frozen
+class _Unsupported:
+    """One call that has no translation; `reason` is empty where there is no converter at all."""
+
+    op: str
+    reason: str
+    location: Location
+
+
+class _Graph:
+    """The walk over an FX graph: what each node became, and what could not be converted."""
+
+    def __init__(
+        self, graph: fx.GraphModule, emitter: Emitter, parameters: Sequence[relax.Var]
+    ) -> None:
+        self._graph = graph
+        self._emitter = emitter
+        self._inputs = iter(parameters)
+        self._values: dict[fx.Node, Any] = {}
+        self._unsupported: list[_Unsupported] = []
+
+    def convert(self) -> list[relax.Expr]:
+        """Convert every node; returns the outputs of the graph."""
+        outputs: Any = ()
+        for node in self._graph.graph.nodes:
+            if node.op == "placeholder":
+                self._values[node] = next(self._inputs)
+            elif node.op == "output":
+                outputs = () if self._unsupported else self._lookup(node.args[0])
+            else:
+                self._convert_or_note(node)
+        if self._unsupported:
+            raise UnsupportedOpError(_explain(self._unsupported))
+        return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+
+    def _convert_or_note(self, node: fx.Node) -> None:
+        location = node.meta.get(META_KEY) or Location()
+        self._emitter.span = to_span(location)
+        try:
+            self._values[node] = self._convert_node(node)
+        except RefusedError as refused:
+            op = str(node.target)
+            self._unsupported.append(_Unsupported(op, str(refused), location))
+            self._values[node] = self._stand_in(node)
+
+    def _convert_node(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(self._graph)
+            return self._emitter.tensor(value) if isinstance(value, torch.Tensor) else value
+        if node.target is operator.getitem:
+            return self._lookup(node.args[0])[node.args[1]]
+        converter = converter_of(node.target)
+        if converter is None:
+            raise RefusedError("")
+        self._emitter.result = node.meta["val"]
+        arguments = [self._lookup(argument) for argument in node.args]
+        options = {name: self._lookup(argument) for name, argument in node.kwargs.items()}
+        value = converter(self._emitter, *arguments, **options)
+        _check(value, node.meta["val"])
+        return value
+
+    def _lookup(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self._values[argument]
+        if isinstance(argument, (list, tuple)):
+            return [self._lookup(one) for one in argument]
+        return argument
+
+    def _stand_in(self, node: fx.Node) -> Any:
+        """Something of the right type, so that the rest can be tried and every fault listed."""
+        expected = node.meta.get("val")
+        if isinstance(expected, (tuple, list)):
+            return tuple(self._zeros(one) for one in expected)
+        return self._zeros(expected)
+
+    def _zeros(self, expected: Any) -> relax.Expr:
+        known = isinstance(expected, torch.Tensor) and not expected.dtype.is_complex
+        shape = list(expected.shape) if known else []
+        return self._emitter.full(shape, 0, dtype_name(expected.dtype) if known else "float32")
+
+
+def _check(value: Any, expected: Any) -> None:
+    """Refuse a conversion that has another type than PyTorch's result."""
+    if isinstance(expected, (tuple, list)):
+        for one, wanted in zip(value, expected, strict=True):
+            if one is not None:
+                _check(one, wanted)
+        return
+    if not isinstance(expected, torch.Tensor) or is_scalar(value):
+        return
+    got = (shape_of(value), dtype_of(value))
+    wanted = (tuple(expected.shape), dtype_name(expected.dtype))
+    if got != wanted:
+        raise RefusedError(
+            f"its converter gives {_type_text(*got)} and PyTorch {_type_text(*wanted)}; "
+            f"this is a fault of amp_ir"
+        )
+
+
+def _type_text(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype}{list(shape)}"
+
+
+def _explain(unsupported: list[_Unsupported]) -> str:
+    """The message that names each kind of refused call with its count and first place."""
+    kinds: dict[tuple[str, str], list[_Unsupported]] = {}
+    for one in unsupported:
+        kinds.setdefault((one.op, one.reason), []).append(one)
+    lines = []
+    for (op, reason), calls in kinds.items():
+        count = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
+        because = f": {reason}" if reason else ""
+        lines.append(f"  {op}{because} ({count}, first in {calls[0].location})")
+    return "\n".join(
+        [
+            f"the step has {len(kinds)} kinds of op that amp_ir cannot import:"
+            if len(kinds) > 1
+            else "the step has an op that amp_ir cannot import:",
+            *lines,
+            "Write that part of the step with other PyTorch ops, or add a converter with "
+            "@converts(...) in amp_ir/frontend/converters/.",
+        ]
+    )
