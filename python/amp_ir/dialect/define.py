@@ -17,10 +17,15 @@ from typing import Any, NoReturn
 
 import attrs
 import torch
+import tvm_ffi
 from tvm import relax
 
 from amp_ir.dialect.registry import declare
 from amp_ir.errors import ArgumentError, OptionError
+
+# Type inference is called through tvm-ffi, which keeps the class of the errors it knows.
+tvm_ffi.register_error(ArgumentError)
+tvm_ffi.register_error(OptionError)
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 LOW_DTYPES = ("float16", "bfloat16")
@@ -139,6 +144,7 @@ def define(name: str, *arguments: str, meaning: Meaning) -> Callable[[ShapeRule]
             return _round_all(values, applied.results, exact=exact)
 
         infer.__doc__ = rule.__doc__
+        infer.__signature__ = signature  # type: ignore[attr-defined]
         declare(name, *arguments, reference=reference)(infer)
         return rule
 

@@ -12,6 +12,7 @@ The registered op takes its options as `DictAttrs`. The lowering to loops is reg
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ Reference = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 class Declaration:
     """One op of the dialect.
 
-    `infer(*types, **options)` gives the result type; `reference(*tensors, **options)` computes the
+    `infer(*types, **options)` gives the result type; `defaults` are the options that a call may
+    leave out, with their values (`call_op` fills them in); `reference(*tensors, **options)` computes the
     op with PyTorch in the dtype of its arguments (float64 included) and is the op's definition.
     """
 
@@ -39,6 +41,7 @@ class Declaration:
     infer: InferType
     reference: Reference
     summary: str
+    defaults: Mapping[str, Any]
 
 
 DECLARATIONS: dict[str, Declaration] = {}
@@ -58,7 +61,12 @@ def declare(name: str, *arguments: str, reference: Reference) -> Callable[[Infer
         if name in DECLARATIONS:
             raise ValueError(f"{name} is declared twice; first as {DECLARATIONS[name]}")
         summary = (infer.__doc__ or "").strip().splitlines()[0] if infer.__doc__ else ""
-        DECLARATIONS[name] = Declaration(name, arguments, infer, reference, summary)
+        defaults = {
+            option.name: option.default
+            for option in inspect.signature(infer).parameters.values()
+            if option.kind is option.KEYWORD_ONLY and option.default is not option.empty
+        }
+        DECLARATIONS[name] = Declaration(name, arguments, infer, reference, summary, defaults)
         _ir_api.RegisterOp(name, summary)
         op = tvm.ir.Op.get(name)
         op.set_num_inputs(len(arguments))
@@ -86,9 +94,10 @@ def options_of(call: relax.Call) -> dict[str, Any]:
 def call_op(
     name: str, args: list[relax.Expr], span: tvm.ir.Span | None = None, **options: Any
 ) -> relax.Call:
-    """Build a call of an op of the dialect."""
+    """Build a call of an op of the dialect; options that are left out take their defaults."""
+    complete = {**DECLARATIONS[name].defaults, **options}
     values: Mapping[str, Any] = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in options.items()
+        key: list(value) if isinstance(value, tuple) else value for key, value in complete.items()
     }
     dict_attrs = tvm.ir.make_node("ir.DictAttrs", **values)
     return relax.Call(tvm.ir.Op.get(name), args, dict_attrs, [], span)

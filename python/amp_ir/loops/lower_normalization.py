@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering of layer and RMS normalization and of softmax's gradients: sums, then one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from amp_ir.loops import math as m
+from amp_ir.loops.ir import (
+    Lowering,
+    Value,
+    bind,
+    compute_dtype,
+    lowers,
+    pointwise,
+    reduce,
+    squeeze,
+)
+
+Body = Callable[..., Any]
+
+
+def _mean(x: Value, axes: Sequence[int], body: Body, dtype: str) -> Value:
+    """The mean of `body` over `axes` of the index space of x; the axes stay."""
+    count = math.prod(x.shape[axis] for axis in axes)
+    total = reduce("sum", x.shape, axes, body, dtype)
+    return pointwise(total.shape, dtype, lambda *i: total[i] * m.constant(1.0 / count, dtype))
+
+
+def statistics(x: Value, axes: Sequence[int], eps: float) -> tuple[Value, Value, Value]:
+    """(mean, variance, 1 / sqrt(variance + eps)) over `axes`, in two passes."""
+    dtype = compute_dtype(x.dtype)
+    mean = _mean(x, axes, lambda *i: x[i], dtype)
+
+    def squared(*i: Any) -> Any:
+        centered = bind(x[i] - mean[i])
+        return centered * centered
+
+    variance = _mean(x, axes, squared, dtype)
+    rstd = pointwise(
+        variance.shape, dtype, lambda *i: m.rsqrt(variance[i] + m.constant(eps, dtype))
+    )
+    return mean, variance, rstd
+
+
+def _affine(element: Any, index: Any, weight: Value | None, bias: Value | None) -> Any:
+    if weight is not None:
+        element = element * weight[index]
+    return element if bias is None else element + bias[index]
+
+
+def optional(rest: Sequence[Value], *flags: bool) -> list[Value | None]:
+    """The optional arguments in order, None for those that are absent."""
+    present = iter(rest)
+    return [next(present) if flag else None for flag in flags]
+
+
+def normalized(
+    x: Value, mean: Value, rstd: Value, weight: Value | None, bias: Value | None, dtype: str
+) -> Value:
+    """(x - mean) * rstd, then weight and bias where there are any."""
+    return pointwise(
+        x.shape, dtype, lambda *i: _affine((x[i] - mean[i]) * rstd[i], i, weight, bias)
+    )
+
+
+def input_gradient(
+    grad: Value,
+    x: Value,
+    mean: Value | None,
+    rstd: Value,
+    weight: Value | None,
+    axes: Sequence[int],
+    dtype: str,
+) -> Value:
+    """rstd * (g - mean(g) - n * mean(g n)), g = grad * weight, n the normalized input.
+
+    Without `mean` (RMS normalization) the second term is absent.
+    """
+    wide = compute_dtype(grad.dtype)
+
+    def scaled(*i: Any) -> Any:
+        return _affine(grad[i], i, weight, None)
+
+    def normal(*i: Any) -> Any:
+        return (x[i] if mean is None else x[i] - mean[i]) * rstd[i]
+
+    mean_scaled = None if mean is None else _mean(grad, axes, scaled, wide)
+    mean_product = _mean(grad, axes, lambda *i: scaled(*i) * normal(*i), wide)
+
+    def body(*i: Any) -> Any:
+        rest = scaled(*i) if mean_scaled is None else scaled(*i) - mean_scaled[i]
+        return rstd[i] * (rest - normal(*i) * mean_product[i])
+
+    return pointwise(grad.shape, dtype, body)
+
+
+def weight_gradient(
+    grad: Value, x: Value, mean: Value | None, rstd: Value, axes: Sequence[int], dtype: str
+) -> Value:
+    """The sum over `axes` of grad * n; the axes stay."""
+
+    def body(*i: Any) -> Any:
+        return grad[i] * (x[i] if mean is None else x[i] - mean[i]) * rstd[i]
+
+    return _sum(grad.shape, axes, body, dtype)
+
+
+def _sum(shape: Sequence[int], axes: Sequence[int], body: Body, dtype: str) -> Value:
+    if not axes:
+        return pointwise(shape, dtype, body)
+    return reduce("sum", shape, axes, body, dtype)
+
+
+def _last_axes(x: Value, ndim_normalized: int) -> range:
+    return range(len(x.shape) - ndim_normalized, len(x.shape))
+
+
+def _batch_axes(x: Value, ndim_normalized: int) -> range:
+    return range(len(x.shape) - ndim_normalized)
+
+
+@lowers("amp_ir.layer_norm")
+def layer_norm(
+    op: Lowering,
+    x: Value,
+    *rest: Value,
+    ndim_normalized: int,
+    eps: float,
+    has_weight: bool = True,
+    has_bias: bool = True,
+) -> tuple[Value, ...]:
+    """Two row sums, then one pass."""
+    mean, _, rstd = statistics(x, _last_axes(x, ndim_normalized), eps)
+    weight, bias = optional(rest, has_weight, has_bias)
+    return normalized(x, mean, rstd, weight, bias, op.results[0].dtype), mean, rstd
+
+
+@lowers("amp_ir.layer_norm_backward_input")
+def layer_norm_backward_input(
+    op: Lowering,
+    grad: Value,
+    x: Value,
+    mean: Value,
+    rstd: Value,
+    *rest: Value,
+    ndim_normalized: int,
+    has_weight: bool = True,
+) -> Value:
+    """Two row sums, then one pass."""
+    (weight,) = optional(rest, has_weight)
+    axes = _last_axes(x, ndim_normalized)
+    return input_gradient(grad, x, mean, rstd, weight, axes, op.results[0].dtype)
+
+
+@lowers("amp_ir.layer_norm_backward_weight")
+def layer_norm_backward_weight(
+    op: Lowering, grad: Value, x: Value, mean: Value, rstd: Value, *, ndim_normalized: int
+) -> tuple[Value, ...]:
+    """Two column sums in one pass."""
+    result, axes = op.results[0], _batch_axes(x, ndim_normalized)
+    dweight = weight_gradient(grad, x, mean, rstd, axes, result.dtype)
+    dbias = _sum(grad.shape, axes, lambda *i: grad[i], result.dtype)
+    return squeeze(dweight, result.shape), squeeze(dbias, result.shape)
+
+
+@lowers("amp_ir.rms_norm")
+def rms_norm(
+    op: Lowering,
+    x: Value,
+    *rest: Value,
+    ndim_normalized: int,
+    eps: float,
+    has_weight: bool = True,
+) -> tuple[Value, ...]:
+    """One row sum, then one pass."""
+    dtype = compute_dtype(x.dtype)
+    square = _mean(x, _last_axes(x, ndim_normalized), lambda *i: x[i] * x[i], dtype)
+    rstd = pointwise(square.shape, dtype, lambda *i: m.rsqrt(square[i] + m.constant(eps, dtype)))
+    (weight,) = optional(rest, has_weight)
+    y = pointwise(x.shape, op.results[0].dtype, lambda *i: _affine(x[i] * rstd[i], i, weight, None))
+    return y, rstd
+
+
+@lowers("amp_ir.rms_norm_backward_input")
+def rms_norm_backward_input(
+    op: Lowering,
+    grad: Value,
+    x: Value,
+    rstd: Value,
+    *rest: Value,
+    ndim_normalized: int,
+    has_weight: bool = True,
+) -> Value:
+    """One row sum, then one pass."""
+    (weight,) = optional(rest, has_weight)
+    axes = _last_axes(x, ndim_normalized)
+    return input_gradient(grad, x, None, rstd, weight, axes, op.results[0].dtype)
+
+
+@lowers("amp_ir.rms_norm_backward_weight")
+def rms_norm_backward_weight(
+    op: Lowering, grad: Value, x: Value, rstd: Value, *, ndim_normalized: int
+) -> Value:
+    """One column sum."""
+    result = op.results[0]
+    axes = _batch_axes(x, ndim_normalized)
+    return squeeze(weight_gradient(grad, x, None, rstd, axes, result.dtype), result.shape)
+
+
+@lowers("amp_ir.softmax_backward")
+def softmax_backward(op: Lowering, grad: Value, y: Value, *, axis: int) -> Value:
+    """One row sum, then one pass."""
+    dot = reduce("sum", grad.shape, (axis,), lambda *i: grad[i] * y[i], compute_dtype(grad.dtype))
+    return pointwise(y.shape, op.results[0].dtype, lambda *i: (grad[i] - dot[i]) * y[i])
+
+
+@lowers("amp_ir.log_softmax_backward")
+def log_softmax_backward(op: Lowering, grad: Value, y: Value, *, axis: int) -> Value:
+    """One row sum, then one pass."""
+    total = reduce("sum", grad.shape, (axis,), lambda *i: grad[i], compute_dtype(grad.dtype))
+    return pointwise(y.shape, op.results[0].dtype, lambda *i: grad[i] - m.exp(y[i]) * total[i])
