@@ -13,6 +13,11 @@ and how its loops run is decided later, by `grouping.py` and the emitter of the 
 
 Elements are read in their compute dtype: bfloat16 and float16 are widened to float32 at the read
 and rounded once, at the store.
+
+Two rules for bodies. Every index they read must be in range, on every path: a body that pads reads
+at a clamped index and selects afterwards (`math.clamp`), because reads are not guarded by a
+`select`. And an expression that is used more than once goes through `bind`, which gives it a name
+in the kernel; otherwise the text of the kernel grows with every use.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from typing import Any, Literal
 
 import attrs
 from tvm import relax, tirx
-from tvm.ir import PrimExpr
+
 
 from amp_ir.errors import BuildError
 
@@ -112,11 +117,17 @@ class Constant(Value):
 
 @attrs.define(eq=False)
 class Pointwise(Value):
-    """Each element from elements at computed places; `body(*index)` gives it."""
+    """Each element from elements at computed places; `body(*index)` gives it.
+
+    `is_view`: only moves elements (transpose, slice, broadcast); never worth memory by itself.
+    `is_reshape`: a view that keeps the flat order. `rounds`: the user wrote this cast, so its
+    rounding happens even where the value never reaches memory.
+    """
 
     body: Element = attrs.field(kw_only=True, repr=False)
     is_cast: bool = False
     is_reshape: bool = False
+    is_view: bool = False
     rounds: bool = False
 
 
@@ -184,6 +195,25 @@ def reading(access: Access) -> Iterator[None]:
         _access_stack.pop()
 
 
+Bind = Callable[[Any], Any]
+_bind_stack: list[Bind] = []
+
+
+def bind(element: Any) -> Any:
+    """Name an element expression in the kernel being written, so that it is computed once."""
+    return _bind_stack[-1](element) if _bind_stack else element
+
+
+@contextlib.contextmanager
+def binding(bind_element: Bind) -> Iterator[None]:
+    """Let `bind(x)` mean `bind_element(x)` inside the block."""
+    _bind_stack.append(bind_element)
+    try:
+        yield
+    finally:
+        _bind_stack.pop()
+
+
 def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: bool) -> Pointwise:
     """A value of `shape` whose element at `i` is `body(*i)`, rounded to `dtype` when stored."""
     spec = TensorSpec(tuple(int(n) for n in shape), dtype)
@@ -218,7 +248,7 @@ def reshape(source: Value, shape: Sequence[int]) -> Value:
     def body(*index: Any) -> Any:
         return source[unflatten(flatten(index, spec.shape), source.shape)]
 
-    return Pointwise(spec, [Read(source, "flat")], body=body, is_reshape=True)
+    return Pointwise(spec, [Read(source, "flat")], body=body, is_reshape=True, is_view=True)
 
 
 def squeeze(source: Value, shape: Sequence[int]) -> Value:
@@ -295,7 +325,7 @@ def _place(
     return "same" if value.shape == shape else "broadcast"
 
 
-def dummy_element(value: Value) -> PrimExpr:
+def dummy_element(value: Value) -> Any:
     """An expression of the compute dtype of `value`, for runs of a body that only look."""
     if isinstance(value, Constant):
         return tirx.const(value.number, compute_dtype(value.dtype))

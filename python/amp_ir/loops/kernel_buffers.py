@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import numpy as np
 from tvm import tirx
 
 from amp_ir.loops.ir import TensorSpec, compute_dtype
@@ -21,6 +22,11 @@ _PHYSICAL = {"bfloat16": "uint16", "bool": "uint8"}
 def physical_dtype(dtype: str) -> str:
     """The dtype under which a kernel declares a buffer of `dtype`."""
     return _PHYSICAL.get(dtype, dtype)
+
+
+def dtype_nbytes(dtype: str) -> int:
+    """Bytes of one stored element."""
+    return np.dtype(physical_dtype(dtype)).itemsize
 
 
 def widen(element: Any, dtype: str) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
+from amp_ir.loops.ir import bind
+
 
 def constant(number: float, dtype: str = "float32") -> Any:
     """A literal of `dtype`."""
@@ -30,19 +32,26 @@ def select(condition: Any, if_true: Any, if_false: Any) -> Any:
     return tirx.Select(condition, if_true, if_false)
 
 
-def where_valid(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Like `select`, but `if_true` is not evaluated (no load) where `condition` fails."""
-    return tirx.if_then_else(condition, if_true, if_false)
+def clamp(index: Any, extent: int) -> Any:
+    """The index in [0, extent) nearest to `index`: for reads whose value a `select` then drops."""
+    return tirx.max(tirx.min(index, tirx.const(extent - 1, "int32")), tirx.const(0, "int32"))
+
+
+def inside(index: Any, extent: int) -> Any:
+    """Whether `index` lies in [0, extent)."""
+    return tirx.all(index >= tirx.const(0, "int32"), index < tirx.const(extent, "int32"))
 
 
 def maximum(a: Any, b: Any) -> Any:
     """The larger one; NaN if either is NaN, as PyTorch's maximum."""
+    a, b = bind(a), bind(b)
     larger = tirx.Select(a > b, a, b)
     return _nan_from(a, larger) if dtype_of(a).startswith("float") else larger
 
 
 def minimum(a: Any, b: Any) -> Any:
     """The smaller one; NaN if either is NaN, as PyTorch's minimum."""
+    a, b = bind(a), bind(b)
     smaller = tirx.Select(a < b, a, b)
     return _nan_from(a, smaller) if dtype_of(a).startswith("float") else smaller
 
@@ -56,17 +65,18 @@ def exp(x: Any) -> Any:
     """e^x; relative error below 1.2e-7 in float32, 0 and inf outside of the range."""
     if dtype_of(x) != "float32":
         return tirx.exp(x)
+    x = bind(x)
     low, high = constant(-104.0), constant(88.8)
-    clamped = tirx.Select(x < low, low, tirx.Select(x > high, high, x))
+    clamped = bind(tirx.Select(x < low, low, tirx.Select(x > high, high, x)))
     # x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite).
-    n = tirx.floor(clamped * constant(1.4426950408889634) + constant(0.5))
+    n = bind(tirx.floor(clamped * constant(1.4426950408889634) + constant(0.5)))
     r = clamped - n * constant(0.693359375)
-    r = r - n * constant(-2.12194440054690583e-4)
+    r = bind(r - n * constant(-2.12194440054690583e-4))
     series = constant(1.0 / 5040)
     for k in (720, 120, 24, 6, 2, 1, 1):
         series = series * r + constant(1.0 / k)
     # 2^n in two factors, so that results near both ends of the range do not wrap.
-    half = tirx.floor(n * constant(0.5))
+    half = bind(tirx.floor(n * constant(0.5)))
     result = series * _power_of_two(half) * _power_of_two(n - half)
     result = tirx.Select(x < low, constant(0.0), result)
     result = tirx.Select(x > high, constant(math.inf), result)
@@ -83,24 +93,25 @@ def log(x: Any) -> Any:
     """Natural logarithm; relative error below 2e-7 in float32; -inf at 0, NaN below."""
     if dtype_of(x) != "float32":
         return tirx.log(x)
-    tiny = x < constant(1.17549435e-38)
+    x = bind(x)
+    tiny = bind(x < constant(1.17549435e-38))
     scaled = tirx.Select(tiny, x * constant(2.0**24), x)
     bits = tirx.reinterpret("int32", scaled)
     # m in [sqrt(1/2), sqrt(2)): subtract the bits of sqrt(1/2) so that the exponent rounds there.
-    shifted = bits - tirx.const(0x3F3504F3, "int32")
+    shifted = bind(bits - tirx.const(0x3F3504F3, "int32"))
     exponent = tirx.Cast("float32", tirx.shift_right(shifted, tirx.const(23, "int32")))
-    exponent = exponent - tirx.Select(tiny, constant(24.0), constant(0.0))
+    exponent = bind(exponent - tirx.Select(tiny, constant(24.0), constant(0.0)))
     mantissa_bits = tirx.bitwise_and(shifted, tirx.const(0x007FFFFF, "int32")) + tirx.const(
         0x3F3504F3, "int32"
     )
-    f = tirx.reinterpret("float32", mantissa_bits) - constant(1.0)
+    f = bind(tirx.reinterpret("float32", mantissa_bits) - constant(1.0))
     # log(1 + f) = 2 atanh(s), s = f / (2 + f) (fdlibm's reduction, series in s^2).
-    s = f / (constant(2.0) + f)
-    z = s * s
+    s = bind(f / (constant(2.0) + f))
+    z = bind(s * s)
     series = constant(2.0 / 9)
     for k in (7, 5, 3):
         series = series * z + constant(2.0 / k)
-    half_square = constant(0.5) * f * f
+    half_square = bind(constant(0.5) * f * f)
     low = exponent * constant(-2.12194440054690583e-4)
     result = f - (half_square - (s * (half_square + series * z) + low))
     result = exponent * constant(0.693359375) + result
@@ -113,7 +124,8 @@ def log1p(x: Any) -> Any:
     """log(1 + x), accurate for small x (Kahan's correction)."""
     if dtype_of(x) != "float32":
         return tirx.log1p(x)
-    u = constant(1.0) + x
+    x = bind(x)
+    u = bind(constant(1.0) + x)
     corrected = log(u) * (x / (u - constant(1.0)))
     exact = tirx.any(u == constant(1.0), u == constant(math.inf))
     return tirx.Select(exact, tirx.Select(u == constant(1.0), x, u), corrected)
@@ -123,14 +135,16 @@ def tanh(x: Any) -> Any:
     """Hyperbolic tangent; absolute error below 2e-7 in float32."""
     if dtype_of(x) != "float32":
         return tirx.tanh(x)
-    magnitude = absolute(x)
-    z = x * x
+    x = bind(x)
+    magnitude = bind(absolute(x))
+    z = bind(x * x)
     # tanh x = x + x^3 P(x^2) near 0 (Cephes tanhf), 1 - 2 / (e^2x + 1) elsewhere.
     series = constant(-5.70498872745e-3)
     for c in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
         series = series * z + constant(c)
     small = series * z * x + x
     large = constant(1.0) - constant(2.0) / (exp(magnitude + magnitude) + constant(1.0))
+    large = bind(large)
     signed = tirx.Select(x < constant(0.0), -large, large)
     return tirx.Select(magnitude < constant(0.625), small, signed)
 
@@ -145,9 +159,10 @@ def erf(x: Any) -> Any:
     """Error function; absolute error below 5e-7 in float32 (rational form of Eigen's erf)."""
     if dtype_of(x) != "float32":
         return tirx.erf(x)
+    x = bind(x)
     limit = constant(3.832506856900711)
-    z = tirx.Select(x > limit, limit, tirx.Select(x < -limit, -limit, x))
-    square = z * z
+    z = bind(tirx.Select(x > limit, limit, tirx.Select(x < -limit, -limit, x)))
+    square = bind(z * z)
     top = constant(0.00022905065861350646)
     for c in (0.0034082910107109506, 0.050955695062380861, 0.18520832239976145, 1.128379143519084):
         top = top * square + constant(c)
@@ -173,7 +188,7 @@ def absolute(x: Any) -> Any:
     if dtype_of(x) == "float32":
         bits = tirx.bitwise_and(tirx.reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
         return tirx.reinterpret("float32", bits)
-    zero = constant(0, dtype_of(x))
+    x, zero = bind(x), constant(0, dtype_of(x))
     return tirx.Select(x < zero, -x, x)
 
 
@@ -186,12 +201,13 @@ def power(x: Any, y: Any) -> Any:
     if exponent in (0.5, -0.5):
         return sqrt(x) if exponent == 0.5 else rsqrt(x)
     if exponent == 1.5:
+        x = bind(x)
         return x * sqrt(x)
     return tirx.power(x, y if dtype_of(y) == dtype else tirx.Cast(dtype, y))
 
 
 def _integer_power(x: Any, exponent: int) -> Any:
-    one = constant(1, dtype_of(x))
+    x, one = bind(x), constant(1, dtype_of(x))
     result = one
     for k in range(abs(exponent)):
         result = x if k == 0 else result * x

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""IR with planned memory -> an executable of TVM's virtual machine."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import time
+
+import attrs
+import tvm
+from tvm import relax, tirx
+
+from amp_ir import native
+from amp_ir.errors import DeviceError, OptionError
+from amp_ir.passes.plan_memory import PlannedStep
+
+_SET_LAUNCH = "amp_ir_use_openmp"
+# Kernels reach their thread pool through this variable of the compiled module.
+_LAUNCH_SETTER = f"""
+@__TVMBackendParallelLaunch = external global ptr
+define void @{_SET_LAUNCH}_in_module(ptr %launch) {{
+  store ptr %launch, ptr @__TVMBackendParallelLaunch
+  ret void
+}}
+"""
+
+
+@attrs.frozen
+class Executable:
+    """A loaded program: `run(arena, inputs..., results...)`, and how long it took to build."""
+
+    vm: relax.VirtualMachine
+    device: tvm.runtime.Device
+    kernel_count: int
+    build_seconds: float
+    executable: relax.VMExecutable = attrs.field(repr=False)
+
+
+@functools.cache
+def cpu_target() -> tvm.target.Target:
+    """The target for this machine's own CPU."""
+    host = tvm.target.codegen.llvm_get_system_cpu()
+    return tvm.target.Target({"kind": "llvm", "mcpu": host})
+
+
+def resolve_device(device: str) -> tvm.runtime.Device:
+    """The device called `device`.
+
+    Raises:
+        OptionError: no device has that name. DeviceError: this build does not run on it.
+    """
+    if device == "cpu":
+        return tvm.cpu()
+    if device == "cuda" or device.startswith("cuda:"):
+        raise DeviceError(
+            f'device={device!r}: this version compiles for the CPU only; pass device="cpu"'
+        )
+    raise OptionError(f'device={device!r} is not a device; expected "cpu"')
+
+
+def build(step: PlannedStep, device: str = "cpu", *, opt_level: int = 3) -> Executable:
+    """Compile every kernel and load the result.
+
+    Requires: the output of `plan_memory`.
+    Ensures:  kernels run on OpenMP's threads, the pool that PyTorch and oneDNN use too.
+    """
+    started = time.perf_counter()
+    tvm_device = resolve_device(device)
+    native.load()
+    kernels = sum(isinstance(f, tirx.PrimFunc) for f in step.ir.functions.values())
+    ir = tvm.IRModule({**step.ir.functions, **_launch_setter()})
+    lowering = tvm.transform.Sequential(
+        [
+            relax.transform.LowerRuntimeBuiltin(),
+            relax.transform.ComputePrimValue(),
+            relax.transform.VMShapeLower(),
+            relax.transform.AttachGlobalSymbol(),
+        ]
+    )
+    target = cpu_target()
+    with tvm.transform.PassContext(opt_level=opt_level), target:
+        executable = relax.build(ir, target, relax_pipeline=lowering)
+    vm = relax.VirtualMachine(executable, tvm_device)
+    if native.has("amp_ir.openmp.launch_address"):
+        address = native.function("amp_ir.openmp.launch_address")()
+        set_launch = vm.module.get_function(_SET_LAUNCH, query_imports=True)
+        set_launch(ctypes.c_void_p(address))
+    seconds = time.perf_counter() - started
+    return Executable(vm, tvm_device, kernels, seconds, executable)
+
+
+def _launch_setter() -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
+    """A function that points the module's parallel loops at another thread pool."""
+    address = tirx.Var("address", "handle")
+    call = tirx.call_extern("int32", f"{_SET_LAUNCH}_in_module", address)
+    body = tirx.AttrStmt(
+        tirx.IntImm("int32", 0),
+        "pragma_import_llvm",
+        tvm.ir.StringImm(_LAUNCH_SETTER),
+        tirx.Evaluate(call),
+    )
+    function = tirx.PrimFunc([address], body).with_attr("global_symbol", _SET_LAUNCH)
+    return {tvm.ir.GlobalVar(_SET_LAUNCH): function}
+
+
+def host_description() -> str:
+    """The machine in a few words, for reports."""
+    return f"{platform.machine()}, {tvm.target.codegen.llvm_get_system_cpu()}"

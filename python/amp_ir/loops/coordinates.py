@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a kernel stands in its loops: flat positions and indices from row and column variables."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+from tvm import tirx
+
+from amp_ir.loops.grouping import Domain
+from amp_ir.loops.ir import Index, unflatten
+
+
+@attrs.frozen
+class Axis:
+    """A loop dimension: neighbouring dimensions of the same kind, merged."""
+
+    dimensions: tuple[int, ...]
+    extent: int
+    stride: int
+
+
+def merged_axes(domain: Domain) -> tuple[list[Axis], list[Axis]]:
+    """The row axes and the column axes of a domain with fixed columns, outer to inner."""
+    columns = set(domain.axes or ())
+    strides = _strides(domain.shape)
+    runs: list[tuple[bool, list[int]]] = []
+    for d, n in enumerate(domain.shape):
+        if n == 1:
+            continue
+        is_column = d in columns
+        if runs and runs[-1][0] == is_column:
+            runs[-1][1].append(d)
+        else:
+            runs.append((is_column, [d]))
+    axes = [
+        (
+            is_column,
+            Axis(tuple(dims), math.prod(domain.shape[d] for d in dims), strides[dims[-1]]),
+        )
+        for is_column, dims in runs
+    ]
+    return [a for c, a in axes if not c], [a for c, a in axes if c]
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    strides, step = [0] * len(shape), 1
+    for d in reversed(range(len(shape))):
+        strides[d] = step
+        step *= shape[d]
+    return strides
+
+
+@attrs.define
+class Position:
+    """The element a kernel is at: a row, and a column unless `column` is None.
+
+    `row` and `column` are the positions along the row and column axes, one entry an axis.
+    """
+
+    domain: Domain
+    row_axes: list[Axis]
+    column_axes: list[Axis]
+    row: list[Any]
+    column: list[Any] | None
+    _indices: dict[tuple[int, ...], Index] = attrs.field(factory=dict)
+
+    def flat(self) -> Any:
+        """Flat position of the element in a FULL value."""
+        assert self.column is not None
+        pairs = zip(self.row_axes + self.column_axes, self.row + self.column, strict=True)
+        return _sum(variable * axis.stride for axis, variable in pairs)
+
+    def flat_row(self) -> Any:
+        """Flat position in a ROW value."""
+        flat: Any = 0
+        for axis, variable in zip(self.row_axes, self.row, strict=True):
+            flat = variable if isinstance(flat, int) else flat * axis.extent + variable
+        return flat
+
+    def index(self, shape: tuple[int, ...]) -> Index:
+        """The index of the element in a FULL value of `shape`; the same objects at every call."""
+        known = self._indices.get(shape)
+        if known is None:
+            known = self._make_index(shape)
+            self._indices[shape] = known
+        return known
+
+    def row_index(self, shape: tuple[int, ...]) -> Index:
+        """The index of the row in a ROW value of `shape`."""
+        return unflatten(self.flat_row(), shape)
+
+    def _make_index(self, shape: tuple[int, ...]) -> Index:
+        assert self.column is not None
+        if shape == self.domain.shape:
+            return self._index_by_axis()
+        if len(self.row_axes) <= 1 and len(self.column_axes) == 1:
+            row = self.row[0] if self.row else 0
+            return split_index(row, self.column[0], self.column_axes[0].extent, shape)
+        return unflatten(self.flat(), shape)
+
+    def _index_by_axis(self) -> Index:
+        assert self.column is not None
+        index: list[Any] = [0] * len(self.domain.shape)
+        pairs = zip(self.row_axes + self.column_axes, self.row + self.column, strict=True)
+        for axis, variable in pairs:
+            extents = [self.domain.shape[d] for d in axis.dimensions]
+            for d, i in zip(axis.dimensions, unflatten(variable, extents), strict=True):
+                index[d] = i
+        return tuple(index)
+
+
+def split_index(row: Any, column: Any, columns: int, shape: tuple[int, ...]) -> Index:
+    """The index in `shape` of flat position `row * columns + column`, with few divisions.
+
+    A dimension that lies within the row or within the column needs only that one's variable; one
+    that straddles them takes from both.
+    """
+    index: list[Any] = []
+    strides = _strides(shape)
+    total = math.prod(shape)
+    for n, stride in zip(shape, strides, strict=True):
+        is_first = stride * n == total
+        if n == 1:
+            index.append(0)
+        elif stride % columns == 0:
+            i = _divide(row, stride // columns)
+            index.append(i if is_first else _modulo(i, n))
+        elif columns % (stride * n) == 0:
+            i = _divide(column, stride)
+            index.append(i if stride * n == columns else _modulo(i, n))
+        elif columns % stride == 0 and (stride * n) % columns == 0:
+            i = row if is_first else _modulo(row, stride * n // columns)
+            index.append(i * (columns // stride) + _divide(column, stride))
+        else:
+            return unflatten(row * columns + column, shape)
+    return tuple(index)
+
+
+def _divide(a: Any, b: int) -> Any:
+    if b == 1 or isinstance(a, int):
+        return a if b == 1 else a // b
+    return tirx.floordiv(a, b)
+
+
+def _modulo(a: Any, b: int) -> Any:
+    return a % b if isinstance(a, int) else tirx.floormod(a, b)
+
+
+def _sum(terms: Any) -> Any:
+    total: Any = 0
+    for term in terms:
+        total = term if isinstance(total, int) and total == 0 else total + term
+    return total

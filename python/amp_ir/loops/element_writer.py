@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the elements of a group's values as TIR statements at one place of the kernel's loops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+from tvm import tirx
+
+from amp_ir.errors import BuildError
+from amp_ir.loops import math as m
+from amp_ir.loops.coordinates import Position
+from amp_ir.loops.grouping import Group, is_inlined, storage_of
+from amp_ir.loops.ir import (
+    Constant,
+    Index,
+    Pointwise,
+    Reduction,
+    Value,
+    binding,
+    compute_dtype,
+    flatten,
+    reading,
+)
+from amp_ir.loops.kernel_buffers import FlatBuffer, round_to
+
+
+@attrs.define
+class ElementWriter:
+    """Elements at one `position`; statements are appended to `body` as elements are asked for.
+
+    `row_elements` holds what is known for the whole row (results of reductions, and arithmetic on
+    them); it is shared by the writers of one row.
+    """
+
+    group: Group
+    buffers: dict[int, FlatBuffer]
+    position: Position
+    row_elements: dict[int, Any]
+    strict: bool = False
+    body: list[tirx.Stmt] = attrs.field(factory=list)
+    _elements: dict[int, Any] = attrs.field(factory=dict)
+    _full: set[int] = attrs.field(init=False)
+    _row: set[int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._full = {id(value) for value in self.group.full}
+        self._row = {id(value) for value in self.group.row}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the block, reads and `bind` of loop bodies go to this writer."""
+        with reading(self._read), binding(self.bind):
+            yield
+
+    def bind(self, element: Any) -> Any:
+        """Give an expression a name in the kernel."""
+        if isinstance(element, (int, float, tirx.Var)) or m.literal(element) is not None:
+            return element
+        variable = tirx.Var("t", m.dtype_of(element))
+        self.body.append(tirx.Bind(variable, element))
+        return variable
+
+    def full(self, value: Value) -> Any:
+        """The element of a FULL value at this position."""
+        known = self._elements.get(id(value))
+        if known is None:
+            assert isinstance(value, Pointwise)
+            with self.active():
+                element = value.body(*self.position.index(value.shape))
+            known = self.bind(self._rounded(value, element))
+            self._elements[id(value)] = known
+        return known
+
+    def row(self, value: Value) -> Any:
+        """The element of a ROW value for this row; reductions must be known already."""
+        known = self.row_elements.get(id(value))
+        if known is None:
+            if isinstance(value, Reduction):
+                raise BuildError("a reduction is read before its loop has run")
+            assert isinstance(value, Pointwise)
+            with self.active():
+                element = value.body(*self.position.row_index(value.shape))
+            known = self.bind(self._rounded(value, element))
+            self.row_elements[id(value)] = known
+        return known
+
+    def reduced(self, value: Reduction) -> Any:
+        """What `value` reduces, at this position."""
+        with self.active():
+            element = value.body(*self.position.index(value.source_shape))
+        return self.bind(m.cast(element, value.dtype))
+
+    def _rounded(self, value: Pointwise, element: Any) -> Any:
+        element = m.cast(as_expression(element, value.dtype), compute_dtype(value.dtype))
+        return round_to(element, value.dtype) if value.rounds or self.strict else element
+
+    def _read(self, value: Value, index: Index) -> Any:
+        if isinstance(value, Constant):
+            return m.constant(value.number, compute_dtype(value.dtype))
+        if id(value) in self._full:
+            return self.full(value)
+        if id(value) in self._row:
+            return self.row(value)
+        if isinstance(value, Pointwise) and value.is_reshape:
+            return self._read_reshaped(value, index)
+        if isinstance(value, Pointwise) and is_inlined(value):
+            return self._rounded(value, value.body(*index))
+        return self._load(value, self._flat(value.shape, index))
+
+    def _read_reshaped(self, value: Pointwise, index: Index) -> Any:
+        owner = storage_of(value)
+        if id(owner) in self._full:
+            return self.full(owner)
+        if id(owner) in self._row:
+            return self.row(owner)
+        if id(owner) in self.buffers:
+            return self._load(owner, self._flat(value.shape, index))
+        # A reshape of a view: the view's own index is needed.
+        return value.body(*index)
+
+    def _flat(self, shape: tuple[int, ...], index: Index) -> Any:
+        if self.position.column is not None:
+            here = self.position.index(shape) if _size(shape) == self.position.domain.size else ()
+            if len(here) == len(index) and all(a is b for a, b in zip(here, index, strict=True)):
+                return self.position.flat()
+        return flatten(index, shape)
+
+    def _load(self, value: Value, flat: Any) -> Any:
+        buffer = self.buffers.get(id(value))
+        if buffer is None:
+            raise BuildError(f"a kernel reads a value of shape {value.shape} that it was not given")
+        return self.bind(buffer.load(flat))
+
+
+def as_expression(element: Any, dtype: str) -> Any:
+    """A Python number as a literal of `dtype`'s compute dtype; expressions pass through."""
+    return (
+        m.constant(element, compute_dtype(dtype)) if isinstance(element, (int, float)) else element
+    )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size

@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a group into a CPU kernel: parallel over rows, vectorised along columns.
+
+A row runs in levels. In each level one pass over the columns computes what it can, stores finished
+elements and accumulates reductions; then the reductions are finished and the next level may read
+them. Sums are accumulated in `LANES` partial sums that are added in a fixed order, so results do
+not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from tvm import tirx
+from tvm.tirx import For, ForKind
+
+from amp_ir.loops import math as m
+from amp_ir.loops.coordinates import Axis, Position, merged_axes
+from amp_ir.loops.element_writer import ElementWriter
+from amp_ir.loops.grouping import Domain, Group, effective_reads
+from amp_ir.loops.ir import Pointwise, Read, Reduction, Value, compute_dtype
+from amp_ir.loops.kernel_buffers import FlatBuffer, dtype_nbytes
+
+# One AVX-512 register of float32; narrower machines split it.
+LANES = 16
+# Elements a thread works on at least, so that a parallel launch (3 us) pays.
+GRAIN = 8192
+# A reduction of everything to one value is cut into this many parts (fixed: the same sum always).
+PARTS = 64
+# Function attribute: the (output, input) pairs that may share memory.
+INPLACE = "amp_ir.inplace"
+COLUMN_BLOCKS = (128, 64, 32, 16)
+
+
+@attrs.frozen
+class Kernel:
+    """A kernel's function and the values behind its parameters, inputs first."""
+
+    function: tirx.PrimFunc
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+def emit_group(group: Group, *, strict: bool = False) -> Kernel:
+    """Write the kernel of a group."""
+    inputs = sorted(group.inputs.values(), key=lambda value: value.serial)
+    buffers: dict[int, FlatBuffer] = {}
+    for k, value in enumerate(inputs):
+        buffers[id(value)] = FlatBuffer.declare(value.spec, f"in{k}")
+    for k, value in enumerate(group.stored):
+        buffers[id(value)] = FlatBuffer.declare(value.spec, f"out{k}")
+    domain = loop_domain(group)
+    shape = _LoopShape(group, buffers, domain, strict)
+    body = shape.columns_kernel() if domain.keeps_innermost else shape.rows_kernel()
+    parameters = [buffers[id(value)].buffer for value in [*inputs, *group.stored]]
+    pairs = inplace_pairs(group, inputs)
+    function = tirx.PrimFunc(parameters, body).with_attr("tirx.noalias", not pairs)
+    if pairs:
+        function = function.with_attr(INPLACE, [list(pair) for pair in pairs])
+    return Kernel(function, tuple(inputs), tuple(group.stored))
+
+
+def inplace_pairs(group: Group, inputs: list[Value]) -> list[tuple[int, int]]:
+    """The (output, input) positions that may be the same memory.
+
+    The output is written element by element, where the input's element at the same position has
+    been read for the last time: all reads of the input are at the element's own position, and in
+    no later level.
+    """
+    level_of = {id(v): k for k, level in enumerate(assign_levels(group)) for v in level.stores}
+    pairs = []
+    for o, output in enumerate(group.stored):
+        for i, source in enumerate(inputs):
+            if id(output) not in level_of or source.size != output.size:
+                continue
+            if dtype_nbytes(source.dtype) != dtype_nbytes(output.dtype):
+                continue
+            if _last_read_level(group, source) <= level_of[id(output)]:
+                pairs.append((o, i))
+    return pairs
+
+
+def _last_read_level(group: Group, source: Value) -> float:
+    """The last level that reads `source` element by element; infinite if it is read elsewhere."""
+    cache: dict[int, list[Read]] = {}
+    last = 0.0
+    for k, level in enumerate(assign_levels(group)):
+        stack: list[Value] = [*level.stores, *level.reductions]
+        seen: set[int] = set()
+        while stack:
+            value = stack.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            for read in effective_reads(value, cache):
+                if read.value is source:
+                    if read.place not in ("same", "flat"):
+                        return math.inf
+                    last = max(last, k)
+                elif any(read.value is member for member in group.full):
+                    stack.append(read.value)
+    if any(read.value is source for value in group.row for read in value.reads
+           if not isinstance(value, Reduction)):  # fmt: skip
+        return math.inf
+    return last
+
+
+def sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
+    """Statements as one."""
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
+
+
+def loop_domain(group: Group) -> Domain:
+    """The group's domain with columns fixed: without a reduction they are chosen here."""
+    domain = group.domain
+    if domain.axes is not None:
+        return domain
+    shape = domain.shape
+    uniform = _uniform_tail(group)
+    columns = math.prod(shape[uniform:])
+    if uniform == 0:
+        return _chunked(domain.size)
+    if len({v.shape for v in group.full}) > 1 or columns > 65536:
+        uniform, columns = len(shape) - 1, shape[-1]
+    return Domain((domain.size // columns, columns), (1,))
+
+
+def _chunked(size: int) -> Domain:
+    """A flat space cut into rows of a few thousand elements."""
+    for columns in (4096, 2048, 1024, 512, 256):
+        if size % columns == 0:
+            return Domain((size // columns, columns), (1,))
+    return Domain((1, size), (1,))
+
+
+def _uniform_tail(group: Group) -> int:
+    """The first dimension from which on every member reads all its arguments alike.
+
+    0 when all reads are at the element's own position: then any cut of the flat space will do.
+    """
+    shape = group.domain.shape
+    first = 0
+    members = {id(value) for value in group.full}
+    for value in group.full:
+        for read in value.reads:
+            if id(read.value) in members or read.place in ("same", "flat"):
+                continue
+            if read.value.size == 1:
+                continue
+            if read.place != "broadcast" or value.shape != shape:
+                return max(len(shape) - 1, 0) if len(shape) > 1 else 0
+            first = max(first, _varying_tail(read.value.shape, shape))
+    return first
+
+
+def _varying_tail(read_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The first of the last dimensions that are all read, or all not read."""
+    padded = (1,) * (len(shape) - len(read_shape)) + read_shape
+    first = len(shape) - 1
+    is_read = padded[first] > 1
+    while first > 0 and (padded[first - 1] > 1) == is_read:
+        first -= 1
+    return first
+
+
+@attrs.define
+class _LoopShape:
+    group: Group
+    buffers: dict[int, FlatBuffer]
+    domain: Domain
+    strict: bool
+    row_axes: list[Axis] = attrs.field(init=False)
+    column_axes: list[Axis] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.row_axes, self.column_axes = merged_axes(self.domain)
+        if not self.column_axes:
+            self.column_axes = [Axis((), 1, 1)]
+
+    # Rows: each row is done by one thread, level by level.
+
+    def rows_kernel(self) -> tirx.Stmt:
+        rows = math.prod(axis.extent for axis in self.row_axes)
+        if rows == 1 and self.domain.size > 2 * GRAIN:
+            return self._single_row_kernel()
+        row = tirx.Var("row", "int32")
+        parts = _unflatten_axes(row, self.row_axes)
+        body = sequence(self._row_body(parts))
+        is_parallel = self.domain.size > GRAIN and rows > 1
+        return For(row, 0, rows, ForKind.PARALLEL if is_parallel else ForKind.SERIAL, body)
+
+    def _row_body(self, row: list[Any]) -> list[tirx.Stmt]:
+        row_elements: dict[int, Any] = {}
+        statements: list[tirx.Stmt] = []
+        for level in self._levels():
+            statements += self._start_level(level, row, row_elements)
+            accumulators = [_Accumulator.declare(value) for value in level.reductions]
+            for accumulator in accumulators:
+                statements += accumulator.allocate()
+            if level.stores or level.reductions:
+                statements += self._column_loops(level, row, row_elements, accumulators, None)
+            for accumulator in accumulators:
+                statements += accumulator.finish()
+                row_elements[id(accumulator.value)] = accumulator.result()
+        return statements
+
+    def _start_level(
+        self, level: _Level, row: list[Any], row_elements: dict[int, Any]
+    ) -> list[tirx.Stmt]:
+        writer = self._writer(row, None, row_elements)
+        for value in level.row_values:
+            element = writer.row(value)
+            if value in self.group.stored:
+                store = self.buffers[id(value)].store(writer.position.flat_row(), element)
+                writer.body.append(store)
+        return writer.body
+
+    def _column_loops(
+        self,
+        level: _Level,
+        row: list[Any],
+        row_elements: dict[int, Any],
+        accumulators: list[_Accumulator],
+        inner_range: tuple[Any, int] | None,
+    ) -> list[tirx.Stmt]:
+        """Loops over the columns of one row, or over `inner_range` (start, extent) of its axis."""
+        outer = [tirx.Var(f"c{d}", "int32") for d in range(len(self.column_axes) - 1)]
+        inner_extent = self.column_axes[-1].extent
+        start, extent = inner_range if inner_range is not None else (0, inner_extent)
+        bulk = extent // LANES * LANES
+
+        def body(column: Any, lane: Any | None) -> tirx.Stmt:
+            writer = self._writer(row, [*outer, column], dict(row_elements))
+            return self._visit(writer, level, accumulators, lane)
+
+        statements = _lane_loops(start, bulk, body)
+        if bulk < extent:
+            tail = tirx.Var("tail", "int32")
+            at = start + bulk + tail if not _is_zero(start) or bulk else tail
+            statements.append(For(tail, 0, extent - bulk, ForKind.SERIAL, body(at, None)))
+        for axis, variable in reversed(list(zip(self.column_axes[:-1], outer, strict=True))):
+            loop = For(variable, 0, axis.extent, ForKind.SERIAL, sequence(statements))
+            statements = [loop]
+        return statements
+
+    def _visit(
+        self, writer: ElementWriter, level: _Level, accumulators: list[_Accumulator], lane: Any
+    ) -> tirx.Stmt:
+        """What happens at one element. All reads come before all stores: see `inplace_pairs`."""
+        elements = [writer.full(value) for value in level.stores]
+        reduced = [writer.reduced(accumulator.value) for accumulator in accumulators]
+        flat = writer.position.flat() if elements else None
+        for value, element in zip(level.stores, elements, strict=True):
+            writer.body.append(self.buffers[id(value)].store(flat, element))
+        for accumulator, element in zip(accumulators, reduced, strict=True):
+            writer.body.append(accumulator.add(lane, element))
+        return sequence(writer.body)
+
+    # One row: its columns are shared out among the threads, level by level.
+
+    def _single_row_kernel(self) -> tirx.Stmt:
+        row: list[Any] = [0 for _ in self.row_axes]
+        row_elements: dict[int, Any] = {}
+        statements: list[tirx.Stmt] = []
+        for level in self._levels():
+            statements += self._start_level(level, row, row_elements)
+            if level.stores or level.reductions:
+                statements += self._parallel_level(level, row, row_elements)
+        return sequence(statements)
+
+    def _parallel_level(
+        self, level: _Level, row: list[Any], row_elements: dict[int, Any]
+    ) -> list[tirx.Stmt]:
+        extent = self.column_axes[-1].extent
+        size = -(-extent // (PARTS * LANES)) * LANES
+        parts = extent // size
+        partial = [_Accumulator.declare(value) for value in level.reductions]
+        shared = [_Accumulator.declare_shared(value, parts) for value in level.reductions]
+        part = tirx.Var("part", "int32")
+        body: list[tirx.Stmt] = []
+        for accumulator in partial:
+            body += accumulator.allocate()
+        body += self._column_loops(level, row, row_elements, partial, (part * size, size))
+        for accumulator, whole in zip(partial, shared, strict=True):
+            body += accumulator.finish()
+            body.append(whole.put(part, accumulator.result()))
+        statements: list[tirx.Stmt] = [whole.declaration() for whole in shared]
+        statements.append(For(part, 0, parts, ForKind.PARALLEL, sequence(body)))
+        rest = [_Accumulator.declare(value) for value in level.reductions]
+        for accumulator in rest:
+            statements += accumulator.allocate()
+        if extent > parts * size:
+            bounds = (parts * size, extent - parts * size)
+            statements += self._column_loops(level, row, row_elements, rest, bounds)
+        for accumulator, whole in zip(rest, shared, strict=True):
+            statements += accumulator.finish(whole)
+            row_elements[id(accumulator.value)] = accumulator.result()
+        return statements
+
+    # Columns: the reduction runs over outer dimensions; one result per column of memory.
+
+    def columns_kernel(self) -> tirx.Stmt:
+        inner = self.row_axes[-1]
+        block = next((b for b in COLUMN_BLOCKS if inner.extent >= b), 1)
+        whole = inner.extent // block * block
+        statements: list[tirx.Stmt] = []
+        outer_rows = math.prod(axis.extent for axis in self.row_axes[:-1])
+        if whole:
+            task = tirx.Var("task", "int32")
+            blocks = whole // block
+            outer = _unflatten_axes(_div(task, blocks), self.row_axes[:-1])
+            start = tirx.floormod(task, blocks) * block if blocks > 1 else 0
+            body = sequence(self._column_block(outer, start, block))
+            is_parallel = self.domain.size > GRAIN and outer_rows * blocks > 1
+            kind = ForKind.PARALLEL if is_parallel else ForKind.SERIAL
+            statements.append(For(task, 0, outer_rows * blocks, kind, body))
+        if whole < inner.extent:
+            task = tirx.Var("rest", "int32")
+            outer = _unflatten_axes(task, self.row_axes[:-1])
+            body = sequence(self._column_block(outer, whole, inner.extent - whole))
+            statements.append(For(task, 0, outer_rows, ForKind.SERIAL, body))
+        return sequence(statements)
+
+    def _column_block(self, outer: list[Any], start: Any, block: int) -> list[tirx.Stmt]:
+        level = self._levels()[0]
+        accumulators = [_Accumulator.declare(value, block) for value in level.reductions]
+        statements: list[tirx.Stmt] = []
+        for accumulator in accumulators:
+            statements += accumulator.allocate()
+        columns = [tirx.Var(f"r{d}", "int32") for d in range(len(self.column_axes))]
+
+        def visit(offset: Any, lane: Any) -> tirx.Stmt:
+            writer = self._writer([*outer, offset], list(columns), {})
+            return self._visit(writer, level, accumulators, _minus(offset, start))
+
+        inner = _block_loops(start, block, visit)
+        for axis, variable in reversed(list(zip(self.column_axes, columns, strict=True))):
+            inner = [For(variable, 0, axis.extent, ForKind.SERIAL, sequence(inner))]
+        statements += inner
+
+        def finish(offset: Any, lane: Any) -> tirx.Stmt:
+            writer = self._writer([*outer, offset], None, {})
+            for accumulator in accumulators:
+                element = accumulator.at(_minus(offset, start))
+                buffer = self.buffers.get(id(accumulator.value))
+                if buffer is not None:
+                    flat = writer.position.flat_row()
+                    writer.body.append(buffer.store(flat, element))
+            return sequence(writer.body)
+
+        return statements + _block_loops(start, block, finish)
+
+    def _writer(
+        self, row: list[Any], column: list[Any] | None, row_elements: dict[int, Any]
+    ) -> ElementWriter:
+        if column is not None and not self.column_axes[-1].dimensions:
+            axes: list[Axis] = []
+            position = Position(self.domain, self.row_axes, axes, row, [])
+        else:
+            position = Position(self.domain, self.row_axes, self.column_axes, row, column)
+        return ElementWriter(self.group, self.buffers, position, row_elements, self.strict)
+
+    def _levels(self) -> list[_Level]:
+        return assign_levels(self.group)
+
+
+@attrs.define
+class _Level:
+    row_values: list[Value] = attrs.field(factory=list)
+    stores: list[Value] = attrs.field(factory=list)
+    reductions: list[Reduction] = attrs.field(factory=list)
+
+
+def assign_levels(group: Group) -> list[_Level]:
+    """Which pass over the row computes what: a reader of a reduction comes one level later."""
+    members = {id(value) for value in group.members}
+    level_of: dict[int, int] = {}
+
+    def level(value: Value) -> int:
+        known = level_of.get(id(value))
+        if known is not None:
+            return known
+        deepest = 0
+        stack = [read.value for read in value.reads]
+        while stack:
+            argument = stack.pop()
+            if id(argument) not in members:
+                if isinstance(argument, Pointwise):
+                    stack += [read.value for read in argument.reads]
+                continue
+            step = 1 if isinstance(argument, Reduction) else 0
+            deepest = max(deepest, level(argument) + step)
+        level_of[id(value)] = deepest
+        return deepest
+
+    count = 1 + max((level(v) + isinstance(v, Reduction) for v in group.members), default=0)
+    levels = [_Level() for _ in range(count)]
+    stored = {id(value) for value in group.stored}
+    for value in group.row:
+        if isinstance(value, Reduction):
+            levels[level(value)].reductions.append(value)
+            if id(value) in stored and not group.domain.keeps_innermost:
+                levels[level(value) + 1].row_values.append(value)
+        else:
+            levels[level(value)].row_values.append(value)
+    for value in group.full:
+        if id(value) in stored:
+            levels[level(value)].stores.append(value)
+    return levels
+
+
+_START: dict[str, Callable[[str], Any]] = {
+    "sum": lambda dtype: m.constant(0, dtype),
+    "prod": lambda dtype: m.constant(1, dtype),
+    "max": tirx.min_value,
+    "min": tirx.max_value,
+    "any": lambda dtype: m.constant(False, dtype),
+    "all": lambda dtype: m.constant(True, dtype),
+}
+
+
+def start_of(kind: str, dtype: str) -> Any:
+    """The neutral element of a reduction."""
+    if dtype.startswith("float") and kind in ("max", "min"):
+        return m.constant(-math.inf if kind == "max" else math.inf, dtype)
+    return _START[kind](dtype)
+
+
+def combine(kind: str, a: Any, b: Any) -> Any:
+    """One step of a reduction."""
+    if kind == "sum":
+        return a + b
+    if kind == "prod":
+        return a * b
+    if kind in ("max", "min"):
+        return m.maximum(a, b) if kind == "max" else m.minimum(a, b)
+    return tirx.any(a, b) if kind == "any" else tirx.all(a, b)
+
+
+@attrs.frozen(eq=False)
+class _Accumulator:
+    """Partial results of one reduction: `lanes` running values, then one."""
+
+    value: Reduction
+    lanes: tirx.Var
+    total: tirx.Var
+    count: int
+
+    @classmethod
+    def declare(cls, value: Reduction, count: int = LANES) -> _Accumulator:
+        dtype = compute_dtype(value.dtype)
+        lanes = tirx.decl_buffer((count,), _local(dtype), "lanes", scope="local")
+        total = tirx.decl_buffer((1,), _local(dtype), "total", scope="local")
+        return cls(value, lanes, total, count)
+
+    @classmethod
+    def declare_shared(cls, value: Reduction, parts: int) -> _Accumulator:
+        dtype = compute_dtype(value.dtype)
+        lanes = tirx.decl_buffer((parts,), _local(dtype), "parts")
+        return cls(value, lanes, lanes, parts)
+
+    @property
+    def dtype(self) -> str:
+        return compute_dtype(self.value.dtype)
+
+    def declaration(self) -> tirx.Stmt:
+        return tirx.AllocBuffer(self.lanes)
+
+    def allocate(self) -> list[tirx.Stmt]:
+        start = self._keep(start_of(self.value.kind, self.dtype))
+        lane = tirx.Var("lane", "int32")
+        vector = ForKind.VECTORIZED if self.count % LANES == 0 else ForKind.SERIAL
+        clear = For(lane, 0, self.count, vector, tirx.BufferStore(self.lanes, start, [lane]))
+        return [
+            tirx.AllocBuffer(self.lanes),
+            tirx.AllocBuffer(self.total),
+            clear,
+            tirx.BufferStore(self.total, start, [0]),
+        ]
+
+    def at(self, lane: Any) -> Any:
+        return self._take(tirx.BufferLoad(self.lanes, [lane]))
+
+    def add(self, lane: Any | None, element: Any) -> tirx.Stmt:
+        """Take `element` into a lane, or, without a lane, into the total."""
+        buffer, at = (self.total, 0) if lane is None else (self.lanes, lane)
+        known = self._take(tirx.BufferLoad(buffer, [at]))
+        return tirx.BufferStore(buffer, self._keep(combine(self.value.kind, known, element)), [at])
+
+    def put(self, part: Any, element: Any) -> tirx.Stmt:
+        return tirx.BufferStore(self.lanes, self._keep(element), [part])
+
+    def finish(self, more: _Accumulator | None = None) -> list[tirx.Stmt]:
+        """Fold the lanes (and the parts of `more`) into the total, in order."""
+        statements = []
+        for source in (self, more) if more is not None else (self,):
+            lane = tirx.Var("lane", "int32")
+            statements.append(
+                For(lane, 0, source.count, ForKind.SERIAL, self.add(None, source.at(lane)))
+            )
+        return statements
+
+    def result(self) -> Any:
+        return self._take(tirx.BufferLoad(self.total, [0]))
+
+    def _keep(self, element: Any) -> Any:
+        return m.cast(element, "int32") if self.dtype == "bool" else element
+
+    def _take(self, element: Any) -> Any:
+        return element != m.constant(0, "int32") if self.dtype == "bool" else element
+
+
+def _local(dtype: str) -> str:
+    return "int32" if dtype == "bool" else dtype
+
+
+def _lane_loops(start: Any, extent: int, body: Callable[[Any, Any], tirx.Stmt]) -> list[tirx.Stmt]:
+    """A loop over `extent` columns (a multiple of LANES) in vectors."""
+    if not extent:
+        return []
+    step, lane = tirx.Var("step", "int32"), tirx.Var("lane", "int32")
+    at = step * LANES + lane if extent > LANES else lane
+    column = at if _is_zero(start) else start + at
+    vector = For(lane, 0, LANES, ForKind.VECTORIZED, body(column, lane))
+    if extent == LANES:
+        return [vector]
+    return [For(step, 0, extent // LANES, ForKind.SERIAL, vector)]
+
+
+def _block_loops(start: Any, block: int, body: Callable[[Any, Any], tirx.Stmt]) -> list[tirx.Stmt]:
+    """A loop over `block` columns from `start`, in vectors where the block allows."""
+    if block % LANES == 0:
+        return _lane_loops(start, block, body)
+    lane = tirx.Var("lane", "int32")
+    at = lane if _is_zero(start) else start + lane
+    return [For(lane, 0, block, ForKind.SERIAL, body(at, lane))]
+
+
+def _unflatten_axes(variable: Any, axes: list[Axis]) -> list[Any]:
+    parts: list[Any] = []
+    for k, axis in enumerate(reversed(axes)):
+        is_last = k == len(axes) - 1
+        parts.append(variable if is_last else tirx.floormod(variable, axis.extent))
+        if not is_last:
+            variable = tirx.floordiv(variable, axis.extent)
+    return list(reversed(parts))
+
+
+def _div(a: Any, b: int) -> Any:
+    return a if b == 1 else tirx.floordiv(a, b)
+
+
+def _minus(a: Any, b: Any) -> Any:
+    return a if _is_zero(b) else a - b
+
+
+def _is_zero(a: Any) -> bool:
+    return isinstance(a, int) and a == 0

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowerings of Relax's own ops to loop values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tvm import relax, tirx
+
+from amp_ir.errors import BuildError
+from amp_ir.loops import math as m
+from amp_ir.loops.ir import (
+    Constant,
+    Lowering,
+    TensorSpec,
+    Value,
+    bind,
+    compute_dtype,
+    lowers,
+    pointwise,
+    reduce,
+    reshape,
+)
+
+Scalar = Callable[..., Any]
+
+
+def _one(x: Any) -> Any:
+    return m.constant(1, m.dtype_of(x))
+
+
+def _zero(x: Any) -> Any:
+    return m.constant(0, m.dtype_of(x))
+
+
+def _sign(x: Any) -> Any:
+    x = bind(x)
+    signed = m.select(x > _zero(x), _one(x), m.select(x < _zero(x), -_one(x), _zero(x)))
+    return m.select(x != x, x, signed) if m.dtype_of(x).startswith("float") else signed
+
+
+def _round_half_even(x: Any) -> Any:
+    return tirx.nearbyint(x)
+
+
+def _isinf(x: Any) -> Any:
+    return m.absolute(x) == m.constant(math.inf, m.dtype_of(x))
+
+
+def _isfinite(x: Any) -> Any:
+    return m.absolute(x) < m.constant(math.inf, m.dtype_of(x))
+
+
+def gelu(x: Any) -> Any:
+    """x Phi(x) with the error function."""
+    x = bind(x)
+    return m.constant(0.5) * x * (m.constant(1.0) + m.erf(x * m.constant(math.sqrt(0.5))))
+
+
+def gelu_tanh(x: Any) -> Any:
+    """GELU by the tanh approximation (Hendrycks and Gimpel 2016)."""
+    x = bind(x)
+    inner = m.constant(math.sqrt(2 / math.pi)) * (x + m.constant(0.044715) * x * x * x)
+    return m.constant(0.5) * x * (m.constant(1.0) + m.tanh(inner))
+
+
+UNARY: dict[str, Scalar] = {
+    "relax.abs": m.absolute,
+    "relax.negative": lambda x: -x,
+    "relax.exp": m.exp,
+    "relax.log": m.log,
+    "relax.sqrt": m.sqrt,
+    "relax.rsqrt": m.rsqrt,
+    "relax.sin": tirx.sin,
+    "relax.cos": tirx.cos,
+    "relax.tan": tirx.tan,
+    "relax.asin": tirx.asin,
+    "relax.acos": tirx.acos,
+    "relax.atan": tirx.atan,
+    "relax.sinh": tirx.sinh,
+    "relax.cosh": tirx.cosh,
+    "relax.asinh": tirx.asinh,
+    "relax.acosh": tirx.acosh,
+    "relax.atanh": tirx.atanh,
+    "relax.tanh": m.tanh,
+    "relax.sigmoid": m.sigmoid,
+    "relax.erf": m.erf,
+    "relax.floor": tirx.floor,
+    "relax.ceil": tirx.ceil,
+    "relax.round": _round_half_even,
+    "relax.trunc": tirx.trunc,
+    "relax.sign": _sign,
+    "relax.square": lambda x: m.power(x, 2),
+    "relax.logical_not": lambda x: tirx.Not(x),
+    "relax.bitwise_not": lambda x: tirx.Not(x) if m.dtype_of(x) == "bool" else tirx.bitwise_not(x),
+    "relax.isfinite": _isfinite,
+    "relax.isinf": _isinf,
+    "relax.isnan": lambda x: bind(x) != x,
+    "relax.nn.relu": lambda x: m.maximum(x, _zero(x)),
+    "relax.nn.silu": lambda x: bind(x) * m.sigmoid(x),
+    "relax.nn.gelu": gelu,
+    "relax.nn.gelu_tanh": gelu_tanh,
+}
+
+
+def _floor_divide(a: Any, b: Any) -> Any:
+    return tirx.floor(a / b) if m.dtype_of(a).startswith("float") else tirx.floordiv(a, b)
+
+
+def _floor_mod(a: Any, b: Any) -> Any:
+    if not m.dtype_of(a).startswith("float"):
+        return tirx.floormod(a, b)
+    a, b = bind(a), bind(b)
+    return a - tirx.floor(a / b) * b
+
+
+def _divide(a: Any, b: Any) -> Any:
+    return a / b if m.dtype_of(a).startswith("float") else tirx.truncdiv(a, b)
+
+
+def _power(a: Any, b: Any) -> Any:
+    return m.power(a, b)
+
+
+def _equal(a: Any, b: Any) -> Any:
+    return tirx.EQ(a, b)
+
+
+def _not_equal(a: Any, b: Any) -> Any:
+    return tirx.NE(a, b)
+
+
+def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
+    """PyTorch's `&` and `|` are logical on bool tensors, bitwise on integers."""
+
+    def apply(a: Any, b: Any) -> Any:
+        return logical(a, b) if m.dtype_of(a) == "bool" else bitwise(a, b)
+
+    return apply
+
+
+BINARY: dict[str, Scalar] = {
+    "relax.add": lambda a, b: tirx.any(a, b) if m.dtype_of(a) == "bool" else a + b,
+    "relax.subtract": lambda a, b: a - b,
+    "relax.multiply": lambda a, b: tirx.all(a, b) if m.dtype_of(a) == "bool" else a * b,
+    "relax.divide": _divide,
+    "relax.floor_divide": _floor_divide,
+    "relax.mod": _floor_mod,
+    "relax.floor_mod": _floor_mod,
+    "relax.power": _power,
+    "relax.maximum": m.maximum,
+    "relax.minimum": m.minimum,
+    "relax.equal": _equal,
+    "relax.not_equal": _not_equal,
+    "relax.less": tirx.LT,
+    "relax.less_equal": tirx.LE,
+    "relax.greater": tirx.GT,
+    "relax.greater_equal": tirx.GE,
+    "relax.logical_and": lambda a, b: tirx.all(a, b),
+    "relax.logical_or": lambda a, b: tirx.any(a, b),
+    "relax.logical_xor": _not_equal,
+    "relax.bitwise_and": _on_bool(lambda a, b: tirx.all(a, b), tirx.bitwise_and),
+    "relax.bitwise_or": _on_bool(lambda a, b: tirx.any(a, b), tirx.bitwise_or),
+    "relax.bitwise_xor": _on_bool(_not_equal, tirx.bitwise_xor),
+    "relax.left_shift": tirx.shift_left,
+    "relax.right_shift": tirx.shift_right,
+}
+
+
+def _lower_elementwise(name: str, scalar: Scalar) -> None:
+    @lowers(name)
+    def lower(op: Lowering, *arguments: Value) -> Value:
+        result = op.results[0]
+        return pointwise(result.shape, result.dtype, lambda *i: scalar(*(a[i] for a in arguments)))
+
+
+for _name, _scalar in {**UNARY, **BINARY}.items():
+    _lower_elementwise(_name, _scalar)
+
+
+@lowers("relax.nn.leakyrelu")
+def leaky_relu(op: Lowering, x: Value) -> Value:
+    """X where positive, alpha x elsewhere."""
+    alpha = float(op.call.attrs.alpha)
+
+    def body(*i: Any) -> Any:
+        element = bind(x[i])
+        return m.select(element > _zero(element), element, element * m.constant(alpha))
+
+    return pointwise(x.shape, op.results[0].dtype, body)
+
+
+@lowers("relax.where")
+def where(op: Lowering, condition: Value, a: Value, b: Value) -> Value:
+    """`a` where `condition`, else `b`."""
+    result = op.results[0]
+    return pointwise(
+        result.shape, result.dtype, lambda *i: m.select(condition[i], a[i], b[i])
+    )  # fmt: skip
+
+
+@lowers("relax.astype", "amp_ir.cast")
+def cast(op: Lowering, x: Value, **_options: Any) -> Value:
+    """A change of dtype; the user's own (astype) rounds even inside of a kernel."""
+    result = op.results[0]
+    target = compute_dtype(result.dtype)
+    is_users = op.name == "relax.astype"
+    return pointwise(
+        x.shape, result.dtype, lambda *i: m.cast(x[i], target), is_cast=True, rounds=is_users
+    )  # fmt: skip
+
+
+@lowers("relax.reshape")
+def lower_reshape(op: Lowering, x: Value, *_shape: Any) -> Value:
+    """The same elements under another shape."""
+    return reshape(x, op.results[0].shape)
+
+
+@lowers("relax.permute_dims")
+def permute_dims(op: Lowering, x: Value) -> Value:
+    """Dimensions in another order."""
+    axes = op.call.attrs.axes
+    order = [int(a) for a in axes] if axes is not None else list(reversed(range(len(x.shape))))
+    shape = op.results[0].shape
+    moved = [n for n in order if x.shape[n] > 1]
+    if moved == sorted(moved):
+        return reshape(x, shape)
+    source = [order.index(d) for d in range(len(order))]
+    return pointwise(shape, x.dtype, lambda *i: x[tuple(i[k] for k in source)], is_view=True)
+
+
+@lowers("relax.broadcast_to")
+def broadcast_to(op: Lowering, x: Value, *_shape: Any) -> Value:
+    """X repeated along new or unit dimensions."""
+    return pointwise(op.results[0].shape, x.dtype, lambda *i: x[i], is_view=True)
+
+
+@lowers("relax.strided_slice")
+def strided_slice(op: Lowering, x: Value, *bounds: Any) -> Value:
+    """Every step-th element from begin along some axes; negative begins count from the end."""
+    axes, begins, _ends, steps = slice_bounds(op.call)
+    begin = {axis % len(x.shape): (b, s) for axis, b, s in zip(axes, begins, steps, strict=True)}
+    start = {
+        d: (min(max(b + x.shape[d] if b < 0 else b, 0), x.shape[d] - (s < 0)), s)
+        for d, (b, s) in begin.items()
+    }
+
+    def body(*i: Any) -> Any:
+        return x[tuple(
+            k * start[d][1] + start[d][0] if d in start else k for d, k in enumerate(i)
+        )]  # fmt: skip
+
+    return pointwise(op.results[0].shape, x.dtype, body, is_view=True)
+
+
+def slice_bounds(call: relax.Call) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Axes, begins, ends and steps of a `relax.strided_slice` with constant bounds."""
+    numbers = [[int(field.value) for field in _fields(argument)] for argument in call.args[1:]]
+    axes, begins, ends = numbers[0], numbers[1], numbers[2]
+    steps = numbers[3] if len(numbers) > 3 and numbers[3] else [1] * len(axes)
+    return axes, begins, ends, steps
+
+
+def _fields(argument: Any) -> list[Any]:
+    return list(argument.fields) if isinstance(argument, relax.Tuple) else []
+
+
+@lowers("relax.flip")
+def flip(op: Lowering, x: Value) -> Value:
+    """X in reverse order along one axis."""
+    axis = int(op.call.attrs.axis) % len(x.shape)
+    last = x.shape[axis] - 1
+
+    def body(*i: Any) -> Any:
+        return x[tuple(last - k if d == axis else k for d, k in enumerate(i))]
+
+    return pointwise(x.shape, x.dtype, body, is_view=True)
+
+
+@lowers("relax.concat")
+def concat(op: Lowering, *parts: Value) -> Value:
+    """Values one after the other along an axis."""
+    result = op.results[0]
+    axis = int(op.call.attrs.axis) % len(result.shape)
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + part.shape[axis])
+
+    def body(*i: Any) -> Any:
+        element = None
+        for part, start in reversed(list(zip(parts, starts, strict=False))):
+            at = m.clamp(i[axis] - start, part.shape[axis])
+            value = part[tuple(at if d == axis else k for d, k in enumerate(i))]
+            after = i[axis] >= tirx.const(start + part.shape[axis], "int32")
+            element = value if element is None else m.select(after, element, value)
+        return element
+
+    return pointwise(result.shape, result.dtype, body)
+
+
+@lowers("relax.full", "relax.zeros", "relax.ones")
+def full(op: Lowering, *arguments: Any) -> Value:
+    """One number everywhere."""
+    result = op.results[0]
+    fill = next((a for a in arguments if isinstance(a, Value)), None)
+    number = {"relax.zeros": 0, "relax.ones": 1}.get(op.name, 0)
+    if fill is None:
+        literal = m.constant(number, compute_dtype(result.dtype))
+        return pointwise(result.shape, result.dtype, lambda *i: literal)
+    target = compute_dtype(result.dtype)
+    return pointwise(
+        result.shape, result.dtype, lambda *i: m.cast(fill[()], target), is_view=True
+    )  # fmt: skip
+
+
+@lowers("relax.arange")
+def arange(op: Lowering, start: Any, _end: Any, step: Any) -> Value:
+    """start, start + step, ..."""
+    result = op.results[0]
+    first, by = _number(start), _number(step)
+    target = compute_dtype(result.dtype)
+
+    def body(i: Any) -> Any:
+        at = tirx.Cast(target, i) if target != "int32" else i
+        return at * m.constant(by, target) + m.constant(first, target)
+
+    return pointwise(result.shape, result.dtype, body)
+
+
+def _number(argument: Any) -> float | int:
+    value = getattr(argument, "value", argument)
+    return getattr(value, "value", value)
+
+
+_REDUCTIONS = {"relax.sum": "sum", "relax.max": "max", "relax.min": "min", "relax.prod": "prod"}
+
+
+@lowers("relax.sum", "relax.max", "relax.min", "relax.prod", "relax.mean")
+def reduction(op: Lowering, x: Value) -> Value:
+    """Sum, mean, maximum, minimum or product over some axes."""
+    result = op.results[0]
+    axes = op.call.attrs.axis
+    over = [int(a) % len(x.shape) for a in axes] if axes is not None else range(len(x.shape))
+    axes_tuple = tuple(sorted(over))
+    if not x.shape:
+        return reshape(x, result.shape)
+    dtype = compute_dtype(result.dtype)
+    kind: Any = _REDUCTIONS.get(op.name, "sum")
+    total = reduce(kind, x.shape, axes_tuple, lambda *i: m.cast(x[i], dtype), dtype)
+    scale = 1.0 / math.prod(x.shape[axis] for axis in axes_tuple)
+    is_mean = op.name == "relax.mean"
+    if not is_mean and dtype == result.dtype:
+        return reshape(total, result.shape)
+
+    def finish(*i: Any) -> Any:
+        return total[i] * m.constant(scale, dtype) if is_mean else total[i]
+
+    return reshape(pointwise(total.shape, result.dtype, finish), result.shape)
+
+
+@lowers("relax.nn.softmax", "relax.nn.log_softmax")
+def softmax(op: Lowering, x: Value) -> Value:
+    """exp(x - max) / sum, or x - max - log(sum), along one axis."""
+    axis = int(op.call.attrs.axis) % len(x.shape)
+    peak = reduce("max", x.shape, (axis,), lambda *i: x[i])
+    total = reduce("sum", x.shape, (axis,), lambda *i: m.exp(x[i] - peak[i]))
+    dtype = op.results[0].dtype
+    if op.name == "relax.nn.softmax":
+        scale = pointwise(total.shape, "float32", lambda *i: m.constant(1.0) / total[i])
+        return pointwise(x.shape, dtype, lambda *i: m.exp(x[i] - peak[i]) * scale[i])
+    shift = pointwise(total.shape, "float32", lambda *i: peak[i] + m.log(total[i]))
+    return pointwise(x.shape, dtype, lambda *i: x[i] - shift[i])
+
+
+@lowers("relax.tril", "relax.triu")
+def triangle(op: Lowering, x: Value, k: Any) -> Value:
+    """The part on and below (tril) or above (triu) the k-th diagonal; zero elsewhere."""
+    offset = int(_number(k))
+    is_lower = op.name == "relax.tril"
+
+    def body(*i: Any) -> Any:
+        element = x[i]
+        difference = i[-1] - i[-2]
+        bound = tirx.const(offset, "int32")
+        kept = difference <= bound if is_lower else difference >= bound
+        return m.select(kept, element, _zero(element))
+
+    return pointwise(x.shape, op.results[0].dtype, body)
+
+
+@lowers("relax.take")
+def take(op: Lowering, x: Value, ids: Value) -> Value:
+    """Slices of x at ids along an axis."""
+    result = op.results[0]
+    axis = op.call.attrs.axis
+    axis = int(axis) % len(x.shape) if axis is not None else 0
+    rank = len(ids.shape)
+
+    def body(*i: Any) -> Any:
+        at = row_index(ids[tuple(i[axis : axis + rank])], x.shape[axis])
+        return x[(*i[:axis], at, *i[axis + rank :])]
+
+    return pointwise(result.shape, result.dtype, body)
+
+
+def row_index(element: Any, extent: int) -> Any:
+    """An id read from memory as an index in [0, extent); negative ids count from the end."""
+    at = bind(tirx.Cast("int32", element))
+    wrapped = m.select(at < tirx.const(0, "int32"), at + tirx.const(extent, "int32"), at)
+    return bind(m.clamp(wrapped, extent))
+
+
+@lowers("relax.gather_elements")
+def gather_elements(op: Lowering, x: Value, ids: Value) -> Value:
+    """x[..., ids[i], ...] along one axis."""
+    axis = int(op.call.attrs.axis) % len(x.shape)
+
+    def body(*i: Any) -> Any:
+        at = row_index(ids[i], x.shape[axis])
+        return x[tuple(at if d == axis else k for d, k in enumerate(i))]
+
+    return pointwise(op.results[0].shape, op.results[0].dtype, body)
+
+
+@lowers("relax.argmax", "relax.argmin")
+def arg_reduction(op: Lowering, x: Value) -> Value:
+    """Position of the first extreme along one axis (or of the flattened value)."""
+    result = op.results[0]
+    axis = op.call.attrs.axis
+    source = x if axis is not None else reshape(x, (x.size,))
+    d = int(axis) % len(x.shape) if axis is not None else 0
+    is_max = op.name == "relax.argmax"
+    dtype = compute_dtype(x.dtype)
+    best = reduce("max" if is_max else "min", source.shape, (d,), lambda *i: source[i], dtype)
+    far = m.constant(2**31 - 1, "int32")
+
+    def position(*i: Any) -> Any:
+        element, extreme = bind(source[i]), bind(best[i])
+        hit = tirx.any(element == extreme, element != element)
+        return m.select(hit, i[d], far)
+
+    first = reduce("min", source.shape, (d,), position, "int32")
+    wide = pointwise(first.shape, result.dtype, lambda *i: m.cast(first[i], result.dtype))
+    return reshape(wide, result.shape)
+
+
+def constant_value(number: float | int | bool, dtype: str) -> Constant:
+    """A scalar constant."""
+    return Constant(TensorSpec((), dtype), number=number)
+
+
+def unsupported(name: str) -> BuildError:
+    """The error for an op that has no lowering."""
+    return BuildError(f"{name} has no lowering to loops; register one with @lowers in loops/")

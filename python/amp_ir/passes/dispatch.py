@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmuls and convolutions become calls of a library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import tvm
+from tvm import relax
+
+from amp_ir import native
+from amp_ir.dialect.registry import options_of
+from amp_ir.passes.strided_view import StridedView, dense_strides, permutation, view_of
+
+LIBRARIES = ("onednn", "torch")
+_LIBRARY_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@attrs.frozen
+class DispatchNote:
+    """Where the calls of one op went: `library` is "" where no library takes them."""
+
+    op: str
+    library: str
+    calls: int
+
+
+def dispatch(ir: tvm.IRModule) -> tvm.IRModule:
+    """Turn matmul and convolution into destination-passing library calls.
+
+    Before:  wt = permute_dims(w); y = matmul(x, wt)
+    After:   y = call_dps_packed("amp_ir.onednn.matmul", (x, w, dims and strides ...))
+
+    Requires: one function `main`, one dataflow block, static shapes.
+    Ensures:  transposes of operands cost nothing (they become strides), and so does a transpose
+              of a matmul's only use; an op that no library takes is left for the loops stage.
+    """
+    return _Dispatcher(ir).run()
+
+
+class _Dispatcher:
+    def __init__(self, ir: tvm.IRModule) -> None:
+        self.ir = ir
+        self.main: relax.Function = ir["main"]
+        self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
+        self.values = {binding.var: binding.value for binding in self.bindings}
+        self.uses = count_uses(self.bindings, self.main.body.body)
+        self.only_reader = _only_readers(self.bindings, self.uses)
+        self.replaced: dict[relax.Var, relax.Expr] = {}
+
+    def run(self) -> tvm.IRModule:
+        bindings = []
+        for binding in self.bindings:
+            value = binding.value
+            new = self._dispatched(binding.var, value) if isinstance(value, relax.Call) else None
+            new = self.replaced.pop(binding.var, new)
+            if new is self:
+                continue
+            bindings.append(binding if new is None else relax.VarBinding(binding.var, new))
+        block = relax.DataflowBlock(bindings)
+        function = relax.Function(
+            self.main.params,
+            relax.SeqExpr([block], self.main.body.body),
+            self.main.ret_ty,
+            is_pure=True,
+            attrs=self.main.attrs,
+        )
+        return tvm.IRModule({**self.ir.functions, self.ir.get_global_var("main"): function})
+
+    def _dispatched(self, variable: relax.Var, call: relax.Call) -> Any:
+        convert = _CONVERSIONS.get(call.op.name)
+        if convert is None or not _library_takes(call):
+            return None
+        verb = _VERBS[call.op.name]
+        library = next((lib for lib in LIBRARIES if native.has(f"amp_ir.{lib}.{verb}")), None)
+        return convert(self, variable, call, f"amp_ir.{library}.{verb}") if library else None
+
+    def operand(self, expr: relax.Expr) -> StridedView:
+        """The memory of an operand, seen through transposes and reshapes."""
+        return view_of(expr, self.values)
+
+    def redirect(self, variable: relax.Var, call: relax.Call) -> Any:
+        """Bind `call` at the one reader of `variable` instead; the marker to drop `variable`."""
+        self.replaced[self.only_reader[variable]] = call
+        return self
+
+
+def count_uses(bindings: list[relax.Binding], result: relax.Expr) -> dict[relax.Var, int]:
+    """How often each variable is used by the bindings and by the result."""
+    uses: dict[relax.Var, int] = {}
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.Var):
+            uses[expr] = uses.get(expr, 0) + 1
+        elif isinstance(expr, relax.Call):
+            for argument in expr.args:
+                visit(argument)
+        elif isinstance(expr, relax.Tuple):
+            for field in expr.fields:
+                visit(field)
+        elif isinstance(expr, relax.TupleGetItem):
+            visit(expr.tuple_value)
+
+    for binding in bindings:
+        visit(binding.value)
+    visit(result)
+    return uses
+
+
+def _only_readers(
+    bindings: list[relax.Binding], uses: dict[relax.Var, int]
+) -> dict[relax.Var, relax.Var]:
+    """For each variable with a single use, the variable bound to the transpose that uses it."""
+    readers = {}
+    for binding in bindings:
+        value = binding.value
+        if isinstance(value, relax.Call) and value.op.name == "relax.permute_dims":
+            source = value.args[0]
+            if isinstance(source, relax.Var) and uses.get(source) == 1:
+                readers[source] = binding.var
+    return readers
+
+
+def _library_takes(call: relax.Call) -> bool:
+    types = [call.ty, *(a.ty for a in call.args[:2])]
+    return all(str(type_.dtype) in _LIBRARY_DTYPES for type_ in types)
+
+
+def _shape(numbers: tuple[int, ...] | list[int]) -> relax.ShapeExpr:
+    return relax.ShapeExpr([int(n) for n in numbers])
+
+
+def _library_call(
+    name: str, arguments: list[relax.Expr], type_: relax.Type, span: tvm.ir.Span | None
+) -> relax.Call:
+    call = relax.Call(
+        tvm.ir.Op.get("relax.call_dps_packed"),
+        [relax.ExternFunc(name), relax.Tuple(arguments)],
+        None,
+        [type_],
+        span,
+    )
+    relax.expr._update_type(call, type_)
+    return call
+
+
+def _matmul(d: _Dispatcher, variable: relax.Var, call: relax.Call, name: str) -> Any:
+    a, b = d.operand(call.args[0]), d.operand(call.args[1])
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        return None
+    shape = tuple(int(n) for n in call.ty.shape)
+    strides = dense_strides(shape)
+    type_ = call.ty
+    reader = d.only_reader.get(variable)
+    if reader is not None:
+        transpose = d.values[reader]
+        type_ = transpose.ty
+        order = permutation(transpose)
+        outer = dense_strides(tuple(shape[k] for k in order))
+        strides = tuple(outer[order.index(k)] for k in range(len(shape)))
+    new = _library_call(
+        name,
+        [
+            a.base,
+            b.base,
+            relax.op.null_value(),
+            _shape(a.shape),
+            _shape(a.strides),
+            _shape(b.shape),
+            _shape(b.strides),
+            _shape(shape),
+            _shape(strides),
+            tvm.ir.StringImm("none"),
+        ],
+        type_,
+        call.span,
+    )
+    return new if reader is None else d.redirect(variable, new)
+
+
+def _conv_arguments(call: relax.Call, x: Any, w: Any, out: Any) -> list[relax.Expr]:
+    options = options_of(call)
+    arguments = []
+    for shape, strides in (x, w, out):
+        arguments += [_shape(shape), _shape(strides)]
+    arguments += [_shape(options[key]) for key in ("strides", "padding", "dilation")]
+    return [*arguments, relax.prim_value(int(options["groups"]))]
+
+
+def _conv(d: _Dispatcher, _variable: relax.Var, call: relax.Call, name: str) -> Any:
+    x, w = d.operand(call.args[0]), d.operand(call.args[1])
+    out = tuple(int(n) for n in call.ty.shape)
+    described = [(x.shape, x.strides), (w.shape, w.strides), (out, dense_strides(out))]
+    arguments = [x.base, w.base, *_conv_arguments(call, *described)]
+    return _library_call(name, arguments, call.ty, call.span)
+
+
+def _conv_backward_input(d: _Dispatcher, _v: relax.Var, call: relax.Call, name: str) -> Any:
+    grad, w = d.operand(call.args[0]), d.operand(call.args[1])
+    x = tuple(int(n) for n in call.ty.shape)
+    described = [(grad.shape, grad.strides), (w.shape, w.strides), (x, dense_strides(x))]
+    arguments = [grad.base, w.base, *_conv_arguments(call, *described)]
+    return _library_call(name, arguments, call.ty, call.span)
+
+
+def _conv_backward_weight(d: _Dispatcher, _v: relax.Var, call: relax.Call, name: str) -> Any:
+    grad, x = d.operand(call.args[0]), d.operand(call.args[1])
+    w = tuple(int(n) for n in call.ty.shape)
+    described = [(grad.shape, grad.strides), (x.shape, x.strides), (w, dense_strides(w))]
+    arguments = [grad.base, x.base, *_conv_arguments(call, *described)]
+    return _library_call(name, arguments, call.ty, call.span)
+
+
+Conversion = Callable[[_Dispatcher, relax.Var, relax.Call, str], Any]
+_CONVERSIONS: dict[str, Conversion] = {
+    "relax.matmul": _matmul,
+    "amp_ir.conv": _conv,
+    "amp_ir.conv_backward_input": _conv_backward_input,
+    "amp_ir.conv_backward_weight": _conv_backward_weight,
+    # A transposed convolution is the gradient of a convolution to its input.
+    "amp_ir.conv_transpose": _conv_backward_input,
+}
+_VERBS = {
+    "relax.matmul": "matmul",
+    "amp_ir.conv": "conv",
+    "amp_ir.conv_backward_input": "conv_backward_input",
+    "amp_ir.conv_backward_weight": "conv_backward_weight",
+    "amp_ir.conv_transpose": "conv_backward_input",
+}

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a value lies in another value's memory, so that a library reads transposes in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import attrs
+from tvm import relax
+
+
+@attrs.frozen
+class StridedView:
+    """`shape` and `strides` (elements) of a view that starts where the dense `base` starts."""
+
+    base: relax.Expr
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def dense(cls, base: relax.Expr) -> StridedView:
+        """The view of all of `base`, row-major."""
+        shape = tuple(int(n) for n in base.ty.shape)
+        return cls(base, shape, dense_strides(shape))
+
+    def permuted(self, order: list[int]) -> StridedView:
+        """The view with its dimensions in another order."""
+        return StridedView(
+            self.base,
+            tuple(self.shape[d] for d in order),
+            tuple(self.strides[d] for d in order),
+        )
+
+    def reshaped(self, shape: tuple[int, ...]) -> StridedView | None:
+        """The same elements in the same order as `shape`, or None where that needs a copy."""
+        strides = _reshape_strides(self.shape, self.strides, shape)
+        return None if strides is None else StridedView(self.base, shape, strides)
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def view_of(expr: relax.Expr, values: Mapping[relax.Var, relax.Expr]) -> StridedView:
+    """Look through the transposes and reshapes that lead to `expr`."""
+    value = values.get(expr) if isinstance(expr, relax.Var) else None
+    if isinstance(value, relax.Call) and value.op.name == "relax.permute_dims":
+        return view_of(value.args[0], values).permuted(permutation(value))
+    if isinstance(value, relax.Call) and value.op.name == "relax.reshape":
+        shape = tuple(int(n) for n in value.ty.shape)
+        found = view_of(value.args[0], values).reshaped(shape)
+        if found is not None:
+            return found
+    return StridedView.dense(expr)
+
+
+def permutation(call: relax.Call) -> list[int]:
+    """The order of dimensions that a `relax.permute_dims` gives."""
+    rank = len(call.args[0].ty.shape)
+    axes = call.attrs.axes
+    return [int(a) % rank for a in axes] if axes is not None else list(reversed(range(rank)))
+
+
+def _reshape_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Strides of `wanted` over the same memory (as PyTorch's computeStride), or None."""
+    runs: list[tuple[int, int]] = []
+    for n, stride in zip(shape, strides, strict=True):
+        if n == 1:
+            continue
+        if runs and runs[-1][1] == n * stride:
+            runs[-1] = (runs[-1][0] * n, stride)
+        else:
+            runs.append((n, stride))
+    result: list[int] = []
+    remaining, stride = runs.pop() if runs else (1, 1)
+    for n in reversed(wanted):
+        if n == 1:
+            result.append(stride)
+            continue
+        if remaining == 1 and runs:
+            remaining, stride = runs.pop()
+        if remaining % n:
+            return None
+        result.append(stride)
+        remaining //= n
+        stride *= n
+    return tuple(reversed(result)) if remaining == 1 and not runs else None
