@@ -19,6 +19,7 @@ from pathlib import Path
 # libtorch_cpu, and both must find the copies that torch has loaded (one thread pool a process).
 import torch  # noqa: F401
 import tvm_ffi
+
 from amp_ir.errors import BuildError
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"

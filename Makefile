@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything starts here: `make demo` and `make test` set up what they need on a fresh machine
+# (Python 3.10+, a C++17 compiler, make) and do nothing twice.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+CPP_FILES := $(shell find src include -name '*.cc' -o -name '*.h')
+# What the shared libraries are made of; a change builds them again.
+CPP_INPUTS := $(CPP_FILES) CMakeLists.txt $(wildcard cmake/*)
+
+# Stamps lie inside what they vouch for, so that deleting it also makes them untrue.
+CREATED   := $(VENV)/.created
+INSTALLED := $(VENV)/.installed
+PACKAGED  := $(VENV)/.packaged
+BUILT     := python/amp_ir/lib/.built
+
+.PHONY: help demo test setup format clean
+
+help:
+	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
+	@echo "make test    everything that CI runs: format, lint, types, tests, tutorials"
+	@echo "make setup   only the environment and the native libraries"
+	@echo "make format  rewrite the sources as make test wants them"
+	@echo "make clean   remove what was built; $(VENV) stays"
+
+demo: setup
+	$(BIN)/amp-ir demo bert1
+
+test: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	$(BIN)/python -m pytest
+
+setup: $(BUILT)
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+$(CREATED):
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "amp_ir needs Python 3.10 or newer, and $(PYTHON) is older: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(INSTALLED): requirements-dev.txt $(CREATED)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+# Installing the package editable also builds the libraries. Without isolation, so that they are
+# compiled against the tvm-ffi and oneDNN that run them; without dependencies: they are pinned above.
+$(PACKAGED): setup.py pyproject.toml $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
+
+$(BUILT): $(PACKAGED) $(CPP_INPUTS)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+clean:
+	rm -rf build python/amp_ir/lib python/*.egg-info $(PACKAGED)
