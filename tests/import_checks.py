@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +51,23 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
+@contextlib.contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Keep recurrent layers from becoming one opaque op.
+
+    `torch.backends.mkldnn.flags` does this with a warning about TF32.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 def traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> CapturedStep:
     """The function as a captured step, each input a BATCH input and each output a RESULT."""
-    with torch.backends.mkldnn.flags(enabled=False):
+    with without_mkldnn():
         first = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         with torch.no_grad():
             graph = make_fx(
@@ -98,9 +113,7 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., list[torch.Ten
         wanted = [x for x in inputs if x.requires_grad]
         if not wanted:
             return results
-        total = sum(
-            (result * _weights(result)).sum() for result in results if result.requires_grad
-        )
+        total = sum((result * _weights(result)).sum() for result in results if result.requires_grad)
         gradients = torch.autograd.grad(total, wanted, allow_unused=True)
         return [*results, *(one for one in gradients if one is not None)]
 

@@ -39,7 +39,7 @@ def _silu_backward(m: Any, grad: Any, x: Any) -> Any:
 
 
 def _expm1(m: Any, x: Any) -> Any:
-    """exp(x) - 1 for x <= 0 without the cancellation near 0: 2t / (1 - t), t = tanh(x / 2)."""
+    """exp(x) - 1 for x <= 1 without the cancellation near 0: 2t / (1 - t), t = tanh(x / 2)."""
     t = m.tanh(0.5 * x)
     return 2.0 * t / (1.0 - t)
 
@@ -113,6 +113,8 @@ ACTIVATIONS: dict[str, Formula] = {
         x <= -3.0, 0.0, m.select(x < 3.0, grad * (x * (1.0 / 3.0) + 0.5), grad)
     ),
     "hardsigmoid_backward": lambda m, grad, x: _inside(m, x, -3.0, 3.0, grad * (1.0 / 6.0)),
+    "log1p": lambda m, x: m.log1p(x),
+    "expm1": lambda m, x: m.select(x > 1.0, m.exp(x) - 1.0, _expm1(m, m.minimum(x, 1.0))),
     "mish": lambda m, x: x * m.tanh(_softplus_of(m, x)),
     "mish_backward": _mish_backward,
     "log_sigmoid": lambda m, x: -_softplus_of(m, -x),

@@ -24,7 +24,7 @@ from amp_ir.frontend.converters import Emitter, RefusedError, converter_of
 from amp_ir.frontend.converters.emitter import RANDOM_STATE, dtype_name
 from amp_ir.frontend.converters.promotion import dtype_of, is_scalar, shape_of
 from amp_ir.location import META_KEY, Location, to_span
-from amp_ir.module import InputSpec, OutputSpec, Role, Signature, StepModule
+from amp_ir.module import InputSpec, OutputSpec, Role, Signature, StepHooks, StepModule
 
 # The part of torch's seed that the random ops use: their hash works on 32-bit words, and a
 # non-negative int64 survives every conversion.
@@ -56,9 +56,7 @@ def import_step(captured: CapturedStep) -> StepModule:
     }
     if emitter.random_state is not None:
         inputs.append(InputSpec(RANDOM_STATE, Role.RANDOM_STATE, (2,), "int64"))
-        results.append(
-            OutputSpec(RANDOM_STATE, Role.RANDOM_STATE, (2,), "int64", len(inputs) - 1)
-        )
+        results.append(OutputSpec(RANDOM_STATE, Role.RANDOM_STATE, (2,), "int64", len(inputs) - 1))
         state[RANDOM_STATE] = torch.tensor([torch.initial_seed() & _SEED_MASK, 0])
     return StepModule(
         ir=emitter.finish(),
@@ -67,6 +65,7 @@ def import_step(captured: CapturedStep) -> StepModule:
         ),
         state=state,
         notes=captured.notes,
+        hooks=StepHooks(captured.is_current, captured.install_state, captured.after_step),
     )
 
 
@@ -77,13 +76,15 @@ def _convert(captured: CapturedStep) -> tuple[Emitter, list[relax.Var], list[rel
     parameters = _parameters(captured)
     with builder.function("main"):
         with builder.dataflow():
-            outputs = _Graph(captured.graph, emitter, parameters).convert()
+            graph = _Graph(captured.graph, emitter, parameters)
+            outputs = graph.convert()
             results, inputs = list(outputs), list(parameters)
             if emitter.random_state is not None:
                 inputs.append(emitter.random_state)
                 results.append(emitter.next_random_state())
             result = builder.emit_output(relax.Tuple(results))
         builder.emit_func_output(result, inputs)
+    graph.raise_if_unsupported()
     return emitter, parameters, outputs
 
 
@@ -139,12 +140,15 @@ class _Graph:
             if node.op == "placeholder":
                 self._values[node] = next(self._inputs)
             elif node.op == "output":
-                outputs = () if self._unsupported else self._lookup(node.args[0])
+                outputs = self._lookup(node.args[0])
             else:
                 self._convert_or_note(node)
+        return list(outputs)
+
+    def raise_if_unsupported(self) -> None:
+        """Report every call that could not be converted, at once."""
         if self._unsupported:
             raise UnsupportedOpError(_explain(self._unsupported))
-        return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
     def _convert_or_note(self, node: fx.Node) -> None:
         location = node.meta.get(META_KEY) or Location()

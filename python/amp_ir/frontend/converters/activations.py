@@ -146,9 +146,7 @@ def celu(ops: Emitter, x: relax.Expr, alpha: Scalar = 1.0) -> relax.Expr:
 
 
 @converts(aten.softplus.default)
-def softplus(
-    ops: Emitter, x: relax.Expr, beta: Scalar = 1, threshold: Scalar = 20
-) -> relax.Expr:
+def softplus(ops: Emitter, x: relax.Expr, beta: Scalar = 1, threshold: Scalar = 20) -> relax.Expr:
     """log(1 + exp(beta * x)) / beta; x where beta * x is above the threshold."""
     return gradient(ops, "amp_ir.softplus", x, beta=float(beta), threshold=float(threshold))
 
@@ -228,9 +226,7 @@ def softshrink(ops: Emitter, x: relax.Expr, bound: Scalar = 0.5) -> relax.Expr:
 
 
 @converts(aten.softshrink_backward.default, aten.hardshrink_backward.default)
-def shrink_backward(
-    ops: Emitter, grad: relax.Expr, x: relax.Expr, bound: Scalar
-) -> relax.Expr:
+def shrink_backward(ops: Emitter, grad: relax.Expr, x: relax.Expr, bound: Scalar) -> relax.Expr:
     """The gradient where |x| is above the bound."""
     return gradient(ops, "amp_ir.shrink_backward", grad, x, bound=float(bound))
 

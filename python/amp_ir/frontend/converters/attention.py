@@ -10,7 +10,7 @@ import math
 
 from tvm import relax
 
-from amp_ir.frontend.converters.emitter import Emitter
+from amp_ir.frontend.converters.emitter import Emitter, dtype_name
 from amp_ir.frontend.converters.promotion import shape_of
 from amp_ir.frontend.converters.registry import converts
 
@@ -37,6 +37,7 @@ def attention(
         is_causal=is_causal,
         scale=_scale(q, scale),
     )
+    lse = ops.cast(lse, dtype_name(ops.result[1].dtype))
     # The backward op finds its forward's dropout mask through the lse that both have.
     ops.dropout_index_of[lse] = index
     return out, lse

@@ -412,18 +412,26 @@ def logical_not(ops: Emitter, x: relax.Expr) -> relax.Expr:
 @converts(aten.bitwise_not.default)
 def bitwise_not(ops: Emitter, x: relax.Expr) -> relax.Expr:
     """Every bit flipped; on bool, "not"."""
-    return ops.emit(
-        relax.op.logical_not(x) if dtype_of(x) == "bool" else relax.op.bitwise_not(x)
-    )
+    return ops.emit(relax.op.logical_not(x) if dtype_of(x) == "bool" else relax.op.bitwise_not(x))
 
 
-@converts(aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Tensor_Scalar)
+@converts(
+    aten.bitwise_left_shift.Tensor,
+    aten.bitwise_left_shift.Tensor_Scalar,
+    aten.__lshift__.Tensor,
+    aten.__lshift__.Scalar,
+)
 def left_shift(ops: Emitter, x: relax.Expr, y: Operand) -> relax.Expr:
     """x * 2 ** y."""
     return ops.binary(relax.op.left_shift, x, y)
 
 
-@converts(aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar)
+@converts(
+    aten.bitwise_right_shift.Tensor,
+    aten.bitwise_right_shift.Tensor_Scalar,
+    aten.__rshift__.Tensor,
+    aten.__rshift__.Scalar,
+)
 def right_shift(ops: Emitter, x: relax.Expr, y: Operand) -> relax.Expr:
     """x / 2 ** y, rounded down."""
     return ops.binary(relax.op.right_shift, x, y)
@@ -460,7 +468,9 @@ def _classify(ops: Emitter, op: RelaxUnary, x: relax.Expr, *, of_integer: bool) 
     aten.lift_fresh_copy.default,
     aten.contiguous.default,
 )
-def same(ops: Emitter, x: relax.Expr, *, memory_format: torch.memory_format | None = None) -> relax.Expr:
+def same(
+    ops: Emitter, x: relax.Expr, *, memory_format: torch.memory_format | None = None
+) -> relax.Expr:
     """x: values have no layout or identity in the IR."""
     return x
 

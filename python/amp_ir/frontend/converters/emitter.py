@@ -162,9 +162,7 @@ class Emitter:
         self._permuted[made] = (source, order)
         return made
 
-    def slice(
-        self, x: relax.Expr, axis: int, begin: int, end: int, *, step: int = 1
-    ) -> relax.Expr:
+    def slice(self, x: relax.Expr, axis: int, begin: int, end: int, *, step: int = 1) -> relax.Expr:
         """Elements begin, begin + step, ... below end of one axis; 0 <= begin <= end <= extent."""
         shape = shape_of(x)
         if (begin, end, step) == (0, shape[axis], 1):
@@ -190,12 +188,12 @@ class Emitter:
         dtype = promoted_dtype(x, y)
         return self.emit(op(self.cast(x, dtype), self.cast(y, dtype)))
 
-    def arithmetic(
+    def _scale(
         self, op: Callable[[relax.Expr, relax.Expr], relax.Expr], x: Operand, y: Operand
     ) -> relax.Expr:
         """`op(x, y)`, where a number that a low dtype cannot hold is used in float32.
 
-        PyTorch's add, subtract, multiply and divide read a Python number or 0-d tensor beside a
+        PyTorch's multiply and divide (and only these) read a Python number or 0-d tensor beside a
         float16 or bfloat16 tensor at float32 precision and round the result once.
         """
         dtype = promoted_dtype(x, y)
@@ -206,29 +204,27 @@ class Emitter:
 
     def add(self, x: Operand, y: Operand) -> relax.Expr:
         """x + y."""
-        return self.arithmetic(relax.op.add, x, y)
+        return self.binary(relax.op.add, x, y)
 
     def subtract(self, x: Operand, y: Operand) -> relax.Expr:
         """x - y."""
-        return self.arithmetic(relax.op.subtract, x, y)
+        return self.binary(relax.op.subtract, x, y)
 
     def multiply(self, x: Operand, y: Operand) -> relax.Expr:
         """x * y."""
-        return self.arithmetic(relax.op.multiply, x, y)
+        return self._scale(relax.op.multiply, x, y)
 
     def divide(self, x: Operand, y: Operand) -> relax.Expr:
         """x / y; two integers give the default float dtype."""
         if not is_float(promoted_dtype(x, y)):
             x = self.cast(x, dtype_name(torch.get_default_dtype()))
-        return self.arithmetic(relax.op.divide, x, y)
+        return self._scale(relax.op.divide, x, y)
 
     def where(self, condition: relax.Expr, x: Operand, y: Operand) -> relax.Var:
         """x where the condition holds, else y."""
         dtype = promoted_dtype(x, y)
         return self.emit(
-            relax.op.where(
-                self.cast(condition, "bool"), self.cast(x, dtype), self.cast(y, dtype)
-            )
+            relax.op.where(self.cast(condition, "bool"), self.cast(x, dtype), self.cast(y, dtype))
         )
 
     # Random numbers.

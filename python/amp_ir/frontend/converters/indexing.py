@@ -230,9 +230,7 @@ def _scatter(
 
 
 @converts(aten.masked_scatter.default)
-def masked_scatter(
-    ops: Emitter, x: relax.Expr, mask: relax.Expr, source: relax.Expr
-) -> relax.Expr:
+def masked_scatter(ops: Emitter, x: relax.Expr, mask: relax.Expr, source: relax.Expr) -> relax.Expr:
     """x with the next element of source, in order, wherever the mask holds."""
     shape, count = ops.shape, _count(source)
     flat_mask = ops.reshape(ops.broadcast(mask, shape), [_product(shape)])

@@ -26,9 +26,7 @@ def _loss(
 ) -> relax.Expr:
     """One pointwise loss; pred and target are brought to one shape and dtype first."""
     pred, target = _alike(ops, pred, target)
-    result: relax.Expr = ops.call(
-        name, pred, target, reduction=REDUCTIONS[reduction], **options
-    )
+    result: relax.Expr = ops.call(name, pred, target, reduction=REDUCTIONS[reduction], **options)
     return ops.cast(result, ops.dtype)
 
 
@@ -42,18 +40,14 @@ def _loss_gradient(
     """The gradient of a pointwise loss, for `tensors` = (grad, pred, target)."""
     grad, pred, target = tensors
     pred, target = _alike(ops, pred, target)
-    grad = ops.broadcast(
-        ops.cast(grad, ops.dtype), shape_of(pred) if reduction == 0 else ()
-    )
+    grad = ops.broadcast(ops.cast(grad, ops.dtype), shape_of(pred) if reduction == 0 else ())
     result: relax.Expr = ops.call(
         name, grad, pred, target, reduction=REDUCTIONS[reduction], **options
     )
     return ops.cast(result, ops.dtype)
 
 
-def _alike(
-    ops: Emitter, pred: relax.Expr, target: relax.Expr
-) -> tuple[relax.Expr, relax.Expr]:
+def _alike(ops: Emitter, pred: relax.Expr, target: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
     dtype = promoted_dtype(pred, target)
     shape = torch.broadcast_shapes(shape_of(pred), shape_of(target))
     return (
@@ -63,9 +57,7 @@ def _alike(
 
 
 @converts(aten.mse_loss.default)
-def mse_loss(
-    ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int = 1
-) -> relax.Expr:
+def mse_loss(ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int = 1) -> relax.Expr:
     """(pred - target) squared."""
     return _loss(ops, "amp_ir.mse_loss", pred, target, reduction)
 

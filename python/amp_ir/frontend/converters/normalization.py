@@ -139,9 +139,7 @@ def rms_norm_backward(
             has_weight=weight is not None,
         )
     if mask[1]:
-        dweight = ops.call(
-            "amp_ir.rms_norm_backward_weight", grad, x, rstd, ndim_normalized=ndim
-        )
+        dweight = ops.call("amp_ir.rms_norm_backward_weight", grad, x, rstd, ndim_normalized=ndim)
     return _wanted(ops, mask, dx, dweight)
 
 
@@ -220,9 +218,7 @@ def batch_norm(
     if not training:
         inference = _batch_norm_inference(ops, x, weight, bias, running_mean, running_var, eps)
         return [*inference, running_mean, running_var]
-    return _batch_norm_training(
-        ops, x, weight, bias, [running_mean, running_var], momentum, eps
-    )
+    return _batch_norm_training(ops, x, weight, bias, [running_mean, running_var], momentum, eps)
 
 
 @converts(aten._native_batch_norm_legit.no_stats)
@@ -325,9 +321,7 @@ def _batch_norm_inference(
     y = ops.multiply(centered, _per_channel(ops, scale, rank))
     if bias is not None:
         y = ops.add(y, _per_channel(ops, ops.cast(bias, dtype_of(y)), rank))
-    empty = [
-        ops.full(one.shape, 0, dtype_name(one.dtype)) for one in list(ops.result)[1:3]
-    ]
+    empty = [ops.full(one.shape, 0, dtype_name(one.dtype)) for one in list(ops.result)[1:3]]
     return [ops.cast(y, dtype_of(x)), *empty]
 
 
@@ -365,9 +359,7 @@ def batch_norm_backward(
     if mask[0]:
         dx = ops.multiply(wide_grad, _per_channel(ops, scale, rank))
     if mask[1]:
-        centered = ops.subtract(
-            ops.cast(x, dtype_of(rstd)), _per_channel(ops, running_mean, rank)
-        )
+        centered = ops.subtract(ops.cast(x, dtype_of(rstd)), _per_channel(ops, running_mean, rank))
         product = ops.emit(relax.op.sum(ops.multiply(wide_grad, centered), axes))
         dweight = ops.multiply(product, rstd)
     if mask[2]:

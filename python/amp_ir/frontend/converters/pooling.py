@@ -22,9 +22,7 @@ def _every_axis(numbers: Numbers, ndim_space: int) -> tuple[int, ...]:
     return tuple(several * ndim_space if len(several) == 1 else several)
 
 
-def _windows(
-    ndim_space: int, kernel: Numbers, stride: Numbers, padding: Numbers
-) -> dict[str, Any]:
+def _windows(ndim_space: int, kernel: Numbers, stride: Numbers, padding: Numbers) -> dict[str, Any]:
     """The window options of a dialect op; no stride means that windows do not overlap."""
     sizes = _every_axis(kernel, ndim_space)
     strides = _every_axis(stride, ndim_space) or sizes
@@ -134,12 +132,8 @@ def _adaptive(name: str, ndim_space: int) -> Converter:
 
 
 def _adaptive_backward(name: str, ndim_space: int) -> Converter:
-    def convert(
-        ops: Emitter, grad: relax.Expr, x: relax.Expr, *indices: relax.Expr
-    ) -> relax.Expr:
-        return ops.call(
-            name, grad, *indices, input_shape=shape_of(x), ndim_space=ndim_space
-        )
+    def convert(ops: Emitter, grad: relax.Expr, x: relax.Expr, *indices: relax.Expr) -> relax.Expr:
+        return ops.call(name, grad, *indices, input_shape=shape_of(x), ndim_space=ndim_space)
 
     return convert
 

@@ -110,18 +110,14 @@ def _extremum(
 @converts(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
     """Whether some element is not zero."""
-    value = _extremum(
-        ops, relax.op.max, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim
-    )
+    value = _extremum(ops, relax.op.max, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
     return ops.cast(value, ops.dtype)
 
 
 @converts(aten.all.default, aten.all.dim, aten.all.dims)
 def all_(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
     """Whether no element is zero."""
-    value = _extremum(
-        ops, relax.op.min, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim
-    )
+    value = _extremum(ops, relax.op.min, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
     return ops.cast(value, ops.dtype)
 
 
@@ -281,9 +277,7 @@ def stable_sort(
 
 
 @converts(aten.argsort.default)
-def argsort(
-    ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False
-) -> relax.Expr:
+def argsort(ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False) -> relax.Expr:
     """Where each sorted element came from."""
     return _sorted(ops, x, dim, descending=descending)[1]
 
@@ -353,4 +347,3 @@ def _softmax_gradient(
     if not shape_of(y):
         return ops.full((), 0, ops.dtype)
     return ops.cast(ops.call(name, grad, y, axis=dim % len(ops.shape)), ops.dtype)
-

@@ -97,24 +97,20 @@ def _resample(
     return ops.cast(wide, result_dtype)
 
 
-def _forward(ops: Emitter, x: relax.Expr, axis_map: AxisMap, scales: Sequence[float | None]) -> relax.Expr:
-    return _resample(
-        ops, x, axis_map, shape_of(x)[2:], ops.shape[2:], scales, backward=False
-    )
+def _forward(
+    ops: Emitter, x: relax.Expr, axis_map: AxisMap, scales: Sequence[float | None]
+) -> relax.Expr:
+    return _resample(ops, x, axis_map, shape_of(x)[2:], ops.shape[2:], scales, backward=False)
 
 
 def _backward(
     ops: Emitter, grad: relax.Expr, axis_map: AxisMap, scales: Sequence[float | None]
 ) -> relax.Expr:
-    return _resample(
-        ops, grad, axis_map, ops.shape[2:], shape_of(grad)[2:], scales, backward=True
-    )
+    return _resample(ops, grad, axis_map, ops.shape[2:], shape_of(grad)[2:], scales, backward=True)
 
 
 def _register_nearest(packet: str, axis_map: AxisMap) -> None:
-    def forward(
-        ops: Emitter, x: relax.Expr, _size: object, *scales: float | None
-    ) -> relax.Expr:
+    def forward(ops: Emitter, x: relax.Expr, _size: object, *scales: float | None) -> relax.Expr:
         return _forward(ops, x, axis_map, scales)
 
     def forward_vec(
@@ -158,9 +154,7 @@ def _register_aligned(packet: str, make_map: Callable[..., AxisMap]) -> None:
     _register(packet, forward, forward_vec, backward)
 
 
-def _register(
-    packet: str, forward: Converter, forward_vec: Converter, backward: Converter
-) -> None:
+def _register(packet: str, forward: Converter, forward_vec: Converter, backward: Converter) -> None:
     converts(getattr(aten, packet).default)(forward)
     converts(getattr(aten, packet).vec)(forward_vec)
     converts(getattr(aten, f"{packet}_backward").default)(backward)

@@ -172,9 +172,7 @@ def split_with_sizes(
     """Consecutive pieces of one axis."""
     axis = dim % len(shape_of(x))
     ends = list(itertools.accumulate(sizes))
-    return tuple(
-        ops.slice(x, axis, end - size, end) for size, end in zip(sizes, ends, strict=True)
-    )
+    return tuple(ops.slice(x, axis, end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 @converts(aten.split.Tensor, aten.unsafe_split.Tensor, aten.unsafe_chunk.default)
