@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where low precision is used: rules, placement, the pass and its plan.
+
+In the order of use: `hints` (the words of a rule), `type_hints` (the rules), `overrides` (how a
+user changes them), `step_graph` (the IR as records), `decisions` (what the rules say of a step),
+`kernels` and `placement` (the dtype of free ops), `rewrite` (casts), `autocast` (the pass).
+"""
+
+from amp_ir.amp.autocast import autocast
+from amp_ir.amp.erasure import erase_casts
+from amp_ir.amp.hints import (
+    FREE,
+    Hints,
+    PrimType,
+    TupleType,
+    check_dtype,
+    gen_hint_helper,
+    type_hint,
+)
+from amp_ir.amp.overrides import CustomTypeHint
+
+__all__ = [
+    "FREE",
+    "CustomTypeHint",
+    "Hints",
+    "PrimType",
+    "TupleType",
+    "autocast",
+    "check_dtype",
+    "erase_casts",
+    "gen_hint_helper",
+    "type_hint",
+]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass: rules decide, a placement labels the free ops, one rewrite inserts the casts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import attrs
+import tvm
+
+import amp_ir.amp.type_hints  # noqa: F401  (registers the rules)
+from amp_ir import native
+from amp_ir.amp import placement as placing
+from amp_ir.amp.decisions import Decision, decide
+from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
+from amp_ir.amp.kernels import kernels_of
+from amp_ir.amp.overrides import find_rule
+from amp_ir.amp.rewrite import ATTRIBUTE, rewrite
+from amp_ir.amp.step_graph import StepGraph, read_step
+from amp_ir.errors import OptionError
+from amp_ir.module import Role, StepModule
+
+Module = TypeVar("Module", StepModule, tvm.IRModule)
+PLACEMENTS = ("cut", "greedy")
+
+
+def autocast(
+    mod: Module,
+    args: Any = None,
+    *,
+    amp_dtype: str = "float16",
+    out_dtype: str | None = None,
+    placement: str = "cut",
+    on_unknown: str = "error",
+) -> Module:
+    """Use a low dtype where the rules allow it, and insert the casts that this needs.
+
+    Before:  y = matmul(x: f32[m, k], w: f32[k, n])
+             z = nn.softmax(y)
+    After:   y = matmul(cast(x, "float16"), cast(w, "float16"))   # y: f16[m, n]
+             z = nn.softmax(cast(y, "float32"))
+
+    Requires: one function `main` of calls and tuples in one block, as the importer leaves it.
+    Ensures:  inputs and outputs keep their dtypes (results take `out_dtype` where it is given);
+              spans stay; a second autocast with the same dtype changes nothing.
+    Errors:   RuleError, once, listing every op without a rule; OptionError.
+    Source:   Micikevicius et al. 2018, section 3; the placement is in placement.py.
+
+    Args:
+        mod: a captured step, or a bare module.
+        args: the example batch; accepted for symmetry with `trace_step`, not used.
+        amp_dtype: "float16", "bfloat16", or "float32", which changes nothing.
+        out_dtype: dtype of the float32 results (of a bare module: of every float32 output). State
+            keeps its dtype always.
+        placement: "cut" (least bytes) or "greedy" (RAF's majority).
+        on_unknown: "error", or "float32" to leave ops without a rule in float32.
+    """
+    ir = mod.ir if isinstance(mod, StepModule) else mod
+    _check_options(amp_dtype, out_dtype, placement, on_unknown)
+    if not isinstance(ir, tvm.IRModule):
+        raise OptionError(f"autocast takes a StepModule or an IRModule, got {type(mod).__name__}")
+    if amp_dtype == FULL_DTYPE and out_dtype in (None, FULL_DTYPE):
+        return mod
+    if _went_through(ir, amp_dtype):
+        return mod
+    graph = read_step(ir)
+    kernels = kernels_of(graph)
+    decisions = decide(graph, find_rule, amp_dtype, on_unknown=on_unknown)
+    dtypes = _output_dtypes(graph, mod, out_dtype)
+    _label_free_ops(graph, decisions, kernels, dtypes, placement)
+    rewritten = rewrite(graph, decisions, kernels, amp_dtype, dtypes)
+    function = rewritten.function.with_attr(ATTRIBUTE, amp_dtype)
+    new_ir = tvm.IRModule({gv: ir[gv] for gv in ir.get_global_vars()}, attrs=ir.attrs)
+    new_ir.update_func(new_ir.get_global_var("main"), function)
+    if not isinstance(mod, StepModule):
+        return new_ir
+    return _with_output_dtypes(mod, dtypes).with_ir(new_ir)
+
+
+def _check_options(amp_dtype: str, out_dtype: str | None, placement: str, on_unknown: str) -> None:
+    dtypes = (*LOW_DTYPES, FULL_DTYPE)
+    for name, got, choices in (
+        ("amp_dtype", amp_dtype, dtypes),
+        ("out_dtype", out_dtype, (None, *dtypes)),
+        ("placement", placement, PLACEMENTS),
+        ("on_unknown", on_unknown, ("error", FULL_DTYPE)),
+    ):
+        if got not in choices:
+            accepted = ", ".join(map(repr, choices))
+            raise OptionError(f"{name} is {got!r}; expected one of {accepted}")
+
+
+def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:
+    if "main" not in [gv.name_hint for gv in ir.get_global_vars()]:
+        return False
+    attributes = ir["main"].attrs
+    before = attributes.get(ATTRIBUTE) if attributes is not None else None
+    if before is not None and str(before) != amp_dtype:
+        raise OptionError(
+            f"the module went through autocast with amp_dtype={str(before)!r} already; "
+            f"apply {amp_dtype!r} to the module before that"
+        )
+    return before is not None
+
+
+def _label_free_ops(
+    graph: StepGraph,
+    decisions: Sequence[Decision],
+    kernels: Sequence[int],
+    output_dtypes: Sequence[str],
+    placement: str,
+) -> None:
+    free = placing.free_ops(graph, decisions)
+    if placement == "greedy":
+        labels = placing.greedy(graph, decisions)
+    else:
+        problem = placing.build_problem(graph, decisions, kernels, output_dtypes)
+        labels = placing.solve(problem, native_cut)
+    for position, is_low in zip(free, labels, strict=True):
+        decisions[position].label = "low" if is_low else "full"
+
+
+def native_cut(
+    vertices: int, edges: Sequence[tuple[int, int, int]], source: int, sink: int
+) -> list[bool]:
+    """The minimum cut in C++ (include/amp_ir/min_cut.h)."""
+    flat = [number for edge in edges for number in edge]
+    answer = native.function("amp_ir.min_cut")(vertices, flat, source, sink)
+    return [bool(side) for side in answer[1:]]
+
+
+def _output_dtypes(
+    graph: StepGraph, mod: StepModule | tvm.IRModule, out_dtype: str | None
+) -> list[str]:
+    dtypes = [graph.values[leaf].dtype for leaf in graph.outputs]
+    if out_dtype is None:
+        return dtypes
+    roles = [Role.RESULT] * len(dtypes)
+    if isinstance(mod, StepModule):
+        roles = [output.role for output in mod.signature.outputs]
+    return [
+        out_dtype if dtype == FULL_DTYPE and role is Role.RESULT else dtype
+        for dtype, role in zip(dtypes, roles, strict=True)
+    ]
+
+
+def _with_output_dtypes(mod: StepModule, dtypes: Sequence[str]) -> StepModule:
+    outputs = tuple(
+        attrs.evolve(output, dtype=dtype)
+        for output, dtype in zip(mod.signature.outputs, dtypes, strict=True)
+    )
+    return attrs.evolve(mod, signature=attrs.evolve(mod.signature, outputs=outputs))

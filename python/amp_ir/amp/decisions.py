@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules say about each op of a step, before placement: `decide(graph, ...)`.
+
+A decision holds a mode for every tensor that the op reads and a label, the dtype of what it leaves:
+"low", "full", or "free" where the placement chooses. After the rules, in this order:
+optimizer ops are left alone; gradients of parameters leave in float32; constants that the low dtype
+cannot hold keep their op, and what carries their magnitude further, in float32; nothing on the way
+to an exact argument is rounded.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import attrs
+from tvm import relax
+
+from amp_ir.amp.constants import Holds, holds
+from amp_ir.amp.hints import (
+    FREE,
+    FULL_DTYPE,
+    Hint,
+    Hints,
+    PrimType,
+    Rule,
+    TupleType,
+    answer_of,
+    reason_of,
+)
+from amp_ir.amp.step_graph import Op, StepGraph, Tree, leaves
+from amp_ir.dialect.registry import DECLARATIONS, options_of
+from amp_ir.errors import RuleError
+
+FindRule = Callable[[str], "Rule | None"]
+
+
+class Mode(enum.Enum):
+    """In which dtype an op reads a tensor.
+
+    EITHER takes the low copy where there is one. VARY is EITHER where the op is labelled low and
+    FULL where it is labelled full. KEEP is the dtype of the user's program.
+    """
+
+    FULL = "full"
+    LOW = "low"
+    EITHER = "either"
+    VARY = "vary"
+    KEEP = "keep"
+
+
+Label = Literal["low", "full", "free"]
+
+
+@attrs.define(eq=False)
+class Decision:
+    """What is to be done with one op. `follows` says which results take the label's dtype."""
+
+    rule: str
+    reason: str
+    modes: list[Mode]
+    label: Label
+    follows: list[bool]
+    exact: bool = False
+    accumulate: str | None = None
+    sets_result: bool = False
+
+    def pin(self, rule: str, reason: str) -> None:
+        """Keep the op in float32 for this reason."""
+        self.rule, self.reason, self.label = rule, reason, "full"
+        self.sets_result = False
+        self.modes = [mode if mode is Mode.KEEP else Mode.FULL for mode in self.modes]
+
+
+def decide(
+    graph: StepGraph, find_rule: FindRule, amp_dtype: str, *, on_unknown: str = "error"
+) -> list[Decision]:
+    """One decision an op.
+
+    Raises:
+        RuleError: ops without a rule (all of them, with counts), or a rule with a wrong answer.
+    """
+    _check_all_known(graph, find_rule, on_unknown)
+    feeds_gradients_only = _values_that_feed_gradients_only(graph)
+    decisions = []
+    for op in graph.ops:
+        decision = _by_rule(graph, op, find_rule(op.name), amp_dtype)
+        if decision.sets_result and _is_gradient(graph, op, feeds_gradients_only):
+            decision.label = "full"
+            decision.reason = "A gradient of a parameter leaves in float32, with no round trip"
+        decisions.append(decision)
+    _pin_large_constants(graph, decisions, amp_dtype)
+    _pin_before_exact_arguments(graph, decisions)
+    return decisions
+
+
+def _check_all_known(graph: StepGraph, find_rule: FindRule, on_unknown: str) -> None:
+    missing: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        if find_rule(op.name) is None and op.location.phase != "optimizer":
+            missing.setdefault(op.name, []).append(op)
+    if not missing or on_unknown == FULL_DTYPE:
+        return
+    listed = "; ".join(
+        f"{name} ({len(ops)} {'call' if len(ops) == 1 else 'calls'}, first: "
+        f"`{ops[0].variable.name}` in {ops[0].location})"
+        for name, ops in sorted(missing.items())
+    )
+    names = ", ".join(f'"{name}"' for name in sorted(missing))
+    raise RuleError(
+        f"no type hint for {listed}. Add a rule with @amp_ir.amp.type_hint({names}), whose "
+        'PrimType("float32") keeps an argument in float32, or pass on_unknown="float32"'
+    )
+
+
+def _by_rule(graph: StepGraph, op: Op, rule: Rule | None, amp_dtype: str) -> Decision:
+    castable = [graph.values[leaf].dtype == FULL_DTYPE for leaf in op.reads]
+    follows = [graph.values[leaf].dtype == FULL_DTYPE for leaf in op.results]
+    if op.location.phase == "optimizer" or rule is None:
+        name, reason = (
+            ("optimizer", "Left as it was: the optimizer and its state stay in float32")
+            if op.location.phase == "optimizer"
+            else ("on_unknown", 'No rule, and on_unknown="float32"')
+        )
+        return Decision(name, reason, [Mode.KEEP] * len(castable), "full", follows)
+    hints = _ask(graph, op, rule, amp_dtype)
+    words = _leaf_words(op, hints)
+    modes = [
+        _mode(word) if is_castable else Mode.KEEP
+        for word, is_castable in zip(words, castable, strict=True)
+    ]
+    decision = Decision(rule.__name__, reason_of(rule), modes, "full", follows)
+    decision.exact = any(isinstance(word, PrimType) and word.exact for word in words)
+    decision.accumulate = hints.accumulate
+    _set_label(graph, op, decision, hints, amp_dtype)
+    return decision
+
+
+def _ask(graph: StepGraph, op: Op, rule: Rule, amp_dtype: str) -> Hints:
+    """Ask a rule; one that looks at the dtypes of its arguments is asked twice.
+
+    A rule such as RAF's `cast_bias_add` follows its data: it answers float32 for float32 arguments
+    and low for low ones. Asked with both, it shows that the op may be either: FREE.
+    """
+    ty = op.variable.ty
+    hints = answer_of(rule, op.name, op.call.args, ty, amp_dtype)
+    if rule.__module__ == "amp_ir.amp.type_hints" or FREE in hints.args:
+        return hints
+    low_args = [_with_low_type(argument, amp_dtype) for argument in op.call.args]
+    with_low = answer_of(rule, op.name, low_args, ty, amp_dtype)
+    if with_low == hints:
+        return hints
+    merged = [
+        one if one == other else FREE for one, other in zip(hints.args, with_low.args, strict=True)
+    ]
+    return attrs.evolve(hints, args=merged)
+
+
+def _with_low_type(argument: relax.Expr, amp_dtype: str) -> relax.Expr:
+    ty = argument.ty
+    if isinstance(ty, relax.TensorType) and str(ty.dtype) == FULL_DTYPE:
+        return relax.Var("argument", relax.TensorType(ty.shape, amp_dtype))
+    return argument
+
+
+def _leaf_words(op: Op, hints: Hints) -> list[Hint]:
+    words: list[Hint] = []
+    for tree, hint in zip(op.args, hints.args, strict=True):
+        words.extend(_spread(tree, hint))
+    return words
+
+
+def _spread(tree: Tree, hint: Hint) -> list[Hint]:
+    """The word for each tensor of an argument; a single word speaks for a whole tuple."""
+    if isinstance(tree, tuple):
+        if isinstance(hint, TupleType):
+            if len(hint.fields) != len(tree):
+                raise RuleError(f"{len(hint.fields)} hints for a tuple of {len(tree)} tensors")
+            pairs = zip(tree, hint.fields, strict=True)
+            return [word for field, inner in pairs for word in _spread(field, inner)]
+        return [hint] * len(leaves(tree))
+    return [hint] if isinstance(tree, int) else []
+
+
+def _mode(word: Hint) -> Mode:
+    if word is FREE:
+        return Mode.VARY
+    assert isinstance(word, PrimType)
+    if word.dtype is None:
+        return Mode.KEEP
+    return Mode.FULL if word.dtype == FULL_DTYPE else Mode.LOW
+
+
+def _set_label(graph: StepGraph, op: Op, decision: Decision, hints: Hints, amp_dtype: str) -> None:
+    has_result = any(decision.follows)
+    varies = Mode.VARY in decision.modes
+    if varies and not (has_result and hints.result is None):
+        decision.modes = [Mode.EITHER if m is Mode.VARY else m for m in decision.modes]
+    if not has_result:
+        return
+    if hints.result is FREE:
+        decision.label = "free"
+        decision.sets_result = hints.gradient is not None
+        decision.follows = [f and number == 0 for number, f in enumerate(decision.follows)]
+    elif isinstance(hints.result, PrimType) and hints.result.dtype is not None:
+        decision.label = "full" if hints.result.dtype == FULL_DTYPE else "low"
+    elif varies:
+        decision.label = "free"
+        decision.follows = _following(graph, op, decision, amp_dtype)
+    else:
+        first = next((m for m in decision.modes if m is not Mode.KEEP), Mode.KEEP)
+        decision.label = "low" if first is Mode.LOW else "full"
+        if decision.label == "low":
+            decision.follows = _following(graph, op, decision, amp_dtype)
+
+
+def _following(graph: StepGraph, op: Op, decision: Decision, amp_dtype: str) -> list[bool]:
+    """Which results are low when the op runs low (statistics, for one, are not)."""
+    if op.name not in DECLARATIONS or len(op.results) == 1:
+        return decision.follows
+    reads_low = [mode in (Mode.LOW, Mode.VARY) for mode in decision.modes]
+    types = [
+        relax.TensorType(graph.values[leaf].shape, amp_dtype) if low else graph.values[leaf].ty
+        for leaf, low in zip(op.reads, reads_low, strict=True)
+    ]
+    ty = DECLARATIONS[op.name].infer(*types, **options_of(op.call))
+    return [
+        was and str(field.dtype) == amp_dtype
+        for was, field in zip(decision.follows, ty.fields, strict=True)
+    ]
+
+
+# Ops that carry a gradient to the optimizer without using it in a computation of their own.
+_GRADIENT_PATH = frozenset(
+    f"relax.{name}"
+    for name in (
+        "add", "subtract", "multiply", "divide", "negative", "abs", "square", "sum", "mean",
+        "max", "reshape", "permute_dims", "broadcast_to", "concat", "strided_slice", "astype",
+        "isfinite", "isnan", "isinf", "where",
+    )
+)  # fmt: skip
+
+
+def _values_that_feed_gradients_only(graph: StepGraph) -> list[bool]:
+    """Whether each value reaches nothing but optimizer ops, sums, norms, checks and outputs."""
+    only = [True] * len(graph.values)
+    for op in reversed(graph.ops):
+        if op.location.phase == "optimizer":
+            continue
+        passes = op.name in _GRADIENT_PATH and all(
+            graph.values[leaf].size == 1 or only[leaf] for leaf in op.results
+        )
+        if not passes:
+            for leaf in op.reads:
+                only[leaf] = False
+    return only
+
+
+def _is_gradient(graph: StepGraph, op: Op, feeds_gradients_only: Sequence[bool]) -> bool:
+    if graph.has_locations and op.location.phase == "forward":
+        return False
+    outputs = set(graph.outputs)
+    return all(
+        feeds_gradients_only[leaf] and (graph.values[leaf].readers or leaf in outputs)
+        for leaf in op.results
+    )
+
+
+# Ops whose result is about as large as their largest argument.
+_CARRIES_MAGNITUDE = frozenset(
+    f"relax.{name}"
+    for name in (
+        "add", "subtract", "multiply", "negative", "abs", "where", "maximum", "minimum", "concat",
+        "reshape", "permute_dims", "broadcast_to", "strided_slice", "expand_dims", "squeeze",
+        "flip", "take", "split", "full",
+    )
+)  # fmt: skip
+
+
+def _pin_large_constants(graph: StepGraph, decisions: Iterable[Decision], amp_dtype: str) -> None:
+    """Keep ops with constants out of the low range in float32, and what passes them on."""
+    is_large: set[int] = set()
+    for op, decision in zip(graph.ops, decisions, strict=True):
+        if op.location.phase == "optimizer":
+            continue
+        worst = _worst_constant(graph, op, amp_dtype)
+        carries = op.name in _CARRIES_MAGNITUDE
+        large = worst is Holds.OVERFLOWS or (carries and any(leaf in is_large for leaf in op.reads))
+        if large and carries:
+            is_large.update(op.results)
+        if decision.label == "full" or op.is_view:
+            continue
+        if large:
+            decision.pin("constants", f"A constant here is infinite in {amp_dtype}")
+        elif worst is Holds.UNDERFLOWS:
+            decision.pin("constants", f"A constant here is below the normal range of {amp_dtype}")
+
+
+def _worst_constant(graph: StepGraph, op: Op, amp_dtype: str) -> Holds | None:
+    found = [
+        holds(value.expr.value.numpy(), amp_dtype)
+        for value in (graph.values[leaf] for leaf in op.reads)
+        if value.is_constant and value.dtype == FULL_DTYPE and value.expr is not None
+    ]
+    for worst in (Holds.OVERFLOWS, Holds.UNDERFLOWS):
+        if worst in found:
+            return worst
+    return None
+
+
+def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision]) -> None:
+    """Keep free ops whose result reaches an exact argument, through free ops, in float32."""
+    exact: set[int] = set()
+    for op in reversed(graph.ops):
+        decision = decisions[op.position]
+        if decision.exact:
+            exact.update(op.reads)
+        elif any(leaf in exact for leaf in op.results) and _is_transparent(op, decision):
+            exact.update(op.reads)
+            if decision.label == "free":
+                decision.pin("exact", "An exact argument (a phase, a step) depends on this")
+
+
+def _is_transparent(op: Op, decision: Decision) -> bool:
+    return op.is_view or (decision.label == "free" and not decision.sets_result)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An estimate of which ops will share a kernel, made before anything is fused.
+
+A library call (matmul, convolution, attention) or a kernel of its own kind (scatter, sort) reads
+and writes memory: it shares with nobody. Everything else becomes loops, and loops over the same
+number of elements that follow each other fuse, reductions over trailing dimensions included; a
+reduction over leading dimensions ends a kernel.
+
+Two ops share a kernel when they are neighbours of this kind at the same depth, the number of
+kernel boundaries on the longest path from the inputs. Equal depth makes kernels acyclic, and the
+result does not depend on the order in which ops are written.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from tvm import relax
+
+from amp_ir.amp.step_graph import Op, StepGraph
+
+
+class Kind(enum.Enum):
+    """What an op becomes."""
+
+    LIBRARY = "library"
+    OPAQUE = "opaque"
+    LOOP = "loop"
+    VIEW = "view"
+
+
+_LIBRARY = frozenset(
+    {
+        "relax.matmul",
+        "relax.nn.conv1d",
+        "relax.nn.conv2d",
+        "relax.nn.conv3d",
+        "amp_ir.conv",
+        "amp_ir.conv_transpose",
+        "amp_ir.conv_backward_input",
+        "amp_ir.conv_backward_weight",
+        "amp_ir.attention",
+        "amp_ir.attention_backward",
+    }
+)
+_OPAQUE = frozenset(
+    {
+        "relax.scatter_elements",
+        "relax.argsort",
+        "relax.sort",
+        "relax.topk",
+        "relax.cumsum",
+        "relax.cumprod",
+        "amp_ir.scatter_add",
+        "amp_ir.index_put",
+        "amp_ir.embedding_backward",
+        "amp_ir.max_pool_backward",
+    }
+)
+_REDUCTIONS = frozenset(
+    {"relax.sum", "relax.mean", "relax.max", "relax.min", "relax.prod", "relax.variance"}
+)
+# Results that sum over the batch, for each of many columns: a kernel ends with them.
+_COLUMN_REDUCTIONS = frozenset(
+    {
+        "amp_ir.layer_norm_backward_weight",
+        "amp_ir.rms_norm_backward_weight",
+        "amp_ir.group_norm_backward_weight",
+        "amp_ir.nll_loss",
+        "amp_ir.mse_loss",
+        "amp_ir.batch_norm",
+        "amp_ir.batch_norm_backward",
+    }
+)
+
+
+def kind_of(op: Op) -> Kind:
+    """What the op becomes."""
+    if op.is_view:
+        return Kind.VIEW
+    if op.name in _LIBRARY:
+        return Kind.LIBRARY
+    return Kind.OPAQUE if op.name in _OPAQUE else Kind.LOOP
+
+
+def kernels_of(graph: StepGraph) -> list[int]:
+    """A number for each op; ops with the same number are taken to share a kernel."""
+    kinds = [kind_of(op) for op in graph.ops]
+    domains = [_domain(graph, op) for op in graph.ops]
+    ends = [_ends_kernel(op, graph) for op in graph.ops]
+    depths = [0] * len(graph.ops)
+    parent = list(range(len(graph.ops)))
+    for op in graph.ops:
+        neighbours = []
+        for source in _sources(graph, op):
+            joins = (
+                kinds[source] is Kind.LOOP is kinds[op.position]
+                and domains[source] == domains[op.position]
+                and not ends[source]
+            )
+            depths[op.position] = max(depths[op.position], depths[source] + (not joins))
+            if joins:
+                neighbours.append(source)
+        for source in neighbours:
+            if depths[source] == depths[op.position]:
+                parent[_find(parent, source)] = _find(parent, op.position)
+    return [_find(parent, position) for position in range(len(graph.ops))]
+
+
+def _sources(graph: StepGraph, op: Op) -> set[int]:
+    """The ops, views looked through, whose results `op` reads."""
+    values = graph.values
+    return {values[values[leaf].root].op for leaf in op.reads if values[values[leaf].root].op >= 0}
+
+
+def _find(parent: list[int], position: int) -> int:
+    while parent[position] != position:
+        parent[position] = parent[parent[position]]
+        position = parent[position]
+    return position
+
+
+def _domain(graph: StepGraph, op: Op) -> int:
+    """Number of elements the op loops over."""
+    leaves = op.reads if op.name in _REDUCTIONS else op.results
+    return max((graph.values[leaf].size for leaf in leaves), default=0)
+
+
+def _ends_kernel(op: Op, graph: StepGraph) -> bool:
+    if op.name in _COLUMN_REDUCTIONS:
+        return True
+    if op.name not in _REDUCTIONS:
+        return False
+    axes = op.call.attrs.axis if isinstance(op.call, relax.Call) else None
+    if axes is None:
+        return True
+    ndim = len(graph.values[op.reads[0]].shape)
+    return ndim - 1 not in {int(axis) % ndim for axis in axes}

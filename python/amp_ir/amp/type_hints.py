@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the default policy: one for each op that the importer can emit, by reason.
+
+u is the unit roundoff: 2^-11 for float16, 2^-8 for bfloat16 (half a unit in the last of 11 and 8
+significant bits). Every kernel of amp_ir computes in float32 and rounds once, when it stores: a
+word about an argument is a word about the precision in which that tensor is kept in memory.
+
+Where the systems we answer to disagree: softmax is float32 in PyTorch, apex and RAF, "infer" in
+TensorFlow; gelu is float32 in RAF and apex, its input's dtype in PyTorch; sum is float32 in all
+but PyTorch on CPU. The choices here are the numerics policy of the design, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import relax
+
+from amp_ir.amp.hints import (
+    FREE,
+    Answer,
+    Hint,
+    Hints,
+    PrimType,
+    gen_hint_helper,
+    type_hint,
+)
+
+FULL = PrimType("float32")
+KEEP = PrimType(None)
+EXACT = PrimType("float32", exact=True)
+Args = Sequence[relax.Expr]
+
+
+def _each(args: Args, hint: Hint) -> list[Hint]:
+    """`hint` for every float tensor among the arguments, PrimType(None) for the rest."""
+    if not isinstance(hint, PrimType):
+        return [hint] * len(args)
+    if hint.exact:
+        return [hint] * len(args)
+    return [gen_hint_helper(argument.ty, hint.dtype) for argument in args]
+
+
+@type_hint(
+    "relax.nn.conv1d",
+    "relax.nn.conv2d",
+    "relax.nn.conv3d",
+    "amp_ir.conv",
+    "amp_ir.conv_backward_input",
+    "amp_ir.conv_backward_weight",
+    "amp_ir.conv_transpose",
+)
+def convolution(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Low inputs, float32 accumulation: products of two low numbers are exact in float32.
+
+    The error of a sum of K products is then K u^2 of float32 and not of the low dtype; only the
+    inputs and the stored result are rounded (Micikevicius et al. 2018, section 3.3). A gradient of
+    a parameter leaves in float32: storing it low flushes entries below 2^-24 in float16.
+    """
+    low = PrimType(amp_dtype)
+    return Hints(_each(args, low), result=FREE, accumulate="float32", gradient=FULL)
+
+
+@type_hint("relax.matmul")
+def matmul(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Low inputs, float32 accumulation: products of two low numbers are exact in float32.
+
+    Measured at K = 768: accumulating in bfloat16 instead costs an error of 0.41. The result may be
+    stored low; a gradient of a parameter leaves in float32. A contraction over one element is a
+    broadcast multiplication (an outer product, as in rotary embeddings): nothing to speed up.
+    """
+    shape = getattr(args[0].ty, "shape", None)
+    if shape is not None and len(shape) > 0 and int(shape[-1]) == 1:
+        return _each(args, FREE)
+    low = PrimType(amp_dtype)
+    return Hints(_each(args, low), result=FREE, accumulate="float32", gradient=FULL)
+
+
+@type_hint("amp_ir.attention")
+def attention(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Two matrix products with a softmax between them: low inputs, float32 inside.
+
+    Scores and the logarithm of their sum never leave float32; an additive mask stays float32,
+    since -1e9 or the least float32 is -inf in the low dtype.
+    """
+    return Hints([PrimType(amp_dtype)] * 3 + [FULL] * (len(args) - 3), accumulate="float32")
+
+
+@type_hint("amp_ir.attention_backward")
+def attention_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Five matrix products around a recomputed softmax: low inputs, float32 inside.
+
+    The saved logarithm of the sum is float32: it is subtracted from scores of its own size.
+    """
+    return Hints([PrimType(amp_dtype)] * 5 + [FULL] * (len(args) - 5), accumulate="float32")
+
+
+@type_hint(
+    "relax.exp",
+    "relax.log",
+    "relax.power",
+    "relax.square",
+    "relax.sqrt",
+    "relax.rsqrt",
+    "relax.erf",
+    "relax.sinh",
+    "relax.cosh",
+    "relax.asin",
+    "relax.acos",
+    "relax.atan",
+    "relax.asinh",
+    "relax.acosh",
+    "relax.atanh",
+    "relax.nn.log_softmax",
+    "amp_ir.softplus",
+    "amp_ir.softplus_backward",
+    "amp_ir.elu",
+    "amp_ir.elu_backward",
+    "amp_ir.mish",
+    "amp_ir.log_sigmoid",
+    "amp_ir.log_sigmoid_backward",
+    "amp_ir.log1p",
+    "amp_ir.expm1",
+)
+def range_sensitive(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Stay in float32: small inputs make results outside of the low dtype's range or precision.
+
+    exp(x) overflows float16 above x = ln 65504 = 11.09, x^2 above 255.9, 1/sqrt(x) below 2.3e-10;
+    exp(x + e) = exp(x)(1 + e) turns the absolute error of x into a relative one of the result; log
+    near 1 and log_softmax near 0 cancel.
+    """
+    return _each(args, FULL)
+
+
+@type_hint("amp_ir.log_softmax_backward")
+def log_softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Stay in float32: the saved logarithms are exponentiated, u |log p| becomes relative error.
+
+    At p = 1/30522, |log p| = 10.3: rounding it to bfloat16 moves the probability by 4 %.
+    """
+    return _each(args, FULL)
+
+
+@type_hint(
+    "relax.nn.softmax",
+    "amp_ir.attention_probabilities",
+    "amp_ir.attention_weights",
+    "amp_ir.attention_score_gradient",
+)
+def softmax(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Compute in float32: exp overflows float16 above 11.09, and the sum runs over a whole row.
+
+    The result, in [0, 1], may be stored low by those who read it low.
+    """
+    return _each(args, FULL)
+
+
+@type_hint("amp_ir.softmax_backward")
+def softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Gradient in float32, since grad - sum(grad y) cancels; y may come from low storage.
+
+    y enters as a factor: a relative error u in it is a relative error u in the result.
+    """
+    return Hints([FULL, FREE], result=FULL)
+
+
+@type_hint(
+    "amp_ir.layer_norm",
+    "amp_ir.rms_norm",
+    "amp_ir.group_norm",
+    "amp_ir.batch_norm",
+    "amp_ir.layer_norm_backward_weight",
+    "amp_ir.rms_norm_backward_weight",
+    "amp_ir.group_norm_backward_weight",
+    "relax.nn.layer_norm",
+    "relax.nn.rms_norm",
+    "relax.nn.group_norm",
+)
+def normalization(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Statistics, scale and shift in float32: x - mean cancels, and the variance squares.
+
+    The data may come from low storage, and the result is stored low by those who read it low.
+    """
+    return _each(args, FULL)
+
+
+@type_hint(
+    "amp_ir.layer_norm_backward_input",
+    "amp_ir.rms_norm_backward_input",
+    "amp_ir.group_norm_backward_input",
+)
+def normalization_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Float32 inside: two means are subtracted from the gradient; the result may be stored low."""
+    return Hints(_each(args, FULL), result=FREE)
+
+
+@type_hint("amp_ir.batch_norm_backward", "amp_ir.group_norm_backward")
+def batch_norm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Float32 inside: means over the batch are subtracted; the input's gradient may be low.
+
+    The gradients of scale and shift, sums over the batch, leave in float32.
+    """
+    return Hints(_each(args, FULL), result=FREE)
+
+
+_LOSSES = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "soft_margin_loss",
+    "kl_div",
+)
+
+
+@type_hint(
+    "amp_ir.nll_loss",
+    "amp_ir.nll_loss_backward",
+    *(f"amp_ir.{name}" for name in _LOSSES),
+    *(f"amp_ir.{name}_backward" for name in _LOSSES),
+)
+def loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Stay in float32: a loss is a mean over the batch, and the seed of every gradient.
+
+    A gradient of 1/N is below float16's least normal number 6.1e-5 at N = 16384 already.
+    """
+    return _each(args, FULL)
+
+
+@type_hint(
+    "relax.sum",
+    "relax.mean",
+    "relax.prod",
+    "relax.variance",
+    "relax.std",
+    "relax.cumsum",
+    "relax.cumprod",
+    "amp_ir.embedding_backward",
+    "amp_ir.scatter_add",
+    "amp_ir.index_put",
+    "relax.scatter_elements",
+)
+def accumulation(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Accumulate and leave in float32: adding n numbers in a low dtype loses what is below n u.
+
+    In bfloat16 256 + 1 = 256. The terms themselves may come from low storage.
+    """
+    return Hints(_each(args, FULL), accumulate="float32")
+
+
+@type_hint(
+    "relax.sin", "relax.cos", "relax.tan", "relax.mod", "relax.floor_mod", "relax.floor_divide",
+    "relax.floor", "relax.ceil", "relax.round", "relax.trunc",
+)  # fmt: skip
+def periodic_or_discontinuous(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Exact float32 argument: its absolute error is a phase, or moves it over a step.
+
+    Position 1000 of a rotary embedding rounds to a multiple of 4 in bfloat16, a phase of up to 2
+    radians. Nothing on the way to the argument is rounded either.
+    """
+    return _each(args, EXACT)
+
+
+@type_hint(
+    "relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.negative", "relax.abs",
+    "relax.sign", "relax.maximum", "relax.minimum", "relax.where", "relax.clip",
+)  # fmt: skip
+def arithmetic(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype: one operation in float32 and one rounding, of relative size u.
+
+    Constants that the low dtype cannot hold keep the op in float32 (see constants.py).
+    """
+    return _each(args, FREE)
+
+
+@type_hint(
+    "relax.nn.relu", "relax.nn.leakyrelu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu",
+    "relax.tanh", "relax.sigmoid", "amp_ir.relu_backward", "amp_ir.leaky_relu_backward",
+    "amp_ir.gelu_backward", "amp_ir.silu_backward", "amp_ir.tanh_backward",
+    "amp_ir.sigmoid_backward", "amp_ir.hardtanh", "amp_ir.hardswish", "amp_ir.hardsigmoid",
+    "amp_ir.softshrink", "amp_ir.shrink_backward",
+    "amp_ir.hardtanh_backward", "amp_ir.hardswish_backward", "amp_ir.hardsigmoid_backward",
+    "amp_ir.mish_backward",
+)  # fmt: skip
+def activation(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype: the function is bounded by its argument and evaluated in float32.
+
+    RAF and apex keep gelu and tanh in float32 since their low kernels were inaccurate (float16
+    tanh was 1e-2 off); ours round once, at the end.
+    """
+    return _each(args, FREE)
+
+
+@type_hint(
+    "relax.reshape", "relax.permute_dims", "relax.broadcast_to", "relax.concat", "relax.split",
+    "relax.strided_slice", "relax.flip", "relax.take", "relax.gather_elements", "relax.tril",
+    "relax.triu", "relax.expand_dims", "relax.squeeze", "relax.flatten", "relax.stack",
+    "relax.repeat", "relax.tile", "amp_ir.index", "amp_ir.embedding",
+)  # fmt: skip
+def data_movement(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype: moving data rounds nothing."""
+    return _each(args, FREE)
+
+
+@type_hint(
+    "relax.max", "relax.min", "amp_ir.max_pool", "amp_ir.max_pool_backward",
+    "amp_ir.adaptive_max_pool", "amp_ir.adaptive_max_pool_backward", "amp_ir.dropout",
+    "amp_ir.dropout_backward",
+)  # fmt: skip
+def selection(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype: the result is one of the inputs, or that times one scale."""
+    return _each(args, FREE)
+
+
+@type_hint(
+    "amp_ir.avg_pool", "amp_ir.avg_pool_backward", "amp_ir.adaptive_avg_pool",
+    "amp_ir.adaptive_avg_pool_backward", "amp_ir.upsample_nearest", "amp_ir.upsample_bilinear",
+    "amp_ir.upsample_nearest_backward", "amp_ir.upsample_bilinear_backward",
+)  # fmt: skip
+def window_mean(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype: a mean over a small window, accumulated in float32 and rounded once."""
+    return _each(args, FREE)
+
+
+@type_hint(
+    "relax.equal", "relax.not_equal", "relax.less", "relax.less_equal", "relax.greater",
+    "relax.greater_equal", "relax.isfinite", "relax.isinf", "relax.isnan",
+)  # fmt: skip
+def comparison(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype: comparing two stored numbers is exact; the result is bool."""
+    return _each(args, FREE)
+
+
+@type_hint("relax.argmax", "relax.argmin", "relax.argsort", "relax.sort", "relax.topk")
+def ordering(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Stay in float32: rounding makes ties, and ties change which index wins."""
+    return _each(args, FULL)
+
+
+@type_hint(
+    "relax.logical_and", "relax.logical_or", "relax.logical_xor", "relax.logical_not",
+    "relax.bitwise_and", "relax.bitwise_or", "relax.bitwise_xor", "relax.bitwise_not",
+    "relax.left_shift", "relax.right_shift", "relax.full", "relax.full_like", "relax.zeros",
+    "relax.ones", "relax.zeros_like", "relax.ones_like", "relax.arange", "relax.one_hot",
+    "amp_ir.random_uniform", "amp_ir.random_normal",
+)  # fmt: skip
+def untouched(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Left as it was: no float argument, or a generator whose bits define the result."""
+    return [KEEP] * len(args)
+
+
+@type_hint("relax.astype", "amp_ir.cast")
+def user_cast(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Left as it was: a cast that the user wrote is honoured, rounding included."""
+    return [KEEP] * len(args)
