@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a capture, checked before anything is traced; all that is wrong at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from amp_ir.errors import ArgumentError
+from amp_ir.frontend.batch import PLAIN
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+@attrs.frozen
+class Checked:
+    """Models and optimizers as lists."""
+
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+
+
+def check_arguments(
+    step: object, example_batch: object, model: object, optimizer: object, scaler: object
+) -> Checked:
+    """Make lists of the models and optimizers, and refuse what cannot be captured.
+
+    Raises:
+        ArgumentError: listing everything that is wrong.
+    """
+    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if optimizer is None:
+        optimizers = []
+    wrong = [*_step_faults(step), *_batch_faults(example_batch), *_scaler_faults(scaler)]
+    model_faults = [fault for m in models for fault in _model_faults(m)]
+    if not models:
+        model_faults = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
+    wrong += model_faults
+    if not model_faults:
+        wrong += _tensor_faults(models, example_batch)
+        wrong += _optimizer_faults(models, optimizers)
+    if wrong:
+        raise ArgumentError("; ".join(wrong))
+    return Checked(models, optimizers)
+
+
+def _step_faults(step: object) -> Iterator[str]:
+    if get_proxy_mode() is not None:
+        yield "this is already inside of a capture; capture the outermost step only"
+    if not callable(step):
+        yield f"step= is a {type(step).__name__}, expected a function that makes one training step"
+    elif isinstance(step, torch.nn.Module) or hasattr(step, "_torchdynamo_orig_callable"):
+        if hasattr(step, "_orig_mod") or hasattr(step, "_torchdynamo_orig_callable"):
+            yield "step= was made by torch.compile; pass the plain function instead"
+
+
+def _scaler_faults(scaler: object) -> Iterator[str]:
+    if scaler is None:
+        return
+    is_enabled = getattr(scaler, "is_enabled", None)
+    if is_enabled is None:
+        yield f"scaler= is a {type(scaler).__name__}, expected a GradScaler or None"
+    elif is_enabled():
+        yield (
+            "scaler= is enabled, but loss scaling cannot be captured yet; pass scaler=None and "
+            "train in bfloat16, or GradScaler(enabled=False)"
+        )
+
+
+def _batch_faults(batch: object) -> Iterator[str]:
+    if not isinstance(batch, tuple):
+        yield (
+            f"example_batch= is a {type(batch).__name__}, expected the tuple of the step's "
+            "arguments: (inputs, targets), or (batch,) for a single one"
+        )
+        return
+    found, _ = pytree.tree_flatten_with_path(batch)
+    if not any(isinstance(leaf, torch.Tensor) for _, leaf in found):
+        yield "example_batch= holds no tensor; pass an example of what the step is called with"
+    for path, leaf in found:
+        fault = _leaf_fault(leaf)
+        if fault:
+            yield f"example_batch{pytree.keystr(path)} {fault}"
+
+
+def _leaf_fault(leaf: object) -> str | None:
+    if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, PLAIN):
+            return None
+        hint = "torch.from_numpy makes a tensor of an array" if _is_numpy(leaf) else (
+            "pass tensors and plain values in tuples, lists and dicts"
+        )  # fmt: skip
+        return f"is a {type(leaf).__module__}.{type(leaf).__name__}, expected a tensor; {hint}"
+    if leaf.requires_grad and not leaf.is_leaf:
+        return "is the result of another computation with gradients; pass it detached"
+    return _kind_fault(leaf)
+
+
+def _is_numpy(value: object) -> bool:
+    return type(value).__module__ == "numpy"
+
+
+def _kind_fault(tensor: torch.Tensor) -> str | None:
+    """What is wrong with the kind of a tensor, of the batch or of a model."""
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        return "is not initialised; run the lazy module once on an example"
+    if tensor.layout is not torch.strided:
+        return f"is sparse ({tensor.layout}); only dense tensors can be captured, use .to_dense()"
+    if tensor.is_nested:
+        return "is a nested tensor; pad it to a dense one"
+    if tensor.is_quantized:
+        return "is quantized; train in floating point"
+    if tensor.is_complex():
+        return f"is complex ({tensor.dtype}); use two real tensors"
+    if tensor.is_meta:
+        return "is on the meta device and has no values; materialise it (to_empty) first"
+    return None
+
+
+def _model_faults(model: object) -> Iterator[str]:
+    if not isinstance(model, torch.nn.Module):
+        yield f"model= has a {type(model).__name__}, expected torch.nn.Module"
+        return
+    for name, module in model.named_modules():
+        kind, where = type(module).__name__, f"model= ({name or 'itself'})"
+        if kind in _WRAPPERS:
+            yield f"{where} is a {kind}; capture the module inside of it (.module)"
+        elif kind == "OptimizedModule":
+            yield f"{where} was made by torch.compile; pass the plain module (._orig_mod)"
+        elif isinstance(module, torch.jit.ScriptModule):
+            yield f"{where} is a TorchScript module; pass the Python module"
+        elif "quantized" in type(module).__module__ and "torch" in type(module).__module__:
+            yield f"{where} is the quantized module {kind}; train in floating point"
+        elif isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            yield f"{where} has sparse gradients; make the {kind} with sparse=False"
+
+
+def _tensor_faults(models: list[torch.nn.Module], batch: object) -> Iterator[str]:
+    """Faults of parameters and buffers: kinds, devices, memory shared behind PyTorch's back."""
+    owners: dict[int, tuple[str, torch.Tensor]] = {}
+    devices: dict[torch.device, str] = {}
+    for index, model in enumerate(models):
+        prefix = f"model{index}." if index else ""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            fault = _kind_fault(tensor)
+            if fault:
+                yield f"{prefix}{name} {fault}"
+                continue
+            devices.setdefault(tensor.device, prefix + name)
+            owner = owners.setdefault(_address(tensor), (prefix + name, tensor))
+            if owner[1] is not tensor and tensor.numel() and owner[1].numel():
+                yield (
+                    f"{prefix}{name} and {owner[0]} share memory but are two tensors; "
+                    "tie them by assigning the same Parameter to both"
+                )
+    leaves = pytree.tree_leaves(batch)
+    for tensor in (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        devices.setdefault(tensor.device, "the example batch")
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        yield f"tensors are on different devices ({places}); move all to one with .to(device)"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _optimizer_faults(models: list[torch.nn.Module], optimizers: list[object]) -> Iterator[str]:
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    seen: set[int] = set()
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            yield f"optimizer= has a {kind}, expected torch.optim.Optimizer"
+            continue
+        kind = type(optimizer).__name__
+        if id(optimizer) in seen:
+            yield f"optimizer= holds the same {kind} twice"
+        seen.add(id(optimizer))
+        if isinstance(optimizer, torch.optim.LBFGS):
+            yield f"{kind} calls the step as a closure several times; use SGD, Adam or another"
+        elif isinstance(optimizer, torch.optim.SparseAdam):
+            yield f"{kind} needs sparse gradients; use Adam"
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = sum(id(parameter) not in known for parameter in parameters)
+        if foreign:
+            yield (
+                f"{foreign} of the {len(parameters)} parameters of optimizer {index} ({kind}) are "
+                "in no model; pass every module that it trains in model=[...]"
+            )

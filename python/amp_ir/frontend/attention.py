@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as one op: `torch.ops.amp_ir.attention`, and its backward.
+
+For the time of a capture `torch.nn.functional.scaled_dot_product_attention` is the function here.
+The CPU kernels are the definition of the ops (plain PyTorch); they are run by tests only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+_SCHEMA = (
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout_p, bool is_causal, "
+    "float scale) -> (Tensor, Tensor)"
+)
+_BACKWARD_SCHEMA = (
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? mask, float dropout_p, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+)
+_library = torch.library.Library("amp_ir", "FRAGMENT")
+_library.define(_SCHEMA)
+_library.define(_BACKWARD_SCHEMA)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float
+) -> torch.Tensor:
+    """Scaled and masked products f32[b, h, s, t] (f64 for f64 arguments)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if mask is None:
+        return scores
+    if mask.dtype is torch.bool:
+        return scores.masked_fill(~mask, -math.inf)
+    return scores + mask.to(wide)
+
+
+def _kept(scores: torch.Tensor, dropout_p: float) -> torch.Tensor | float:
+    """What dropout multiplies the probabilities with: the same at every call, for tests."""
+    if dropout_p == 0.0:
+        return 1.0
+    generator = torch.Generator(device=scores.device).manual_seed(0)
+    uniform = torch.rand(scores.shape, generator=generator, device=scores.device)
+    return (uniform >= dropout_p).to(scores.dtype) / (1.0 - dropout_p)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T scale + mask) v, and the logarithm of the softmax's denominators.
+
+    Args:
+        q: [b, h, s, d]; k: [b, h, t, d]; v: [b, h, t, e].
+        mask: broadcasts to [b, h, s, t]; bool (True: look at) or floating (added).
+
+    Returns:
+        out [b, h, s, e] of q's dtype, lse f32[b, h, s]. A row that may look at nothing is zero
+        with lse -inf.
+    """
+    scores = _scores(q, k, mask, is_causal, scale)
+    lse = torch.logsumexp(scores, -1)
+    weights = _probabilities(scores, lse) * _kept(scores, dropout_p)
+    return (weights @ v.to(weights.dtype)).to(q.dtype).contiguous(), lse.to(torch.float32)
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    weights = torch.exp(scores - lse.to(scores.dtype).unsqueeze(-1))
+    return torch.where(torch.isneginf(lse).unsqueeze(-1), torch.zeros_like(weights), weights)
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v, each of its argument's shape and dtype."""
+    scores = _scores(q, k, mask, is_causal, scale)
+    kept = _kept(scores, dropout_p)
+    weights = _probabilities(scores, lse)
+    wide = weights.dtype
+    grad, values = grad.to(wide), v.to(wide)
+    dot = (grad * out.to(wide)).sum(-1, keepdim=True)
+    products = weights * (grad @ values.transpose(-1, -2) * kept - dot) * scale
+    dq = products @ k.to(wide)
+    dk = products.transpose(-1, -2) @ q.to(wide)
+    dv = (weights * kept).transpose(-1, -2) @ grad
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _attention_types(q: Any, k: Any, v: Any, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _backward_types(_grad: Any, q: Any, k: Any, v: Any, *_options: Any) -> tuple[Any, Any, Any]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))  # type: ignore[return-value]
+
+
+_library.impl("attention", attention, "CompositeExplicitAutograd")
+_library.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("amp_ir::attention", _attention_types, lib=_library)
+torch.library.register_fake("amp_ir::attention_backward", _backward_types, lib=_library)
+
+
+class _Attention(torch.autograd.Function):
+    """The derivative of the op is an op too; the derivative of that is plain PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, *options: Any) -> Any:
+        out, lse = torch.ops.amp_ir.attention(q, k, v, mask, *options)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        nothing = (None,) * (1 + len(ctx.options))
+        if torch.is_grad_enabled():
+            gradients = _differentiable_backward(grad, q, k, v, mask, *ctx.options)
+        else:
+            gradients = torch.ops.amp_ir.attention_backward(
+                grad, q, k, v, out, lse, mask, *ctx.options
+            )
+        return *gradients, *nothing
+
+
+def _differentiable_backward(
+    grad: Any, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float
+) -> Any:
+    """The backward in ops that autograd can differentiate again (create_graph=True)."""
+    if dropout_p > 0.0:
+        raise NotImplementedError(
+            "a gradient of a gradient through scaled_dot_product_attention with dropout_p="
+            f"{dropout_p}; set the model's attention dropout to 0, or use "
+            "attn_implementation='eager'"
+        )
+    out, lse = attention(q, k, v, mask, 0.0, is_causal, scale)
+    return attention_backward(grad, q, k, v, out, lse, mask, 0.0, is_causal, scale)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` as one op.
+
+    A mask that needs a gradient (a learnt bias) has none in that op: then it is plain PyTorch.
+    """
+    query, key, value, attn_mask = _under_autocast(query, key, value, attn_mask)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        return _spelt_out(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    query, key, value = (_four_dimensional(x, leading) for x in (query, key, value))
+    mask = _mask_of_four(attn_mask, leading)
+    out = _Attention.apply(query, key, value, mask, float(dropout_p), is_causal, scale)
+    return out.reshape(*leading, *out.shape[-2:])
+
+
+def _under_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """Cast as the user's torch.autocast region casts for attention."""
+    query = tensors[0]
+    assert query is not None
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x is not None and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        else x
+        for x in tensors
+    )  # fmt: skip
+
+
+def _four_dimensional(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
+    x = x.expand(*leading, *x.shape[-2:])
+    if len(leading) == 2:
+        return x
+    heads = leading[-1] if leading else 1
+    return x.reshape(-1, heads, *x.shape[-2:])
+
+
+def _mask_of_four(mask: torch.Tensor | None, leading: torch.Size) -> torch.Tensor | None:
+    """The mask with four dimensions; only where ranks above four were folded is it expanded."""
+    if mask is None:
+        return None
+    if len(leading) > 2:
+        mask = mask.expand(*leading, *mask.shape[-2:])
+        return mask.reshape(-1, leading[-1], *mask.shape[-2:])
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return mask
+
+
+def _spelt_out(
+    query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float
+) -> Any:
+    scores = _scores(query, key, mask, is_causal, scale).to(query.dtype)
+    weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)
+    return weights @ value

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced graph made functional: no op writes, composite ops are taken apart, dead code is gone.
+
+A second `make_fx` over the graph of the first; one pass cannot do both, since user code such as
+`requires_grad_` is not allowed under `functionalize`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from amp_ir.frontend.locations import NodeMarker
+from amp_ir.frontend.symbolic_float import FloatTape
+from amp_ir.location import META_KEY, Location
+
+aten = torch.ops.aten
+
+# Ops that stay whole although PyTorch could take them apart: rules speak of them (design D3).
+WHOLE = frozenset(
+    """
+    convolution convolution_backward addmm mm bmm baddbmm
+    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+    native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward
+    _native_batch_norm_legit _native_batch_norm_legit_functional
+    _native_batch_norm_legit_no_training
+    _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
+    embedding embedding_dense_backward
+    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
+    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+    max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+    avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward
+    _adaptive_avg_pool2d _adaptive_avg_pool3d
+    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+    adaptive_max_pool2d adaptive_max_pool2d_backward
+    gelu gelu_backward silu silu_backward tanh_backward sigmoid_backward threshold_backward relu
+    leaky_relu leaky_relu_backward elu elu_backward softplus softplus_backward
+    hardtanh hardtanh_backward
+    native_dropout native_dropout_backward
+    mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss
+    huber_loss_backward binary_cross_entropy binary_cross_entropy_backward
+    soft_margin_loss soft_margin_loss_backward
+    index index_put scatter gather scatter_add
+    upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward
+    cumsum sort topk
+    """.split()
+)
+_RENAMES = frozenset(
+    {
+        aten.alias.default,
+        aten.detach.default,
+        aten.lift_fresh_copy.default,
+        aten.clone.default,
+    }
+)
+# functionalize ends with writes to the inputs (copy_); the outputs hold the same values.
+_COPIES = frozenset({aten.copy_.default, aten.copy.default})
+
+
+@functools.lru_cache(maxsize=1)
+def _core_table() -> Mapping[Any, Callable[..., Any]]:
+    table = dict(core_aten_decompositions().items())
+    return {
+        op: function
+        for op, function in table.items()
+        if getattr(op, "overloadpacket", op).__name__ not in WHOLE
+    }
+
+
+def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
+    """Core ATen's decompositions but for WHOLE, with those that compute with scalars followed."""
+
+    def follow(value: float) -> float:
+        return tape.find(value) or value
+
+    def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
+        # PyTorch's kernel takes the form that is exact at the nearer end.
+        if abs(float.__add__(weight, 0.0)) < 0.5:
+            return _wide(lambda a, b: a + (b - a) * follow(weight), start, end)
+        return _wide(lambda a, b: b - (b - a) * (1 - follow(weight)), start, end)
+
+    def addcmul(
+        x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, value: float = 1
+    ) -> torch.Tensor:
+        return _wide(lambda a, b, c: a + _scaled(b, value) * c, x, left, right)
+
+    def addcdiv(
+        x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, value: float = 1
+    ) -> torch.Tensor:
+        return _wide(lambda a, b, c: a + _scaled(b, value) / c, x, left, right)
+
+    followed = {
+        aten.lerp.Scalar: lerp,
+        aten.addcmul.default: addcmul,
+        aten.addcdiv.default: addcdiv,
+    }
+    return {**_core_table(), **followed}
+
+
+def _scaled(x: torch.Tensor, value: float) -> torch.Tensor:
+    return x if value == 1 else x * value
+
+
+def _wide(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """Compute in float32 where the tensors are narrower, as ATen's fused kernels do."""
+    dtype = tensors[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return function(*tensors)
+    return function(*(tensor.to(torch.float32) for tensor in tensors)).to(dtype)
+
+
+class _Relocating(torch.fx.Interpreter):
+    """Runs a graph op by op; the nodes that an op becomes inherit its place."""
+
+    def __init__(self, traced: torch.fx.GraphModule) -> None:
+        super().__init__(traced, garbage_collect_values=True)
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self._marker = NodeMarker(proxy_mode.tracer.graph)
+        self._marker.mark(Location())
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Run one node."""
+        out = super().run_node(n)
+        self._marker.mark(n.meta.get(META_KEY, Location()))
+        return out
+
+
+def make_functional(
+    traced: torch.fx.GraphModule,
+    inputs: list[torch.Tensor],
+    tape: FloatTape,
+    mode: FakeTensorMode,
+) -> torch.fx.GraphModule:
+    """A graph of the same inputs and outputs without writes, in core ATen and WHOLE."""
+
+    without_profiling(traced)
+
+    def replay(*flat: torch.Tensor) -> Any:
+        return _Relocating(traced).run(*flat)
+
+    with mode, torch.no_grad(), torch._C._DisableAutocast():
+        functional = make_fx(
+            torch.func.functionalize(replay, remove="mutations"),
+            decomposition_table=decomposition_table(tape),
+            tracing_mode="real",
+            _allow_non_fake_inputs=True,
+            _disable_torch_fn_metadata_mode=True,
+        )(*(value.detach() for value in inputs))
+    clean(functional.graph)
+    return functional
+
+
+def clean(graph: torch.fx.Graph) -> None:
+    """Drop ops that only name a value again, writes back to inputs, and dead code.
+
+    In a graph where nothing is written a copy is the value itself.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.copy.default and not _same_kind(*node.args[:2]):
+            _replace_by_cast(graph, node)
+        elif node.target in _COPIES:
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
+        elif node.target in _RENAMES:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _same_kind(target: torch.fx.Node, source: torch.fx.Node) -> bool:
+    first, second = target.meta["val"], source.meta["val"]
+    return bool(first.shape == second.shape and first.dtype == second.dtype)
+
+
+def _replace_by_cast(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """`copy(target, source)` is the source, cast and expanded to the target's kind."""
+    target, source = node.args[0].meta["val"], node.args[1]
+    value = node.meta["val"]
+    with graph.inserting_before(node):
+        if source.meta["val"].dtype != target.dtype:
+            wide = source.meta["val"]
+            cast = graph.call_function(
+                aten._to_copy.default, (source,), {"dtype": target.dtype}
+            )
+            cast.meta.update(node.meta)
+            with wide.fake_mode:
+                cast.meta["val"] = torch.empty_like(wide, dtype=target.dtype)
+            source = cast
+        if source.meta["val"].shape != target.shape:
+            source = graph.call_function(aten.expand.default, (source, list(target.shape)))
+            source.meta.update(node.meta, val=value)
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
+
+
+def without_profiling(traced: torch.fx.GraphModule) -> None:
+    """Drop the marks that `record_function` (in Optimizer.step and zero_grad) leaves."""
+    marks = [
+        node
+        for node in traced.graph.nodes
+        if getattr(node.target, "namespace", "") == "profiler"
+    ]
+    for node in reversed(marks):
+        traced.graph.erase_node(node)

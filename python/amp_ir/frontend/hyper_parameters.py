@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-parameters of optimizers: read from `param_groups` at every call, never frozen.
+
+A float in a param group (lr, weight_decay, betas, ...) is an input of the step. Everything else
+there (flags, integers, None) is frozen into the graph and watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+
+from amp_ir.errors import StateError
+from amp_ir.frontend.symbolic_float import FloatTape, SymbolicFloat
+
+# Flags that choose an implementation, not a result: the plain loop is what can be traced.
+_IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable")
+
+
+@attrs.frozen
+class HyperParameter:
+    """One float of one param group; `item` is its position when the entry is a tuple (betas)."""
+
+    name: str
+    optimizer: torch.optim.Optimizer = attrs.field(eq=False)
+    group: int
+    key: str
+    item: int | None = None
+
+    def value(self) -> float:
+        """The value now.
+
+        Raises:
+            StateError: the entry is gone, or is no number any more.
+        """
+        groups = self.optimizer.param_groups
+        entry = groups[self.group].get(self.key) if self.group < len(groups) else None
+        if self.item is not None and isinstance(entry, (tuple, list)):
+            entry = entry[self.item] if self.item < len(entry) else None
+        if not _is_number(entry):
+            where = f"param_groups[{self.group}][{self.key!r}]"
+            raise StateError(
+                f"{self.name} is an input of the compiled step, but {where} is now {entry!r}; "
+                "expected a number. Restore it, or capture the step again"
+            )
+        return float(entry)
+
+    def read(self) -> torch.Tensor:
+        """The value now as a new float64 tensor of shape []."""
+        return torch.tensor(self.value(), dtype=torch.float64)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dtype.is_floating_point
+    return isinstance(value, (float, int)) and not isinstance(value, bool)
+
+
+def _is_input(key: str, value: object) -> bool:
+    """Floats are inputs; integers stay as they are, save a learning rate written as 1."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return _is_number(value) and (not isinstance(value, int) or key == "lr")
+
+
+def find_hyper_parameters(optimizers: list[torch.optim.Optimizer]) -> list[HyperParameter]:
+    """Every float of every param group, in order."""
+    found = []
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                name = f"optimizer{index}.group{number}.{key}"
+                if _is_input(key, value):
+                    found.append(HyperParameter(name, optimizer, number, key))
+                elif key != "params" and isinstance(value, (tuple, list)):
+                    found += [
+                        HyperParameter(f"{name}.{item}", optimizer, number, key, item)
+                        for item, entry in enumerate(value)
+                        if _is_input(key, entry)
+                    ]
+    return found
+
+
+def frozen_options(
+    optimizers: list[torch.optim.Optimizer], inputs: list[HyperParameter]
+) -> list[dict[str, Any]]:
+    """What is frozen into the graph: the other entries of every group, its parameters by id."""
+    dynamic = {(id(h.optimizer), h.group, h.key) for h in inputs}
+    frozen = []
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            entries = {k: v for k, v in group.items() if (id(optimizer), number, k) not in dynamic}
+            entries["params"] = [id(parameter) for parameter in group["params"]]
+            frozen.append(entries)
+    return frozen
+
+
+def put_symbols(inputs: list[HyperParameter], tape: FloatTape) -> Callable[[], list[str]]:
+    """Let the param groups hold symbolic floats, and choose the plain implementation.
+
+    Returns:
+        a function that names the entries which the step has overwritten since.
+    """
+    put: dict[tuple[int, int, str], tuple[dict[str, Any], Any]] = {}
+    for index, hyper in enumerate(inputs):
+        group = hyper.optimizer.param_groups[hyper.group]
+        if hyper.item is None:
+            group[hyper.key] = tape.input(index)
+        else:
+            entries = list(group[hyper.key])
+            entries[hyper.item] = tape.input(index)
+            group[hyper.key] = tuple(entries)
+        put[id(hyper.optimizer), hyper.group, hyper.key] = group, group[hyper.key]
+    for optimizer in {id(h.optimizer): h.optimizer for h in inputs}.values():
+        for group in optimizer.param_groups:
+            group.update({flag: False for flag in _IMPLEMENTATION_FLAGS if flag in group})
+
+    def overwritten() -> list[str]:
+        return [key for (_, _, key), (group, value) in put.items() if group.get(key) is not value]
+
+    return overwritten
+
+
+@contextlib.contextmanager
+def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) -> Iterator[None]:
+    """Let optimizers see step counters, and `math`'s functions, as symbolic floats.
+
+    `read(tensor)` makes a 0-d tensor an output of the graph as float64, and gives its position.
+    """
+
+    def get_value(x: Any) -> Any:
+        return tape.tensor(read(x)) if isinstance(x, torch.Tensor) else x
+
+    def follow(op: str, plain: Callable[..., float]) -> Callable[..., float]:
+        def function(*values: float) -> float:
+            if any(isinstance(value, SymbolicFloat) for value in values):
+                return tape.derive(op, *values)
+            return plain(*values)
+
+        return function
+
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
+                stack.enter_context(mock.patch.object(module, "_get_value", get_value))
+        for name in ("sqrt", "exp", "log", "pow"):
+            function = follow(name, getattr(math, name))
+            stack.enter_context(mock.patch.object(math, name, function))
+        yield

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is changed in PyTorch for the time of a capture, and put back after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+
+from amp_ir.frontend.attention import scaled_dot_product_attention
+from amp_ir.frontend.locations import Locator
+from amp_ir.frontend.recording import GradientWatch
+from amp_ir.frontend.refusals import Findings, TracingStopped
+
+
+@contextlib.contextmanager
+def patched(
+    models: list[torch.nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    locator: Locator,
+    watch: GradientWatch,
+    findings: Findings,
+) -> Iterator[list[torch.optim.Optimizer]]:
+    """Change PyTorch so that a step can be traced.
+
+    Yields:
+        the list that collects the optimizers whose `step` was called. Their `step` attribute is
+        restored by `state.kept`, which must be around this.
+    """
+    stepped: list[torch.optim.Optimizer] = []
+    for optimizer in optimizers:
+        vars(optimizer)["step"] = _located_step(optimizer, locator, findings, stepped)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_plain_kernels())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(mode=False))
+        for owner in (torch.nn.Module, torch.optim.Optimizer):
+            replacement = _watched_zero_grad(owner.zero_grad, watch)
+            stack.enter_context(mock.patch.object(owner, "zero_grad", replacement))
+        for owner, name, replacement in (
+            (torch.nn.Module, "__call__", locator.wrap_call(torch.nn.Module.__call__)),
+            (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+            (torch.utils.checkpoint, "CheckpointFunction", _NoCheckpoint),
+            (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
+            (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield stepped
+
+
+@contextlib.contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Switch off kernels that hide many ops in one that only one library has.
+
+    oneDNN and cuDNN have whole LSTMs; nn.TransformerEncoderLayer has an inference kernel.
+    """
+    switches = (
+        (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+        (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+        (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    )
+    before = [get() for get, _ in switches]
+    for _, switch in switches:
+        switch(False)
+    try:
+        yield
+    finally:
+        for (_, switch), value in zip(switches, before, strict=True):
+            switch(value)
+
+
+def _located_step(
+    optimizer: torch.optim.Optimizer,
+    locator: Locator,
+    findings: Findings,
+    stepped: list[torch.optim.Optimizer],
+) -> Callable[..., Any]:
+    step = optimizer.step
+
+    def located(*args: Any, **kwargs: Any) -> Any:
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            findings.add(
+                f"{type(optimizer).__name__}.step is called with a closure",
+                locator.here(),
+                "Compute the loss and call backward() before step(); use an optimizer that needs "
+                "no closure",
+            )
+            raise TracingStopped
+        stepped.append(optimizer)
+        with locator.optimizing():
+            return step(*args, **kwargs)
+
+    return located
+
+
+def _watched_zero_grad(zero_grad: Callable[..., None], watch: GradientWatch) -> Callable[..., None]:
+    def watched(self: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        if not set_to_none:
+            zero_grad(self, set_to_none=False)
+            return
+        with watch.clearing_of(self):
+            zero_grad(self)
+
+    return watched
+
+
+def _refused_scheduler(locator: Locator, findings: Findings) -> Callable[..., None]:
+    def refuse(self: Any, *_args: Any, **_kwargs: Any) -> None:
+        findings.add(
+            f"{type(self).__name__}.step is called inside the step",
+            locator.here(),
+            "Call it after the compiled step: the new learning rate is read at the next call",
+        )
+
+    return refuse
+
+
+class _NoCheckpoint:
+    """Activation checkpointing changes memory, not results; memory is planned by the compiler."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:  # noqa: FBT001
+        """Call the function."""
+        return function(*args)
+
+
+def _no_checkpoint(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floats that remember how they were computed, so that hyper-parameters stay inputs of a graph.
+
+`torch.optim` computes with hyper-parameters as Python floats (`1 - beta1 ** step`) and hands the
+results to ATen as scalars. During a capture they are `SymbolicFloat`: to C++ each is a double that
+occurs nowhere else (its `float` value, near the true one), and arithmetic on it is written down.
+A scalar in the captured graph that equals such a double is then replaced by its expression.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+UNARY: Mapping[str, Callable[[float], float]] = {
+    "neg": operator.neg,
+    "abs": abs,
+    "sqrt": math.sqrt,
+    "exp": math.exp,
+    "log": math.log,
+}
+BINARY: Mapping[str, Callable[[float, float], float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
+}
+COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+
+
+@attrs.frozen
+class Expression:
+    """How a float came about.
+
+    `op` is "input" (args: position of the hyper-parameter), "tensor" (args: position among the
+    0-d tensors that the step read), "constant" (args: the float), or a key of UNARY or BINARY
+    (args: expressions).
+    """
+
+    op: str
+    args: tuple[Any, ...]
+
+
+@attrs.frozen
+class Guard:
+    """A comparison that the step made in Python: the graph holds while it comes out the same."""
+
+    compare: str
+    left: Expression
+    right: Expression
+    outcome: bool
+
+    def holds(self, inputs: list[float]) -> bool:
+        """Whether the comparison comes out the same for these hyper-parameters."""
+        left, right = evaluate(self.left, inputs), evaluate(self.right, inputs)
+        return COMPARE[self.compare](left, right) == self.outcome
+
+
+def evaluate(expression: Expression, inputs: list[float]) -> float:
+    """The value of an expression of hyper-parameters alone; NaN where it has none.
+
+    Raises:
+        LookupError: the expression depends on a tensor.
+    """
+    if expression.op == "input":
+        return inputs[expression.args[0]]
+    if expression.op == "constant":
+        return float(expression.args[0])
+    if expression.op == "tensor":
+        raise LookupError("the value depends on a tensor")
+    function = UNARY.get(expression.op) or BINARY[expression.op]
+    try:
+        return function(*(evaluate(argument, inputs) for argument in expression.args))
+    except (ZeroDivisionError, OverflowError, ValueError):
+        return math.nan
+
+
+class FloatTape:
+    """All symbolic floats of one capture.
+
+    `guards` are the comparisons made so far; `on_refusal(reason)` is told when the step asks for
+    something that cannot be followed.
+    """
+
+    def __init__(self, inputs: list[float], on_refusal: Callable[[str], None]) -> None:
+        self.guards: list[Guard] = []
+        self._inputs = inputs
+        self._refuse = on_refusal
+        self._by_value: dict[float, SymbolicFloat] = {}
+        self._random = random.Random(20)
+
+    def input(self, index: int) -> SymbolicFloat:
+        """The hyper-parameter at a position."""
+        return self._new(Expression("input", (index,)), self._inputs[index])
+
+    def tensor(self, index: int) -> SymbolicFloat:
+        """The value of the 0-d tensor at a position; near 7, a step count like any other."""
+        return self._new(Expression("tensor", (index,)), 7.0)
+
+    def find(self, value: object) -> SymbolicFloat | None:
+        """The symbolic float that a scalar of the graph stands for, if it is one."""
+        return self._by_value.get(value) if type(value) is float else None
+
+    def expression_of(self, value: float) -> Expression:
+        """The expression of a symbolic float, or a constant."""
+        if isinstance(value, SymbolicFloat):
+            return value.expression
+        return Expression("constant", (float(value),))
+
+    def derive(self, op: str, *operands: float) -> SymbolicFloat:
+        """A new float from an operation on others."""
+        function: Callable[..., float] = UNARY.get(op) or BINARY[op]
+        expression = Expression(op, tuple(self.expression_of(value) for value in operands))
+        try:
+            value = function(*map(_plain, operands))
+        except (ZeroDivisionError, OverflowError, ValueError):
+            value = math.nan
+        return self._new(expression, value)
+
+    def compare(self, op: str, left: float, right: float) -> bool:
+        """Compare as the true values do, and remember the outcome."""
+        expressions = self.expression_of(left), self.expression_of(right)
+        try:
+            outcome = COMPARE[op](*(evaluate(side, self._inputs) for side in expressions))
+        except LookupError:
+            self._refuse("compares a tensor's value (a step count of an optimizer) in Python")
+            return COMPARE[op](_plain(left), _plain(right))
+        guard = Guard(op, *expressions, outcome)
+        if guard not in self.guards:
+            self.guards.append(guard)
+        return outcome
+
+    def refuse_conversion(self) -> None:
+        """Arithmetic on a converted value could not be followed."""
+        self._refuse("converts a hyper-parameter with float() or int()")
+
+    def true_value(self, value: SymbolicFloat) -> float:
+        """What the user would see."""
+        try:
+            return evaluate(value.expression, self._inputs)
+        except LookupError:
+            return _plain(value)
+
+    def _new(self, expression: Expression, near: float) -> SymbolicFloat:
+        usable = isinstance(near, float) and math.isfinite(near) and abs(near) > 1e-300
+        near = near if usable else 1e-3
+        value = near
+        while value in self._by_value or value == near:
+            value = near * (1 + self._random.uniform(1e-10, 2e-10))
+        symbolic = SymbolicFloat(value)
+        symbolic.expression = expression
+        symbolic.tape = self
+        self._by_value[value] = symbolic
+        return symbolic
+
+
+def _plain(value: float) -> float:
+    return float.__add__(value, 0.0) if isinstance(value, SymbolicFloat) else float(value)
+
+
+def _unary(op: str) -> Callable[..., Any]:
+    def method(self: SymbolicFloat) -> SymbolicFloat:
+        return self.tape.derive(op, self)
+
+    return method
+
+
+def _binary(op: str, *, swapped: bool = False) -> Callable[..., Any]:
+    def method(self: SymbolicFloat, other: object) -> Any:
+        if not isinstance(other, (float, int)):
+            return NotImplemented
+        return self.tape.derive(op, other, self) if swapped else self.tape.derive(op, self, other)
+
+    return method
+
+
+def _comparison(op: str) -> Callable[..., Any]:
+    def method(self: SymbolicFloat, other: object) -> Any:
+        if not isinstance(other, (float, int)):
+            return NotImplemented
+        return self.tape.compare(op, self, other)
+
+    return method
+
+
+class SymbolicFloat(float):
+    """A double for ATen, an expression for us; made by a `FloatTape` only."""
+
+    expression: Expression
+    tape: FloatTape
+
+    __neg__, __abs__ = _unary("neg"), _unary("abs")
+    __add__, __radd__ = _binary("add"), _binary("add", swapped=True)
+    __sub__, __rsub__ = _binary("sub"), _binary("sub", swapped=True)
+    __mul__, __rmul__ = _binary("mul"), _binary("mul", swapped=True)
+    __truediv__, __rtruediv__ = _binary("div"), _binary("div", swapped=True)
+    __pow__, __rpow__ = _binary("pow"), _binary("pow", swapped=True)
+    __eq__, __ne__ = _comparison("eq"), _comparison("ne")
+    __lt__, __le__ = _comparison("lt"), _comparison("le")
+    __gt__, __ge__ = _comparison("gt"), _comparison("ge")
+    __hash__ = float.__hash__
+
+    def __bool__(self) -> bool:
+        """Whether the true value is not zero."""
+        return self.tape.compare("ne", self, 0.0)
+
+    def __float__(self) -> float:
+        """The double; the conversion is reported, since it loses the expression."""
+        self.tape.refuse_conversion()
+        return _plain(self)
+
+    def __int__(self) -> int:
+        """The integer; the conversion is reported, since it loses the expression."""
+        self.tape.refuse_conversion()
+        return int(_plain(self))
+
+    def __repr__(self) -> str:
+        """Show the true value, as the user would see it."""
+        return repr(self.tape.true_value(self))
+
+    def __str__(self) -> str:
+        """Show the true value, as the user would see it."""
+        return str(self.tape.true_value(self))
+
+    def __format__(self, spec: str) -> str:
+        """Show the true value, as the user would see it."""
+        return format(self.tape.true_value(self), spec)

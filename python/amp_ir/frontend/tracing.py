@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's step, run once on fake tensors: everything it does becomes a graph of ATen ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_ir.errors import CaptureError
+from amp_ir.frontend.batch import Arguments, Results, unusable_result
+from amp_ir.frontend.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
+from amp_ir.frontend.locations import Locator
+from amp_ir.frontend.patches import patched
+from amp_ir.frontend.recording import GradientWatch, Recorder, Substitution
+from amp_ir.frontend.refusals import Findings, TracingStopped
+from amp_ir.frontend.state import Slot, State, fake_of, kept, put_fakes
+from amp_ir.frontend.symbolic_float import FloatTape, SymbolicFloat
+from amp_ir.location import Location
+from amp_ir.module import Role
+
+
+@attrs.frozen(eq=False)
+class Created:
+    """A tensor that the step itself put into an optimizer's state."""
+
+    optimizer: int
+    parameter: torch.Tensor
+    key: str
+    value: torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class Traced:
+    """What one run of the step left.
+
+    `graph` takes `inputs` (the fakes of the slots, then of the batch) and returns, in order:
+    `result_count` results, the new values of all slots, the gradient of each slot of `gradients`
+    (the parameters that have one at the end), the values of `created`, and `read_count` tensors
+    f64[] whose values the step computed with as floats.
+    `observed` are the ids of the parameters whose gradient before the step made a difference.
+    """
+
+    graph: torch.fx.GraphModule
+    inputs: list[torch.Tensor]
+    results: Results
+    symbols: list[SymbolicFloat]
+    result_count: int
+    gradients: list[Slot]
+    created: list[Created]
+    read_count: int
+    observed: set[int]
+    stepped: list[torch.optim.Optimizer]
+
+
+class StepTracer:
+    """Traces one step; use once."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        arguments: Arguments,
+        state: State,
+        hypers: list[HyperParameter],
+        mode: FakeTensorMode,
+    ) -> None:
+        self._step = step
+        self._arguments = arguments
+        self._state = state
+        self._hypers = hypers
+        self._mode = mode
+        self._findings = Findings()
+        self._locator = Locator(state.models)
+        self.tape = FloatTape([hyper.value() for hyper in hypers], self._refuse_float)
+        self._read: list[torch.Tensor] = []
+        self._left: dict[str, Any] = {}
+
+    def trace(self) -> Traced:
+        """Run the step on fakes.
+
+        Raises:
+            CaptureError: the step does what a compiled step cannot do, or fails itself.
+        """
+        for slot in self._state.slots:
+            slot.fake = fake_of(slot.tensor, self._mode)
+        batch = [fake_of(tensor, self._mode) for tensor in self._arguments.tensors]
+        inputs = [*(slot.fake for slot in self._state.slots), *batch]
+        with self._mode, kept(self._state):
+            graph = make_fx(
+                lambda *_flat: self._run(batch),
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+                _disable_torch_fn_metadata_mode=True,
+            )(*inputs)
+        return Traced(graph=graph, inputs=inputs, read_count=len(self._read), **self._left)
+
+    def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        state = self._state
+        fakes = put_fakes(state)
+        overwritten = put_symbols(self._hypers, self.tape)
+        watch = GradientWatch([fakes[id(slot.tensor)] for slot in state.parameters])
+        try:
+            with contextlib.ExitStack() as stack:
+                stepped = stack.enter_context(
+                    patched(state.models, state.optimizers, self._locator, watch, self._findings)
+                )
+                stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
+                stack.enter_context(Recorder(self._locator, self._findings, batch))
+                stack.enter_context(Substitution(fakes, watch, self._locator, self._findings))
+                value = self._step(*self._arguments.with_tensors(batch))
+        except TracingStopped:
+            raise self._findings.error() from None
+        except Exception as error:  # the user's code may raise anything
+            raise self._failure(error) from error
+        for key in overwritten():
+            self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
+        observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
+        self._left.update(observed=observed, stepped=stepped)
+        outputs = self._outputs(value)
+        if self._findings:
+            raise self._findings.error()
+        return outputs
+
+    def _outputs(self, value: Any) -> list[torch.Tensor]:
+        """The flat outputs of the graph; `_left` keeps what they are."""
+        leaves, spec = pytree.tree_flatten(value)
+        for reason in filter(None, map(unusable_result, leaves)):
+            advice = "Return tensors and plain values in tuples, lists, dicts or ModelOutputs"
+            self._refuse(reason, advice)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        symbols = [leaf for leaf in leaves if isinstance(leaf, SymbolicFloat)]
+        position = {id(x): i for i, x in enumerate((*tensors, *symbols))}
+        places = tuple(position.get(id(leaf)) for leaf in leaves)
+        constants = tuple(
+            leaf if place is None else None for leaf, place in zip(leaves, places, strict=True)
+        )
+        numbers = frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, SymbolicFloat))
+        values = self._new_values()
+        gradients = [slot for slot in self._state.parameters if _gradient(slot) is not None]
+        created = list(self._created())
+        self._left.update(
+            results=Results(spec, places, constants, numbers),
+            symbols=symbols,
+            result_count=len(tensors),
+            gradients=gradients,
+            created=created,
+        )
+        left = [_gradient(slot) for slot in gradients]
+        return [*tensors, *values, *left, *(c.value for c in created), *self._read]
+
+    def _new_values(self) -> list[torch.Tensor]:
+        """What stands in each slot's place now: its fake, or what the step put there."""
+        now: dict[int, torch.Tensor] = {}
+        for slot, value in self._places():
+            fits = isinstance(value, FakeTensor) and value.shape == slot.tensor.shape
+            if slot.role is Role.PARAMETER:
+                fits = value is slot.fake
+            elif fits:
+                fits = value.dtype == slot.tensor.dtype
+            if not fits:
+                self._refuse(
+                    f"the step replaces {slot.name} by something of another kind",
+                    "Write to it in place (copy_) and keep its shape and dtype",
+                )
+            now.setdefault(id(slot), value)
+        return [now.get(id(slot), slot.fake) for slot in self._state.slots]
+
+    def _places(self) -> Iterator[tuple[Slot, Any]]:
+        """Each slot, with what is in its place now."""
+        state = self._state
+        named = {slot.name: slot for slot in (*state.parameters, *state.buffers)}
+        for index, model in enumerate(state.models):
+            prefix = f"model{index}" if index else ""
+            for path, module in model.named_modules(prefix=prefix):
+                for key, value in (*module._parameters.items(), *module._buffers.items()):
+                    slot = named.get(f"{path}.{key}" if path else key)
+                    if slot is not None:
+                        yield slot, value
+        fakes = {id(slot.tensor): slot.fake for slot in state.parameters}
+        for (index, parameter), slots in state.optimizer_slots.items():
+            values = state.optimizers[index].state.get(fakes[parameter], {})
+            for key, slot in slots.items():
+                yield slot, values.get(key)
+
+    def _created(self) -> Iterator[Created]:
+        """Tensors of the optimizers' state that the step made; plain values must not change."""
+        for index, optimizer in enumerate(self._state.optimizers):
+            for slot in self._state.parameters:
+                known = self._state.optimizer_slots.get((index, id(slot.tensor)), {})
+                before = self._state.plain_values.get((index, id(slot.tensor)), {})
+                for key, value in optimizer.state.get(slot.fake, {}).items():
+                    if isinstance(value, FakeTensor) and key not in known:
+                        yield Created(index, slot.tensor, key, value)
+                    elif not isinstance(value, torch.Tensor) and before.get(key) != value:
+                        self._refuse(
+                            f"{type(optimizer).__name__} keeps {key!r} of {slot.name} as a Python "
+                            "value and changes it",
+                            "Let the optimizer keep it as a tensor and update it in place",
+                        )
+
+    def _read_value(self, tensor: torch.Tensor) -> int:
+        self._read.append(tensor.detach().to(torch.float64, copy=True))
+        return len(self._read) - 1
+
+    def _refuse(self, what: str, advice: str) -> None:
+        self._findings.add(what, Location(), advice)
+
+    def _refuse_float(self, reason: str) -> None:
+        advice = "Compute with the value as it is, or with tensors"
+        self._findings.add(reason, self._locator.here(), advice)
+
+    def _failure(self, error: Exception) -> CaptureError:
+        """What to raise for an error of the user's step: earlier findings explain it best."""
+        if self._findings:
+            return self._findings.error()
+        where = self._locator.of_error(error)
+        return CaptureError(
+            f"the step failed while it was traced, at {where}: {type(error).__name__}: {error}. "
+            "Check that it runs as plain PyTorch on the same batch; if it does, it needs a "
+            "tensor's value (as .numpy() does), which a compiled step has not"
+        )
+
+
+def _gradient(slot: Slot) -> torch.Tensor | None:
+    assert slot.fake is not None
+    return slot.fake.grad
