@@ -14,40 +14,34 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tvm import relax
 
 from amp_ir.frontend.captured import CapturedInput, CapturedOutput, CapturedStep
+from amp_ir.frontend.functional import WHOLE
 from amp_ir.frontend.importer import import_step
 from amp_ir.interpreter import interpret
 from amp_ir.module import Role, StepModule
 
-# Ops of ATen that the capture does not decompose (by packet name).
-KEPT = """
-convolution convolution_backward addmm mm bmm baddbmm native_layer_norm native_layer_norm_backward
-_fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
-native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional
-_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data embedding
-embedding_dense_backward nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
-max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices
-max_pool3d_with_indices_backward avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
-_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
-_adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d
-adaptive_max_pool3d_backward gelu gelu_backward silu silu_backward tanh_backward sigmoid_backward
-threshold_backward relu leaky_relu leaky_relu_backward elu elu_backward softplus softplus_backward
-hardtanh hardtanh_backward hardswish hardswish_backward hardsigmoid hardsigmoid_backward mish
-mish_backward log_sigmoid_forward log_sigmoid_backward softshrink hardshrink native_dropout
-native_dropout_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss
-huber_loss_backward binary_cross_entropy binary_cross_entropy_backward soft_margin_loss
-soft_margin_loss_backward index index_put scatter scatter_add gather upsample_nearest1d
-upsample_nearest2d upsample_nearest3d upsample_nearest2d_backward upsample_linear1d upsample_bilinear2d
-upsample_bilinear2d_backward upsample_trilinear3d cumsum sort topk
-_upsample_nearest_exact2d select_backward slice_backward
-""".split()
+# Ops with a converter that the capture decomposes today, as PyTorch does.
+ALSO_WHOLE = frozenset(
+    """
+    hardswish hardswish_backward hardsigmoid hardsigmoid_backward mish mish_backward
+    log_sigmoid_forward log_sigmoid_backward softshrink hardshrink celu prelu _prelu_kernel
+    _prelu_kernel_backward select_backward slice_backward select_scatter slice_scatter
+    upsample_nearest1d upsample_nearest3d upsample_linear1d upsample_trilinear3d
+    upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d std var_mean roll tril triu masked_fill stack split unbind
+    index_add eye linspace zeros_like ones_like new_full new_zeros squeeze t transpose square
+    addmv dot mv repeat diagonal clamp_min clamp_max rsub floor_divide threshold argsort all
+    unsafe_split reflection_pad1d reflection_pad2d reflection_pad1d_backward
+    reflection_pad2d_backward replication_pad2d replication_pad3d
+    """.split()
+)
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions(whole: frozenset[str]) -> dict[Any, Callable[..., Any]]:
     """PyTorch's core decompositions without the ops that stay whole."""
     return {
         overload: function
         for overload, function in core_aten_decompositions().items()
-        if overload.name().removeprefix("aten::").split(".")[0] not in KEPT
+        if overload.name().removeprefix("aten::").split(".")[0] not in whole
     }
 
 
@@ -65,14 +59,19 @@ def without_mkldnn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> CapturedStep:
+def traced(
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    *,
+    whole: frozenset[str] = WHOLE,
+) -> CapturedStep:
     """The function as a captured step, each input a BATCH input and each output a RESULT."""
     with without_mkldnn():
         first = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         with torch.no_grad():
             graph = make_fx(
                 torch.func.functionalize(first, remove="mutations"),
-                decomposition_table=decompositions(),
+                decomposition_table=decompositions(whole),
                 tracing_mode="fake",
                 _allow_non_fake_inputs=True,
             )(*(x.detach() for x in inputs))
@@ -89,9 +88,11 @@ def traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Capt
     )
 
 
-def imported(function: Callable[..., Any], *inputs: torch.Tensor) -> StepModule:
-    """The function as a module; well formed, and every op with a location."""
-    mod = import_step(traced(function, inputs))
+def imported(
+    function: Callable[..., Any], *inputs: torch.Tensor, whole: frozenset[str] = WHOLE
+) -> StepModule:
+    """The function as a module, well formed."""
+    mod = import_step(traced(function, inputs, whole=whole))
     relax.analysis.well_formed(mod.ir)
     return mod
 
@@ -111,9 +112,10 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., list[torch.Ten
     def apply(*inputs: torch.Tensor) -> list[torch.Tensor]:
         results = pytree.tree_leaves(function(*inputs))
         wanted = [x for x in inputs if x.requires_grad]
-        if not wanted:
+        terms = [(one * _weights(one)).sum() for one in results if one.requires_grad]
+        if not terms:
             return results
-        total = sum((result * _weights(result)).sum() for result in results if result.requires_grad)
+        total = sum(terms[1:], terms[0])
         gradients = torch.autograd.grad(total, wanted, allow_unused=True)
         return [*results, *(one for one in gradients if one is not None)]
 
@@ -126,16 +128,20 @@ def _weights(result: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    function: Callable[..., Any], *inputs: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-6
+    function: Callable[..., Any],
+    *inputs: torch.Tensor,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    whole: frozenset[str] = WHOLE,
 ) -> StepModule:
     """Import function and gradients, and compare dtype, shape and values with PyTorch's own.
 
     The interpreter runs PyTorch's own kernels, in another order or composition: a few float32
     roundings (6e-8 each) apart, so 1e-5 relative and 1e-6 of values near 1.
     """
-    whole = with_gradients(function)
-    expected = [one.detach() for one in whole(*inputs)]
-    mod = imported(whole, *inputs)
+    function_and_gradients = with_gradients(function)
+    expected = [one.detach() for one in function_and_gradients(*inputs)]
+    mod = imported(function_and_gradients, *inputs, whole=whole)
     actual = interpret(mod, [x.detach() for x in inputs])
     assert len(actual) == len(expected)
     for got, wanted in zip(actual, expected, strict=True):

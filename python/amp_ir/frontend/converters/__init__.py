@@ -11,6 +11,7 @@ from amp_ir.frontend.converters import (  # noqa: F401  (each registers its conv
     linear_algebra,
     losses,
     normalization,
+    padding,
     pooling,
     random,
     reductions,

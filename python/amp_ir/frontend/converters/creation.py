@@ -66,6 +66,9 @@ def arange(ops: Emitter, *bounds: Scalar, **_options: Any) -> relax.Expr:
         return ops.tensor(torch.arange(*bounds, dtype=ops.result.dtype))
     begin, end = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
     step = bounds[2] if len(bounds) > 2 else 1
+    if step < 0:
+        # Relax's rule for the length of an arange is right for positive steps only.
+        return ops.tensor(torch.arange(begin, end, step, dtype=ops.result.dtype))
     return ops.emit(relax.op.arange(int(begin), int(end), int(step), ops.dtype))
 
 

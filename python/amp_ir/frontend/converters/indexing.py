@@ -223,10 +223,12 @@ def _scatter(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr, reduction: str
 ) -> relax.Expr:
     if not shape_of(x):
-        ops.refuse("scattering into a 0-d tensor")
+        # One element; the ids can only be 0.
+        x, ids, source = (ops.reshape(one, [1]) for one in (x, ids, source))
     source = _covered(ops, source, ids, None)
     axis = dim % len(shape_of(x))
-    return ops.emit(relax.op.scatter_elements(x, ids, source, axis, reduction))
+    written = ops.emit(relax.op.scatter_elements(x, ids, source, axis, reduction))
+    return ops.reshape(written, ops.shape)
 
 
 @converts(aten.masked_scatter.default)

@@ -138,6 +138,7 @@ def _adaptive_backward(name: str, ndim_space: int) -> Converter:
     return convert
 
 
+converts(aten.max_pool1d_with_indices.default)(_max_pool(1))
 converts(aten.max_pool2d_with_indices.default)(_max_pool(2))
 converts(aten.max_pool3d_with_indices.default)(_max_pool(3))
 converts(aten.max_pool2d_with_indices_backward.default)(_max_pool_backward(2))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -230,6 +231,41 @@ def _var_mean(
     total = reduce(ops, relax.op.sum, ops.multiply(distance, distance), axes, keepdims=keepdims)
     divisor = max(0.0, count - (1 if correction is None else correction))
     return ops.divide(total, float(divisor)), ops.reshape(average, shape_of(total))
+
+
+@converts(aten.linalg_vector_norm.default)
+def vector_norm(
+    ops: Emitter,
+    x: relax.Expr,
+    order: Scalar = 2,
+    dims: Axes = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> relax.Expr:
+    """(sum of |x| ** order) ** (1 / order), in float32 or wider and rounded once."""
+    wide = ops.cast(x, "float64" if ops.dtype == "float64" else "float32")
+    return ops.cast(_norm(ops, wide, order, axes_of(x, dims), keepdims=keepdim), ops.dtype)
+
+
+def _norm(
+    ops: Emitter, x: relax.Expr, order: Scalar, axes: list[int], *, keepdims: bool
+) -> relax.Expr:
+    if order == 2:
+        total = reduce(ops, relax.op.sum, ops.multiply(x, x), axes, keepdims=keepdims)
+        return ops.emit(relax.op.sqrt(total))
+    if order == 0:
+        count = ops.cast(ops.cast(x, "bool"), dtype_of(x))
+        return reduce(ops, relax.op.sum, count, axes, keepdims=keepdims)
+    size = ops.emit(relax.op.abs(x))
+    if math.isinf(order):
+        extremum = relax.op.max if order > 0 else relax.op.min
+        return reduce(ops, extremum, size, axes, keepdims=keepdims)
+    if order == 1:
+        return reduce(ops, relax.op.sum, size, axes, keepdims=keepdims)
+    powers = ops.binary(relax.op.power, size, float(order))
+    total = reduce(ops, relax.op.sum, powers, axes, keepdims=keepdims)
+    return ops.binary(relax.op.power, total, 1.0 / order)
 
 
 @converts(aten.cumsum.default)

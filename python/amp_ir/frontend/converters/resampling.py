@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from tvm import relax
 
-from amp_ir.frontend.converters.creation import static_indices
+from amp_ir.frontend.converters.axis_map import apply_axis_map
 from amp_ir.frontend.converters.emitter import Emitter
 from amp_ir.frontend.converters.promotion import dtype_of, is_float, shape_of
 from amp_ir.frontend.converters.registry import Converter, converts
@@ -52,28 +52,6 @@ def _unit_vectors(extent: int) -> torch.Tensor:
     return torch.eye(extent, dtype=torch.float64)[None]
 
 
-def _apply(ops: Emitter, x: relax.Expr, axis: int, weights: torch.Tensor) -> relax.Expr:
-    """y[..., j, ...] = sum over i of weights[i, j] * x[..., i, ...] along one axis.
-
-    Column j has few entries that are not zero; term k gathers the k-th of every column.
-    """
-    count = max(1, int((weights != 0).sum(0).max()))
-    # The order of a stable sort by "is zero" puts the entries that count first, ascending.
-    order = torch.sort((weights == 0).to(torch.int8), dim=0, stable=True).indices[:count]
-    factors = torch.gather(weights, 0, order)
-    shape = [1] * len(shape_of(x))
-    shape[axis] = weights.shape[1]
-    total: relax.Expr | None = None
-    for places, factor in zip(order, factors, strict=True):
-        term = ops.emit(relax.op.take(x, static_indices(ops, places), axis))
-        if not bool((factor == 1).all()):
-            values = factor.to(getattr(torch, dtype_of(x))).reshape(shape)
-            term = ops.multiply(term, ops.tensor(values))
-        total = term if total is None else ops.add(total, term)
-    assert total is not None, "count is at least 1"
-    return total
-
-
 def _resample(
     ops: Emitter,
     x: relax.Expr,
@@ -93,7 +71,7 @@ def _resample(
     for k, (extent, out) in enumerate(zip(input_space, output_space, strict=True)):
         scale = scales[k] if k < len(scales) else None
         weights = axis_map(extent, out, scale)
-        wide = _apply(ops, wide, first + k, weights.T if backward else weights)
+        wide = apply_axis_map(ops, wide, first + k, weights.T if backward else weights)
     return ops.cast(wide, result_dtype)
 
 

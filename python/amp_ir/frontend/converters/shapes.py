@@ -117,12 +117,9 @@ def slice_scatter(
     if step == 1:
         rest = ops.slice(x, axis, stop, extent)
         return ops.concat([ops.slice(x, axis, 0, begin), source, rest], axis)
-    # Position p comes from the source (which follows x in the concatenation) or from x itself.
-    positions = list(range(extent))
-    for order, position in enumerate(range(begin, stop, step)):
-        positions[position] = extent + order
-    both = ops.concat([x, source], axis)
-    return ops.emit(relax.op.take(both, static_indices(ops, positions), axis))
+    position = _positions(x)
+    order = position.movedim(axis, 0)[begin:stop:step].movedim(0, axis)
+    return _overwritten(ops, x, source, order)
 
 
 @converts(aten.slice_backward.default)
@@ -304,3 +301,29 @@ def _view(ops: Emitter, x: relax.Expr, positions: torch.Tensor) -> relax.Expr:
     flat = ops.reshape(x, [_count(shape_of(x))])
     taken = ops.emit(relax.op.take(flat, static_indices(ops, positions.reshape(-1)), 0))
     return ops.reshape(taken, ops.shape)
+
+
+@converts(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    ops: Emitter,
+    x: relax.Expr,
+    source: relax.Expr,
+    offset: int = 0,
+    dim1: int = 0,
+    dim2: int = 1,
+) -> relax.Expr:
+    """x with one diagonal of two axes replaced."""
+    return _overwritten(ops, x, source, _positions(x).diagonal(offset, dim1, dim2))
+
+
+def _overwritten(
+    ops: Emitter, x: relax.Expr, source: relax.Expr, positions: torch.Tensor
+) -> relax.Expr:
+    """x with element `positions[i]` in row-major order replaced by element i of the source."""
+    count, replaced = _count(shape_of(x)), _count(shape_of(source))
+    # Each element comes from x itself, or from the source, which follows it.
+    origin = torch.arange(count)
+    origin[positions.reshape(-1)] = torch.arange(count, count + replaced)
+    flat = [ops.reshape(x, [count]), ops.reshape(source, [replaced])]
+    taken = ops.emit(relax.op.take(ops.concat(flat, 0), static_indices(ops, origin), 0))
+    return ops.reshape(taken, shape_of(x))
