@@ -11,7 +11,8 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from amp_ir.amp import CustomTypeHint, PrimType, autocast, check_dtype, gen_hint_helper
+from amp_ir.amp import CustomTypeHint, PrimType, check_dtype, gen_hint_helper
+from amp_ir.amp.autocast import autocast
 from amp_ir.dialect.registry import call_op
 from amp_ir.errors import OptionError, RuleError
 from amp_ir.interpreter import interpret

@@ -25,9 +25,10 @@ struct MinCut {
 // Of several minimum cuts it returns the one with the fewest vertices on the source's side. That
 // one is unique, so the result depends neither on the order of the edges nor on how flow was found.
 //
-// Requires: 0 <= vertex < num_vertices in every edge, capacity >= 0, source != sink, and the sum of
-//           the capacities below 2^63; the caller checks.
-// Ensures:  on_source_side[source], not on_source_side[sink]; value equals the capacity of the edges
+// Requires: 0 <= vertex < num_vertices in every edge, capacity >= 0, source != sink, the sum of the
+//           capacities below 2^63 and fewer than 2^30 edges; the caller checks.
+// Ensures:  on_source_side[source], not on_source_side[sink]; value equals the capacity of the
+// edges
 //           from a vertex on the source's side to one that is not.
 // Cost:     O(V^2 E) in the worst case, near linear on the shallow graphs of a training step:
 //           100 000 vertices in well under a second, measured in tests/test_min_cut.py.

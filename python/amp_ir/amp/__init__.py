@@ -6,8 +6,6 @@ user changes them), `step_graph` (the IR as records), `decisions` (what the rule
 `kernels` and `placement` (the dtype of free ops), `rewrite` (casts), `autocast` (the pass).
 """
 
-from amp_ir.amp.autocast import autocast
-from amp_ir.amp.erasure import erase_casts
 from amp_ir.amp.hints import (
     FREE,
     Hints,
@@ -25,9 +23,7 @@ __all__ = [
     "Hints",
     "PrimType",
     "TupleType",
-    "autocast",
     "check_dtype",
-    "erase_casts",
     "gen_hint_helper",
     "type_hint",
 ]

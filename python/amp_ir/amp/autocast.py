@@ -66,8 +66,8 @@ def autocast(
         return mod
     graph = read_step(ir)
     kernels = kernels_of(graph)
-    decisions = decide(graph, find_rule, amp_dtype, on_unknown=on_unknown)
     dtypes = _output_dtypes(graph, mod, out_dtype)
+    decisions = decide(graph, find_rule, amp_dtype, dtypes, on_unknown=on_unknown)
     _label_free_ops(graph, decisions, kernels, dtypes, placement)
     rewritten = rewrite(graph, decisions, kernels, amp_dtype, dtypes)
     function = rewritten.function.with_attr(ATTRIBUTE, amp_dtype)

@@ -74,15 +74,20 @@ class Decision:
 
 
 def decide(
-    graph: StepGraph, find_rule: FindRule, amp_dtype: str, *, on_unknown: str = "error"
+    graph: StepGraph,
+    find_rule: FindRule,
+    amp_dtype: str,
+    output_dtypes: Sequence[str],
+    *,
+    on_unknown: str = "error",
 ) -> list[Decision]:
-    """One decision an op.
+    """One decision an op; `output_dtypes` has the dtype in which each output leaves the step.
 
     Raises:
         RuleError: ops without a rule (all of them, with counts), or a rule with a wrong answer.
     """
     _check_all_known(graph, find_rule, on_unknown)
-    feeds_gradients_only = _values_that_feed_gradients_only(graph)
+    feeds_gradients_only = _values_that_feed_gradients_only(graph, output_dtypes)
     decisions = []
     for op in graph.ops:
         decision = _by_rule(graph, op, find_rule(op.name), amp_dtype)
@@ -242,9 +247,11 @@ _GRADIENT_PATH = frozenset(
 )  # fmt: skip
 
 
-def _values_that_feed_gradients_only(graph: StepGraph) -> list[bool]:
+def _values_that_feed_gradients_only(graph: StepGraph, output_dtypes: Sequence[str]) -> list[bool]:
     """Whether each value reaches nothing but optimizer ops, sums, norms, checks and outputs."""
     only = [True] * len(graph.values)
+    for leaf, dtype in zip(graph.outputs, output_dtypes, strict=True):
+        only[leaf] = dtype == graph.values[leaf].dtype
     for op in reversed(graph.ops):
         if op.location.phase == "optimizer":
             continue
