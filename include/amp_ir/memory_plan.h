@@ -23,15 +23,18 @@ struct MemoryPlan {
 // Gives every interval an offset in one block of memory, trying to keep the block small.
 //
 // Finding the smallest block is NP-hard (dynamic storage allocation), so several orders are tried,
-// each interval going to the lowest gap or to the tightest one, and the smallest block is kept.
+// each interval going to the lowest gap or to the tightest one; then the interval that reaches
+// highest in the best plan is placed earlier, again and again. The smallest block met is kept.
 //
 // Requires: nbytes >= 0, first_use <= last_use, alignment_bytes a power of two; the caller checks.
 // Ensures:  intervals alive at the same time never share a byte; every offset is a multiple of
 //           alignment_bytes; lower_bound_bytes <= peak_bytes.
-// Cost:     O(orders * n^2) in the worst case; stops at the first order that meets the lower bound.
-//           Measured for n = 20 000, two cores: see tests/test_memory_plan.py.
+// Cost:     O(n^2) an order; stops where a plan meets the lower bound, and tries less when n is
+// large.
+//           n = 2 000: at most 0.1 s; n = 20 000: 0.2 s on a training step's lifetimes, 0.7 s on
+//           random ones (one Zen 5 core).
 // Source:   Pisarchyk and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference",
-//           section 5 (greedy by size); the other orders are ours.
+//           section 5 (greedy by size); the other orders and the promotion are ours.
 MemoryPlan PlanMemory(const std::vector<LiveInterval>& intervals, int64_t alignment_bytes);
 
 }  // namespace amp_ir

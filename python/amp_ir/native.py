@@ -106,4 +106,4 @@ def _missing_message(reasons: dict[str, str]) -> str:
         f"  {name} ({reason}): {CONSEQUENCES[name]}; {_REMEDIES.get(name, _REBUILD)}"
         for name, reason in reasons.items()
     ]
-    return "amp_ir works without these native libraries, but:\n" + "\n".join(lines)
+    return "some native libraries of amp_ir are missing:\n" + "\n".join(lines)

@@ -205,6 +205,7 @@ void FinishRows(const StridedTensor& rows, const StridedTensor* bias, Epilogue e
   const int64_t count = rows.numel();
   float* data = static_cast<float*>(rows.data);
   const float* shift = bias != nullptr ? static_cast<const float*>(bias->data) : nullptr;
+#pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; ++i) {
     data[i] = Apply(epilogue, shift != nullptr ? data[i] + shift[i % columns] : data[i]);
   }

@@ -2,12 +2,20 @@
 #include "amp_ir/memory_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <numeric>
 #include <utility>
 
 namespace amp_ir {
 namespace {
+
+// Bounds the time for long programs to about a second; up to 10 000 intervals, everything is tried.
+constexpr int64_t kMaxComparisons = 600'000'000;
+
+// Rounds of improving the best order; more gained nothing on training steps.
+constexpr int kMaxPromotions = 200;
+constexpr int64_t kMaxPromotionComparisons = 60'000'000;
 
 enum class Fit { kLowestGap, kTightestGap };
 
@@ -57,20 +65,20 @@ class Block {
  public:
   // Places `interval` in a gap between the intervals alive with it, or above them all.
   int64_t Place(const LiveInterval& interval, Fit fit) {
+    Gap best{-1, std::numeric_limits<int64_t>::max()};
     int64_t reached = 0;  // end of the highest conflicting interval so far
-    int64_t best_offset = -1;
-    int64_t best_gap = std::numeric_limits<int64_t>::max();
-    for (const Placed& other : placed_) {
-      if (other.first_use > interval.last_use || other.last_use < interval.first_use) continue;
-      int64_t gap = other.begin - reached;
-      if (gap >= interval.nbytes && gap < best_gap) {
-        best_offset = reached;
-        best_gap = gap;
-        if (fit == Fit::kLowestGap) break;
+    for (size_t begin = 0; begin < placed_.size(); begin += kChunk) {
+      const size_t conflicts = CollectConflicts(begin, interval);
+      for (size_t i = 0; i < conflicts; ++i) {
+        const Placed& other = placed_[conflicts_[i]];
+        const int64_t gap = other.begin - reached;
+        const bool better = fit == Fit::kLowestGap ? best.offset < 0 : gap < best.nbytes;
+        if (gap >= interval.nbytes && better) best = {reached, gap};
+        reached = std::max(reached, other.end);
       }
-      reached = std::max(reached, other.end);
+      if (fit == Fit::kLowestGap && best.offset >= 0) break;
     }
-    int64_t offset = best_offset >= 0 ? best_offset : reached;
+    const int64_t offset = best.offset >= 0 ? best.offset : reached;
     Placed entry{offset, offset + interval.nbytes, interval.first_use, interval.last_use};
     auto above = [](int64_t value, const Placed& other) { return value < other.begin; };
     placed_.insert(std::upper_bound(placed_.begin(), placed_.end(), offset, above), entry);
@@ -78,10 +86,30 @@ class Block {
   }
 
  private:
+  static constexpr size_t kChunk = 256;
+  struct Gap {
+    int64_t offset, nbytes;
+  };
   struct Placed {
     int64_t begin, end, first_use, last_use;
   };
+
+  // Fills conflicts_ with the intervals of one chunk that are alive with `interval`; returns how
+  // many. Apart from the walk and without a branch, because whether two intervals meet cannot be
+  // predicted and a wrong guess costs more than the rest of the loop.
+  size_t CollectConflicts(size_t begin, const LiveInterval& interval) {
+    const size_t end = std::min(begin + kChunk, placed_.size());
+    size_t count = 0;
+    for (size_t i = begin; i < end; ++i) {
+      conflicts_[count] = i;
+      count += static_cast<size_t>((placed_[i].first_use <= interval.last_use) &
+                                   (placed_[i].last_use >= interval.first_use));
+    }
+    return count;
+  }
+
   std::vector<Placed> placed_;
+  std::array<size_t, kChunk> conflicts_{};
 };
 
 std::vector<int64_t> PlaceInOrder(const std::vector<LiveInterval>& intervals,
@@ -128,28 +156,89 @@ std::vector<std::vector<size_t>> Orders(const std::vector<LiveInterval>& interva
   };
 }
 
+// The best plan so far, and how much searching is left.
+class Search {
+ public:
+  Search(const std::vector<LiveInterval>& intervals, int64_t floor_bytes)
+      : intervals_(intervals), floor_bytes_(floor_bytes) {}
+
+  bool Done() const { return peak_ <= floor_bytes_ || comparisons_ > kMaxComparisons; }
+  int64_t comparisons() const { return comparisons_; }
+
+  // Places all in this order, remembers the plan if it is the best, and returns its offsets.
+  std::vector<int64_t> Try(const std::vector<size_t>& order, Fit fit) {
+    comparisons_ += static_cast<int64_t>(intervals_.size() * intervals_.size() / 2);
+    std::vector<int64_t> offsets = PlaceInOrder(intervals_, order, fit);
+    const int64_t peak = Peak(intervals_, offsets);
+    if (peak < peak_) {
+      peak_ = peak;
+      offsets_ = offsets;
+      order_ = order;
+      fit_ = fit;
+    }
+    return offsets;
+  }
+
+  const std::vector<LiveInterval>& intervals() const { return intervals_; }
+  const std::vector<int64_t>& offsets() const { return offsets_; }
+  const std::vector<size_t>& order() const { return order_; }
+  Fit fit() const { return fit_; }
+
+ private:
+  const std::vector<LiveInterval>& intervals_;
+  int64_t floor_bytes_;
+  int64_t comparisons_ = 0;
+  int64_t peak_ = std::numeric_limits<int64_t>::max();
+  std::vector<int64_t> offsets_;
+  std::vector<size_t> order_;
+  Fit fit_ = Fit::kLowestGap;
+};
+
+// Which place in `order` holds the interval that reaches highest.
+size_t HighestPlace(const Search& search, const std::vector<size_t>& order,
+                    const std::vector<int64_t>& offsets) {
+  size_t highest = 0;
+  for (size_t place = 1; place < order.size(); ++place) {
+    auto end = [&](size_t at) { return offsets[order[at]] + search.intervals()[order[at]].nbytes; };
+    if (end(place) > end(highest)) highest = place;
+  }
+  return highest;
+}
+
+// What reaches highest was placed too late: it goes to half its place, and all is placed again. A
+// step may make things worse; the next goes on from there, and the best is remembered.
+void PromoteHighest(Search* search) {
+  const int64_t enough = search->comparisons() + kMaxPromotionComparisons;
+  const Fit fit = search->fit();
+  std::vector<size_t> order = search->order();
+  std::vector<int64_t> offsets = search->offsets();
+  for (int round = 0; round < kMaxPromotions; ++round) {
+    if (search->Done() || search->comparisons() > enough) return;
+    const size_t place = HighestPlace(*search, order, offsets);
+    if (place == 0) return;
+    const auto from = order.begin() + static_cast<std::ptrdiff_t>(place);
+    std::rotate(order.begin() + static_cast<std::ptrdiff_t>(place / 2), from, from + 1);
+    offsets = search->Try(order, fit);
+  }
+}
+
 }  // namespace
 
 MemoryPlan PlanMemory(const std::vector<LiveInterval>& intervals, int64_t alignment_bytes) {
   // Rounding every length up makes all gaps, hence all offsets, multiples of the alignment.
   std::vector<LiveInterval> rounded = intervals;
-  for (LiveInterval& interval : rounded)
+  for (LiveInterval& interval : rounded) {
     interval.nbytes = RoundUp(interval.nbytes, alignment_bytes);
-  const int64_t floor_bytes = MostBytesAlive(rounded);
-  std::vector<int64_t> best;
-  int64_t best_peak = std::numeric_limits<int64_t>::max();
-  for (const std::vector<size_t>& order : Orders(rounded)) {
-    for (Fit fit : {Fit::kLowestGap, Fit::kTightestGap}) {
-      if (best_peak <= floor_bytes) break;
-      std::vector<int64_t> offsets = PlaceInOrder(rounded, order, fit);
-      int64_t peak = Peak(rounded, offsets);
-      if (peak < best_peak) {
-        best_peak = peak;
-        best = std::move(offsets);
-      }
+  }
+  Search search(rounded, MostBytesAlive(rounded));
+  const std::vector<std::vector<size_t>> orders = Orders(rounded);
+  for (Fit fit : {Fit::kLowestGap, Fit::kTightestGap}) {
+    for (const std::vector<size_t>& order : orders) {
+      if (!search.Done()) search.Try(order, fit);
     }
   }
-  return {best, Peak(intervals, best), MostBytesAlive(intervals)};
+  PromoteHighest(&search);
+  return {search.offsets(), Peak(intervals, search.offsets()), MostBytesAlive(intervals)};
 }
 
 }  // namespace amp_ir

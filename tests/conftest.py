@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test starts from: fixed seeds, no time limit on examples."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from hypothesis import settings
+
+# Examples build and run kernels, whose first call is slow; and a run must be repeatable.
+settings.register_profile("amp_ir", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("amp_ir")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Start every test from the same random numbers, whatever ran before it."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the house: who may import whom, and what must be documented."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import amp_ir
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "amp_ir"
+
+STAGES = {"frontend", "amp", "passes", "loops", "runtime", "report"}
+# These join the stages; nothing else may.
+JOINTS = {"__init__", "__main__", "pipeline", "build", "cli"}
+KITCHEN_SINKS = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+def imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
+    """First name below amp_ir of everything that the source imports from it, at any depth.
+
+    `package` is the package of the file below amp_ir, for relative imports.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module.split(".") if node.module else []
+            if node.level:
+                base = ["amp_ir", *package[: len(package) - node.level + 1], *base]
+            names = [".".join([*base, alias.name]) for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "amp_ir" and len(parts) > 1:
+                found.add(parts[1])
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    return imported_modules(path.read_text(), path.relative_to(PACKAGE).parent.parts)
+
+
+def python_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_a_stage_imports_no_other_stage(stage):
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports amp_ir.{name}"
+        for path in sorted((PACKAGE / stage).rglob("*.py"))
+        for name in sorted(imports_of(path) & ((STAGES | JOINTS) - {stage}))
+    ]
+    assert not wrong, "; ".join(wrong) + "; only pipeline.py may join stages"
+
+
+def test_what_all_stages_share_imports_no_stage():
+    joints = {f"{name}.py" for name in JOINTS}
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports amp_ir.{name}"
+        for path in python_files()
+        if path.relative_to(PACKAGE).parts[0] not in STAGES | joints
+        for name in sorted(imports_of(path) & (STAGES | JOINTS))
+    ]
+    assert not wrong, "; ".join(wrong) + "; what is shared may not know who uses it"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import amp_ir.amp.plan", {"amp"}),
+        ("from amp_ir.loops import ir", {"loops"}),
+        ("from amp_ir import passes", {"passes"}),
+        ("from ..amp import plan", {"amp"}),
+        ("from .trace import x", {"frontend"}),
+        ("def f():\n    from amp_ir.runtime.step import run", {"runtime"}),
+        ("import numpy", set()),
+    ],
+)
+def test_the_import_rule_sees_every_form(source, expected):
+    assert imported_modules(source, ("frontend",)) == expected
+
+
+def test_no_kitchen_sinks():
+    folders = [
+        ROOT / name for name in ("python", "src", "include", "tests", "tutorials", "benchmarks")
+    ]
+    wrong = [
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.stem in KITCHEN_SINKS and "__pycache__" not in path.parts
+    ]
+    assert not wrong, f"{wrong}: name a file after the thing it holds"
+
+
+def test_every_public_name_is_documented():
+    undocumented = [
+        name for name in amp_ir.__all__ if not (getattr(amp_ir, name).__doc__ or "").strip()
+    ]
+    assert not undocumented
+
+
+def test_every_source_names_its_licence():
+    suffixes = {".py", ".cc", ".h", ".cmake", ".cu"}
+    folders = [
+        ROOT / n for n in ("python", "src", "include", "cmake", "tests", "tutorials", "benchmarks")
+    ]
+    wrong = [
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in suffixes
+        and path.stat().st_size > 0
+        and "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]
+    ]
+    assert not wrong
