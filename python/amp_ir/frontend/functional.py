@@ -56,7 +56,6 @@ _RENAMES = frozenset(
         aten.alias.default,
         aten.detach.default,
         aten.lift_fresh_copy.default,
-        aten.clone.default,
     }
 )
 # functionalize ends with writes to the inputs (copy_); the outputs hold the same values.
@@ -95,7 +94,17 @@ def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
     ) -> torch.Tensor:
         return _wide(lambda a, b, c: a + _scaled(b, value) / c, x, left, right)
 
+    def add(x: Any, y: Any, *, alpha: float = 1) -> Any:
+        symbol = tape.find(alpha)
+        return NotImplemented if symbol is None else x + y * symbol
+
+    def subtract(x: Any, y: Any, *, alpha: float = 1) -> Any:
+        symbol = tape.find(alpha)
+        return NotImplemented if symbol is None else x - y * symbol
+
     followed = {
+        aten.add.Tensor: add,
+        aten.sub.Tensor: subtract,
         aten.lerp.Scalar: lerp,
         aten.addcmul.default: addcmul,
         aten.addcdiv.default: addcdiv,
@@ -160,7 +169,7 @@ def make_functional(
 def clean(graph: torch.fx.Graph) -> None:
     """Drop ops that only name a value again, writes back to inputs, and dead code.
 
-    In a graph where nothing is written a copy is the value itself.
+    In a graph where nothing is written a copy of the same layout is the value itself.
     """
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -170,10 +179,17 @@ def clean(graph: torch.fx.Graph) -> None:
         elif node.target in _COPIES:
             node.replace_all_uses_with(node.args[1])
             graph.erase_node(node)
-        elif node.target in _RENAMES:
+        elif node.target in _RENAMES or _is_plain_clone(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _is_plain_clone(node: torch.fx.Node) -> bool:
+    """A clone that changes the layout stays: a `view` behind it needs its strides."""
+    if node.target is not aten.clone.default:
+        return False
+    return bool(node.args[0].meta["val"].stride() == node.meta["val"].stride())
 
 
 def _same_kind(target: torch.fx.Node, source: torch.fx.Node) -> bool:
