@@ -9,6 +9,7 @@ from typing import Any
 import amp_ir.loops
 import torch
 import tvm
+from amp_ir.build import KERNEL_PIPELINE, cpu_target
 from amp_ir.dialect import call_op
 from amp_ir.dialect.define import dtype_name
 from amp_ir.loops.fuse import fuse_loops
@@ -45,7 +46,9 @@ def run_kernels(mod: tvm.IRModule, inputs: Sequence[torch.Tensor]) -> list[torch
         for variable, function in fused.functions.items()
         if not isinstance(function, relax.Function)
     }
-    compiled = tvm.compile(tvm.IRModule(functions), target={"kind": "llvm"})
+    compiled = tvm.compile(
+        tvm.IRModule(functions), target=cpu_target(), tir_pipeline=KERNEL_PIPELINE
+    )
     main = fused["main"]
     values: dict[Any, Any] = dict(zip(main.params, inputs, strict=True))
     for binding in main.body.blocks[0].bindings:

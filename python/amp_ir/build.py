@@ -7,10 +7,12 @@ import ctypes
 import functools
 import platform
 import time
+from typing import Any
 
 import attrs
 import tvm
 from tvm import relax, tirx
+from tvm.tirx import compilation_pipeline
 
 from amp_ir import native
 from amp_ir.errors import DeviceError, OptionError
@@ -60,6 +62,41 @@ def resolve_device(device: str) -> tvm.runtime.Device:
     raise OptionError(f'device={device!r} is not a device; expected "cpu"')
 
 
+@tvm.transform.module_pass(opt_level=0, name="LowerKernels")
+def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+    """Lower kernels to what code generation takes.
+
+    TVM's default list minus the passes for scheduled blocks; above all without StorageRewrite,
+    which retypes a buffer that is read both as scalars and as vectors and then reads it wrongly.
+    """
+    transform = tirx.transform
+    passes = [
+        transform.StmtSimplify(),
+        transform.FlattenBuffer(),
+        transform.NarrowDataType(32),
+        transform.VectorizeLoop(True),
+        transform.UnrollLoop(),
+        transform.StmtSimplify(),
+        transform.RemoveNoOp(),
+        transform.CommonSubexprElim(),
+        transform.VerifyMemory(),
+        transform.AnnotateEntryFunc(),
+        transform.SplitHostDevice(),
+        transform.MakePackedAPI(),
+    ]
+    return tvm.transform.Sequential(passes)(mod)
+
+
+def _kernel_pipeline() -> tuple[Any, Any, Any]:
+    """Our lowering in the form TVM looks pipelines up in."""
+    finish_host = compilation_pipeline.finalize_host_passes
+    return lower_kernels, finish_host, compilation_pipeline.finalize_device_passes
+
+
+KERNEL_PIPELINE = "amp_ir"
+compilation_pipeline.register_tir_pipeline(KERNEL_PIPELINE, _kernel_pipeline)
+
+
 def build(step: PlannedStep, device: str = "cpu", *, opt_level: int = 3) -> Executable:
     """Compile every kernel and load the result.
 
@@ -81,7 +118,7 @@ def build(step: PlannedStep, device: str = "cpu", *, opt_level: int = 3) -> Exec
     )
     target = cpu_target()
     with tvm.transform.PassContext(opt_level=opt_level), target:
-        executable = relax.build(ir, target, relax_pipeline=lowering)
+        executable = relax.build(ir, target, relax_pipeline=lowering, tir_pipeline=KERNEL_PIPELINE)
     vm = relax.VirtualMachine(executable, tvm_device)
     if native.has("amp_ir.openmp.launch_address"):
         address = native.function("amp_ir.openmp.launch_address")()

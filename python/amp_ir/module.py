@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -72,6 +72,34 @@ class Signature:
     unflatten_results: Callable[[list[torch.Tensor]], Any] = attrs.field(eq=False)
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _always() -> bool:
+    """Hold forever."""
+    return True
+
+
+def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
+    """Do nothing."""
+
+
+@attrs.frozen
+class StepHooks:
+    """What surrounds a run of a step.
+
+    `is_current()`: whether the capture still is what the step does; if not, capture again.
+    `install_state()`: put optimizer state that the capture created into the optimizer (once).
+    `after_step(gradients)`: set or clear each `p.grad` as the step leaves it; takes the GRADIENT
+    outputs that update no input, in order.
+    """
+
+    is_current: Callable[[], bool] = _always
+    install_state: Callable[[], None] = _nothing
+    after_step: Callable[[Sequence[torch.Tensor]], None] = _ignore
+
+
 @attrs.frozen
 class StepModule:
     """A captured step.
@@ -80,12 +108,14 @@ class StepModule:
     `state` maps the name of every state input to the user's own live tensor; a hyper-parameter or
     scaler input maps to the function that reads its current value (a 0-d tensor).
     `notes` says in words what the capture decided, one sentence each.
+    `hooks` connect a run to the user's model and optimizer.
     """
 
     ir: tvm.IRModule
     signature: Signature
     state: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]] = attrs.field(eq=False)
     notes: tuple[str, ...] = ()
+    hooks: StepHooks = attrs.field(factory=lambda: StepHooks(), eq=False, repr=False)
 
     def with_ir(self, ir: tvm.IRModule) -> StepModule:
         """The same step with other IR of the same signature."""

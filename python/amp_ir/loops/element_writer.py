@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from amp_ir.loops.kernel_buffers import FlatBuffer, round_to
 class ElementWriter:
     """Elements at one `position`; statements are appended to `body` as elements are asked for.
 
+    `is_scalar` becomes true when an element uses a function that cannot be vectorised.
     `row_elements` holds what is known for the whole row (results of reductions, and arithmetic on
     them); it is shared by the writers of one row.
     """
@@ -42,6 +44,7 @@ class ElementWriter:
     row_elements: dict[int, Any]
     strict: bool = False
     body: list[tirx.Stmt] = attrs.field(factory=list)
+    is_scalar: bool = False
     _elements: dict[int, Any] = attrs.field(factory=dict)
     _full: set[int] = attrs.field(init=False)
     _row: set[int] = attrs.field(init=False)
@@ -53,16 +56,22 @@ class ElementWriter:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside the block, reads and `bind` of loop bodies go to this writer."""
-        with reading(self._read), binding(self.bind):
+        with reading(self._read), binding(self.bind, self._need_scalar_loop):
             yield
 
     def bind(self, element: Any) -> Any:
         """Give an expression a name in the kernel."""
         if isinstance(element, (int, float, tirx.Var)) or m.literal(element) is not None:
             return element
+        if m.dtype_of(element) == "bool":
+            # Code generation cannot take a vector of bool under a name (TVM 0.27).
+            return tirx.NE(self.bind(m.cast(element, "int32")), m.constant(0, "int32"))
         variable = tirx.Var("t", m.dtype_of(element))
         self.body.append(tirx.Bind(variable, element))
         return variable
+
+    def _need_scalar_loop(self) -> None:
+        self.is_scalar = True
 
     def full(self, value: Value) -> Any:
         """The element of a FULL value at this position."""
@@ -123,10 +132,12 @@ class ElementWriter:
         return value.body(*index)
 
     def _flat(self, shape: tuple[int, ...], index: Index) -> Any:
-        if self.position.column is not None:
-            here = self.position.index(shape) if _size(shape) == self.position.domain.size else ()
-            if len(here) == len(index) and all(a is b for a, b in zip(here, index, strict=True)):
-                return self.position.flat()
+        """Flat position of `index`; short where that is the element the kernel stands at."""
+        position = self.position
+        if position.column is not None and math.prod(shape) == position.domain.size:
+            here = position.index(shape)
+            if all(a is b for a, b in zip(here, index, strict=True)):
+                return position.flat()
         return flatten(index, shape)
 
     def _load(self, value: Value, flat: Any) -> Any:
@@ -141,10 +152,3 @@ def as_expression(element: Any, dtype: str) -> Any:
     return (
         m.constant(element, compute_dtype(dtype)) if isinstance(element, (int, float)) else element
     )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size

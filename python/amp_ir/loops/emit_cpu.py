@@ -232,15 +232,15 @@ class _LoopShape:
         start, extent = inner_range if inner_range is not None else (0, inner_extent)
         bulk = extent // LANES * LANES
 
-        def body(column: Any, lane: Any | None) -> tirx.Stmt:
+        def body(column: Any, lane: Any | None) -> tuple[tirx.Stmt, bool]:
             writer = self._writer(row, [*outer, column], dict(row_elements))
-            return self._visit(writer, level, accumulators, lane)
+            return self._visit(writer, level, accumulators, lane), writer.is_scalar
 
         statements = _lane_loops(start, bulk, body)
         if bulk < extent:
             tail = tirx.Var("tail", "int32")
             at = start + bulk + tail if not _is_zero(start) or bulk else tail
-            statements.append(For(tail, 0, extent - bulk, ForKind.SERIAL, body(at, None)))
+            statements.append(For(tail, 0, extent - bulk, ForKind.SERIAL, body(at, None)[0]))
         for axis, variable in reversed(list(zip(self.column_axes[:-1], outer, strict=True))):
             loop = For(variable, 0, axis.extent, ForKind.SERIAL, sequence(statements))
             statements = [loop]
@@ -332,16 +332,17 @@ class _LoopShape:
             statements += accumulator.allocate()
         columns = [tirx.Var(f"r{d}", "int32") for d in range(len(self.column_axes))]
 
-        def visit(offset: Any, lane: Any) -> tirx.Stmt:
+        def visit(offset: Any, lane: Any) -> tuple[tirx.Stmt, bool]:
             writer = self._writer([*outer, offset], list(columns), {})
-            return self._visit(writer, level, accumulators, _minus(offset, start))
+            written = self._visit(writer, level, accumulators, _minus(offset, start))
+            return written, writer.is_scalar
 
         inner = _block_loops(start, block, visit)
         for axis, variable in reversed(list(zip(self.column_axes, columns, strict=True))):
             inner = [For(variable, 0, axis.extent, ForKind.SERIAL, sequence(inner))]
         statements += inner
 
-        def finish(offset: Any, lane: Any) -> tirx.Stmt:
+        def finish(offset: Any, lane: Any) -> tuple[tirx.Stmt, bool]:
             writer = self._writer([*outer, offset], None, {})
             for accumulator in accumulators:
                 element = accumulator.at(_minus(offset, start))
@@ -349,7 +350,7 @@ class _LoopShape:
                 if buffer is not None:
                     flat = writer.position.flat_row()
                     writer.body.append(buffer.store(flat, element))
-            return sequence(writer.body)
+            return sequence(writer.body), False
 
         return statements + _block_loops(start, block, finish)
 
@@ -510,33 +511,41 @@ class _Accumulator:
         return m.cast(element, "int32") if self.dtype == "bool" else element
 
     def _take(self, element: Any) -> Any:
-        return element != m.constant(0, "int32") if self.dtype == "bool" else element
+        return tirx.NE(element, m.constant(0, "int32")) if self.dtype == "bool" else element
 
 
 def _local(dtype: str) -> str:
     return "int32" if dtype == "bool" else dtype
 
 
-def _lane_loops(start: Any, extent: int, body: Callable[[Any, Any], tirx.Stmt]) -> list[tirx.Stmt]:
-    """A loop over `extent` columns (a multiple of LANES) in vectors."""
+Body = Callable[[Any, Any], "tuple[tirx.Stmt, bool]"]
+
+
+def _lane_loops(start: Any, extent: int, body: Body) -> list[tirx.Stmt]:
+    """A loop over `extent` columns (a multiple of LANES) in vectors.
+
+    `body(column, lane)` gives the statement, and whether it can only run lane by lane.
+    """
     if not extent:
         return []
     step, lane = tirx.Var("step", "int32"), tirx.Var("lane", "int32")
     at = step * LANES + lane if extent > LANES else lane
     column = at if _is_zero(start) else start + at
-    vector = For(lane, 0, LANES, ForKind.VECTORIZED, body(column, lane))
+    statement, is_scalar = body(column, lane)
+    kind = ForKind.SERIAL if is_scalar else ForKind.VECTORIZED
+    vector = For(lane, 0, LANES, kind, statement)
     if extent == LANES:
         return [vector]
     return [For(step, 0, extent // LANES, ForKind.SERIAL, vector)]
 
 
-def _block_loops(start: Any, block: int, body: Callable[[Any, Any], tirx.Stmt]) -> list[tirx.Stmt]:
+def _block_loops(start: Any, block: int, body: Body) -> list[tirx.Stmt]:
     """A loop over `block` columns from `start`, in vectors where the block allows."""
     if block % LANES == 0:
         return _lane_loops(start, block, body)
     lane = tirx.Var("lane", "int32")
     at = lane if _is_zero(start) else start + lane
-    return [For(lane, 0, block, ForKind.SERIAL, body(at, lane))]
+    return [For(lane, 0, block, ForKind.SERIAL, body(at, lane)[0])]
 
 
 def _unflatten_axes(variable: Any, axes: list[Axis]) -> list[Any]:

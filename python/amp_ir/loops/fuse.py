@@ -122,9 +122,8 @@ class _Program:
     def _library_call(self, call: relax.Call) -> Any:
         arguments: dict[int, Value] = {}
         for k, argument in enumerate(call.args[1].fields):
-            value = self._value(argument)
-            if isinstance(value, Value):
-                arguments[k] = self._materialise(value)
+            if isinstance(argument.ty, relax.TensorType):
+                arguments[k] = self._materialise(self._value(argument))
         unit = self.grouping.add_unit(arguments.values())
         results = [Buffer(spec) for spec in specs_of(call.ty_args[0])]
         for value in results:
@@ -343,7 +342,7 @@ def _flat_arguments(arguments: Iterable[Any]) -> list[Any]:
 
 
 def _constant(expr: GenericConst) -> Value:
-    data = expr.data
+    data = expr.value
     spec = TensorSpec(tuple(int(n) for n in data.shape), str(data.dtype))
     if spec.size == 1 and spec.dtype not in ("bfloat16", "float16"):
         number = data.numpy().item()

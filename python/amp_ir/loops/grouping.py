@@ -455,9 +455,7 @@ def own_domain(value: Value) -> Domain:
     return Domain(value.shape, None)
 
 
-def fit(
-    value: Value, reads: list[Read], group: Group
-) -> tuple[Domain, Placement] | None:
+def fit(value: Value, reads: list[Read], group: Group) -> tuple[Domain, Placement] | None:
     """The domain `group` would have with `value` in it, and as what; None if it does not fit."""
     if len(group.members) >= MAX_MEMBERS or _buffer_count(reads, group) > MAX_BUFFERS:
         return None

@@ -205,13 +205,27 @@ def bind(element: Any) -> Any:
 
 
 @contextlib.contextmanager
-def binding(bind_element: Bind) -> Iterator[None]:
-    """Let `bind(x)` mean `bind_element(x)` inside the block."""
+def binding(bind_element: Bind, needs_scalar_loop: Callable[[], None]) -> Iterator[None]:
+    """Let `bind(x)` mean `bind_element(x)`, and `scalar_loop` call the other, inside the block."""
     _bind_stack.append(bind_element)
+    _scalar_stack.append(needs_scalar_loop)
     try:
         yield
     finally:
         _bind_stack.pop()
+        _scalar_stack.pop()
+
+
+_scalar_stack: list[Callable[[], None]] = []
+
+
+def scalar_loop() -> None:
+    """Say that the element being written uses a function that cannot be vectorised.
+
+    TVM's vectoriser takes such a statement apart lane by lane and loses the names bound before it.
+    """
+    if _scalar_stack:
+        _scalar_stack[-1]()
 
 
 def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: bool) -> Pointwise:

@@ -35,7 +35,7 @@ def widen(element: Any, dtype: str) -> Any:
         bits = tirx.shift_left(tirx.Cast("uint32", element), tirx.const(16, "uint32"))
         return tirx.reinterpret("float32", bits)
     if dtype == "bool":
-        return element != tirx.const(0, "uint8")
+        return tirx.NE(element, tirx.const(0, "uint8"))
     if dtype == "float16":
         return tirx.Cast("float32", element)
     return element

@@ -38,15 +38,15 @@ def _zero(x: Any) -> Any:
 def _sign(x: Any) -> Any:
     x = bind(x)
     signed = m.select(x > _zero(x), _one(x), m.select(x < _zero(x), -_one(x), _zero(x)))
-    return m.select(x != x, x, signed) if m.dtype_of(x).startswith("float") else signed
+    return m.select(m.isnan(x), x, signed) if m.dtype_of(x).startswith("float") else signed
 
 
 def _round_half_even(x: Any) -> Any:
-    return tirx.nearbyint(x)
+    return m.libm(tirx.nearbyint)(x)
 
 
 def _isinf(x: Any) -> Any:
-    return m.absolute(x) == m.constant(math.inf, m.dtype_of(x))
+    return tirx.EQ(m.absolute(x), m.constant(math.inf, m.dtype_of(x)))
 
 
 def _isfinite(x: Any) -> Any:
@@ -66,6 +66,23 @@ def gelu_tanh(x: Any) -> Any:
     return m.constant(0.5) * x * (m.constant(1.0) + m.tanh(inner))
 
 
+def _sinh(x: Any) -> Any:
+    """(e^x - e^-x) / 2; by its series near 0, where that cancels."""
+    x = bind(x)
+    half = m.constant(0.5, m.dtype_of(x))
+    square = bind(x * x)
+    series = x * (_one(x) + square * (m.constant(1 / 6, m.dtype_of(x)) + square
+                  * m.constant(1 / 120, m.dtype_of(x))))  # fmt: skip
+    return m.select(m.absolute(x) < m.constant(0.25, m.dtype_of(x)), series,
+                    half * m.exp(x) - half * m.exp(-x))  # fmt: skip
+
+
+def _cosh(x: Any) -> Any:
+    x = bind(x)
+    half = m.constant(0.5, m.dtype_of(x))
+    return half * m.exp(x) + half * m.exp(-x)
+
+
 UNARY: dict[str, Scalar] = {
     "relax.abs": m.absolute,
     "relax.negative": lambda x: -x,
@@ -76,14 +93,14 @@ UNARY: dict[str, Scalar] = {
     "relax.sin": tirx.sin,
     "relax.cos": tirx.cos,
     "relax.tan": tirx.tan,
-    "relax.asin": tirx.asin,
-    "relax.acos": tirx.acos,
-    "relax.atan": tirx.atan,
-    "relax.sinh": tirx.sinh,
-    "relax.cosh": tirx.cosh,
-    "relax.asinh": tirx.asinh,
-    "relax.acosh": tirx.acosh,
-    "relax.atanh": tirx.atanh,
+    "relax.asin": m.libm(tirx.asin),
+    "relax.acos": m.libm(tirx.acos),
+    "relax.atan": m.libm(tirx.atan),
+    "relax.sinh": _sinh,
+    "relax.cosh": _cosh,
+    "relax.asinh": m.libm(tirx.asinh),
+    "relax.acosh": m.libm(tirx.acosh),
+    "relax.atanh": m.libm(tirx.atanh),
     "relax.tanh": m.tanh,
     "relax.sigmoid": m.sigmoid,
     "relax.erf": m.erf,
@@ -97,7 +114,7 @@ UNARY: dict[str, Scalar] = {
     "relax.bitwise_not": lambda x: tirx.Not(x) if m.dtype_of(x) == "bool" else tirx.bitwise_not(x),
     "relax.isfinite": _isfinite,
     "relax.isinf": _isinf,
-    "relax.isnan": lambda x: bind(x) != x,
+    "relax.isnan": lambda x: m.isnan(bind(x)),
     "relax.nn.relu": lambda x: m.maximum(x, _zero(x)),
     "relax.nn.silu": lambda x: bind(x) * m.sigmoid(x),
     "relax.nn.gelu": gelu,
@@ -125,11 +142,16 @@ def _power(a: Any, b: Any) -> Any:
 
 
 def _equal(a: Any, b: Any) -> Any:
-    return tirx.EQ(a, b)
+    return tirx.EQ(_number_of(a), _number_of(b))
 
 
 def _not_equal(a: Any, b: Any) -> Any:
-    return tirx.NE(a, b)
+    return tirx.NE(_number_of(a), _number_of(b))
+
+
+def _number_of(a: Any) -> Any:
+    """A bool as 0 or 1: code generation compares bools as if they were floats (TVM 0.27)."""
+    return m.cast(a, "int32") if m.dtype_of(a) == "bool" else a
 
 
 def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
@@ -370,8 +392,9 @@ def softmax(op: Lowering, x: Value) -> Value:
     if op.name == "relax.nn.softmax":
         scale = pointwise(total.shape, "float32", lambda *i: m.constant(1.0) / total[i])
         return pointwise(x.shape, dtype, lambda *i: m.exp(x[i] - peak[i]) * scale[i])
-    shift = pointwise(total.shape, "float32", lambda *i: peak[i] + m.log(total[i]))
-    return pointwise(x.shape, dtype, lambda *i: x[i] - shift[i])
+    # Not x - (peak + log): near the peak the sum of the two would round away the difference.
+    log_total = pointwise(total.shape, "float32", lambda *i: m.log(total[i]))
+    return pointwise(x.shape, dtype, lambda *i: (x[i] - peak[i]) - log_total[i])
 
 
 @lowers("relax.tril", "relax.triu")
@@ -438,7 +461,7 @@ def arg_reduction(op: Lowering, x: Value) -> Value:
 
     def position(*i: Any) -> Any:
         element, extreme = bind(source[i]), bind(best[i])
-        hit = tirx.any(element == extreme, element != element)
+        hit = tirx.any(tirx.EQ(element, extreme), m.isnan(element))
         return m.select(hit, i[d], far)
 
     first = reduce("min", source.shape, (d,), position, "int32")

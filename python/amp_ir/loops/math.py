@@ -14,12 +14,22 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from amp_ir.loops.ir import bind
+from amp_ir.loops.ir import bind, scalar_loop
 
 
 def constant(number: float, dtype: str = "float32") -> Any:
     """A literal of `dtype`."""
     return tirx.const(number, dtype)
+
+
+def libm(function: Any) -> Any:
+    """A TIR function that only exists for one element at a time."""
+
+    def call(*elements: Any) -> Any:
+        scalar_loop()
+        return function(*elements)
+
+    return call
 
 
 def dtype_of(element: Any) -> str:
@@ -58,7 +68,7 @@ def minimum(a: Any, b: Any) -> Any:
 
 def _nan_from(a: Any, otherwise: Any) -> Any:
     # A comparison with NaN fails, so `otherwise` is b already where b is NaN.
-    return tirx.Select(a != a, a, otherwise)
+    return tirx.Select(isnan(a), a, otherwise)
 
 
 def exp(x: Any) -> Any:
@@ -80,7 +90,7 @@ def exp(x: Any) -> Any:
     result = series * _power_of_two(half) * _power_of_two(n - half)
     result = tirx.Select(x < low, constant(0.0), result)
     result = tirx.Select(x > high, constant(math.inf), result)
-    return tirx.Select(x != x, x, result)
+    return tirx.Select(isnan(x), x, result)
 
 
 def _power_of_two(n: Any) -> Any:
@@ -115,20 +125,21 @@ def log(x: Any) -> Any:
     low = exponent * constant(-2.12194440054690583e-4)
     result = f - (half_square - (s * (half_square + series * z) + low))
     result = exponent * constant(0.693359375) + result
-    result = tirx.Select(x == constant(0.0), constant(-math.inf), result)
+    result = tirx.Select(tirx.EQ(x, constant(0.0)), constant(-math.inf), result)
     result = tirx.Select(x < constant(0.0), constant(math.nan), result)
-    return tirx.Select(tirx.any(x != x, x == constant(math.inf)), x, result)
+    return tirx.Select(tirx.any(isnan(x), tirx.EQ(x, constant(math.inf))), x, result)
 
 
 def log1p(x: Any) -> Any:
     """log(1 + x), accurate for small x (Kahan's correction)."""
     if dtype_of(x) != "float32":
-        return tirx.log1p(x)
+        return libm(tirx.log1p)(x)
     x = bind(x)
     u = bind(constant(1.0) + x)
     corrected = log(u) * (x / (u - constant(1.0)))
-    exact = tirx.any(u == constant(1.0), u == constant(math.inf))
-    return tirx.Select(exact, tirx.Select(u == constant(1.0), x, u), corrected)
+    is_one = tirx.EQ(u, constant(1.0))
+    exact = tirx.any(is_one, tirx.EQ(u, constant(math.inf)))
+    return tirx.Select(exact, tirx.Select(is_one, x, u), corrected)
 
 
 def tanh(x: Any) -> Any:
@@ -158,7 +169,7 @@ def sigmoid(x: Any) -> Any:
 def erf(x: Any) -> Any:
     """Error function; absolute error below 5e-7 in float32 (rational form of Eigen's erf)."""
     if dtype_of(x) != "float32":
-        return tirx.erf(x)
+        return libm(tirx.erf)(x)
     x = bind(x)
     limit = constant(3.832506856900711)
     z = bind(tirx.Select(x > limit, limit, tirx.Select(x < -limit, -limit, x)))
@@ -170,7 +181,18 @@ def erf(x: Any) -> Any:
     for c in (2.3547966471313185e-05, 0.0010179625278914885, 0.014070470171167667,
               0.11098505178285362, 0.49746925110067538, 1.0):  # fmt: skip
         bottom = bottom * square + constant(c)
-    return tirx.Select(x != x, x, z * top / bottom)
+    return tirx.Select(isnan(x), x, z * top / bottom)
+
+
+def isnan(x: Any) -> Any:
+    """Whether x is NaN; never, for integers.
+
+    By its bits in float32: TVM simplifies `x != x || ...` as if NaN did not exist.
+    """
+    if dtype_of(x) == "float32":
+        bits = tirx.bitwise_and(tirx.reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
+        return bits > tirx.const(0x7F800000, "int32")
+    return tirx.NE(x, x) if dtype_of(x) == "float64" else constant(False, "bool")
 
 
 def sqrt(x: Any) -> Any:
@@ -227,7 +249,7 @@ def cast(x: Any, dtype: str) -> Any:
     if dtype_of(x) == dtype:
         return x
     if dtype == "bool":
-        return x != constant(0, dtype_of(x))
+        return tirx.NE(x, constant(0, dtype_of(x)))
     if dtype_of(x) == "bool":
         return tirx.Select(x, constant(1, dtype), constant(0, dtype))
     return tirx.Cast(dtype, x)

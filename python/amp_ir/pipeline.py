@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a training step from PyTorch to machine code. Read this first.
+
+    capture    frontend/   run the step once on fake tensors -> FX graph of ATen ops
+    import     frontend/   -> StepModule: Relax IR, named state, signature
+    autocast   amp/        rules and placement choose dtypes -> casts
+    tidy       passes/     fold casts, drop dead code
+    dispatch   passes/     matmul and convolution -> library calls
+    fuse       loops/      everything else -> few kernels
+    plan       passes/     one arena of bytes; results written where they belong
+    build      build.py    -> executable of TVM's virtual machine
+    run        runtime/    on the user's own tensors
+
+Stages do not know each other; this file is the only one that joins them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+import tvm
+
+import amp_ir.dialect  # noqa: F401  (registers the ops)
+from amp_ir import build as build_stage
+from amp_ir.amp import autocast as autocast_stage
+from amp_ir.errors import OptionError, ShapeChanged
+from amp_ir.frontend import importer, trace
+from amp_ir.loops import fuse as loops_stage
+from amp_ir.module import Role, StepHooks, StepModule
+from amp_ir.passes.dispatch import dispatch
+from amp_ir.passes.expand_attention import expand_attention
+from amp_ir.passes.fold_casts import fold_casts
+from amp_ir.passes.plan_memory import PlannedStep, plan_memory
+from amp_ir.runtime.profile import time_program
+from amp_ir.runtime.program import Program
+from amp_ir.runtime.step import CompiledStep, CompileReport
+
+Models = torch.nn.Module | Sequence[torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def trace_step(
+    step: Callable[..., Any],
+    example_batch: tuple[Any, ...],
+    *,
+    model: Models,
+    optimizer: Optimizers = None,
+    scaler: Any = None,
+) -> tuple[StepModule, tuple[Any, ...]]:
+    """Capture a training step as you wrote it; nothing is run and nothing changes.
+
+    Args:
+        step: called as `step(*example_batch)`; may call `loss.backward()`, `optimizer.step()`,
+            `zero_grad()`, clip, accumulate, and return anything made of tensors and constants.
+        example_batch: the step's positional arguments; shapes and dtypes count, values do not.
+        model: the module or modules that the step uses.
+        optimizer: the optimizer or optimizers that the step calls.
+        scaler: an `amp_ir.GradScaler` that the step uses.
+
+    Returns:
+        The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
+
+    Raises:
+        CaptureError: the step cannot be captured; the message lists every place.
+        UnsupportedOpError: ops without a converter, all of them.
+    """
+    captured = trace.capture_step(
+        step, example_batch, model=model, optimizer=optimizer, scaler=scaler
+    )
+    return _imported(captured), example_batch
+
+
+def trace_model(
+    model: torch.nn.Module, example_inputs: tuple[Any, ...]
+) -> tuple[StepModule, tuple[Any, ...]]:
+    """Capture the forward pass of a model, for inference; see `trace_step`."""
+    return _imported(trace.capture_model(model, example_inputs)), example_inputs
+
+
+def _imported(captured: Any) -> StepModule:
+    hooks = StepHooks(captured.is_current, captured.install_state, captured.after_step)
+    return attrs.evolve(importer.import_step(captured), hooks=hooks)
+
+
+def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -> Any:
+    """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`."""
+    return autocast_stage.autocast(mod, args, **options)
+
+
+def lower(
+    mod: StepModule, *, strict: bool = False, seconds: dict[str, float] | None = None
+) -> PlannedStep:
+    """Take a step from ops to planned kernels and library calls; `seconds` gets each stage's time.
+
+    Ensures: the user's state is untouched, and nothing has been executed.
+    """
+    seconds = {} if seconds is None else seconds
+    ir = mod.ir
+    with _timed(seconds, "expand"):
+        # Attention becomes matmuls around one softmax-like kernel.
+        ir = expand_attention(ir)
+    with _timed(seconds, "dispatch"):
+        # From here on heavy ops are library calls, opaque to fusion.
+        ir = dispatch(ir)
+    with _timed(seconds, "fuse"):
+        # From here on there are kernels, and low precision exists only in memory.
+        ir = loops_stage.fuse_loops(ir, strict=strict)
+    with _timed(seconds, "plan"):
+        # From here on every value has its bytes, and order must not change.
+        return plan_memory(ir, mod.signature.inputs, mod.signature.outputs)
+
+
+def compile_step(
+    mod: StepModule, *, device: str = "cpu", opt_level: int = 3, strict: bool = False
+) -> CompiledStep:
+    """Compile a step (`amp_ir.compile`) so that it runs on the model's and optimizer's tensors.
+
+    Args:
+        mod: what `trace_step` or `autocast` returns.
+        device: "cpu".
+        opt_level: TVM's optimisation level, 0 to 3.
+        strict: round every low-precision value also inside of fused kernels.
+
+    Raises:
+        OptionError, DeviceError, UnsupportedOpError.
+    """
+    _check_module(mod, "compile")
+    build_stage.resolve_device(device)
+    seconds: dict[str, float] = {}
+    planned = lower(mod, strict=strict, seconds=seconds)
+    with _timed(seconds, "build"):
+        executable = build_stage.build(planned, device, opt_level=opt_level)
+    program = Program(executable, planned.plan, mod.signature, mod.state)
+    return CompiledStep(mod, program, CompileReport(seconds, executable.kernel_count, planned.plan))
+
+
+class JitStep:
+    """A step that is captured, cast and compiled at its first call, and again for a new shape."""
+
+    def __init__(self, step: Callable[..., Any], **options: Any) -> None:
+        self._step = step
+        self._amp_dtype = options.pop("amp_dtype")
+        self._compile_options = options.pop("compile_options")
+        self._trace_options = options
+        self._compiled: list[CompiledStep] = []
+
+    def __call__(self, *batch: Any) -> Any:
+        """Run one step, compiling first if no compiled one fits the batch's shapes."""
+        self._compiled = [one for one in self._compiled if one.module.hooks.is_current()]
+        for compiled in self._compiled:
+            with contextlib.suppress(ShapeChanged):
+                compiled.module.signature.flatten_batch(batch)
+                return compiled(*batch)
+        return self._compile(batch)(*batch)
+
+    @property
+    def compiled(self) -> CompiledStep | None:
+        """The step compiled last; None before the first call."""
+        return self._compiled[-1] if self._compiled else None
+
+    def _compile(self, batch: tuple[Any, ...]) -> CompiledStep:
+        started = time.perf_counter()
+        mod, args = trace_step(self._step, batch, **self._trace_options)
+        if self._amp_dtype is not None:
+            mod = autocast(mod, args, amp_dtype=self._amp_dtype)
+        compiled = compile_step(mod, **self._compile_options)
+        seconds = time.perf_counter() - started
+        if self._compiled:
+            shapes = [list(s.shape) for s in mod.signature.inputs if s.role is Role.BATCH]
+            print(
+                f"amp_ir: compiled again for batch shapes {shapes} ({seconds:.1f} s)",
+                file=sys.stderr,
+            )
+        self._compiled.append(compiled)
+        return compiled
+
+
+def jit(
+    step: Callable[..., Any],
+    *,
+    model: Models,
+    optimizer: Optimizers = None,
+    scaler: Any = None,
+    amp_dtype: str | None = None,
+    device: str = "cpu",
+    opt_level: int = 3,
+) -> JitStep:
+    """Capture, cast and compile `step` when it is first called.
+
+    A batch of another shape compiles again, with a one-line notice, and is kept. `amp_dtype` is
+    "float16", "bfloat16" or None for no casts.
+
+    Raises:
+        OptionError, DeviceError: at once, for an unknown dtype or device.
+    """
+    if amp_dtype not in (None, "float16", "bfloat16", "float32"):
+        raise OptionError(
+            f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '
+            "or None for no casts"
+        )
+    build_stage.resolve_device(device)
+    return JitStep(
+        step,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        amp_dtype=amp_dtype,
+        compile_options={"device": device, "opt_level": opt_level},
+    )
+
+
+def profile_vm_model(
+    mod: StepModule,
+    device: str,
+    args: tuple[Any, ...],
+    *,
+    opt_level: int = 3,
+    warmup: int = 5,
+    number: int = 10,
+    repeat: int = 1,
+) -> list[float]:
+    """Milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
+
+    The steps run on copies of the state: parameters are as before afterwards.
+    """
+    _check_module(mod, "profile_vm_model")
+    batch = mod.signature.flatten_batch(tuple(args))
+    executable = build_stage.build(planned := lower(mod), device, opt_level=opt_level)
+    copies = {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in mod.state.items()
+    }
+    program = Program(executable, planned.plan, mod.signature, copies)
+    return time_program(program, batch, warmup=warmup, number=number, repeat=repeat)
+
+
+def get_peak_memory(
+    mod: StepModule, device: str, args: Any = None, *, include_param: bool = True
+) -> float:
+    """Peak MiB of a step, from the memory plan; nothing is executed.
+
+    Counts intermediates, the batch and results; with `include_param` also parameters, buffers,
+    optimizer state and gradients that stay.
+    """
+    _check_module(mod, "get_peak_memory")
+    build_stage.resolve_device(device)
+    plan = lower(mod).plan
+    nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
+    return nbytes / 2**20
+
+
+def _check_module(mod: Any, function: str) -> None:
+    if not isinstance(mod, StepModule):
+        raise OptionError(
+            f"{function} takes a StepModule and got {type(mod).__name__}; make one with "
+            "amp_ir.trace_step(step, example_batch, model=..., optimizer=...)"
+        )
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a step takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from amp_ir.errors import OptionError
+from amp_ir.runtime.program import Program
+
+
+def time_program(
+    program: Program, batch: Sequence[torch.Tensor], *, warmup: int, number: int, repeat: int
+) -> list[float]:
+    """Milliseconds a step: the mean of `number` steps, `repeat` times, after `warmup` steps.
+
+    Raises:
+        OptionError: `number` or `repeat` is below 1, or `warmup` below 0.
+    """
+    for name, count, least in (("warmup", warmup, 0), ("number", number, 1), ("repeat", repeat, 1)):
+        if count < least:
+            raise OptionError(f"{name}={count} steps cannot be run; expected at least {least}")
+    for _ in range(warmup):
+        program.run(batch)
+    means = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        for _ in range(number):
+            program.run(batch)
+        means.append((time.perf_counter() - started) / number * 1e3)
+    return means

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CompiledStep: a training step that runs on the user's own tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from amp_ir.errors import StateError
+from amp_ir.module import StepModule
+from amp_ir.passes.plan_memory import MemoryPlan
+from amp_ir.runtime.program import Program
+
+
+@attrs.frozen
+class CompileReport:
+    """What compiling took and gave: seconds a stage, kernels, and the memory plan."""
+
+    seconds: dict[str, float]
+    kernel_count: int
+    plan: MemoryPlan
+
+
+class CompiledStep:
+    """Called as the user's step is called; updates model and optimizer in place.
+
+    Between calls the model and the optimizer are ordinary PyTorch objects: `state_dict()`,
+    `torch.save`, evaluation and learning-rate schedulers see the current values. Not reentrant:
+    calls from several threads run one after the other.
+    """
+
+    def __init__(self, module: StepModule, program: Program, report: CompileReport) -> None:
+        self.module = module
+        self.report = report
+        self._program = program
+        self._is_installed = False
+
+    def __call__(self, *batch: Any) -> Any:
+        """Run one step on `batch` and return what the captured step returns.
+
+        Raises:
+            ArgumentError: the batch does not fit what was captured; nothing has changed.
+            StateError: model or optimizer changed in a way that needs a new capture.
+        """
+        tensors = self.module.signature.flatten_batch(batch)
+        if not self.module.hooks.is_current():
+            raise StateError(
+                "the model or the optimizer is no longer as it was captured (a parameter was "
+                "frozen, a flag of a param group changed, or state was loaded into new tensors); "
+                "call amp_ir.trace_step and amp_ir.compile again, or use amp_ir.jit, which does"
+            )
+        if not self._is_installed:
+            self.module.hooks.install_state()
+            self._is_installed = True
+        outputs = self._program.run(tensors)
+        results, gradients = self._program.results_of(outputs)
+        self.module.hooks.after_step(gradients)
+        return self.module.signature.unflatten_results(results)
+
+    def __repr__(self) -> str:
+        """Say what was compiled, in one line."""
+        report = self.report
+        peak = report.plan.peak_bytes / 2**20
+        return (
+            f"CompiledStep({report.kernel_count} kernels, peak {peak:.1f} MiB, "
+            f"compiled in {sum(report.seconds.values()):.1f} s)"
+        )

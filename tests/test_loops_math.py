@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels' own exp, log, tanh, erf ...: error bounds against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from amp_ir.loops.ir import Lowering, lowers, pointwise
+from amp_ir.loops import math as m
+from test_lower_relax import build
+from kernel_check import run_kernels
+from tvm.relax import op as R
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 88.7, 89.0, -103.0, -105.0]
+
+
+def everything(low: float, high: float) -> torch.Tensor:
+    """Dense samples of a range, and special values."""
+    return torch.cat([torch.linspace(low, high, 40001), torch.tensor(SPECIAL)])
+
+
+# name -> op, exact function, range, and the bound that math.py states ("relative" or "absolute").
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], float, float, str, float]] = {
+    "exp": (R.exp, torch.exp, -87.0, 88.5, "relative", 2.5e-7),
+    "log": (R.log, torch.log, 1e-30, 1000.0, "relative", 2.5e-7),
+    "tanh": (R.tanh, torch.tanh, -12.0, 12.0, "absolute", 2.5e-7),
+    "erf": (R.erf, torch.erf, -5.0, 5.0, "absolute", 5e-7),
+    "sigmoid": (R.sigmoid, torch.sigmoid, -80.0, 80.0, "relative", 4e-7),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error_stays_below_the_stated_bound(name: str) -> None:
+    op, exact, low, high, kind, bound = CASES[name]
+    x = everything(low, high)
+    (got,) = run_kernels(build([(tuple(x.shape), "float32")], op), [x])
+    expected = exact(x.double())
+    finite = expected.isfinite() & (expected.abs() < 3e38) & (expected.abs() > 1e-37)
+    error = (got.double() - expected)[finite].abs()
+    if kind == "relative":
+        # Near log(1) = 0 the argument's own rounding dominates: compare absolutely there.
+        error = error / expected[finite].abs().clamp(min=0.1 if name == "log" else 1e-300)
+    assert error.max() <= bound
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_special_values_are_pytorchs(name: str) -> None:
+    op, exact, *_ = CASES[name]
+    x = torch.tensor(SPECIAL)
+    (got,) = run_kernels(build([(tuple(x.shape), "float32")], op), [x])
+    expected = exact(x)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.isinf(), expected.isinf())
+    ok = expected.isfinite()
+    torch.testing.assert_close(got[ok], expected[ok], rtol=1e-6, atol=1e-37)
+
+
+def test_a_second_lowering_of_an_op_is_refused() -> None:
+    def again(op: Lowering, x: Any) -> Any:
+        return pointwise(x.shape, "float32", lambda *i: m.exp(x[i]))
+
+    with pytest.raises(ValueError, match="relax.exp has a lowering already"):
+        lowers("relax.exp")(again)
