@@ -6,13 +6,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from tvm import relax
 
+from amp_ir.frontend.attention import scaled_dot_product_attention
 from amp_ir.frontend.captured import CapturedInput, CapturedOutput, CapturedStep
 from amp_ir.frontend.functional import WHOLE
 from amp_ir.frontend.importer import import_step
@@ -45,6 +48,21 @@ def decompositions(whole: frozenset[str]) -> dict[Any, Callable[..., Any]]:
     }
 
 
+class _VisibleStatistics(TorchDispatchMode):
+    """Show what `native_batch_norm` writes without saying so, as the capture does."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is not aten.native_batch_norm.default or not args[5] or args[3] is None:
+            return func(*args, **(kwargs or {}))
+        *results, mean, variance = aten._native_batch_norm_legit_functional.default(*args)
+        args[3].copy_(mean)
+        args[4].copy_(variance)
+        return tuple(results)
+
+
 @contextlib.contextmanager
 def without_mkldnn() -> Iterator[None]:
     """Keep recurrent layers from becoming one opaque op.
@@ -66,8 +84,18 @@ def traced(
     whole: frozenset[str] = WHOLE,
 ) -> CapturedStep:
     """The function as a captured step, each input a BATCH input and each output a RESULT."""
-    with without_mkldnn():
-        first = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+    def visible(*tensors: torch.Tensor) -> Any:
+        with _VisibleStatistics():
+            return function(*tensors)
+
+    with (
+        without_mkldnn(),
+        mock.patch.object(
+            torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention
+        ),
+    ):
+        first = make_fx(visible, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         with torch.no_grad():
             graph = make_fx(
                 torch.func.functionalize(first, remove="mutations"),
@@ -99,7 +127,15 @@ def imported(
 
 def evaluated(function: Callable[..., Any], *inputs: torch.Tensor) -> list[torch.Tensor]:
     """The results of the imported function."""
-    return interpret(imported(function, *inputs), [x.detach() for x in inputs])
+    return run(imported(function, *inputs), inputs)
+
+
+def run(mod: StepModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of a module for its batch, with the random state that it holds, if any."""
+    given = [x.detach() for x in inputs]
+    if "random_state" not in mod.state:
+        return interpret(mod, given)
+    return interpret(mod, [*given, mod.state["random_state"]])[:-1]
 
 
 def with_gradients(function: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
@@ -142,9 +178,35 @@ def check(
     function_and_gradients = with_gradients(function)
     expected = [one.detach() for one in function_and_gradients(*inputs)]
     mod = imported(function_and_gradients, *inputs, whole=whole)
-    actual = interpret(mod, [x.detach() for x in inputs])
+    actual = run(mod, inputs)
     assert len(actual) == len(expected)
     for got, wanted in zip(actual, expected, strict=True):
         assert got.dtype == wanted.dtype
         torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, equal_nan=True)
     return mod
+
+
+def check_module(
+    module: torch.nn.Module,
+    *inputs: torch.Tensor,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    whole: frozenset[str] = WHOLE,
+) -> StepModule:
+    """As `check`, for a module: its parameters (which get gradients) and buffers are inputs too.
+
+    Sums over windows and batches are added in another order: some 30 roundings of values near 1.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    parameters = [parameter.detach().requires_grad_() for parameter in module.parameters()]
+    names += [name for name, _ in module.named_buffers()]
+    parameters += [buffer.detach() for buffer in module.buffers()]
+
+    def stateless(*tensors: torch.Tensor) -> Any:
+        state = dict(zip(names, tensors[len(inputs) :], strict=True))
+        for name, _ in module.named_buffers():
+            state[name] = state[name].clone()
+        result = torch.func.functional_call(module, state, tensors[: len(inputs)])
+        return result, [state[name] for name, _ in module.named_buffers()]
+
+    return check(stateless, *inputs, *parameters, rtol=rtol, atol=atol, whole=whole)

@@ -52,7 +52,8 @@ REAL = {
     
     
     "lerp": (lambda x: torch.lerp(x, B, 0.3), A),
-    "hypot": (lambda x: torch.sqrt(x * x + B * B), A), "xlogy": (lambda x: torch.xlogy(B, x), POSITIVE),
+    "hypot": (lambda x: torch.sqrt(x * x + B * B), A),
+    "xlogy": (lambda x: torch.xlogy(B, x), POSITIVE),
     "sinc": (torch.sinc, UNIT), "logaddexp": (lambda x: torch.logaddexp(x, B), A),
     "copysign by where": (lambda x: torch.where(B < 0, -x.abs(), x.abs()), A),
 }  # fmt: skip

@@ -234,15 +234,32 @@ def _scatter(
 @converts(aten.masked_scatter.default)
 def masked_scatter(ops: Emitter, x: relax.Expr, mask: relax.Expr, source: relax.Expr) -> relax.Expr:
     """x with the next element of source, in order, wherever the mask holds."""
-    shape, count = ops.shape, _count(source)
+    shape = ops.shape
     flat_mask = ops.reshape(ops.broadcast(mask, shape), [_product(shape)])
-    # The number of elements taken before this one; past the end of source nothing is read.
-    taken = ops.emit(relax.op.cumsum(ops.cast(flat_mask, "int64"), 0))
-    last = ops.constant(count - 1, "int64")
-    place = ops.emit(relax.op.minimum(ops.subtract(taken, 1), last))
-    place = ops.emit(relax.op.maximum(place, ops.constant(0, "int64")))
-    values = ops.emit(relax.op.take(ops.reshape(source, [count]), place, 0))
+    place = _order_of_masked(ops, flat_mask, _count(source))
+    flat = ops.reshape(source, [_count(source)])
+    values = ops.emit(relax.op.take(ops.cast(flat, dtype_of(x)), place, 0))
     return ops.where(ops.reshape(flat_mask, shape), ops.reshape(values, shape), x)
+
+
+@converts(aten.masked_scatter_backward.default)
+def masked_scatter_backward(
+    ops: Emitter, grad: relax.Expr, mask: relax.Expr, sizes: Sequence[int]
+) -> relax.Expr:
+    """The gradients where the mask holds, one after the other, and zeros after them."""
+    count = _product(shape_of(grad))
+    flat_mask = ops.reshape(ops.broadcast(mask, shape_of(grad)), [count])
+    place = _order_of_masked(ops, flat_mask, _product(sizes))
+    taken = ops.where(flat_mask, ops.reshape(grad, [count]), ops.constant(0, dtype_of(grad)))
+    zeros = ops.full([_product(sizes)], 0, dtype_of(grad))
+    return ops.reshape(ops.call("amp_ir.scatter_add", zeros, place, taken, axis=0), sizes)
+
+
+def _order_of_masked(ops: Emitter, flat_mask: relax.Expr, count: int) -> relax.Expr:
+    """How many masked elements come before each one, held below `count`: int64[n]."""
+    taken = ops.emit(relax.op.cumsum(ops.cast(flat_mask, "int64"), 0))
+    place = ops.emit(relax.op.minimum(ops.subtract(taken, 1), ops.constant(count - 1, "int64")))
+    return ops.emit(relax.op.maximum(place, ops.constant(0, "int64")))
 
 
 def _product(shape: Sequence[int]) -> int:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from tvm import relax
 
@@ -51,6 +53,31 @@ def addmm(
     if is_scalar(beta) and beta == 0:
         return product
     return ops.add(product, _scaled(ops, bias, beta))
+
+
+@converts(aten._trilinear.default)
+def trilinear(
+    ops: Emitter,
+    a: relax.Expr,
+    b: relax.Expr,
+    c: relax.Expr,
+    expand_a: Sequence[int],
+    expand_b: Sequence[int],
+    expand_c: Sequence[int],
+    sum_dims: Sequence[int],
+    _unroll_dim: int = 1,
+) -> relax.Expr:
+    """The product of three tensors with new axes at `expand`, summed over `sum_dims`."""
+    wide = [_with_axes(ops, *one) for one in ((a, expand_a), (b, expand_b), (c, expand_c))]
+    product = ops.multiply(ops.multiply(wide[0], wide[1]), wide[2])
+    return ops.emit(relax.op.sum(product, list(sum_dims))) if sum_dims else product
+
+
+def _with_axes(ops: Emitter, x: relax.Expr, axes: Sequence[int]) -> relax.Expr:
+    shape = list(shape_of(x))
+    for axis in sorted(axes):
+        shape.insert(axis, 1)
+    return ops.reshape(x, shape)
 
 
 def _scaled(ops: Emitter, x: relax.Expr, factor: Operand) -> relax.Expr:

@@ -7,7 +7,7 @@ import torch
 from tvm import relax
 
 from amp_ir.frontend.converters.emitter import Emitter, dtype_name
-from amp_ir.frontend.converters.promotion import dtype_of, promoted_dtype, shape_of
+from amp_ir.frontend.converters.promotion import Scalar, dtype_of, promoted_dtype, shape_of
 from amp_ir.frontend.converters.registry import converts
 
 aten = torch.ops.aten
@@ -220,3 +220,36 @@ def nll_loss_backward(
         dtype=dtype_of(logp),
     )
     return result
+
+
+@converts(aten.multi_margin_loss_backward.default)
+def multi_margin_loss_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    x: relax.Expr,
+    target: relax.Expr,
+    p: Scalar,
+    margin: Scalar,
+    weight: relax.Expr | None = None,
+    reduction: int = 1,
+) -> relax.Expr:
+    """The gradient of sum over j != t of max(0, margin - x[t] + x[j]) ** p / classes."""
+    shape = shape_of(x)
+    rows, classes = ([1, *shape] if len(shape) == 1 else shape)[-2:]
+    x, target = ops.reshape(x, [rows, classes]), ops.reshape(target, [rows, 1])
+    is_target = ops.binary(
+        relax.op.equal, ops.emit(relax.op.arange(classes, dtype="int64")), target
+    )
+    own = ops.emit(relax.op.gather_elements(x, target, 1))
+    excess = ops.add(ops.subtract(x, own), float(margin))
+    slope = excess if p == 2 else ops.constant(0.5, dtype_of(x))
+    counts = ops.binary(relax.op.greater, excess, 0)
+    counts = ops.emit(relax.op.logical_and(counts, ops.emit(relax.op.logical_not(is_target))))
+    others = ops.multiply(ops.where(counts, slope, 0.0), 2.0 / classes)
+    total = ops.emit(relax.op.sum(others, [1], True))
+    dx = ops.where(is_target, ops.emit(relax.op.negative(total)), others)
+    if weight is not None:
+        dx = ops.multiply(dx, ops.emit(relax.op.take(weight, target, 0)))
+    share = ops.divide(grad, float(rows)) if reduction == 1 else grad
+    share = ops.reshape(share, [rows, 1]) if reduction == 0 else share
+    return ops.reshape(ops.multiply(dx, share), shape)

@@ -365,3 +365,21 @@ def batch_norm_backward(
     if mask[2]:
         dbias = ops.emit(relax.op.sum(wide_grad, axes))
     return _wanted(ops, mask, dx, dweight, dbias)
+
+
+@converts(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    direction: relax.Expr,
+    magnitude: relax.Expr,
+    norms: relax.Expr,
+    dim: int,
+) -> tuple[relax.Expr, relax.Expr]:
+    """(ddirection, dmagnitude) of weight = magnitude * direction / norms (Salimans 2016)."""
+    axes = [axis for axis in range(len(shape_of(direction))) if axis != dim]
+    norms = ops.cast(norms, dtype_of(grad))
+    along = ops.emit(relax.op.sum(ops.multiply(grad, direction), axes, True))
+    share = ops.divide(along, ops.multiply(norms, norms))
+    across = ops.subtract(grad, ops.multiply(direction, share))
+    return ops.multiply(ops.divide(magnitude, norms), across), ops.divide(along, norms)

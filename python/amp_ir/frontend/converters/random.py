@@ -9,7 +9,7 @@ import torch
 from tvm import relax
 
 from amp_ir.frontend.converters.emitter import Emitter
-from amp_ir.frontend.converters.promotion import Operand, dtype_of
+from amp_ir.frontend.converters.promotion import Operand, dtype_of, shape_of
 from amp_ir.frontend.converters.registry import converts
 
 aten = torch.ops.aten
@@ -146,3 +146,42 @@ def randperm(ops: Emitter, _n: int, **_options: Any) -> relax.Expr:
     """A permutation: the order of uniform numbers."""
     order = ops.emit(relax.op.argsort(uniform_numbers(ops, "float32"), 0, False, "int64"))
     return ops.cast(order, ops.dtype)
+
+
+@converts(aten.rrelu_with_noise_functional.default)
+def rrelu(
+    ops: Emitter,
+    x: relax.Expr,
+    noise: relax.Expr,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: None = None,
+) -> tuple[relax.Expr, relax.Expr]:
+    """(x where positive, else x times a slope; the factors): slopes are drawn in training."""
+    positive = ops.binary(relax.op.greater, x, 0)
+    if not training:
+        return ops.where(positive, x, ops.multiply(x, (lower + upper) / 2)), noise
+    state, index = ops.draw()
+    unit = ops.call("amp_ir.random_uniform", state, shape=shape_of(x), index=index)
+    slopes = ops.cast(ops.add(ops.multiply(unit, upper - lower), lower), dtype_of(x))
+    factors = ops.where(positive, 1.0, slopes)
+    return ops.multiply(x, factors), factors
+
+
+@converts(aten.rrelu_with_noise_backward.default)
+def rrelu_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    x: relax.Expr,
+    noise: relax.Expr,
+    lower: float,
+    upper: float,
+    training: bool,
+    _self_is_result: bool,
+) -> relax.Expr:
+    """The gradient times the factors of the forward op."""
+    if training and upper - lower > 1e-6:
+        return ops.multiply(grad, noise)
+    positive = ops.binary(relax.op.greater, x, 0)
+    return ops.where(positive, grad, ops.multiply(grad, (lower + upper) / 2))
