@@ -21,3 +21,13 @@ def fixed_seeds() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none, saying so."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU; PyTorch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

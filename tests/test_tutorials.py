@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every lesson runs as a reader would run it, and its asserts hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LESSONS = sorted((Path(__file__).resolve().parents[1] / "tutorials").glob("[0-9][0-9]_*.py"))
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+def test_lesson_runs(lesson: Path, tmp_path: Path) -> None:
+    # In a folder of its own: a lesson may write files.
+    command = [sys.executable, "-W", "error::UserWarning", str(lesson)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
