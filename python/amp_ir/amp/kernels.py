@@ -7,8 +7,9 @@ number of elements that follow each other fuse, reductions over trailing dimensi
 reduction over leading dimensions ends a kernel.
 
 Two ops share a kernel when they are neighbours of this kind at the same depth, the number of
-kernel boundaries on the longest path from the inputs. Equal depth makes kernels acyclic, and the
-result does not depend on the order in which ops are written.
+kernel boundaries on the longest path from the inputs (an op that begins a kernel waits for the
+readers it may join). Equal depth makes kernels acyclic, and the result does not depend on the order
+in which ops are written.
 """
 
 from __future__ import annotations
@@ -85,26 +86,54 @@ def kind_of(op: Op) -> Kind:
 
 def kernels_of(graph: StepGraph) -> list[int]:
     """A number for each op; ops with the same number are taken to share a kernel."""
-    kinds = [kind_of(op) for op in graph.ops]
-    domains = [_domain(graph, op) for op in graph.ops]
-    ends = [_ends_kernel(op, graph) for op in graph.ops]
-    depths = [0] * len(graph.ops)
+    joins = _joining_sources(graph)
+    depths = _depths(graph, joins)
     parent = list(range(len(graph.ops)))
     for op in graph.ops:
-        neighbours = []
-        for source in _sources(graph, op):
-            joins = (
-                kinds[source] is Kind.LOOP is kinds[op.position]
-                and domains[source] == domains[op.position]
-                and not ends[source]
-            )
-            depths[op.position] = max(depths[op.position], depths[source] + (not joins))
-            if joins:
-                neighbours.append(source)
-        for source in neighbours:
+        for source in joins[op.position]:
             if depths[source] == depths[op.position]:
                 parent[_find(parent, source)] = _find(parent, op.position)
     return [_find(parent, position) for position in range(len(graph.ops))]
+
+
+def _joining_sources(graph: StepGraph) -> list[set[int]]:
+    """For each op, the ops it reads from with which it may share a kernel."""
+    kinds = [kind_of(op) for op in graph.ops]
+    domains = [_domain(graph, op) for op in graph.ops]
+    ends = [_ends_kernel(op, graph) for op in graph.ops]
+    return [
+        {
+            source
+            for source in _sources(graph, op)
+            if kinds[source] is Kind.LOOP is kinds[op.position]
+            and domains[source] == domains[op.position]
+            and not ends[source]
+        }
+        for op in graph.ops
+    ]
+
+
+def _depths(graph: StepGraph, joins: list[set[int]]) -> list[int]:
+    """The depth of each op; one that begins a kernel waits for the readers that it may join."""
+    depths = [0] * len(graph.ops)
+    begins = [True] * len(graph.ops)
+    for op in graph.ops:
+        for source in _sources(graph, op):
+            beyond = source not in joins[op.position]
+            depths[op.position] = max(depths[op.position], depths[source] + beyond)
+        begins[op.position] = all(
+            depths[source] < depths[op.position] for source in joins[op.position]
+        )
+    latest: list[int | None] = [None] * len(graph.ops)
+    for op in reversed(graph.ops):
+        limit = latest[op.position]
+        if begins[op.position] and limit is not None and not op.is_view:
+            depths[op.position] = max(depths[op.position], limit)
+        for source in _sources(graph, op):
+            bound = depths[op.position] - (source not in joins[op.position])
+            known = latest[source]
+            latest[source] = bound if known is None else min(known, bound)
+    return depths
 
 
 def _sources(graph: StepGraph, op: Op) -> set[int]:

