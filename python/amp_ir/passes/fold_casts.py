@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tidy a step after autocast: fold casts, share small repeated work, drop what nobody reads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst
+
+from amp_ir.dialect.registry import call_op
+
+CASTS = ("amp_ir.cast", "relax.astype")
+_VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze")
+# Every value of the first dtype is a value of each that follows.
+_WIDENS_TO = {
+    "float16": ("float32", "float64"),
+    "bfloat16": ("float32", "float64"),
+    "float32": ("float64",),
+}
+# Larger results are not shared: a step that computes one twice may mean to (checkpointing).
+_SHARED_NBYTES = 4096
+
+
+def fold_casts(ir: tvm.IRModule) -> tvm.IRModule:
+    """Fold casts that change no value, and drop dead code.
+
+    Before:  w = astype(x: f16, "float32"); c = cast(reshape(w), "float16"); y = relu(c)
+    After:   y = relu(reshape(x))
+
+    - A cast to the dtype that a value has is dropped.
+    - Widening is exact, so a cast after it starts from the narrow value; back to that value's own
+      dtype there is nothing left. This sees through reshapes and transposes.
+    - A narrowing is never dropped, whether the user wrote it or autocast: it rounds.
+    - Casts of constants are done now. One narrowing cast a value is kept; widening casts stay
+      private to their readers, in whose kernels they fuse.
+    - Repeated calls with small results are made once.
+
+    Requires: one function `main`, one dataflow block of pure calls.
+    Ensures:  the same values, bit for bit; spans stay with their calls.
+    """
+    return _Folder(ir).run()
+
+
+class _Folder:
+    def __init__(self, ir: tvm.IRModule) -> None:
+        self.ir = ir
+        self.main: relax.Function = ir["main"]
+        self.now: dict[relax.Var, relax.Expr] = {}
+        self.value_of: dict[relax.Var, relax.Expr] = {}
+        self.known: dict[tuple[Any, ...], relax.Var] = {}
+        self.bindings: list[relax.VarBinding] = []
+
+    def run(self) -> tvm.IRModule:
+        for block in self.main.body.blocks:
+            for binding in block.bindings:
+                self.visit(binding.var, binding.value)
+        result = self.current(self.main.body.body)
+        bindings = live_bindings(self.bindings, result)
+        body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
+        relax.expr._update_type(body, self.main.body.ty)
+        old = self.main
+        function = relax.Function(old.params, body, old.ret_ty, old.is_pure, old.attrs, old.span)
+        functions = {**self.ir.functions, self.ir.get_global_var("main"): function}
+        return tvm.IRModule(functions, attrs=self.ir.attrs)
+
+    def visit(self, variable: relax.Var, value: relax.Expr) -> None:
+        """Bind `variable` as before, or let an equal expression stand for it."""
+        if isinstance(value, relax.Call):
+            value = self.with_current_args(value)
+            if value.op.name in CASTS:
+                value = self.folded(value)
+            value = self.shared(variable, value)
+        else:
+            value = self.current(value)
+        replaceable = isinstance(variable, relax.DataflowVar)
+        if replaceable and isinstance(value, (relax.Var, GenericConst)):
+            self.now[variable] = value
+            return
+        self.bindings.append(relax.VarBinding(variable, value))
+        self.value_of[variable] = value
+
+    def with_current_args(self, call: relax.Call) -> relax.Call:
+        args = [self.current(argument) for argument in call.args]
+        if all(new is old for new, old in zip(args, call.args, strict=True)):
+            return call
+        return _typed(call, args, call.ty)
+
+    def current(self, expr: relax.Expr) -> relax.Expr:
+        """The expression that now stands for `expr`; the object itself where nothing changed."""
+        if isinstance(expr, relax.Var):
+            return self.now.get(expr, expr)
+        if isinstance(expr, relax.Tuple):
+            fields = [self.current(field) for field in expr.fields]
+            changed = any(new is not old for new, old in zip(fields, expr.fields, strict=True))
+            return relax.Tuple(fields) if changed else expr
+        if isinstance(expr, relax.TupleGetItem):
+            source = self.current(expr.tuple_value)
+            return expr if source is expr.tuple_value else relax.TupleGetItem(source, expr.index)
+        return expr
+
+    def folded(self, call: relax.Call) -> relax.Expr:
+        """A cast with what changes no value taken out of it."""
+        source, dtype = call.args[0], str(call.ty.dtype)
+        if str(source.ty.dtype) == dtype:
+            return source
+        if isinstance(source, GenericConst):
+            return _cast_constant(source, dtype)
+        narrow, views = self.before_widening(source)
+        if narrow is None:
+            return call
+        narrow_dtype = str(narrow.ty.dtype)
+        for view in reversed(views):
+            ty = relax.TensorType(view.ty.shape, narrow_dtype)
+            narrow = self.bind_new(_typed(view, [narrow, *view.args[1:]], ty))
+        return narrow if narrow_dtype == dtype else _cast_like(call, narrow, dtype)
+
+    def before_widening(self, source: relax.Expr) -> tuple[relax.Expr | None, list[relax.Call]]:
+        """The narrow value that `source` widens, and the views between; None if it widens none."""
+        views: list[relax.Call] = []
+        while isinstance(source, relax.Var):
+            value = self.value_of.get(source)
+            if not isinstance(value, relax.Call):
+                break
+            if value.op.name in CASTS:
+                inner = value.args[0]
+                widens = str(value.ty.dtype) in _WIDENS_TO.get(str(inner.ty.dtype), ())
+                return (inner, views) if widens else (None, views)
+            if value.op.name not in _VIEWS:
+                break
+            views.append(value)
+            source = value.args[0]
+        return None, views
+
+    def bind_new(self, call: relax.Call) -> relax.Var:
+        variable = relax.DataflowVar("narrow", call.ty)
+        shared = self.shared(variable, call)
+        if isinstance(shared, relax.Var):
+            return shared
+        self.bindings.append(relax.VarBinding(variable, call))
+        self.value_of[variable] = call
+        return variable
+
+    def shared(self, variable: relax.Var, value: relax.Expr) -> relax.Expr:
+        """The variable that has this value already, where sharing it is allowed."""
+        if not isinstance(value, relax.Call) or not _may_share(value):
+            return value
+        key = _key_of(value)
+        if key is None:
+            return value
+        first = self.known.setdefault(key, variable)
+        return value if first is variable else first
+
+
+def live_bindings(bindings: list[relax.VarBinding], result: relax.Expr) -> list[relax.VarBinding]:
+    """The bindings that the result needs, in order."""
+    needed = set(_variables(result))
+    kept = []
+    for binding in reversed(bindings):
+        if binding.var in needed:
+            kept.append(binding)
+            needed.update(_variables(binding.value))
+    return kept[::-1]
+
+
+def _variables(expr: relax.Expr) -> list[relax.Var]:
+    if isinstance(expr, relax.Var):
+        return [expr]
+    if isinstance(expr, relax.Call):
+        return [var for argument in expr.args for var in _variables(argument)]
+    if isinstance(expr, relax.Tuple):
+        return [var for field in expr.fields for var in _variables(field)]
+    if isinstance(expr, relax.TupleGetItem):
+        return _variables(expr.tuple_value)
+    return []
+
+
+def _typed(call: relax.Call, args: list[relax.Expr], ty: relax.Type) -> relax.Call:
+    new = relax.Call(call.op, args, call.attrs, list(call.ty_args), call.span)
+    relax.expr._update_type(new, ty)
+    return new
+
+
+def _cast_like(call: relax.Call, source: relax.Expr, dtype: str) -> relax.Call:
+    """A cast of `source` by the same op: the user's stays the user's."""
+    if call.op.name == "relax.astype":
+        return _typed(call, [source], call.ty)
+    new = call_op("amp_ir.cast", [source], call.span, dtype=dtype)
+    relax.expr._update_type(new, call.ty)
+    return new
+
+
+def _cast_constant(constant: GenericConst, dtype: str) -> relax.Expr:
+    return relax.const(constant.value.numpy().astype(dtype), dtype)
+
+
+def _may_share(call: relax.Call) -> bool:
+    if not isinstance(call.ty, relax.TensorType) or not isinstance(call.ty.shape, relax.ShapeExpr):
+        return False
+    if call.op.name in _VIEWS:
+        return True
+    dtype = str(call.ty.dtype)
+    if call.op.name in CASTS and dtype not in _WIDENS_TO.get(str(call.args[0].ty.dtype), ()):
+        return True
+    elements = math.prod(int(extent) for extent in call.ty.shape)
+    return elements * 8 <= _SHARED_NBYTES and call.op.name not in CASTS
+
+
+def _key_of(call: relax.Call) -> tuple[Any, ...] | None:
+    """What makes two calls equal; None where an argument is no variable, shape or scalar."""
+    parts: list[Any] = [call.op.name, str(call.attrs)]
+    for argument in call.args:
+        if isinstance(argument, relax.Var):
+            parts.append(argument)
+        elif isinstance(argument, GenericConst) and not argument.ty.shape.values:
+            parts.append((str(argument.ty.dtype), argument.value.numpy().tobytes()))
+        elif isinstance(argument, relax.ShapeExpr):
+            parts.append(tuple(int(extent) for extent in argument.values))
+        else:
+            return None
+    return tuple(parts)
