@@ -144,8 +144,8 @@ def test_missing_libraries_are_named_once_with_their_consequence(tmp_path):
         "PyTorch's; " + rebuild,
         "  torch (not built): matmul and convolution have no PyTorch kernels to fall back on; "
         + rebuild,
-        "  onednn (not built): matmul and convolution run through PyTorch, float32 at about half "
-        "the speed; pip install onednn-cpu-gomp==2023.2.0 onednn-devel-cpu-gomp==2023.2.0, "
+        "  onednn (not built): matmul and convolution run through PyTorch, whose float32 is "
+        "slower; pip install onednn-cpu-gomp==2023.2.0 onednn-devel-cpu-gomp==2023.2.0, "
         "then rebuild",
     ]
 

@@ -29,7 +29,7 @@ CONSEQUENCES = {
     "passes": "no program can be compiled, since memory cannot be planned",
     "openmp": "compiled kernels run on a thread pool of their own and compete with PyTorch's",
     "torch": "matmul and convolution have no PyTorch kernels to fall back on",
-    "onednn": "matmul and convolution run through PyTorch, float32 at about half the speed",
+    "onednn": "matmul and convolution run through PyTorch, whose float32 is slower",
 }
 _REMEDIES = {
     "onednn": "pip install onednn-cpu-gomp==2023.2.0 onednn-devel-cpu-gomp==2023.2.0, then rebuild",

@@ -109,29 +109,53 @@ class PlanBuilder {
     return ordered;
   }
 
-  Chosen Choose(const StridedTensor* views) const {
-    dnnl::memory::dims strides(convolution_.strides.begin(), convolution_.strides.end());
-    dnnl::memory::dims padding(convolution_.padding.begin(), convolution_.padding.end());
-    dnnl::memory::dims dilation(convolution_.dilation.begin(), convolution_.dilation.end());
-    for (auto& gap : dilation) --gap;  // oneDNN counts the elements left out
+  // What all three primitives are created from.
+  struct Request {
+    dnnl::memory::desc x, w, y;
+    dnnl::memory::dims strides, dilation, padding;
     dnnl::primitive_attr attr;
-    attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
-    const bool keep = KeepsChannelsLast(views[0], views[2]);
-    auto activation = [&](const StridedTensor& t) { return keep ? Describe(t) : AnyLayout(t); };
-    const auto x = activation(views[0]), w = AnyLayout(views[1]), y = activation(views[2]);
-    const auto direct = dnnl::algorithm::convolution_direct;
-    // The backward primitives ask for a forward one as a hint; its result is in the dtype of the
-    // data, whatever dtype the gradient has.
-    const StridedTensor& data = kind_ == ConvKind::kBackwardInput ? views[2] : views[0];
-    auto retyped = [&](int i) {
-      StridedTensor t = views[i];
-      t.dtype = data.dtype;
-      return i == 1 ? AnyLayout(t) : activation(t);
-    };
+  };
+
+  static constexpr auto kDirect = dnnl::algorithm::convolution_direct;
+
+  Request MakeRequest(const StridedTensor& x, const StridedTensor& w,
+                      const StridedTensor& y) const {
+    Request request;
+    const bool keep = KeepsChannelsLast(x, y);
+    request.x = keep ? Describe(x) : AnyLayout(x);
+    request.w = AnyLayout(w);
+    request.y = keep ? Describe(y) : AnyLayout(y);
+    request.strides.assign(convolution_.strides.begin(), convolution_.strides.end());
+    request.padding.assign(convolution_.padding.begin(), convolution_.padding.end());
+    for (int64_t step : convolution_.dilation) {
+      request.dilation.push_back(step - 1);  // oneDNN counts the elements left out
+    }
+    request.attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+    return request;
+  }
+
+  static dnnl::convolution_forward::primitive_desc DescribeForward(const Request& r) {
+    return {CpuEngine(), dnnl::prop_kind::forward_training,
+            kDirect,     r.x,
+            r.w,         r.y,
+            r.strides,   r.dilation,
+            r.padding,   r.padding,
+            r.attr};
+  }
+
+  // The forward primitive that the backward ones ask for as a hint: all in the dtype of the data,
+  // whatever dtype the gradient is to have.
+  dnnl::convolution_forward::primitive_desc Hint(const StridedTensor* views) const {
+    const DLDataType dtype = views[kind_ == ConvKind::kBackwardInput ? 2 : 0].dtype;
+    StridedTensor typed[3] = {views[0], views[1], views[2]};
+    for (StridedTensor& t : typed) t.dtype = dtype;
+    return DescribeForward(MakeRequest(typed[0], typed[1], typed[2]));
+  }
+
+  Chosen Choose(const StridedTensor* views) const {
+    const Request r = MakeRequest(views[0], views[1], views[2]);
     if (kind_ == ConvKind::kForward) {
-      dnnl::convolution_forward::primitive_desc pd(CpuEngine(), dnnl::prop_kind::forward_training,
-                                                   direct, x, w, y, strides, dilation, padding,
-                                                   padding, attr);
+      auto pd = DescribeForward(r);
       return {dnnl::convolution_forward(pd),
               pd.src_desc(),
               pd.weights_desc(),
@@ -139,12 +163,10 @@ class PlanBuilder {
               pd.scratchpad_desc(),
               Name("conv ", pd.impl_info_str())};
     }
-    dnnl::convolution_forward::primitive_desc hint(CpuEngine(), dnnl::prop_kind::forward_training,
-                                                   direct, retyped(0), retyped(1), retyped(2),
-                                                   strides, dilation, padding, padding, attr);
     if (kind_ == ConvKind::kBackwardInput) {
-      dnnl::convolution_backward_data::primitive_desc pd(CpuEngine(), direct, x, w, y, strides,
-                                                         dilation, padding, padding, hint, attr);
+      dnnl::convolution_backward_data::primitive_desc pd(CpuEngine(), kDirect, r.x, r.w, r.y,
+                                                         r.strides, r.dilation, r.padding,
+                                                         r.padding, Hint(views), r.attr);
       return {dnnl::convolution_backward_data(pd),
               pd.diff_src_desc(),
               pd.weights_desc(),
@@ -152,8 +174,9 @@ class PlanBuilder {
               pd.scratchpad_desc(),
               Name("conv_backward_input ", pd.impl_info_str())};
     }
-    dnnl::convolution_backward_weights::primitive_desc pd(CpuEngine(), direct, x, w, y, strides,
-                                                          dilation, padding, padding, hint, attr);
+    dnnl::convolution_backward_weights::primitive_desc pd(CpuEngine(), kDirect, r.x, r.w, r.y,
+                                                          r.strides, r.dilation, r.padding,
+                                                          r.padding, Hint(views), r.attr);
     return {dnnl::convolution_backward_weights(pd),
             pd.src_desc(),
             pd.diff_weights_desc(),
