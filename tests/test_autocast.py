@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -11,8 +12,9 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from amp_ir.amp import CustomTypeHint, PrimType, check_dtype, gen_hint_helper
+from amp_ir.amp import CustomTypeHint, PrimType, check_dtype, gen_hint_helper, overrides
 from amp_ir.amp.autocast import autocast
+from amp_ir.amp.policies import POLICIES
 from amp_ir.dialect.registry import call_op
 from amp_ir.errors import OptionError, RuleError
 from amp_ir.interpreter import interpret
@@ -242,8 +244,7 @@ def test_the_rules_of_rafs_document_work_with_our_names():
 
 
 def test_custom_hints_nest_survive_exceptions_and_stay_in_their_thread():
-    from amp_ir.amp.overrides import find_rule
-
+    find_rule = functools.partial(overrides.find_rule, POLICIES["default"])
     seen = []
     default = find_rule("relax.add")
     with CustomTypeHint({"relax.add": never_cast_bias_add}):

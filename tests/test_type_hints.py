@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import tvm
 from tvm import relax
 
 import amp_ir.amp.type_hints  # noqa: F401
@@ -28,6 +29,10 @@ def test_every_op_of_the_dialect_has_a_rule():
 
 def test_every_relax_op_that_the_importer_emits_has_a_rule():
     assert not sorted(set(RELAX_OPS) - set(RULES))
+
+
+def test_every_rule_is_for_an_op_that_exists():
+    assert all(tvm.ir.Op.get(name) is not None for name in RULES)  # get raises on an unknown name
 
 
 def test_every_rule_states_its_reason_in_a_sentence():

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import attrs
 import tvm
 
-import amp_ir.amp.type_hints  # noqa: F401  (registers the rules)
+import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir import native
 from amp_ir.amp import placement as placing
 from amp_ir.amp.decisions import Decision, decide
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.kernels import kernels_of
-from amp_ir.amp.overrides import find_rule
+from amp_ir.amp.overrides import Override, apply_overrides, find_rule
+from amp_ir.amp.policies import find_policy
 from amp_ir.amp.rewrite import ATTRIBUTE, rewrite
 from amp_ir.amp.step_graph import StepGraph, read_step
 from amp_ir.errors import OptionError
@@ -31,6 +33,8 @@ def autocast(
     *,
     amp_dtype: str = "float16",
     out_dtype: str | None = None,
+    overrides: Sequence[Override] = (),
+    policy: str = "default",
     placement: str = "cut",
     on_unknown: str = "error",
 ) -> Module:
@@ -53,6 +57,8 @@ def autocast(
         amp_dtype: "float16", "bfloat16", or "float32", which changes nothing.
         out_dtype: dtype of the float32 results (of a bare module: of every float32 output). State
             keeps its dtype always.
+        overrides: selectors of calls; see `Override`.
+        policy: "default", "torch", "aggressive" or "conservative"; see `list_ops`.
         placement: "cut" (least bytes) or "greedy" (RAF's majority).
         on_unknown: "error", or "float32" to leave ops without a rule in float32.
     """
@@ -67,7 +73,9 @@ def autocast(
     graph = read_step(ir)
     kernels = kernels_of(graph)
     dtypes = _output_dtypes(graph, mod, out_dtype)
-    decisions = decide(graph, find_rule, amp_dtype, dtypes, on_unknown=on_unknown)
+    rules = functools.partial(find_rule, find_policy(policy))
+    decisions = decide(graph, rules, amp_dtype, dtypes, on_unknown=on_unknown)
+    apply_overrides(graph, decisions, overrides, _input_names(graph, mod))
     _label_free_ops(graph, decisions, kernels, dtypes, placement)
     rewritten = rewrite(graph, decisions, kernels, amp_dtype, dtypes)
     function = rewritten.function.with_attr(ATTRIBUTE, amp_dtype)
@@ -128,6 +136,12 @@ def native_cut(
     flat = [number for edge in edges for number in edge]
     answer = native.function("amp_ir.min_cut")(vertices, flat, source, sink)
     return [bool(side) for side in answer[1:]]
+
+
+def _input_names(graph: StepGraph, mod: StepModule | tvm.IRModule) -> list[str]:
+    if isinstance(mod, StepModule):
+        return [one.name for one in mod.signature.inputs]
+    return [str(parameter.name) for parameter in graph.function.params]
 
 
 def _output_dtypes(

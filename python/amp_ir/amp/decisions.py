@@ -33,6 +33,8 @@ from amp_ir.amp.step_graph import Op, StepGraph, Tree, leaves
 from amp_ir.dialect.registry import DECLARATIONS, options_of
 from amp_ir.errors import RuleError
 
+# Rules that never look at the dtypes of arguments.
+_OWN_RULES = ("amp_ir.amp.type_hints", "amp_ir.amp.policies")
 FindRule = Callable[[str], "Rule | None"]
 
 
@@ -150,7 +152,7 @@ def _ask(graph: StepGraph, op: Op, rule: Rule, amp_dtype: str) -> Hints:
     """
     ty = op.variable.ty
     hints = answer_of(rule, op.name, op.call.args, ty, amp_dtype)
-    if rule.__module__ == "amp_ir.amp.type_hints" or FREE in hints.args:
+    if rule.__module__ in _OWN_RULES or FREE in hints.args:
         return hints
     low_args = [_with_low_type(argument, amp_dtype) for argument in op.call.args]
     with_low = answer_of(rule, op.name, low_args, ty, amp_dtype)

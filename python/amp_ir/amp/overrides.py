@@ -4,11 +4,27 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import MappingProxyType, TracebackType
 
-from amp_ir.amp.hints import RULES, Rule
-from amp_ir.errors import RuleError
+import attrs
+
+from amp_ir.amp.decisions import Decision, Mode
+from amp_ir.amp.hints import FULL_DTYPE, Rule
+from amp_ir.amp.policies import Policy
+from amp_ir.amp.step_graph import Op, StepGraph, leaves
+from amp_ir.errors import OptionError, RuleError
+
+PHASES = ("forward", "backward", "optimizer")
+_MODES = {
+    "float32": Mode.FULL,
+    "low": Mode.LOW,
+    "free": Mode.VARY,
+    "original": Mode.KEEP,
+}
+TARGETS = tuple(_MODES)
 
 _NOTHING: Mapping[str, Rule] = MappingProxyType({})
 _replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(
@@ -52,6 +68,157 @@ class CustomTypeHint:
         _replaced.reset(self._tokens.pop())
 
 
-def find_rule(op_name: str) -> Rule | None:
-    """The rule of an op in this thread: the innermost CustomTypeHint's, else the registered one."""
-    return _replaced.get().get(op_name) or RULES.get(op_name)
+def find_rule(policy: Policy, op_name: str) -> Rule | None:
+    """The rule of an op in this thread: the innermost CustomTypeHint's, else the policy's."""
+    return _replaced.get().get(op_name) or policy.rule(op_name)
+
+
+@attrs.frozen(kw_only=True)
+class Override:
+    """Selects calls of a step and says what is to become of them.
+
+        Override(module="bert.encoder.layer.*.attention", op="amp_ir.softmax", to="float32")
+
+    What is not given matches everything. `module` and `op` are globs, `*` matching dots too; a
+    module path also selects what is inside of it. `parameter` is a glob over the names of inputs
+    that the call reads, through views too. Backward calls carry the module of their forward call.
+    Optimizer calls are selected by `phase="optimizer"` only.
+
+    Attributes:
+        to: "float32"; "low", the low dtype for the arguments and the result; "free", the placement
+            chooses; "original", the dtypes of the user's program.
+        argument: position of the one argument that is meant; the result is then left alone.
+
+    Precedence: of several that match a call, the last in the list decides. An override comes after
+    everything else: the rule, CustomTypeHint, the policy, `autocast_off`, gradients in float32 and
+    the check of constants.
+    """
+
+    to: str = attrs.field()
+    op: str | None = None
+    module: str | None = None
+    parameter: str | None = None
+    phase: str | None = None
+    argument: int | None = None
+
+    @to.validator
+    def _check_to(self, _attribute: object, value: str) -> None:
+        if value not in TARGETS:
+            accepted = ", ".join(map(repr, TARGETS))
+            raise OptionError(f"Override(to={value!r}); expected one of {accepted}")
+
+    def __attrs_post_init__(self) -> None:
+        if self.phase not in (None, *PHASES):
+            accepted = ", ".join(map(repr, PHASES))
+            raise OptionError(f"Override(phase={self.phase!r}); expected one of {accepted}")
+        if (self.op, self.module, self.parameter, self.phase) == (None,) * 4:
+            raise OptionError(
+                f"Override(to={self.to!r}) would select every call; give op, module, parameter or "
+                "phase, or choose a policy"
+            )
+
+    def matches(self, op: Op, parameters: Sequence[str]) -> bool:
+        """Whether a call is selected; `parameters` are the names of the inputs it reads."""
+        place = op.location
+        if self.phase is None and place.phase == "optimizer":
+            return False
+        return (
+            (self.phase is None or self.phase == place.phase)
+            and (self.op is None or fnmatchcase(op.name, self.op))
+            and (self.module is None or _is_inside(place.module, self.module))
+            and (self.parameter is None or any(fnmatchcase(p, self.parameter) for p in parameters))
+        )
+
+
+def _is_inside(module: str, pattern: str) -> bool:
+    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+
+
+def apply_overrides(
+    graph: StepGraph,
+    decisions: Sequence[Decision],
+    overrides: Sequence[Override],
+    input_names: Sequence[str],
+) -> None:
+    """Change the decisions that overrides select.
+
+    Raises:
+        OptionError: overrides that select nothing, all of them, with near matches.
+    """
+    if not overrides:
+        return
+    names = dict(zip(graph.inputs, input_names, strict=True))
+    unused = set(range(len(overrides)))
+    for op in graph.ops:
+        if op.is_view:
+            continue
+        roots = (graph.values[leaf].root for leaf in op.reads)
+        parameters = [names[root] for root in roots if root in names]
+        chosen = [n for n, one in enumerate(overrides) if one.matches(op, parameters)]
+        unused.difference_update(chosen)
+        for number in chosen:
+            _apply(graph, op, decisions[op.position], overrides[number])
+    if unused:
+        lines = [_explain_unused(graph, overrides[n], input_names) for n in sorted(unused)]
+        raise OptionError("\n".join(lines))
+
+
+def _apply(graph: StepGraph, op: Op, decision: Decision, override: Override) -> None:
+    mode = _MODES[override.to]
+    castable = [graph.values[leaf].dtype == FULL_DTYPE for leaf in op.reads]
+    meant = castable
+    if override.argument is not None:
+        selected = _leaves_of_argument(op, override)
+        meant = [can and n in selected for n, can in enumerate(castable)]
+    for number, is_meant in enumerate(meant):
+        if is_meant:
+            decision.modes[number] = mode
+    decision.rule, decision.reason = "override", f"Selected by {_describe(override)}"
+    if override.argument is None:
+        has_result = any(graph.values[leaf].dtype == FULL_DTYPE for leaf in op.results)
+        label = {"low": "low", "free": "free"}.get(override.to, "full")
+        decision.label = label if has_result else "full"  # type: ignore[assignment]
+        if label != "free":
+            decision.sets_result = False
+
+
+def _leaves_of_argument(op: Op, override: Override) -> set[int]:
+    position = override.argument
+    assert position is not None
+    if not 0 <= position < len(op.args):
+        raise OptionError(
+            f"{_describe(override)} selects argument {position} of {op.name} in {op.location}, "
+            f"which has {len(op.args)}, counted from 0"
+        )
+    before = sum(len(leaves(tree)) for tree in op.args[:position])
+    return set(range(before, before + len(leaves(op.args[position]))))
+
+
+def _describe(override: Override) -> str:
+    given = attrs.asdict(override, filter=lambda _attribute, value: value is not None)
+    return f"Override({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def _modules(graph: StepGraph) -> list[str]:
+    """The module paths of a step, and the paths that lead to them."""
+    paths = [op.location.module.split(".") for op in graph.ops if op.location.module]
+    return sorted({".".join(path[:n]) for path in paths for n in range(1, len(path) + 1)})
+
+
+def _explain_unused(graph: StepGraph, override: Override, input_names: Sequence[str]) -> str:
+    """Why an override selects nothing: which of its words match no call, and what is near."""
+    candidates = {
+        "op": sorted({op.name for op in graph.ops}),
+        "module": _modules(graph),
+        "parameter": sorted(input_names),
+    }
+    hints = []
+    for field, known in candidates.items():
+        pattern = getattr(override, field)
+        match = _is_inside if field == "module" else fnmatchcase
+        if pattern is not None and not any(match(name, pattern) for name in known):
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
+            nearest = f"; near: {', '.join(map(repr, near))}" if near else ""
+            hints.append(f"no {field} matches {pattern!r}{nearest}")
+    why = "; ".join(hints) or "each word matches some call, but no call matches them all"
+    return f"{_describe(override)} selects nothing: {why}"

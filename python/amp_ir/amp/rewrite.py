@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import tvm
 from tvm import relax
-from tvm.ir import Span
+from tvm.ir import GenericConst, Span
 
 from amp_ir.amp.constants import Holds, holds
 from amp_ir.amp.decisions import Decision, Mode
@@ -385,13 +385,13 @@ class _Rewriter:
 
     def _constant(self, leaf: int, dtype: str) -> relax.Expr:
         value = self.graph.values[leaf]
+        constant = value.expr
+        assert isinstance(constant, GenericConst)
         if dtype == value.dtype:
-            return value.expr
-        if _fits_low_exactly(self.graph, leaf, dtype):
-            constant = relax.const(value.expr.value.numpy(), dtype)
-            self.have[leaf, dtype] = constant
             return constant
-        return self.cast(leaf, value.expr, dtype, value.readers[0], None, is_shared=True)
+        if _fits_low_exactly(self.graph, leaf, dtype):
+            return relax.const(constant.value.numpy(), dtype)
+        return self.cast(leaf, constant, dtype, value.readers[0], None, is_shared=True)
 
     def cast(
         self,
