@@ -51,13 +51,8 @@ WHOLE = frozenset(
     cumsum sort topk
     """.split()
 )
-_RENAMES = frozenset(
-    {
-        aten.alias.default,
-        aten.detach.default,
-        aten.lift_fresh_copy.default,
-    }
-)
+_ALIASES = frozenset({aten.alias.default, aten.detach.default})
+_RENAMES = _ALIASES | {aten.lift_fresh_copy.default}
 # functionalize ends with writes to the inputs (copy_); the outputs hold the same values.
 _COPIES = frozenset({aten.copy_.default, aten.copy.default})
 
@@ -149,7 +144,7 @@ def make_functional(
 ) -> torch.fx.GraphModule:
     """A graph of the same inputs and outputs without writes, in core ATen and WHOLE."""
 
-    without_profiling(traced)
+    without_names(traced)
 
     def replay(*flat: torch.Tensor) -> Any:
         return _Relocating(traced).run(*flat)
@@ -218,12 +213,16 @@ def _replace_by_cast(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     graph.erase_node(node)
 
 
-def without_profiling(traced: torch.fx.GraphModule) -> None:
-    """Drop the marks that `record_function` (in Optimizer.step and zero_grad) leaves."""
-    marks = [
-        node
-        for node in traced.graph.nodes
-        if getattr(node.target, "namespace", "") == "profiler"
-    ]
-    for node in reversed(marks):
-        traced.graph.erase_node(node)
+def without_names(traced: torch.fx.GraphModule) -> None:
+    """Drop what only costs time in the second pass: other names of a value, profiling, dead code.
+
+    A detached tensor is its source wherever gradients are not recorded, writes included.
+    """
+    for node in reversed(traced.graph.nodes):
+        if node.target in _ALIASES:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+        elif getattr(node.target, "namespace", "") == "profiler":
+            # Marks of record_function in Optimizer.step and zero_grad.
+            traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()

@@ -9,7 +9,9 @@ output gets its name and role.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +58,10 @@ def capture_step(
     hypers = find_hyper_parameters(checked.optimizers)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tracer = StepTracer(step, arguments, state, hypers, mode)
-    traced = tracer.trace()
-    graph = make_functional(traced.graph, traced.inputs, tracer.tape, mode)
-    interface = finish(graph, traced, state, hypers, arguments.tensors, tracer.tape, mode)
+    with _garbage_kept():
+        traced = tracer.trace()
+        graph = make_functional(traced.graph, traced.inputs, tracer.tape, mode)
+        interface = finish(graph, traced, state, hypers, arguments.tensors, tracer.tape, mode)
     currency = Currency(state, hypers, traced, interface, tracer.tape.guards)
     return CapturedStep(
         graph=graph,
@@ -71,6 +74,18 @@ def capture_step(
         is_current=currency.holds,
         after_step=currency.after_step,
     )
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No garbage collection: a trace's many objects live to its end, and are searched in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def capture_model(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> CapturedStep:
