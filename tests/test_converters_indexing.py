@@ -14,6 +14,7 @@ X = torch.arange(24.0).reshape(2, 3, 4) / 7 - 1.5
 Y = torch.arange(24.0).flip(0).reshape(2, 3, 4) / 5
 IDS = torch.tensor([[2, 0, 1, 1], [0, 0, 2, -1]])
 WRAPPED = IDS % 3
+ROWS = torch.tensor([[[2]], [[0]]])
 DEEP = WRAPPED.reshape(2, 1, 4).repeat(1, 2, 1)
 
 READS = {
@@ -42,7 +43,7 @@ WRITES = {
     "assign at a mask": lambda x, y, i: _assign_mask(x, y),
     "masked_fill at a mask": lambda x, y, i: x.masked_fill(y > 2, 0.5) * 2,
     "masked_scatter": lambda x, y, i: x.masked_scatter(y > 2, y) * 2,
-    "scatter": lambda x, y, i: x.scatter(1, torch.tensor([[[2]], [[0]]]).expand(2, 1, 4), y[:, :1]) * 2,
+    "scatter": lambda x, y, i: x.scatter(1, ROWS.expand(2, 1, 4), y[:, :1]) * 2,
     "scatter a value": lambda x, y, i: x.scatter(1, DEEP, -1.5) * y,
     "scatter_add": lambda x, y, i: x.scatter_add(1, DEEP, y[:, 1:]) * 2,
     "scatter_add on the last axis": lambda x, y, i: x.scatter_add(-1, DEEP, y[:, 1:]) * 2,

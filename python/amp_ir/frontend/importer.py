@@ -22,7 +22,7 @@ from amp_ir.errors import UnsupportedOpError
 from amp_ir.frontend.captured import CapturedInput, CapturedStep
 from amp_ir.frontend.converters import Emitter, RefusedError, converter_of
 from amp_ir.frontend.converters.emitter import RANDOM_STATE, dtype_name
-from amp_ir.frontend.converters.promotion import dtype_of, is_scalar, shape_of
+from amp_ir.frontend.converters.promotion import DTYPE_NAMES, dtype_of, is_scalar, shape_of
 from amp_ir.location import META_KEY, Location, to_span
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature, StepHooks, StepModule
 
@@ -94,7 +94,10 @@ def _parameters(captured: CapturedStep) -> list[relax.Var]:
     return [
         relax.Var(
             _unique_name(one, taken),
-            relax.TensorType(list(node.meta["val"].shape), dtype_name(node.meta["val"].dtype)),
+            # A dtype that amp_ir lacks is reported by the walk over the graph.
+            relax.TensorType(
+                list(node.meta["val"].shape), DTYPE_NAMES.get(node.meta["val"].dtype, "float32")
+            ),
         )
         for one, node in zip(captured.inputs, placeholders, strict=True)
     ]
@@ -139,6 +142,7 @@ class _Graph:
         for node in self._graph.graph.nodes:
             if node.op == "placeholder":
                 self._values[node] = next(self._inputs)
+                self._note_dtype(node)
             elif node.op == "output":
                 outputs = self._lookup(node.args[0])
             else:
@@ -149,6 +153,12 @@ class _Graph:
         """Report every call that could not be converted, at once."""
         if self._unsupported:
             raise UnsupportedOpError(_explain(self._unsupported))
+
+    def _note_dtype(self, placeholder: fx.Node) -> None:
+        dtype = placeholder.meta["val"].dtype
+        if dtype not in DTYPE_NAMES:
+            op = f"input {placeholder.name}"
+            self._unsupported.append(_Unsupported(op, f"dtype {dtype}", Location()))
 
     def _convert_or_note(self, node: fx.Node) -> None:
         location = node.meta.get(META_KEY) or Location()

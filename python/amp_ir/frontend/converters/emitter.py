@@ -40,7 +40,10 @@ class Emitter:
         self._constants: dict[tuple[type, Any, str], relax.Expr] = {}
         self._fills: dict[relax.Expr, Scalar] = {}
         self._reshaped: dict[relax.Expr, relax.Expr] = {}
+        self._reshapes: dict[tuple[relax.Expr, tuple[int, ...]], relax.Expr] = {}
+        self._cast: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self._permuted: dict[relax.Expr, tuple[relax.Expr, list[int]]] = {}
+        self._permutes: dict[tuple[relax.Expr, tuple[int, ...]], relax.Expr] = {}
         self._random_state: relax.Var | None = None
         self._random_calls = 0
         self.dropout_index_of: dict[relax.Expr, int] = {}
@@ -126,9 +129,12 @@ class Emitter:
         source = dtype_of(x)
         if source == dtype:
             return x
-        if dtype == "bool":
-            return self.emit(relax.op.not_equal(x, self.constant(0, source)))
-        return self.emit(relax.op.astype(x, dtype))
+        if x in self._fills:
+            return self.full(shape_of(x), self._fills[x], dtype)
+        if (x, dtype) not in self._cast:
+            made = relax.op.not_equal(x, self.constant(0, source))
+            self._cast[x, dtype] = self.emit(made if dtype == "bool" else relax.op.astype(x, dtype))
+        return self._cast[x, dtype]
 
     def reshape(self, x: relax.Expr, shape: Sequence[int]) -> relax.Expr:
         """The elements in row-major order under another shape (all extents given)."""
@@ -139,9 +145,11 @@ class Emitter:
         source = self._reshaped.get(x, x)
         if shape_of(source) == tuple(shape):
             return source
-        made = self.emit(relax.op.reshape(source, tuple(shape)))
-        self._reshaped[made] = source
-        return made
+        key = source, tuple(shape)
+        if key not in self._reshapes:
+            self._reshapes[key] = self.emit(relax.op.reshape(source, tuple(shape)))
+            self._reshaped[self._reshapes[key]] = source
+        return self._reshapes[key]
 
     def broadcast(self, x: relax.Expr, shape: Sequence[int]) -> relax.Expr:
         """x repeated along its extents of 1 and along new leading axes."""
@@ -158,9 +166,11 @@ class Emitter:
         order = [before[axis] for axis in order]
         if order == sorted(order):
             return source
-        made = self.emit(relax.op.permute_dims(source, order))
-        self._permuted[made] = (source, order)
-        return made
+        key = source, tuple(order)
+        if key not in self._permutes:
+            self._permutes[key] = self.emit(relax.op.permute_dims(source, order))
+            self._permuted[self._permutes[key]] = (source, order)
+        return self._permutes[key]
 
     def slice(self, x: relax.Expr, axis: int, begin: int, end: int, *, step: int = 1) -> relax.Expr:
         """Elements begin, begin + step, ... below end of one axis; 0 <= begin <= end <= extent."""
@@ -249,8 +259,8 @@ class Emitter:
         return self.emit(relax.op.add(self._random_state, step))
 
     def finish(self) -> tvm.IRModule:
-        """The module with the finished function."""
-        return self._builder.get()
+        """The module with the finished function, without ops whose results nothing reads."""
+        return relax.transform.DeadCodeElimination()(self._builder.get())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
