@@ -82,7 +82,7 @@ def test_the_optimizer_is_selected_by_its_phase_only():
     ("words", "message"),
     [
         ({"op": "relax.matmull"}, "no op matches 'relax.matmull'; near: 'relax.matmul'"),
-        ({"module": "layers.0"}, r"no module matches 'layers.0'; near: 'layer.1', 'layer.0'"),
+        ({"module": "layers.0"}, r"no module matches 'layers.0'; near: .*'layer.0'"),
         ({"parameter": "b"}, "no parameter matches 'b'"),
         ({"op": "relax.tanh", "parameter": "a2"}, "no call matches them all"),
     ],

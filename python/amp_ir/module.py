@@ -109,6 +109,7 @@ class StepModule:
     scaler input maps to the function that reads its current value (a 0-d tensor).
     `notes` says in words what the capture decided, one sentence each.
     `hooks` connect a run to the user's model and optimizer.
+    `plan` is the CastPlan of a step that went through autocast, else None.
     """
 
     ir: tvm.IRModule
@@ -116,6 +117,7 @@ class StepModule:
     state: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]] = attrs.field(eq=False)
     notes: tuple[str, ...] = ()
     hooks: StepHooks = attrs.field(factory=lambda: StepHooks(), eq=False, repr=False)
+    plan: Any = attrs.field(default=None, eq=False, repr=False)
 
     def with_ir(self, ir: tvm.IRModule) -> StepModule:
         """The same step with other IR of the same signature."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from amp_ir.amp.decisions import Decision, decide
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.kernels import kernels_of
 from amp_ir.amp.overrides import Override, apply_overrides, find_rule
+from amp_ir.amp.plan import CastPlan, make_plan, replay
 from amp_ir.amp.policies import find_policy
 from amp_ir.amp.rewrite import ATTRIBUTE, rewrite
 from amp_ir.amp.step_graph import StepGraph, read_step
@@ -37,6 +39,7 @@ def autocast(
     policy: str = "default",
     placement: str = "cut",
     on_unknown: str = "error",
+    plan: CastPlan | None = None,
 ) -> Module:
     """Use a low dtype where the rules allow it, and insert the casts that this needs.
 
@@ -61,42 +64,110 @@ def autocast(
         policy: "default", "torch", "aggressive" or "conservative"; see `list_ops`.
         placement: "cut" (least bytes) or "greedy" (RAF's majority).
         on_unknown: "error", or "float32" to leave ops without a rule in float32.
+        plan: decisions made before, to be followed instead of rules, overrides and placement.
     """
     ir = mod.ir if isinstance(mod, StepModule) else mod
-    _check_options(amp_dtype, out_dtype, placement, on_unknown)
+    choices = _Choices(
+        amp_dtype=amp_dtype,
+        out_dtype=out_dtype,
+        overrides=overrides,
+        policy=policy,
+        placement=placement,
+        on_unknown=on_unknown,
+    )
     if not isinstance(ir, tvm.IRModule):
         raise OptionError(f"autocast takes a StepModule or an IRModule, got {type(mod).__name__}")
     if amp_dtype == FULL_DTYPE and out_dtype in (None, FULL_DTYPE):
         return mod
     if _went_through(ir, amp_dtype):
         return mod
-    graph = read_step(ir)
-    kernels = kernels_of(graph)
-    dtypes = _output_dtypes(graph, mod, out_dtype)
-    rules = functools.partial(find_rule, find_policy(policy))
-    decisions = decide(graph, rules, amp_dtype, dtypes, on_unknown=on_unknown)
-    apply_overrides(graph, decisions, overrides, _input_names(graph, mod))
-    _label_free_ops(graph, decisions, kernels, dtypes, placement)
-    rewritten = rewrite(graph, decisions, kernels, amp_dtype, dtypes)
-    function = rewritten.function.with_attr(ATTRIBUTE, amp_dtype)
-    new_ir = tvm.IRModule({gv: ir[gv] for gv in ir.get_global_vars()}, attrs=ir.attrs)
-    new_ir.update_func(new_ir.get_global_var("main"), function)
+    new_ir, made, dtypes = _rewritten(mod, ir, choices, plan)
     if not isinstance(mod, StepModule):
         return new_ir
-    return _with_output_dtypes(mod, dtypes).with_ir(new_ir)
+    return attrs.evolve(_with_output_dtypes(mod, dtypes), ir=new_ir, plan=made)
 
 
-def _check_options(amp_dtype: str, out_dtype: str | None, placement: str, on_unknown: str) -> None:
-    dtypes = (*LOW_DTYPES, FULL_DTYPE)
-    for name, got, choices in (
-        ("amp_dtype", amp_dtype, dtypes),
-        ("out_dtype", out_dtype, (None, *dtypes)),
-        ("placement", placement, PLACEMENTS),
-        ("on_unknown", on_unknown, ("error", FULL_DTYPE)),
-    ):
-        if got not in choices:
-            accepted = ", ".join(map(repr, choices))
-            raise OptionError(f"{name} is {got!r}; expected one of {accepted}")
+@attrs.frozen(kw_only=True)
+class _Choices:
+    """The options of one autocast, checked."""
+
+    amp_dtype: str
+    out_dtype: str | None
+    overrides: Sequence[Override]
+    policy: str
+    placement: str
+    on_unknown: str
+
+    def __attrs_post_init__(self) -> None:
+        dtypes = (*LOW_DTYPES, FULL_DTYPE)
+        for name, accepted in (
+            ("amp_dtype", dtypes),
+            ("out_dtype", (None, *dtypes)),
+            ("placement", PLACEMENTS),
+            ("on_unknown", ("error", FULL_DTYPE)),
+        ):
+            got = getattr(self, name)
+            if got not in accepted:
+                listed = ", ".join(map(repr, accepted))
+                raise OptionError(f"{name} is {got!r}; expected one of {listed}")
+        find_policy(self.policy)
+
+
+def plan_of(mod: StepModule | tvm.IRModule, **options: Any) -> CastPlan:
+    """The plan that `autocast(mod, **options)` follows; for bare modules, which carry none."""
+    ir = mod.ir if isinstance(mod, StepModule) else mod
+    defaults = inspect.signature(autocast).parameters
+    words = {
+        field.name: options.pop(field.name, defaults[field.name].default)
+        for field in attrs.fields(_Choices)
+    }
+    if options:
+        raise OptionError(f"plan_of has no option {', '.join(sorted(options))}")
+    return _rewritten(mod, ir, _Choices(**words), None)[1]
+
+
+def _rewritten(
+    mod: StepModule | tvm.IRModule, ir: tvm.IRModule, choices: _Choices, plan: CastPlan | None
+) -> tuple[tvm.IRModule, CastPlan, list[str]]:
+    """The new module, its plan, and the dtypes of its outputs."""
+    graph = read_step(ir)
+    kernels = kernels_of(graph)
+    dtypes = _output_dtypes(graph, mod, choices.out_dtype)
+    if plan is None:
+        decisions = _decided(graph, kernels, dtypes, choices, _input_names(graph, mod))
+    else:
+        decisions, dtypes = replay(plan, graph, choices.amp_dtype), list(plan.output_dtypes)
+    rewritten = rewrite(graph, decisions, kernels, choices.amp_dtype, dtypes)
+    function = rewritten.function.with_attr(ATTRIBUTE, choices.amp_dtype)
+    new_ir = tvm.IRModule({gv: ir[gv] for gv in ir.get_global_vars()}, attrs=ir.attrs)
+    new_ir.update_func(new_ir.get_global_var("main"), function)
+    made = plan or make_plan(
+        graph,
+        decisions,
+        kernels,
+        rewritten,
+        amp_dtype=choices.amp_dtype,
+        policy=choices.policy,
+        placement=choices.placement,
+        output_dtypes=dtypes,
+    )
+    return new_ir, made, dtypes
+
+
+def _decided(
+    graph: StepGraph,
+    kernels: Sequence[int],
+    output_dtypes: Sequence[str],
+    choices: _Choices,
+    input_names: Sequence[str],
+) -> list[Decision]:
+    """Decisions by the rules and the overrides, with labels by the placement."""
+    rules = functools.partial(find_rule, find_policy(choices.policy))
+    amp_dtype, on_unknown = choices.amp_dtype, choices.on_unknown
+    decisions = decide(graph, rules, amp_dtype, output_dtypes, on_unknown=on_unknown)
+    apply_overrides(graph, decisions, choices.overrides, input_names)
+    _label_free_ops(graph, decisions, kernels, output_dtypes, choices.placement)
+    return decisions
 
 
 def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CastPlan: what autocast did to a step and why, as data: to read, compare, keep and replay.
+
+amp_mod = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
+print(amp_mod.plan.summary())
+print(amp_mod.plan.explain("encoder.layer.0"))
+amp_mod.plan.save("plan.json")
+again = amp_ir.autocast(mod, args, plan=amp_ir.CastPlan.load("plan.json"))   # identical IR
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from amp_ir.amp.decisions import Decision, Label, Mode
+from amp_ir.amp.kernels import Kind, kind_of
+from amp_ir.amp.rewrite import CastRecord, Rewritten
+from amp_ir.amp.step_graph import Op, StepGraph
+from amp_ir.errors import OptionError
+
+FORMAT = 1
+_NBYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@attrs.frozen
+class PlannedOp:
+    """One op of the step: what was decided, by which rule and for which reason.
+
+    `label` is the dtype class of what the op leaves; `modes` is how it reads each tensor ("full",
+    "low", "either" takes the low copy where there is one, "vary" follows the label, "keep").
+    `kernel` numbers the kernel that the cost model took it to be in.
+    """
+
+    id: int
+    name: str
+    variable: str
+    module: str
+    phase: str
+    line: str
+    rule: str
+    reason: str
+    label: Label
+    modes: tuple[str, ...]
+    follows: tuple[bool, ...]
+    reads: tuple[str, ...]
+    results: tuple[str, ...]
+    accumulate: str | None
+    sets_result: bool
+    kernel: int
+
+
+@attrs.frozen
+class PlannedCast:
+    """One inserted cast. `source` and `consumer` are op ids; -1 is an input, constant or output.
+
+    `nbytes` is what the cast alone moves: read plus written for a kernel of its own, 0 where it
+    fuses into the kernel of its source or of its consumer.
+    """
+
+    variable: str
+    from_dtype: str
+    to_dtype: str
+    elements: int
+    source: int
+    consumer: int
+    is_shared: bool
+    is_alone: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this cast moves."""
+        width = _NBYTES[self.from_dtype] + _NBYTES[self.to_dtype]
+        return self.elements * width if self.is_alone else 0
+
+
+@attrs.frozen
+class CastPlan:
+    """All decisions of one autocast, in program order."""
+
+    amp_dtype: str
+    policy: str
+    placement: str
+    output_dtypes: tuple[str, ...]
+    ops: tuple[PlannedOp, ...]
+    casts: tuple[PlannedCast, ...]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of what was decided; the same for the same decisions, wherever files lie."""
+        data = self.to_json()
+        for one in data["ops"]:
+            del one["line"]
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain dicts, lists, strings and numbers."""
+        return {"format": FORMAT, **attrs.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CastPlan:
+        """The plan of what `to_json` gave.
+
+        Raises:
+            OptionError: another format, or a field is missing or unknown.
+        """
+        try:
+            if data["format"] != FORMAT:
+                raise OptionError(f"the plan has format {data['format']}; this is {FORMAT}")
+            rest = {key: value for key, value in data.items() if key != "format"}
+            ops = tuple(PlannedOp(**_with_tuples(one)) for one in rest.pop("ops"))
+            casts = tuple(PlannedCast(**one) for one in rest.pop("casts"))
+            return cls(ops=ops, casts=casts, **_with_tuples(rest))
+        except (KeyError, TypeError) as error:
+            raise OptionError(f"this is no plan of amp_ir: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, one op or cast a line, so that text tools can compare it."""
+        data = self.to_json()
+        ops, casts = data.pop("ops"), data.pop("casts")
+        head = json.dumps(data)[:-1]
+        lines = [",\n".join(json.dumps(one) for one in part) for part in (ops, casts)]
+        Path(path).write_text(f'{head}, "ops": [\n{lines[0]}\n], "casts": [\n{lines[1]}\n]}}\n')
+
+    @classmethod
+    def load(cls, path: str | Path) -> CastPlan:
+        """Read what `save` wrote."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except json.JSONDecodeError as error:
+            raise OptionError(f"{path} is no plan of amp_ir: {error}") from None
+
+    def diff(self, other: CastPlan) -> str:
+        """What `other` decides differently, one line a difference; empty if nothing."""
+        return "\n".join(_differences(self, other))
+
+    def summary(self) -> str:
+        """Casts and dtypes in numbers: a line in all, then one an op name."""
+        alone = sum(cast.is_alone for cast in self.casts)
+        mebibytes = sum(cast.nbytes for cast in self.casts) / 2**20
+        low = sum(self.amp_dtype in one.reads + one.results for one in self.ops)
+        lines = [
+            f"{self.amp_dtype}, policy {self.policy}, placement {self.placement}: "
+            f"{low} of {len(self.ops)} ops touch {self.amp_dtype}; {len(self.casts)} casts, "
+            f"{alone} of them kernels of their own ({mebibytes:.1f} MiB a step)",
+        ]
+        counts = Counter((one.name, _dtypes_in_words(one)) for one in self.ops)
+        width = max((len(name) for name, _ in counts), default=0)
+        lines += [
+            f"  {name:{width}}  {dtypes}  x{n}" for (name, dtypes), n in sorted(counts.items())
+        ]
+        return "\n".join(lines)
+
+    def explain(self, what: str = "*") -> str:
+        """Why each op of a module, or of a name, has its dtypes, and each of its casts is there.
+
+        `what` is a glob over module paths (what is inside of a module included) or op names.
+
+        Raises:
+            OptionError: it matches nothing.
+        """
+        chosen = [one for one in self.ops if _is_meant(one, what)]
+        if not chosen:
+            raise OptionError(f"no op or module of the step matches {what!r}")
+        casts: dict[int, list[PlannedCast]] = {}
+        for cast in self.casts:
+            casts.setdefault(cast.consumer, []).append(cast)
+        return "\n".join(line for one in chosen for line in self._explain(one, casts))
+
+    def _explain(self, one: PlannedOp, casts: dict[int, list[PlannedCast]]) -> Iterator[str]:
+        place = f"{one.module or 'step'} ({one.phase}) {one.line}".rstrip()
+        yield f"{one.variable} = {one.name}  {_dtypes_in_words(one)}  in {place}"
+        yield f"    {one.reason} [{one.rule}]"
+        for cast in casts.get(one.id, []):
+            maker = self.ops[cast.source].variable if cast.source >= 0 else "an input"
+            how = f"alone, {cast.nbytes} bytes" if cast.is_alone else "fused"
+            shared = "shared" if cast.is_shared else "private"
+            yield f"    cast of {maker}: {cast.from_dtype} -> {cast.to_dtype}, {shared}, {how}"
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+
+
+def _dtypes_in_words(one: PlannedOp) -> str:
+    return f"{_distinct(one.reads)} -> {_distinct(one.results)}"
+
+
+def _distinct(dtypes: Sequence[str]) -> str:
+    return "+".join(dict.fromkeys(dtypes)) or "-"
+
+
+def _is_meant(one: PlannedOp, what: str) -> bool:
+    names = (one.module, one.name, one.variable)
+    return any(fnmatchcase(n, what) for n in names) or fnmatchcase(one.module, f"{what}.*")
+
+
+def _differences(mine: CastPlan, other: CastPlan) -> Iterator[str]:
+    for field in ("amp_dtype", "policy", "placement", "output_dtypes"):
+        before, after = getattr(mine, field), getattr(other, field)
+        if before != after:
+            yield f"{field}: {before} -> {after}"
+    if [one.name for one in mine.ops] != [one.name for one in other.ops]:
+        yield f"the steps differ: {len(mine.ops)} ops and {len(other.ops)} ops, or other ops"
+        return
+    for before, after in zip(mine.ops, other.ops, strict=True):
+        if (before.reads, before.results) != (after.reads, after.results):
+            place = before.module or "step"
+            yield (
+                f"{before.variable} = {before.name} in {place}: {_dtypes_in_words(before)} "
+                f"becomes {_dtypes_in_words(after)}: {after.reason} [{after.rule}]"
+            )
+    counts = [sum(cast.nbytes for cast in plan.casts) for plan in (mine, other)]
+    if len(mine.casts) != len(other.casts) or counts[0] != counts[1]:
+        yield (
+            f"casts: {len(mine.casts)} ({counts[0]} bytes) -> "
+            f"{len(other.casts)} ({counts[1]} bytes)"
+        )
+
+
+def make_plan(
+    graph: StepGraph,
+    decisions: Sequence[Decision],
+    kernels: Sequence[int],
+    rewritten: Rewritten,
+    *,
+    amp_dtype: str,
+    policy: str,
+    placement: str,
+    output_dtypes: Sequence[str],
+) -> CastPlan:
+    """Record what was decided and done."""
+    ops = [_planned_op(op, decisions[op.position], kernels, rewritten) for op in graph.ops]
+    casts = [_planned_cast(graph, cast) for cast in rewritten.casts]
+    return CastPlan(amp_dtype, policy, placement, tuple(output_dtypes), tuple(ops), tuple(casts))
+
+
+def _planned_op(
+    op: Op, decision: Decision, kernels: Sequence[int], rewritten: Rewritten
+) -> PlannedOp:
+    place = op.location
+    results = [] if op.is_view else rewritten.result_dtypes[op.position]
+    return PlannedOp(
+        id=op.position,
+        name=op.name,
+        variable=str(op.variable.name),
+        module=place.module,
+        phase=place.phase,
+        line=f"{place.file}:{place.line}" if place.file else "",
+        rule=decision.rule,
+        reason=decision.reason,
+        label=decision.label,
+        modes=tuple(mode.value for mode in decision.modes),
+        follows=tuple(decision.follows),
+        reads=tuple(rewritten.read_dtypes[op.position]) if not op.is_view else (),
+        results=tuple(results),
+        accumulate=decision.accumulate,
+        sets_result=decision.sets_result,
+        kernel=kernels[op.position],
+    )
+
+
+def _planned_cast(graph: StepGraph, cast: CastRecord) -> PlannedCast:
+    value = graph.values[cast.source]
+    source = graph.values[value.root].op
+    consumer = cast.consumer if cast.consumer < len(graph.ops) else -1
+    fuses = any(
+        position >= 0 and kind_of(graph.ops[position]) in (Kind.LOOP, Kind.VIEW)
+        for position in ((source,) if cast.is_shared else (source, consumer))
+    )
+    return PlannedCast(
+        cast.variable,
+        cast.from_dtype,
+        cast.to_dtype,
+        value.size,
+        max(source, -1),
+        consumer,
+        cast.is_shared,
+        not (fuses or value.is_constant),
+    )
+
+
+def replay(plan: CastPlan, graph: StepGraph, amp_dtype: str) -> list[Decision]:
+    """The decisions of a plan, for the step that it was made from.
+
+    Raises:
+        OptionError: the step has other ops, or another low dtype is asked for.
+    """
+    if plan.amp_dtype != amp_dtype:
+        raise OptionError(f"the plan is for {plan.amp_dtype}, and amp_dtype is {amp_dtype!r}")
+    if len(plan.ops) != len(graph.ops):
+        raise OptionError(
+            f"the plan has {len(plan.ops)} ops and the step has {len(graph.ops)}; make a new plan"
+        )
+    decisions = []
+    for planned, op in zip(plan.ops, graph.ops, strict=True):
+        if planned.name != op.name or len(planned.modes) != len(op.reads):
+            raise OptionError(
+                f"op {planned.id} of the plan is {planned.name}, of the step {op.name} in "
+                f"{op.location}; make a new plan"
+            )
+        modes = [Mode(mode) for mode in planned.modes]
+        decision = Decision(
+            planned.rule, planned.reason, modes, planned.label, list(planned.follows)
+        )
+        decision.accumulate, decision.sets_result = planned.accumulate, planned.sets_result
+        decisions.append(decision)
+    return decisions
