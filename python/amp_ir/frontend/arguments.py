@@ -33,8 +33,8 @@ def check_arguments(
     Raises:
         ArgumentError: listing everything that is wrong.
     """
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if optimizer is None:
         optimizers = []
     wrong = [*_step_faults(step), *_batch_faults(example_batch), *_scaler_faults(scaler)]
@@ -108,7 +108,7 @@ def _is_numpy(value: object) -> bool:
 
 def _kind_fault(tensor: torch.Tensor) -> str | None:
     """What is wrong with the kind of a tensor, of the batch or of a model."""
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised; run the lazy module once on an example"
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}); only dense tensors can be captured, use .to_dense()"

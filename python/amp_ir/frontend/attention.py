@@ -112,7 +112,7 @@ def _attention_types(q: Any, k: Any, v: Any, *_options: Any) -> tuple[torch.Tens
 
 
 def _backward_types(_grad: Any, q: Any, k: Any, v: Any, *_options: Any) -> tuple[Any, Any, Any]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))  # type: ignore[return-value]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 _library.impl("attention", attention, "CompositeExplicitAutograd")

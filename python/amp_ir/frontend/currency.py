@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around the runs of a captured step: is it still what the user's objects say, what to set after."""
+"""Around the runs of a captured step: whether it still holds, and what to set after it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Currency:
         self._frozen = frozen_options(state.optimizers, hypers)
         self._flags = _flags(state)
         self._places = _places(state)
-        gradients = {e.name: e.tensor_or_reader for e in interface.inputs if e.role is Role.GRADIENT}
+        gradients = {
+            e.name: e.tensor_or_reader for e in interface.inputs if e.role is Role.GRADIENT
+        }
         self._gradients: list[tuple[torch.Tensor, Any]] = []
         for slot in state.parameters:
             if id(slot.tensor) in traced.observed:

@@ -60,11 +60,11 @@ _COPIES = frozenset({aten.copy_.default, aten.copy.default})
 @functools.lru_cache(maxsize=1)
 def _core_table() -> Mapping[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions().items())
-    return {
-        op: function
-        for op, function in table.items()
-        if getattr(op, "overloadpacket", op).__name__ not in WHOLE
-    }
+    return {op: function for op, function in table.items() if _packet_name(op) not in WHOLE}
+
+
+def _packet_name(op: Any) -> str:
+    return str(getattr(op, "overloadpacket", op).__name__)
 
 
 def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
@@ -97,7 +97,7 @@ def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
         symbol = tape.find(alpha)
         return NotImplemented if symbol is None else x - y * symbol
 
-    followed = {
+    followed: dict[Any, Callable[..., Any]] = {
         aten.add.Tensor: add,
         aten.sub.Tensor: subtract,
         aten.lerp.Scalar: lerp,
@@ -157,6 +157,9 @@ def make_functional(
             _allow_non_fake_inputs=True,
             _disable_torch_fn_metadata_mode=True,
         )(*(value.detach() for value in inputs))
+    for node in functional.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            node.meta["val"] = mode.from_tensor(getattr(functional, node.target))
     clean(functional.graph)
     return functional
 
@@ -169,46 +172,49 @@ def clean(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is aten.copy.default and not _same_kind(*node.args[:2]):
+        if node.target is aten.copy.default and not _same_kind(*map(_value, _operands(node)[:2])):
             _replace_by_cast(graph, node)
         elif node.target in _COPIES:
-            node.replace_all_uses_with(node.args[1])
+            node.replace_all_uses_with(_operands(node)[1])
             graph.erase_node(node)
         elif node.target in _RENAMES or _is_plain_clone(node):
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(_operands(node)[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The leading arguments that are nodes."""
+    return [argument for argument in node.args if isinstance(argument, torch.fx.Node)]
+
+
+def _value(node: torch.fx.Node) -> Any:
+    return node.meta["val"]
 
 
 def _is_plain_clone(node: torch.fx.Node) -> bool:
     """A clone that changes the layout stays: a `view` behind it needs its strides."""
     if node.target is not aten.clone.default:
         return False
-    return bool(node.args[0].meta["val"].stride() == node.meta["val"].stride())
+    return bool(_value(_operands(node)[0]).stride() == _value(node).stride())
 
 
-def _same_kind(target: torch.fx.Node, source: torch.fx.Node) -> bool:
-    first, second = target.meta["val"], source.meta["val"]
-    return bool(first.shape == second.shape and first.dtype == second.dtype)
+def _same_kind(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.shape == source.shape and target.dtype == source.dtype
 
 
 def _replace_by_cast(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """`copy(target, source)` is the source, cast and expanded to the target's kind."""
-    target, source = node.args[0].meta["val"], node.args[1]
-    value = node.meta["val"]
-    with graph.inserting_before(node):
-        if source.meta["val"].dtype != target.dtype:
-            wide = source.meta["val"]
-            cast = graph.call_function(
-                aten._to_copy.default, (source,), {"dtype": target.dtype}
-            )
-            cast.meta.update(node.meta)
-            with wide.fake_mode:
-                cast.meta["val"] = torch.empty_like(wide, dtype=target.dtype)
-            source = cast
-        if source.meta["val"].shape != target.shape:
-            source = graph.call_function(aten.expand.default, (source, list(target.shape)))
-            source.meta.update(node.meta, val=value)
+    target, source = _operands(node)[:2]
+    wanted, given = _value(target), _value(source)
+    with graph.inserting_before(node), given.fake_mode:
+        if given.dtype != wanted.dtype:
+            options = {"dtype": wanted.dtype}
+            source = graph.call_function(aten._to_copy.default, (source,), options)
+            source.meta.update(node.meta, val=torch.empty_like(given, dtype=wanted.dtype))
+        if given.shape != wanted.shape:
+            source = graph.call_function(aten.expand.default, (source, list(wanted.shape)))
+            source.meta.update(node.meta)
     node.replace_all_uses_with(source)
     graph.erase_node(node)
 

@@ -44,7 +44,7 @@ class HyperParameter:
         entry = groups[self.group].get(self.key) if self.group < len(groups) else None
         if self.item is not None and isinstance(entry, (tuple, list)):
             entry = entry[self.item] if self.item < len(entry) else None
-        if not _is_number(entry):
+        if entry is None or not _is_number(entry):
             where = f"param_groups[{self.group}][{self.key!r}]"
             raise StateError(
                 f"{self.name} is an input of the compiled step, but {where} is now {entry!r}; "

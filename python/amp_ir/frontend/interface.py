@@ -192,9 +192,7 @@ class _Finishing:
         for output in outputs:
             if output.node in seen or output.node.op in ("placeholder", "get_attr"):
                 with self._graph.inserting_before(output_node):
-                    copy = self._graph.call_function(
-                        torch.ops.aten.clone.default, (output.node,)
-                    )
+                    copy = self._graph.call_function(torch.ops.aten.clone.default, (output.node,))
                 copy.meta.update(output.node.meta)
                 copy.meta.setdefault(META_KEY, Location())
                 output.node = copy

@@ -64,6 +64,7 @@ class Locator:
     def __init__(self, models: list[torch.nn.Module]) -> None:
         self._paths = module_paths(models)
         self._modules: list[str] = []
+        self._failed_module: str | None = None
         self._in_optimizer = 0
         self._by_sequence: dict[int, Location] = {}
         self._last_backward = Location(phase="backward")
@@ -90,6 +91,9 @@ class Locator:
             self._modules.append(self._paths.get(id(module), self.module))
             try:
                 return call(module, *args, **kwargs)
+            except Exception:
+                self._failed_module = self._failed_module or self.module
+                raise
             finally:
                 self._modules.pop()
 
@@ -108,7 +112,8 @@ class Locator:
     def of_error(self, error: BaseException) -> Location:
         """The place of an error that the user's step raised."""
         file, line = line_of_error(error.__traceback__)
-        return Location(self.module, self._phase(is_clipping=False), file, line)
+        module = self._failed_module or self.module
+        return Location(module, self._phase(is_clipping=False), file, line)
 
     def _of_frame(self, frame: FrameType | None) -> Location:
         file, line, is_clipping = innermost_line(frame)

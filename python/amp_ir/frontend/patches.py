@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -36,17 +37,22 @@ def patched(
         vars(optimizer)["step"] = _located_step(optimizer, locator, findings, stepped)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_plain_kernels())
+        stack.enter_context(_quiet_fakes())
         stack.enter_context(torch.autograd.set_multithreading_enabled(mode=False))
-        for owner in (torch.nn.Module, torch.optim.Optimizer):
-            replacement = _watched_zero_grad(owner.zero_grad, watch)
-            stack.enter_context(mock.patch.object(owner, "zero_grad", replacement))
-        for owner, name, replacement in (
+        replacements: tuple[tuple[Any, str, Any], ...] = (
+            (torch.nn.Module, "zero_grad", _watched_zero_grad(torch.nn.Module.zero_grad, watch)),
+            (
+                torch.optim.Optimizer,
+                "zero_grad",
+                _watched_zero_grad(torch.optim.Optimizer.zero_grad, watch),
+            ),
             (torch.nn.Module, "__call__", locator.wrap_call(torch.nn.Module.__call__)),
             (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
             (torch.utils.checkpoint, "CheckpointFunction", _NoCheckpoint),
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
             (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
-        ):
+        )
+        for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield stepped
 
@@ -57,7 +63,7 @@ def _plain_kernels() -> Iterator[None]:
 
     oneDNN and cuDNN have whole LSTMs; nn.TransformerEncoderLayer has an inference kernel.
     """
-    switches = (
+    switches: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
         (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
         (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
         (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
@@ -70,6 +76,18 @@ def _plain_kernels() -> Iterator[None]:
     finally:
         for (_, switch), value in zip(switches, before, strict=True):
             switch(value)
+
+
+@contextlib.contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Let an error of the user's step be raised only, not logged by the fake tensors as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _located_step(

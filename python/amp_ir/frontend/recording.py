@@ -36,9 +36,8 @@ _READ_ADVICE = (
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"
 )
-_READS = {
-    aten._local_scalar_dense.default: "reads a tensor's value in Python (.item(), float(), bool(), if)"
-}
+_READ = aten._local_scalar_dense.default
+_READ_TEXT = f"{_READ} reads a tensor's value in Python (.item(), float(), bool(), if)"
 
 
 class Recorder(TorchDispatchMode):
@@ -64,7 +63,7 @@ class Recorder(TorchDispatchMode):
             with self:
                 return call_foreach(func, args, kwargs)
         location = self._locator.here()
-        if func in _READS and not _is_known(args[0]):
+        if func is _READ and not _is_known(args[0]):
             return self._read(args[0])
         self._check_writes(func, args, kwargs)
         try:
@@ -80,7 +79,7 @@ class Recorder(TorchDispatchMode):
     def _read(self, tensor: torch.Tensor) -> int | float | bool:
         """Note the read and go on with 1, to find the other places too."""
         location = self._locator.here()
-        self._findings.add(_READS[aten._local_scalar_dense.default], location, _READ_ADVICE)
+        self._findings.add(_READ_TEXT, location, _READ_ADVICE)
         self._reads += 1
         if self._reads > _MOST_READS:
             raise TracingStopped
@@ -152,9 +151,9 @@ def _batch_norm(
 
 _SPECIAL: Mapping[Any, Callable[..., Any]] = {aten.native_batch_norm.default: _batch_norm}
 
-_GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_SET_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GRADIENT: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
 _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 

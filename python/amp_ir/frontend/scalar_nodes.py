@@ -66,9 +66,7 @@ class ScalarNodes:
                 node.args = tuple(self._replaced(value, node) for value in node.args)
                 node.kwargs = {k: self._replaced(v, node) for k, v in node.kwargs.items()}
 
-    def nodes_of(
-        self, symbols: list[SymbolicFloat], before: torch.fx.Node
-    ) -> list[torch.fx.Node]:
+    def nodes_of(self, symbols: list[SymbolicFloat], before: torch.fx.Node) -> list[torch.fx.Node]:
         """The nodes of symbolic floats that are results."""
         return [self._node(symbol.expression, before) for symbol in symbols]
 
@@ -91,8 +89,9 @@ class ScalarNodes:
     def _as_wide_as(self, user: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
         """A float64 operand would widen a result of shape []; a Python float does not."""
         result = user.meta.get("val")
-        is_scalar = isinstance(result, torch.Tensor) and result.dim() == 0
-        if not is_scalar or result.dtype is torch.float64 or not result.is_floating_point():
+        if not isinstance(result, torch.Tensor) or result.dim() > 0:
+            return node
+        if result.dtype is torch.float64 or not result.is_floating_point():
             return node
         with self._graph.inserting_before(user):
             cast = self._graph.call_function(

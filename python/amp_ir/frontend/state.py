@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import inspect
 import random
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -28,7 +30,7 @@ class Slot:
     name: str
     role: Role
     tensor: torch.Tensor
-    fake: torch.Tensor | None = None
+    fake: torch.Tensor = attrs.field(init=False)
 
 
 @attrs.define(eq=False)
@@ -150,7 +152,7 @@ def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         )
     fake.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
-        fake._is_param = True  # type: ignore[attr-defined]
+        fake._is_param = True
     attributes = {k: v for k, v in vars(tensor).items() if not k.startswith("_backward")}
     vars(fake).update(attributes)
     for hook in (tensor._backward_hooks or {}).values():
@@ -168,7 +170,8 @@ def kept(state: State) -> Iterator[None]:
         containers.append(_Contents(vars(optimizer)))
         containers += [_Contents(group) for group in optimizer.param_groups]
         containers += [_Contents(values) for values in optimizer.state.values()]
-    generators = torch.get_rng_state(), random.getstate()
+    restores = _random_states()
+    records_gradients = torch.is_grad_enabled()
     torch.clear_autocast_cache()
     try:
         yield
@@ -176,8 +179,24 @@ def kept(state: State) -> Iterator[None]:
         torch.clear_autocast_cache()
         for container in containers:
             container.restore()
-        torch.set_rng_state(generators[0])
-        random.setstate(generators[1])
+        torch.set_grad_enabled(records_gradients)
+        for restore in restores:
+            restore()
+
+
+def _random_states() -> list[Callable[[], object]]:
+    """Functions that set every random generator a step may use back to where it is now."""
+    restores: list[Callable[[], object]] = [
+        functools.partial(torch.set_rng_state, torch.get_rng_state()),
+        functools.partial(random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_initialized():
+        states = torch.cuda.get_rng_state_all()
+        restores.append(functools.partial(torch.cuda.set_rng_state_all, states))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        restores.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
+    return restores
 
 
 class _Contents:
@@ -217,24 +236,22 @@ def put_fakes(state: State) -> dict[int, torch.Tensor]:
     Returns:
         the fake by the id of the user's tensor.
     """
-    fakes: dict[int, torch.Tensor] = {}
-    for slot in state.slots:
-        assert slot.fake is not None
-        fakes[id(slot.tensor)] = slot.fake
+    fakes = {id(slot.tensor): slot.fake for slot in state.slots}
     for model in state.models:
         for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for key, value in tensors.items():
-                    if value is not None:
-                        tensors[key] = fakes[id(value)]
-            for key, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and id(value) in fakes:
-                    vars(module)[key] = fakes[id(value)]
-    for key, gradient in state.gradients.items():
-        fakes[key].grad = gradient.fake
+            for tensors in (module._parameters, module._buffers, vars(module)):
+                _replace_values(tensors, fakes)
+    for parameter, gradient in state.gradients.items():
+        fakes[parameter].grad = gradient.fake
     for index, optimizer in enumerate(state.optimizers):
         _put_optimizer_fakes(state, index, optimizer, fakes)
     return fakes
+
+
+def _replace_values(tensors: dict[str, Any], fakes: Mapping[int, torch.Tensor]) -> None:
+    for key, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = fakes.get(id(value), value)
 
 
 def _put_optimizer_fakes(

@@ -24,6 +24,7 @@ from amp_ir.frontend.currency import Currency
 from amp_ir.frontend.functional import make_functional
 from amp_ir.frontend.hyper_parameters import find_hyper_parameters
 from amp_ir.frontend.interface import finish
+from amp_ir.frontend.notes import capture_notes
 from amp_ir.frontend.state import find_state
 from amp_ir.frontend.tracing import StepTracer
 
@@ -69,7 +70,7 @@ def capture_step(
         outputs=interface.outputs,
         flatten_batch=arguments.flatten,
         unflatten_results=traced.results.build,
-        notes=(),
+        notes=capture_notes(graph, state, interface),
         install_state=currency.install_state,
         is_current=currency.holds,
         after_step=currency.after_step,

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_ir.errors import CaptureError
+from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.frontend.batch import Arguments, Results, unusable_result
 from amp_ir.frontend.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
 from amp_ir.frontend.locations import Locator
@@ -116,6 +116,8 @@ class StepTracer:
                 value = self._step(*self._arguments.with_tensors(batch))
         except TracingStopped:
             raise self._findings.error() from None
+        except AmpIrError:
+            raise
         except Exception as error:  # the user's code may raise anything
             raise self._failure(error) from error
         for key in overwritten():
@@ -142,7 +144,7 @@ class StepTracer:
         )
         numbers = frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, SymbolicFloat))
         values = self._new_values()
-        gradients = [slot for slot in self._state.parameters if _gradient(slot) is not None]
+        gradients = [slot for slot in self._state.parameters if slot.fake.grad is not None]
         created = list(self._created())
         self._left.update(
             results=Results(spec, places, constants, numbers),
@@ -151,7 +153,7 @@ class StepTracer:
             gradients=gradients,
             created=created,
         )
-        left = [_gradient(slot) for slot in gradients]
+        left = [slot.fake.grad for slot in gradients if slot.fake.grad is not None]
         return [*tensors, *values, *left, *(c.value for c in created), *self._read]
 
     def _new_values(self) -> list[torch.Tensor]:
@@ -199,8 +201,8 @@ class StepTracer:
                         yield Created(index, slot.tensor, key, value)
                     elif not isinstance(value, torch.Tensor) and before.get(key) != value:
                         self._refuse(
-                            f"{type(optimizer).__name__} keeps {key!r} of {slot.name} as a Python "
-                            "value and changes it",
+                            f"{type(optimizer).__name__} keeps {key!r} as a Python value and "
+                            "changes it",
                             "Let the optimizer keep it as a tensor and update it in place",
                         )
 
@@ -220,13 +222,9 @@ class StepTracer:
         if self._findings:
             return self._findings.error()
         where = self._locator.of_error(error)
+        text = str(error).rstrip(". \n")
         return CaptureError(
-            f"the step failed while it was traced, at {where}: {type(error).__name__}: {error}. "
+            f"the step failed while it was traced, at {where}: {type(error).__name__}: {text}. "
             "Check that it runs as plain PyTorch on the same batch; if it does, it needs a "
-            "tensor's value (as .numpy() does), which a compiled step has not"
+            "tensor's values (as .numpy() does), which do not exist yet when a step is captured"
         )
-
-
-def _gradient(slot: Slot) -> torch.Tensor | None:
-    assert slot.fake is not None
-    return slot.fake.grad
