@@ -201,9 +201,10 @@ class _Graph:
         return self._zeros(expected)
 
     def _zeros(self, expected: Any) -> relax.Expr:
-        known = isinstance(expected, torch.Tensor) and not expected.dtype.is_complex
-        shape = list(expected.shape) if known else []
-        return self._emitter.full(shape, 0, dtype_name(expected.dtype) if known else "float32")
+        if not isinstance(expected, torch.Tensor):
+            return self._emitter.constant(0, "float32")
+        dtype = DTYPE_NAMES.get(expected.dtype, "float32")
+        return self._emitter.full(list(expected.shape), 0, dtype)
 
 
 def _check(value: Any, expected: Any) -> None:

@@ -3,7 +3,9 @@
 
 from amp_ir.frontend.converters import (  # noqa: F401  (each registers its converters)
     activations,
+    arithmetic,
     attention,
+    batch_normalization,
     convolution,
     creation,
     elementwise,
@@ -11,12 +13,15 @@ from amp_ir.frontend.converters import (  # noqa: F401  (each registers its conv
     linear_algebra,
     losses,
     normalization,
+    ordering,
     padding,
     pooling,
     random,
     reductions,
     resampling,
     shapes,
+    slices,
+    softmax,
 )
 from amp_ir.frontend.converters.emitter import Emitter
 from amp_ir.frontend.converters.registry import CONVERTERS, RefusedError, converter_of

@@ -278,7 +278,7 @@ def _is_inexact(x: Operand, dtype: str) -> bool:
     """Whether a number would change when rounded to the low dtype."""
     if is_scalar(x):
         return float(torch.tensor(float(x), dtype=getattr(torch, dtype))) != float(x)
-    return len(x.ty.shape.values) == 0 and dtype_of(x) != dtype
+    return not shape_of(x) and dtype_of(x) != dtype
 
 
 def _as_numpy(value: Scalar, dtype: str) -> Any:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from tvm import relax
@@ -13,7 +15,7 @@ from amp_ir.frontend.converters.promotion import Operand, dtype_of, shape_of
 from amp_ir.frontend.converters.registry import converts
 
 aten = torch.ops.aten
-Indices = Sequence[relax.Expr | None]
+Indices: TypeAlias = Sequence[relax.Expr | None]
 
 
 @converts(aten.embedding.default)
@@ -105,14 +107,9 @@ def index_select(ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr) -> rela
     rank = len(shape_of(x))
     if rank == 0:
         return x
-    return ops.call("amp_ir.index", x, ops.reshape(ids, [_count(ids)]), axes=(dim % rank,))
-
-
-def _count(x: relax.Expr) -> int:
-    count = 1
-    for extent in shape_of(x):
-        count *= extent
-    return count
+    return ops.call(
+        "amp_ir.index", x, ops.reshape(ids, [math.prod(shape_of(ids))]), axes=(dim % rank,)
+    )
 
 
 @converts(aten.index_add.default)
@@ -129,7 +126,7 @@ def index_add(
     axis = dim % len(shape_of(x))
     scaled = source if alpha == 1 else ops.cast(ops.multiply(source, alpha), dtype_of(x))
     where = [1] * len(shape_of(x))
-    where[axis] = _count(ids)
+    where[axis] = math.prod(shape_of(ids))
     spread = ops.broadcast(ops.reshape(ids, where), shape_of(source))
     return ops.call("amp_ir.scatter_add", x, spread, scaled, axis=axis)
 
@@ -235,9 +232,9 @@ def _scatter(
 def masked_scatter(ops: Emitter, x: relax.Expr, mask: relax.Expr, source: relax.Expr) -> relax.Expr:
     """x with the next element of source, in order, wherever the mask holds."""
     shape = ops.shape
-    flat_mask = ops.reshape(ops.broadcast(mask, shape), [_product(shape)])
-    place = _order_of_masked(ops, flat_mask, _count(source))
-    flat = ops.reshape(source, [_count(source)])
+    flat_mask = ops.reshape(ops.broadcast(mask, shape), [math.prod(shape)])
+    place = _order_of_masked(ops, flat_mask, math.prod(shape_of(source)))
+    flat = ops.reshape(source, [math.prod(shape_of(source))])
     values = ops.emit(relax.op.take(ops.cast(flat, dtype_of(x)), place, 0))
     return ops.where(ops.reshape(flat_mask, shape), ops.reshape(values, shape), x)
 
@@ -247,11 +244,11 @@ def masked_scatter_backward(
     ops: Emitter, grad: relax.Expr, mask: relax.Expr, sizes: Sequence[int]
 ) -> relax.Expr:
     """The gradients where the mask holds, one after the other, and zeros after them."""
-    count = _product(shape_of(grad))
+    count = math.prod(shape_of(grad))
     flat_mask = ops.reshape(ops.broadcast(mask, shape_of(grad)), [count])
-    place = _order_of_masked(ops, flat_mask, _product(sizes))
+    place = _order_of_masked(ops, flat_mask, math.prod(sizes))
     taken = ops.where(flat_mask, ops.reshape(grad, [count]), ops.constant(0, dtype_of(grad)))
-    zeros = ops.full([_product(sizes)], 0, dtype_of(grad))
+    zeros = ops.full([math.prod(sizes)], 0, dtype_of(grad))
     return ops.reshape(ops.call("amp_ir.scatter_add", zeros, place, taken, axis=0), sizes)
 
 
@@ -260,10 +257,3 @@ def _order_of_masked(ops: Emitter, flat_mask: relax.Expr, count: int) -> relax.E
     taken = ops.emit(relax.op.cumsum(ops.cast(flat_mask, "int64"), 0))
     place = ops.emit(relax.op.minimum(ops.subtract(taken, 1), ops.constant(count - 1, "int64")))
     return ops.emit(relax.op.maximum(place, ops.constant(0, "int64")))
-
-
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count

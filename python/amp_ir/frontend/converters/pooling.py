@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tvm import relax
@@ -14,7 +14,7 @@ from amp_ir.frontend.converters.promotion import shape_of
 from amp_ir.frontend.converters.registry import Converter, converts
 
 aten = torch.ops.aten
-Numbers = Sequence[int] | int
+Numbers: TypeAlias = Sequence[int] | int
 
 
 def _every_axis(numbers: Numbers, ndim_space: int) -> tuple[int, ...]:
@@ -148,29 +148,21 @@ converts(aten.avg_pool2d.default)(_avg_pool(2))
 converts(aten.avg_pool3d.default)(_avg_pool(3))
 converts(aten.avg_pool2d_backward.default)(_avg_pool_backward(2))
 converts(aten.avg_pool3d_backward.default)(_avg_pool_backward(3))
-for _name, _overloads in {
-    "amp_ir.adaptive_avg_pool": (
-        (1, aten.adaptive_avg_pool1d.default),
-        (2, aten._adaptive_avg_pool2d.default),
-        (3, aten._adaptive_avg_pool3d.default),
-    ),
-    "amp_ir.adaptive_max_pool": (
-        (1, aten.adaptive_max_pool1d.default),
-        (2, aten.adaptive_max_pool2d.default),
-        (3, aten.adaptive_max_pool3d.default),
-    ),
-}.items():
-    for _ndim_space, _overload in _overloads:
-        converts(_overload)(_adaptive(_name, _ndim_space))
-for _name, _overloads in {
-    "amp_ir.adaptive_avg_pool_backward": (
-        (2, aten._adaptive_avg_pool2d_backward.default),
-        (3, aten._adaptive_avg_pool3d_backward.default),
-    ),
-    "amp_ir.adaptive_max_pool_backward": (
-        (2, aten.adaptive_max_pool2d_backward.default),
-        (3, aten.adaptive_max_pool3d_backward.default),
-    ),
-}.items():
-    for _ndim_space, _overload in _overloads:
-        converts(_overload)(_adaptive_backward(_name, _ndim_space))
+_ADAPTIVE = (
+    (aten.adaptive_avg_pool1d.default, "amp_ir.adaptive_avg_pool", 1),
+    (aten._adaptive_avg_pool2d.default, "amp_ir.adaptive_avg_pool", 2),
+    (aten._adaptive_avg_pool3d.default, "amp_ir.adaptive_avg_pool", 3),
+    (aten.adaptive_max_pool1d.default, "amp_ir.adaptive_max_pool", 1),
+    (aten.adaptive_max_pool2d.default, "amp_ir.adaptive_max_pool", 2),
+    (aten.adaptive_max_pool3d.default, "amp_ir.adaptive_max_pool", 3),
+)
+_ADAPTIVE_BACKWARD = (
+    (aten._adaptive_avg_pool2d_backward.default, "amp_ir.adaptive_avg_pool_backward", 2),
+    (aten._adaptive_avg_pool3d_backward.default, "amp_ir.adaptive_avg_pool_backward", 3),
+    (aten.adaptive_max_pool2d_backward.default, "amp_ir.adaptive_max_pool_backward", 2),
+    (aten.adaptive_max_pool3d_backward.default, "amp_ir.adaptive_max_pool_backward", 3),
+)
+for _overload, _name, _ndim_space in _ADAPTIVE:
+    converts(_overload)(_adaptive(_name, _ndim_space))
+for _overload, _name, _ndim_space in _ADAPTIVE_BACKWARD:
+    converts(_overload)(_adaptive_backward(_name, _ndim_space))

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from tvm import relax
 
-Scalar = bool | int | float
-Operand = relax.Expr | Scalar
+Scalar: TypeAlias = bool | int | float
+Operand: TypeAlias = relax.Expr | Scalar
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
@@ -56,7 +56,7 @@ def dtype_of(x: Operand) -> str:
 def _priority(x: Operand) -> int:
     if is_scalar(x):
         return 0
-    return 1 if len(x.ty.shape.values) == 0 else 2
+    return 2 if shape_of(x) else 1
 
 
 def promoted_dtype(*operands: Operand) -> str:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Reductions, scans, sorting and softmax."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from tvm import relax
@@ -14,7 +17,9 @@ from amp_ir.frontend.converters.promotion import Scalar, dtype_of, shape_of
 from amp_ir.frontend.converters.registry import converts
 
 aten = torch.ops.aten
-Axes = Sequence[int] | int | None
+
+
+Axes: TypeAlias = Sequence[int] | int | None
 
 
 def axes_of(x: relax.Expr, dims: Axes) -> list[int]:
@@ -86,16 +91,16 @@ def prod_dim(
 @converts(aten.amax.default, aten.max.default)
 def amax(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
     """The largest element."""
-    return _extremum(ops, relax.op.max, x, axes_of(x, dims), keepdims=keepdim)
+    return extremum(ops, relax.op.max, x, axes_of(x, dims), keepdims=keepdim)
 
 
 @converts(aten.amin.default, aten.min.default)
 def amin(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
     """The smallest element."""
-    return _extremum(ops, relax.op.min, x, axes_of(x, dims), keepdims=keepdim)
+    return extremum(ops, relax.op.min, x, axes_of(x, dims), keepdims=keepdim)
 
 
-def _extremum(
+def extremum(
     ops: Emitter,
     op: Callable[[relax.Expr, list[int], bool], relax.Expr],
     x: relax.Expr,
@@ -111,72 +116,15 @@ def _extremum(
 @converts(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
     """Whether some element is not zero."""
-    value = _extremum(ops, relax.op.max, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
+    value = extremum(ops, relax.op.max, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
     return ops.cast(value, ops.dtype)
 
 
 @converts(aten.all.default, aten.all.dim, aten.all.dims)
 def all_(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
     """Whether no element is zero."""
-    value = _extremum(ops, relax.op.min, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
+    value = extremum(ops, relax.op.min, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
     return ops.cast(value, ops.dtype)
-
-
-@converts(aten.argmax.default)
-def argmax(
-    ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
-) -> relax.Expr:
-    """The first position of the largest element; of the flattened tensor without `dim`."""
-    return _arg_extremum(ops, relax.op.argmax, x, dim)
-
-
-@converts(aten.argmin.default)
-def argmin(
-    ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
-) -> relax.Expr:
-    """The first position of the smallest element; of the flattened tensor without `dim`."""
-    return _arg_extremum(ops, relax.op.argmin, x, dim)
-
-
-def _arg_extremum(
-    ops: Emitter,
-    op: Callable[[relax.Expr, int, bool], relax.Expr],
-    x: relax.Expr,
-    dim: int | None,
-    shape: Sequence[int] | None = None,
-) -> relax.Expr:
-    shape = ops.shape if shape is None else shape
-    if not shape_of(x):
-        return ops.full(shape, 0, "int64")
-    numbers = ops.cast(x, "int8") if dtype_of(x) == "bool" else x
-    if dim is None:
-        numbers, dim = ops.reshape(numbers, [_count(x)]), 0
-    return ops.reshape(ops.emit(op(numbers, dim % len(shape_of(numbers)), True)), shape)
-
-
-def _count(x: relax.Expr) -> int:
-    count = 1
-    for extent in shape_of(x):
-        count *= extent
-    return count
-
-
-@converts(aten.max.dim)
-def max_dim(
-    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
-) -> tuple[relax.Expr, relax.Expr]:
-    """(the largest elements, their first positions) along one axis."""
-    values = _extremum(ops, relax.op.max, x, axes_of(x, dim), keepdims=keepdim)
-    return values, _arg_extremum(ops, relax.op.argmax, x, dim, shape_of(values))
-
-
-@converts(aten.min.dim)
-def min_dim(
-    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
-) -> tuple[relax.Expr, relax.Expr]:
-    """(the smallest elements, their first positions) along one axis."""
-    values = _extremum(ops, relax.op.min, x, axes_of(x, dim), keepdims=keepdim)
-    return values, _arg_extremum(ops, relax.op.argmin, x, dim, shape_of(values))
 
 
 @converts(aten.var.correction, aten.var.dim, aten.var.default)
@@ -223,9 +171,7 @@ def _var_mean(
     ops: Emitter, x: relax.Expr, dims: Axes, correction: Scalar | None, *, keepdims: bool
 ) -> tuple[relax.Expr, relax.Expr]:
     axes = axes_of(x, dims)
-    count = 1
-    for axis in axes:
-        count *= shape_of(x)[axis]
+    count = math.prod(shape_of(x)[axis] for axis in axes)
     average = reduce(ops, relax.op.mean, x, axes, keepdims=True)
     distance = ops.subtract(x, average)
     total = reduce(ops, relax.op.sum, ops.multiply(distance, distance), axes, keepdims=keepdims)
@@ -289,97 +235,3 @@ def _scan(
 ) -> relax.Expr:
     value = ops.cast(x, ops.dtype)
     return ops.emit(op(value, dim % len(ops.shape))) if ops.shape else value
-
-
-@converts(aten.sort.default)
-def sort(
-    ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False
-) -> tuple[relax.Expr, relax.Expr]:
-    """(sorted elements, where each came from); equal elements keep their order."""
-    return _sorted(ops, x, dim, descending=descending)
-
-
-@converts(aten.sort.stable)
-def stable_sort(
-    ops: Emitter,
-    x: relax.Expr,
-    *,
-    stable: bool | None = None,
-    dim: int = -1,
-    descending: bool = False,
-) -> tuple[relax.Expr, relax.Expr]:
-    """As `sort`."""
-    return _sorted(ops, x, dim, descending=descending)
-
-
-@converts(aten.argsort.default)
-def argsort(ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False) -> relax.Expr:
-    """Where each sorted element came from."""
-    return _sorted(ops, x, dim, descending=descending)[1]
-
-
-def _sorted(
-    ops: Emitter, x: relax.Expr, dim: int, *, descending: bool
-) -> tuple[relax.Expr, relax.Expr]:
-    if not shape_of(x):
-        return x, ops.constant(0, "int64")
-    axis = dim % len(shape_of(x))
-    numbers = ops.cast(x, "int8") if dtype_of(x) == "bool" else x
-    order = ops.emit(relax.op.argsort(numbers, axis, descending, "int64"))
-    return ops.cast(ops.emit(relax.op.gather_elements(numbers, order, axis)), dtype_of(x)), order
-
-
-@converts(aten.topk.default)
-def topk(
-    ops: Emitter,
-    x: relax.Expr,
-    k: int,
-    dim: int = -1,
-    largest: bool = True,
-    sorted: bool = True,
-) -> tuple[relax.Expr, ...]:
-    """(the k largest or smallest elements, their positions); always sorted."""
-    if not shape_of(x):
-        return x, ops.constant(0, "int64")
-    axis = dim % len(shape_of(x))
-    return ops.fields(ops.emit(relax.op.topk(x, k, axis, "both", largest, "int64")))
-
-
-@converts(aten._softmax.default, aten._safe_softmax.default)
-def softmax(ops: Emitter, x: relax.Expr, dim: int, half_to_float: bool = False) -> relax.Expr:
-    """exp(x) over its sum along one axis."""
-    if not shape_of(x):
-        return ops.full((), 1, ops.dtype)
-    return ops.emit(relax.op.nn.softmax(ops.cast(x, ops.dtype), dim % len(ops.shape)))
-
-
-@converts(aten._log_softmax.default)
-def log_softmax(ops: Emitter, x: relax.Expr, dim: int, half_to_float: bool = False) -> relax.Expr:
-    """The logarithm of softmax."""
-    if not shape_of(x):
-        return ops.full((), 0, ops.dtype)
-    return ops.emit(relax.op.nn.log_softmax(ops.cast(x, ops.dtype), dim % len(ops.shape)))
-
-
-@converts(aten._softmax_backward_data.default)
-def softmax_backward(
-    ops: Emitter, grad: relax.Expr, y: relax.Expr, dim: int, input_dtype: torch.dtype
-) -> relax.Expr:
-    """The gradient of softmax from its result."""
-    return _softmax_gradient(ops, "amp_ir.softmax_backward", grad, y, dim)
-
-
-@converts(aten._log_softmax_backward_data.default)
-def log_softmax_backward(
-    ops: Emitter, grad: relax.Expr, y: relax.Expr, dim: int, input_dtype: torch.dtype
-) -> relax.Expr:
-    """The gradient of log_softmax from its result."""
-    return _softmax_gradient(ops, "amp_ir.log_softmax_backward", grad, y, dim)
-
-
-def _softmax_gradient(
-    ops: Emitter, name: str, grad: relax.Expr, y: relax.Expr, dim: int
-) -> relax.Expr:
-    if not shape_of(y):
-        return ops.full((), 0, ops.dtype)
-    return ops.cast(ops.call(name, grad, y, axis=dim % len(ops.shape)), ops.dtype)

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-Converter = Callable[..., Any]
+Converter: TypeAlias = Callable[..., Any]
 
 CONVERTERS: dict[Any, Converter] = {}
 

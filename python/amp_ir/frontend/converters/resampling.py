@@ -9,6 +9,7 @@ a few gathers along the axis with constant weights, so that no result depends on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from tvm import relax
@@ -21,7 +22,7 @@ from amp_ir.frontend.converters.registry import Converter, converts
 aten = torch.ops.aten
 
 # (extent, out extent, scale or None) -> f64[extent, out extent], the map of one axis.
-AxisMap = Callable[[int, int, float | None], torch.Tensor]
+AxisMap: TypeAlias = Callable[[int, int, float | None], torch.Tensor]
 
 
 def _nearest(extent: int, out: int, scale: float | None) -> torch.Tensor:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sorting, and the positions of extrema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from tvm import relax
+
+from amp_ir.frontend.converters.emitter import Emitter
+from amp_ir.frontend.converters.promotion import dtype_of, shape_of
+from amp_ir.frontend.converters.reductions import axes_of, extremum
+from amp_ir.frontend.converters.registry import converts
+
+aten = torch.ops.aten
+
+
+@converts(aten.argmax.default)
+def argmax(
+    ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
+) -> relax.Expr:
+    """The first position of the largest element; of the flattened tensor without `dim`."""
+    return _arg_extremum(ops, relax.op.argmax, x, dim)
+
+
+@converts(aten.argmin.default)
+def argmin(
+    ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
+) -> relax.Expr:
+    """The first position of the smallest element; of the flattened tensor without `dim`."""
+    return _arg_extremum(ops, relax.op.argmin, x, dim)
+
+
+def _arg_extremum(
+    ops: Emitter,
+    op: Callable[[relax.Expr, int, bool], relax.Expr],
+    x: relax.Expr,
+    dim: int | None,
+    shape: Sequence[int] | None = None,
+) -> relax.Expr:
+    shape = ops.shape if shape is None else shape
+    if not shape_of(x):
+        return ops.full(shape, 0, "int64")
+    numbers = ops.cast(x, "int8") if dtype_of(x) == "bool" else x
+    if dim is None:
+        numbers, dim = ops.reshape(numbers, [math.prod(shape_of(x))]), 0
+    return ops.reshape(ops.emit(op(numbers, dim % len(shape_of(numbers)), True)), shape)
+
+
+@converts(aten.max.dim)
+def max_dim(
+    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(the largest elements, their first positions) along one axis."""
+    values = extremum(ops, relax.op.max, x, axes_of(x, dim), keepdims=keepdim)
+    return values, _arg_extremum(ops, relax.op.argmax, x, dim, shape_of(values))
+
+
+@converts(aten.min.dim)
+def min_dim(
+    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(the smallest elements, their first positions) along one axis."""
+    values = extremum(ops, relax.op.min, x, axes_of(x, dim), keepdims=keepdim)
+    return values, _arg_extremum(ops, relax.op.argmin, x, dim, shape_of(values))
+
+
+@converts(aten.sort.default)
+def sort(
+    ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(sorted elements, where each came from); equal elements keep their order."""
+    return _sorted(ops, x, dim, descending=descending)
+
+
+@converts(aten.sort.stable)
+def stable_sort(
+    ops: Emitter,
+    x: relax.Expr,
+    *,
+    stable: bool | None = None,
+    dim: int = -1,
+    descending: bool = False,
+) -> tuple[relax.Expr, relax.Expr]:
+    """As `sort`."""
+    return _sorted(ops, x, dim, descending=descending)
+
+
+@converts(aten.argsort.default)
+def argsort(ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False) -> relax.Expr:
+    """Where each sorted element came from."""
+    return _sorted(ops, x, dim, descending=descending)[1]
+
+
+def _sorted(
+    ops: Emitter, x: relax.Expr, dim: int, *, descending: bool
+) -> tuple[relax.Expr, relax.Expr]:
+    if not shape_of(x):
+        return x, ops.constant(0, "int64")
+    axis = dim % len(shape_of(x))
+    numbers = ops.cast(x, "int8") if dtype_of(x) == "bool" else x
+    order = ops.emit(relax.op.argsort(numbers, axis, descending, "int64"))
+    return ops.cast(ops.emit(relax.op.gather_elements(numbers, order, axis)), dtype_of(x)), order
+
+
+@converts(aten.topk.default)
+def topk(
+    ops: Emitter,
+    x: relax.Expr,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+) -> tuple[relax.Expr, ...]:
+    """(the k largest or smallest elements, their positions); always sorted."""
+    if not shape_of(x):
+        return x, ops.constant(0, "int64")
+    axis = dim % len(shape_of(x))
+    return ops.fields(ops.emit(relax.op.topk(x, k, axis, "both", largest, "int64")))
