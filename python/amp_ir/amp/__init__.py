@@ -8,7 +8,6 @@ user changes them), `step_graph` (the IR as records), `decisions` (what the rule
 """
 
 from amp_ir.amp.autocast import plan_of
-
 from amp_ir.amp.hints import (
     FREE,
     Hints,
