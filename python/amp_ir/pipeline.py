@@ -31,11 +31,9 @@ from amp_ir import build as build_stage
 from amp_ir.amp import autocast as autocast_stage
 from amp_ir.errors import OptionError, ShapeChanged
 from amp_ir.frontend import importer, trace
-from amp_ir.loops import fuse as loops_stage
+from amp_ir.loops.fuse import fuse_loops
 from amp_ir.module import Role, StepHooks, StepModule
 from amp_ir.passes.dispatch import dispatch
-from amp_ir.passes.expand_attention import expand_attention
-from amp_ir.passes.fold_casts import fold_casts
 from amp_ir.passes.plan_memory import PlannedStep, plan_memory
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
@@ -102,15 +100,12 @@ def lower(
     """
     seconds = {} if seconds is None else seconds
     ir = mod.ir
-    with _timed(seconds, "expand"):
-        # Attention becomes matmuls around one softmax-like kernel.
-        ir = expand_attention(ir)
     with _timed(seconds, "dispatch"):
         # From here on heavy ops are library calls, opaque to fusion.
         ir = dispatch(ir)
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
-        ir = loops_stage.fuse_loops(ir, strict=strict)
+        ir = fuse_loops(ir, strict=strict)
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
         return plan_memory(ir, mod.signature.inputs, mod.signature.outputs)

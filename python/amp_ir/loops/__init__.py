@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops as loops: lowering, grouping into kernels, and the kernels' code.
+
+In the order of use: `ir` (loop values), `lower_*` (ops as loop values), `grouping` (which share a
+kernel), `emit_cpu` with `coordinates` and `element_writer` (the kernel's code), `fuse` (the pass).
+"""
+
+from amp_ir.loops import (  # noqa: F401  (registers the lowerings)
+    lower_activations,
+    lower_channel_normalization,
+    lower_losses,
+    lower_normalization,
+    lower_pooling,
+    lower_random,
+    lower_relax,
+)

@@ -16,6 +16,7 @@ from amp_ir.loops import math as m
 from amp_ir.loops.coordinates import Position
 from amp_ir.loops.grouping import Group, is_inlined, storage_of
 from amp_ir.loops.ir import (
+    LANES,
     Constant,
     Index,
     Pointwise,
@@ -33,7 +34,8 @@ from amp_ir.loops.kernel_buffers import FlatBuffer, round_to
 class ElementWriter:
     """Elements at one `position`; statements are appended to `body` as elements are asked for.
 
-    `is_scalar` becomes true when an element uses a function that cannot be vectorised.
+    `lane` is the variable of the vector loop that the place is in, if any; `scratch` are the
+    allocations that must stand before the loops. `is_scalar` becomes true when an element uses a function that cannot be vectorised.
     `row_elements` holds what is known for the whole row (results of reductions, and arithmetic on
     them); it is shared by the writers of one row.
     """
@@ -43,7 +45,9 @@ class ElementWriter:
     position: Position
     row_elements: dict[int, Any]
     strict: bool = False
+    lane: Any = None
     body: list[tirx.Stmt] = attrs.field(factory=list)
+    scratch: list[tirx.Stmt] = attrs.field(factory=list)
     is_scalar: bool = False
     _elements: dict[int, Any] = attrs.field(factory=dict)
     _full: set[int] = attrs.field(init=False)
@@ -66,9 +70,23 @@ class ElementWriter:
         if m.dtype_of(element) == "bool":
             # Code generation cannot take a vector of bool under a name (TVM 0.27).
             return tirx.NE(self.bind(m.cast(element, "int32")), m.constant(0, "int32"))
+        if m.dtype_of(element) == "uint32":
+            return self._hold(element)
         variable = tirx.Var("t", m.dtype_of(element))
         self.body.append(tirx.Bind(variable, element))
         return variable
+
+    def _hold(self, element: Any) -> Any:
+        """Keep a word of a hash in scratch memory (a register, after compilation).
+
+        TVM's simplifier (0.27) substitutes integer names into their uses, so that the text of a
+        hash doubles at every step; it does not look through memory.
+        """
+        count, lane = (LANES, self.lane) if self.lane is not None else (1, 0)
+        word = tirx.decl_buffer((count,), "uint32", "word", scope="local")
+        self.scratch.append(tirx.AllocBuffer(word))
+        self.body.append(tirx.BufferStore(word, element, [lane]))
+        return tirx.BufferLoad(word, [lane])
 
     def _need_scalar_loop(self) -> None:
         self.is_scalar = True

@@ -21,11 +21,9 @@ from amp_ir.loops import math as m
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.element_writer import ElementWriter
 from amp_ir.loops.grouping import Domain, Group, effective_reads
-from amp_ir.loops.ir import Pointwise, Read, Reduction, Value, compute_dtype
+from amp_ir.loops.ir import LANES, Pointwise, Read, Reduction, Value, compute_dtype
 from amp_ir.loops.kernel_buffers import FlatBuffer, dtype_nbytes
 
-# One AVX-512 register of float32; narrower machines split it.
-LANES = 16
 # Elements a thread works on at least, so that a parallel launch (3 us) pays.
 GRAIN = 8192
 # A reduction of everything to one value is cut into this many parts (fixed: the same sum always).
@@ -174,6 +172,7 @@ class _LoopShape:
     strict: bool
     row_axes: list[Axis] = attrs.field(init=False)
     column_axes: list[Axis] = attrs.field(init=False)
+    scratch: list[tirx.Stmt] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.row_axes, self.column_axes = merged_axes(self.domain)
@@ -205,7 +204,7 @@ class _LoopShape:
             for accumulator in accumulators:
                 statements += accumulator.finish()
                 row_elements[id(accumulator.value)] = accumulator.result()
-        return statements
+        return self._with_scratch(statements)
 
     def _start_level(
         self, level: _Level, row: list[Any], row_elements: dict[int, Any]
@@ -233,7 +232,7 @@ class _LoopShape:
         bulk = extent // LANES * LANES
 
         def body(column: Any, lane: Any | None) -> tuple[tirx.Stmt, bool]:
-            writer = self._writer(row, [*outer, column], dict(row_elements))
+            writer = self._writer(row, [*outer, column], dict(row_elements), lane)
             return self._visit(writer, level, accumulators, lane), writer.is_scalar
 
         statements = _lane_loops(start, bulk, body)
@@ -269,7 +268,7 @@ class _LoopShape:
             statements += self._start_level(level, row, row_elements)
             if level.stores or level.reductions:
                 statements += self._parallel_level(level, row, row_elements)
-        return sequence(statements)
+        return sequence(self._with_scratch(statements))
 
     def _parallel_level(
         self, level: _Level, row: list[Any], row_elements: dict[int, Any]
@@ -287,6 +286,7 @@ class _LoopShape:
         for accumulator, whole in zip(partial, shared, strict=True):
             body += accumulator.finish()
             body.append(whole.put(part, accumulator.result()))
+        body = self._with_scratch(body)
         statements: list[tirx.Stmt] = [whole.declaration() for whole in shared]
         statements.append(For(part, 0, parts, ForKind.PARALLEL, sequence(body)))
         rest = [_Accumulator.declare(value) for value in level.reductions]
@@ -331,9 +331,11 @@ class _LoopShape:
         for accumulator in accumulators:
             statements += accumulator.allocate()
         columns = [tirx.Var(f"r{d}", "int32") for d in range(len(self.column_axes))]
+        is_vector = block % LANES == 0
 
         def visit(offset: Any, lane: Any) -> tuple[tirx.Stmt, bool]:
-            writer = self._writer([*outer, offset], list(columns), {})
+            vector = lane if is_vector else None
+            writer = self._writer([*outer, offset], list(columns), {}, vector)
             written = self._visit(writer, level, accumulators, _minus(offset, start))
             return written, writer.is_scalar
 
@@ -352,17 +354,30 @@ class _LoopShape:
                     writer.body.append(buffer.store(flat, element))
             return sequence(writer.body), False
 
-        return statements + _block_loops(start, block, finish)
+        return self._with_scratch(statements + _block_loops(start, block, finish))
 
     def _writer(
-        self, row: list[Any], column: list[Any] | None, row_elements: dict[int, Any]
+        self,
+        row: list[Any],
+        column: list[Any] | None,
+        row_elements: dict[int, Any],
+        lane: Any = None,
     ) -> ElementWriter:
-        if column is not None and not self.column_axes[-1].dimensions:
-            axes: list[Axis] = []
-            position = Position(self.domain, self.row_axes, axes, row, [])
-        else:
-            position = Position(self.domain, self.row_axes, self.column_axes, row, column)
-        return ElementWriter(self.group, self.buffers, position, row_elements, self.strict)
+        axes = self.column_axes
+        if column is not None and not axes[-1].dimensions:
+            axes, column = [], []
+        position = Position(self.domain, self.row_axes, axes, row, column)
+        writer = ElementWriter(
+            self.group, self.buffers, position, row_elements, self.strict, lane=lane
+        )
+        writer.scratch = self.scratch
+        return writer
+
+    def _with_scratch(self, statements: list[tirx.Stmt]) -> list[tirx.Stmt]:
+        """Put the scratch memory that writing `statements` asked for before them."""
+        allocations = list(self.scratch)
+        self.scratch.clear()
+        return allocations + statements
 
     def _levels(self) -> list[_Level]:
         return assign_levels(self.group)

@@ -37,6 +37,9 @@ from amp_ir.errors import BuildError
 Index = tuple[Any, ...]
 Element = Callable[..., Any]
 ReduceKind = Literal["sum", "max", "min", "prod", "any", "all"]
+# Elements that a CPU kernel computes side by side: one AVX-512 register of float32. Narrower
+# machines split it.
+LANES = 16
 LOW_DTYPES = ("bfloat16", "float16")
 
 

@@ -25,11 +25,16 @@ def _word(number: int) -> Any:
     return tirx.const(number, "uint32")
 
 
+def _hold(x: Any) -> Any:
+    """Name 32 bits in the kernel."""
+    return bind(x)
+
+
 def _mix(x: Any) -> Any:
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
-        x = bind(tirx.bitwise_xor(x, tirx.shift_right(x, _word(shift))))
+        x = _hold(tirx.bitwise_xor(x, tirx.shift_right(x, _word(shift))))
         if multiplier is not None:
-            x = bind(x * _word(multiplier))
+            x = _hold(x * _word(multiplier))
     return x
 
 
@@ -39,13 +44,13 @@ def keys_of(random_state: Value, index: int) -> Value:
     def body(which: Any) -> Any:
         words = []
         for k in range(2):
-            state = bind(random_state[(tirx.const(k, "int32"),)])
+            state = random_state[(tirx.const(k, "int32"),)]
             high = tirx.shift_right(state, tirx.const(32, "int64"))
             words += [tirx.Cast("uint32", state), tirx.Cast("uint32", high)]
         first = which == tirx.const(0, "int32")
         key = tirx.Select(first, _word(KEY_STARTS[0]), _word(KEY_STARTS[1]))
         for word in (*words, _word(index)):
-            key = bind(_mix(bind(tirx.bitwise_xor(key, word))) + _word(GOLDEN))
+            key = _hold(_mix(_hold(tirx.bitwise_xor(key, word))) + _word(GOLDEN))
         return key
 
     return pointwise((2,), "uint32", body)
@@ -56,8 +61,8 @@ def _bits(keys: Value, flat: Any, draw: int = 0) -> Any:
     if draw:
         first = tirx.bitwise_xor(first, _word(SECOND_DRAW))
     element = flat if isinstance(flat, int) else tirx.Cast("uint32", flat)
-    mixed = _mix(bind((_word(element) if isinstance(element, int) else element) + first))
-    return _mix(bind(tirx.bitwise_xor(mixed, second)))
+    mixed = _mix(_hold((_word(element) if isinstance(element, int) else element) + first))
+    return _mix(_hold(tirx.bitwise_xor(mixed, second)))
 
 
 def _unit(bits: Any, add: int = 0) -> Any:

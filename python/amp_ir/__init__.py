@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""amp_ir: a mixed-precision training compiler for PyTorch.
+
+    mod, args = amp_ir.trace_step(step, example_batch, model=model, optimizer=optimizer)
+    amp_mod = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
+    train = amp_ir.compile(amp_mod)
+    loss = train(*batch)
+
+`pipeline.py` is the map of what happens in between.
+"""
+
+# torch comes first: our libraries use the OpenMP runtime that it brings (native.py).
+import torch  # noqa: F401
+
+from amp_ir import amp, errors
+from amp_ir.amp.overrides import CustomTypeHint
+from amp_ir.module import Role, Signature, StepModule
+from amp_ir.pipeline import (
+    autocast,
+    get_peak_memory,
+    jit,
+    profile_vm_model,
+    trace_model,
+    trace_step,
+)
+from amp_ir.pipeline import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.runtime.step import CompiledStep
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompiledStep",
+    "CustomTypeHint",
+    "Role",
+    "Signature",
+    "StepModule",
+    "amp",
+    "autocast",
+    "compile",
+    "errors",
+    "get_peak_memory",
+    "jit",
+    "profile_vm_model",
+    "trace_model",
+    "trace_step",
+]
