@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -130,6 +132,28 @@ def _rewritten(
     mod: StepModule | tvm.IRModule, ir: tvm.IRModule, choices: _Choices, plan: CastPlan | None
 ) -> tuple[tvm.IRModule, CastPlan, list[str]]:
     """The new module, its plan, and the dtypes of its outputs."""
+    with _no_garbage_collection():
+        return _rewritten_at_once(mod, ir, choices, plan)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage inside: a big step makes 10^5 records that live until the end.
+
+    Every collection would walk them and all of torch's objects: half of the time at 24 layers.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _rewritten_at_once(
+    mod: StepModule | tvm.IRModule, ir: tvm.IRModule, choices: _Choices, plan: CastPlan | None
+) -> tuple[tvm.IRModule, CastPlan, list[str]]:
     graph = read_step(ir)
     kernels = kernels_of(graph)
     dtypes = _output_dtypes(graph, mod, choices.out_dtype)
