@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering of table look-up and of the table's gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx import For, ForKind
+
+from amp_ir.loops.ir import (
+    LANES,
+    Lowering,
+    Opaque,
+    TensorSpec,
+    Value,
+    lowers,
+    opaque,
+    pointwise,
+)
+from amp_ir.loops.kernel_buffers import FlatBuffer
+from amp_ir.loops.lower_relax import row_index
+
+# Columns that one task adds up: few enough for parallel work, enough for whole cache lines.
+_BLOCK = 4 * LANES
+
+
+@lowers("amp_ir.embedding")
+def embedding(op: Lowering, weight: Value, ids: Value) -> Value:
+    """Rows of `weight` at `ids`."""
+    result = op.results[0]
+
+    def body(*i: Any) -> Any:
+        return weight[(row_index(ids[i[:-1]], weight.shape[0]), i[-1])]
+
+    return pointwise(result.shape, result.dtype, body)
+
+
+@lowers("amp_ir.embedding_backward")
+def embedding_backward(op: Lowering, grad: Value, ids: Value, **options: Any) -> Opaque:
+    """Add the rows of `grad` at `ids`, in order, each task for some columns: exact and parallel."""
+    result = op.results[0]
+    padding_idx = options.get("padding_idx")
+
+    def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
+        return _scatter_rows(inputs[0], inputs[1], outputs[0], padding_idx)
+
+    return opaque("embedding_backward", [grad, ids], [result], emit)[0]
+
+
+def _scatter_rows(
+    grad: FlatBuffer, ids: FlatBuffer, out: FlatBuffer, padding_idx: int | None
+) -> tirx.Stmt:
+    rows, width = out.spec.shape
+    statements: list[tirx.Stmt] = []
+    total = out
+    if out.spec.dtype != "float32":
+        total = FlatBuffer.declare(TensorSpec(out.spec.shape, "float32"), "total")
+        statements.append(tirx.AllocBuffer(total.buffer))
+    zero = tirx.const(0.0, "float32")
+    statements.append(for_each(rows, width, lambda flat: total.store(flat, zero)))
+    statements.append(_add_rows(grad, ids, total, width, padding_idx))
+    if total is not out:
+        statements.append(for_each(rows, width, lambda flat: out.store(flat, total.load(flat))))
+    return tirx.SeqStmt(statements)
+
+
+def for_each(rows: int, width: int, body: Any) -> tirx.Stmt:
+    """`body(flat)` for every element of a matrix: parallel over rows, in vectors along them."""
+    row = tirx.Var("row", "int32")
+    loops = columns(0, width, lambda column: body(row * width + column))
+    return For(row, 0, rows, ForKind.PARALLEL, loops)
+
+
+def columns(start: Any, extent: int, body: Any) -> tirx.Stmt:
+    """`body(column)` for `extent` columns from `start`, in vectors, then one by one."""
+    bulk = extent // LANES * LANES
+    statements: list[tirx.Stmt] = []
+    if bulk:
+        step, lane = tirx.Var("step", "int32"), tirx.Var("lane", "int32")
+        vector = For(lane, 0, LANES, ForKind.VECTORIZED, body(start + step * LANES + lane))
+        statements.append(For(step, 0, bulk // LANES, ForKind.SERIAL, vector))
+    if bulk < extent:
+        tail = tirx.Var("tail", "int32")
+        rest = extent - bulk
+        statements.append(For(tail, 0, rest, ForKind.SERIAL, body(start + bulk + tail)))
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
+
+
+def _add_rows(
+    grad: FlatBuffer, ids: FlatBuffer, total: FlatBuffer, width: int, padding_idx: int | None
+) -> tirx.Stmt:
+    block = _BLOCK if width % _BLOCK == 0 else width
+    task, item = tirx.Var("task", "int32"), tirx.Var("item", "int32")
+    id_ = tirx.Var("id", "int32")
+    count = ids.spec.size
+
+    def add(column: Any) -> tirx.Stmt:
+        to = id_ * width + column
+        return total.store(to, total.load(to) + grad.load(item * width + column))
+
+    adding: tirx.Stmt = columns(task * block, block, add)
+    if padding_idx is not None:
+        is_padding = tirx.EQ(id_, tirx.const(padding_idx, "int32"))
+        adding = tirx.IfThenElse(tirx.Not(is_padding), adding, None)
+    bound = tirx.Bind(id_, tirx.Cast("int32", ids.load(item)))
+    body = For(item, 0, count, ForKind.SERIAL, tirx.SeqStmt([bound, adding]))
+    return For(task, 0, width // block, ForKind.PARALLEL, body)
