@@ -159,3 +159,32 @@ def test_weight_gradients_leave_their_matmul_in_float32():
     assert len(gradients) == 2
     assert all(one.results == ("float32",) for one in gradients)
     assert all(set(one.reads) == {"bfloat16"} for one in matmuls)
+
+
+def test_autocast_off_leaves_a_region_as_it_is_backward_included():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            with amp_ir.autocast_off():
+                return self.second(x)
+
+    model = Half()
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    mod, _ = amp_ir.trace_step(step, (torch.randn(4, 8),), model=model)
+    plan = autocast(mod, amp_dtype="bfloat16").plan
+    matmuls = {(one.module, one.phase, one.reads) for one in plan.ops if one.name == "relax.matmul"}
+    low, full = ("bfloat16", "bfloat16"), ("float32", "float32")
+    assert {reads for module, _, reads in matmuls if module == "first"} == {low}
+    assert {(phase, reads) for module, phase, reads in matmuls if module == "second"} == {
+        ("forward", full),
+        ("backward", full),
+    }

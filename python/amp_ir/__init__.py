@@ -13,7 +13,10 @@
 import torch  # noqa: F401
 
 from amp_ir import amp, errors
-from amp_ir.amp.overrides import CustomTypeHint
+from amp_ir.amp.overrides import CustomTypeHint, Override
+from amp_ir.amp.plan import CastPlan
+from amp_ir.amp.policies import list_ops
+from amp_ir.location import autocast_off
 from amp_ir.module import Role, Signature, StepModule
 from amp_ir.pipeline import (
     autocast,
@@ -29,17 +32,21 @@ from amp_ir.runtime.step import CompiledStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "CastPlan",
     "CompiledStep",
     "CustomTypeHint",
+    "Override",
     "Role",
     "Signature",
     "StepModule",
     "amp",
     "autocast",
+    "autocast_off",
     "compile",
     "errors",
     "get_peak_memory",
     "jit",
+    "list_ops",
     "profile_vm_model",
     "trace_model",
     "trace_step",

@@ -7,7 +7,10 @@ in the IR as the `span` of the `relax.Call`.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import Literal
 
 import attrs
@@ -16,6 +19,29 @@ import tvm
 Phase = Literal["forward", "backward", "optimizer"]
 META_KEY = "amp_ir_location"
 _SEPARATOR = "|"
+_AUTOCAST_OFF = "!"
+_is_off: contextvars.ContextVar[bool] = contextvars.ContextVar("amp_ir_autocast_off", default=False)
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """Leave what the user's model computes inside as it is, and its backward pass too.
+
+        with amp_ir.autocast_off():
+            weights = torch.softmax(scores / temperature, -1)
+
+    For code inside of a model or step that is captured; elsewhere it does nothing.
+    """
+    token = _is_off.set(True)
+    try:
+        yield
+    finally:
+        _is_off.reset(token)
+
+
+def autocast_is_off() -> bool:
+    """Whether this is inside of `autocast_off()`."""
+    return _is_off.get()
 
 
 @attrs.frozen
@@ -24,12 +50,14 @@ class Location:
 
     `module` is the dotted path as in `model.named_modules()` ("" for the root or for code outside
     of any module; the second and later models of a step are prefixed "model1.", "model2.", ...).
+    `autocast` is False inside of `autocast_off()`.
     """
 
     module: str = ""
     phase: Phase = "forward"
     file: str = ""
     line: int = 0
+    autocast: bool = True
 
     def __str__(self) -> str:
         """Read as a person would say it: `encoder.layer.0 (backward), model.py:12`."""
@@ -40,7 +68,8 @@ class Location:
 @functools.lru_cache(maxsize=65536)
 def to_span(location: Location) -> tvm.ir.Span:
     """Encode a location as the span of a `relax.Call`."""
-    name = _SEPARATOR.join((location.phase, location.module, location.file))
+    phase = location.phase if location.autocast else location.phase + _AUTOCAST_OFF
+    name = _SEPARATOR.join((phase, location.module, location.file))
     line = location.line
     return tvm.ir.Span(tvm.ir.SourceName(name), line, line, 0, 0)
 
@@ -55,6 +84,8 @@ def from_span(span: tvm.ir.Span | None) -> Location:
 @functools.lru_cache(maxsize=65536)
 def _decode(name: str, line: int) -> Location:
     parts = name.split(_SEPARATOR, 2)
-    if len(parts) != 3 or parts[0] not in ("forward", "backward", "optimizer"):
+    phase = parts[0].rstrip(_AUTOCAST_OFF)
+    if len(parts) != 3 or phase not in ("forward", "backward", "optimizer"):
         return Location()
-    return Location(module=parts[1], phase=parts[0], file=parts[2], line=line)  # type: ignore[arg-type]
+    autocast = phase == parts[0]
+    return Location(parts[1], phase, parts[2], line, autocast)  # type: ignore[arg-type]

@@ -124,12 +124,9 @@ def _check_all_known(graph: StepGraph, find_rule: FindRule, on_unknown: str) -> 
 def _by_rule(graph: StepGraph, op: Op, rule: Rule | None, amp_dtype: str) -> Decision:
     castable = [graph.values[leaf].dtype == FULL_DTYPE for leaf in op.reads]
     follows = [graph.values[leaf].dtype == FULL_DTYPE for leaf in op.results]
-    if op.location.phase == "optimizer" or rule is None:
-        name, reason = (
-            ("optimizer", "Left as it was: the optimizer and its state stay in float32")
-            if op.location.phase == "optimizer"
-            else ("on_unknown", 'No rule, and on_unknown="float32"')
-        )
+    untouched = _why_untouched(op, rule)
+    if rule is None or untouched is not None:
+        name, reason = untouched or ("on_unknown", 'No rule, and on_unknown="float32"')
         return Decision(name, reason, [Mode.KEEP] * len(castable), "full", follows)
     hints = _ask(graph, op, rule, amp_dtype)
     words = _leaf_words(op, hints)
@@ -142,6 +139,14 @@ def _by_rule(graph: StepGraph, op: Op, rule: Rule | None, amp_dtype: str) -> Dec
     decision.accumulate = hints.accumulate
     _set_label(graph, op, decision, hints, amp_dtype)
     return decision
+
+
+def _why_untouched(op: Op, rule: Rule | None) -> tuple[str, str] | None:
+    if op.location.phase == "optimizer":
+        return "optimizer", "Left as it was: the optimizer and its state stay in float32"
+    if not op.location.autocast:
+        return "autocast_off", "Left as it was: the user switched autocast off here"
+    return None
 
 
 def _ask(graph: StepGraph, op: Op, rule: Rule, amp_dtype: str) -> Hints:

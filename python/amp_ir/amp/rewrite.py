@@ -281,7 +281,8 @@ class _Rewriter:
         if op.name in _SET_BY_OPTION and before[0] == FULL_DTYPE:
             wants_low = decision.label == "low"
             produced = [self.amp_dtype if wants_low else FULL_DTYPE]
-            attributes = with_out_dtype(op.call, produced[0])
+            if (dtypes, produced) != (was, before):
+                attributes = with_out_dtype(op.call, produced[0])
         elif dtypes == was:
             produced = before
         elif op.name in DECLARATIONS:

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.location import META_KEY, Location, Phase
+from amp_ir.location import META_KEY, Location, Phase, autocast_is_off
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(__file__).parent.parent) + "/"
@@ -117,7 +117,8 @@ class Locator:
 
     def _of_frame(self, frame: FrameType | None) -> Location:
         file, line, is_clipping = innermost_line(frame)
-        location = Location(self.module, self._phase(is_clipping=is_clipping), file, line)
+        phase = self._phase(is_clipping=is_clipping)
+        location = Location(self.module, phase, file, line, autocast=not autocast_is_off())
         return self._interned.setdefault(location, location)
 
     def _phase(self, *, is_clipping: bool) -> Phase:
