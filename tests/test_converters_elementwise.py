@@ -54,6 +54,7 @@ REAL = {
     "lerp": (lambda x: torch.lerp(x, B, 0.3), A),
     "hypot": (lambda x: torch.sqrt(x * x + B * B), A),
     "xlogy": (lambda x: torch.xlogy(B, x), POSITIVE),
+    "asinh": (torch.asinh, A), "acosh": (torch.acosh, POSITIVE + 1), "atanh": (torch.atanh, UNIT),
     "sinc": (torch.sinc, UNIT), "logaddexp": (lambda x: torch.logaddexp(x, B), A),
     "copysign by where": (lambda x: torch.where(B < 0, -x.abs(), x.abs()), A),
 }  # fmt: skip
@@ -83,6 +84,9 @@ PAIRS = {
     "masked_fill tensor": lambda x, y: (x * y).masked_fill(y > 0.3, torch.tensor(2.0)),
     "addcmul": lambda x, y: torch.addcmul(x, y, x, value=0.5),
     "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=-2),
+    "hypot": torch.hypot,
+    "fmax": torch.fmax,
+    "fmin": lambda x, y: torch.fmin(x * y, y),
     "lerp by a tensor": lambda x, y: torch.lerp(x, y, torch.sigmoid(y)),
     "broadcast": lambda x, y: x[:, None, :] * y[None, :1] - y[0],
     "transposed": lambda x, y: x.t() @ y + (y.t() @ x).t(),

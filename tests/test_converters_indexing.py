@@ -31,6 +31,7 @@ READS = {
     "embedding": lambda x, i: F.embedding(i % 3, x[0]) * 2,
     "embedding with padding": lambda x, i: F.embedding(i % 3, x[0], padding_idx=1) * 2,
     "one_hot": lambda x, i: F.one_hot(i % 3, 3).float() @ x[0],
+    "take": lambda x, i: torch.take(x, i + 3) * 2,
     "rows and columns": lambda x, i: x[torch.arange(2), torch.tensor([2, 1])] * 2,
     "last tokens": lambda x, i: x[torch.arange(2), (i[:, 0] % 3)] * 2,
 }  # fmt: skip
@@ -51,6 +52,7 @@ WRITES = {
     "index_add": lambda x, y, i: x.index_add(1, torch.tensor([2, 2, 0]), y, alpha=0.5) * 2,
     "index_copy": lambda x, y, i: x.index_copy(2, torch.tensor([3, 1]), y[..., :2]) * 2,
     "index_fill": lambda x, y, i: x.index_fill(-1, torch.tensor([0, 2]), 7.0) * y,
+    "put": lambda x, y, i: x.put(torch.tensor([[5, 1]]), y[0, :1, :2]) * 2,
     "select_scatter": lambda x, y, i: x.select_scatter(y[0], 0, 1) * 2,
     "slice_scatter": lambda x, y, i: x.slice_scatter(y[..., :2], 2, 0, 4, 2) * 2,
     "diagonal_scatter": lambda x, y, i: x[0].diagonal_scatter(y[0, 0, :3], 1) * 2,

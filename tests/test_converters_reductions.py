@@ -62,6 +62,11 @@ FLOAT = {
     "cosine_similarity": lambda x: torch.cosine_similarity(x, x.flip(0), dim=1),
     "nanmean": lambda x: torch.nanmean(x),
     "topk": lambda x: tuple(x.topk(2, 1)),
+    "dist": lambda x: torch.dist(x, x.flip(0) * 2),
+    "bucketize": lambda x: torch.bucketize(x.detach(), torch.tensor([-1.0, 0.3, 1.0])),
+    "bucketize right": lambda x: torch.bucketize(
+        x.detach(), torch.tensor([-1.0, 0.3, 1.0]), right=True, out_int32=True
+    ),
     "topk smallest": lambda x: tuple(x.topk(1, -1, largest=False)),
     "0-d": lambda x: x.sum().sum().mean(0) + x.mean().amax() + x.sum().max(0).values,
     "aminmax": lambda x: torch.aminmax(x, dim=0),

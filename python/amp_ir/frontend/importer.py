@@ -204,7 +204,9 @@ class _Graph:
         if not isinstance(expected, torch.Tensor):
             return self._emitter.constant(0, "float32")
         dtype = DTYPE_NAMES.get(expected.dtype, "float32")
-        return self._emitter.full(list(expected.shape), 0, dtype)
+        # An extent that depends on values has no number; the op that made it is reported.
+        shape = [extent if isinstance(extent, int) else 1 for extent in expected.shape]
+        return self._emitter.full(shape, 0, dtype)
 
 
 def _check(value: Any, expected: Any) -> None:

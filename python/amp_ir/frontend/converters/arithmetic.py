@@ -214,3 +214,15 @@ def _scaled_log(ops: Emitter, x: relax.Expr, scale: float) -> relax.Expr:
 def exp2(ops: Emitter, x: relax.Expr) -> relax.Expr:
     """2 to the power x."""
     return ops.binary(relax.op.power, ops.constant(2.0, ops.dtype), ops.cast(x, ops.dtype))
+
+
+@converts(aten.hypot.default)
+def hypot(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    """The length of (x, y), as the longer side times sqrt(1 + ratio ** 2): nothing overflows."""
+    sides = [ops.emit(relax.op.abs(ops.cast(one, ops.dtype))) for one in (x, y)]
+    longer = ops.emit(relax.op.maximum(*sides))
+    shorter = ops.emit(relax.op.minimum(*sides))
+    is_point = ops.binary(relax.op.equal, longer, 0)
+    ratio = ops.where(is_point, 0.0, ops.divide(shorter, longer))
+    root = ops.emit(relax.op.sqrt(ops.add(ops.multiply(ratio, ratio), 1.0)))
+    return ops.multiply(longer, root)

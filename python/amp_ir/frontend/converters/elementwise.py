@@ -43,6 +43,9 @@ REAL_FUNCTIONS: dict[torch._ops.OpOverload, RelaxUnary] = {
     aten.atan.default: relax.op.atan,
     aten.sinh.default: relax.op.sinh,
     aten.cosh.default: relax.op.cosh,
+    aten.asinh.default: relax.op.asinh,
+    aten.acosh.default: relax.op.acosh,
+    aten.atanh.default: relax.op.atanh,
     aten.tanh.default: relax.op.tanh,
     aten.sigmoid.default: relax.op.sigmoid,
     aten.erf.default: relax.op.erf,
@@ -180,6 +183,27 @@ def maximum(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
 def minimum(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
     """The smaller of two."""
     return _extremum(ops, relax.op.minimum, x, y)
+
+
+@converts(aten.fmax.default)
+def fmax(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    """The larger of two; of a NaN and a number, the number."""
+    return _number_of(ops, x, y, _extremum(ops, relax.op.maximum, x, y))
+
+
+@converts(aten.fmin.default)
+def fmin(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    """The smaller of two; of a NaN and a number, the number."""
+    return _number_of(ops, x, y, _extremum(ops, relax.op.minimum, x, y))
+
+
+def _number_of(ops: Emitter, x: relax.Expr, y: relax.Expr, both: relax.Expr) -> relax.Expr:
+    """`both` where x and y are numbers, else the one that is."""
+    if not is_float(dtype_of(both)):
+        return both
+    x, y = ops.cast(x, dtype_of(both)), ops.cast(y, dtype_of(both))
+    no_y = ops.where(ops.emit(relax.op.isnan(y)), x, both)
+    return ops.where(ops.emit(relax.op.isnan(x)), y, no_y)
 
 
 def _extremum(ops: Emitter, op: RelaxBinary, x: relax.Expr, y: relax.Expr) -> relax.Expr:

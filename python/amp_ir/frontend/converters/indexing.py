@@ -257,3 +257,20 @@ def _order_of_masked(ops: Emitter, flat_mask: relax.Expr, count: int) -> relax.E
     taken = ops.emit(relax.op.cumsum(ops.cast(flat_mask, "int64"), 0))
     place = ops.emit(relax.op.minimum(ops.subtract(taken, 1), ops.constant(count - 1, "int64")))
     return ops.emit(relax.op.maximum(place, ops.constant(0, "int64")))
+
+
+@converts(aten.take.default)
+def take(ops: Emitter, x: relax.Expr, ids: relax.Expr) -> relax.Expr:
+    """Elements of the flattened x."""
+    return ops.call("amp_ir.index", ops.reshape(x, [math.prod(shape_of(x))]), ids, axes=(0,))
+
+
+@converts(aten.put.default)
+def put(
+    ops: Emitter, x: relax.Expr, ids: relax.Expr, source: relax.Expr, accumulate: bool = False
+) -> relax.Expr:
+    """x with elements of its flattened form replaced, or added to."""
+    flat = ops.reshape(x, [math.prod(shape_of(x))])
+    source = ops.reshape(source, shape_of(ids))
+    options = {"axes": (0,), "accumulate": accumulate}
+    return ops.reshape(ops.call("amp_ir.index_put", flat, source, ids, **options), shape_of(x))

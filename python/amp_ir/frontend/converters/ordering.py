@@ -119,3 +119,18 @@ def topk(
         return x, ops.constant(0, "int64")
     axis = dim % len(shape_of(x))
     return ops.fields(ops.emit(relax.op.topk(x, k, axis, "both", largest, "int64")))
+
+
+@converts(aten.bucketize.Tensor)
+def bucketize(
+    ops: Emitter,
+    x: relax.Expr,
+    boundaries: relax.Expr,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+) -> relax.Expr:
+    """How many of the sorted boundaries lie below each element (at or below it with `right`)."""
+    each = ops.reshape(x, [*shape_of(x), 1])
+    passed = ops.binary(relax.op.greater_equal if right else relax.op.greater, each, boundaries)
+    return ops.emit(relax.op.sum(ops.cast(passed, ops.dtype), [len(shape_of(x))]))

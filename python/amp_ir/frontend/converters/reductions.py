@@ -194,6 +194,13 @@ def vector_norm(
     return ops.cast(_norm(ops, wide, order, axes_of(x, dims), keepdims=keepdim), ops.dtype)
 
 
+@converts(aten.dist.default)
+def dist(ops: Emitter, x: relax.Expr, y: relax.Expr, order: Scalar = 2) -> relax.Expr:
+    """The norm of x - y over all elements."""
+    result: relax.Expr = vector_norm(ops, ops.subtract(x, y), order)
+    return result
+
+
 def _norm(
     ops: Emitter, x: relax.Expr, order: Scalar, axes: list[int], *, keepdims: bool
 ) -> relax.Expr:
