@@ -3,8 +3,8 @@
 
 In the order of use: `hints` (the words of a rule), `type_hints` (the rules), `overrides` (how a
 user changes them), `step_graph` (the IR as records), `decisions` (what the rules say of a step),
-`kernels` and `placement` (the dtype of free ops), `rewrite` (casts), `autocast` (the pass), `plan`
-(what was decided, as data), `erasure` (the proof that only dtypes changed).
+`kernels` and `placement` (the dtype of free ops), `reads` and `rewrite` (casts), `autocast` (the
+pass), `plan` (what was decided, as data), `erasure` (the proof that only dtypes changed).
 """
 
 from amp_ir.amp.autocast import plan_of

@@ -21,10 +21,9 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst, Span
 
-from amp_ir.amp.constants import Holds, holds
-from amp_ir.amp.decisions import Decision, Mode
+from amp_ir.amp.decisions import Decision
 from amp_ir.amp.hints import FULL_DTYPE
-from amp_ir.amp.kernels import Kind, kind_of
+from amp_ir.amp.reads import Reads, fits_low_exactly, plan_reads
 from amp_ir.amp.step_graph import Op, StepGraph, Tree, leaves
 from amp_ir.dialect.registry import DECLARATIONS, call_op, options_of
 from amp_ir.errors import RuleError
@@ -76,148 +75,15 @@ def rewrite(
     output_dtypes: Sequence[str],
 ) -> Rewritten:
     """Rewrite a step whose decisions are all labelled; `output_dtypes` has one dtype an output."""
-    reads = _plan_reads(graph, decisions, kernels, amp_dtype, output_dtypes)
+    reads = plan_reads(graph, decisions, kernels, amp_dtype, output_dtypes)
     return _Rewriter(graph, decisions, amp_dtype, reads).run(output_dtypes)
-
-
-@attrs.define(eq=False)
-class _Reads:
-    """Dtype of each read of each op, and the low copies to make as soon as a value exists.
-
-    `through_low` says of each read whether it takes the low copy, though it may be widened then.
-    `low_copies` maps a root value to the position of its first low reader.
-    """
-
-    dtypes: list[list[str]]
-    through_low: list[list[bool]]
-    low_copies: dict[int, int]
-
-
-def _plan_reads(
-    graph: StepGraph,
-    decisions: Sequence[Decision],
-    kernels: Sequence[int],
-    amp_dtype: str,
-    output_dtypes: Sequence[str],
-) -> _Reads:
-    stored_low = _values_left_low(graph, decisions)
-    wanted_low = _values_that_must_have_a_low_copy(graph, decisions, amp_dtype, output_dtypes)
-    plan = _Reads([], [], dict(wanted_low))
-    for op in graph.ops:
-        decision = decisions[op.position]
-        dtypes = []
-        for leaf, mode in zip(op.reads, decision.modes, strict=True):
-            value = graph.values[leaf]
-            takes_low = _takes_low(graph, op, leaf, mode, decision, kernels, stored_low, wanted_low)
-            dtypes.append(amp_dtype if takes_low else value.dtype)
-            if takes_low and value.root not in stored_low and not value.is_constant:
-                plan.low_copies.setdefault(value.root, op.position)
-        plan.through_low.append([dtype == amp_dtype for dtype in dtypes])
-        plan.dtypes.append(_agree(graph, op, decision, dtypes, amp_dtype))
-    for root in stored_low:
-        plan.low_copies.pop(root, None)
-    return plan
-
-
-def _values_left_low(graph: StepGraph, decisions: Sequence[Decision]) -> set[int]:
-    return {
-        leaf
-        for op in graph.ops
-        if decisions[op.position].label == "low" and not op.is_view
-        for leaf, follows in zip(op.results, decisions[op.position].follows, strict=True)
-        if follows
-    }
-
-
-def _values_that_must_have_a_low_copy(
-    graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, output_dtypes: Sequence[str]
-) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for op in graph.ops:
-        if op.is_view:
-            continue
-        for leaf, mode in zip(op.reads, decisions[op.position].modes, strict=True):
-            if mode is Mode.LOW:
-                found.setdefault(graph.values[leaf].root, op.position)
-    for leaf, dtype in zip(graph.outputs, output_dtypes, strict=True):
-        if dtype == amp_dtype and graph.values[leaf].dtype == FULL_DTYPE:
-            found.setdefault(graph.values[leaf].root, len(graph.ops))
-    return found
-
-
-def _takes_low(
-    graph: StepGraph,
-    op: Op,
-    leaf: int,
-    mode: Mode,
-    decision: Decision,
-    kernels: Sequence[int],
-    stored_low: set[int],
-    wanted_low: dict[int, int],
-) -> bool:
-    """Whether `op` reads this tensor low."""
-    value = graph.values[leaf]
-    if mode is Mode.LOW:
-        return True
-    varies = mode is Mode.VARY and decision.label == "low"
-    if not (mode is Mode.EITHER or varies) or value.is_constant:
-        return False
-    if value.root in stored_low:
-        return True
-    maker = graph.values[value.root].op
-    if maker < 0:
-        return False
-    if kind_of(graph.ops[maker]) is not Kind.LOOP:
-        return value.root in wanted_low
-    return kernels[maker] != kernels[op.position]
-
-
-def _agree(
-    graph: StepGraph, op: Op, decision: Decision, dtypes: list[str], amp_dtype: str
-) -> list[str]:
-    """Give the arguments of an op that wants one dtype that dtype: low if all of them can be."""
-    is_loose = any(mode in (Mode.VARY, Mode.EITHER) for mode in decision.modes)
-    if op.name in DECLARATIONS and decision.label != "free" and not _varies(decision):
-        return dtypes
-    if op.name not in DECLARATIONS and Mode.LOW in decision.modes and not is_loose:
-        return dtypes
-    castable = [mode is not Mode.KEEP for mode in decision.modes]
-    constants = [
-        _fits_low_exactly(graph, leaf, amp_dtype) if can else False
-        for leaf, can in zip(op.reads, castable, strict=True)
-    ]
-    all_low = any(d == amp_dtype for d, can in zip(dtypes, castable, strict=True) if can) and all(
-        dtype == amp_dtype or constant or mode in (Mode.KEEP,)
-        for dtype, constant, mode in zip(dtypes, constants, decision.modes, strict=True)
-        if mode is not Mode.FULL or op.name not in DECLARATIONS
-    )
-    if all_low:
-        return [
-            amp_dtype if dtype == amp_dtype or constant else dtype
-            for dtype, constant in zip(dtypes, constants, strict=True)
-        ]
-    return [
-        graph.values[leaf].dtype if can else dtype
-        for leaf, dtype, can in zip(op.reads, dtypes, castable, strict=True)
-    ]
-
-
-def _varies(decision: Decision) -> bool:
-    return Mode.VARY in decision.modes
-
-
-def _fits_low_exactly(graph: StepGraph, leaf: int, amp_dtype: str) -> bool:
-    value = graph.values[leaf]
-    if not value.is_constant or value.expr is None:
-        return False
-    return holds(value.expr.value.numpy(), amp_dtype) is Holds.EXACTLY
 
 
 class _Rewriter:
     """Builds bindings in order; `have[value][dtype]` is the expression of a value in a dtype."""
 
     def __init__(
-        self, graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, reads: _Reads
+        self, graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, reads: Reads
     ) -> None:
         self.graph = graph
         self.decisions = decisions
@@ -390,7 +256,7 @@ class _Rewriter:
         assert isinstance(constant, GenericConst)
         if dtype == value.dtype:
             return constant
-        if _fits_low_exactly(self.graph, leaf, dtype):
+        if fits_low_exactly(self.graph, leaf, dtype):
             return relax.const(constant.value.numpy(), dtype)
         return self.cast(leaf, constant, dtype, value.readers[0], None, is_shared=True)
 
