@@ -19,6 +19,7 @@ from amp_ir.frontend.attention import scaled_dot_product_attention
 from amp_ir.frontend.captured import CapturedInput, CapturedOutput, CapturedStep
 from amp_ir.frontend.functional import WHOLE
 from amp_ir.frontend.importer import import_step
+from amp_ir.frontend.trace import capture_step
 from amp_ir.interpreter import interpret
 from amp_ir.module import Role, StepModule
 
@@ -210,3 +211,37 @@ def check_module(
         return result, [state[name] for name, _ in module.named_buffers()]
 
     return check(stateless, *inputs, *parameters, rtol=rtol, atol=atol, whole=whole)
+
+
+class Runner:
+    """An imported step that is called as the user's step is, on the user's tensors."""
+
+    def __init__(self, step: Callable[..., Any], batch: tuple[Any, ...], **owners: Any) -> None:
+        self.mod = import_step(capture_step(step, batch, **owners))
+        relax.analysis.well_formed(self.mod.ir)
+        self.mod.hooks.install_state()
+
+    def __call__(self, *batch: Any) -> Any:
+        """One step, evaluated op by op."""
+        signature, state = self.mod.signature, self.mod.state
+        tensors = iter(signature.flatten_batch(batch))
+        inputs = [
+            next(tensors) if spec.role is Role.BATCH else self._read(state[spec.name])
+            for spec in signature.inputs
+        ]
+        results, gradients = [], []
+        for spec, value in zip(signature.outputs, interpret(self.mod, inputs), strict=True):
+            if spec.role is Role.RESULT:
+                results.append(value)
+            elif spec.updates is None:
+                gradients.append(value)
+            else:
+                target = state[signature.inputs[spec.updates].name]
+                assert isinstance(target, torch.Tensor)
+                target.detach().copy_(value)
+        self.mod.hooks.after_step(gradients)
+        return signature.unflatten_results(results)
+
+    @staticmethod
+    def _read(entry: Any) -> torch.Tensor:
+        return entry.detach() if isinstance(entry, torch.Tensor) else entry()
