@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
@@ -18,72 +19,55 @@ from amp_ir.dialect.random import (
     survivor_scale,
 )
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import (
-    Lowering,
-    TensorSpec,
-    Value,
-    bind,
-    compute_dtype,
-    flatten,
-    lowers,
-    opaque,
-    pointwise,
-)
+from amp_ir.loops.ir import Lowering, Value, bind, compute_dtype, flatten, lowers, pointwise
 
 
 def _word(number: int) -> Any:
     return tirx.const(number, "uint32")
 
 
+def _wrap(operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """A sum or product modulo 2^32.
+
+    TVM (0.27) tells LLVM that uint32 arithmetic does not overflow, so it must not: the operation
+    is written in 64 bits, and LLVM makes it a 32-bit one again.
+    """
+    return tirx.Cast("uint32", operation(tirx.Cast("uint64", a), tirx.Cast("uint64", b)))
+
+
 def _mix(x: Any) -> Any:
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
         x = bind(tirx.bitwise_xor(x, tirx.shift_right(x, _word(shift))))
         if multiplier is not None:
-            x = bind(x * _word(multiplier))
+            x = bind(_wrap(operator.mul, x, _word(multiplier)))
     return x
 
 
 def keys_of(random_state: Value, index: int) -> Value:
-    """uint32[2]: the two keys of a random op, from (seed, step, index).
+    """uint32[2]: the two keys of a random op, from (seed, step, index)."""
 
-    An own kernel, with each step stored: the simplifier puts integer bindings back into their
-    uses, and a text that doubles fifteen times cannot be compiled.
-    """
+    def body(which: Any) -> Any:
+        words = []
+        for k in range(2):
+            state = random_state[(tirx.const(k, "int32"),)]
+            high = tirx.shift_right(state, tirx.const(32, "int64"))
+            words += [tirx.Cast("uint32", state), tirx.Cast("uint32", high)]
+        first = which == tirx.const(0, "int32")
+        key = tirx.Select(first, _word(KEY_STARTS[0]), _word(KEY_STARTS[1]))
+        for word in (*words, _word(index)):
+            key = _mix(bind(tirx.bitwise_xor(key, word)))
+            key = bind(_wrap(operator.add, key, _word(GOLDEN)))
+        return key
 
-    def emit(inputs: list[Any], outputs: list[Any]) -> tirx.Stmt:
-        (state,), (keys,) = inputs, outputs
-        words = [
-            tirx.Cast("uint32", word)
-            for k in range(2)
-            for word in (state.load(k), tirx.shift_right(state.load(k), tirx.const(32, "int64")))
-        ]
-        steps: list[tirx.Stmt] = []
-        for which, start in enumerate(KEY_STARTS):
-            steps.append(keys.store(which, _word(start)))
-            for word in (*words, _word(index)):
-                steps += _absorb(keys, which, word)
-        return tirx.SeqStmt(steps)
-
-    return opaque("random_keys", [random_state], [TensorSpec((2,), "uint32")], emit)[0]
-
-
-def _absorb(keys: Any, at: int, word: Any) -> list[tirx.Stmt]:
-    """keys[at] = mix(keys[at] ^ word) + GOLDEN, in steps that read what the last one stored."""
-    steps = [keys.store(at, tirx.bitwise_xor(keys.load(at), word))]
-    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
-        shifted = tirx.shift_right(keys.load(at), _word(shift))
-        steps.append(keys.store(at, tirx.bitwise_xor(keys.load(at), shifted)))
-        if multiplier is not None:
-            steps.append(keys.store(at, keys.load(at) * _word(multiplier)))
-    return [*steps, keys.store(at, keys.load(at) + _word(GOLDEN))]
+    return pointwise((2,), "uint32", body)
 
 
 def _bits(keys: Value, flat: Any, draw: int = 0) -> Any:
     first, second = (keys[(tirx.const(k, "int32"),)] for k in range(2))
     if draw:
         first = tirx.bitwise_xor(first, _word(SECOND_DRAW))
-    element = flat if isinstance(flat, int) else tirx.Cast("uint32", flat)
-    mixed = _mix(bind((_word(element) if isinstance(element, int) else element) + first))
+    element = _word(flat) if isinstance(flat, int) else tirx.Cast("uint32", flat)
+    mixed = _mix(bind(_wrap(operator.add, element, first)))
     return _mix(bind(tirx.bitwise_xor(mixed, second)))
 
 
