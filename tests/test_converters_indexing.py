@@ -42,6 +42,7 @@ WRITES = {
     ),
     "assign at ids": lambda x, y, i: _assign(x, y),
     "assign at a mask": lambda x, y, i: _assign_mask(x, y),
+    "assign a row at a mask": lambda x, y, i: _assign_row(x, y),
     "masked_fill at a mask": lambda x, y, i: x.masked_fill(y > 2, 0.5) * 2,
     "masked_scatter": lambda x, y, i: x.masked_scatter(y > 2, y) * 2,
     "scatter": lambda x, y, i: x.scatter(1, ROWS.expand(2, 1, 4), y[:, :1]) * 2,
@@ -69,6 +70,12 @@ def _assign(x, y):
 def _assign_mask(x, y):
     result = x * 1
     result[y > 2] = 0.25
+    return result
+
+
+def _assign_row(x, y):
+    result = x * 1
+    result[y[..., 0] > 2] = torch.arange(4.0)
     return result
 
 

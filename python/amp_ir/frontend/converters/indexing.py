@@ -79,7 +79,7 @@ def index_put(
 ) -> relax.Expr:
     """x with values written, or added, at x[indices]."""
     mask = indices[0] if len(indices) == 1 else None
-    if mask is not None and dtype_of(mask) == "bool" and _is_single(values):
+    if mask is not None and dtype_of(mask) == "bool" and _is_same_everywhere(x, mask, values):
         return _masked_put(ops, x, mask, values, accumulate=accumulate)
     axes, ids = _only_integers(ops, indices)
     values = ops.cast(values, dtype_of(x))
@@ -87,17 +87,22 @@ def index_put(
     return ops.call("amp_ir.index_put", x, values, *ids, **options)
 
 
-def _is_single(values: relax.Expr) -> bool:
-    return all(extent == 1 for extent in shape_of(values))
+def _is_same_everywhere(x: relax.Expr, mask: relax.Expr, values: relax.Expr) -> bool:
+    """Whether each place where the mask holds takes the same values."""
+    rest = len(shape_of(x)) - len(shape_of(mask))
+    shape = shape_of(values)
+    return all(extent == 1 for extent in shape[: max(0, len(shape) - rest)])
 
 
 def _masked_put(
     ops: Emitter, x: relax.Expr, mask: relax.Expr, values: relax.Expr, *, accumulate: bool
 ) -> relax.Expr:
-    """One value written, or added, where a mask over the leading axes holds."""
-    rank, extents = len(shape_of(x)), shape_of(mask)
-    mask = ops.reshape(mask, [*extents, *[1] * (rank - len(extents))])
-    value = ops.cast(ops.reshape(values, []), dtype_of(x))
+    """The same values written, or added, wherever a mask over the leading axes holds."""
+    extents = shape_of(mask)
+    rest = len(shape_of(x)) - len(extents)
+    mask = ops.reshape(mask, [*extents, *[1] * rest])
+    kept = shape_of(values)[max(0, len(shape_of(values)) - rest) :]
+    value = ops.cast(ops.reshape(values, kept), dtype_of(x))
     return ops.where(mask, ops.add(x, value) if accumulate else value, x)
 
 
