@@ -26,6 +26,8 @@ from amp_ir.loops.kernel_buffers import FlatBuffer, dtype_nbytes
 
 # Elements a thread works on at least, so that a parallel launch (3 us) pays.
 GRAIN = 8192
+# Parts into which rows are cut when they are added up (fixed: the same sum always).
+ROW_PARTS = 16
 # A reduction of everything to one value is cut into this many parts (fixed: the same sum always).
 PARTS = 64
 # Function attribute: the (output, input) pairs that may share memory.
@@ -86,7 +88,7 @@ def _last_read_level(group: Group, source: Value) -> float:
     cache: dict[int, list[Read]] = {}
     last = 0.0
     for k, level in enumerate(assign_levels(group)):
-        stack: list[Value] = [*level.stores, *level.reductions]
+        stack: list[Value] = [*level.stores, *level.reductions, *level.columns]
         seen: set[int] = set()
         while stack:
             value = stack.pop()
@@ -173,6 +175,7 @@ class _LoopShape:
     row_axes: list[Axis] = attrs.field(init=False)
     column_axes: list[Axis] = attrs.field(init=False)
     scratch: list[tirx.Stmt] = attrs.field(factory=list)
+    column_sums: list[ColumnSums] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.row_axes, self.column_axes = merged_axes(self.domain)
@@ -185,6 +188,8 @@ class _LoopShape:
         rows = math.prod(axis.extent for axis in self.row_axes)
         if rows == 1 and self.domain.size > 2 * GRAIN:
             return self._single_row_kernel()
+        if self.group.column:
+            return self._summed_rows_kernel(rows)
         row = tirx.Var("row", "int32")
         parts = _unflatten_axes(row, self.row_axes)
         body = sequence(self._row_body(parts))
@@ -199,7 +204,7 @@ class _LoopShape:
             accumulators = [_Accumulator.declare(value) for value in level.reductions]
             for accumulator in accumulators:
                 statements += accumulator.allocate()
-            if level.stores or level.reductions:
+            if level.stores or level.reductions or level.columns:
                 statements += self._column_loops(level, row, row_elements, accumulators, None)
             for accumulator in accumulators:
                 statements += accumulator.finish()
@@ -250,13 +255,44 @@ class _LoopShape:
     ) -> tirx.Stmt:
         """What happens at one element. All reads come before all stores: see `inplace_pairs`."""
         elements = [writer.full(value) for value in level.stores]
+        added = [(s, writer.reduced(s.value)) for s in self.column_sums if s.value in level.columns]
         reduced = [writer.reduced(accumulator.value) for accumulator in accumulators]
         flat = writer.position.flat() if elements else None
         for value, element in zip(level.stores, elements, strict=True):
             writer.body.append(self.buffers[id(value)].store(flat, element))
+        for sums, element in added:
+            assert writer.position.column is not None
+            writer.body.append(sums.add(writer.position.column[-1], element))
         for accumulator, element in zip(accumulators, reduced, strict=True):
             writer.body.append(accumulator.add(lane, element))
         return sequence(writer.body)
+
+    # Rows that are also added up: each part of the rows has its own sums, combined at the end.
+
+    def _summed_rows_kernel(self, rows: int) -> tirx.Stmt:
+        is_parallel = self.domain.size > GRAIN
+        share = -(-rows // ROW_PARTS) if is_parallel else rows
+        parts = -(-rows // share)
+        part, row = tirx.Var("part", "int32"), tirx.Var("row", "int32")
+        extent = self.domain.columns
+        self.column_sums = [ColumnSums.declare(value, parts, extent) for value in self.group.column]
+        at = part * share + row
+        body: list[tirx.Stmt] = []
+        for sums in self.column_sums:
+            sums.part = part
+            body += _block_loops(0, extent, lambda c, _lane, s=sums: (s.clear(c), False))
+        inner = sequence(self._row_body(_unflatten_axes(at, self.row_axes)))
+        count = share if rows % share == 0 else tirx.min(share, rows - part * share)
+        body.append(For(row, 0, count, ForKind.SERIAL, inner))
+        kind = ForKind.PARALLEL if is_parallel else ForKind.SERIAL
+        statements: list[tirx.Stmt] = [sums.allocation() for sums in self.column_sums]
+        statements.append(For(part, 0, parts, kind, sequence(body)))
+        for sums in self.column_sums:
+            buffer = self.buffers[id(sums.value)]
+            statements += _block_loops(
+                0, extent, lambda c, _lane, s=sums, b=buffer: (b.store(c, s.total(c)), False)
+            )
+        return sequence(statements)
 
     # One row: its columns are shared out among the threads, level by level.
 
@@ -388,6 +424,7 @@ class _Level:
     row_values: list[Value] = attrs.field(factory=list)
     stores: list[Value] = attrs.field(factory=list)
     reductions: list[Reduction] = attrs.field(factory=list)
+    columns: list[Value] = attrs.field(factory=list)
 
 
 def assign_levels(group: Group) -> list[_Level]:
@@ -412,7 +449,8 @@ def assign_levels(group: Group) -> list[_Level]:
         level_of[id(value)] = deepest
         return deepest
 
-    count = 1 + max((level(v) + isinstance(v, Reduction) for v in group.members), default=0)
+    rows = [v for v in group.row if isinstance(v, Reduction)]
+    count = 1 + max([level(v) for v in group.members] + [level(v) + 1 for v in rows])
     levels = [_Level() for _ in range(count)]
     stored = {id(value) for value in group.stored}
     for value in group.row:
@@ -422,6 +460,8 @@ def assign_levels(group: Group) -> list[_Level]:
                 levels[level(value) + 1].row_values.append(value)
         else:
             levels[level(value)].row_values.append(value)
+    for value in group.column:
+        levels[level(value)].columns.append(value)
     for value in group.full:
         if id(value) in stored:
             levels[level(value)].stores.append(value)
@@ -529,6 +569,59 @@ class _Accumulator:
         return tirx.NE(element, m.constant(0, "int32")) if self.dtype == "bool" else element
 
 
+@attrs.define(eq=False)
+class ColumnSums:
+    """A reduction over rows: for each part of the rows, one running value a column."""
+
+    value: Value
+    sums: tirx.Var
+    parts: int
+    extent: int
+    part: Any = 0
+
+    @classmethod
+    def declare(cls, value: Value, parts: int, extent: int) -> ColumnSums:
+        """Memory for the sums of `parts` parts of the rows over `extent` columns."""
+        dtype = _local(compute_dtype(value.dtype))
+        return cls(value, tirx.decl_buffer((parts * extent,), dtype, "sums"), parts, extent)
+
+    @property
+    def kind(self) -> str:
+        """Which reduction it is."""
+        assert isinstance(self.value, Reduction)
+        return self.value.kind
+
+    def allocation(self) -> tirx.Stmt:
+        """Make the memory."""
+        return tirx.AllocBuffer(self.sums)
+
+    def clear(self, column: Any) -> tirx.Stmt:
+        """Start this part's value of a column."""
+        start = self._keep(start_of(self.kind, compute_dtype(self.value.dtype)))
+        return tirx.BufferStore(self.sums, start, [self.part * self.extent + column])
+
+    def add(self, column: Any, element: Any) -> tirx.Stmt:
+        """Take an element into this part's value of a column."""
+        at = self.part * self.extent + column
+        known = self._take(tirx.BufferLoad(self.sums, [at]))
+        return tirx.BufferStore(self.sums, self._keep(combine(self.kind, known, element)), [at])
+
+    def total(self, column: Any) -> Any:
+        """The parts of a column combined, in order."""
+        total: Any = None
+        for part in range(self.parts):
+            load = self._take(tirx.BufferLoad(self.sums, [part * self.extent + column]))
+            total = load if total is None else combine(self.kind, total, load)
+        return total
+
+    def _keep(self, element: Any) -> Any:
+        return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
+
+    def _take(self, element: Any) -> Any:
+        is_bool = compute_dtype(self.value.dtype) == "bool"
+        return tirx.NE(element, m.constant(0, "int32")) if is_bool else element
+
+
 def _local(dtype: str) -> str:
     return "int32" if dtype == "bool" else dtype
 
@@ -555,12 +648,16 @@ def _lane_loops(start: Any, extent: int, body: Body) -> list[tirx.Stmt]:
 
 
 def _block_loops(start: Any, block: int, body: Body) -> list[tirx.Stmt]:
-    """A loop over `block` columns from `start`, in vectors where the block allows."""
-    if block % LANES == 0:
-        return _lane_loops(start, block, body)
-    lane = tirx.Var("lane", "int32")
-    at = lane if _is_zero(start) else start + lane
-    return [For(lane, 0, block, ForKind.SERIAL, body(at, lane)[0])]
+    """A loop over `block` columns from `start`, in vectors as far as they go."""
+    bulk = block // LANES * LANES
+    statements = _lane_loops(start, bulk, body)
+    if bulk < block:
+        lane = tirx.Var("lane", "int32")
+        at = bulk + lane if bulk else lane
+        column = at if _is_zero(start) else start + at
+        rest = For(lane, 0, block - bulk, ForKind.SERIAL, body(column, lane)[0])
+        statements.append(rest)
+    return statements
 
 
 def _unflatten_axes(variable: Any, axes: list[Axis]) -> list[Any]:

@@ -2,8 +2,9 @@
 """Which values share a kernel, and which of them get memory.
 
 A group is one kernel: a row loop, and inside of it loops over the columns of the row. A domain says
-which dimensions are rows and which are columns. Members are FULL (one element per row and column)
-or ROW (one per row: what a reduction over the columns leaves, and arithmetic on that).
+which dimensions are rows and which are columns. Members are FULL (one element per row and column),
+ROW (one per row: what a reduction over the columns leaves, and arithmetic on that) or COLUMN (one
+per column: what a reduction over the rows leaves; known when the kernel ends).
 
 Greedy, in program order: a value joins the latest group that computes one of its arguments if its
 elements line up with that group's loops and no dependence cycle between kernels arises; otherwise
@@ -77,22 +78,17 @@ class Group:
     domain: Domain
     full: list[Value] = attrs.field(factory=list)
     row: list[Value] = attrs.field(factory=list)
+    column: list[Value] = attrs.field(factory=list)
     inputs: dict[int, Value] = attrs.field(factory=dict)
     stored: list[Value] = attrs.field(factory=list)
 
     @property
     def members(self) -> list[Value]:
         """All values of the group."""
-        return self.full + self.row
-
-    @property
-    def has_row_reader(self) -> bool:
-        """Whether a member reads a ROW member."""
-        rows = {id(value) for value in self.row}
-        return any(id(read.value) in rows for value in self.members for read in value.reads)
+        return self.full + self.row + self.column
 
 
-Placement = Literal["full", "row"]
+Placement = Literal["full", "row", "column"]
 
 
 def storage_of(value: Value) -> Value:
@@ -214,7 +210,7 @@ class Grouping:
         unit = self.units.add(self._units_behind(read.value for read in reads))
         group = Group(unit, own_domain(value))
         self.groups.append(group)
-        self._enter(value, group, group.domain, "row" if isinstance(value, Reduction) else "full")
+        self._enter(value, group, group.domain, own_placement(value))
 
     def _candidates(self, reads: list[Read]) -> list[Group]:
         """The groups that compute an argument, latest first."""
@@ -227,13 +223,13 @@ class Grouping:
 
     def _enter(self, value: Value, group: Group, domain: Domain, kind: Placement) -> None:
         group.domain = domain
-        (group.full if kind == "full" else group.row).append(value)
+        getattr(group, kind).append(value)
         self.group_of[id(value)] = group
         self._unit_of[id(value)] = group.number
 
     def _absorb(self, small: Group, into: Group) -> None:
         """Move a group of arithmetic into another that reads it, where the loops agree."""
-        if small.row or len(small.full) + len(into.members) > MAX_MEMBERS:
+        if small.row or small.column or len(small.full) + len(into.members) > MAX_MEMBERS:
             return
         if not self.units.can_merge(small.number, into.number) or not self._agree(small, into):
             return
@@ -340,6 +336,7 @@ class Grouping:
                 ]
         group.full = [value for value in group.full if id(value) in needed]
         group.row = [value for value in group.row if id(value) in needed]
+        group.column = [value for value in group.column if id(value) in needed]
 
     def _choose_recomputed(self) -> None:
         """Let readers in other kernels compute cheap values anew instead of storing them.
@@ -448,16 +445,38 @@ def bits_of(bits: int) -> Iterator[int]:
         bits ^= low
 
 
+def own_placement(value: Value) -> Placement:
+    """What `value` is in a group that it opens."""
+    if not isinstance(value, Reduction):
+        return "full"
+    return "column" if column_domain(value) is not None else "row"
+
+
 def own_domain(value: Value) -> Domain:
     """The loops that `value` has when it opens a group."""
     if isinstance(value, Reduction):
-        return Domain(value.source_shape, value.axes)
+        return column_domain(value) or Domain(value.source_shape, value.axes)
     return Domain(value.shape, None)
+
+
+def column_domain(value: Reduction) -> Domain | None:
+    """The domain in which `value` reduces whole rows into one: it keeps just the last dimensions.
+
+    None where it keeps others, or nothing, or where it reduces a single row.
+    """
+    kept = tuple(d for d in range(len(value.source_shape)) if d not in value.axes)
+    domain = Domain(value.source_shape, kept)
+    if domain.columns <= 1 or domain.rows <= 1 or not domain.is_trailing:
+        return None
+    return domain
 
 
 def fit(value: Value, reads: list[Read], group: Group) -> tuple[Domain, Placement] | None:
     """The domain `group` would have with `value` in it, and as what; None if it does not fit."""
     if len(group.members) >= MAX_MEMBERS or _buffer_count(reads, group) > MAX_BUFFERS:
+        return None
+    columns = {id(member) for member in group.column}
+    if any(id(read.value) in columns for read in reads):
         return None
     if isinstance(value, Reduction):
         return _fit_reduction(value, reads, group)
@@ -478,7 +497,8 @@ def _buffer_count(reads: list[Read], group: Group) -> int:
 def _fit_reduction(
     value: Reduction, reads: list[Read], group: Group
 ) -> tuple[Domain, Placement] | None:
-    domain = merge_domains(group, Domain(value.source_shape, value.axes))
+    placement = own_placement(value)
+    domain = merge_domains(group, own_domain(value))
     if domain is None:
         return None
     rows = {id(member) for member in group.row}
@@ -491,7 +511,7 @@ def _fit_reduction(
         elif any(read.value is member for member in group.full):
             if not _same_elements(read, value.source_shape):
                 return None
-    return domain, "row"
+    return domain, placement
 
 
 def merge_domains(group: Group, wanted: Domain) -> Domain | None:

@@ -10,7 +10,17 @@ from tvm import tirx
 
 from amp_ir.dialect.losses import class_axis
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, bind, compute_dtype, lowers, pointwise
+from amp_ir.loops.ir import (
+    Buffer,
+    Element,
+    Lowering,
+    Value,
+    bind,
+    compute_dtype,
+    lowers,
+    pointwise,
+    reduce,
+)
 from amp_ir.loops.lower_activations import sum_all
 from amp_ir.loops.lower_relax import row_index
 
@@ -29,6 +39,24 @@ def _weight_of(
     return pointwise(target.shape, dtype, body)
 
 
+def _picked(logp: Value, target: Value, axis: int, dtype: str) -> Element:
+    """The element of `logp` at each target's class.
+
+    Read from memory if it lies there; else picked as `logp` is computed, a sum with one term, so
+    that it never needs memory: over a large vocabulary that would be the largest tensor of a step.
+    """
+    classes = logp.shape[axis]
+    if isinstance(logp, Buffer):
+        return lambda *i: logp[(*i[:axis], row_index(target[i], classes), *i[axis:])]
+
+    def term(*i: Any) -> Any:
+        hit = tirx.EQ(tirx.Cast("int32", target[(*i[:axis], *i[axis + 1 :])]), i[axis])
+        return m.select(hit, logp[i], m.constant(0.0, dtype))
+
+    total = reduce("sum", logp.shape, (axis,), term, dtype)
+    return lambda *i: total[(*i[:axis], 0, *i[axis:])]
+
+
 @lowers("amp_ir.nll_loss")
 def nll_loss(
     op: Lowering,
@@ -45,9 +73,10 @@ def nll_loss(
     classes = logp.shape[axis]
     weights = _weight_of(target, weight, classes, ignore_index, dtype)
 
+    picked = _picked(logp, target, axis, dtype)
+
     def body(*i: Any) -> Any:
-        at = row_index(target[i], classes)
-        value = -weights[i] * logp[(*i[:axis], at, *i[axis:])]
+        value = -weights[i] * picked(*i)
         # 0 * inf would be NaN for an ignored target.
         return m.select(weights[i] == m.constant(0.0, dtype), m.constant(0.0, dtype), value)
 
