@@ -7,8 +7,11 @@ kernel), `emit_cpu` with `coordinates` and `element_writer` (the kernel's code),
 
 from amp_ir.loops import (  # noqa: F401  (registers the lowerings)
     lower_activations,
+    lower_attention,
     lower_channel_normalization,
+    lower_convolution,
     lower_embedding,
+    lower_indexing,
     lower_losses,
     lower_normalization,
     lower_pooling,

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as matmuls around softmax-like kernels, where no library does it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.ir import Op, Span
+
+from amp_ir.dialect import call_op, options_of
+
+FORWARD, BACKWARD = "amp_ir.attention", "amp_ir.attention_backward"
+
+
+def expand_attention(ir: tvm.IRModule) -> tvm.IRModule:
+    """Replace attention and its gradient by matmuls and the ops of dialect/attention_parts.py.
+
+    Before:  out, lse = amp_ir.attention(q, k, v)
+    After:   s = matmul(q, k^T, out_dtype=f32)
+             p, lse = amp_ir.attention_probabilities(s)     # p: dtype of q
+             out = matmul(p, v)
+
+    Before:  dq, dk, dv = amp_ir.attention_backward(grad, q, k, v, out, lse)
+    After:   s = matmul(q, k^T, out_dtype=f32); dp = matmul(grad, v^T, out_dtype=f32)
+             p = amp_ir.attention_weights(s, lse)           # once more, not kept from the forward
+             ds = amp_ir.attention_score_gradient(s, lse, dp, grad, out)
+             dq = matmul(ds, k); dk = matmul(ds^T, q); dv = matmul(p^T, grad)
+
+    Requires: one function `main`, one dataflow block, static shapes.
+    Ensures:  scores and lse are float32 (float64 for float64); weights and the gradient of the
+              scores are rounded to the dtype of q, as what the matmuls read; results keep their
+              variables, and every new op the location of the one that it stands for.
+    Source:   Dao et al. 2022, "FlashAttention", appendix B.2, for the gradient.
+    """
+    main = ir["main"]
+    bindings = [one for block in main.body.blocks for one in block.bindings]
+    if not any(_op_name(one.value) in (FORWARD, BACKWARD) for one in bindings):
+        return ir
+    writer = _Writer()
+    for binding in bindings:
+        writer.add(binding)
+    body = relax.SeqExpr([relax.DataflowBlock(writer.bindings)], main.body.body)
+    relax.expr._update_type(body, main.body.ty)
+    function = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs, main.span)
+    functions = {**ir.functions, ir.get_global_var("main"): function}
+    return tvm.IRModule(functions, attrs=ir.attrs)
+
+
+def _op_name(expr: Any) -> str:
+    is_op = isinstance(expr, relax.Call) and isinstance(expr.op, Op)
+    return str(expr.op.name) if is_op else ""
+
+
+class _Writer:
+    """Collects bindings; every call it makes carries the location of the op it stands for."""
+
+    def __init__(self) -> None:
+        self.bindings: list[relax.Binding] = []
+        self._builder = relax.BlockBuilder()
+        self._span: Span | None = None
+
+    def add(self, binding: relax.VarBinding) -> None:
+        expand = {FORWARD: self._forward, BACKWARD: self._backward}.get(_op_name(binding.value))
+        if expand is None:
+            self.bindings.append(binding)
+            return
+        self._span = binding.value.span
+        results = expand(list(binding.value.args), options_of(binding.value))
+        value = relax.Tuple(results)
+        self.bindings.append(relax.VarBinding(binding.var, self._builder.normalize(value)))
+
+    def _emit(self, call: relax.Expr) -> relax.Var:
+        value = self._builder.normalize(call)
+        var = relax.DataflowVar(f"attention{len(self.bindings)}", value.ty)
+        self.bindings.append(relax.VarBinding(var, value))
+        return var
+
+    def _op(self, name: str, args: Sequence[relax.Expr], **options: Any) -> relax.Var:
+        return self._emit(call_op(name, list(args), self._span, **options))
+
+    def _matmul(self, a: relax.Expr, b: relax.Expr, dtype: str) -> relax.Var:
+        call = relax.op.matmul(a, b, out_dtype=dtype)
+        return self._emit(relax.Call(call.op, call.args, call.attrs, call.ty_args, self._span))
+
+    def _transposed(self, x: relax.Expr) -> relax.Var:
+        ndim = len(x.ty.shape)
+        axes = [*range(ndim - 2), ndim - 1, ndim - 2]
+        call = relax.op.permute_dims(x, axes)
+        return self._emit(relax.Call(call.op, call.args, call.attrs, call.ty_args, self._span))
+
+    def _scores(self, q: relax.Expr, k: relax.Expr) -> relax.Var:
+        return self._matmul(q, self._transposed(k), _wide(q))
+
+    def _forward(self, args: list[relax.Expr], options: dict[str, Any]) -> list[relax.Var]:
+        (q, k, v), rest = args[:3], args[3:]
+        dtype = str(q.ty.dtype)
+        both = self._op(
+            "amp_ir.attention_probabilities", [self._scores(q, k), *rest], **options,
+            out_dtype=dtype,
+        )  # fmt: skip
+        weights = self._emit(relax.TupleGetItem(both, 0))
+        lse = self._emit(relax.TupleGetItem(both, 1))
+        return [self._matmul(weights, v, dtype), lse]
+
+    def _backward(self, args: list[relax.Expr], options: dict[str, Any]) -> list[relax.Var]:
+        (grad, q, k, v, out, lse), rest = args[:6], args[6:]
+        dtype = str(q.ty.dtype)
+        scores = self._scores(q, k)
+        weights = self._op(
+            "amp_ir.attention_weights", [scores, lse, *rest], **options, out_dtype=dtype
+        )
+        grad_weights = self._matmul(grad, self._transposed(v), _wide(q))
+        grad_scores = self._op(
+            "amp_ir.attention_score_gradient",
+            [scores, lse, grad_weights, grad, out, *rest],
+            **options,
+            out_dtype=dtype,
+        )
+        return [
+            self._matmul(grad_scores, k, dtype),
+            self._matmul(self._transposed(grad_scores), q, dtype),
+            self._matmul(self._transposed(weights), grad, dtype),
+        ]
+
+
+def _wide(q: relax.Expr) -> str:
+    return "float64" if str(q.ty.dtype) == "float64" else "float32"
