@@ -183,7 +183,7 @@ def test_argmax(axis: int | None) -> None:
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("op", [R.nn.softmax, R.nn.log_softmax], ids=lambda op: op.__name__)
 def test_softmax_along_any_axis(op: Callable[..., Any], axis: int) -> None:
-    mod = build([((3, 5, 33), "float32")], lambda x: op(R.multiply(x, x), axis))
+    mod = build([((3, 5, 33), "float32")], lambda x: op(x, axis))
     check(mod, [sample((3, 5, 33), "float32") * 20])
 
 
