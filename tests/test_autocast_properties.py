@@ -13,6 +13,7 @@ from tvm import relax
 
 from amp_ir.amp.autocast import autocast
 from amp_ir.amp.erasure import erase_casts
+from amp_ir.amp.overrides import Override
 from amp_ir.interpreter import interpret
 
 DRAWS = st.lists(st.integers(0, 999), min_size=20, max_size=80)
@@ -61,3 +62,15 @@ def test_the_result_does_not_depend_on_hashing_or_history(seed):
     mod = random_step([seed * 31 + 7 * i * i for i in range(60)])
     first, second = (autocast(mod, amp_dtype="bfloat16") for _ in range(2))
     assert tvm_ffi.structural_equal(first, second, map_free_vars=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(DRAWS)
+def test_with_every_op_overridden_to_float32_nothing_is_cast(draws):
+    mod = random_step(draws)
+    full = autocast(mod, overrides=[Override(op="*", to="float32")])
+    values = [binding.value for binding in full["main"].body.blocks[0].bindings]
+    assert not [v for v in values if isinstance(v, relax.Call) and v.op.name == "amp_ir.cast"]
+    inputs = random_inputs()
+    for got, expected in zip(interpret(full, inputs), interpret(mod, inputs), strict=True):
+        assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))

@@ -20,7 +20,7 @@ from amp_ir.amp.decisions import Decision, decide
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.kernels import kernels_of
 from amp_ir.amp.overrides import Override, apply_overrides, find_rule
-from amp_ir.amp.plan import CastPlan, make_plan, replay
+from amp_ir.amp.plan import CastPlan, PlanCost, make_plan, replay
 from amp_ir.amp.policies import find_policy
 from amp_ir.amp.rewrite import ATTRIBUTE, rewrite
 from amp_ir.amp.step_graph import StepGraph, read_step
@@ -157,8 +157,9 @@ def _rewritten_at_once(
     graph = read_step(ir)
     kernels = kernels_of(graph)
     dtypes = _output_dtypes(graph, mod, choices.out_dtype)
+    cost = None
     if plan is None:
-        decisions = _decided(graph, kernels, dtypes, choices, _input_names(graph, mod))
+        decisions, cost = _decided(graph, kernels, dtypes, choices, _input_names(graph, mod))
     else:
         decisions, dtypes = replay(plan, graph, choices.amp_dtype), list(plan.output_dtypes)
     rewritten = rewrite(graph, decisions, kernels, choices.amp_dtype, dtypes)
@@ -173,7 +174,8 @@ def _rewritten_at_once(
         amp_dtype=choices.amp_dtype,
         policy=choices.policy,
         placement=choices.placement,
-        output_dtypes=dtypes,
+        output_dtypes=tuple(dtypes),
+        cost_nbytes=cost,
     )
     return new_ir, made, dtypes
 
@@ -184,14 +186,19 @@ def _decided(
     output_dtypes: Sequence[str],
     choices: _Choices,
     input_names: Sequence[str],
-) -> list[Decision]:
-    """Decisions by the rules and the overrides, with labels by the placement."""
+) -> tuple[list[Decision], PlanCost]:
+    """Decisions by the rules and the overrides, with labels by the placement, and their cost."""
     rules = functools.partial(find_rule, find_policy(choices.policy))
     amp_dtype, on_unknown = choices.amp_dtype, choices.on_unknown
     decisions = decide(graph, rules, amp_dtype, output_dtypes, on_unknown=on_unknown)
     apply_overrides(graph, decisions, choices.overrides, input_names)
-    _label_free_ops(graph, decisions, kernels, output_dtypes, choices.placement)
-    return decisions
+    problem = placing.build_problem(graph, decisions, kernels, output_dtypes)
+    greedy = placing.greedy(graph, decisions)
+    labels = greedy if choices.placement == "greedy" else placing.solve(problem, native_cut)
+    costs = [problem.cost(one) for one in (labels, greedy, [False] * len(labels))]
+    for position, is_low in zip(placing.free_ops(graph, decisions), labels, strict=True):
+        decisions[position].label = "low" if is_low else "full"
+    return decisions, PlanCost(*costs)
 
 
 def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:
@@ -205,23 +212,6 @@ def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:
             f"apply {amp_dtype!r} to the module before that"
         )
     return before is not None
-
-
-def _label_free_ops(
-    graph: StepGraph,
-    decisions: Sequence[Decision],
-    kernels: Sequence[int],
-    output_dtypes: Sequence[str],
-    placement: str,
-) -> None:
-    free = placing.free_ops(graph, decisions)
-    if placement == "greedy":
-        labels = placing.greedy(graph, decisions)
-    else:
-        problem = placing.build_problem(graph, decisions, kernels, output_dtypes)
-        labels = placing.solve(problem, native_cut)
-    for position, is_low in zip(free, labels, strict=True):
-        decisions[position].label = "low" if is_low else "full"
 
 
 def native_cut(

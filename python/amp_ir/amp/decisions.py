@@ -170,10 +170,16 @@ def _ask(graph: StepGraph, op: Op, rule: Rule, amp_dtype: str) -> Hints:
 
 
 def _with_low_type(argument: relax.Expr, amp_dtype: str) -> relax.Expr:
-    ty = argument.ty
+    ty = _low_type(argument.ty, amp_dtype)
+    return argument if ty is argument.ty else relax.Var("argument", ty)
+
+
+def _low_type(ty: relax.Type, amp_dtype: str) -> relax.Type:
+    if isinstance(ty, relax.TupleType):
+        return relax.TupleType([_low_type(field, amp_dtype) for field in ty.fields])
     if isinstance(ty, relax.TensorType) and str(ty.dtype) == FULL_DTYPE:
-        return relax.Var("argument", relax.TensorType(ty.shape, amp_dtype))
-    return argument
+        return relax.TensorType(ty.shape, amp_dtype)
+    return ty
 
 
 def _leaf_words(op: Op, hints: Hints) -> list[Hint]:

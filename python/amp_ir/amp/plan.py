@@ -82,6 +82,18 @@ class PlannedCast:
 
 
 @attrs.frozen
+class PlanCost:
+    """Bytes that the values of free ops move in a step, under the cost model of placement.py.
+
+    `chosen` is this plan's, `greedy` that of RAF's placement, `full` that of float32 throughout.
+    """
+
+    chosen: int
+    greedy: int
+    full: int
+
+
+@attrs.frozen
 class CastPlan:
     """All decisions of one autocast, in program order."""
 
@@ -89,6 +101,7 @@ class CastPlan:
     policy: str
     placement: str
     output_dtypes: tuple[str, ...]
+    cost_nbytes: PlanCost
     ops: tuple[PlannedOp, ...]
     casts: tuple[PlannedCast, ...]
 
@@ -118,7 +131,8 @@ class CastPlan:
             rest = {key: value for key, value in data.items() if key != "format"}
             ops = tuple(PlannedOp(**_with_tuples(one)) for one in rest.pop("ops"))
             casts = tuple(PlannedCast(**one) for one in rest.pop("casts"))
-            return cls(ops=ops, casts=casts, **_with_tuples(rest))
+            cost = PlanCost(**rest.pop("cost_nbytes"))
+            return cls(ops=ops, casts=casts, cost_nbytes=cost, **_with_tuples(rest))
         except (KeyError, TypeError) as error:
             raise OptionError(f"this is no plan of amp_ir: {error}") from None
 
@@ -143,7 +157,7 @@ class CastPlan:
         return "\n".join(_differences(self, other))
 
     def summary(self) -> str:
-        """Casts and dtypes in numbers: a line in all, then one an op name."""
+        """Casts, bytes and dtypes in numbers: two lines in all, then one an op name."""
         alone = sum(cast.is_alone for cast in self.casts)
         mebibytes = sum(cast.nbytes for cast in self.casts) / 2**20
         low = sum(self.amp_dtype in one.reads + one.results for one in self.ops)
@@ -151,6 +165,9 @@ class CastPlan:
             f"{self.amp_dtype}, policy {self.policy}, placement {self.placement}: "
             f"{low} of {len(self.ops)} ops touch {self.amp_dtype}; {len(self.casts)} casts, "
             f"{alone} of them kernels of their own ({mebibytes:.1f} MiB a step)",
+            f"values of free ops move {self.cost_nbytes.chosen / 2**20:.1f} MiB a step, with the "
+            f"greedy placement {self.cost_nbytes.greedy / 2**20:.1f}, in float32 "
+            f"{self.cost_nbytes.full / 2**20:.1f}",
         ]
         counts = Counter((one.name, _dtypes_in_words(one)) for one in self.ops)
         width = max((len(name) for name, _ in counts), default=0)
@@ -231,16 +248,12 @@ def make_plan(
     decisions: Sequence[Decision],
     kernels: Sequence[int],
     rewritten: Rewritten,
-    *,
-    amp_dtype: str,
-    policy: str,
-    placement: str,
-    output_dtypes: Sequence[str],
+    **choices: Any,
 ) -> CastPlan:
-    """Record what was decided and done."""
+    """Record what was decided and done; `choices` are the other fields of the plan."""
     ops = [_planned_op(op, decisions[op.position], kernels, rewritten) for op in graph.ops]
     casts = [_planned_cast(graph, cast) for cast in rewritten.casts]
-    return CastPlan(amp_dtype, policy, placement, tuple(output_dtypes), tuple(ops), tuple(casts))
+    return CastPlan(ops=tuple(ops), casts=tuple(casts), **choices)
 
 
 def _planned_op(
