@@ -34,6 +34,8 @@ from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.module import Role, StepHooks, StepModule
 from amp_ir.passes.dispatch import dispatch
+from amp_ir.passes.expand_attention import expand_attention
+from amp_ir.passes.fold_casts import fold_casts
 from amp_ir.passes.plan_memory import PlannedStep, plan_memory
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
@@ -100,6 +102,9 @@ def lower(
     """
     seconds = {} if seconds is None else seconds
     ir = mod.ir
+    with _timed(seconds, "tidy"):
+        # Attention becomes matmuls around softmax-like kernels; casts that change nothing go.
+        ir = fold_casts(expand_attention(ir))
     with _timed(seconds, "dispatch"):
         # From here on heavy ops are library calls, opaque to fusion.
         ir = dispatch(ir)
