@@ -127,7 +127,7 @@ def all_(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) 
     return ops.cast(value, ops.dtype)
 
 
-@converts(aten.var.correction, aten.var.dim, aten.var.default)
+@converts(aten.var.correction)
 def var(
     ops: Emitter,
     x: relax.Expr,
@@ -138,6 +138,20 @@ def var(
 ) -> relax.Expr:
     """The mean square distance from the mean, with n - correction in place of n."""
     return _var_mean(ops, x, dims, correction, keepdims=keepdim)[0]
+
+
+@converts(aten.var.default)
+def var_of_all(ops: Emitter, x: relax.Expr, unbiased: bool = True) -> relax.Expr:
+    """The variance of all elements."""
+    return _var_mean(ops, x, None, int(unbiased), keepdims=False)[0]
+
+
+@converts(aten.var.dim)
+def var_dim(
+    ops: Emitter, x: relax.Expr, dims: Axes, unbiased: bool = True, keepdim: bool = False
+) -> relax.Expr:
+    """The variance along some axes."""
+    return _var_mean(ops, x, dims, int(unbiased), keepdims=keepdim)[0]
 
 
 @converts(aten.var_mean.correction)
