@@ -9,14 +9,14 @@ import platform
 import time
 from typing import Any
 
-import attrs
 import tvm
 from tvm import relax, tirx
 from tvm.tirx import compilation_pipeline
 
 from amp_ir import native
 from amp_ir.errors import DeviceError, OptionError
-from amp_ir.passes.plan_memory import PlannedStep
+from amp_ir.executable import Executable
+from amp_ir.memory_plan import PlannedStep
 
 _SET_LAUNCH = "amp_ir_use_openmp"
 # Kernels reach their thread pool through this variable of the compiled module.
@@ -27,17 +27,6 @@ define void @{_SET_LAUNCH}_in_module(ptr %launch) {{
   ret void
 }}
 """
-
-
-@attrs.frozen
-class Executable:
-    """A loaded program: `run(arena, inputs..., results...)`, and how long it took to build."""
-
-    vm: relax.VirtualMachine
-    device: tvm.runtime.Device
-    kernel_count: int
-    build_seconds: float
-    executable: relax.VMExecutable = attrs.field(repr=False)
 
 
 @functools.cache

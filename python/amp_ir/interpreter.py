@@ -172,7 +172,7 @@ def _check_ops(bindings: Sequence[Any]) -> None:
 
 
 def _from_tvm(value: tvm.runtime.Tensor) -> torch.Tensor:
-    return torch.from_dlpack(value).clone()
+    return torch.utils.dlpack.from_dlpack(value).clone()
 
 
 def _widen(value: Any) -> Any:

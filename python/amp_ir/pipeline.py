@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import attrs
 import torch
 import tvm
 
@@ -32,11 +31,12 @@ from amp_ir.amp import autocast as autocast_stage
 from amp_ir.errors import OptionError, ShapeChanged
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
-from amp_ir.module import Role, StepHooks, StepModule
+from amp_ir.memory_plan import PlannedStep
+from amp_ir.module import Role, StepModule
 from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
 from amp_ir.passes.fold_casts import fold_casts
-from amp_ir.passes.plan_memory import PlannedStep, plan_memory
+from amp_ir.passes.plan_memory import plan_memory
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
@@ -73,19 +73,15 @@ def trace_step(
     captured = trace.capture_step(
         step, example_batch, model=model, optimizer=optimizer, scaler=scaler
     )
-    return _imported(captured), example_batch
+    return importer.import_step(captured), example_batch
 
 
 def trace_model(
     model: torch.nn.Module, example_inputs: tuple[Any, ...]
 ) -> tuple[StepModule, tuple[Any, ...]]:
     """Capture the forward pass of a model, for inference; see `trace_step`."""
-    return _imported(trace.capture_model(model, example_inputs)), example_inputs
-
-
-def _imported(captured: Any) -> StepModule:
-    hooks = StepHooks(captured.is_current, captured.install_state, captured.after_step)
-    return attrs.evolve(importer.import_step(captured), hooks=hooks)
+    captured = trace.capture_model(model, example_inputs)
+    return importer.import_step(captured), example_inputs
 
 
 def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -> Any:

@@ -35,9 +35,9 @@ class ElementWriter:
     """Elements at one `position`; statements are appended to `body` as elements are asked for.
 
     `lane` is the variable of the vector loop that the place is in, if any; `scratch` are the
-    allocations that must stand before the loops. `is_scalar` becomes true when an element uses a function that cannot be vectorised.
-    `row_elements` holds what is known for the whole row (results of reductions, and arithmetic on
-    them); it is shared by the writers of one row.
+    allocations that must stand before the loops. `is_scalar` becomes true when an element uses a
+    function that cannot be vectorised. `row_elements` holds what is known for the whole row
+    (results of reductions, and arithmetic on them); it is shared by the writers of one row.
     """
 
     group: Group

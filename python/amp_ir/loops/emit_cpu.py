@@ -17,12 +17,14 @@ import attrs
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
-from amp_ir.loops import math as m
+from amp_ir.loops.accumulators import Accumulator, ColumnSums
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.element_writer import ElementWriter
-from amp_ir.loops.grouping import Domain, Group, effective_reads
-from amp_ir.loops.ir import LANES, Pointwise, Read, Reduction, Value, compute_dtype
-from amp_ir.loops.kernel_buffers import FlatBuffer, dtype_nbytes
+from amp_ir.loops.grouping import Domain, Group
+from amp_ir.loops.ir import LANES, Reduction, Value
+from amp_ir.loops.kernel_buffers import FlatBuffer
+from amp_ir.loops.levels import Level, assign_levels, inplace_pairs
+from amp_ir.loops.loop_domain import loop_domain
 
 # Elements a thread works on at least, so that a parallel launch (3 us) pays.
 GRAIN = 8192
@@ -63,107 +65,9 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     return Kernel(function, tuple(inputs), tuple(group.stored))
 
 
-def inplace_pairs(group: Group, inputs: list[Value]) -> list[tuple[int, int]]:
-    """The (output, input) positions that may be the same memory.
-
-    The output is written element by element, where the input's element at the same position has
-    been read for the last time: all reads of the input are at the element's own position, and in
-    no later level.
-    """
-    level_of = {id(v): k for k, level in enumerate(assign_levels(group)) for v in level.stores}
-    pairs = []
-    for o, output in enumerate(group.stored):
-        for i, source in enumerate(inputs):
-            if id(output) not in level_of or source.size != output.size:
-                continue
-            if dtype_nbytes(source.dtype) != dtype_nbytes(output.dtype):
-                continue
-            if _last_read_level(group, source) <= level_of[id(output)]:
-                pairs.append((o, i))
-    return pairs
-
-
-def _last_read_level(group: Group, source: Value) -> float:
-    """The last level that reads `source` element by element; infinite if it is read elsewhere."""
-    cache: dict[int, list[Read]] = {}
-    last = 0.0
-    for k, level in enumerate(assign_levels(group)):
-        stack: list[Value] = [*level.stores, *level.reductions, *level.columns]
-        seen: set[int] = set()
-        while stack:
-            value = stack.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            for read in effective_reads(value, cache):
-                if read.value is source:
-                    if read.place not in ("same", "flat"):
-                        return math.inf
-                    last = max(last, k)
-                elif any(read.value is member for member in group.full):
-                    stack.append(read.value)
-    if any(read.value is source for value in group.row for read in value.reads
-           if not isinstance(value, Reduction)):  # fmt: skip
-        return math.inf
-    return last
-
-
 def sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
     """Statements as one."""
     return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
-
-
-def loop_domain(group: Group) -> Domain:
-    """The group's domain with columns fixed: without a reduction they are chosen here."""
-    domain = group.domain
-    if domain.axes is not None:
-        return domain
-    shape = domain.shape
-    uniform = _uniform_tail(group)
-    columns = math.prod(shape[uniform:])
-    if uniform == 0:
-        return _chunked(domain.size)
-    if len({v.shape for v in group.full}) > 1 or columns > 65536:
-        uniform, columns = len(shape) - 1, shape[-1]
-    return Domain((domain.size // columns, columns), (1,))
-
-
-def _chunked(size: int) -> Domain:
-    """A flat space cut into rows of a few thousand elements."""
-    for columns in (4096, 2048, 1024, 512, 256):
-        if size % columns == 0:
-            return Domain((size // columns, columns), (1,))
-    return Domain((1, size), (1,))
-
-
-def _uniform_tail(group: Group) -> int:
-    """The first dimension from which on every member reads all its arguments alike.
-
-    0 when all reads are at the element's own position: then any cut of the flat space will do.
-    """
-    shape = group.domain.shape
-    first = 0
-    members = {id(value) for value in group.full}
-    for value in group.full:
-        for read in value.reads:
-            if id(read.value) in members or read.place in ("same", "flat"):
-                continue
-            if read.value.size == 1:
-                continue
-            if read.place != "broadcast" or value.shape != shape:
-                return max(len(shape) - 1, 0) if len(shape) > 1 else 0
-            first = max(first, _varying_tail(read.value.shape, shape))
-    return first
-
-
-def _varying_tail(read_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The first of the last dimensions that are all read, or all not read."""
-    padded = (1,) * (len(shape) - len(read_shape)) + read_shape
-    first = len(shape) - 1
-    is_read = padded[first] > 1
-    while first > 0 and (padded[first - 1] > 1) == is_read:
-        first -= 1
-    return first
 
 
 @attrs.define
@@ -201,7 +105,7 @@ class _LoopShape:
         statements: list[tirx.Stmt] = []
         for level in self._levels():
             statements += self._start_level(level, row, row_elements)
-            accumulators = [_Accumulator.declare(value) for value in level.reductions]
+            accumulators = [Accumulator.declare(value) for value in level.reductions]
             for accumulator in accumulators:
                 statements += accumulator.allocate()
             if level.stores or level.reductions or level.columns:
@@ -212,7 +116,7 @@ class _LoopShape:
         return self._with_scratch(statements)
 
     def _start_level(
-        self, level: _Level, row: list[Any], row_elements: dict[int, Any]
+        self, level: Level, row: list[Any], row_elements: dict[int, Any]
     ) -> list[tirx.Stmt]:
         writer = self._writer(row, None, row_elements)
         for value in level.row_values:
@@ -224,10 +128,10 @@ class _LoopShape:
 
     def _column_loops(
         self,
-        level: _Level,
+        level: Level,
         row: list[Any],
         row_elements: dict[int, Any],
-        accumulators: list[_Accumulator],
+        accumulators: list[Accumulator],
         inner_range: tuple[Any, int] | None,
     ) -> list[tirx.Stmt]:
         """Loops over the columns of one row, or over `inner_range` (start, extent) of its axis."""
@@ -251,7 +155,7 @@ class _LoopShape:
         return statements
 
     def _visit(
-        self, writer: ElementWriter, level: _Level, accumulators: list[_Accumulator], lane: Any
+        self, writer: ElementWriter, level: Level, accumulators: list[Accumulator], lane: Any
     ) -> tirx.Stmt:
         """What happens at one element. All reads come before all stores: see `inplace_pairs`."""
         elements = [writer.full(value) for value in level.stores]
@@ -275,12 +179,13 @@ class _LoopShape:
         parts = -(-rows // share)
         part, row = tirx.Var("part", "int32"), tirx.Var("row", "int32")
         extent = self.domain.columns
-        self.column_sums = [ColumnSums.declare(value, parts, extent) for value in self.group.column]
+        reductions = [value for value in self.group.column if isinstance(value, Reduction)]
+        self.column_sums = [ColumnSums.declare(value, parts, extent) for value in reductions]
         at = part * share + row
         body: list[tirx.Stmt] = []
         for sums in self.column_sums:
             sums.part = part
-            body += _block_loops(0, extent, lambda c, _lane, s=sums: (s.clear(c), False))
+            body += _block_loops(0, extent, _clearing(sums))
         inner = sequence(self._row_body(_unflatten_axes(at, self.row_axes)))
         count = share if rows % share == 0 else tirx.min(share, rows - part * share)
         body.append(For(row, 0, count, ForKind.SERIAL, inner))
@@ -288,10 +193,7 @@ class _LoopShape:
         statements: list[tirx.Stmt] = [sums.allocation() for sums in self.column_sums]
         statements.append(For(part, 0, parts, kind, sequence(body)))
         for sums in self.column_sums:
-            buffer = self.buffers[id(sums.value)]
-            statements += _block_loops(
-                0, extent, lambda c, _lane, s=sums, b=buffer: (b.store(c, s.total(c)), False)
-            )
+            statements += _block_loops(0, extent, _storing(sums, self.buffers[id(sums.value)]))
         return sequence(statements)
 
     # One row: its columns are shared out among the threads, level by level.
@@ -307,13 +209,13 @@ class _LoopShape:
         return sequence(self._with_scratch(statements))
 
     def _parallel_level(
-        self, level: _Level, row: list[Any], row_elements: dict[int, Any]
+        self, level: Level, row: list[Any], row_elements: dict[int, Any]
     ) -> list[tirx.Stmt]:
         extent = self.column_axes[-1].extent
         size = -(-extent // (PARTS * LANES)) * LANES
         parts = extent // size
-        partial = [_Accumulator.declare(value) for value in level.reductions]
-        shared = [_Accumulator.declare_shared(value, parts) for value in level.reductions]
+        partial = [Accumulator.declare(value) for value in level.reductions]
+        shared = [Accumulator.declare_shared(value, parts) for value in level.reductions]
         part = tirx.Var("part", "int32")
         body: list[tirx.Stmt] = []
         for accumulator in partial:
@@ -325,7 +227,7 @@ class _LoopShape:
         body = self._with_scratch(body)
         statements: list[tirx.Stmt] = [whole.declaration() for whole in shared]
         statements.append(For(part, 0, parts, ForKind.PARALLEL, sequence(body)))
-        rest = [_Accumulator.declare(value) for value in level.reductions]
+        rest = [Accumulator.declare(value) for value in level.reductions]
         for accumulator in rest:
             statements += accumulator.allocate()
         if extent > parts * size:
@@ -362,7 +264,7 @@ class _LoopShape:
 
     def _column_block(self, outer: list[Any], start: Any, block: int) -> list[tirx.Stmt]:
         level = self._levels()[0]
-        accumulators = [_Accumulator.declare(value, block) for value in level.reductions]
+        accumulators = [Accumulator.declare(value, block) for value in level.reductions]
         statements: list[tirx.Stmt] = []
         for accumulator in accumulators:
             statements += accumulator.allocate()
@@ -403,9 +305,7 @@ class _LoopShape:
         if column is not None and not axes[-1].dimensions:
             axes, column = [], []
         position = Position(self.domain, self.row_axes, axes, row, column)
-        writer = ElementWriter(
-            self.group, self.buffers, position, row_elements, self.strict, lane=lane
-        )
+        writer = ElementWriter(self.group, self.buffers, position, row_elements, self.strict, lane)
         writer.scratch = self.scratch
         return writer
 
@@ -415,215 +315,16 @@ class _LoopShape:
         self.scratch.clear()
         return allocations + statements
 
-    def _levels(self) -> list[_Level]:
+    def _levels(self) -> list[Level]:
         return assign_levels(self.group)
 
 
-@attrs.define
-class _Level:
-    row_values: list[Value] = attrs.field(factory=list)
-    stores: list[Value] = attrs.field(factory=list)
-    reductions: list[Reduction] = attrs.field(factory=list)
-    columns: list[Value] = attrs.field(factory=list)
+def _clearing(sums: ColumnSums) -> Body:
+    return lambda column, _lane: (sums.clear(column), False)
 
 
-def assign_levels(group: Group) -> list[_Level]:
-    """Which pass over the row computes what: a reader of a reduction comes one level later."""
-    members = {id(value) for value in group.members}
-    level_of: dict[int, int] = {}
-
-    def level(value: Value) -> int:
-        known = level_of.get(id(value))
-        if known is not None:
-            return known
-        deepest = 0
-        stack = [read.value for read in value.reads]
-        while stack:
-            argument = stack.pop()
-            if id(argument) not in members:
-                if isinstance(argument, Pointwise):
-                    stack += [read.value for read in argument.reads]
-                continue
-            step = 1 if isinstance(argument, Reduction) else 0
-            deepest = max(deepest, level(argument) + step)
-        level_of[id(value)] = deepest
-        return deepest
-
-    rows = [v for v in group.row if isinstance(v, Reduction)]
-    count = 1 + max([level(v) for v in group.members] + [level(v) + 1 for v in rows])
-    levels = [_Level() for _ in range(count)]
-    stored = {id(value) for value in group.stored}
-    for value in group.row:
-        if isinstance(value, Reduction):
-            levels[level(value)].reductions.append(value)
-            if id(value) in stored and not group.domain.keeps_innermost:
-                levels[level(value) + 1].row_values.append(value)
-        else:
-            levels[level(value)].row_values.append(value)
-    for value in group.column:
-        levels[level(value)].columns.append(value)
-    for value in group.full:
-        if id(value) in stored:
-            levels[level(value)].stores.append(value)
-    return levels
-
-
-_START: dict[str, Callable[[str], Any]] = {
-    "sum": lambda dtype: m.constant(0, dtype),
-    "prod": lambda dtype: m.constant(1, dtype),
-    "max": tirx.min_value,
-    "min": tirx.max_value,
-    "any": lambda dtype: m.constant(False, dtype),
-    "all": lambda dtype: m.constant(True, dtype),
-}
-
-
-def start_of(kind: str, dtype: str) -> Any:
-    """The neutral element of a reduction."""
-    if dtype.startswith("float") and kind in ("max", "min"):
-        return m.constant(-math.inf if kind == "max" else math.inf, dtype)
-    return _START[kind](dtype)
-
-
-def combine(kind: str, a: Any, b: Any) -> Any:
-    """One step of a reduction."""
-    if kind == "sum":
-        return a + b
-    if kind == "prod":
-        return a * b
-    if kind in ("max", "min"):
-        return m.maximum(a, b) if kind == "max" else m.minimum(a, b)
-    return tirx.any(a, b) if kind == "any" else tirx.all(a, b)
-
-
-@attrs.frozen(eq=False)
-class _Accumulator:
-    """Partial results of one reduction: `lanes` running values, then one."""
-
-    value: Reduction
-    lanes: tirx.Var
-    total: tirx.Var
-    count: int
-
-    @classmethod
-    def declare(cls, value: Reduction, count: int = LANES) -> _Accumulator:
-        dtype = compute_dtype(value.dtype)
-        lanes = tirx.decl_buffer((count,), _local(dtype), "lanes", scope="local")
-        total = tirx.decl_buffer((1,), _local(dtype), "total", scope="local")
-        return cls(value, lanes, total, count)
-
-    @classmethod
-    def declare_shared(cls, value: Reduction, parts: int) -> _Accumulator:
-        dtype = compute_dtype(value.dtype)
-        lanes = tirx.decl_buffer((parts,), _local(dtype), "parts")
-        return cls(value, lanes, lanes, parts)
-
-    @property
-    def dtype(self) -> str:
-        return compute_dtype(self.value.dtype)
-
-    def declaration(self) -> tirx.Stmt:
-        return tirx.AllocBuffer(self.lanes)
-
-    def allocate(self) -> list[tirx.Stmt]:
-        start = self._keep(start_of(self.value.kind, self.dtype))
-        lane = tirx.Var("lane", "int32")
-        vector = ForKind.VECTORIZED if self.count % LANES == 0 else ForKind.SERIAL
-        clear = For(lane, 0, self.count, vector, tirx.BufferStore(self.lanes, start, [lane]))
-        return [
-            tirx.AllocBuffer(self.lanes),
-            tirx.AllocBuffer(self.total),
-            clear,
-            tirx.BufferStore(self.total, start, [0]),
-        ]
-
-    def at(self, lane: Any) -> Any:
-        return self._take(tirx.BufferLoad(self.lanes, [lane]))
-
-    def add(self, lane: Any | None, element: Any) -> tirx.Stmt:
-        """Take `element` into a lane, or, without a lane, into the total."""
-        buffer, at = (self.total, 0) if lane is None else (self.lanes, lane)
-        known = self._take(tirx.BufferLoad(buffer, [at]))
-        return tirx.BufferStore(buffer, self._keep(combine(self.value.kind, known, element)), [at])
-
-    def put(self, part: Any, element: Any) -> tirx.Stmt:
-        return tirx.BufferStore(self.lanes, self._keep(element), [part])
-
-    def finish(self, more: _Accumulator | None = None) -> list[tirx.Stmt]:
-        """Fold the lanes (and the parts of `more`) into the total, in order."""
-        statements = []
-        for source in (self, more) if more is not None else (self,):
-            lane = tirx.Var("lane", "int32")
-            statements.append(
-                For(lane, 0, source.count, ForKind.SERIAL, self.add(None, source.at(lane)))
-            )
-        return statements
-
-    def result(self) -> Any:
-        return self._take(tirx.BufferLoad(self.total, [0]))
-
-    def _keep(self, element: Any) -> Any:
-        return m.cast(element, "int32") if self.dtype == "bool" else element
-
-    def _take(self, element: Any) -> Any:
-        return tirx.NE(element, m.constant(0, "int32")) if self.dtype == "bool" else element
-
-
-@attrs.define(eq=False)
-class ColumnSums:
-    """A reduction over rows: for each part of the rows, one running value a column."""
-
-    value: Value
-    sums: tirx.Var
-    parts: int
-    extent: int
-    part: Any = 0
-
-    @classmethod
-    def declare(cls, value: Value, parts: int, extent: int) -> ColumnSums:
-        """Memory for the sums of `parts` parts of the rows over `extent` columns."""
-        dtype = _local(compute_dtype(value.dtype))
-        return cls(value, tirx.decl_buffer((parts * extent,), dtype, "sums"), parts, extent)
-
-    @property
-    def kind(self) -> str:
-        """Which reduction it is."""
-        assert isinstance(self.value, Reduction)
-        return self.value.kind
-
-    def allocation(self) -> tirx.Stmt:
-        """Make the memory."""
-        return tirx.AllocBuffer(self.sums)
-
-    def clear(self, column: Any) -> tirx.Stmt:
-        """Start this part's value of a column."""
-        start = self._keep(start_of(self.kind, compute_dtype(self.value.dtype)))
-        return tirx.BufferStore(self.sums, start, [self.part * self.extent + column])
-
-    def add(self, column: Any, element: Any) -> tirx.Stmt:
-        """Take an element into this part's value of a column."""
-        at = self.part * self.extent + column
-        known = self._take(tirx.BufferLoad(self.sums, [at]))
-        return tirx.BufferStore(self.sums, self._keep(combine(self.kind, known, element)), [at])
-
-    def total(self, column: Any) -> Any:
-        """The parts of a column combined, in order."""
-        total: Any = None
-        for part in range(self.parts):
-            load = self._take(tirx.BufferLoad(self.sums, [part * self.extent + column]))
-            total = load if total is None else combine(self.kind, total, load)
-        return total
-
-    def _keep(self, element: Any) -> Any:
-        return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
-
-    def _take(self, element: Any) -> Any:
-        is_bool = compute_dtype(self.value.dtype) == "bool"
-        return tirx.NE(element, m.constant(0, "int32")) if is_bool else element
-
-
-def _local(dtype: str) -> str:
-    return "int32" if dtype == "bool" else dtype
+def _storing(sums: ColumnSums, buffer: FlatBuffer) -> Body:
+    return lambda column, _lane: (buffer.store(column, sums.total(column)), False)
 
 
 Body = Callable[[Any, Any], "tuple[tirx.Stmt, bool]"]

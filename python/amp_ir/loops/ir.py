@@ -31,7 +31,6 @@ from typing import Any, Literal
 import attrs
 from tvm import relax, tirx
 
-
 from amp_ir.errors import BuildError
 
 Index = tuple[Any, ...]

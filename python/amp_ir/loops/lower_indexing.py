@@ -117,7 +117,7 @@ def index_put(
                 for axis, one in zip(axes, indices, strict=True)
             }
             by_axis = dict(zip(kept_axes, kept, strict=True)) | rows
-            to = flatten([by_axis[d] for d in range(len(x.shape))], x.shape)
+            to = flatten(tuple(by_axis[d] for d in range(len(x.shape))), x.shape)
             position = (*kept[:place], *at, *kept[place:])
             element = new.load(_broadcast_flat(position, new.spec.shape))
             return target.store(to, target.load(to) + element if accumulate else element)
@@ -159,9 +159,9 @@ def scatter_add(op: Lowering, x: Value, ids: Value, src: Value, *, axis: int) ->
 
         def add(target: FlatBuffer, task: Any, item: Any) -> tirx.Stmt:
             kept = unflatten(task, others)
-            at = [*kept[:axis], item, *kept[axis:]]
+            at = (*kept[:axis], item, *kept[axis:])
             row = _wrapped(places.load(flatten(at, ids.shape)), x.shape[axis])
-            to = flatten([*kept[:axis], row, *kept[axis:]], x.shape)
+            to = flatten((*kept[:axis], row, *kept[axis:]), x.shape)
             return target.store(to, target.load(to) + added.load(flatten(at, src.shape)))
 
         writes = _in_order(others, ids.shape[axis], add)

@@ -104,7 +104,7 @@ def nll_loss_backward(
 ) -> Value:
     """-grad * weight[target] / total_weight where the class is the target's, else 0."""
     wide = compute_dtype(grad.dtype)
-    axis = class_axis(input_shape)
+    axis = class_axis(tuple(input_shape))
     weights = _weight_of(target, weight, input_shape[axis], ignore_index, wide)
 
     def share_of(*i: Any) -> Any:

@@ -95,7 +95,7 @@ class Sliding(Spatial):
 
 @attrs.frozen
 class Adaptive(Spatial):
-    """`count` windows that share out the axis: from floor(w n / count) to ceil((w + 1) n / count)."""
+    """`count` windows that share out the axis: floor(w n / count) to ceil((w + 1) n / count)."""
 
     @classmethod
     def of(cls, extent: int, count: int) -> Adaptive:

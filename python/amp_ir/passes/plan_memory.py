@@ -14,57 +14,13 @@ from tvm import relax, tirx
 
 from amp_ir import native
 from amp_ir.errors import BuildError
+from amp_ir.memory_plan import Interval, MemoryPlan, PlannedStep
 from amp_ir.module import InputSpec, OutputSpec
 
 ALIGNMENT_BYTES = 64
 _KERNEL_TYPE = relax.FuncType.opaque_func(ret=relax.TupleType([]))
 INPLACE = "amp_ir.inplace"
 _PHYSICAL = {"bfloat16": "uint16", "bool": "uint8"}
-
-
-@attrs.frozen
-class Interval:
-    """One value's stay in the arena; positions of calls, both inclusive."""
-
-    name: str
-    nbytes: int
-    first_use: int
-    last_use: int
-    offset_bytes: int
-    dtype: str
-    span: tvm.ir.Span | None = attrs.field(default=None, repr=False)
-
-
-@attrs.frozen
-class MemoryPlan:
-    """Where everything lies: `arena_bytes` for intermediates, state and results apart from it.
-
-    `lower_bound_bytes` is the largest sum of bytes alive at once: no plan of this order is smaller.
-    """
-
-    arena_bytes: int
-    lower_bound_bytes: int
-    intervals: tuple[Interval, ...]
-    state_bytes: int
-    batch_bytes: int
-    result_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """All bytes that a step needs: state, batch, results and the arena."""
-        return self.arena_bytes + self.state_bytes + self.batch_bytes + self.result_bytes
-
-
-@attrs.frozen
-class PlannedStep:
-    """IR whose memory is fixed, and the plan it follows.
-
-    `ir` has `main(arena, inputs..., results...)`: all tensors flat and of physical dtype
-    (bfloat16 as uint16, bool as uint8); it returns nothing and writes state inputs in place.
-    """
-
-    ir: tvm.IRModule
-    plan: MemoryPlan
 
 
 def plan_memory(
@@ -259,9 +215,9 @@ class _Planner:
             slot.root.last_use = max(slot.root.last_use, slot.last_use)
         slots = [slot for slot in produced if slot.over is None]
         shapes = [
-            tvm_ffi.Shape([s.nbytes for s in slots]),
-            tvm_ffi.Shape([s.first_use for s in slots]),
-            tvm_ffi.Shape([s.last_use for s in slots]),
+            tvm_ffi.Shape(tuple(s.nbytes for s in slots)),
+            tvm_ffi.Shape(tuple(s.first_use for s in slots)),
+            tvm_ffi.Shape(tuple(s.last_use for s in slots)),
         ]
         planned = list(native.function("amp_ir.plan_memory")(*shapes, ALIGNMENT_BYTES))
         peak, lower_bound, offsets = planned[0], planned[1], planned[2:]

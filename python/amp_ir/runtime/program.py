@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import tvm
 
-from amp_ir.build import Executable
 from amp_ir.errors import StateError
+from amp_ir.executable import Executable
+from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature
-from amp_ir.passes.plan_memory import MemoryPlan
 
 # Kernels see these dtypes as integers of the same width (loops/kernel_buffers.py says why).
 _PHYSICAL = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}

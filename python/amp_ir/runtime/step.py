@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 
 from amp_ir.errors import StateError
+from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import StepModule
-from amp_ir.passes.plan_memory import MemoryPlan
 from amp_ir.runtime.program import Program
 
 

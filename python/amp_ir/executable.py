@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A built step as TVM's virtual machine runs it."""
+
+from __future__ import annotations
+
+import attrs
+import tvm
+from tvm import relax
+
+
+@attrs.frozen
+class Executable:
+    """A loaded program: `run(arena, inputs..., results...)`, and how long it took to build."""
+
+    vm: relax.VirtualMachine
+    device: tvm.runtime.Device
+    kernel_count: int
+    build_seconds: float
+    executable: relax.VMExecutable = attrs.field(repr=False)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and columns for a kernel of plain arithmetic, which no reduction has fixed."""
+
+from __future__ import annotations
+
+import math
+
+from amp_ir.loops.grouping import Domain, Group
+
+
+def loop_domain(group: Group) -> Domain:
+    """The group's domain with columns fixed: without a reduction they are chosen here."""
+    domain = group.domain
+    if domain.axes is not None:
+        return domain
+    shape = domain.shape
+    uniform = _uniform_tail(group)
+    columns = math.prod(shape[uniform:])
+    if uniform == 0:
+        return _chunked(domain.size)
+    if len({v.shape for v in group.full}) > 1 or columns > 65536:
+        uniform, columns = len(shape) - 1, shape[-1]
+    return Domain((domain.size // columns, columns), (1,))
+
+
+def _chunked(size: int) -> Domain:
+    """A flat space cut into rows of a few thousand elements."""
+    for columns in (4096, 2048, 1024, 512, 256):
+        if size % columns == 0:
+            return Domain((size // columns, columns), (1,))
+    return Domain((1, size), (1,))
+
+
+def _uniform_tail(group: Group) -> int:
+    """The first dimension from which on every member reads all its arguments alike.
+
+    0 when all reads are at the element's own position: then any cut of the flat space will do.
+    """
+    shape = group.domain.shape
+    first = 0
+    members = {id(value) for value in group.full}
+    for value in group.full:
+        for read in value.reads:
+            if id(read.value) in members or read.place in ("same", "flat"):
+                continue
+            if read.value.size == 1:
+                continue
+            if read.place != "broadcast" or value.shape != shape:
+                return max(len(shape) - 1, 0) if len(shape) > 1 else 0
+            first = max(first, _varying_tail(read.value.shape, shape))
+    return first
+
+
+def _varying_tail(read_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The first of the last dimensions that are all read, or all not read."""
+    padded = (1,) * (len(shape) - len(read_shape)) + read_shape
+    first = len(shape) - 1
+    is_read = padded[first] > 1
+    while first > 0 and (padded[first - 1] > 1) == is_read:
+        first -= 1
+    return first
