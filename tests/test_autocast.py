@@ -298,3 +298,19 @@ def test_a_module_without_main_is_refused():
         autocast(tvm.IRModule({}))
     with pytest.raises(OptionError, match="got int"):
         autocast(3)
+
+
+def test_a_power_of_a_small_statistic_does_not_overflow():
+    """The gradient of RMSNorm written by hand has 1/sqrt(x)^3, 1.3e5 for x of LLaMA's size."""
+
+    def build(e, x, w):
+        variance = e(op.mean(e(op.square(e(op.multiply(x, relax.const(0.02))))), [1], True))
+        scale = e(op.rsqrt(variance))
+        cube = e(op.multiply(e(op.multiply(scale, scale)), scale))
+        y = e(op.multiply(e(op.matmul(x, w)), cube))
+        return [e(op.sum(e(op.matmul(e(op.multiply(y, relax.const(1e-6))), w)))), cube]
+
+    out = autocast(program(build, X, W), amp_dtype="float16")
+    total, cube = interpret(out, [torch.ones(X), torch.eye(8)])
+    assert cube.max() > 65504
+    assert torch.isfinite(total)

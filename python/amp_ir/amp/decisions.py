@@ -4,14 +4,14 @@
 A decision holds a mode for every tensor that the op reads and a label, the dtype of what it leaves:
 "low", "full", or "free" where the placement chooses. After the rules, in this order:
 optimizer ops are left alone; gradients of parameters leave in float32; constants that the low dtype
-cannot hold keep their op, and what carries their magnitude further, in float32; nothing on the way
-to an exact argument is rounded.
+cannot hold, and results that may grow large (powers, sums), keep the ops that carry them on in
+float32; nothing on the way to an exact argument is rounded.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import attrs
@@ -65,6 +65,7 @@ class Decision:
     label: Label
     follows: list[bool]
     exact: bool = False
+    is_unbounded: bool = False
     accumulate: str | None = None
     sets_result: bool = False
 
@@ -97,7 +98,7 @@ def decide(
             decision.label = "full"
             decision.reason = "A gradient of a parameter leaves in float32, with no round trip"
         decisions.append(decision)
-    _pin_large_constants(graph, decisions, amp_dtype)
+    _pin_large_values(graph, decisions, amp_dtype)
     _pin_before_exact_arguments(graph, decisions)
     return decisions
 
@@ -137,6 +138,7 @@ def _by_rule(graph: StepGraph, op: Op, rule: Rule | None, amp_dtype: str) -> Dec
     decision = Decision(rule.__name__, reason_of(rule), modes, "full", follows)
     decision.exact = any(isinstance(word, PrimType) and word.exact for word in words)
     decision.accumulate = hints.accumulate
+    decision.is_unbounded = hints.is_unbounded
     _set_label(graph, op, decision, hints, amp_dtype)
     return decision
 
@@ -287,34 +289,36 @@ def _is_gradient(graph: StepGraph, op: Op, feeds_gradients_only: Sequence[bool])
     )
 
 
-# Ops whose result is about as large as their largest argument.
+# Ops whose result may be as large as an argument, or as a product of arguments.
 _CARRIES_MAGNITUDE = frozenset(
     f"relax.{name}"
     for name in (
-        "add", "subtract", "multiply", "negative", "abs", "where", "maximum", "minimum", "concat",
-        "reshape", "permute_dims", "broadcast_to", "strided_slice", "expand_dims", "squeeze",
-        "flip", "take", "split", "full",
+        "add", "subtract", "multiply", "divide", "negative", "abs", "where", "maximum", "minimum",
+        "concat", "reshape", "permute_dims", "broadcast_to", "strided_slice", "expand_dims",
+        "squeeze", "flip", "take", "split", "full", "sum", "mean",
     )
 )  # fmt: skip
 
 
-def _pin_large_constants(graph: StepGraph, decisions: Iterable[Decision], amp_dtype: str) -> None:
-    """Keep ops with constants out of the low range in float32, and what passes them on."""
+def _pin_large_values(graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str) -> None:
+    """Keep ops with constants out of the low range, and what carries large values, in float32."""
     is_large: set[int] = set()
     for op, decision in zip(graph.ops, decisions, strict=True):
         if op.location.phase == "optimizer":
             continue
         worst = _worst_constant(graph, op, amp_dtype)
         carries = op.name in _CARRIES_MAGNITUDE
-        large = worst is Holds.OVERFLOWS or (carries and any(leaf in is_large for leaf in op.reads))
-        if large and carries:
+        reads_large = carries and any(leaf in is_large for leaf in op.reads)
+        if reads_large or decision.is_unbounded or (carries and worst is Holds.OVERFLOWS):
             is_large.update(op.results)
         if decision.label == "full" or op.is_view:
             continue
-        if large:
+        if worst is Holds.OVERFLOWS:
             decision.pin("constants", f"A constant here is infinite in {amp_dtype}")
         elif worst is Holds.UNDERFLOWS:
             decision.pin("constants", f"A constant here is below the normal range of {amp_dtype}")
+        elif reads_large:
+            decision.pin("large_values", "An argument may be out of the low range: a power, a sum")
 
 
 def _worst_constant(graph: StepGraph, op: Op, amp_dtype: str) -> Holds | None:

@@ -75,12 +75,15 @@ class Hints:
         accumulate: dtype in which the op adds up; "float32" is what every kernel of amp_ir does.
         gradient: dtype of the result where the call makes a gradient of a parameter, that is where
             its result reaches only the optimizer, sums of gradients and outputs.
+        is_unbounded: the result may leave the range of a low dtype although the arguments do not;
+            sums and products that carry it on stay in float32 then.
     """
 
     args: tuple[Hint, ...] = attrs.field(converter=_to_hints)
     result: Hint | None = attrs.field(default=None, kw_only=True)
     accumulate: str | None = attrs.field(default=None, kw_only=True)
     gradient: PrimType | None = attrs.field(default=None, kw_only=True)
+    is_unbounded: bool = attrs.field(default=False, kw_only=True)
 
 
 Answer: TypeAlias = Hints | Sequence[Hint]
