@@ -33,6 +33,8 @@ def check_arguments(
     Raises:
         ArgumentError: listing everything that is wrong.
     """
+    if get_proxy_mode() is not None:
+        raise ArgumentError("this is already inside of a capture; capture the outermost step only")
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if optimizer is None:
@@ -51,8 +53,6 @@ def check_arguments(
 
 
 def _step_faults(step: object) -> Iterator[str]:
-    if get_proxy_mode() is not None:
-        yield "this is already inside of a capture; capture the outermost step only"
     if not callable(step):
         yield f"step= is a {type(step).__name__}, expected a function that makes one training step"
     elif isinstance(step, torch.nn.Module) or hasattr(step, "_torchdynamo_orig_callable"):
@@ -110,10 +110,10 @@ def _kind_fault(tensor: torch.Tensor) -> str | None:
     """What is wrong with the kind of a tensor, of the batch or of a model."""
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised; run the lazy module once on an example"
-    if tensor.layout is not torch.strided:
-        return f"is sparse ({tensor.layout}); only dense tensors can be captured, use .to_dense()"
     if tensor.is_nested:
         return "is a nested tensor; pad it to a dense one"
+    if tensor.layout is not torch.strided:
+        return f"is sparse ({tensor.layout}); only dense tensors can be captured, use .to_dense()"
     if tensor.is_quantized:
         return "is quantized; train in floating point"
     if tensor.is_complex():

@@ -24,8 +24,8 @@ def _notes(graph: torch.fx.GraphModule, state: State, interface: Interface) -> I
     if constants:
         shapes = ", ".join(sorted(str(tuple(getattr(graph, str(c)).shape)) for c in constants))
         yield (
-            f"{len(constants)} tensors that are no parameter or buffer are constants "
-            f"(shapes {shapes}); later changes to them are not seen."
+            f"Tensors that are no parameter or buffer are constants (shapes {shapes}): later "
+            "changes to them are not seen."
         )
     if interface.fresh:
         yield (

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured optimizer steps follow PyTorch's, also when hyper-parameters change between calls."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from captured_runner import CapturedRunner
+from step_comparison import Training, assert_trains_alike, integers, normal
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+
+from amp_ir.module import Role
+
+CASES = [
+    (SGD, {"lr": 0.1}),
+    (SGD, {"lr": 0.1, "momentum": 0.9}),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (SGD, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    (SGD, {"lr": torch.tensor(0.1), "momentum": 0.5, "foreach": True}),
+    (Adam, {}),
+    (Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    (Adam, {"foreach": True, "maximize": True}),
+    (AdamW, {"fused": True}),
+    (AdamW, {"lr": torch.tensor(1e-2)}),
+    (AdamW, {"lr": 1e-2, "betas": (0.4, 0.8), "amsgrad": True, "maximize": True}),
+    (RMSprop, {}),
+    (RMSprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+    (Adagrad, {"lr": 0.1}),
+    (Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.1}),
+]
+
+
+def training(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Training:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    values = {k: v.clone() if torch.is_tensor(v) else v for k, v in options.items()}
+    optimizer = kind(model.parameters(), **values)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Training(model, optimizer, step)
+
+
+def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return normal(index, 5, 6), integers(index, 3, 5)
+
+
+def change_hyper_parameters(trained: Training) -> None:
+    """What schedulers do: other values, none of them zero."""
+    for group in trained.optimizer.param_groups:
+        if torch.is_tensor(group["lr"]):
+            group["lr"].mul_(0.5)
+        else:
+            group["lr"] *= 0.5
+        for key in ("weight_decay", "momentum", "alpha", "eps", "lr_decay"):
+            if group.get(key):
+                group[key] *= 0.9
+        if "betas" in group:
+            group["betas"] = (group["betas"][0] * 0.9, group["betas"][1] * 0.95)
+
+
+def name(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else "-".join(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=name)
+def test_steps_equal_eager_steps_while_hyper_parameters_change(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    captures = assert_trains_alike(
+        lambda: training(kind, options), batch, steps=4, between=change_hyper_parameters
+    )
+    assert captures == 1
+
+
+def test_the_first_step_with_dampened_momentum_is_captured_apart() -> None:
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}
+    assert assert_trains_alike(lambda: training(SGD, options), batch) == 2
+
+
+def test_a_learning_rate_of_zero_is_an_input_too() -> None:
+    def warm_up(trained: Training) -> None:
+        trained.optimizer.param_groups[0]["lr"] += 0.05
+
+    assert assert_trains_alike(lambda: training(AdamW, {"lr": 0.0}), batch, between=warm_up) == 1
+
+
+def test_a_weight_decay_that_becomes_zero_is_captured_again() -> None:
+    def stop_decay(trained: Training) -> None:
+        trained.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+    build = lambda: training(SGD, {"lr": 0.1, "weight_decay": 0.5})  # noqa: E731
+    assert assert_trains_alike(build, batch, between=stop_decay) == 2
+
+
+def test_a_flag_that_changes_is_captured_again() -> None:
+    def turn(trained: Training) -> None:
+        group = trained.optimizer.param_groups[0]
+        group["maximize"] = not group["maximize"]
+
+    assert assert_trains_alike(lambda: training(Adam, {}), batch, between=turn) == 3
+
+
+def test_a_scheduler_that_steps_between_steps_is_followed_without_a_warning() -> None:
+    schedulers: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
+
+    def build() -> Training:
+        trained = training(SGD, {"lr": 0.1, "momentum": 0.9})
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(trained.optimizer, 0.5, total_steps=5)
+        schedulers[id(trained)] = scheduler
+        return trained
+
+    captures = assert_trains_alike(build, batch, between=lambda t: schedulers[id(t)].step())
+    assert captures == 1
+
+
+def test_a_state_that_exists_is_continued_and_a_loaded_one_captured_again() -> None:
+    def build() -> Training:
+        trained = training(Adam, {"lr": 0.01})
+        trained.step(*batch(7))
+        return trained
+
+    def reload(trained: Training) -> None:
+        trained.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
+
+    assert assert_trains_alike(build, batch) == 1
+    assert assert_trains_alike(build, batch, between=reload) == 3
+
+
+def test_hyper_parameters_are_float64_inputs_read_at_every_call() -> None:
+    trained = training(AdamW, {"lr": 0.01})
+    captured = trained.capture(batch(0))
+    readers = {
+        entry.name: entry.tensor_or_reader
+        for entry in captured.inputs
+        if entry.role is Role.HYPER_PARAMETER
+    }
+    assert list(readers) == [
+        "optimizer0.group0.lr",
+        "optimizer0.group0.betas.0",
+        "optimizer0.group0.betas.1",
+        "optimizer0.group0.eps",
+        "optimizer0.group0.weight_decay",
+    ]
+    trained.optimizer.param_groups[0]["lr"] = 0.25
+    value = readers["optimizer0.group0.lr"]()
+    assert value.dtype is torch.float64 and value.shape == () and value.item() == 0.25
+
+
+def test_bias_correction_is_computed_in_float64() -> None:
+    graph = training(Adam, {}).capture(batch(0)).graph.graph
+    powers = [node for node in graph.nodes if "aten.pow" in str(node.target)]
+    assert powers and all(node.meta["val"].dtype is torch.float64 for node in powers)
+
+
+def test_new_state_is_installed_only_when_asked_for() -> None:
+    trained = training(Adam, {})
+    captured = trained.capture(batch(0))
+    assert not trained.optimizer.state
+    captured.install_state()
+    captured.install_state()
+    assert captured.is_current()
+    weight = trained.model[0].weight
+    assert list(trained.optimizer.state[weight]) == ["step", "exp_avg", "exp_avg_sq"]
+    CapturedRunner(captured)(*batch(0))
+    assert trained.optimizer.state[weight]["step"].item() == 1.0
+
+
+def test_groups_have_their_own_hyper_parameters() -> None:
+    def build() -> Training:
+        trained = training(SGD, {"lr": 0.1})
+        trained.optimizer.param_groups.clear()
+        trained.optimizer.add_param_group({"params": trained.model[0].parameters(), "lr": 0.3})
+        last = {"params": trained.model[2].parameters(), "momentum": 0.5, "weight_decay": 0.1}
+        trained.optimizer.add_param_group(last)
+        return trained
+
+    assert assert_trains_alike(build, batch, between=change_hyper_parameters) == 1
