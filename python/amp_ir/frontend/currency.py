@@ -34,8 +34,14 @@ class Currency:
         self._interface = interface
         self._stepped = traced.stepped
         self._frozen = frozen_options(state.optimizers, hypers)
-        self._flags = _flags(state)
+        self._kinds = [(t, _kind(t)) for t in (slot.tensor for slot in state.parameters)]
+        self._modules = [
+            (module, module.training, len(module._modules), len(module._parameters))
+            for model in state.models
+            for module in model.modules()
+        ]
         self._places = _places(state)
+        self._owned = _owned_state(state)
         gradients = {
             e.name: e.tensor_or_reader for e in interface.inputs if e.role is Role.GRADIENT
         }
@@ -55,7 +61,11 @@ class Currency:
             lambda: not (self._is_first_step_only and self._has_run),
             lambda: frozen_options(self._state.optimizers, self._hypers) == self._frozen,
             self._guards_hold,
-            lambda: _flags(self._state) == self._flags,
+            lambda: all(_kind(tensor) == kind for tensor, kind in self._kinds),
+            lambda: all(
+                m.training is training and len(m._modules) == n and len(m._parameters) == k
+                for m, training, n, k in self._modules
+            ),
             lambda: all(owner.get(key) is tensor for owner, key, tensor in self._places),
             lambda: all(_same_gradient(p.grad, expected) for p, expected in self._gradients),
             self._optimizer_state_stands,
@@ -93,16 +103,12 @@ class Currency:
         return all(guard.holds(values) for guard in self._guards)
 
     def _optimizer_state_stands(self) -> bool:
-        fresh = {(index, id(parameter), key) for index, parameter, key in self._state.fresh}
-        for slot in self._state.parameters:
-            for index, optimizer in enumerate(self._state.optimizers):
-                slots = self._state.optimizer_slots.get((index, id(slot.tensor)), {})
-                present = optimizer.state.get(slot.tensor, {})
-                for key, owned in slots.items():
-                    value = present.get(key)
-                    may_miss = (index, id(slot.tensor), key) in fresh and value is None
-                    if value is not owned.tensor and not may_miss:
-                        return False
+        for optimizer, parameter, owned in self._owned:
+            present = optimizer.state.get(parameter, {})
+            for key, tensor, may_miss in owned:
+                value = present.get(key)
+                if value is not tensor and not (may_miss and value is None):
+                    return False
         return True
 
 
@@ -110,14 +116,26 @@ def _same_gradient(gradient: torch.Tensor | None, expected: torch.Tensor | None)
     return gradient is expected
 
 
-def _flags(state: State) -> list[Any]:
-    """Everything boolean or static that the graph depends on."""
-    flags: list[Any] = [
-        (slot.tensor.requires_grad, slot.tensor.dtype, slot.tensor.device)
-        for slot in state.parameters
+def _kind(tensor: torch.Tensor) -> tuple[bool, torch.dtype, torch.device]:
+    """What the graph depends on and the user may change."""
+    return tensor.requires_grad, tensor.dtype, tensor.device
+
+
+_Owned = tuple[torch.optim.Optimizer, torch.Tensor, list[tuple[str, torch.Tensor, bool]]]
+
+
+def _owned_state(state: State) -> list[_Owned]:
+    """For each optimizer and parameter: key, tensor, and whether it is not installed yet."""
+    fresh = {(index, id(parameter), key) for index, parameter, key in state.fresh}
+    parameters = {id(slot.tensor): slot.tensor for slot in state.parameters}
+    return [
+        (
+            state.optimizers[index],
+            parameters[parameter],
+            [(key, s.tensor, (index, parameter, key) in fresh) for key, s in slots.items()],
+        )
+        for (index, parameter), slots in state.optimizer_slots.items()
     ]
-    flags += [module.training for model in state.models for module in model.modules()]
-    return flags
 
 
 def _places(state: State) -> list[tuple[dict[str, Any], str, Any]]:
