@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 from tvm import tirx
+from tvm.tirx.analysis import undefined_vars
 
 from amp_ir.errors import BuildError
 from amp_ir.loops import math as m
@@ -28,6 +29,9 @@ from amp_ir.loops.ir import (
     reading,
 )
 from amp_ir.loops.kernel_buffers import FlatBuffer, round_to
+
+# How many names may be substituted into each other before one is kept in memory.
+MAX_DEPTH = 3
 
 
 @attrs.define
@@ -50,6 +54,7 @@ class ElementWriter:
     scratch: list[tirx.Stmt] = attrs.field(factory=list)
     is_scalar: bool = False
     _elements: dict[int, Any] = attrs.field(factory=dict)
+    _depths: dict[tirx.Var, int] = attrs.field(factory=dict)
     _full: set[int] = attrs.field(init=False)
     _row: set[int] = attrs.field(init=False)
 
@@ -70,20 +75,23 @@ class ElementWriter:
         if m.dtype_of(element) == "bool":
             # Code generation cannot take a vector of bool under a name (TVM 0.27).
             return tirx.NE(self.bind(m.cast(element, "int32")), m.constant(0, "int32"))
-        if m.dtype_of(element) == "uint32":
-            return self._hold(element)
-        variable = tirx.Var("t", m.dtype_of(element))
+        dtype = m.dtype_of(element)
+        depth = 1 + max((self._depths.get(v, 0) for v in undefined_vars(element)), default=0)
+        if dtype == "uint32" or depth > MAX_DEPTH:
+            element, depth = self._hold(element, dtype), 0
+        variable = tirx.Var("t", dtype)
         self.body.append(tirx.Bind(variable, element))
+        self._depths[variable] = depth
         return variable
 
-    def _hold(self, element: Any) -> Any:
-        """Keep a word of a hash in scratch memory (a register, after compilation).
+    def _hold(self, element: Any, dtype: str) -> Any:
+        """Keep an element in scratch memory (a register, after compilation).
 
-        TVM's simplifier (0.27) substitutes integer names into their uses, so that the text of a
-        hash doubles at every step; it does not look through memory.
+        TVM's simplifier (0.27) substitutes names into their uses, so that the text of a hash, or
+        of a logarithm of an exponential, multiplies at every step; it does not look through memory.
         """
         count, lane = (LANES, self.lane) if self.lane is not None else (1, 0)
-        word = tirx.decl_buffer((count,), "uint32", "word", scope="local")
+        word = tirx.decl_buffer((count,), dtype, "word", scope="local")
         self.scratch.append(tirx.AllocBuffer(word))
         self.body.append(tirx.BufferStore(word, element, [lane]))
         return tirx.BufferLoad(word, [lane])
