@@ -337,6 +337,9 @@ class Grouping:
         group.full = [value for value in group.full if id(value) in needed]
         group.row = [value for value in group.row if id(value) in needed]
         group.column = [value for value in group.column if id(value) in needed]
+        if not group.row and not group.column:
+            # No reduction is left to fix the columns: the loops are free again.
+            group.domain = Domain(group.domain.shape, None)
 
     def _choose_recomputed(self) -> None:
         """Let readers in other kernels compute cheap values anew instead of storing them.

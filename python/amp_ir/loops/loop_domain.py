@@ -20,6 +20,9 @@ def loop_domain(group: Group) -> Domain:
         return _chunked(domain.size)
     if len({v.shape for v in group.full}) > 1 or columns > 65536:
         uniform, columns = len(shape) - 1, shape[-1]
+    if columns == 1:
+        # A row of one element would make the rows the innermost loop.
+        return _chunked(domain.size)
     return Domain((domain.size // columns, columns), (1,))
 
 

@@ -113,13 +113,13 @@ def index_put(
             kept = unflatten(task, kept_shape)
             at = unflatten(item, together)
             rows = {
-                axis: _wrapped(one.load(_broadcast_flat(at, one.spec.shape)), x.shape[axis])
-                for axis, one in zip(axes, indices, strict=True)
+                axis: _wrapped(one.load(_broadcast_flat(at, shape)), x.shape[axis])
+                for axis, one, shape in zip(axes, indices, shapes, strict=True)
             }
             by_axis = dict(zip(kept_axes, kept, strict=True)) | rows
             to = flatten(tuple(by_axis[d] for d in range(len(x.shape))), x.shape)
             position = (*kept[:place], *at, *kept[place:])
-            element = new.load(_broadcast_flat(position, new.spec.shape))
+            element = new.load(_broadcast_flat(position, values.shape))
             return target.store(to, target.load(to) + element if accumulate else element)
 
         return _written(
@@ -151,20 +151,44 @@ def _in_order(
 @lowers("amp_ir.scatter_add")
 def scatter_add(op: Lowering, x: Value, ids: Value, src: Value, *, axis: int) -> Value:
     """A copy of x, then the additions in order along `axis`; see the top of the file."""
+    return _scattered(op, x, ids, src, axis, "add")
+
+
+@lowers("relax.scatter_elements")
+def scatter_elements(op: Lowering, x: Value, ids: Value, src: Value) -> Value:
+    """A copy of x, then the writes in order along `axis`; the last write of a place counts."""
+    return _scattered(op, x, ids, src, int(op.call.attrs.axis), str(op.call.attrs.reduction))
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "update": lambda _old, new: new,
+    "add": lambda old, new: old + new,
+    "mul": lambda old, new: old * new,
+    "max": m.maximum,
+    "min": m.minimum,
+}
+
+
+def _scattered(
+    op: Lowering, x: Value, ids: Value, src: Value, axis: int, reduction: str
+) -> Value:
     axis %= len(x.shape)
     others = [n for d, n in enumerate(ids.shape) if d != axis]
+    combine = _COMBINE[reduction]
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
         source, places, added = inputs
 
-        def add(target: FlatBuffer, task: Any, item: Any) -> tirx.Stmt:
+        def write(target: FlatBuffer, task: Any, item: Any) -> tirx.Stmt:
             kept = unflatten(task, others)
             at = (*kept[:axis], item, *kept[axis:])
             row = _wrapped(places.load(flatten(at, ids.shape)), x.shape[axis])
             to = flatten((*kept[:axis], row, *kept[axis:]), x.shape)
-            return target.store(to, target.load(to) + added.load(flatten(at, src.shape)))
+            element = added.load(flatten(at, src.shape))
+            return target.store(to, combine(target.load(to), element))
 
-        writes = _in_order(others, ids.shape[axis], add)
-        return _written(source, outputs[0], writes, is_sum=True)
+        writes = _in_order(others, ids.shape[axis], write)
+        is_sum = reduction in ("add", "mul")
+        return _written(source, outputs[0], writes, is_sum=is_sum)
 
-    return opaque("scatter_add", [x, ids, src], [op.results[0]], emit)[0]
+    return opaque("scatter", [x, ids, src], [op.results[0]], emit)[0]
