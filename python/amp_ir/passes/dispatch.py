@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 
 from amp_ir import native
-from amp_ir.dialect.registry import options_of
+from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.passes.strided_view import StridedView, dense_strides, permutation, view_of
 
 LIBRARIES = ("onednn", "torch")
@@ -35,9 +35,19 @@ def dispatch(ir: tvm.IRModule) -> tvm.IRModule:
 
     Requires: one function `main`, one dataflow block, static shapes.
     Ensures:  transposes of operands cost nothing (they become strides), and so does a transpose
-              of a matmul's only use; an op that no library takes is left for the loops stage.
+              of a matmul's only use; a bias is added by the matmul, before its one rounding; an op
+              that no library takes is left for the loops stage.
     """
     return _Dispatcher(ir).run()
+
+
+@attrs.frozen
+class _Biased:
+    """A matmul, the bias added to it, and the variables that the two leave without use."""
+
+    call: relax.Call
+    bias: relax.Var
+    absorbed: tuple[relax.Var, ...]
 
 
 class _Dispatcher:
@@ -49,11 +59,18 @@ class _Dispatcher:
         self.uses = count_uses(self.bindings, self.main.body.body)
         self.only_reader = _only_readers(self.bindings, self.uses)
         self.replaced: dict[relax.Var, relax.Expr] = {}
+        self.biased = self._find_biased()
+        self.absorbed = {v for biased in self.biased.values() for v in biased.absorbed}
 
     def run(self) -> tvm.IRModule:
-        bindings = []
+        bindings: list[relax.Binding] = []
         for binding in self.bindings:
             value = binding.value
+            if binding.var in self.absorbed:
+                continue
+            if binding.var in self.biased:
+                bindings += self._biased_matmul(binding.var, self.biased[binding.var])
+                continue
             new = self._dispatched(binding.var, value) if isinstance(value, relax.Call) else None
             new = self.replaced.pop(binding.var, new)
             if new is self:
@@ -76,6 +93,53 @@ class _Dispatcher:
         verb = _VERBS[call.op.name]
         library = next((lib for lib in LIBRARIES if native.has(f"amp_ir.{lib}.{verb}")), None)
         return convert(self, variable, call, f"amp_ir.{library}.{verb}") if library else None
+
+    def _find_biased(self) -> dict[relax.Var, _Biased]:
+        """The sums of a matmul, used for nothing else, and a bias along its last dimension."""
+        if not native.has("amp_ir.onednn.matmul"):
+            return {}
+        found = {}
+        for binding in self.bindings:
+            value = binding.value
+            if isinstance(value, relax.Call) and value.op.name == "relax.add":
+                for product, bias in (value.args, reversed(value.args)):
+                    biased = self._as_biased(product, bias)
+                    if biased is not None and str(value.ty.dtype) == "float32":
+                        found[binding.var] = biased
+                        break
+        return found
+
+    def _as_biased(self, product: relax.Expr, bias: relax.Expr) -> _Biased | None:
+        absorbed: list[relax.Var] = []
+        call = self._sole(product, absorbed)
+        if call is not None and call.op.name == "amp_ir.cast":
+            call = self._sole(call.args[0], absorbed)
+        if call is None or call.op.name != "relax.matmul" or not _library_takes(call):
+            return None
+        if not isinstance(bias, relax.Var) or str(bias.ty.dtype) != "float32":
+            return None
+        if min(len(a.ty.shape) for a in call.args) < 2:
+            return None
+        if [int(n) for n in bias.ty.shape] != [int(call.ty.shape[-1])]:
+            return None
+        return _Biased(call, bias, tuple(absorbed))
+
+    def _sole(self, expr: relax.Expr, absorbed: list[relax.Var]) -> relax.Call | None:
+        """The call bound to `expr`, if its only use is the one looked at."""
+        value = self.values.get(expr) if isinstance(expr, relax.Var) else None
+        if not isinstance(value, relax.Call) or self.uses.get(expr) != 1:
+            return None
+        absorbed.append(expr)
+        return value
+
+    def _biased_matmul(self, variable: relax.Var, biased: _Biased) -> list[relax.Binding]:
+        product = relax.DataflowVar(f"{variable.name}_product", biased.call.ty)
+        call = _matmul(self, product, biased.call, "amp_ir.onednn.matmul", biased.bias)
+        if str(biased.call.ty.dtype) == "float32":
+            return [relax.VarBinding(variable, call)]
+        wide = call_op("amp_ir.cast", [product], biased.call.span, dtype="float32")
+        relax.expr._update_type(wide, variable.ty)
+        return [relax.VarBinding(product, call), relax.VarBinding(variable, wide)]
 
     def operand(self, expr: relax.Expr) -> StridedView:
         """The memory of an operand, seen through transposes and reshapes."""
@@ -146,7 +210,13 @@ def _library_call(
     return call
 
 
-def _matmul(d: _Dispatcher, variable: relax.Var, call: relax.Call, name: str) -> Any:
+def _matmul(
+    d: _Dispatcher,
+    variable: relax.Var,
+    call: relax.Call,
+    name: str,
+    bias: relax.Expr | None = None,
+) -> Any:
     a, b = d.operand(call.args[0]), d.operand(call.args[1])
     if len(a.shape) < 2 or len(b.shape) < 2:
         return None
@@ -165,7 +235,7 @@ def _matmul(d: _Dispatcher, variable: relax.Var, call: relax.Call, name: str) ->
         [
             a.base,
             b.base,
-            relax.op.null_value(),
+            relax.op.null_value() if bias is None else bias,
             _shape(a.shape),
             _shape(a.strides),
             _shape(b.shape),

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ops become library calls, and what those calls read in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import tvm
+from hypothesis import given
+from hypothesis import strategies as st
+from test_lower_relax import build
+from tvm import relax
+from tvm.relax import op as R
+
+from amp_ir import native
+from amp_ir.dialect.registry import call_op
+from amp_ir.passes.dispatch import dispatch
+from amp_ir.passes.strided_view import StridedView, dense_strides, view_of
+
+pytestmark = pytest.mark.skipif(
+    not native.has("amp_ir.onednn.matmul"), reason="dispatch is tested with the oneDNN library"
+)
+
+
+def calls_of(ir: tvm.IRModule) -> list[relax.Call]:
+    """The calls in main, in order."""
+    bindings = [b for block in ir["main"].body.blocks for b in block.bindings]
+    return [b.value for b in bindings if isinstance(b.value, relax.Call)]
+
+
+def library_calls(ir: tvm.IRModule) -> list[relax.Call]:
+    return [c for c in calls_of(ir) if c.op.name == "relax.call_dps_packed"]
+
+
+def numbers(call: relax.Call, position: int) -> list[int]:
+    return [int(n) for n in call.args[1].fields[position].values]
+
+
+def test_transposes_of_operands_become_strides() -> None:
+    mod = build(
+        [((4, 8), "float32"), ((16, 8), "float32")],
+        lambda x, w: R.matmul(x, R.permute_dims(w)),
+    )
+    (call,) = library_calls(dispatch(mod))
+    assert str(call.args[0].global_symbol) == "amp_ir.onednn.matmul"
+    assert numbers(call, 5) == [8, 16] and numbers(call, 6) == [1, 8]
+
+
+def test_a_transpose_of_the_only_use_is_written_by_the_matmul() -> None:
+    mod = build(
+        [((2, 4, 8), "float32"), ((2, 8, 3), "float32")],
+        lambda x, y: R.permute_dims(R.matmul(x, y), [1, 0, 2]),
+    )
+    ir = dispatch(mod)
+    (call,) = library_calls(ir)
+    assert numbers(call, 7) == [2, 4, 3] and numbers(call, 8) == [3, 6, 1]
+    assert not [c for c in calls_of(ir) if c.op.name == "relax.permute_dims"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bias_is_added_before_the_one_rounding(dtype: str) -> None:
+    def body(x: Any, w: Any, b: Any) -> Any:
+        product = R.matmul(x, w, out_dtype=dtype)
+        if dtype != "float32":
+            builder_value = relax.BlockBuilder.current().emit(product)
+            product = relax.BlockBuilder.current().emit(
+                call_op("amp_ir.cast", [builder_value], dtype="float32")
+            )
+        return R.nn.relu(R.add(product, b))
+
+    mod = build([((4, 8), dtype), ((8, 16), dtype), ((16,), "float32")], body)
+    ir = dispatch(mod)
+    (call,) = library_calls(ir)
+    assert call.args[1].fields[2].same_as(ir["main"].params[2])
+    assert not [c for c in calls_of(ir) if c.op.name == "relax.add"]
+
+
+def test_a_product_used_elsewhere_keeps_its_bias_apart() -> None:
+    def body(x: Any, w: Any, b: Any) -> Any:
+        product = relax.BlockBuilder.current().emit(R.matmul(x, w))
+        return R.add(product, b), R.exp(product)
+
+    mod = build([((4, 8), "float32"), ((8, 16), "float32"), ((16,), "float32")], body)
+    assert [c for c in calls_of(dispatch(mod)) if c.op.name == "relax.add"]
+
+
+def test_integers_and_float64_stay_for_the_loops() -> None:
+    for dtype in ("int64", "float64"):
+        mod = build([((4, 8), dtype), ((8, 16), dtype)], R.matmul)
+        assert not library_calls(dispatch(mod))
+
+
+@given(
+    st.permutations(range(4)),
+    st.sampled_from([(2, 3, 4, 5), (6, 20), (2, 12, 5), (120,), (3, 2, 20), (2, 1, 3, 20)]),
+)
+def test_reshaped_views_are_pytorchs(order: list[int], shape: tuple[int, ...]) -> None:
+    base = relax.Var("x", relax.TensorType([2, 3, 4, 5], "float32"))
+    view = StridedView.dense(base).permuted(list(order)).reshaped(shape)
+    tensor = torch.empty(2, 3, 4, 5).permute(*order)
+    try:
+        expected = tensor.view(shape)
+    except RuntimeError:
+        assert view is None
+        return
+    assert view is not None
+    pairs = zip(view.shape, view.strides, expected.stride(), strict=True)
+    assert all(n == 1 or ours == theirs for n, ours, theirs in pairs)
+
+
+def test_view_of_stops_where_a_copy_is_needed() -> None:
+    mod = build(
+        [((4, 6), "float32"), ((6, 5), "float32")],
+        lambda x, w: R.matmul(R.reshape(R.permute_dims(x), (4, 6)), w),
+    )
+    bindings = mod["main"].body.blocks[0].bindings
+    values = {b.var: b.value for b in bindings}
+    product = next(b for b in bindings if getattr(b.value, "op", None) == R.matmul(
+        mod["main"].params[0], mod["main"].params[1]).op)  # fmt: skip
+    view = view_of(product.value.args[0], values)
+    assert view.strides == dense_strides((4, 6))
