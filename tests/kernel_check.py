@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import amp_ir.loops
 import torch
 import tvm
+from tvm import relax
+
+import amp_ir.loops  # noqa: F401  (registers the lowerings)
 from amp_ir.build import KERNEL_PIPELINE, cpu_target
 from amp_ir.dialect import call_op
 from amp_ir.dialect.define import dtype_name
 from amp_ir.loops.fuse import fuse_loops
-from tvm import relax
 
 _STORED_AS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
@@ -86,5 +87,3 @@ def _flat(tensor: torch.Tensor) -> Any:
         flat = flat.view(torch.uint16)
     return tvm.runtime.from_dlpack(flat)
 
-
-__all__ = ["amp_ir", "module_of", "run_kernels"]

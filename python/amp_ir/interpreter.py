@@ -136,7 +136,7 @@ def _bind_inputs(run: _Run, params: Sequence[relax.Var], inputs: Sequence[torch.
         )
         if tuple(tensor.shape) != shape or not fits:
             raise ArgumentError(
-                f"input {param.name_hint} has shape {tuple(tensor.shape)} and dtype "
+                f"input {param.name} has shape {tuple(tensor.shape)} and dtype "
                 f"{dtype_name(tensor)}, expected {shape} and {dtype}"
             )
         run.values[param] = run.to_dtype(tensor.detach(), dtype)
@@ -161,7 +161,7 @@ def _check_ops(bindings: Sequence[Any]) -> None:
             continue
         name = call.op.name if isinstance(call.op, tvm.ir.Op) else str(call.op)
         if name not in DECLARATIONS and name not in RELAX_OPS:
-            place = f"{binding.var.name_hint} at {from_span(call.span)}"
+            place = f"{binding.var.name} at {from_span(call.span)}"
             missing.setdefault(name, place)
     if missing:
         listed = ", ".join(f"{name} (first: {place})" for name, place in sorted(missing.items()))

@@ -32,8 +32,9 @@ class Declaration:
     """One op of the dialect.
 
     `infer(*types, **options)` gives the result type; `defaults` are the options that a call may
-    leave out, with their values (`call_op` fills them in); `reference(*tensors, **options)` computes the
-    op with PyTorch in the dtype of its arguments (float64 included) and is the op's definition.
+    leave out, with their values (`call_op` fills them in); `reference(*tensors, **options)`
+    computes the op with PyTorch in the dtype of its arguments (float64 included) and is the op's
+    definition.
     """
 
     name: str
