@@ -86,4 +86,3 @@ def _flat(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bfloat16:
         flat = flat.view(torch.uint16)
     return tvm.runtime.from_dlpack(flat)
-

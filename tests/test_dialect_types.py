@@ -35,8 +35,8 @@ REFUSED: list[tuple[str, list[torch.Tensor], dict[str, Any], type[Exception], st
     ),
     (
         "silu_backward", [f32(2), i64(2)], {}, ArgumentError,
-        "argument 1 (x) of amp_ir.silu_backward has dtype int64, expected one of float16, bfloat16, "
-        "float32, float64",
+        "argument 1 (x) of amp_ir.silu_backward has dtype int64, expected one of float16, "
+        "bfloat16, float32, float64",
     ),
     (
         "silu_backward", [f32(2)], {}, ArgumentError,

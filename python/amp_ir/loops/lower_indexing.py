@@ -169,9 +169,7 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _scattered(
-    op: Lowering, x: Value, ids: Value, src: Value, axis: int, reduction: str
-) -> Value:
+def _scattered(op: Lowering, x: Value, ids: Value, src: Value, axis: int, reduction: str) -> Value:
     axis %= len(x.shape)
     others = [n for d, n in enumerate(ids.shape) if d != axis]
     combine = _COMBINE[reduction]

@@ -2,7 +2,7 @@
 """Lowering of the poolings. Gradients gather over the windows that cover an element: no scatter.
 
 A pooling is a reduction over an index space [*batch, *out, *window]; along each spatial axis
-`_Axis` says which elements a window holds and which windows hold an element.
+`pooling_windows` says which elements a window holds and which windows hold an element.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 from tvm import tirx
 
 from amp_ir.loops import math as m
@@ -25,110 +24,9 @@ from amp_ir.loops.ir import (
     reduce,
     reshape,
 )
+from amp_ir.loops.pooling_windows import Adaptive, Sliding, number
 
 _FAR = 2**31 - 1
-
-
-def _number(value: int) -> Any:
-    return tirx.const(value, "int32")
-
-
-@attrs.frozen
-class Spatial:
-    """Windows along one spatial axis: `count` windows of `width` places over `extent` elements."""
-
-    extent: int
-    count: int
-    width: int
-
-    def element(self, window: Any, place: Any) -> tuple[Any, Any]:
-        """(element, whether it is one) at a place of a window."""
-        raise NotImplementedError
-
-    @property
-    def covering(self) -> int:
-        """How many windows can hold one element, at most."""
-        raise NotImplementedError
-
-    def window(self, element: Any, which: Any) -> tuple[Any, Any]:
-        """(the `which`-th candidate among the windows that hold `element`, whether it does)."""
-        raise NotImplementedError
-
-
-@attrs.frozen
-class Sliding(Spatial):
-    """Windows at a fixed stride."""
-
-    stride: int
-    pad: int
-    dilation: int
-
-    def element(self, window: Any, place: Any) -> tuple[Any, Any]:
-        """Place k of window w is element w * stride + k * dilation - pad."""
-        at = bind(window * self.stride + place * self.dilation - _number(self.pad))
-        return at, m.inside(at, self.extent)
-
-    @property
-    def covering(self) -> int:
-        """A window reaches over (width - 1) * dilation + 1 elements."""
-        return -(-((self.width - 1) * self.dilation + 1) // self.stride)
-
-    def window(self, element: Any, which: Any) -> tuple[Any, Any]:
-        """Counted backwards from the last window that begins at or before the element."""
-        last = tirx.floordiv(element + _number(self.pad), _number(self.stride))
-        window = bind(last - which)
-        offset = bind(element + _number(self.pad) - window * self.stride)
-        holds = tirx.all(
-            m.inside(window, self.count),
-            offset <= _number((self.width - 1) * self.dilation),
-            tirx.floormod(offset, _number(self.dilation)) == _number(0),
-        )
-        return window, holds
-
-    def size(self, window: Any, *, with_padding: bool) -> Any:
-        """How many places of a window count: its elements, and its padding if asked."""
-        start = bind(window * self.stride - _number(self.pad))
-        pad = self.pad if with_padding else 0
-        end = tirx.min(start + _number(self.width), _number(self.extent + pad))
-        return end - (start if with_padding else tirx.max(start, _number(0)))
-
-
-@attrs.frozen
-class Adaptive(Spatial):
-    """`count` windows that share out the axis: floor(w n / count) to ceil((w + 1) n / count)."""
-
-    @classmethod
-    def of(cls, extent: int, count: int) -> Adaptive:
-        """Windows of the largest width that occurs."""
-        width = max(-(-(w + 1) * extent // count) - w * extent // count for w in range(count))
-        return cls(extent, count, width)
-
-    def begin(self, window: Any) -> Any:
-        """The first element of a window."""
-        return tirx.floordiv(window * self.extent, _number(self.count))
-
-    def end(self, window: Any) -> Any:
-        """One past the last element of a window."""
-        return tirx.floordiv((window + 1) * self.extent + (self.count - 1), _number(self.count))
-
-    def element(self, window: Any, place: Any) -> tuple[Any, Any]:
-        """Place k of a window is its begin plus k."""
-        at = bind(self.begin(window) + place)
-        return at, at < self.end(window)
-
-    @property
-    def covering(self) -> int:
-        """Counted over all elements."""
-        return max(
-            -(-(e + 1) * self.count // self.extent) - e * self.count // self.extent
-            for e in range(self.extent)
-        )
-
-    def window(self, element: Any, which: Any) -> tuple[Any, Any]:
-        """Counted from the first window that ends after the element."""
-        window = bind(tirx.floordiv(element * self.count, _number(self.extent)) + which)
-        begins = self.begin(window) <= element
-        return window, tirx.all(window < _number(self.count), begins, element < self.end(window))
 
 
 Axes = Sequence[Any]
@@ -172,16 +70,16 @@ def _max_pool(op: Lowering, x: Value, axes: Axes) -> tuple[Value, Value]:
         element = bind(x[at])
         peak = best[(*i, *(0,) * n)]
         is_nan = element != element
-        wanted = m.select(has_nan[(*i, *(0,) * n)] > _number(0), is_nan, element == peak)
+        wanted = m.select(has_nan[(*i, *(0,) * n)] > number(0), is_nan, element == peak)
         flat = flatten(at[len(at) - n :], plane)
-        return _guarded([*valid, wanted], flat, _number(_FAR))
+        return _guarded([*valid, wanted], flat, number(_FAR))
 
     position = reduce("min", space, _last(space, n), _windows(x, axes, first)[1], "int32")
     shape = op.results[0].shape
     nan = m.constant(float("nan"), dtype)
     y = pointwise(
         best.shape, op.results[0].dtype,
-        lambda *i: m.select(has_nan[i] > _number(0), nan, best[i]),
+        lambda *i: m.select(has_nan[i] > number(0), nan, best[i]),
     )  # fmt: skip
     indices = pointwise(position.shape, "int64", lambda *i: m.cast(position[i], "int64"))
     return reshape(y, shape), reshape(indices, shape)
@@ -189,7 +87,7 @@ def _max_pool(op: Lowering, x: Value, axes: Axes) -> tuple[Value, Value]:
 
 def _is_nan(valid: Any, element: Any) -> Any:
     element = bind(element)
-    return _guarded([*valid, element != element], _number(1), _number(0))
+    return _guarded([*valid, element != element], number(1), number(0))
 
 
 def _covering(op: Lowering, axes: Axes, dtype: str, body: Callable[..., Any]) -> Value:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which elements a pooling window holds and which windows hold an element, along one axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from tvm import tirx
+
+from amp_ir.loops import math as m
+from amp_ir.loops.ir import bind
+
+
+def number(value: int) -> Any:
+    """An index literal."""
+    return tirx.const(value, "int32")
+
+
+@attrs.frozen
+class Spatial:
+    """Windows along one spatial axis: `count` windows of `width` places over `extent` elements."""
+
+    extent: int
+    count: int
+    width: int
+
+    def element(self, window: Any, place: Any) -> tuple[Any, Any]:
+        """(element, whether it is one) at a place of a window."""
+        raise NotImplementedError
+
+    @property
+    def covering(self) -> int:
+        """How many windows can hold one element, at most."""
+        raise NotImplementedError
+
+    def window(self, element: Any, which: Any) -> tuple[Any, Any]:
+        """(the `which`-th candidate among the windows that hold `element`, whether it does)."""
+        raise NotImplementedError
+
+
+@attrs.frozen
+class Sliding(Spatial):
+    """Windows at a fixed stride."""
+
+    stride: int
+    pad: int
+    dilation: int
+
+    def element(self, window: Any, place: Any) -> tuple[Any, Any]:
+        """Place k of window w is element w * stride + k * dilation - pad."""
+        at = bind(window * self.stride + place * self.dilation - number(self.pad))
+        return at, m.inside(at, self.extent)
+
+    @property
+    def covering(self) -> int:
+        """A window reaches over (width - 1) * dilation + 1 elements."""
+        return -(-((self.width - 1) * self.dilation + 1) // self.stride)
+
+    def window(self, element: Any, which: Any) -> tuple[Any, Any]:
+        """Counted backwards from the last window that begins at or before the element."""
+        last = tirx.floordiv(element + number(self.pad), number(self.stride))
+        window = bind(last - which)
+        offset = bind(element + number(self.pad) - window * self.stride)
+        holds = tirx.all(
+            m.inside(window, self.count),
+            offset <= number((self.width - 1) * self.dilation),
+            tirx.floormod(offset, number(self.dilation)) == number(0),
+        )
+        return window, holds
+
+    def size(self, window: Any, *, with_padding: bool) -> Any:
+        """How many places of a window count: its elements, and its padding if asked."""
+        start = bind(window * self.stride - number(self.pad))
+        pad = self.pad if with_padding else 0
+        end = tirx.min(start + number(self.width), number(self.extent + pad))
+        return end - (start if with_padding else tirx.max(start, number(0)))
+
+
+@attrs.frozen
+class Adaptive(Spatial):
+    """`count` windows that share out the axis: floor(w n / count) to ceil((w + 1) n / count)."""
+
+    @classmethod
+    def of(cls, extent: int, count: int) -> Adaptive:
+        """Windows of the largest width that occurs."""
+        width = max(-(-(w + 1) * extent // count) - w * extent // count for w in range(count))
+        return cls(extent, count, width)
+
+    def begin(self, window: Any) -> Any:
+        """The first element of a window."""
+        return tirx.floordiv(window * self.extent, number(self.count))
+
+    def end(self, window: Any) -> Any:
+        """One past the last element of a window."""
+        return tirx.floordiv((window + 1) * self.extent + (self.count - 1), number(self.count))
+
+    def element(self, window: Any, place: Any) -> tuple[Any, Any]:
+        """Place k of a window is its begin plus k."""
+        at = bind(self.begin(window) + place)
+        return at, at < self.end(window)
+
+    @property
+    def covering(self) -> int:
+        """Counted over all elements."""
+        return max(
+            -(-(e + 1) * self.count // self.extent) - e * self.count // self.extent
+            for e in range(self.extent)
+        )
+
+    def window(self, element: Any, which: Any) -> tuple[Any, Any]:
+        """Counted from the first window that ends after the element."""
+        window = bind(tirx.floordiv(element * self.count, number(self.extent)) + which)
+        begins = self.begin(window) <= element
+        return window, tirx.all(window < number(self.count), begins, element < self.end(window))
