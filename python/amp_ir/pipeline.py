@@ -42,6 +42,7 @@ from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
+ROUNDINGS = ("strict", "fast")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -90,12 +91,16 @@ def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -
 
 
 def lower(
-    mod: StepModule, *, strict: bool = False, seconds: dict[str, float] | None = None
+    mod: StepModule, *, rounding: str = "fast", seconds: dict[str, float] | None = None
 ) -> PlannedStep:
     """Take a step from ops to planned kernels and library calls; `seconds` gets each stage's time.
 
     Ensures: the user's state is untouched, and nothing has been executed.
+
+    Raises:
+        OptionError: `rounding` is neither "strict" nor "fast"; see `compile_step`.
     """
+    _check_rounding(rounding)
     seconds = {} if seconds is None else seconds
     ir = mod.ir
     with _timed(seconds, "tidy"):
@@ -106,14 +111,14 @@ def lower(
         ir = dispatch(ir)
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
-        ir = fuse_loops(ir, strict=strict)
+        ir = fuse_loops(ir, strict=rounding == "strict")
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
         return plan_memory(ir, mod.signature.inputs, mod.signature.outputs)
 
 
 def compile_step(
-    mod: StepModule, *, device: str = "cpu", opt_level: int = 3, strict: bool = False
+    mod: StepModule, *, device: str = "cpu", opt_level: int = 3, rounding: str = "fast"
 ) -> CompiledStep:
     """Compile a step (`amp_ir.compile`) so that it runs on the model's and optimizer's tensors.
 
@@ -121,7 +126,9 @@ def compile_step(
         mod: what `trace_step` or `autocast` returns.
         device: "cpu".
         opt_level: TVM's optimisation level, 0 to 3.
-        strict: round every low-precision value also inside of fused kernels.
+        rounding: "strict" rounds every low-precision value exactly where the plan says, also
+            inside of fused kernels; "fast" rounds what is stored and keeps float32 in between.
+            Casts that you wrote yourself (`x.bfloat16()`) round in both.
 
     Raises:
         OptionError, DeviceError, UnsupportedOpError.
@@ -129,7 +136,7 @@ def compile_step(
     _check_module(mod, "compile")
     build_stage.resolve_device(device)
     seconds: dict[str, float] = {}
-    planned = lower(mod, strict=strict, seconds=seconds)
+    planned = lower(mod, rounding=rounding, seconds=seconds)
     with _timed(seconds, "build"):
         executable = build_stage.build(planned, device, opt_level=opt_level)
     program = Program(executable, planned.plan, mod.signature, mod.state)
@@ -186,20 +193,22 @@ def jit(
     amp_dtype: str | None = None,
     device: str = "cpu",
     opt_level: int = 3,
+    rounding: str = "fast",
 ) -> JitStep:
     """Capture, cast and compile `step` when it is first called.
 
     A batch of another shape compiles again, with a one-line notice, and is kept. `amp_dtype` is
-    "float16", "bfloat16" or None for no casts.
+    "float16", "bfloat16" or None for no casts; `rounding` is "fast" or "strict", see `compile`.
 
     Raises:
-        OptionError, DeviceError: at once, for an unknown dtype or device.
+        OptionError, DeviceError: at once, for an unknown dtype, rounding or device.
     """
     if amp_dtype not in (None, "float16", "bfloat16", "float32"):
         raise OptionError(
             f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '
             "or None for no casts"
         )
+    _check_rounding(rounding)
     build_stage.resolve_device(device)
     return JitStep(
         step,
@@ -207,7 +216,7 @@ def jit(
         optimizer=optimizer,
         scaler=scaler,
         amp_dtype=amp_dtype,
-        compile_options={"device": device, "opt_level": opt_level},
+        compile_options={"device": device, "opt_level": opt_level, "rounding": rounding},
     )
 
 
@@ -220,14 +229,17 @@ def profile_vm_model(
     warmup: int = 5,
     number: int = 10,
     repeat: int = 1,
+    rounding: str = "fast",
 ) -> list[float]:
     """Milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
 
-    The steps run on copies of the state: parameters are as before afterwards.
+    `rounding` is as for `compile`. The steps run on copies of the state: parameters are as
+    before afterwards.
     """
     _check_module(mod, "profile_vm_model")
     batch = mod.signature.flatten_batch(tuple(args))
-    executable = build_stage.build(planned := lower(mod), device, opt_level=opt_level)
+    planned = lower(mod, rounding=rounding)
+    executable = build_stage.build(planned, device, opt_level=opt_level)
     copies = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in mod.state.items()
@@ -237,18 +249,29 @@ def profile_vm_model(
 
 
 def get_peak_memory(
-    mod: StepModule, device: str, args: Any = None, *, include_param: bool = True
+    mod: StepModule,
+    device: str,
+    args: Any = None,
+    *,
+    include_param: bool = True,
+    rounding: str = "fast",
 ) -> float:
     """Peak MiB of a step, from the memory plan; nothing is executed.
 
     Counts intermediates, the batch and results; with `include_param` also parameters, buffers,
-    optimizer state and gradients that stay.
+    optimizer state and gradients that stay. `rounding` is as for `compile`.
     """
     _check_module(mod, "get_peak_memory")
     build_stage.resolve_device(device)
-    plan = lower(mod).plan
+    plan = lower(mod, rounding=rounding).plan
     nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
     return nbytes / 2**20
+
+
+def _check_rounding(rounding: str) -> None:
+    if rounding not in ROUNDINGS:
+        accepted = " or ".join(f'"{word}"' for word in ROUNDINGS)
+        raise OptionError(f"rounding={rounding!r} is not known; expected {accepted}")
 
 
 def _check_module(mod: Any, function: str) -> None:

@@ -131,7 +131,11 @@ class ElementWriter:
 
     def _rounded(self, value: Pointwise, element: Any) -> Any:
         element = m.cast(as_expression(element, value.dtype), compute_dtype(value.dtype))
-        return round_to(element, value.dtype) if value.rounds or self.strict else element
+        is_low = compute_dtype(value.dtype) != value.dtype
+        if not is_low or value.is_view or not (value.rounds or self.strict):
+            return element
+        # Rounding reads its argument several times: without memory, chains grow exponentially.
+        return round_to(self._hold(element, compute_dtype(value.dtype)), value.dtype)
 
     def _read(self, value: Value, index: Index) -> Any:
         if isinstance(value, Constant):
