@@ -30,6 +30,10 @@ class ShapeChanged(ArgumentError):
     """A batch tensor has another shape than the captured one; `jit` answers by compiling again."""
 
 
+class IdError(AmpIrError, IndexError):
+    """The batch holds an id that lies outside of the table that it is looked up in."""
+
+
 class StateError(AmpIrError, RuntimeError):
     """The model, optimizer or scaler is no longer as the compiled step needs it."""
 

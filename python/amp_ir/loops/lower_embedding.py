@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
     LANES,
     Lowering,
@@ -99,10 +100,11 @@ def _add_rows(
         to = id_ * width + column
         return total.store(to, total.load(to) + grad.load(item * width + column))
 
-    adding: tirx.Stmt = columns(task * block, block, add)
+    # An id outside of the table must not become a write outside of the buffer.
+    counts = m.inside(id_, total.spec.shape[0])
     if padding_idx is not None:
-        is_padding = tirx.EQ(id_, tirx.const(padding_idx, "int32"))
-        adding = tirx.IfThenElse(tirx.Not(is_padding), adding, None)
+        counts = tirx.all(counts, tirx.NE(id_, tirx.const(padding_idx, "int32")))
+    adding = tirx.IfThenElse(counts, columns(task * block, block, add), None)
     bound = tirx.Bind(id_, tirx.Cast("int32", ids.load(item)))
     body = For(item, 0, count, ForKind.SERIAL, tirx.SeqStmt([bound, adding]))
     return For(task, 0, width // block, ForKind.PARALLEL, body)

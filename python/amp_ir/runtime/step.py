@@ -10,6 +10,7 @@ import attrs
 from amp_ir.errors import StateError
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import StepModule
+from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.program import Program
 
 
@@ -35,15 +36,18 @@ class CompiledStep:
         self.report = report
         self._program = program
         self._is_installed = False
+        self._id_bounds = find_bounds(module.ir, module.signature.inputs)
 
     def __call__(self, *batch: Any) -> Any:
         """Run one step on `batch` and return what the captured step returns.
 
         Raises:
             ArgumentError: the batch does not fit what was captured; nothing has changed.
+            IdError: an id or a class of the batch lies outside of its table; nothing has changed.
             StateError: model or optimizer changed in a way that needs a new capture.
         """
         tensors = self.module.signature.flatten_batch(batch)
+        check_ids(self._id_bounds, tensors)
         if not self.module.hooks.is_current():
             raise StateError(
                 "the model or the optimizer is no longer as it was captured (a parameter was "
