@@ -32,20 +32,20 @@ class Training:
 
     def step(self, *batch: torch.Tensor) -> torch.Tensor:
         """One training step; returns the loss, f32[]."""
-        self.optimizer.zero_grad()
         loss = self.loss(*batch)
         loss.backward()
         self.optimizer.step()
-        return loss
+        self.optimizer.zero_grad()
+        return loss.detach()
 
     def autocast_step(self, *batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The same step with PyTorch's own mixed precision, as its documentation asks."""
-        self.optimizer.zero_grad()
         with torch.autocast(batch[0].device.type, dtype):
             loss = self.loss(*batch)
         loss.backward()
         self.optimizer.step()
-        return loss
+        self.optimizer.zero_grad()
+        return loss.detach()
 
 
 class _Make(Protocol):
