@@ -45,6 +45,16 @@ def _stage(inner: int, width: int, depth: int, stride: int) -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
+def _further(inner: int, outer: int) -> nn.Sequential:
+    """Halve the side. Without BatchNorm: the last map of one image has one value a channel."""
+    return nn.Sequential(
+        nn.Conv2d(inner, outer // 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(outer // 2, outer, 3, 2, 1),
+        nn.ReLU(),
+    )
+
+
 class Ssd(nn.Module):
     """The detector.
 
@@ -73,14 +83,11 @@ class Ssd(nn.Module):
         self.stride32 = _stage(16 * width, 8 * width, depths[3], 2)
         channels = (16 * width, 32 * width, *extra)
         self.further = nn.ModuleList(
-            nn.Sequential(_conv(inner, outer // 2, 1), nn.ReLU(), _conv(outer // 2, outer, 3, 2))
-            for inner, outer in zip(channels[1:], extra, strict=False)
+            _further(inner, outer) for inner, outer in zip(channels[1:], extra, strict=False)
         )
         pairs = list(zip(channels, ANCHORS, strict=True))
         self.boxes = nn.ModuleList(nn.Conv2d(c, 4 * a, 3, padding=1) for c, a in pairs)
-        self.scores = nn.ModuleList(
-            nn.Conv2d(c, self.classes * a, 3, padding=1) for c, a in pairs
-        )
+        self.scores = nn.ModuleList(nn.Conv2d(c, self.classes * a, 3, padding=1) for c, a in pairs)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Box offsets f32[n, anchors, 4] and class scores f32[n, anchors, classes + 1].
@@ -90,7 +97,7 @@ class Ssd(nn.Module):
         maps = [self.stride16(self.stem(images))]
         maps.append(self.stride32(maps[-1]))
         for layer in self.further:
-            maps.append(functional.relu(layer(maps[-1])))
+            maps.append(layer(maps[-1]))
         boxes = [_by_anchor(head(x), 4) for head, x in zip(self.boxes, maps, strict=True)]
         scores = [
             _by_anchor(head(x), self.classes) for head, x in zip(self.scores, maps, strict=True)

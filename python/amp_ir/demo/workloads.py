@@ -169,9 +169,7 @@ def _resnet50(*, small: bool, dropout: float) -> Training:
     def loss(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(model(images).logits, labels)
 
-    return Training(
-        model, _sgd(model, 0.01, 0.9), loss, (torch.randn(rows, 3, side, side), labels)
-    )
+    return Training(model, _sgd(model, 0.01, 0.9), loss, (torch.randn(rows, 3, side, side), labels))
 
 
 def _ssd(*, small: bool, dropout: float) -> Training:

@@ -269,11 +269,9 @@ class _LoopShape:
         for accumulator in accumulators:
             statements += accumulator.allocate()
         columns = [tirx.Var(f"r{d}", "int32") for d in range(len(self.column_axes))]
-        is_vector = block % LANES == 0
 
         def visit(offset: Any, lane: Any) -> tuple[tirx.Stmt, bool]:
-            vector = lane if is_vector else None
-            writer = self._writer([*outer, offset], list(columns), {}, vector)
+            writer = self._writer([*outer, offset], list(columns), {}, lane)
             written = self._visit(writer, level, accumulators, _minus(offset, start))
             return written, writer.is_scalar
 
