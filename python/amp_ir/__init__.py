@@ -20,6 +20,7 @@ from amp_ir.location import autocast_off
 from amp_ir.module import Role, Signature, StepModule
 from amp_ir.pipeline import (
     autocast,
+    explain_plan,
     get_peak_memory,
     jit,
     profile_vm_model,
@@ -44,6 +45,7 @@ __all__ = [
     "autocast_off",
     "compile",
     "errors",
+    "explain_plan",
     "get_peak_memory",
     "jit",
     "list_ops",

@@ -28,9 +28,12 @@ import tvm
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir import build as build_stage
 from amp_ir.amp import autocast as autocast_stage
+from amp_ir.amp.plan import CastPlan
+from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.errors import OptionError, ShapeChanged
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
+from amp_ir.loops.membership import memberships
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
 from amp_ir.passes.dispatch import dispatch
@@ -115,6 +118,24 @@ def lower(
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
         return plan_memory(ir, mod.signature.inputs, mod.signature.outputs)
+
+
+def explain_plan(mod: StepModule) -> CastPlan:
+    """The plan of a step that went through autocast, with the kernels it really gets.
+
+    `mod.plan` was made before fusion and estimates which ops share a kernel. Here `kernel` of each
+    op, and whether a cast is alone, are what the loops stage does; nothing is compiled.
+
+    Raises:
+        OptionError: the step has no plan.
+    """
+    _check_module(mod, "explain_plan")
+    if mod.plan is None:
+        raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
+    found = memberships(dispatch(fold_casts(expand_attention(mod.ir))))
+    kernels = {variable: place.kernel for variable, place in found.items()}
+    of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
+    return with_real_kernels(mod.plan, mod.ir, kernels, of_casts)
 
 
 def compile_step(

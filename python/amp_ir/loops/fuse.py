@@ -52,6 +52,14 @@ def fuse_loops(ir: tvm.IRModule, *, strict: bool = False) -> tvm.IRModule:
     return program.write()
 
 
+def group_values(ir: tvm.IRModule) -> tuple[dict[relax.Var, Any], Grouping]:
+    """What each variable of `main` is as a value, and the finished grouping; nothing is written."""
+    program = _Program(ir, strict=False)
+    program.read()
+    program.grouping.finish()
+    return program.values, program.grouping
+
+
 class _Program:
     def __init__(self, ir: tvm.IRModule, strict: bool) -> None:
         self.ir = ir

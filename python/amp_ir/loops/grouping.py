@@ -162,6 +162,10 @@ class Grouping:
         """Note that `value` (a Buffer or Opaque) comes out of a unit."""
         self._unit_of[id(value)] = unit
 
+    def unit_of(self, value: Value) -> int | None:
+        """The library call or opaque kernel that `value` comes out of, if any."""
+        return self._unit_of.get(id(value))
+
     def reads(self, value: Value) -> list[Read]:
         """What `value` reads from memory or from other members, looking through views."""
         return effective_reads(value, self._read_cache)
