@@ -186,7 +186,8 @@ def _ssd(*, small: bool, dropout: float) -> Training:
     def loss(
         images: torch.Tensor, target_boxes: torch.Tensor, target_classes: torch.Tensor
     ) -> torch.Tensor:
-        return multibox_loss(*model(images), target_boxes, target_classes)
+        found_boxes, scores = model(images)
+        return multibox_loss(found_boxes, scores, target_boxes, target_classes)
 
     batch = torch.randn(rows, 3, side, side), boxes, labels
     return Training(model, _sgd(model, 0.001, 0.9), loss, batch)

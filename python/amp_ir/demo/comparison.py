@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A workload in float32 and in mixed precision, beside PyTorch's own, measured in one run."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+import torch
+
+import amp_ir
+from amp_ir.demo.workloads import Training, Workload
+
+COMPARED_STEPS = 10
+# A turn takes at least this long, so that a step of a millisecond is not lost in the switching.
+_TURN_SECONDS = 0.02
+
+
+class Report(Protocol):
+    """Is told each stage as it begins, and how far a long one has come."""
+
+    def __call__(self, stage: str, part: str = "") -> None:
+        """`part` says "3 of 10"."""
+
+
+def _silent(stage: str, part: str = "") -> None:
+    """Tell nobody."""
+
+
+@attrs.frozen
+class Way:
+    """One way of running the workload's step, and what was measured of it.
+
+    `losses` are those of the first COMPARED_STEPS steps. What PyTorch does not tell is None.
+    """
+
+    title: str
+    dtype: str
+    losses: tuple[float, ...]
+    ms: float
+    peak_mib: float | None = None
+    casts: int | None = None
+    kernels: int | None = None
+    compile_seconds: float | None = None
+
+    def loss_difference(self, other: Way) -> float:
+        """The largest relative difference of the losses."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        return max(abs(mine - its) / abs(its) for mine, its in pairs)
+
+
+@attrs.frozen
+class Comparison:
+    """The four ways of one workload, measured in turns."""
+
+    workload: Workload
+    parameters: int
+    steps: int
+    ours: Way
+    ours_low: Way
+    torch: Way
+    torch_low: Way
+
+    @property
+    def ways(self) -> tuple[Way, Way, Way, Way]:
+        """In the order of the table."""
+        return self.ours, self.ours_low, self.torch, self.torch_low
+
+
+@attrs.define
+class _Runner:
+    """A step ready to run, on a model of its own."""
+
+    title: str
+    dtype: str
+    step: Callable[..., torch.Tensor]
+    batch: tuple[torch.Tensor, ...]
+    facts: dict[str, float] = attrs.field(factory=dict)
+    losses: list[float] = attrs.field(factory=list)
+    turns_ms: list[float] = attrs.field(factory=list)
+
+    def run(self, count: int) -> None:
+        """Train for some steps and keep the losses."""
+        self.losses += [self.step(*self.batch).item() for _ in range(count)]
+
+    def take_turn(self) -> None:
+        """Time a step, or the mean of several short ones."""
+        count = 0
+        started = time.perf_counter()
+        while count == 0 or time.perf_counter() - started < _TURN_SECONDS:
+            self.step(*self.batch)
+            count += 1
+        self.turns_ms.append((time.perf_counter() - started) / count * 1e3)
+
+    def result(self) -> Way:
+        return Way(
+            self.title,
+            self.dtype,
+            tuple(self.losses),
+            statistics.median(self.turns_ms),
+            **self.facts,  # type: ignore[arg-type]
+        )
+
+
+def compare(
+    workload: Workload,
+    *,
+    low_dtype: str,
+    device: str = "cpu",
+    small: bool = False,
+    steps: int = 10,
+    report: Report = _silent,
+) -> Comparison:
+    """Train the workload in four ways from the same weights, and measure them in turns.
+
+    Args:
+        workload: what to train.
+        low_dtype: "bfloat16" or "float16".
+        device: "cpu".
+        small: shapes of a test, not of a measurement.
+        steps: timed turns of each way.
+        report: is told of the progress.
+
+    Raises:
+        MissingPackage, DeviceError.
+    """
+    report(f"building {workload.name}")
+    first = workload.make(small=small)
+    runners = [
+        _compiled(workload.make(small=small), None, device, report),
+        _compiled(workload.make(small=small), low_dtype, device, report),
+        _eager(first, None),
+        _eager(workload.make(small=small), low_dtype),
+    ]
+    for runner in runners:
+        report(f"training {COMPARED_STEPS} steps: {runner.title} {runner.dtype}")
+        runner.run(COMPARED_STEPS)
+    for turn in range(steps):
+        report("timing in turns", f"{turn + 1} of {steps}")
+        for runner in runners:
+            runner.take_turn()
+    parameters = sum(one.numel() for one in first.model.parameters())
+    return Comparison(workload, parameters, steps, *(runner.result() for runner in runners))
+
+
+def _compiled(training: Training, low_dtype: str | None, device: str, report: Report) -> _Runner:
+    dtype = low_dtype or "float32"
+    started = time.perf_counter()
+    report(f"capturing the step, {dtype}")
+    mod, args = amp_ir.trace_step(
+        training.step, training.batch, model=training.model, optimizer=training.optimizer
+    )
+    if low_dtype is not None:
+        report(f"choosing casts, {dtype}")
+        mod = amp_ir.autocast(mod, args, amp_dtype=low_dtype)
+    report(f"compiling, {dtype}")
+    step = amp_ir.compile(mod, device=device)
+    facts = {
+        "compile_seconds": time.perf_counter() - started,
+        "peak_mib": step.report.plan.peak_bytes / 2**20,
+        "casts": len(mod.plan.casts) if mod.plan is not None else 0,
+        "kernels": step.report.kernel_count,
+    }
+    return _Runner("amp_ir", dtype, step, training.batch, facts)
+
+
+def _eager(training: Training, low_dtype: str | None) -> _Runner:
+    if low_dtype is None:
+        return _Runner("PyTorch", "float32", training.step, training.batch)
+    step = functools.partial(training.autocast_step, dtype=getattr(torch, low_dtype))
+    return _Runner("PyTorch", low_dtype, step, training.batch)
