@@ -208,7 +208,7 @@ def test_cast_between_any_two_dtypes(source: str, target: str) -> None:
 
 def test_rounding_to_bfloat16_is_pytorchs_for_every_kind_of_number() -> None:
     bits = torch.tensor(
-        [0x7F800001, 0x7FFFFFFF, -0x363F, 0x7F7FFFFF, 0x00000001, 0x3F808000, 0x3F818000, 0x7F800000],
+        [0x7F800001, 0x7FFFFFFF, -0x363F, 0x7F7FFFFF, 1, 0x3F808000, 0x3F818000, 0x7F800000],
         dtype=torch.int32,
     )  # fmt: skip
     x = torch.cat([bits, -bits]).view(torch.float32)
