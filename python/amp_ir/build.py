@@ -59,6 +59,11 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
     which retypes a buffer that is read both as scalars and as vectors and then reads it wrongly.
     """
     transform = tirx.transform
+    if not all(_promises_no_alias(function) for function in mod.functions.values()):
+        # Code generation keeps one such flag for the whole module (TVM 0.27): a kernel that writes
+        # over its input next to one that promises not to would be compiled under that promise.
+        functions = {name: _may_alias(function) for name, function in mod.functions.items()}
+        mod = tvm.IRModule(functions, attrs=mod.attrs)
     passes = [
         transform.StmtSimplify(),
         transform.FlattenBuffer(),
@@ -74,6 +79,16 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
         transform.MakePackedAPI(),
     ]
     return tvm.transform.Sequential(passes)(mod)
+
+
+def _promises_no_alias(function: Any) -> bool:
+    attributes = getattr(function, "attrs", None)
+    return attributes is not None and bool(attributes.get("tirx.noalias", False))
+
+
+def _may_alias(function: Any) -> Any:
+    is_kernel = isinstance(function, tirx.PrimFunc)
+    return function.with_attr("tirx.noalias", False) if is_kernel else function
 
 
 def _kernel_pipeline() -> tuple[Any, Any, Any]:

@@ -30,8 +30,10 @@ from amp_ir.loops.ir import (
 )
 from amp_ir.loops.kernel_buffers import FlatBuffer, round_to
 
-# How many names may be substituted into each other before one is kept in memory.
-MAX_DEPTH = 3
+# How many names may be substituted into each other before one is kept in memory: a load has a name,
+# and arithmetic on it is kept. Deeper names also fail: TVM's interval analysis (0.27) gives up on a
+# product with a `Select` of floats under a name ("IntImm supports only int").
+MAX_DEPTH = 1
 
 
 @attrs.define
