@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp-ir explain`: the cast plan of a step as a table on the terminal, and as an HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from amp_ir.errors import OptionError
+from amp_ir.report.explain_page import page
+
+# One colour a dtype, on the terminal; explain_page.py has the same for browsers.
+STYLES = {"float32": "blue", "bfloat16": "green", "float16": "green", "float64": "magenta"}
+
+
+class Cast(Protocol):
+    """A cast of a plan; see amp_ir.amp.plan.PlannedCast."""
+
+    from_dtype: str
+    to_dtype: str
+    consumer: int
+    source: int
+    is_shared: bool
+    is_alone: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it moves."""
+
+
+class Plan(Protocol):
+    """What is shown; see amp_ir.amp.plan.CastPlan."""
+
+    amp_dtype: str
+    ops: Sequence[Any]
+    casts: Sequence[Cast]
+
+    def summary(self) -> str:
+        """Two lines of numbers, then one an op name."""
+
+
+@attrs.frozen
+class Row:
+    """One op with the casts made for it."""
+
+    op: Any
+    casts: tuple[Cast, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its casts move by themselves."""
+        return sum(cast.nbytes for cast in self.casts)
+
+    @property
+    def phrases(self) -> tuple[str, ...]:
+        """Its casts in words, equal ones once with their number."""
+        counts = Counter(_phrase(cast) for cast in self.casts)
+        return tuple(text if n == 1 else f"{n} x {text}" for text, n in counts.items())
+
+
+def add_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+    """The arguments of `amp-ir explain`."""
+    parser.add_argument("workload", choices=list(workloads))
+    parser.add_argument(
+        "--module", default="*", metavar="GLOB", help='modules or ops, such as "*.attention"'
+    )
+    parser.add_argument("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--views", action="store_true", help="ops that only move elements, too")
+
+
+def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = None) -> int:
+    """Print the part of a plan that the arguments ask for; returns the exit code.
+
+    Raises:
+        OptionError: `--module` matches nothing.
+    """
+    console = console or Console()
+    rows = rows_of(plan, arguments.module, views=arguments.views)
+    console.print(table(rows))
+    console.print()
+    console.print(reasons(rows))
+    console.print()
+    console.print("\n".join(plan.summary().splitlines()[:2]), highlight=False)
+    if arguments.html is not None:
+        title = f"{arguments.workload} in {plan.amp_dtype}"
+        arguments.html.write_text(page(title, plan, rows))
+        console.print(f"wrote {arguments.html}", highlight=False)
+    return 0
+
+
+def rows_of(plan: Plan, what: str = "*", *, views: bool = False) -> list[Row]:
+    """The ops that `what` matches by module (what is inside included) or by name, with their casts.
+
+    Raises:
+        OptionError: it matches nothing.
+    """
+    casts: dict[int, list[Cast]] = {}
+    for cast in plan.casts:
+        casts.setdefault(cast.consumer, []).append(cast)
+    rows = [
+        Row(op, tuple(casts.get(op.id, ())))
+        for op in plan.ops
+        if _is_meant(op, what) and (views or op.reads or op.results)
+    ]
+    if not rows:
+        modules = sorted({op.module.split(".")[0] for op in plan.ops if op.module})
+        raise OptionError(
+            f"no module or op of the step matches {what!r}; modules begin with {', '.join(modules)}"
+        )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows as a table for a terminal, below the name of their module each."""
+    result = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("op", "phase", "dtypes", "rule", "casts for it"):
+        result.add_column(name, overflow="fold")
+    result.add_column("bytes", justify="right")
+    result.add_column("kernel", justify="right")
+    for module, group in itertools.groupby(rows, key=lambda row: row.op.module):
+        # A long name in a cell would widen the column of ops; folded, it stays whole.
+        result.add_row(f"[bold]{module or 'outside of modules'}[/]")
+        for row in group:
+            op = row.op
+            result.add_row(
+                "  " + op.name.removeprefix("relax.").removeprefix("amp_ir."),
+                op.phase,
+                f"{_coloured(op.reads)} -> {_coloured(op.results)}",
+                op.rule,
+                "\n".join(row.phrases),
+                f"{row.nbytes:,}" if row.nbytes else "",
+                str(op.kernel) if op.kernel >= 0 else "-",
+            )
+    return result
+
+
+def reasons(rows: Sequence[Row]) -> Table:
+    """What the rules of the rows say, each once, with the number of ops that they decided."""
+    counts = Counter((row.op.rule, row.op.reason) for row in rows)
+    result = Table(box=None, pad_edge=False, header_style="bold")
+    result.add_column("rule")
+    result.add_column("ops", justify="right")
+    result.add_column("why")
+    for (rule, reason), number in sorted(counts.items()):
+        result.add_row(rule, str(number), escape(reason))
+    return result
+
+
+def _coloured(dtypes: Sequence[str]) -> str:
+    return " ".join(f"[{STYLES.get(one, 'default')}]{one}[/]" for one in _distinct(dtypes)) or "-"
+
+
+def _distinct(dtypes: Sequence[str]) -> Iterator[str]:
+    return iter(dict.fromkeys(dtypes))
+
+
+def _phrase(cast: Cast) -> str:
+    shared = "shared" if cast.is_shared else "private"
+    return (
+        f"{cast.from_dtype} to {cast.to_dtype}, {shared}, {'alone' if cast.is_alone else 'fused'}"
+    )
+
+
+def _is_meant(op: Any, what: str) -> bool:
+    inside = fnmatchcase(op.module, what) or fnmatchcase(op.module, f"{what}.*")
+    return inside or fnmatchcase(op.name, what)
