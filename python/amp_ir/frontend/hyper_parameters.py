@@ -91,12 +91,20 @@ def find_hyper_parameters(optimizers: list[torch.optim.Optimizer]) -> list[Hyper
 def frozen_options(
     optimizers: list[torch.optim.Optimizer], inputs: list[HyperParameter]
 ) -> list[dict[str, Any]]:
-    """What is frozen into the graph: the other entries of every group, its parameters by id."""
+    """What is frozen into the graph: the other entries of every group, its parameters by id.
+
+    Entries that the optimizer has no default for are not its own: schedulers keep notes there
+    (`initial_lr`), also after the capture.
+    """
     dynamic = {(id(h.optimizer), h.group, h.key) for h in inputs}
     frozen = []
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            entries = {k: v for k, v in group.items() if (id(optimizer), number, k) not in dynamic}
+            entries = {
+                key: value
+                for key, value in group.items()
+                if key in optimizer.defaults and (id(optimizer), number, key) not in dynamic
+            }
             entries["params"] = [id(parameter) for parameter in group["params"]]
             frozen.append(entries)
     return frozen
