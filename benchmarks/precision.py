@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient errors against float64 beside torch.autocast's: `python -m benchmarks.precision`.
+
+Every workload of the demos, in small shapes, in bfloat16 and float16, evaluated op by op by the
+interpreter, which rounds exactly where the plan says: no hardware for either dtype is needed. For
+each, the five ops whose roundings disturb the gradients most: everything is evaluated in float64
+but for the roundings of that one op. Tables are printed and saved under benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import attrs
+import torch
+from rich.console import Console
+from rich.table import Table
+from tvm import relax
+
+import amp_ir
+from amp_ir.demo.workloads import WORKLOADS
+from amp_ir.interpreter import interpret
+from amp_ir.location import from_span
+
+RESULTS = Path(__file__).parent / "results"
+DTYPES = ("bfloat16", "float16")
+Gradients = dict[str, torch.Tensor]
+
+
+@attrs.frozen
+class Contribution:
+    """What the roundings of one op do to the gradients: a relative error."""
+
+    op: str
+    error: float
+
+
+@attrs.frozen
+class Row:
+    """One workload in one dtype; errors are relative, in the Euclidean norm over all
+    gradients, medians over seeds."""
+
+    workload: str
+    dtype: str
+    seeds: int
+    ours: float
+    torch_autocast: float
+    worst: tuple[Contribution, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__)
+    parser.add_argument("workloads", nargs="*", default=[], help=", ".join(WORKLOADS))
+    parser.add_argument("--seeds", type=int, default=9, help="draws of weights and batch")
+    parser.add_argument("--worst", type=int, default=5, help="ops to name; 0 for none")
+    chosen = parser.parse_args(arguments)
+    rows: list[Row] = []
+    for name in chosen.workloads or WORKLOADS:
+        rows += measure(name, seeds=chosen.seeds, worst=chosen.worst)
+        save(rows)
+        print(f"{name}: done", flush=True)
+    print_tables(rows)
+
+
+def measure(name: str, *, seeds: int, worst: int) -> list[Row]:
+    """Medians over some seeds, and the worst ops for the first seed; a row a dtype.
+
+    Medians, since an activation of relu that changes sides disturbs one draw by 0.1 and more.
+    """
+    ours: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
+    theirs: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
+    contributions: dict[str, tuple[Contribution, ...]] = dict.fromkeys(DTYPES, ())
+    for seed in range(seeds):
+        case = Case(name, seed)
+        for dtype in DTYPES:
+            ours[dtype].append(relative_error(case.gradients(dtype), case.exact))
+            theirs[dtype].append(relative_error(case.torch_gradients(dtype), case.exact))
+            if seed == 0 and worst:
+                contributions[dtype] = tuple(case.contributions(dtype)[:worst])
+    return [
+        Row(name, dtype, seeds, median(ours[dtype]), median(theirs[dtype]), contributions[dtype])
+        for dtype in DTYPES
+    ]
+
+
+class Case:
+    """One workload with one draw of weights and batch."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self._make = lambda: WORKLOADS[name].make(small=True, seed=seed)
+        training = self._make()
+
+        def step(*batch: torch.Tensor) -> torch.Tensor:
+            loss = training.loss(*batch)
+            loss.backward()
+            return loss
+
+        # Without the optimizer: the gradients are left in p.grad, as outputs of the step.
+        mod, args = amp_ir.trace_step(step, training.batch, model=training.model)
+        self._low = {dtype: amp_ir.autocast(mod, args, amp_dtype=dtype) for dtype in DTYPES}
+        self._inputs = list(_inputs(mod, training.batch))
+        self.exact = self._run(mod, float_dtype=torch.float64)
+
+    def gradients(self, dtype: str) -> Gradients:
+        """With every rounding of the plan."""
+        return self._run(self._low[dtype])
+
+    def torch_gradients(self, dtype: str) -> Gradients:
+        """By PyTorch's own autocast."""
+        training = self._make()
+        # Without oneDNN, which has no float16 on most CPUs: PyTorch's own kernels always run.
+        with (
+            torch.autocast("cpu", getattr(torch, dtype)),
+            torch.backends.mkldnn.flags(enabled=False),
+        ):
+            loss = training.loss(*training.batch)
+        loss.backward()
+        return {
+            f"{name}.grad": one.grad
+            for name, one in training.model.named_parameters()
+            if one.grad is not None
+        }
+
+    def contributions(self, dtype: str) -> list[Contribution]:
+        """What the roundings of each op do alone, the worst first."""
+        found = []
+        for label, variables in roundings(self._low[dtype]).items():
+            on_value = _rounding(variables, getattr(torch, dtype))
+            got = self._run(self._low[dtype], float_dtype=torch.float64, on_value=on_value)
+            found.append(Contribution(label, relative_error(got, self.exact)))
+        return sorted(found, key=lambda one: -one.error)
+
+    def _run(self, mod: amp_ir.StepModule, **options: object) -> Gradients:
+        outputs = interpret(mod, self._inputs, **options)  # type: ignore[arg-type]
+        specs = mod.signature.outputs
+        return {
+            spec.name: value
+            for spec, value in zip(specs, outputs, strict=True)
+            if spec.role is amp_ir.Role.GRADIENT
+        }
+
+
+def relative_error(got: Gradients, exact: Gradients) -> float:
+    """Of all gradients together: |got - exact| / |exact|; infinite where `got` is not finite."""
+    error = sum(float(((got[name].double() - exact[name]) ** 2).sum()) for name in exact)
+    size = sum(float((one**2).sum()) for one in exact.values())
+    return float("inf") if error != error else (error / size) ** 0.5
+
+
+def roundings(mod: amp_ir.StepModule) -> dict[str, set[relax.Var]]:
+    """The variables of a step that are rounded, by the op and module that they come from."""
+    maker: dict[relax.Var, str] = {}
+    found: dict[str, set[relax.Var]] = {}
+    names = [one.name for one in mod.signature.inputs]
+    for parameter, name in zip(mod.ir["main"].params, names, strict=True):
+        maker[parameter] = f"input {name}"
+    for block in mod.ir["main"].body.blocks:
+        for binding in block.bindings:
+            label = _label(binding.value, maker)
+            maker[binding.var] = label
+            if _is_rounded(binding):
+                found.setdefault(label, set()).add(binding.var)
+    return found
+
+
+# What only moves elements, or names them anew, rounds nothing.
+_MOVES = ("amp_ir.cast", "relax.reshape", "relax.permute_dims", "relax.broadcast_to")
+
+
+def _label(value: relax.Expr, maker: dict[relax.Var, str]) -> str:
+    if isinstance(value, relax.TupleGetItem):
+        return maker.get(value.tuple_value, "constant")
+    if not isinstance(value, relax.Call):
+        return maker.get(value, "constant") if isinstance(value, relax.Var) else "constant"
+    if value.op.name in _MOVES:
+        source = value.args[0]
+        return maker.get(source, "constant") if isinstance(source, relax.Var) else "constant"
+    place = from_span(value.span)
+    return f"{value.op.name} in {place.module or 'step'} ({place.phase})"
+
+
+def _is_rounded(binding: relax.VarBinding) -> bool:
+    value, ty = binding.value, binding.var.ty
+    if not isinstance(ty, relax.TensorType) or str(ty.dtype) not in DTYPES:
+        return False
+    return not isinstance(value, relax.Call) or value.op.name not in _MOVES[1:]
+
+
+def _rounding(
+    variables: set[relax.Var], dtype: torch.dtype
+) -> Callable[[relax.Var, torch.Tensor], torch.Tensor]:
+    def on_value(variable: relax.Var, value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype).to(value.dtype) if variable in variables else value
+
+    return on_value
+
+
+def _inputs(mod: amp_ir.StepModule, batch: tuple[object, ...]) -> Iterator[torch.Tensor]:
+    tensors = iter(mod.signature.flatten_batch(batch))
+    for spec in mod.signature.inputs:
+        value = mod.state[spec.name] if spec.is_state else next(tensors)
+        yield value.detach().clone() if isinstance(value, torch.Tensor) else value()
+
+
+def save(rows: Sequence[Row]) -> None:
+    """Write the rows as JSON under benchmarks/results/."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps([attrs.asdict(row) for row in rows], indent=1)
+    (RESULTS / "precision.json").write_text(text + "\n")
+
+
+def print_tables(rows: Sequence[Row]) -> None:
+    """Errors of all workloads, then the worst ops of each."""
+    errors = Table("workload", "dtype", "ours", "torch.autocast", "ratio", box=None)
+    for row in rows:
+        ratio = f"{row.ours / row.torch_autocast:.2f}"
+        errors.add_row(
+            row.workload, row.dtype, f"{row.ours:.2e}", f"{row.torch_autocast:.2e}", ratio
+        )
+    worst = Table("workload", "dtype", "error alone", "op whose roundings", box=None)
+    for row in rows:
+        for one in row.worst:
+            worst.add_row(row.workload, row.dtype, f"{one.error:.2e}", one.op)
+    console = Console()
+    console.print(errors)
+    console.print(worst)
+
+
+if __name__ == "__main__":
+    main()
