@@ -94,7 +94,9 @@ def assert_gradients_near(actual: Training, expected: Training, rtol: float) -> 
 def assert_state_near(actual: Training, expected: Training, rtol: float) -> None:
     """Parameters, buffers and the optimizers' state; for small ones see `assert_gradients_near`."""
     for model, reference in zip(actual.models, expected.models, strict=True):
-        largest = max((float(one.detach().abs().max()) for one in reference.parameters()), default=0)
+        largest = max(
+            (float(one.detach().abs().max()) for one in reference.parameters()), default=0
+        )
         for name, value in reference.state_dict().items():
             assert_near(name, model.state_dict()[name], value, rtol, floor=0.01 * largest)
     for optimizer, reference in zip(actual.optimizers, expected.optimizers, strict=True):
