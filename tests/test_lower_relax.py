@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import tvm
-from amp_ir.interpreter import interpret
 from kernel_check import run_kernels
 from tvm import relax
 from tvm.relax import op as R
+
+from amp_ir.interpreter import interpret
 
 # One rounding of the result (float32: 2^-24 relative) plus the polynomials' stated errors.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-10}
@@ -87,8 +88,11 @@ def test_binary_op_broadcasts(op: Callable[..., Any], shapes: Any) -> None:
     check(mod, [sample(a, "float32"), sample(b, "float32", positive=True)])
 
 
-@pytest.mark.parametrize("op", [R.add, R.subtract, R.multiply, R.maximum, R.equal, R.floor_divide,
-                                R.bitwise_and, R.left_shift], ids=lambda op: op.__name__)  # fmt: skip
+INTEGER = [R.add, R.subtract, R.multiply, R.maximum, R.equal, R.floor_divide, R.bitwise_and,
+           R.left_shift]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", INTEGER, ids=lambda op: op.__name__)
 def test_integer_op(op: Callable[..., Any]) -> None:
     mod = build([((40,), "int64"), ((40,), "int64")], op)
     check(mod, [sample((40,), "int64"), sample((40,), "int64") + 1])

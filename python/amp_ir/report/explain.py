@@ -41,9 +41,17 @@ class Cast(Protocol):
 class Plan(Protocol):
     """What is shown; see amp_ir.amp.plan.CastPlan."""
 
-    amp_dtype: str
-    ops: Sequence[Any]
-    casts: Sequence[Cast]
+    @property
+    def amp_dtype(self) -> str:
+        """The low dtype."""
+
+    @property
+    def ops(self) -> Sequence[Any]:
+        """The ops of the step."""
+
+    @property
+    def casts(self) -> Sequence[Any]:
+        """The casts that were made."""
 
     def summary(self) -> str:
         """Two lines of numbers, then one an op name."""
