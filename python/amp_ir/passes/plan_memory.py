@@ -93,7 +93,10 @@ class _Planner:
         self.tuples: dict[relax.Var, list[_Slot]] = {}
         self.steps: list[_Step] = []
         self.result_slots: list[_Slot] = []
+        # Copies before the first and after the last call, as (from, to).
+        self.first_copies: list[tuple[_Slot, _Slot]] = []
         self.copies: list[tuple[_Slot, _Slot]] = []
+        self.kept: list[_Slot] = []
 
     def run(self) -> PlannedStep:
         self._read_parameters()
@@ -189,14 +192,30 @@ class _Planner:
             return
         if slot.is_in_arena and slot.nbytes == target.nbytes and self._can_write(slot, target):
             slot.parameter = target.parameter
+        elif any(slot is old for old in self.slots_of_inputs):
+            self._send_old_value(slot, target)
         else:
             self.copies.append((slot, target))
+
+    @property
+    def slots_of_inputs(self) -> list[_Slot]:
+        """Where the inputs lie."""
+        return [self.slots[variable] for variable in self.main.params]
+
+    def _send_old_value(self, source: _Slot, target: _Slot) -> None:
+        """Send what an input holds before the step, which the step may overwrite."""
+        if any(target is result for result in self.result_slots):
+            self.first_copies.append((source, target))
+            return
+        # Another input takes it: its own old value may be needed until the end of the step.
+        kept = _Slot(source.dtype, source.size, first_use=0, last_use=len(self.steps))
+        self.kept.append(kept)
+        self.first_copies.append((source, kept))
+        self.copies.append((kept, target))
 
     def _can_write(self, slot: _Slot, target: _Slot) -> bool:
         """Whether nothing reads the target's old value once `slot` is written there."""
         readers = [p for p, step in enumerate(self.steps) if target in _slots(step.arguments)]
-        if any(source is target for source, _ in self.copies):
-            return False
         writers = [p for p, step in enumerate(self.steps) if slot in step.results]
         first = min(writers)
         if any(p > first for p in readers):
@@ -211,6 +230,7 @@ class _Planner:
 
     def _place(self) -> MemoryPlan:
         produced = [slot for step in self.steps for slot in step.results if slot.is_in_arena]
+        produced += self.kept
         for slot in produced:
             slot.root.last_use = max(slot.root.last_use, slot.last_use)
         slots = [slot for slot in produced if slot.over is None]
@@ -279,11 +299,12 @@ class _Rewriter:
 
     def write(self) -> tvm.IRModule:
         planner = self.planner
+        for source, target in planner.first_copies:
+            self._copy(source, target)
         for step in planner.steps:
             self._step(step)
         for source, target in planner.copies:
-            views = [self._view(source, "kernel"), self._view(target, "kernel")]
-            self._call(self._copy_kernel(target), views)
+            self._copy(source, target)
         parameters = [self.arena]
         parameters += [planner.slots[v].parameter for v in planner.main.params]
         parameters += [slot.parameter for slot in planner.result_slots]
@@ -296,6 +317,10 @@ class _Rewriter:
                 relax.expr._update_type(variable, _KERNEL_TYPE)
         functions[planner.ir.get_global_var("main")] = function
         return tvm.IRModule(functions)
+
+    def _copy(self, source: _Slot, target: _Slot) -> None:
+        views = [self._view(source, "kernel"), self._view(target, "kernel")]
+        self._call(self._copy_kernel(target), views)
 
     def _copy_kernel(self, target: _Slot) -> tvm.ir.GlobalVar:
         size, dtype = max(target.size, 1), _PHYSICAL.get(target.dtype, target.dtype)
