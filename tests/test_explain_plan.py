@@ -61,3 +61,9 @@ def test_a_step_without_a_plan_is_refused():
     mod, _ = amp_ir.trace_model(model, (torch.randn(1, 2),))
     with pytest.raises(amp_ir.errors.OptionError, match="has no plan; pass it through"):
         amp_ir.explain_plan(mod)
+
+
+def test_a_bias_that_the_library_adds_leaves_no_cast_alone():
+    plan = amp_ir.explain_plan(captured())
+    sums = [cast for cast in plan.casts if plan.ops[cast.source].name == "relax.add"]
+    assert not any(cast.is_alone for cast in sums if cast.source >= 0)

@@ -30,7 +30,7 @@ from amp_ir import build as build_stage
 from amp_ir.amp import autocast as autocast_stage
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
-from amp_ir.errors import OptionError, ShapeChanged
+from amp_ir.errors import ArgumentError, OptionError, ShapeChanged
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.loops.membership import memberships
@@ -40,9 +40,10 @@ from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
 from amp_ir.passes.fold_casts import fold_casts
 from amp_ir.passes.plan_memory import plan_memory
+from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
-from amp_ir.runtime.step import CompiledStep, CompileReport
+from amp_ir.runtime.step import CompiledStep, CompileReport, refuse_names
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 ROUNDINGS = ("strict", "fast")
@@ -90,6 +91,8 @@ def trace_model(
 
 def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -> Any:
     """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`."""
+    if isinstance(mod, StepModule) and args is not None:
+        _batch_of(mod, args)
     return autocast_stage.autocast(mod, args, **options)
 
 
@@ -111,7 +114,8 @@ def lower(
         ir = fold_casts(expand_attention(ir))
     with _timed(seconds, "dispatch"):
         # From here on heavy ops are library calls, opaque to fusion.
-        ir = dispatch(ir)
+        # Those that add a bias round once, so casts around the sum fold away.
+        ir = fold_casts(dispatch(ir))
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
         ir = fuse_loops(ir, strict=rounding == "strict")
@@ -132,7 +136,7 @@ def explain_plan(mod: StepModule) -> CastPlan:
     _check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    found = memberships(dispatch(fold_casts(expand_attention(mod.ir))))
+    found = memberships(fold_casts(dispatch(fold_casts(expand_attention(mod.ir)))))
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
     return with_real_kernels(mod.plan, mod.ir, kernels, of_casts)
@@ -155,6 +159,7 @@ def compile_step(
         OptionError, DeviceError, UnsupportedOpError.
     """
     _check_module(mod, "compile")
+    _check_opt_level(opt_level)
     build_stage.resolve_device(device)
     seconds: dict[str, float] = {}
     planned = lower(mod, rounding=rounding, seconds=seconds)
@@ -174,8 +179,9 @@ class JitStep:
         self._trace_options = options
         self._compiled: list[CompiledStep] = []
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """Run one step, compiling first if no compiled one fits the batch's shapes."""
+        refuse_names(named)
         self._compiled = [one for one in self._compiled if one.module.hooks.is_current()]
         for compiled in self._compiled:
             with contextlib.suppress(ShapeChanged):
@@ -222,7 +228,7 @@ def jit(
     "float16", "bfloat16" or None for no casts; `rounding` is "fast" or "strict", see `compile`.
 
     Raises:
-        OptionError, DeviceError: at once, for an unknown dtype, rounding or device.
+        OptionError, DeviceError, ArgumentError: at once, for what no batch could make right.
     """
     if amp_dtype not in (None, "float16", "bfloat16", "float32"):
         raise OptionError(
@@ -230,7 +236,9 @@ def jit(
             "or None for no casts"
         )
     _check_rounding(rounding)
+    _check_opt_level(opt_level)
     build_stage.resolve_device(device)
+    trace.check_training(step, model, optimizer, scaler)
     return JitStep(
         step,
         model=model,
@@ -258,7 +266,10 @@ def profile_vm_model(
     before afterwards.
     """
     _check_module(mod, "profile_vm_model")
-    batch = mod.signature.flatten_batch(tuple(args))
+    _check_opt_level(opt_level)
+    build_stage.resolve_device(device)
+    batch = _batch_of(mod, args)
+    check_ids(find_bounds(mod.ir, mod.signature.inputs), batch)
     planned = lower(mod, rounding=rounding)
     executable = build_stage.build(planned, device, opt_level=opt_level)
     copies = {
@@ -284,6 +295,8 @@ def get_peak_memory(
     """
     _check_module(mod, "get_peak_memory")
     build_stage.resolve_device(device)
+    if args is not None:
+        _batch_of(mod, args)
     plan = lower(mod, rounding=rounding).plan
     nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
     return nbytes / 2**20
@@ -293,6 +306,21 @@ def _check_rounding(rounding: str) -> None:
     if rounding not in ROUNDINGS:
         accepted = " or ".join(f'"{word}"' for word in ROUNDINGS)
         raise OptionError(f"rounding={rounding!r} is not known; expected {accepted}")
+
+
+def _batch_of(mod: StepModule, args: Any) -> list[torch.Tensor]:
+    """The tensors of `args`, which must be the tuple that `trace_step` returns, or one like it."""
+    if not isinstance(args, (tuple, list)):
+        raise ArgumentError(
+            f"args is a {type(args).__name__}, expected the tuple of the step's arguments that "
+            "trace_step returns beside the module"
+        )
+    return mod.signature.flatten_batch(tuple(args))
+
+
+def _check_opt_level(opt_level: Any) -> None:
+    if isinstance(opt_level, bool) or opt_level not in range(4):
+        raise OptionError(f"opt_level={opt_level!r} is not known; expected 0, 1, 2 or 3")
 
 
 def _check_module(mod: Any, function: str) -> None:

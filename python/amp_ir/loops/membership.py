@@ -61,8 +61,9 @@ def _computes(grouping: Grouping, value: Value) -> bool:
     """Whether a member of a group does more than cast, itself or by what it computes anew."""
     if not isinstance(value, Pointwise):
         return True
-    was_placed = id(value) in grouping.group_of
-    if was_placed and not value.is_cast:
+    # Lowerings mark arithmetic that readers are to do anew as views; moves have one source.
+    is_move = id(value) not in grouping.group_of and len({id(one.value) for one in value.reads}) < 2
+    if not (value.is_cast or is_move):
         return True
     anew = [one.value for one in value.reads if isinstance(one.value, Pointwise)]
     return any(one.is_view and _computes(grouping, one) for one in anew)
