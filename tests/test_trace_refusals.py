@@ -115,7 +115,7 @@ IN_A_LINE = [
     (
         write_outside,
         "aten.add_.Tensor writes to a tensor outside of the model and the optimizer. Register it "
-        "as a buffer of the model, or update it after the step",
+        "as a buffer of the model, pass its optimizer in optimizer=, or update it after the step",
     ),
     (
         write_batch,

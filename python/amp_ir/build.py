@@ -9,6 +9,7 @@ import platform
 import time
 from typing import Any
 
+import torch
 import tvm
 from tvm import relax, tirx
 from tvm.tirx import compilation_pipeline
@@ -36,17 +37,18 @@ def cpu_target() -> tvm.target.Target:
     return tvm.target.Target({"kind": "llvm", "mcpu": host})
 
 
-def resolve_device(device: str) -> tvm.runtime.Device:
+def resolve_device(device: Any) -> tvm.runtime.Device:
     """The device called `device`.
 
     Raises:
         OptionError: no device has that name. DeviceError: this build does not run on it.
     """
-    if device == "cpu":
+    name = str(device) if isinstance(device, (str, torch.device)) else ""
+    if name == "cpu":
         return tvm.cpu()
-    if device == "cuda" or device.startswith("cuda:"):
+    if name == "cuda" or name.startswith("cuda:"):
         raise DeviceError(
-            f'device={device!r}: this version compiles for the CPU only; pass device="cpu"'
+            f'device={name!r}: this version compiles for the CPU only; pass device="cpu"'
         )
     raise OptionError(f'device={device!r} is not a device; expected "cpu"')
 

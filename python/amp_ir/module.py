@@ -81,6 +81,11 @@ def _always() -> bool:
     return True
 
 
+def _no_change() -> str:
+    """Nothing has changed."""
+    return ""
+
+
 def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
     """Do nothing."""
 
@@ -93,11 +98,13 @@ class StepHooks:
     `install_state()`: put optimizer state that the capture created into the optimizer (once).
     `after_step(gradients)`: set or clear each `p.grad` as the step leaves it; takes the GRADIENT
     outputs that update no input, in order.
+    `what_changed()`: why the capture is not current, in words; "" while it is.
     """
 
     is_current: Callable[[], bool] = _always
     install_state: Callable[[], None] = _nothing
     after_step: Callable[[Sequence[torch.Tensor]], None] = _ignore
+    what_changed: Callable[[], str] = _no_change
 
 
 @attrs.frozen

@@ -78,7 +78,12 @@ def autocast(
         on_unknown=on_unknown,
     )
     if not isinstance(ir, tvm.IRModule):
-        raise OptionError(f"autocast takes a StepModule or an IRModule, got {type(mod).__name__}")
+        raise OptionError(
+            f"autocast takes a StepModule or an IRModule, got {type(mod).__name__}; make one with "
+            "mod, args = amp_ir.trace_step(step, example_batch, model=..., optimizer=...)"
+        )
+    if plan is not None and not isinstance(plan, CastPlan):
+        raise OptionError(f"plan is a {type(plan).__name__}; expected a CastPlan (CastPlan.load)")
     if amp_dtype == FULL_DTYPE and out_dtype in (None, FULL_DTYPE):
         return mod
     if _went_through(ir, amp_dtype):
@@ -113,6 +118,17 @@ class _Choices:
                 listed = ", ".join(map(repr, accepted))
                 raise OptionError(f"{name} is {got!r}; expected one of {listed}")
         find_policy(self.policy)
+        strangers = [one for one in _listed(self.overrides) if not isinstance(one, Override)]
+        if strangers:
+            raise OptionError(
+                f"overrides holds {strangers[0]!r}; expected a list of amp_ir.Override(...)"
+            )
+
+
+def _listed(overrides: Any) -> Sequence[Any]:
+    if isinstance(overrides, (list, tuple)):
+        return overrides
+    raise OptionError(f"overrides is {overrides!r}; expected a list of amp_ir.Override(...)")
 
 
 def plan_of(mod: StepModule | tvm.IRModule, **options: Any) -> CastPlan:

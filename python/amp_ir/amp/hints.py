@@ -150,6 +150,11 @@ def answer_of(rule: Rule, op_name: str, args: Sequence[Any], ty: Any, amp_dtype:
         RuleError: not one hint an argument, or a word that is none.
     """
     answer = rule(args, ty, amp_dtype)
+    if not isinstance(answer, (Hints, Sequence)):
+        raise RuleError(
+            f"rule {describe(rule)} answers {answer!r} for {op_name}; expected a list with one "
+            "hint an argument, or Hints(...)"
+        )
     hints = answer if isinstance(answer, Hints) else Hints(tuple(answer))
     if len(hints.args) != len(args):
         raise RuleError(

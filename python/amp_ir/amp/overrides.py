@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import contextvars
 import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType, TracebackType
 
 import attrs
+import tvm
 
 from amp_ir.amp.decisions import Decision, Mode
-from amp_ir.amp.hints import FULL_DTYPE, Rule
+from amp_ir.amp.hints import FULL_DTYPE, RULES, Rule
 from amp_ir.amp.policies import Policy
 from amp_ir.amp.step_graph import Op, StepGraph, leaves
 from amp_ir.errors import OptionError, RuleError
@@ -41,17 +43,21 @@ class CustomTypeHint:
     Blocks nest, the inner one winning; leaving one, by an exception too, restores what was.
 
     Raises:
-        RuleError: a rule cannot be called, or an op name is neither known nor has a dot.
+        RuleError: a rule cannot be called with three arguments, or no op has that name.
     """
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:
+        if not isinstance(rules, Mapping):
+            raise RuleError(
+                f'CustomTypeHint takes a dict such as {{"relax.add": rule}} and got {rules!r}'
+            )
+        known = {*RULES, *tvm.ir.Op.list_op_names()}
         for name, rule in rules.items():
-            if not callable(rule):
-                raise RuleError(
-                    f"the rule for {name} is {rule!r}; give a function (args, ret_type, amp_dtype)"
-                )
-            if "." not in name:
-                raise RuleError(f'{name!r} is no op name; op names look like "relax.add"')
+            _check_rule(name, rule)
+            if name not in known:
+                near = difflib.get_close_matches(str(name), sorted(known), n=3)
+                nearest = f"; near: {', '.join(map(repr, near))}" if near else ""
+                raise RuleError(f'{name!r} is no op name; op names look like "relax.add"{nearest}')
         self._rules = dict(rules)
         self._tokens: list[contextvars.Token[Mapping[str, Rule]]] = []
 
@@ -66,6 +72,20 @@ class CustomTypeHint:
         traceback: TracebackType | None,
     ) -> None:
         _replaced.reset(self._tokens.pop())
+
+
+def _check_rule(name: str, rule: object) -> None:
+    what = "give a function (args, ret_type, amp_dtype)"
+    if not callable(rule):
+        raise RuleError(f"the rule for {name} is {rule!r}; {what}")
+    try:
+        signature = inspect.signature(rule)
+    except (TypeError, ValueError):  # a builtin, which cannot be asked
+        return
+    try:
+        signature.bind((), None, "float16")
+    except TypeError:
+        raise RuleError(f"the rule for {name} takes {signature}; {what}") from None
 
 
 def find_rule(policy: Policy, op_name: str) -> Rule | None:

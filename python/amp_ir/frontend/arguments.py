@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,17 +36,33 @@ def check_arguments(
     """
     if get_proxy_mode() is not None:
         raise ArgumentError("this is already inside of a capture; capture the outermost step only")
+    batch_faults = [*_batch_faults(example_batch)]
+    wrong = [*_step_faults(step), *batch_faults, *_scaler_faults(scaler)]
+    if not wrong:
+        wrong += _call_faults(step, example_batch)
+    return _check(wrong, model, optimizer, example_batch)
+
+
+def check_training(step: object, model: object, optimizer: object, scaler: object) -> None:
+    """Refuse what cannot be captured whatever the batch is.
+
+    Raises:
+        ArgumentError: listing everything that is wrong.
+    """
+    _check([*_step_faults(step), *_scaler_faults(scaler)], model, optimizer, ())
+
+
+def _check(wrong: list[str], model: object, optimizer: object, batch: object) -> Checked:
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if optimizer is None:
         optimizers = []
-    wrong = [*_step_faults(step), *_batch_faults(example_batch), *_scaler_faults(scaler)]
-    model_faults = [fault for m in models for fault in _model_faults(m)]
+    model_faults = list(dict.fromkeys(fault for m in models for fault in _model_faults(m)))
     if not models:
         model_faults = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
     wrong += model_faults
     if not model_faults:
-        wrong += _tensor_faults(models, example_batch)
+        wrong += _tensor_faults(models, batch)
         wrong += _optimizer_faults(models, optimizers)
     if wrong:
         raise ArgumentError("; ".join(wrong))
@@ -58,6 +75,19 @@ def _step_faults(step: object) -> Iterator[str]:
     elif isinstance(step, torch.nn.Module) or hasattr(step, "_torchdynamo_orig_callable"):
         if hasattr(step, "_orig_mod") or hasattr(step, "_torchdynamo_orig_callable"):
             yield "step= was made by torch.compile; pass the plain function instead"
+
+
+def _call_faults(step: Any, batch: Any) -> Iterator[str]:
+    """Whether the step can be called with as many arguments as the batch has."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a builtin, which cannot be asked
+        return
+    try:
+        signature.bind(*batch)
+    except TypeError as error:
+        count = "1 argument" if len(batch) == 1 else f"{len(batch)} arguments"
+        yield f"step= takes {signature} and example_batch= has {count}: {error}"
 
 
 def _scaler_faults(scaler: object) -> Iterator[str]:
@@ -125,7 +155,7 @@ def _kind_fault(tensor: torch.Tensor) -> str | None:
 
 def _model_faults(model: object) -> Iterator[str]:
     if not isinstance(model, torch.nn.Module):
-        yield f"model= has a {type(model).__name__}, expected torch.nn.Module"
+        yield f"model= has {_in_words(model)}, expected torch.nn.Module"
         return
     for name, module in model.named_modules():
         kind, where = type(module).__name__, f"model= ({name or 'itself'})"
@@ -167,6 +197,10 @@ def _tensor_faults(models: list[torch.nn.Module], batch: object) -> Iterator[str
         yield f"tensors are on different devices ({places}); move all to one with .to(device)"
 
 
+def _in_words(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
@@ -176,8 +210,7 @@ def _optimizer_faults(models: list[torch.nn.Module], optimizers: list[object]) -
     seen: set[int] = set()
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(optimizer).__name__
-            yield f"optimizer= has a {kind}, expected torch.optim.Optimizer"
+            yield f"optimizer= has {_in_words(optimizer)}, expected torch.optim.Optimizer"
             continue
         kind = type(optimizer).__name__
         if id(optimizer) in seen:

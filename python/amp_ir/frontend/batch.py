@@ -88,6 +88,7 @@ def _structure(value: Any) -> str:
         return "{" + ", ".join(f"{k!r}: {_structure(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         inner = ", ".join(map(_structure, value))
+        inner += "," if isinstance(value, tuple) and len(value) == 1 else ""
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
     return type(value).__name__ if not isinstance(value, torch.Tensor) else "Tensor"
 
@@ -101,6 +102,8 @@ def _difference(path: str, got: Any, expected: Any) -> str | None:
             if getattr(got, what) != getattr(expected, what):
                 found, wanted = getattr(got, what), getattr(expected, what)
                 return f"{path} has {what} {found}, captured with {wanted}"
+        if got.requires_grad and not expected.requires_grad:
+            return f"{path} requires a gradient, captured without; pass it detached"
         return None
     same = type(got) is type(expected) and (got == expected or got is expected)
     return None if same else f"{path} is {got!r}, captured as the fixed value {expected!r}"

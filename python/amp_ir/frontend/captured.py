@@ -49,6 +49,11 @@ def _always() -> bool:
     return True
 
 
+def _no_change() -> str:
+    """Nothing has changed."""
+    return ""
+
+
 def _no_gradients(_gradients: Sequence[torch.Tensor]) -> None:
     """Do nothing."""
 
@@ -69,7 +74,8 @@ class CapturedStep:
     Around a run, in this order:
     `is_current()` tells whether the graph still is what the step does: False when the user froze
     a parameter, changed a flag of a param group, replaced a state tensor (`load_state_dict` of an
-    optimizer), left gradients where there were none, ...; then capture again.
+    optimizer), left gradients where there were none, ...; then capture again. `what_changed()` is
+    the reason in words, "" while the graph is current.
     `install_state()` puts optimizer state that did not exist before the capture (zeros as the
     optimizer makes them; these tensors already stand in `inputs`) into `optimizer.state`. Call it
     once before the first run; calling it again changes nothing.
@@ -88,3 +94,4 @@ class CapturedStep:
     after_step: Callable[[Sequence[torch.Tensor]], None] = attrs.field(
         default=_no_gradients, eq=False
     )
+    what_changed: Callable[[], str] = attrs.field(default=_no_change, eq=False)

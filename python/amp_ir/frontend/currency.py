@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,48 +34,64 @@ class Currency:
         self._interface = interface
         self._stepped = traced.stepped
         self._frozen = frozen_options(state.optimizers, hypers)
-        self._kinds = [(t, _kind(t)) for t in (slot.tensor for slot in state.parameters)]
+        self._kinds = [(slot.name, slot.tensor, _kind(slot.tensor)) for slot in state.parameters]
         self._modules = [
-            (module, module.training, len(module._modules), len(module._parameters))
+            (name, module, _form(module))
             for model in state.models
-            for module in model.modules()
+            for name, module in model.named_modules()
         ]
         self._places = _places(state)
         self._owned = _owned_state(state)
         gradients = {
             e.name: e.tensor_or_reader for e in interface.inputs if e.role is Role.GRADIENT
         }
-        self._gradients: list[tuple[torch.Tensor, Any]] = []
+        self._gradients: list[tuple[str, torch.Tensor, Any]] = []
         for slot in state.parameters:
             if id(slot.tensor) in traced.observed:
                 expected = gradients.get(f"{slot.name}.grad")
-                self._gradients.append((slot.tensor, expected))
+                self._gradients.append((slot.name, slot.tensor, expected))
         put = {id(tensor) for tensor in (*interface.put, *interface.kept)}
         self._cleared = [s.tensor for s in state.parameters if id(s.tensor) not in put]
         self._is_first_step_only = bool(traced.created)
         self._has_run = False
+        self._installed: set[int] = set()
 
     def holds(self) -> bool:
         """Whether the graph is what the step would do now."""
-        checks: tuple[Callable[[], bool], ...] = (
-            lambda: not (self._is_first_step_only and self._has_run),
-            lambda: frozen_options(self._state.optimizers, self._hypers) == self._frozen,
-            self._guards_hold,
-            lambda: all(_kind(tensor) == kind for tensor, kind in self._kinds),
-            lambda: all(
-                m.training is training and len(m._modules) == n and len(m._parameters) == k
-                for m, training, n, k in self._modules
-            ),
-            lambda: all(owner.get(key) is tensor for owner, key, tensor in self._places),
-            lambda: all(_same_gradient(p.grad, expected) for p, expected in self._gradients),
-            self._optimizer_state_stands,
-        )
-        return all(check() for check in checks)
+        return not self.what_changed()
+
+    def what_changed(self) -> str:
+        """What makes the graph another one than the step's, in words; "" where nothing does."""
+        return next(self._changes(), "")
+
+    def _changes(self) -> Iterator[str]:
+        if self._is_first_step_only and self._has_run:
+            yield "the optimizer's first step is unlike the later ones"
+        yield from self._changed_options()
+        if not self._guards_hold():
+            yield "a hyper-parameter has passed a value that the step decides by"
+        yield from self._changed_models()
+        for name, parameter, expected in self._gradients:
+            if parameter.grad is not expected:
+                yield f"the step reads {name}.grad, which was replaced, set or cleared"
+        yield from self._changed_optimizer_state()
+
+    def _changed_models(self) -> Iterator[str]:
+        for name, tensor, before in self._kinds:
+            if (now := _kind(tensor)) != before:
+                yield f"parameter {name} {_kind_in_words(before, now)}"
+        for name, module, form in self._modules:
+            if _form(module) != form:
+                yield f"module {name or '(the model itself)'} {_form_in_words(module, form)}"
+        for owner, key, name, tensor in self._places:
+            if owner.get(key) is not tensor:
+                yield f"{name} was replaced by another tensor"
 
     def install_state(self) -> None:
         """Put the optimizer state that the capture made where the optimizer keeps it."""
         for index, parameter, key, tensor in self._interface.fresh:
             self._state.optimizers[index].state[parameter].setdefault(key, tensor)
+            self._installed.add(id(tensor))
 
     def after_step(self, gradients: Sequence[torch.Tensor]) -> None:
         """Set or clear every `grad` as the step leaves it.
@@ -102,48 +118,89 @@ class Currency:
         values = [hyper.value() for hyper in self._hypers]
         return all(guard.holds(values) for guard in self._guards)
 
-    def _optimizer_state_stands(self) -> bool:
+    def _changed_options(self) -> Iterator[str]:
+        now = frozen_options(self._state.optimizers, self._hypers)
+        if len(now) != len(self._frozen):
+            yield f"the optimizer had {len(self._frozen)} param groups and has {len(now)}"
+        for number, (group, before) in enumerate(zip(now, self._frozen, strict=False)):
+            for key in {**before, **group}:
+                was, is_now = before.get(key), group.get(key)
+                if was == is_now:
+                    continue
+                if key == "params":
+                    yield f"param group {number} has other parameters"
+                yield f"{key} of param group {number} was {was!r} and is {is_now!r}"
+
+    def _changed_optimizer_state(self) -> Iterator[str]:
         for optimizer, parameter, owned in self._owned:
             present = optimizer.state.get(parameter, {})
-            for key, tensor, may_miss in owned:
+            for key, name, tensor, is_fresh in owned:
                 value = present.get(key)
-                if value is not tensor and not (may_miss and value is None):
-                    return False
-        return True
+                if value is tensor:
+                    continue
+                if value is not None:
+                    yield f"{name} was replaced by another tensor, as load_state_dict does"
+                elif not is_fresh or id(tensor) in self._installed:
+                    yield f"{name} was removed"
 
 
-def _same_gradient(gradient: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    return gradient is expected
+_Kind = tuple[bool, torch.dtype, torch.device, torch.Size]
 
 
-def _kind(tensor: torch.Tensor) -> tuple[bool, torch.dtype, torch.device]:
+def _kind(tensor: torch.Tensor) -> _Kind:
     """What the graph depends on and the user may change."""
-    return tensor.requires_grad, tensor.dtype, tensor.device
+    return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape
 
 
-_Owned = tuple[torch.optim.Optimizer, torch.Tensor, list[tuple[str, torch.Tensor, bool]]]
+def _kind_in_words(before: _Kind, now: _Kind) -> str:
+    """What differs, as "was ... and is ..."."""
+    words = []
+    for kind, other in ((before, now), (now, before)):
+        requires_grad, dtype, device, shape = kind
+        texts = ("trained" if requires_grad else "frozen", dtype, f"on {device}", tuple(shape))
+        differing = [str(t) for t, a, b in zip(texts, kind, other, strict=True) if a != b]
+        words.append(", ".join(differing))
+    return f"was {words[0]} and is {words[1]}"
+
+
+def _form(module: torch.nn.Module) -> tuple[bool, int, int]:
+    """What the graph depends on of a module, its tensors apart."""
+    return module.training, len(module._modules), len(module._parameters)
+
+
+def _form_in_words(module: torch.nn.Module, before: tuple[bool, int, int]) -> str:
+    if module.training != before[0]:
+        modes = ("train", "eval") if module.training else ("eval", "train")
+        return f"is in {modes[0]} mode now, and was in {modes[1]} mode"
+    return "has other submodules or parameters"
+
+
+_Owned = tuple[torch.optim.Optimizer, torch.Tensor, list[tuple[str, str, torch.Tensor, bool]]]
 
 
 def _owned_state(state: State) -> list[_Owned]:
-    """For each optimizer and parameter: key, tensor, and whether it is not installed yet."""
+    """For each optimizer and parameter: key, name, tensor, and whether the capture made it."""
     fresh = {(index, id(parameter), key) for index, parameter, key in state.fresh}
     parameters = {id(slot.tensor): slot.tensor for slot in state.parameters}
     return [
         (
             state.optimizers[index],
             parameters[parameter],
-            [(key, s.tensor, (index, parameter, key) in fresh) for key, s in slots.items()],
+            [
+                (key, slot.name, slot.tensor, (index, parameter, key) in fresh)
+                for key, slot in slots.items()
+            ],
         )
         for (index, parameter), slots in state.optimizer_slots.items()
     ]
 
 
-def _places(state: State) -> list[tuple[dict[str, Any], str, Any]]:
-    """Every place of a parameter or buffer in a module, with the tensor in it."""
+def _places(state: State) -> list[tuple[dict[str, Any], str, str, Any]]:
+    """Every place of a parameter or buffer in a module, with its name and the tensor in it."""
     return [
-        (owner, key, tensor)
+        (owner, key, f"{name}.{key}" if name else key, tensor)
         for model in state.models
-        for module in model.modules()
+        for name, module in model.named_modules()
         for owner in (module._parameters, module._buffers)
         for key, tensor in owner.items()
     ]

@@ -65,7 +65,9 @@ def import_step(captured: CapturedStep) -> StepModule:
         ),
         state=state,
         notes=captured.notes,
-        hooks=StepHooks(captured.is_current, captured.install_state, captured.after_step),
+        hooks=StepHooks(
+            captured.is_current, captured.install_state, captured.after_step, captured.what_changed
+        ),
     )
 
 

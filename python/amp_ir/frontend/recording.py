@@ -91,7 +91,10 @@ class Recorder(TorchDispatchMode):
         for target in self._targets(func, args, kwargs):
             if not isinstance(target, FakeTensor):
                 what = f"{func} writes to a tensor outside of the model and the optimizer"
-                advice = "Register it as a buffer of the model, or update it after the step"
+                advice = (
+                    "Register it as a buffer of the model, pass its optimizer in optimizer=, or "
+                    "update it after the step"
+                )
             elif _storage(target) in self._batch_storages:
                 what = f"{func} writes to a tensor of the batch"
                 advice = "Write to a copy: call .clone() first"

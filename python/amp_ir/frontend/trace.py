@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_ir.frontend.arguments import check_arguments
+from amp_ir.frontend.arguments import check_arguments, check_training
 from amp_ir.frontend.batch import Arguments
 from amp_ir.frontend.captured import CapturedStep
 from amp_ir.frontend.currency import Currency
@@ -27,6 +27,8 @@ from amp_ir.frontend.interface import finish
 from amp_ir.frontend.notes import capture_notes
 from amp_ir.frontend.state import find_state
 from amp_ir.frontend.tracing import StepTracer
+
+__all__ = ["capture_model", "capture_step", "check_training"]
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -74,6 +76,7 @@ def capture_step(
         install_state=currency.install_state,
         is_current=currency.holds,
         after_step=currency.after_step,
+        what_changed=currency.what_changed,
     )
 
 

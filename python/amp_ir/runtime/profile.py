@@ -18,11 +18,13 @@ def time_program(
     """Milliseconds a step: the mean of `number` steps, `repeat` times, after `warmup` steps.
 
     Raises:
-        OptionError: `number` or `repeat` is below 1, or `warmup` below 0.
+        OptionError: `number` or `repeat` is below 1, or `warmup` below 0, or none is an integer.
     """
     for name, count, least in (("warmup", warmup, 0), ("number", number, 1), ("repeat", repeat, 1)):
-        if count < least:
-            raise OptionError(f"{name}={count} steps cannot be run; expected at least {least}")
+        if not isinstance(count, int) or count < least:
+            raise OptionError(
+                f"{name}={count!r} steps cannot be run; expected a whole number of at least {least}"
+            )
     for _ in range(warmup):
         program.run(batch)
     means = []

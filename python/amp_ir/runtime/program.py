@@ -43,6 +43,18 @@ class Program:
         self._arena_view = flat_view(self._arena)
         self._inputs = [_Input.bind(spec, state) for spec in signature.inputs]
         self._lock = threading.Lock()
+        self.check_state()
+
+    def check_state(self) -> None:
+        """Make sure that a run can take the state as it is now.
+
+        Raises:
+            StateError: a tensor has another shape or dtype than the program, or is not dense; or
+                a hyper-parameter is no number any more.
+        """
+        for one in self._inputs:
+            if one.source is not None:
+                one.current_view()
 
     def run(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step; returns the outputs that update no input, in order."""
@@ -79,6 +91,7 @@ class _Input:
     ) -> None:
         self.spec = spec
         self.source = source
+        self._dtype = getattr(torch, spec.dtype)
         self._address = 0
         self._view: tvm.runtime.Tensor | None = None
 
@@ -87,20 +100,20 @@ class _Input:
         return cls(spec, state[spec.name] if spec.is_state else None)
 
     def current_view(self) -> tvm.runtime.Tensor:
-        """The state tensor as it is now; made anew only when its memory moved."""
+        """The state tensor as it is now; the view is made anew only when its memory moved."""
         if not isinstance(self.source, torch.Tensor):
             assert self.source is not None
             return flat_view(self.source())
+        self._check(self.source)
         address = self.source.data_ptr()
         if self._view is None or address != self._address:
-            self._check(self.source)
             self._view = flat_view(self.source)
             self._address = address
         return self._view
 
     def _check(self, tensor: torch.Tensor) -> None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tuple(tensor.shape) != self.spec.shape or dtype != self.spec.dtype:
+        if tensor.shape != self.spec.shape or tensor.dtype is not self._dtype:
+            dtype = str(tensor.dtype).removeprefix("torch.")
             raise StateError(
                 f"{self.spec.role.value} {self.spec.name} was {self.spec.dtype}"
                 f"{list(self.spec.shape)} at the capture and is now {dtype}{list(tensor.shape)}; "

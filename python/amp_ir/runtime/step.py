@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from amp_ir.errors import StateError
+from amp_ir.errors import ArgumentError, StateError
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import StepModule
 from amp_ir.runtime.index_bounds import check_ids, find_bounds
@@ -21,6 +21,20 @@ class CompileReport:
     seconds: dict[str, float]
     kernel_count: int
     plan: MemoryPlan
+
+
+def refuse_names(named: dict[str, Any]) -> None:
+    """Refuse arguments by name, which a capture does not know.
+
+    Raises:
+        ArgumentError: there are any.
+    """
+    if named:
+        given = ", ".join(f"{name}=" for name in named)
+        raise ArgumentError(
+            f"the step was called with {given}, but arguments have no names after the capture; "
+            "pass them by position, in the order of the example batch"
+        )
 
 
 class CompiledStep:
@@ -38,23 +52,27 @@ class CompiledStep:
         self._is_installed = False
         self._id_bounds = find_bounds(module.ir, module.signature.inputs)
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """Run one step on `batch` and return what the captured step returns.
+
+        Arguments are positional, as in the example batch of the capture.
 
         Raises:
             ArgumentError: the batch does not fit what was captured; nothing has changed.
             IdError: an id or a class of the batch lies outside of its table; nothing has changed.
             StateError: model or optimizer changed in a way that needs a new capture.
         """
+        refuse_names(named)
         tensors = self.module.signature.flatten_batch(batch)
         check_ids(self._id_bounds, tensors)
-        if not self.module.hooks.is_current():
+        change = self.module.hooks.what_changed()
+        if change:
             raise StateError(
-                "the model or the optimizer is no longer as it was captured (a parameter was "
-                "frozen, a flag of a param group changed, or state was loaded into new tensors); "
-                "call amp_ir.trace_step and amp_ir.compile again, or use amp_ir.jit, which does"
+                f"the step is no longer as it was captured: {change}. Call amp_ir.trace_step and "
+                "amp_ir.compile again, or use amp_ir.jit, which does"
             )
         if not self._is_installed:
+            self._program.check_state()
             self.module.hooks.install_state()
             self._is_installed = True
         outputs = self._program.run(tensors)
