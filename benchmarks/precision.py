@@ -2,9 +2,11 @@
 """Gradient errors against float64 beside torch.autocast's: `python -m benchmarks.precision`.
 
 Every workload of the demos, in small shapes, in bfloat16 and float16, evaluated op by op by the
-interpreter, which rounds exactly where the plan says: no hardware for either dtype is needed. For
-each, the five ops whose roundings disturb the gradients most: everything is evaluated in float64
-but for the roundings of that one op. Tables are printed and saved under benchmarks/results/.
+interpreter, which rounds exactly where the plan says: no hardware for either dtype is needed. With
+--compiled also as the kernels compute them, which round less: a library that adds a bias rounds the
+sum alone, and a fused kernel what it stores. For each, the five ops whose roundings disturb the
+gradients most: everything is evaluated in float64 but for the roundings of that one op. Tables are
+printed and saved under benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Row:
     seeds: int
     ours: float
     torch_autocast: float
+    compiled: float | None
     worst: tuple[Contribution, ...]
 
 
@@ -58,32 +61,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("workloads", nargs="*", default=[], help=", ".join(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=9, help="draws of weights and batch")
     parser.add_argument("--worst", type=int, default=5, help="ops to name; 0 for none")
+    parser.add_argument("--compiled", action="store_true", help="compile and run the steps, too")
     chosen = parser.parse_args(arguments)
     rows: list[Row] = []
     for name in chosen.workloads or WORKLOADS:
-        rows += measure(name, seeds=chosen.seeds, worst=chosen.worst)
+        rows += measure(name, seeds=chosen.seeds, worst=chosen.worst, run=chosen.compiled)
         save(rows)
         print(f"{name}: done", flush=True)
     print_tables(rows)
 
 
-def measure(name: str, *, seeds: int, worst: int) -> list[Row]:
+def measure(name: str, *, seeds: int, worst: int, run: bool) -> list[Row]:
     """Medians over some seeds, and the worst ops for the first seed; a row a dtype.
 
     Medians, since an activation of relu that changes sides disturbs one draw by 0.1 and more.
     """
     ours: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
     theirs: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
+    compiled: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
     contributions: dict[str, tuple[Contribution, ...]] = dict.fromkeys(DTYPES, ())
     for seed in range(seeds):
         case = Case(name, seed)
         for dtype in DTYPES:
             ours[dtype].append(relative_error(case.gradients(dtype), case.exact))
             theirs[dtype].append(relative_error(case.torch_gradients(dtype), case.exact))
+            if run:
+                compiled[dtype].append(relative_error(case.compiled_gradients(dtype), case.exact))
             if seed == 0 and worst:
                 contributions[dtype] = tuple(case.contributions(dtype)[:worst])
     return [
-        Row(name, dtype, seeds, median(ours[dtype]), median(theirs[dtype]), contributions[dtype])
+        Row(
+            name,
+            dtype,
+            seeds,
+            median(ours[dtype]),
+            median(theirs[dtype]),
+            median(compiled[dtype]) if run else None,
+            contributions[dtype],
+        )
         for dtype in DTYPES
     ]
 
@@ -93,7 +108,7 @@ class Case:
 
     def __init__(self, name: str, seed: int) -> None:
         self._make = lambda: WORKLOADS[name].make(small=True, seed=seed)
-        training = self._make()
+        self._training = training = self._make()
 
         def step(*batch: torch.Tensor) -> torch.Tensor:
             loss = training.loss(*batch)
@@ -109,6 +124,13 @@ class Case:
     def gradients(self, dtype: str) -> Gradients:
         """With every rounding of the plan."""
         return self._run(self._low[dtype])
+
+    def compiled_gradients(self, dtype: str) -> Gradients:
+        """As the compiled step leaves them in p.grad."""
+        model = self._training.model
+        model.zero_grad()
+        amp_ir.compile(self._low[dtype])(*self._training.batch)
+        return {f"{name}.grad": one.grad for name, one in model.named_parameters()}
 
     def torch_gradients(self, dtype: str) -> Gradients:
         """By PyTorch's own autocast."""
@@ -216,12 +238,12 @@ def save(rows: Sequence[Row]) -> None:
 
 def print_tables(rows: Sequence[Row]) -> None:
     """Errors of all workloads, then the worst ops of each."""
-    errors = Table("workload", "dtype", "ours", "torch.autocast", "ratio", box=None)
+    errors = Table("workload", "dtype", "ours", "torch.autocast", "ratio", "compiled", box=None)
     for row in rows:
         ratio = f"{row.ours / row.torch_autocast:.2f}"
-        errors.add_row(
-            row.workload, row.dtype, f"{row.ours:.2e}", f"{row.torch_autocast:.2e}", ratio
-        )
+        compiled = "" if row.compiled is None else f"{row.compiled:.2e}"
+        numbers = (f"{row.ours:.2e}", f"{row.torch_autocast:.2e}", ratio, compiled)
+        errors.add_row(row.workload, row.dtype, *numbers)
     worst = Table("workload", "dtype", "error alone", "op whose roundings", box=None)
     for row in rows:
         for one in row.worst:
