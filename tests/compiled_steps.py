@@ -35,11 +35,12 @@ def assert_compiled_alike(
     between: Callable[[Training], None] = lambda training: None,
     rtol: float = 1e-5,
     gradient_rtol: float = 1e-4,
+    state_rtol: float = 1e-4,
 ) -> int:
     """Train eagerly and compiled on equal batches; results, gradients and state must agree.
 
     `between` is called on either training after every step. Results agree within `rtol` of their
-    largest entry; gradients and state within `gradient_rtol` of theirs.
+    largest entry, gradients within `gradient_rtol` of theirs, and so does the state at the end.
 
     Returns:
         how often the step had to be compiled.
@@ -58,18 +59,18 @@ def assert_compiled_alike(
         assert_gradients_near(compiled, eager, gradient_rtol)
         between(eager)
         between(compiled)
-    assert_state_near(compiled, eager, gradient_rtol)
+    assert_state_near(compiled, eager, state_rtol)
     return compilations
 
 
 def assert_results_near(actual: Any, expected: Any, rtol: float) -> None:
     """Same structure, same plain values, tensors near each other."""
     found, structure = pytree.tree_flatten(actual)
-    wanted, wanted_structure = pytree.tree_flatten(expected)
+    wanted, wanted_structure = pytree.tree_flatten_with_path(expected)
     assert structure == wanted_structure
-    for k, (value, reference) in enumerate(zip(found, wanted, strict=True)):
+    for value, (path, reference) in zip(found, wanted, strict=True):
         if isinstance(reference, torch.Tensor):
-            assert_near(f"result {k}", value, reference, rtol)
+            assert_near(f"result{pytree.keystr(path)}", value, reference, rtol)
         else:
             assert type(value) is type(reference) and value == reference
 
