@@ -7,6 +7,8 @@ A pooling is a reduction over an index space [*batch, *out, *window]; along each
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +57,48 @@ def _last(space: Sequence[int], n: int) -> range:
     return range(len(space) - n, len(space))
 
 
+# Windows up to this many places are written out, so that neighbouring results share vectors;
+# larger ones are loops of their own.
+_WRITTEN_OUT = 16
+
+
+def _places(counts: Sequence[int]) -> list[tuple[Any, ...]] | None:
+    """Every place of a window of `counts`, as index literals; None if there are many."""
+    if math.prod(counts) > _WRITTEN_OUT:
+        return None
+    return [tuple(number(k) for k in place) for place in itertools.product(*map(range, counts))]
+
+
+def _small_max_pool(
+    op: Lowering, x: Value, axes: Axes, places: list[tuple[Any, ...]]
+) -> tuple[Value, Value]:
+    """Go through the places of a window in order; the first maximum counts, or the first NaN."""
+    _, element_at = _windows(x, axes, lambda at, valid, _i: (at, valid))
+    dtype, n = compute_dtype(x.dtype), len(axes)
+    plane = x.shape[len(x.shape) - n :]
+
+    def scan(i: tuple[Any, ...]) -> tuple[Any, Any]:
+        best, position = m.constant(float("-inf"), dtype), number(_FAR)
+        for place in places:
+            at, valid = element_at(*i, *place)
+            element, known = bind(x[at]), best
+            better = tirx.any(element > known, m.isnan(element), tirx.EQ(position, number(_FAR)))
+            wins = bind(tirx.all(*valid, tirx.Not(m.isnan(known)), better))
+            best = bind(m.select(wins, element, known))
+            position = bind(m.select(wins, flatten(at[len(at) - n :], plane), position))
+        return best, position
+
+    y, indices = op.results
+    return (
+        pointwise(y.shape, y.dtype, lambda *i: scan(i)[0]),
+        pointwise(indices.shape, "int64", lambda *i: m.cast(scan(i)[1], "int64")),
+    )
+
+
 def _max_pool(op: Lowering, x: Value, axes: Axes) -> tuple[Value, Value]:
+    places = _places([axis.width for axis in axes])
+    if places is not None:
+        return _small_max_pool(op, x, axes, places)
     dtype, n = compute_dtype(x.dtype), len(axes)
     plane = x.shape[len(x.shape) - n :]
     lowest = m.constant(float("-inf"), dtype)
@@ -103,6 +146,16 @@ def _covering(op: Lowering, axes: Axes, dtype: str, body: Callable[..., Any]) ->
         value = body((*i[: len(batch)], *at), elements)
         return _guarded([valid for _, valid in found], value, m.constant(0.0, dtype))
 
+    places = _places([axis.covering for axis in axes])
+    if places is not None:
+
+        def summed(*i: Any) -> Any:
+            total = m.constant(0.0, dtype)
+            for place in places:
+                total = bind(total + element(*i, *place))
+            return total
+
+        return pointwise(result.shape, result.dtype, summed)
     total = reduce("sum", space, _last(space, n), element, dtype)
     return reshape(pointwise(total.shape, result.dtype, lambda *i: total[i]), result.shape)
 
