@@ -8,7 +8,7 @@ import math
 import attrs
 
 from amp_ir.loops.grouping import Group, effective_reads
-from amp_ir.loops.ir import Pointwise, Read, Reduction, Value
+from amp_ir.loops.ir import Read, Reduction, Value
 from amp_ir.loops.kernel_buffers import dtype_nbytes
 
 
@@ -50,33 +50,23 @@ def _levels_of(group: Group) -> dict[int, int]:
     members = {id(value) for value in group.members}
     level_of: dict[int, int] = {}
 
+    cache: dict[int, list[Read]] = {}
+
     def level(value: Value) -> int:
         known = level_of.get(id(value))
         if known is not None:
             return known
         deepest = 0
-        for argument in _members_read(value, members):
-            step = 1 if isinstance(argument, Reduction) else 0
-            deepest = max(deepest, level(argument) + step)
+        for read in effective_reads(value, cache):
+            if id(read.value) in members:
+                step = 1 if isinstance(read.value, Reduction) else 0
+                deepest = max(deepest, level(read.value) + step)
         level_of[id(value)] = deepest
         return deepest
 
     for value in group.members:
         level(value)
     return level_of
-
-
-def _members_read(value: Value, members: set[int]) -> list[Value]:
-    """The members that `value` reads, directly or through values computed anew."""
-    found: list[Value] = []
-    stack = [read.value for read in value.reads]
-    while stack:
-        argument = stack.pop()
-        if id(argument) in members:
-            found.append(argument)
-        elif isinstance(argument, Pointwise):
-            stack += [read.value for read in argument.reads]
-    return found
 
 
 def inplace_pairs(group: Group, inputs: list[Value]) -> list[tuple[int, int]]:
