@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from amp_ir.loops.ir import Lowering, lowers, pointwise
-from amp_ir.loops import math as m
-from test_lower_relax import build
 from kernel_check import run_kernels
+from test_lower_relax import build
 from tvm.relax import op as R
+
+from amp_ir.loops import math as m
+from amp_ir.loops.ir import Lowering, lowers, pointwise
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 88.7, 89.0, -103.0, -105.0]
 

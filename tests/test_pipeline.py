@@ -167,9 +167,8 @@ def test_a_compiled_step_refuses_a_model_that_changed() -> None:
     with pytest.raises(errors.StateError) as refused:
         train(*batch())
     assert str(refused.value) == (
-        "the model or the optimizer is no longer as it was captured (a parameter was frozen, a "
-        "flag of a param group changed, or state was loaded into new tensors); call "
-        "amp_ir.trace_step and amp_ir.compile again, or use amp_ir.jit, which does"
+        "the step is no longer as it was captured: parameter 0.weight was trained and is frozen. "
+        "Call amp_ir.trace_step and amp_ir.compile again, or use amp_ir.jit, which does"
     )
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(),
                                                  strict=True))  # fmt: skip
