@@ -9,7 +9,6 @@ from typing import Any
 
 from tvm import relax, tirx
 
-from amp_ir.errors import BuildError
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
     Constant,
@@ -472,8 +471,3 @@ def arg_reduction(op: Lowering, x: Value) -> Value:
 def constant_value(number: float | int | bool, dtype: str) -> Constant:
     """A scalar constant."""
     return Constant(TensorSpec((), dtype), number=number)
-
-
-def unsupported(name: str) -> BuildError:
-    """The error for an op that has no lowering."""
-    return BuildError(f"{name} has no lowering to loops; register one with @lowers in loops/")

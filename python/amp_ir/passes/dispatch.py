@@ -250,36 +250,16 @@ def _matmul(
     return new if reader is None else d.redirect(variable, new)
 
 
-def _conv_arguments(call: relax.Call, x: Any, w: Any, out: Any) -> list[relax.Expr]:
-    options = options_of(call)
-    arguments = []
-    for shape, strides in (x, w, out):
-        arguments += [_shape(shape), _shape(strides)]
-    arguments += [_shape(options[key]) for key in ("strides", "padding", "dilation")]
-    return [*arguments, relax.prim_value(int(options["groups"]))]
-
-
 def _conv(d: _Dispatcher, _variable: relax.Var, call: relax.Call, name: str) -> Any:
-    x, w = d.operand(call.args[0]), d.operand(call.args[1])
+    """A convolution or one of its gradients: two operands, a dense result, the same options."""
+    a, b = d.operand(call.args[0]), d.operand(call.args[1])
     out = tuple(int(n) for n in call.ty.shape)
-    described = [(x.shape, x.strides), (w.shape, w.strides), (out, dense_strides(out))]
-    arguments = [x.base, w.base, *_conv_arguments(call, *described)]
-    return _library_call(name, arguments, call.ty, call.span)
-
-
-def _conv_backward_input(d: _Dispatcher, _v: relax.Var, call: relax.Call, name: str) -> Any:
-    grad, w = d.operand(call.args[0]), d.operand(call.args[1])
-    x = tuple(int(n) for n in call.ty.shape)
-    described = [(grad.shape, grad.strides), (w.shape, w.strides), (x, dense_strides(x))]
-    arguments = [grad.base, w.base, *_conv_arguments(call, *described)]
-    return _library_call(name, arguments, call.ty, call.span)
-
-
-def _conv_backward_weight(d: _Dispatcher, _v: relax.Var, call: relax.Call, name: str) -> Any:
-    grad, x = d.operand(call.args[0]), d.operand(call.args[1])
-    w = tuple(int(n) for n in call.ty.shape)
-    described = [(grad.shape, grad.strides), (x.shape, x.strides), (w, dense_strides(w))]
-    arguments = [grad.base, x.base, *_conv_arguments(call, *described)]
+    arguments = [a.base, b.base]
+    for shape, strides in ((a.shape, a.strides), (b.shape, b.strides), (out, dense_strides(out))):
+        arguments += [_shape(shape), _shape(strides)]
+    options = options_of(call)
+    arguments += [_shape(options[key]) for key in ("strides", "padding", "dilation")]
+    arguments.append(relax.prim_value(int(options["groups"])))
     return _library_call(name, arguments, call.ty, call.span)
 
 
@@ -287,10 +267,10 @@ Conversion = Callable[[_Dispatcher, relax.Var, relax.Call, str], Any]
 _CONVERSIONS: dict[str, Conversion] = {
     "relax.matmul": _matmul,
     "amp_ir.conv": _conv,
-    "amp_ir.conv_backward_input": _conv_backward_input,
-    "amp_ir.conv_backward_weight": _conv_backward_weight,
+    "amp_ir.conv_backward_input": _conv,
+    "amp_ir.conv_backward_weight": _conv,
     # A transposed convolution is the gradient of a convolution to its input.
-    "amp_ir.conv_transpose": _conv_backward_input,
+    "amp_ir.conv_transpose": _conv,
 }
 _VERBS = {
     "relax.matmul": "matmul",
