@@ -50,6 +50,11 @@ class ThreadScratch {
   size_t nbytes_ = 0;
 };
 
+// What the caller lent to this thread, and who asks instead of running; see LentScratch.
+thread_local char* lent_data = nullptr;
+thread_local size_t lent_nbytes = 0;
+thread_local ScratchQuery* query = nullptr;
+
 struct KeyHash {
   size_t operator()(const PlanKey& key) const { return key.Hash(); }
 };
@@ -159,9 +164,26 @@ void Plan::AddReorder(Id from, Id to) {
   AddPrimitive(dnnl::reorder(pd), pd.scratchpad_desc(), {{DNNL_ARG_FROM, from}, {DNNL_ARG_TO, to}});
 }
 
+LentScratch::LentScratch(void* data, size_t nbytes)
+    : outer_data_(lent_data), outer_nbytes_(lent_nbytes) {
+  lent_data = static_cast<char*>(data);
+  lent_nbytes = nbytes;
+}
+
+LentScratch::~LentScratch() {
+  lent_data = static_cast<char*>(outer_data_);
+  lent_nbytes = outer_nbytes_;
+}
+
+ScratchQuery::ScratchQuery() : outer_(query) { query = this; }
+ScratchQuery::~ScratchQuery() { query = outer_; }
+void ScratchQuery::Note(size_t nbytes) { nbytes_ = std::max(nbytes_, nbytes); }
+
 void Plan::Run(const std::vector<void*>& arguments) const {
+  if (query != nullptr) return query->Note(scratch_nbytes_);
   thread_local ThreadScratch thread_scratch;
-  char* scratch = thread_scratch.Reserve(scratch_nbytes_);
+  const bool is_lent = scratch_nbytes_ <= lent_nbytes;
+  char* scratch = is_lent ? lent_data : thread_scratch.Reserve(scratch_nbytes_);
   auto pointer = [&](Id id) -> void* {
     const Buffer& buffer = buffers_[id];
     return buffer.argument < 0 ? scratch + buffer.scratch_offset : arguments[buffer.argument];

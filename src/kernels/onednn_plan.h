@@ -44,6 +44,7 @@ class Plan {
   void AddNote(const std::string& text) { implementation_ += text; }
 
   void Run(const std::vector<void*>& arguments) const;
+  size_t scratch_nbytes() const { return scratch_nbytes_; }
 
   // "matmul brg:avx512_core_bf16+reorder_a", for reports.
   const std::string& implementation() const { return implementation_; }
@@ -64,6 +65,35 @@ class Plan {
   std::vector<Step> steps_;
   size_t scratch_nbytes_ = 0;
   std::string implementation_;
+};
+
+// While it lives, plans that this thread runs use `data` as their scratch memory where `nbytes` are
+// enough for them, and memory of the thread's own where not. Scopes nest.
+class LentScratch {
+ public:
+  LentScratch(void* data, size_t nbytes);
+  ~LentScratch();
+  LentScratch(const LentScratch&) = delete;
+  LentScratch& operator=(const LentScratch&) = delete;
+
+ private:
+  void* outer_data_;
+  size_t outer_nbytes_;
+};
+
+// While it lives, plans of this thread are not run; the scratch bytes of the largest are kept.
+class ScratchQuery {
+ public:
+  ScratchQuery();
+  ~ScratchQuery();
+  ScratchQuery(const ScratchQuery&) = delete;
+  ScratchQuery& operator=(const ScratchQuery&) = delete;
+  size_t nbytes() const { return nbytes_; }
+  void Note(size_t nbytes);
+
+ private:
+  ScratchQuery* outer_;
+  size_t nbytes_ = 0;
 };
 
 // What a plan depends on; equal keys mean equal plans.
