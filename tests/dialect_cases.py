@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -380,6 +383,39 @@ def _random_cases() -> list[Case]:
     ]
 
 
+def _loss_scale_cases() -> list[Case]:
+    def gradients(last: float) -> list[torch.Tensor]:
+        return [normal(3, 5), normal(7), torch.tensor([1.0, last]), torch.tensor(8.0)]
+
+    cases = [
+        Case("amp_ir.scale_loss", lambda: [normal(5, 3), torch.tensor(8.0)], {}),
+        Case("amp_ir.scale_loss", lambda: [normal(), torch.tensor(8.0)], {}, "scalar"),
+        Case("amp_ir.unscale", lambda: [normal(5, 3), torch.tensor(8.0)], {}),
+    ]
+    cases += [
+        Case("amp_ir.all_finite", functools.partial(gradients, last), {}, str(last))
+        for last in (2.0, math.inf, -math.inf, math.nan)
+    ]
+    cases.append(Case("amp_ir.all_finite", lambda: [normal(), torch.tensor(8.0)], {}, "scalar"))
+    options = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+    states = itertools.product((0, 2), (1, 2), (False, True))
+    for growth, hysteresis, found in states:
+        cases.append(
+            Case(
+                "amp_ir.update_scale",
+                lambda g=growth, h=hysteresis, f=found: [
+                    torch.tensor(16.0),
+                    torch.tensor(g, dtype=torch.int32),
+                    torch.tensor(h, dtype=torch.int32),
+                    torch.tensor(f),
+                ],
+                {**options, "hysteresis": 2, "min_scale": 10.0, "max_scale": 24.0},
+                f"{growth}-{hysteresis}-{found}",
+            )
+        )
+    return cases
+
+
 def attention_options(
     *, has_mask: bool = False, dropout_p: float = 0.0, is_causal: bool = False
 ) -> dict[str, Any]:
@@ -476,5 +512,6 @@ CASES: list[Case] = [
     *_poolings(),
     *_places(),
     *_random_cases(),
+    *_loss_scale_cases(),
     *_attention_cases(),
 ]

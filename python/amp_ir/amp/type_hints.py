@@ -371,6 +371,12 @@ def untouched(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     return [KEEP] * len(args)
 
 
+@type_hint("amp_ir.scale_loss", "amp_ir.unscale", "amp_ir.all_finite", "amp_ir.update_scale")
+def loss_scale(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Left as it was: a scaled loss is beyond 65504, and an unscaled gradient may underflow."""
+    return [KEEP] * len(args)
+
+
 @type_hint("relax.astype", "amp_ir.cast")
 def user_cast(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     """Left as it was: a cast that the user wrote is honoured, rounding included."""

@@ -12,6 +12,7 @@ from amp_ir.loops import (  # noqa: F401  (registers the lowerings)
     lower_convolution,
     lower_embedding,
     lower_indexing,
+    lower_loss_scale,
     lower_losses,
     lower_matmul,
     lower_normalization,
