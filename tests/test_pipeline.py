@@ -125,7 +125,7 @@ def test_low_precision_needs_less_memory_for_activations() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    mod, args = amp_ir.trace_step(step, (torch.randn(512, 32),), model=model, optimizer=optimizer)
+    mod, args = amp_ir.trace_step(step, (torch.randn(2048, 32),), model=model, optimizer=optimizer)
     amp = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
     full = amp_ir.get_peak_memory(mod, "cpu", args, include_param=False)
     assert amp_ir.get_peak_memory(amp, "cpu", args, include_param=False) < 0.8 * full

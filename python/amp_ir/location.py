@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import attrs
@@ -75,10 +75,32 @@ def to_span(location: Location) -> tvm.ir.Span:
 
 
 def from_span(span: tvm.ir.Span | None) -> Location:
-    """Decode what `to_span` made; a span of another origin, or none, is the empty location."""
+    """Decode what `to_span` made; a span of another origin, or none, is the empty location.
+
+    Of several, as a fused kernel has them, the first counts.
+    """
+    if isinstance(span, tvm.ir.SequentialSpan):
+        span = span.spans[0] if span.spans else None
     if span is None or not hasattr(span, "source_name"):
         return Location()
     return _decode(span.source_name.name, int(span.line))
+
+
+def join_spans(spans: Iterable[tvm.ir.Span | None]) -> tvm.ir.Span | None:
+    """The span of what several ops became together: each place once, in order; None for none."""
+    distinct: dict[tuple[str, int], tvm.ir.Span] = {}
+    for span in spans:
+        if isinstance(span, tvm.ir.Span):
+            distinct.setdefault((span.source_name.name, int(span.line)), span)
+    known = list(distinct.values())
+    return tvm.ir.SequentialSpan(known) if len(known) > 1 else next(iter(known), None)
+
+
+def locations_of(span: tvm.ir.Span | None) -> tuple[Location, ...]:
+    """Every place that a span names, in order; () for a span of another origin."""
+    parts = list(span.spans) if isinstance(span, tvm.ir.SequentialSpan) else [span]
+    found = (from_span(part) for part in parts if part is not None)
+    return tuple(dict.fromkeys(place for place in found if place != Location()))
 
 
 @functools.lru_cache(maxsize=65536)

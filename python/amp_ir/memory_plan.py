@@ -1,15 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every tensor of a step lies in memory."""
+"""Where every tensor of a step lies in memory, and what it is to the user."""
 
 from __future__ import annotations
+
+import enum
+import functools
 
 import attrs
 import tvm
 
+from amp_ir.location import Location
+from amp_ir.module import Role
+
+
+class MemoryRole(enum.Enum):
+    """Why bytes are held, in the words of reports."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    OTHER_STATE = "other state"
+    SAVED_ACTIVATION = "saved activation"
+    LOW_COPY = "low copy of a weight"
+    TEMPORARY = "temporary"
+    WORKSPACE = "library workspace"
+    BATCH = "batch"
+    RESULT = "result"
+
+
+ROLE_OF_STATE = {
+    Role.PARAMETER: MemoryRole.PARAMETER,
+    Role.BUFFER: MemoryRole.BUFFER,
+    Role.GRADIENT: MemoryRole.GRADIENT,
+    Role.OPTIMIZER_STATE: MemoryRole.OPTIMIZER_STATE,
+    Role.BATCH: MemoryRole.BATCH,
+    Role.RESULT: MemoryRole.RESULT,
+}
+
 
 @attrs.frozen
 class Interval:
-    """One value's stay in the arena; positions of calls, both inclusive."""
+    """One piece of the arena and how long it is taken; positions of calls, both inclusive.
+
+    Values that take over each other's bytes share one interval.
+    """
 
     name: str
     nbytes: int
@@ -21,23 +56,79 @@ class Interval:
 
 
 @attrs.frozen
+class PlannedValue:
+    """One value that the step holds; alive from call `first_use` to call `last_use`, inclusive.
+
+    `offset_bytes` is its place in the arena, None for what lies in memory of its own: state, the
+    batch and results, which are there all the time. A value that takes over another's bytes begins
+    when that one has ended.
+    """
+
+    name: str
+    op: str
+    location: Location
+    role: MemoryRole
+    dtype: str
+    nbytes: int
+    first_use: int
+    last_use: int
+    offset_bytes: int | None = None
+
+
+@attrs.frozen
+class PlannedCall:
+    """One call of a kernel or of a library.
+
+    `symbol` is what the virtual machine calls; `ops` are the names of the ops that it computes, and
+    `locations` where they come from, each once. `read_nbytes` and `written_nbytes` count every
+    tensor once.
+    """
+
+    name: str
+    symbol: str
+    ops: tuple[str, ...]
+    locations: tuple[Location, ...]
+    read_nbytes: int
+    written_nbytes: int
+    is_cast: bool = False
+
+
+@attrs.frozen
 class MemoryPlan:
     """Where everything lies: `arena_bytes` for intermediates, state and results apart from it.
 
     `lower_bound_bytes` is the largest sum of bytes alive at once: no plan of this order is smaller.
+    `intervals` are the stays in the arena; `values` is everything that is held, whatever its place;
+    `calls` are what the step runs, in order.
     """
 
     arena_bytes: int
     lower_bound_bytes: int
-    intervals: tuple[Interval, ...]
+    intervals: tuple[Interval, ...] = attrs.field(repr=False)
     state_bytes: int
     batch_bytes: int
     result_bytes: int
+    values: tuple[PlannedValue, ...] = attrs.field(default=(), repr=False)
+    calls: tuple[PlannedCall, ...] = attrs.field(default=(), repr=False)
 
     @property
     def peak_bytes(self) -> int:
         """All bytes that a step needs: state, batch, results and the arena."""
         return self.arena_bytes + self.state_bytes + self.batch_bytes + self.result_bytes
+
+    @functools.cached_property
+    def live_bytes(self) -> tuple[int, ...]:
+        """Bytes of the arena that are in use during each call."""
+        changes = [0] * (len(self.calls) + 1)
+        for value in self.values:
+            if value.offset_bytes is not None:
+                changes[value.first_use] += value.nbytes
+                changes[value.last_use + 1] -= value.nbytes
+        alive, live = 0, []
+        for change in changes[:-1]:
+            alive += change
+            live.append(alive)
+        return tuple(live)
 
 
 @attrs.frozen

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -15,7 +15,7 @@ from tvm.ir.expr import GenericConst
 
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import UnsupportedOpError
-from amp_ir.location import from_span
+from amp_ir.location import from_span, join_spans
 from amp_ir.loops import emit_cpu
 from amp_ir.loops.emit_cpu import Kernel
 from amp_ir.loops.grouping import Group, Grouping, storage_of
@@ -70,6 +70,7 @@ class _Program:
         self.calls: list[LibraryCall] = []
         self.opaque_units: dict[int, tuple[int, list[Opaque]]] = {}
         self.spans: dict[int, tvm.ir.Span] = {}
+        self.ops: dict[int, str] = {}
         self.missing: dict[str, list[relax.Call]] = {}
 
     # Reading: bindings become values.
@@ -112,6 +113,7 @@ class _Program:
         results = lowering(op, *arguments, **options_of(call))
         for value in _flat_values(results):
             self.spans.setdefault(id(value), call.span)
+            self.ops.setdefault(id(value), name)
             if isinstance(value, Opaque):
                 self._opaque_unit(value)
         return results
@@ -150,7 +152,7 @@ class _Program:
 
     def write(self) -> tvm.IRModule:
         groups = self.grouping.finish()
-        writer = _Writer(self.main, self.spans)
+        writer = _Writer(self.main, self.spans, self.ops)
         units: dict[int, Any] = {group.number: group for group in groups}
         units |= {call.unit: call for call in self.calls}
         units |= {unit: results for unit, results in self.opaque_units.values()}
@@ -187,9 +189,12 @@ def _last_serial(unit: Any, _number: int) -> int:
 class _Writer:
     """Builds the new `main` and the kernels it calls."""
 
-    def __init__(self, main: relax.Function, spans: dict[int, tvm.ir.Span]) -> None:
+    def __init__(
+        self, main: relax.Function, spans: dict[int, tvm.ir.Span], ops: dict[int, str]
+    ) -> None:
         self.main = main
         self.spans = spans
+        self.ops = ops
         self.bindings: list[relax.Binding] = []
         self.expressions: dict[int, relax.Expr] = {}
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
@@ -200,20 +205,25 @@ class _Writer:
             self._library_call(unit)
         elif isinstance(unit, Group):
             kernel = emit_cpu.emit_group(unit, strict=strict)
-            self._kernel(kernel, self._group_span(unit))
+            self._kernel(kernel, list(group_values_of(unit)))
         else:
-            self._kernel(opaque_kernel(unit), self.spans.get(id(unit[0])))
+            self._kernel(opaque_kernel(unit), unit)
 
-    def _group_span(self, group: Group) -> tvm.ir.Span | None:
-        spans = [self.spans.get(id(value)) for value in [*group.stored, *group.members]]
-        return next((span for span in spans if span is not None), None)
+    def _names(self, values: Iterable[Any]) -> str:
+        """The ops of the values, each once, without their dialect."""
+        names = (self.ops.get(id(value), "").rpartition(".")[2] for value in values)
+        return ",".join(dict.fromkeys(name for name in names if name))
 
-    def _kernel(self, kernel: Kernel, span: tvm.ir.Span | None) -> None:
+    def _kernel(self, kernel: Kernel, members: list[Any]) -> None:
+        """Call a kernel; its call says which ops it computes, and where they come from."""
         variable = self._function(kernel.function)
         arguments = relax.Tuple([self.expression(value) for value in kernel.inputs])
         types = [tensor_type(value.spec) for value in kernel.outputs]
+        span = join_spans(self.spans.get(id(value)) for value in members)
+        results = ",".join(self._names([value]) for value in kernel.outputs)
+        notes = tvm.ir.make_node("ir.DictAttrs", ops=self._names(members), result_ops=results)
         call = relax.Call(
-            tvm.ir.Op.get("relax.call_tir"), [variable, arguments], None,
+            tvm.ir.Op.get("relax.call_tir"), [variable, arguments], notes,
             types if len(types) == 1 else [relax.TupleType(types)], span,
         )  # fmt: skip
         self._bind_results(call, list(kernel.outputs))
@@ -293,6 +303,11 @@ class _Writer:
         variable = relax.DataflowVar(f"v{len(self.bindings)}", type_)
         self.bindings.append(relax.VarBinding(variable, call))
         return variable
+
+
+def group_values_of(group: Group) -> Iterator[Value]:
+    """What a group computes: what it stores first, then the rest, each once."""
+    yield from {id(value): value for value in [*group.stored, *group.members]}.values()
 
 
 def opaque_kernel(results: list[Opaque]) -> Kernel:

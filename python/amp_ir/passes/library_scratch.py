@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much scratch memory a library call needs, asked of the library when memory is planned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from amp_ir import native
+
+WITH_SCRATCH = "amp_ir.onednn.with_scratch"
+_QUERY = "amp_ir.onednn.scratch_nbytes"
+
+
+def scratch_nbytes(call: relax.Call) -> int:
+    """Bytes of scratch that the call takes when it is lent them; 0 where it cannot be lent any.
+
+    oneDNN works the call out for these shapes, dtypes and this number of threads, as the first run
+    would otherwise do. PyTorch's kernels take what they need from PyTorch's allocator and cannot
+    be asked: their scratch is not in the plan.
+
+    Args:
+        call: a call_dps_packed whose tensors are flat or dense; their contents are not needed.
+    """
+    name = str(call.args[0].global_symbol)
+    if not name.startswith("amp_ir.onednn.") or not native.has(_QUERY):
+        return 0
+    arguments = [_example(argument) for argument in call.args[1].fields]
+    return int(native.function(_QUERY)(name, *arguments, _empty(call.ty_args[0])))
+
+
+def _example(argument: relax.Expr) -> Any:
+    """The argument as a function takes it; tensors without contents."""
+    if isinstance(argument.ty, relax.TensorType):
+        return _empty(argument.ty)
+    if isinstance(argument, relax.ShapeExpr):
+        return tvm_ffi.Shape(tuple(int(n) for n in argument.values))
+    if isinstance(argument, tvm.ir.StringImm):
+        return argument.value
+    if isinstance(argument, tvm.tirx.IntImm):
+        return int(argument)
+    return None
+
+
+def _empty(type_: relax.TensorType) -> tvm.runtime.Tensor:
+    # Flat, as in a planned step. The pages are never touched: this costs addresses, no memory.
+    size = math.prod(int(extent) for extent in type_.shape)
+    return tvm.runtime.empty((max(size, 1),), str(type_.dtype))

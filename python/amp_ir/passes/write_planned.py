@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a step whose memory is planned: calls on views of one arena."""
+
+from __future__ import annotations
+
+import attrs
+import tvm
+from tvm import relax, tirx
+
+from amp_ir.passes.library_scratch import WITH_SCRATCH
+from amp_ir.passes.step_slots import Slot, Step, StepSlots
+
+_KERNEL_TYPE = relax.FuncType.opaque_func(ret=relax.TupleType([]))
+
+
+@attrs.define(eq=False)
+class Destinations:
+    """Where results go: parameters for them, and copies before the first and after the last call.
+
+    A copy is (from, to).
+    """
+
+    results: list[Slot] = attrs.field(factory=list)
+    first_copies: list[tuple[Slot, Slot]] = attrs.field(factory=list)
+    last_copies: list[tuple[Slot, Slot]] = attrs.field(factory=list)
+
+
+def write_planned(
+    ir: tvm.IRModule, program: StepSlots, destinations: Destinations, arena_bytes: int
+) -> tvm.IRModule:
+    """The step as `main(arena, inputs..., results...)`, every value passed by destination."""
+    return _Writer(ir, program, destinations, arena_bytes).write()
+
+
+def copy_symbol(target: Slot) -> str:
+    """The name of the kernel that copies into `target`."""
+    return f"copy_{target.physical_dtype}_{max(target.size, 1)}"
+
+
+class _Writer:
+    def __init__(
+        self, ir: tvm.IRModule, program: StepSlots, destinations: Destinations, arena_bytes: int
+    ) -> None:
+        self.ir = ir
+        self.program = program
+        self.destinations = destinations
+        self.arena = relax.Var("arena", relax.TensorType([max(arena_bytes, 1)], "uint8"))
+        self.bindings: list[relax.Binding] = []
+        self.views: dict[tuple[int, str], relax.Expr] = {}
+        self.kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+
+    def write(self) -> tvm.IRModule:
+        for source, target in self.destinations.first_copies:
+            self._copy(source, target)
+        for step in self.program.steps:
+            self._step(step)
+        for source, target in self.destinations.last_copies:
+            self._copy(source, target)
+        parameters = [self.arena]
+        parameters += [slot.parameter for slot in self.program.inputs]
+        parameters += [slot.parameter for slot in self.destinations.results]
+        nothing = relax.Tuple([])
+        body = relax.SeqExpr([relax.BindingBlock(self.bindings)], nothing)
+        function = relax.Function(parameters, body, relax.TupleType([]), is_pure=False)
+        functions = {**self.ir.functions, **self.kernels}
+        for variable in functions:
+            if variable.ty.is_missing():
+                relax.expr._update_type(variable, _KERNEL_TYPE)
+        functions[self.ir.get_global_var("main")] = function
+        return tvm.IRModule(functions)
+
+    def _copy(self, source: Slot, target: Slot) -> None:
+        views = [self._view(source, "kernel"), self._view(target, "kernel")]
+        self._call(self._copy_kernel(target), views)
+
+    def _copy_kernel(self, target: Slot) -> tvm.ir.GlobalVar:
+        size, dtype = max(target.size, 1), target.physical_dtype
+        name = copy_symbol(target)
+        known = next((v for v in self.kernels if v.name_hint == name), None)
+        if known is not None:
+            return known
+        source = tirx.decl_buffer((size,), dtype, "source")
+        copy = tirx.decl_buffer((size,), dtype, "copy")
+        i = tirx.Var("i", "int32")
+        store = tirx.BufferStore(copy, tirx.BufferLoad(source, [i]), [i])
+        body = tirx.For(i, 0, size, tirx.ForKind.SERIAL, store)
+        function = tirx.PrimFunc([source, copy], body).with_attr("tirx.noalias", True)
+        variable = tvm.ir.GlobalVar(name)
+        self.kernels[variable] = function.with_attr("global_symbol", name)
+        return variable
+
+    def _step(self, step: Step) -> None:
+        is_kernel = step.function is not None
+        arguments: list[relax.Expr] = []
+        for argument in [*step.arguments, *step.results]:
+            is_slot = isinstance(argument, Slot)
+            kind = "kernel" if is_kernel else "library"
+            arguments.append(self._view(argument, kind) if is_slot else argument)
+        callee = step.call.args[0]
+        if step.scratch is not None:
+            scratch = self._view(step.scratch, "library")
+            arguments = [tvm.ir.StringImm(step.symbol), scratch, *arguments]
+            callee = relax.ExternFunc(WITH_SCRATCH)
+        self._call(callee, arguments, step.call.span)
+
+    def _view(self, slot: Slot, kind: str) -> relax.Expr:
+        """The slot as a flat tensor; libraries see bfloat16 as such."""
+        physical = slot.physical_dtype
+        dtype = slot.dtype if kind == "library" else physical
+        key = (id(slot), dtype)
+        if key not in self.views:
+            self.views[key] = self._make_view(slot, dtype, physical)
+        return self.views[key]
+
+    def _make_view(self, slot: Slot, dtype: str, physical: str) -> relax.Expr:
+        size = max(slot.size, 1)
+        if slot.constant is not None:
+            base: relax.Expr = slot.constant
+        elif slot.parameter is not None:
+            if dtype == physical:
+                return slot.parameter
+            base = slot.parameter
+        else:
+            base = self.arena
+        arguments = [
+            base,
+            relax.prim_value(slot.offset_bytes),
+            relax.ShapeExpr([size]),
+            tvm.ir.StringImm(dtype),
+        ]
+        type_ = relax.TensorType([size], dtype)
+        return self._call(relax.ExternFunc("amp_ir.view"), arguments, None, type_)
+
+    def _call(
+        self,
+        function: relax.Expr,
+        arguments: list[relax.Expr],
+        span: tvm.ir.Span | None = None,
+        type_: relax.Type | None = None,
+    ) -> relax.Var:
+        result = type_ if type_ is not None else relax.TupleType([])
+        call = relax.Call(function, arguments, None, [result], span)
+        relax.expr._update_type(call, result)
+        variable = relax.Var(f"r{len(self.bindings)}", result)
+        self.bindings.append(relax.VarBinding(variable, call))
+        return variable
