@@ -38,6 +38,14 @@ class StateError(AmpIrError, RuntimeError):
     """The model, optimizer or scaler is no longer as the compiled step needs it."""
 
 
+class LossScaleError(AmpIrError, ValueError):
+    """A step uses its loss scale wrongly; the message lists every place and its repair."""
+
+
+class SkippedTooOftenError(AmpIrError, FloatingPointError):
+    """More steps in a row were skipped for a gradient that is not finite than the scaler allows."""
+
+
 class DeviceError(AmpIrError, RuntimeError):
     """A device was asked for that this machine or this build does not have."""
 

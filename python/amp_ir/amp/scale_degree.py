@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that a step uses its loss scale rightly: `check_scale_degrees(step)`.
+
+Every value of the captured step gets a degree (degrees.py) by the rules of its op
+(degree_rules.py). The loss scale of scaler0 has degree 1 in scaler0; parameters, buffers, optimizer
+state, hyper-parameters and the batch have degree 0. Then
+
+ - values that are added, compared or selected from must have one degree;
+ - what is unscaled must have been scaled, once;
+ - all state must leave the step with the degree it came with.
+
+A step that breaks this trains wrongly, and differently whenever the scale changes. Only what the
+state after the step depends on is held to it: what is merely returned gets a note instead.
+
+Requires: the step as captured, before autocast, whose casts do not change a degree.
+Source: the dimensional analysis of physics, with the loss scale as the only unit (Kennedy 1994,
+    "Dimension types").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy
+from tvm import relax
+
+import amp_ir.amp.dialect_degree_rules  # noqa: F401  (registers its rules)
+from amp_ir.amp.degree_faults import Fault, Faults, Kind
+from amp_ir.amp.degree_operands import CannotTell, DegreesDiffer, NotScaled, Operands
+from amp_ir.amp.degree_rules import INDIFFERENT, RULES
+from amp_ir.amp.degrees import ZERO, Degree, Solver, Special, Unknown, ValueDegree
+from amp_ir.amp.step_graph import Op, StepGraph, read_step
+from amp_ir.dialect.registry import DECLARATIONS, options_of
+from amp_ir.module import InputSpec, OutputSpec, Role, StepModule
+
+SCALE_SUFFIX = ".scale"
+
+
+@attrs.frozen
+class ScaleDegrees:
+    """What the analysis found.
+
+    `degree` maps the name of each variable of `main` to its degree, or to a tuple of degrees if it
+    is a tuple. `notes` says in words what the analysis could not tell and what it took for granted.
+    """
+
+    degree: Mapping[str, Any] = attrs.field(factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def check_scale_degrees(step: StepModule) -> ScaleDegrees:
+    """Give every value of the step its degree in each loss scale; at no cost without a scaler.
+
+    Raises:
+        LossScaleError: the step uses a loss scale wrongly; the message lists every place, with
+            the user's line and what to do.
+    """
+    inputs = step.signature.inputs
+    scalers = [one.name.removesuffix(SCALE_SUFFIX) for one in inputs if _is_scale(one)]
+    if not scalers:
+        return ScaleDegrees()
+    analysis = _Analysis(read_step(step.ir), inputs, step.signature.outputs, scalers)
+    analysis.run()
+    analysis.faults.raise_if_any()
+    return ScaleDegrees(analysis.by_name(), analysis.faults.notes())
+
+
+def _is_scale(spec: InputSpec) -> bool:
+    return spec.role is Role.SCALER_STATE and spec.name.endswith(SCALE_SUFFIX)
+
+
+class _Analysis:
+    """One walk over the step, in order: a value's degree is known before it is used."""
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        inputs: Sequence[InputSpec],
+        outputs: Sequence[OutputSpec],
+        scalers: Sequence[str],
+    ) -> None:
+        self.graph = graph
+        self.inputs = inputs
+        self.outputs = outputs
+        self.solver = Solver()
+        self.degrees: list[ValueDegree] = [ZERO] * len(graph.values)
+        self.faults = Faults(graph, inputs, scalers, self.solver)
+        self._matters = _ops_that_state_depends_on(graph, outputs)
+
+    def run(self) -> None:
+        for leaf, spec in zip(self.graph.inputs, self.inputs, strict=True):
+            self.degrees[leaf] = self._of_input(spec)
+        for leaf, value in enumerate(self.graph.values):
+            if value.expr is not None and value.is_constant and _is_scale_free(value.expr):
+                self.degrees[leaf] = Special.ANY
+        for op in self.graph.ops:
+            for leaf, degree in zip(op.results, self._of_op(op), strict=True):
+                self.degrees[leaf] = degree
+        for leaf, output in zip(self.graph.outputs, self.outputs, strict=True):
+            self._check_output(leaf, output)
+
+    def by_name(self) -> dict[str, Any]:
+        """The degree of every variable, by its name."""
+        named: dict[str, Any] = {
+            self.graph.values[leaf].expr.name: self._resolved(leaf)  # type: ignore[union-attr]
+            for leaf in self.graph.inputs
+        }
+        for op in self.graph.ops:
+            found = tuple(self._resolved(leaf) for leaf in op.results)
+            named[op.variable.name] = found if isinstance(op.result, tuple) else found[0]
+        return named
+
+    def _resolved(self, leaf: int) -> ValueDegree:
+        degree = self.degrees[leaf]
+        return self.solver.resolve(degree) if isinstance(degree, Degree) else degree
+
+    def _of_input(self, spec: InputSpec) -> ValueDegree:
+        if _is_scale(spec):
+            return Degree.of(spec.name.removesuffix(SCALE_SUFFIX))
+        if spec.role is Role.GRADIENT:
+            # It was made by other calls, of this step or another: its first use here tells.
+            return self.solver.new_unknown(spec.name)
+        return ZERO
+
+    def _of_op(self, op: Op) -> Sequence[ValueDegree]:
+        count = len(op.results)
+        bad = self._bad_operand(op)
+        if bad is not None:
+            indifferent = INDIFFERENT.get(op.name, ())
+            return [ZERO if k in indifferent else bad for k in range(count)]
+        rule = RULES.get(op.name)
+        if rule is None:
+            return [Unknown(f"{op.location}: {op.name} has no rule")] * count
+        operands = self._operands(op)
+        try:
+            result = rule(operands)
+        except CannotTell as error:
+            return [Unknown(self.faults.why_unknown(op, operands, error.position))] * count
+        except DegreesDiffer as error:
+            fault = Fault(Kind.DIFFER, op, error.positions, operands)
+            return [self._fault(op, fault)] * count
+        except NotScaled as error:
+            fault = Fault(Kind.NOT_SCALED, op, (error.position,), operands)
+            return [self._fault(op, fault)] * count
+        if operands.guarded_by is not None:
+            self.faults.guard(op, operands)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    def _bad_operand(self, op: Op) -> ValueDegree | None:
+        """WRONG, or the first unknown, among the operands; None when all are known."""
+        read = [self.degrees[leaf] for leaf in op.reads]
+        if Special.WRONG in read:
+            return Special.WRONG
+        return next((degree for degree in read if isinstance(degree, Unknown)), None)
+
+    def _operands(self, op: Op) -> Operands:
+        values = [self.graph.values[leaf] for leaf in op.reads]
+        results = [self.graph.values[leaf] for leaf in op.results]
+        return Operands(
+            degrees=[self.degrees[leaf] for leaf in op.reads],  # type: ignore[misc]
+            numbers=[_number(value.expr) if value.is_constant else None for value in values],
+            shapes=[value.shape for value in values],
+            result_shapes=[value.shape for value in results],
+            result_dtypes=[value.dtype for value in results],
+            options=lambda name: _option(op, name),
+            solver=self.solver,
+        )
+
+    def _fault(self, op: Op, fault: Fault) -> ValueDegree:
+        """Report what the state depends on; what is only returned cannot spoil the training."""
+        if op.position in self._matters:
+            self.faults.add(fault)
+            return Special.WRONG
+        return Unknown(self.faults.sentence(fault))
+
+    def _check_output(self, leaf: int, spec: OutputSpec) -> None:
+        degree = self._resolved(leaf)
+        if degree is Special.WRONG or degree is Special.ANY:
+            return
+        if isinstance(degree, Unknown):
+            self.faults.unknown_output(spec, degree)
+        elif spec.role is Role.RESULT:
+            self.faults.scaled_result(spec, degree)
+        elif spec.updates is not None:
+            expected = self._resolved(self.graph.inputs[spec.updates])
+            assert isinstance(expected, Degree)
+            if not self.solver.equate(degree, expected):
+                self.faults.wrong_state(leaf, spec, degree, expected)
+
+
+def _ops_that_state_depends_on(graph: StepGraph, outputs: Sequence[OutputSpec]) -> set[int]:
+    """Positions of all ops in the backward slice of the outputs that are no results."""
+    wanted = {
+        leaf
+        for leaf, spec in zip(graph.outputs, outputs, strict=True)
+        if spec.role is not Role.RESULT
+    }
+    found = set()
+    for op in reversed(graph.ops):
+        if wanted.intersection(op.results):
+            found.add(op.position)
+            wanted.update(op.reads)
+    return found
+
+
+def _is_scale_free(constant: relax.Expr) -> bool:
+    """Whether a constant holds nothing but zeros, infinities and NaN."""
+    wide = constant.value.numpy().astype(numpy.float64)
+    return bool(((wide == 0) | ~numpy.isfinite(wide)).all())
+
+
+def _number(expr: relax.Expr | None) -> float | None:
+    """The number that a constant holds, if it is one number."""
+    if expr is None:
+        return None
+    numbers = expr.value.numpy()
+    return float(numbers.reshape(-1)[0]) if numbers.size == 1 else None
+
+
+def _option(op: Op, name: str) -> Any:
+    if op.name in DECLARATIONS:
+        return options_of(op.call).get(name)
+    return getattr(op.call.attrs, name, None)
