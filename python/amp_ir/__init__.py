@@ -13,6 +13,7 @@
 import torch  # noqa: F401
 
 from amp_ir import amp, errors
+from amp_ir.amp.grad_scaler import GradScaler
 from amp_ir.amp.overrides import CustomTypeHint, Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
@@ -23,12 +24,15 @@ from amp_ir.pipeline import (
     explain_plan,
     get_peak_memory,
     jit,
+    memory_report,
     profile_vm_model,
     trace_model,
     trace_step,
 )
 from amp_ir.pipeline import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.step import CompiledStep
+from amp_ir.step_log import StepLog, StepRecord
 
 __version__ = "0.1.0"
 
@@ -36,10 +40,14 @@ __all__ = [
     "CastPlan",
     "CompiledStep",
     "CustomTypeHint",
+    "MemoryReport",
+    "GradScaler",
     "Override",
     "Role",
     "Signature",
+    "StepLog",
     "StepModule",
+    "StepRecord",
     "amp",
     "autocast",
     "autocast_off",
@@ -49,6 +57,7 @@ __all__ = [
     "get_peak_memory",
     "jit",
     "list_ops",
+    "memory_report",
     "profile_vm_model",
     "trace_model",
     "trace_step",

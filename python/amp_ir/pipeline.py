@@ -40,6 +40,7 @@ from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
 from amp_ir.passes.fold_casts import fold_casts
 from amp_ir.passes.plan_memory import plan_memory
+from amp_ir.report.memory import MemoryReport, report_memory
 from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
@@ -66,7 +67,7 @@ def trace_step(
         example_batch: the step's positional arguments; shapes and dtypes count, values do not.
         model: the module or modules that the step uses.
         optimizer: the optimizer or optimizers that the step calls.
-        scaler: an `amp_ir.GradScaler` that the step uses.
+        scaler: the `amp_ir.GradScaler` that the step uses, or a list of them.
 
     Returns:
         The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
@@ -290,8 +291,9 @@ def get_peak_memory(
 ) -> float:
     """Peak MiB of a step, from the memory plan; nothing is executed.
 
-    Counts intermediates, the batch and results; with `include_param` also parameters, buffers,
-    optimizer state and gradients that stay. `rounding` is as for `compile`.
+    Counts intermediates, oneDNN's scratch memory, the batch and results; with `include_param` also
+    parameters, buffers, optimizer state and gradients that stay. `rounding` is as for `compile`.
+    `memory_report` says what the bytes are.
     """
     _check_module(mod, "get_peak_memory")
     build_stage.resolve_device(device)
@@ -300,6 +302,33 @@ def get_peak_memory(
     plan = lower(mod, rounding=rounding).plan
     nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
     return nbytes / 2**20
+
+
+def memory_report(
+    mod: StepModule,
+    args: Any = None,
+    *,
+    baseline: StepModule | None = None,
+    rounding: str = "fast",
+) -> MemoryReport:
+    """What a step holds in memory, when and why: `print` it, or take `to_json()`.
+
+    Args:
+        mod: what `trace_step` or `autocast` returns; nothing is executed.
+        args: the example batch, checked where it is given.
+        baseline: the step before `autocast`; the report then says what AMP saved and cost.
+        rounding: as for `compile`.
+
+    Raises:
+        OptionError: `mod` or `baseline` is no StepModule.
+    """
+    _check_module(mod, "memory_report")
+    if args is not None:
+        _batch_of(mod, args)
+    if baseline is not None:
+        _check_module(baseline, "memory_report(baseline=...)")
+    before = None if baseline is None else lower(baseline, rounding=rounding).plan
+    return report_memory(lower(mod, rounding=rounding).plan, before)
 
 
 def _check_rounding(rounding: str) -> None:

@@ -252,13 +252,15 @@ class _Writer:
 
     def _bind_results(self, call: relax.Call, values: list[Any]) -> None:
         type_ = call.ty_args[0] if len(values) > 1 else tensor_type(values[0].spec)
-        variable = relax.DataflowVar(f"v{len(self.bindings)}", type_)
+        spans = [self.spans.get(id(value), call.span) for value in values]
+        span = spans[0] if len(values) == 1 else None
+        variable = relax.DataflowVar(f"v{len(self.bindings)}", type_, span)
         self.bindings.append(relax.VarBinding(variable, _typed(call, type_)))
         if len(values) == 1:
             self.expressions[id(values[0])] = variable
             return
         for k, value in enumerate(values):
-            field = relax.DataflowVar(f"v{len(self.bindings)}", tensor_type(value.spec))
+            field = relax.DataflowVar(f"v{len(self.bindings)}", tensor_type(value.spec), spans[k])
             item = _typed(relax.TupleGetItem(variable, k), tensor_type(value.spec))
             self.bindings.append(relax.VarBinding(field, item))
             self.expressions[id(value)] = field

@@ -151,7 +151,9 @@ class _Reader:
                 elif isinstance(value, relax.Call):
                     self._read_call(binding.var, value)
                 elif isinstance(value, relax.TupleGetItem):
-                    self.slots[binding.var] = self.tuples[value.tuple_value][value.index]
+                    slot = self.tuples[value.tuple_value][value.index]
+                    slot.span = binding.var.span or slot.span
+                    self.slots[binding.var] = slot
                 elif isinstance(value, relax.Tuple):
                     results = [self._slot(field) for field in value.fields]
                 else:
@@ -182,6 +184,7 @@ class _Reader:
         if isinstance(type_, relax.TupleType):
             self.tuples[variable] = step.results
         else:
+            step.results[0].span = variable.span or call.span
             self.slots[variable] = step.results[0]
 
     def _slot(self, expr: relax.Expr) -> Slot:
