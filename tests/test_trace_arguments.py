@@ -215,15 +215,14 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "SparseAdam needs sparse gradients; use Adam",
     ),
     (
-        "enabled scaler",
-        lambda: wrong(scaler=torch.amp.GradScaler("cpu")),
-        "scaler= is enabled, but loss scaling cannot be captured yet; pass scaler=None and train "
-        "in bfloat16, or GradScaler(enabled=False)",
+        "the same scaler twice",
+        lambda: wrong(scaler=[torch.amp.GradScaler("cpu")] * 2),
+        "scaler= holds the same GradScaler twice",
     ),
     (
         "scaler of another kind",
         lambda: wrong(scaler=2.0),
-        "scaler= is a float, expected a GradScaler or None",
+        "scaler= has a float, expected an amp_ir.GradScaler",
     ),
     (
         "all at once",

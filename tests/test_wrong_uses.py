@@ -359,11 +359,10 @@ TRACE: list[Row] = [
         "LBFGS calls the step as a closure several times; use SGD, Adam or another",
     ),
     (
-        "enabled scaler",
-        lambda s: s.trace(scaler=torch.amp.GradScaler("cpu")),
+        "scaler of another kind",
+        lambda s: s.trace(scaler=1024.0),
         ArgumentError,
-        "scaler= is enabled, but loss scaling cannot be captured yet; pass scaler=None and train "
-        "in bfloat16, or GradScaler(enabled=False)",
+        "scaler= has a float, expected an amp_ir.GradScaler",
     ),
     (
         "capture inside of a capture",

@@ -20,10 +20,11 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 @attrs.frozen
 class Checked:
-    """Models and optimizers as lists."""
+    """Models, optimizers and enabled scalers as lists."""
 
     models: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
+    scalers: list[torch.amp.GradScaler]
 
 
 def check_arguments(
@@ -40,7 +41,7 @@ def check_arguments(
     wrong = [*_step_faults(step), *batch_faults, *_scaler_faults(scaler)]
     if not wrong:
         wrong += _call_faults(step, example_batch)
-    return _check(wrong, model, optimizer, example_batch)
+    return _check(wrong, model, optimizer, scaler, example_batch)
 
 
 def check_training(step: object, model: object, optimizer: object, scaler: object) -> None:
@@ -49,10 +50,12 @@ def check_training(step: object, model: object, optimizer: object, scaler: objec
     Raises:
         ArgumentError: listing everything that is wrong.
     """
-    _check([*_step_faults(step), *_scaler_faults(scaler)], model, optimizer, ())
+    _check([*_step_faults(step), *_scaler_faults(scaler)], model, optimizer, scaler, ())
 
 
-def _check(wrong: list[str], model: object, optimizer: object, batch: object) -> Checked:
+def _check(
+    wrong: list[str], model: object, optimizer: object, scaler: object, batch: object
+) -> Checked:
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if optimizer is None:
@@ -66,7 +69,7 @@ def _check(wrong: list[str], model: object, optimizer: object, batch: object) ->
         wrong += _optimizer_faults(models, optimizers)
     if wrong:
         raise ArgumentError("; ".join(wrong))
-    return Checked(models, optimizers)
+    return Checked(models, optimizers, [one for one in _scalers(scaler) if one.is_enabled()])
 
 
 def _step_faults(step: object) -> Iterator[str]:
@@ -91,16 +94,24 @@ def _call_faults(step: Any, batch: Any) -> Iterator[str]:
 
 
 def _scaler_faults(scaler: object) -> Iterator[str]:
+    seen: set[int] = set()
+    for one in _scalers(scaler):
+        if not isinstance(one, torch.amp.GradScaler):
+            yield f"scaler= has {_in_words(one)}, expected an amp_ir.GradScaler"
+        elif id(one) in seen:
+            yield f"scaler= holds the same {type(one).__name__} twice"
+        elif one.is_enabled() and len(one._per_optimizer_states) > 0:
+            yield (
+                "scaler= is in the middle of an iteration: unscale_ or step was called on it, and "
+                "update was not; call scaler.update() first"
+            )
+        seen.add(id(one))
+
+
+def _scalers(scaler: object) -> list[Any]:
     if scaler is None:
-        return
-    is_enabled = getattr(scaler, "is_enabled", None)
-    if is_enabled is None:
-        yield f"scaler= is a {type(scaler).__name__}, expected a GradScaler or None"
-    elif is_enabled():
-        yield (
-            "scaler= is enabled, but loss scaling cannot be captured yet; pass scaler=None and "
-            "train in bfloat16, or GradScaler(enabled=False)"
-        )
+        return []
+    return list(scaler) if isinstance(scaler, (list, tuple)) else [scaler]
 
 
 def _batch_faults(batch: object) -> Iterator[str]:

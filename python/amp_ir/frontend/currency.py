@@ -11,6 +11,7 @@ import torch
 from amp_ir.errors import StateError
 from amp_ir.frontend.hyper_parameters import HyperParameter, frozen_options
 from amp_ir.frontend.interface import Interface
+from amp_ir.frontend.loss_scaling import options_of
 from amp_ir.frontend.state import State
 from amp_ir.frontend.symbolic_float import Guard
 from amp_ir.frontend.tracing import Traced
@@ -52,6 +53,7 @@ class Currency:
                 self._gradients.append((slot.name, slot.tensor, expected))
         put = {id(tensor) for tensor in (*interface.put, *interface.kept)}
         self._cleared = [s.tensor for s in state.parameters if id(s.tensor) not in put]
+        self._scaler_options = [options_of(slots.scaler) for slots in state.scalers]
         self._is_first_step_only = bool(traced.created)
         self._has_run = False
         self._installed: set[int] = set()
@@ -75,6 +77,7 @@ class Currency:
             if parameter.grad is not expected:
                 yield f"the step reads {name}.grad, which was replaced, set or cleared"
         yield from self._changed_optimizer_state()
+        yield from self._changed_scalers()
 
     def _changed_models(self) -> Iterator[str]:
         for name, tensor, before in self._kinds:
@@ -98,6 +101,7 @@ class Currency:
 
         Raises:
             StateError: not as many gradients as the graph has GRADIENT outputs without `updates`.
+            SkippedTooOftenError: a scaler's `max_consecutive_skips` was passed.
         """
         parameters = self._interface.put
         if len(gradients) != len(parameters):
@@ -113,6 +117,10 @@ class Currency:
         for optimizer in self._stepped:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask for it
         self._has_run = True
+        for slots in self._state.scalers:
+            # On a GPU this would wait for the step.
+            if hasattr(slots.scaler, "check_limits") and slots.scale.tensor.device.type == "cpu":
+                slots.scaler.check_limits()
 
     def _guards_hold(self) -> bool:
         values = [hyper.value() for hyper in self._hypers]
@@ -142,6 +150,18 @@ class Currency:
                     yield f"{name} was replaced by another tensor, as load_state_dict does"
                 elif not is_fresh or id(tensor) in self._installed:
                     yield f"{name} was removed"
+
+    def _changed_scalers(self) -> Iterator[str]:
+        for index, (slots, before) in enumerate(
+            zip(self._state.scalers, self._scaler_options, strict=True)
+        ):
+            for key, value in options_of(slots.scaler).items():
+                if value != before[key]:
+                    yield f"{key} of scaler {index} was {before[key]:g} and is {value:g}"
+            if slots.scaler._scale is not slots.scale.tensor:
+                yield f"the scale of scaler {index} was replaced by another tensor"
+            if len(slots.scaler._per_optimizer_states) > 0:
+                yield f"scaler {index} is in the middle of an iteration; call update() on it"
 
 
 _Kind = tuple[bool, torch.dtype, torch.device, torch.Size]

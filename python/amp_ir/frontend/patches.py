@@ -16,15 +16,17 @@ from amp_ir.frontend.attention import scaled_dot_product_attention
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.recording import GradientWatch
 from amp_ir.frontend.refusals import Findings, TracingStopped
+from amp_ir.frontend.state import State
+from amp_ir.frontend.transaction import Transaction
 
 
 @contextlib.contextmanager
 def patched(
-    models: list[torch.nn.Module],
-    optimizers: list[torch.optim.Optimizer],
+    state: State,
     locator: Locator,
     watch: GradientWatch,
     findings: Findings,
+    transaction: Transaction,
 ) -> Iterator[list[torch.optim.Optimizer]]:
     """Change PyTorch so that a step can be traced.
 
@@ -33,8 +35,15 @@ def patched(
         restored by `state.kept`, which must be around this.
     """
     stepped: list[torch.optim.Optimizer] = []
-    for optimizer in optimizers:
-        vars(optimizer)["step"] = _located_step(optimizer, locator, findings, stepped)
+
+    def on_step(optimizer: torch.optim.Optimizer) -> None:
+        stepped.append(optimizer)
+        transaction.stepped(optimizer)
+
+    for optimizer in state.optimizers:
+        vars(optimizer)["step"] = _located_step(optimizer, locator, findings, on_step)
+        # Fused kernels would unscale by themselves; the captured step is the plain one.
+        vars(optimizer)["_step_supports_amp_scaling"] = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(_plain_kernels())
         stack.enter_context(_quiet_fakes())
@@ -51,6 +60,7 @@ def patched(
             (torch.utils.checkpoint, "CheckpointFunction", _NoCheckpoint),
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
             (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
+            (torch.amp.GradScaler, "scale", _refused_scaler(locator, findings)),
         )
         for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -94,7 +104,7 @@ def _located_step(
     optimizer: torch.optim.Optimizer,
     locator: Locator,
     findings: Findings,
-    stepped: list[torch.optim.Optimizer],
+    on_step: Callable[[torch.optim.Optimizer], None],
 ) -> Callable[..., Any]:
     step = optimizer.step
 
@@ -107,7 +117,7 @@ def _located_step(
                 "no closure",
             )
             raise TracingStopped
-        stepped.append(optimizer)
+        on_step(optimizer)
         with locator.optimizing():
             return step(*args, **kwargs)
 
@@ -132,6 +142,23 @@ def _refused_scheduler(locator: Locator, findings: Findings) -> Callable[..., No
             locator.here(),
             "Call it after the compiled step: the new learning rate is read at the next call",
         )
+
+    return refuse
+
+
+def _refused_scaler(locator: Locator, findings: Findings) -> Callable[..., Any]:
+    """Scalers that were passed have methods of their own while a step is traced."""
+    scale = torch.amp.GradScaler.scale
+
+    def refuse(self: Any, outputs: Any) -> Any:
+        if not self.is_enabled():
+            return scale(self, outputs)
+        findings.add(
+            f"a {type(self).__name__} that was not passed scales a loss",
+            locator.here(),
+            "Pass it in scaler=",
+        )
+        raise TracingStopped
 
     return refuse
 

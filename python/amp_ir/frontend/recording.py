@@ -9,7 +9,7 @@ reaches through a reference of its own (a list made beforehand, a closure) becom
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_ir.frontend.foreach import call_foreach, is_foreach
 from amp_ir.frontend.locations import Locator, NodeMarker
 from amp_ir.frontend.refusals import Findings, TracingStopped
+from amp_ir.frontend.transaction import Transaction
 
 aten = torch.ops.aten
 
@@ -43,8 +44,15 @@ _READ_TEXT = f"{_READ} reads a tensor's value in Python (.item(), float(), bool(
 class Recorder(TorchDispatchMode):
     """Marks every op with its place; refuses reads of values and writes to tensors outside."""
 
-    def __init__(self, locator: Locator, findings: Findings, batch: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        locator: Locator,
+        findings: Findings,
+        batch: list[torch.Tensor],
+        transaction: Transaction,
+    ) -> None:
         super().__init__()
+        self._transaction = transaction
         self._locator = locator
         self._findings = findings
         self._batch_storages = {_storage(tensor) for tensor in batch}
@@ -66,9 +74,14 @@ class Recorder(TorchDispatchMode):
         if func is _READ and not _is_known(args[0]):
             return self._read(args[0])
         self._check_writes(func, args, kwargs)
+        if func is aten.native_batch_norm.default:
+            # It updates its running statistics, and its schema does not say so.
+            self._note_writes(args[3:5])
         try:
             special = _SPECIAL.get(func)
             out = special(*args, **kwargs) if special else func(*args, **kwargs)
+            if func is aten.zero_.default:
+                self._transaction.cleared(args[0])
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             what = f"{error.func} makes a shape or a branch depend on the data"
             self._findings.add(what, location, _SHAPE_ADVICE)
@@ -99,9 +112,15 @@ class Recorder(TorchDispatchMode):
                 what = f"{func} writes to a tensor of the batch"
                 advice = "Write to a copy: call .clone() first"
             else:
+                self._transaction.before_write(target)
                 continue
             self._findings.add(what, self._locator.here(), advice)
             raise TracingStopped
+
+    def _note_writes(self, targets: Iterable[torch.Tensor | None]) -> None:
+        for target in targets:
+            if target is not None:
+                self._transaction.before_write(target)
 
     def _targets(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -33,6 +33,23 @@ class Slot:
     fake: torch.Tensor = attrs.field(init=False)
 
 
+@attrs.frozen(eq=False)
+class ScalerSlots:
+    """The state of one loss scaler: f32[], i32[], i32[], and its log's ring and counts."""
+
+    scaler: Any
+    scale: Slot
+    growth_tracker: Slot
+    hysteresis_tracker: Slot
+    ring: Slot
+    counts: Slot
+
+    @property
+    def all(self) -> list[Slot]:
+        """The slots in the order of the graph's inputs."""
+        return [self.scale, self.growth_tracker, self.hysteresis_tracker, self.ring, self.counts]
+
+
 @attrs.define(eq=False)
 class State:
     """All tensors of the state, and where the optimizers keep theirs.
@@ -50,12 +67,14 @@ class State:
     optimizer_slots: dict[tuple[int, int], dict[str, Slot]]
     fresh: list[tuple[int, torch.Tensor, str]]
     plain_values: dict[tuple[int, int], dict[str, Any]]
+    scalers: list[ScalerSlots] = attrs.field(factory=list)
 
     @property
     def slots(self) -> list[Slot]:
         """All slots in the order of the graph's inputs."""
         owned = [slot for slots in self.optimizer_slots.values() for slot in slots.values()]
-        return [*self.parameters, *self.buffers, *self.gradients.values(), *owned]
+        scaling = [slot for scaler in self.scalers for slot in scaler.all]
+        return [*self.parameters, *self.buffers, *self.gradients.values(), *owned, *scaling]
 
 
 def find_state(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> State:
@@ -170,6 +189,7 @@ def kept(state: State) -> Iterator[None]:
         containers.append(_Contents(vars(optimizer)))
         containers += [_Contents(group) for group in optimizer.param_groups]
         containers += [_Contents(values) for values in optimizer.state.values()]
+    containers += [_Contents(vars(slots.scaler)) for slots in state.scalers]
     restores = _random_states()
     records_gradients = torch.is_grad_enabled()
     torch.clear_autocast_cache()

@@ -136,7 +136,9 @@ class FloatTape:
         try:
             outcome = COMPARE[op](*(evaluate(side, self._inputs) for side in expressions))
         except LookupError:
-            self._refuse("compares a tensor's value (a step count of an optimizer) in Python")
+            self._refuse(
+                "compares a tensor's value (a loss scale, a step count of an optimizer) in Python"
+            )
             return COMPARE[op](_plain(left), _plain(right))
         guard = Guard(op, *expressions, outcome)
         if guard not in self.guards:

@@ -25,7 +25,8 @@ from amp_ir.frontend.functional import make_functional
 from amp_ir.frontend.hyper_parameters import find_hyper_parameters
 from amp_ir.frontend.interface import finish
 from amp_ir.frontend.notes import capture_notes
-from amp_ir.frontend.state import find_state
+from amp_ir.frontend.scaler_state import find_scaler_state
+from amp_ir.frontend.state import State, find_state
 from amp_ir.frontend.tracing import StepTracer
 
 __all__ = ["capture_model", "capture_step", "check_training"]
@@ -40,7 +41,7 @@ def capture_step(
     *,
     model: Models,
     optimizer: Optimizers = None,
-    scaler: object | None = None,
+    scaler: object = None,
 ) -> CapturedStep:
     """Capture a training step; the model and the optimizer are left exactly as they were.
 
@@ -49,7 +50,7 @@ def capture_step(
         example_batch: the step's arguments; shapes, dtypes and plain values are fixed by them.
         model: every module that the step trains or writes buffers of.
         optimizer: every optimizer whose step() it calls.
-        scaler: a disabled torch.amp.GradScaler, or None.
+        scaler: every enabled GradScaler that it uses (amp_ir's or torch.amp's), or None.
 
     Raises:
         ArgumentError: an argument is not what it must be; all that is wrong is listed.
@@ -58,6 +59,7 @@ def capture_step(
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
     arguments = Arguments.of(example_batch)
     state = find_state(checked.models, checked.optimizers)
+    state.scalers = find_scaler_state(checked.scalers, _device_of(state))
     hypers = find_hyper_parameters(checked.optimizers)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tracer = StepTracer(step, arguments, state, hypers, mode)
@@ -78,6 +80,11 @@ def capture_step(
         after_step=currency.after_step,
         what_changed=currency.what_changed,
     )
+
+
+def _device_of(state: State) -> torch.device:
+    """Where the step's state is."""
+    return next((slot.tensor.device for slot in state.parameters), torch.device("cpu"))
 
 
 @contextlib.contextmanager

@@ -17,11 +17,13 @@ from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.frontend.batch import Arguments, Results, unusable_result
 from amp_ir.frontend.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
 from amp_ir.frontend.locations import Locator
+from amp_ir.frontend.loss_scaling import CapturedScaler
 from amp_ir.frontend.patches import patched
 from amp_ir.frontend.recording import GradientWatch, Recorder, Substitution
 from amp_ir.frontend.refusals import Findings, TracingStopped
 from amp_ir.frontend.state import Slot, State, fake_of, kept, put_fakes
 from amp_ir.frontend.symbolic_float import FloatTape, SymbolicFloat
+from amp_ir.frontend.transaction import Transaction
 from amp_ir.location import Location
 from amp_ir.module import Role
 
@@ -80,6 +82,7 @@ class StepTracer:
         self.tape = FloatTape([hyper.value() for hyper in hypers], self._refuse_float)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
+        self._replaced: dict[int, torch.Tensor] = {}
 
     def trace(self) -> Traced:
         """Run the step on fakes.
@@ -105,15 +108,20 @@ class StepTracer:
         fakes = put_fakes(state)
         overwritten = put_symbols(self._hypers, self.tape)
         watch = GradientWatch([fakes[id(slot.tensor)] for slot in state.parameters])
+        transaction = Transaction(state, self._buffer_now)
+        scalers = self._put_scalers(transaction)
         try:
             with contextlib.ExitStack() as stack:
                 stepped = stack.enter_context(
-                    patched(state.models, state.optimizers, self._locator, watch, self._findings)
+                    patched(state, self._locator, watch, self._findings, transaction)
                 )
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
-                stack.enter_context(Recorder(self._locator, self._findings, batch))
+                stack.enter_context(Recorder(self._locator, self._findings, batch, transaction))
                 stack.enter_context(Substitution(fakes, watch, self._locator, self._findings))
                 value = self._step(*self._arguments.with_tensors(batch))
+                for scaler in scalers:
+                    scaler.finish()
+                self._replaced = transaction.finish()
         except TracingStopped:
             raise self._findings.error() from None
         except AmpIrError:
@@ -122,6 +130,7 @@ class StepTracer:
             raise self._failure(error) from error
         for key in overwritten():
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
+        self._refuse_unsaved_state(transaction)
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
         self._left.update(observed=observed, stepped=stepped)
         outputs = self._outputs(value)
@@ -171,7 +180,14 @@ class StepTracer:
                     "Write to it in place (copy_) and keep its shape and dtype",
                 )
             now.setdefault(id(slot), value)
+        now.update(self._replaced)
         return [now.get(id(slot), slot.fake) for slot in self._state.slots]
+
+    def _buffer_now(self, wanted: Slot) -> torch.Tensor:
+        """What stands in a buffer's place now."""
+        values = (value for slot, value in self._places() if slot is wanted)
+        value = next(values, wanted.fake)
+        return value if isinstance(value, FakeTensor) else wanted.fake
 
     def _places(self) -> Iterator[tuple[Slot, Any]]:
         """Each slot, with what is in its place now."""
@@ -205,6 +221,34 @@ class StepTracer:
                             "changes it",
                             "Let the optimizer keep it as a tensor and update it in place",
                         )
+
+    def _put_scalers(self, transaction: Transaction) -> list[CapturedScaler]:
+        """Let the scalers hold fakes, and trace as ops."""
+        scalers = [
+            CapturedScaler(
+                slots,
+                transaction,
+                self._locator,
+                self._findings,
+                lambda tensor: self.tape.tensor(self._read_value(tensor)),
+            )
+            for slots in self._state.scalers
+        ]
+        for scaler in scalers:
+            scaler.install()
+        return scalers
+
+    def _refuse_unsaved_state(self, transaction: Transaction) -> None:
+        """State that an optimizer makes in its first step cannot be selected away from it."""
+        for index, optimizer in enumerate(self._state.optimizers):
+            if id(optimizer) in transaction.guarded:
+                made = [one for one in self._created() if one.optimizer == index]
+                if made:
+                    self._refuse(
+                        f"{type(optimizer).__name__} makes {made[0].key!r} in its first step, "
+                        "which an overflow may skip",
+                        "Run one step in plain PyTorch first, so that the state exists",
+                    )
 
     def _read_value(self, tensor: torch.Tensor) -> int:
         self._read.append(tensor.detach().to(torch.float64, copy=True))

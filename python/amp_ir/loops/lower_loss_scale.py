@@ -52,6 +52,7 @@ def _is_finite(gradient: Value) -> Value:
         bits = tirx.reinterpret(integer, gradient[i])
         return tirx.bitwise_and(bits, tirx.const(_MAGNITUDE[dtype], integer))
 
+    largest: Value
     if not gradient.shape:
         largest = pointwise((), integer, magnitude)
     else:

@@ -9,9 +9,10 @@ import attrs
 
 from amp_ir.errors import ArgumentError, StateError
 from amp_ir.memory_plan import MemoryPlan
-from amp_ir.module import StepModule
+from amp_ir.module import Role, StepModule
 from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.program import Program
+from amp_ir.step_log import StepLog, StepRecord
 
 
 @attrs.frozen
@@ -50,6 +51,8 @@ class CompiledStep:
         self.report = report
         self._program = program
         self._is_installed = False
+        inputs = module.signature.inputs
+        self._scaler_inputs = [one.name for one in inputs if one.role is Role.SCALER_STATE]
         self._id_bounds = find_bounds(module.ir, module.signature.inputs)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -79,6 +82,41 @@ class CompiledStep:
         results, gradients = self._program.results_of(outputs)
         self.module.hooks.after_step(gradients)
         return self.module.signature.unflatten_results(results)
+
+    @property
+    def logs(self) -> list[StepLog]:
+        """What became of the last 1024 steps, a log for each loss scaler in the order passed."""
+        state = self.module.state
+        count = sum(name.endswith(".counts") for name in self._scaler_inputs)
+        return [StepLog(state[f"scaler{k}.ring"], state[f"scaler{k}.counts"]) for k in range(count)]  # type: ignore[arg-type]
+
+    @property
+    def last(self) -> StepRecord:
+        """The last step: skipped or not, its scale, gradient norm, and skips in a row.
+
+        With several scalers it is the first one's record. The step is waited for only here.
+
+        Raises:
+            StateError: the step has no loss scaler, or has not run yet.
+        """
+        if not self._scaler_inputs:
+            raise StateError(
+                "the step has no loss scaler, so no step was checked or skipped; capture it with "
+                "scaler=amp_ir.GradScaler() and call scale, step and update in it"
+            )
+        record = self.logs[0].last()
+        if record is None:
+            raise StateError("the step has not run yet; call it first")
+        return record
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing; for learning-rate schedulers.
+
+        With several scalers: whether any of them skipped. False without a loss scaler.
+        """
+        records = [log.last() for log in self.logs]
+        return any(record is not None and record.skipped for record in records)
 
     def __repr__(self) -> str:
         """Say what was compiled, in one line."""

@@ -11,6 +11,7 @@ from amp_ir.frontend.converters import (  # noqa: F401  (each registers its conv
     elementwise,
     indexing,
     linear_algebra,
+    loss_scale,
     losses,
     normalization,
     ordering,

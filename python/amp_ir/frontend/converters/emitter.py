@@ -47,6 +47,8 @@ class Emitter:
         self._random_state: relax.Var | None = None
         self._random_calls = 0
         self.dropout_index_of: dict[relax.Expr, int] = {}
+        # Whether each update of a loss scale found an overflow: bool[].
+        self.skips: list[relax.Expr] = []
         self.span: tvm.ir.Span | None = None
         self.result: Any = None
 
@@ -253,10 +255,20 @@ class Emitter:
         return self._random_state, index
 
     def next_random_state(self) -> relax.Var:
-        """The random state of the next step: the same seed, the counter plus one."""
+        """The random state of the next step: the same seed, the counter plus one.
+
+        It stays as it is when every update of a loss scale found an overflow: a skipped step
+        changes nothing.
+        """
         assert self._random_state is not None, "no op drew a random number"
         step = relax.const(np.array([0, 1], "int64"), "int64")
-        return self.emit(relax.op.add(self._random_state, step))
+        advanced = self.emit(relax.op.add(self._random_state, step))
+        if not self.skips:
+            return advanced
+        skipped = self.skips[0]
+        for other in self.skips[1:]:
+            skipped = self.emit(relax.op.logical_and(skipped, other))
+        return self.where(skipped, self._random_state, advanced)
 
     def finish(self) -> tvm.IRModule:
         """The module with the finished function, without ops whose results nothing reads."""
