@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
-from amp_ir.amp.degree_operands import CannotTell, Known, NotScaled, Operands
+from amp_ir.amp.degree_operands import (
+    CannotTell,
+    DegreesDiffer,
+    Known,
+    NotScaled,
+    Operands,
+)
 from amp_ir.amp.degree_rules import (
     cast,
     every,
@@ -39,7 +45,7 @@ rule_for(
 rule_for(
     *_named(
         "elu softplus mish log_sigmoid log1p expm1 softshrink smooth_l1_loss huber_loss "
-        "binary_cross_entropy soft_margin_loss random_uniform random_normal attention_weights"
+        "binary_cross_entropy random_uniform random_normal attention_weights"
     ),
 )(plain)
 
@@ -90,6 +96,13 @@ def distance(op: Operands) -> Known:
     return op.join(0, 1)
 
 
+@rule_for("amp_ir.soft_margin_loss")
+def margin(op: Operands) -> Known:
+    """Log(1 + exp(-target pred)): the product of the two is not scaled."""
+    _expect_plain_product(op, 0, 1)
+    return ZERO
+
+
 @rule_for("amp_ir.mse_loss_backward")
 def squared_distance_backward(op: Operands) -> Known:
     """grad * 2 (pred - target)."""
@@ -112,16 +125,16 @@ def picked(op: Operands) -> tuple[Known, ...]:
     return linear_in_first(op), ZERO
 
 
-def _expect_plain_scores(op: Operands, query: int, key: int) -> None:
-    """Require that q k^T is not scaled, though q and k may be, inversely."""
-    if op.total(query, key) not in (ZERO, Special.ANY):
-        raise CannotTell(query if op.is_plain(key) else key)
+def _expect_plain_product(op: Operands, first: int, second: int) -> None:
+    """Require that a product is not scaled, though both factors may be, inversely."""
+    if op.total(first, second) not in (ZERO, Special.ANY):
+        raise CannotTell(first if op.is_plain(second) else second)
 
 
 @rule_for("amp_ir.attention")
 def attention(op: Operands) -> tuple[Known, ...]:
     """A softmax of q k^T, which is not scaled, times v."""
-    _expect_plain_scores(op, 0, 1)
+    _expect_plain_product(op, 0, 1)
     op.expect_plain(*every(op)[3:])
     return op.degree(2), ZERO
 
@@ -129,7 +142,7 @@ def attention(op: Operands) -> tuple[Known, ...]:
 @rule_for("amp_ir.attention_backward")
 def attention_backward(op: Operands) -> tuple[Known, ...]:
     """(ds k, ds^T q, w^T grad) with ds = w (grad v^T - grad out)."""
-    _expect_plain_scores(op, 1, 2)
+    _expect_plain_product(op, 1, 2)
     op.expect_plain(*every(op)[5:])
     op.join(3, 4)
     return op.total(0, 3, 2), op.total(0, 3, 1), op.degree(0)
@@ -138,8 +151,13 @@ def attention_backward(op: Operands) -> tuple[Known, ...]:
 @rule_for("amp_ir.attention_score_gradient")
 def attention_score_gradient(op: Operands) -> Known:
     """W (grad_weights - grad out): one degree for both gradients, none for the rest."""
-    op.expect_plain(0, 1, *every(op)[4:])
-    return op.join(2, 3)
+    op.expect_plain(0, 1, *every(op)[5:])
+    first, second = op.degree(2), op.total(3, 4)
+    if not isinstance(first, Degree) or not isinstance(second, Degree):
+        return second if isinstance(second, Degree) else first
+    if not op.solver.equate(first, second):
+        raise DegreesDiffer(2, 3)
+    return op.degree(2)
 
 
 @rule_for("amp_ir.unscale")

@@ -42,11 +42,13 @@ SCALE_SUFFIX = ".scale"
 class ScaleDegrees:
     """What the analysis found.
 
-    `degree` maps the name of each variable of `main` to its degree, or to a tuple of degrees if it
-    is a tuple. `notes` says in words what the analysis could not tell and what it took for granted.
+    `degree` maps the name of each variable of `main` that is an input or bound to a call to its
+    degree, or to a tuple of degrees if it is a tuple; `outputs` maps the name of each output.
+    `notes` says in words what the analysis could not tell and what it took for granted.
     """
 
     degree: Mapping[str, Any] = attrs.field(factory=dict)
+    outputs: Mapping[str, ValueDegree] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -64,7 +66,7 @@ def check_scale_degrees(step: StepModule) -> ScaleDegrees:
     analysis = _Analysis(read_step(step.ir), inputs, step.signature.outputs, scalers)
     analysis.run()
     analysis.faults.raise_if_any()
-    return ScaleDegrees(analysis.by_name(), analysis.faults.notes())
+    return ScaleDegrees(analysis.by_name(), analysis.by_output(), analysis.faults.notes())
 
 
 def _is_scale(spec: InputSpec) -> bool:
@@ -111,6 +113,11 @@ class _Analysis:
             found = tuple(self._resolved(leaf) for leaf in op.results)
             named[op.variable.name] = found if isinstance(op.result, tuple) else found[0]
         return named
+
+    def by_output(self) -> dict[str, ValueDegree]:
+        """The degree of every output, by its name."""
+        pairs = zip(self.graph.outputs, self.outputs, strict=True)
+        return {spec.name: self._resolved(leaf) for leaf, spec in pairs}
 
     def _resolved(self, leaf: int) -> ValueDegree:
         degree = self.degrees[leaf]
