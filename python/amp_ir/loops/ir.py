@@ -69,10 +69,12 @@ class Value:
 
     `value[index]`, inside the body of another value, reads one element in the compute dtype.
     Shapes broadcast as in NumPy: the index is aligned at the right, extents of 1 read index 0.
+    `derived` are values made from this one that its readers share, by what they are.
     """
 
     spec: TensorSpec
     reads: list[Read] = attrs.field(factory=list, repr=False)
+    derived: dict[str, Value] = attrs.field(factory=dict, repr=False, kw_only=True)
     serial: int = attrs.field(factory=lambda: next(_serial))
 
     @property
@@ -278,12 +280,22 @@ def opaque(
     specs: Sequence[TensorSpec],
     emit: Callable[[list[Any], list[Any]], tirx.Stmt],
 ) -> tuple[Opaque, ...]:
-    """The results of a kernel written out as TIR; see `OpaqueKernel`."""
-    kernel = OpaqueKernel(name, list(inputs), list(specs), emit)
+    """The results of a kernel written out as TIR; see `OpaqueKernel`.
+
+    Its buffers widen what they load, so an input that only widens another value is that one.
+    """
+    inputs = [_before_widening(value) for value in inputs]
+    kernel = OpaqueKernel(name, inputs, list(specs), emit)
     reads = [Read(value, "other") for value in inputs]
     return tuple(
         Opaque(spec, list(reads), kernel=kernel, position=k) for k, spec in enumerate(specs)
     )
+
+
+def _before_widening(value: Value) -> Value:
+    while isinstance(value, Pointwise) and value.is_cast and value.is_view:
+        value = value.reads[0].value
+    return value
 
 
 def flatten(index: Index, shape: Sequence[int]) -> Any:

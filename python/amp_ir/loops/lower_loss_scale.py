@@ -24,16 +24,22 @@ def scale_loss(op: Lowering, x: Value, scale: Value) -> Value:
 @lowers("amp_ir.unscale")
 def unscale(op: Lowering, grad: Value, scale: Value) -> Value:
     """A product with the reciprocal, which is exact for a power of two."""
+    inverse = _reciprocal(scale, compute_dtype(grad.dtype))
     return pointwise(
-        op.results[0].shape,
-        op.results[0].dtype,
-        lambda *i: grad[i] * _reciprocal(scale, compute_dtype(grad.dtype)),
+        op.results[0].shape, op.results[0].dtype, lambda *i: grad[i] * inverse[()]
     )
 
 
-def _reciprocal(scale: Value, dtype: str) -> Any:
-    wide = m.constant(1.0, "float64") / m.cast(scale[()], "float64")
-    return bind(m.cast(wide, dtype))
+def _reciprocal(scale: Value, dtype: str) -> Value:
+    """A scalar value of its own: divided once for all gradients, and not for each element."""
+
+    def body() -> Any:
+        return m.cast(m.constant(1.0, "float64") / m.cast(scale[()], "float64"), dtype)
+
+    key = f"reciprocal:{dtype}"
+    if key not in scale.derived:
+        scale.derived[key] = pointwise((), dtype, body)
+    return scale.derived[key]
 
 
 # The bits of a float without its sign: as integers they order as the numbers do, with infinity
@@ -65,9 +71,10 @@ def _is_finite(gradient: Value) -> Value:
 def _sum_of_squares(gradient: Value, scale: Value) -> Value:
     """f32[] (f64[] for f64): of the gradient divided by the scale."""
     dtype = compute_dtype(gradient.dtype)
+    inverse = _reciprocal(scale, dtype)
 
     def square(*i: Any) -> Any:
-        element = bind(gradient[i] * _reciprocal(scale, dtype))
+        element = bind(gradient[i] * inverse[()])
         return element * element
 
     return sum_all(gradient.shape, dtype, square)
