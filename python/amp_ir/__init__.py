@@ -25,11 +25,13 @@ from amp_ir.pipeline import (
     get_peak_memory,
     jit,
     memory_report,
+    profile_kernels,
     profile_vm_model,
     trace_model,
     trace_step,
 )
 from amp_ir.pipeline import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.step import CompiledStep
 from amp_ir.step_log import StepLog, StepRecord
@@ -40,6 +42,7 @@ __all__ = [
     "CastPlan",
     "CompiledStep",
     "CustomTypeHint",
+    "KernelProfile",
     "MemoryReport",
     "GradScaler",
     "Override",
@@ -58,6 +61,7 @@ __all__ = [
     "jit",
     "list_ops",
     "memory_report",
+    "profile_kernels",
     "profile_vm_model",
     "trace_model",
     "trace_step",

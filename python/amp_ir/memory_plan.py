@@ -81,7 +81,7 @@ class PlannedCall:
 
     `symbol` is what the virtual machine calls; `ops` are the names of the ops that it computes, and
     `locations` where they come from, each once. `read_nbytes` and `written_nbytes` count every
-    tensor once.
+    tensor once. `compute_dtype` is what a library multiplies in; kernels compute in float32.
     """
 
     name: str
@@ -91,6 +91,7 @@ class PlannedCall:
     read_nbytes: int
     written_nbytes: int
     is_cast: bool = False
+    compute_dtype: str = "float32"
 
 
 @attrs.frozen

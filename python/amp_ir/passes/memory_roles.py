@@ -40,6 +40,7 @@ def _call(step: Step) -> PlannedCall:
         read_nbytes=sum(_read_nbytes(step)),
         written_nbytes=sum(slot.nbytes for slot in step.results),
         is_cast=not is_library and is_cast(step),
+        compute_dtype=step.reads[0].dtype if is_library and step.reads else "float32",
     )
 
 

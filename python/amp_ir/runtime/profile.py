@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,11 +21,7 @@ def time_program(
     Raises:
         OptionError: `number` or `repeat` is below 1, or `warmup` below 0, or none is an integer.
     """
-    for name, count, least in (("warmup", warmup, 0), ("number", number, 1), ("repeat", repeat, 1)):
-        if not isinstance(count, int) or count < least:
-            raise OptionError(
-                f"{name}={count!r} steps cannot be run; expected a whole number of at least {least}"
-            )
+    check_counts(("warmup", warmup, 0), ("number", number, 1), ("repeat", repeat, 1))
     for _ in range(warmup):
         program.run(batch)
     means = []
@@ -34,3 +31,16 @@ def time_program(
             program.run(batch)
         means.append((time.perf_counter() - started) / number * 1e3)
     return means
+
+
+def check_counts(*counts: tuple[str, Any, int]) -> None:
+    """Refuse numbers of steps below their least; each is (name, count, least).
+
+    Raises:
+        OptionError: a count is too small or no integer.
+    """
+    for name, count, least in counts:
+        if not isinstance(count, int) or count < least:
+            raise OptionError(
+                f"{name}={count!r} steps cannot be run; expected a whole number of at least {least}"
+            )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much arithmetic each call of a planned step does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.sym import Analyzer
+
+from amp_ir.memory_plan import PlannedStep
+from amp_ir.passes.library_scratch import WITH_SCRATCH
+
+_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
+
+
+def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
+    """Floating-point operations of each call, in the order of `step.plan.calls`.
+
+    Those of a matmul or convolution follow from its shapes, 2 for a product and its sum. Those of a
+    kernel are counted in its loops: an addition, product, quotient, maximum or function such as exp
+    is 1 a lane; index arithmetic, casts, comparisons and selections are none.
+    """
+    counted: dict[Any, int] = {}
+    found = []
+    for block in step.ir["main"].body.blocks:
+        for binding in block.bindings:
+            call = binding.value
+            callee = call.op
+            if isinstance(callee, tvm.ir.GlobalVar):
+                if callee not in counted:
+                    counted[callee] = kernel_flop(step.ir[callee])
+                found.append(counted[callee])
+            elif str(callee.global_symbol) != "amp_ir.view":
+                found.append(_library_flop(str(callee.global_symbol), list(call.args)))
+    return tuple(found)
+
+
+def _library_flop(name: str, arguments: list[Any]) -> int:
+    if name == WITH_SCRATCH:
+        return _library_flop(arguments[0].value, arguments[2:])
+    shapes = [_numbers(one) for one in arguments if isinstance(one, relax.ShapeExpr)]
+    first, _, second, _, out = shapes[:5]
+    verb = name.rpartition(".")[2]
+    if verb == "matmul":
+        return 2 * math.prod(out) * first[-1]
+    # Each output of the forward convolution is a sum over the weights of one output channel.
+    weight = out if verb == "conv_backward_weight" else second
+    result = out if verb == "conv" else first
+    return 2 * math.prod(result) * math.prod(weight[1:])
+
+
+def _numbers(shape: relax.ShapeExpr) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in shape.values)
+
+
+def kernel_flop(function: tirx.PrimFunc) -> int:
+    """Floating-point operations of one run of a kernel; see `flop_of_calls`."""
+    return _Count().statement(function.body)
+
+
+class _Count:
+    """Walks a kernel; of two branches the dearer counts, and a `while` loop counts once."""
+
+    def __init__(self) -> None:
+        self.analyzer = Analyzer()
+
+    def statement(self, node: Any) -> int:
+        if node is None:
+            return 0
+        if isinstance(node, tirx.SeqStmt):
+            return sum(self.statement(one) for one in node.seq)
+        if isinstance(node, tirx.For):
+            extent = self._extent(node.extent)
+            self.analyzer.bind(node.loop_var, tvm.ir.Range.from_min_extent(node.min, node.extent))
+            return extent * self.statement(node.body)
+        if isinstance(node, tirx.IfThenElse):
+            return max(self.statement(node.then_case), self.statement(node.else_case))
+        if isinstance(node, (tirx.AttrStmt, tirx.While)):
+            return self.statement(node.body)
+        if isinstance(node, (tirx.BufferStore, tirx.Bind, tirx.Evaluate)):
+            return self.expression(node.value)
+        return 0
+
+    def _extent(self, extent: Any) -> int:
+        if isinstance(extent, tirx.IntImm):
+            return int(extent)
+        # A tile at the border: as long as the longest.
+        bound = self.analyzer.const_int_bound(extent).max_value
+        return int(bound) if bound < 1 << 40 else 1
+
+    def expression(self, node: Any) -> int:
+        own = _lanes(node) if isinstance(node, _ARITHMETIC) and _is_float(node) else 0
+        if _is_function(node):
+            own = _lanes(node)
+        return own + sum(self.expression(part) for part in _parts(node))
+
+
+def _parts(node: Any) -> Sequence[Any]:
+    """The operands of an expression; those of an index are integers and do not matter."""
+    if isinstance(node, tirx.Select):
+        return node.true_value, node.false_value
+    if isinstance(node, (tirx.Cast, tirx.Broadcast)):
+        return (node.value,)
+    if isinstance(node, tirx.Let):
+        return node.value, node.body
+    if isinstance(node, tvm.ir.Call):
+        return tuple(node.args)
+    return (node.a, node.b) if hasattr(node, "a") and hasattr(node, "b") else ()
+
+
+def _is_function(node: Any) -> bool:
+    """Whether it is a call such as exp; bits seen as another dtype are no arithmetic."""
+    if not isinstance(node, tvm.ir.Call) or not _is_float(node):
+        return False
+    name = getattr(node.op, "name", "")
+    return "reinterpret" not in name and "if_then_else" not in name
+
+
+def _is_float(node: Any) -> bool:
+    return "float" in str(getattr(node, "dtype", "") or getattr(node, "ty", ""))
+
+
+def _lanes(node: Any) -> int:
+    text = str(getattr(node, "dtype", "") or getattr(node, "ty", ""))
+    _, _, lanes = text.partition("x")
+    return int(lanes) if lanes.isdecimal() else 1

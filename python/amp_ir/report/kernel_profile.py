@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp_ir.profile_kernels`: where the milliseconds of a step go, kernel by kernel."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from amp_ir.machine import MachinePeaks
+from amp_ir.memory_plan import MemoryPlan, PlannedCall
+from amp_ir.report.trace import trace_events
+
+_SHOWN_KERNELS = 25
+
+
+class StepTimes(Protocol):
+    """The times of one step; see amp_ir.runtime.call_times.StepTimes."""
+
+    @property
+    def milliseconds(self) -> float:
+        """The whole step."""
+
+    @property
+    def begin_milliseconds(self) -> Sequence[float]:
+        """When each call began."""
+
+    @property
+    def end_milliseconds(self) -> Sequence[float]:
+        """When each call ended."""
+
+
+@attrs.frozen
+class CallProfile:
+    """One call of the step. `milliseconds` is the median over the timed steps.
+
+    `nbytes` is what it reads and writes, each tensor once; `floor_milliseconds` what it would take
+    at the machine's peaks. `begin_milliseconds` and `shown_milliseconds` are of the one step that a
+    trace shows.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    modules: tuple[str, ...]
+    phase: str
+    dtype: str
+    milliseconds: float
+    begin_milliseconds: float
+    shown_milliseconds: float
+    nbytes: int
+    flop: int
+    floor_milliseconds: float
+    is_cast: bool
+
+
+@attrs.frozen
+class KernelTotal:
+    """All calls of one kernel, on tensors of the same size, in one phase of the step."""
+
+    name: str
+    ops: tuple[str, ...]
+    modules: tuple[str, ...]
+    phase: str
+    dtype: str
+    calls: int
+    milliseconds: float
+    nbytes: int
+    flop: int
+    floor_milliseconds: float
+    is_cast: bool
+
+    @property
+    def gflop_per_second(self) -> float:
+        """10^9 operations a second; 0 for a kernel that took no measurable time."""
+        return self.flop / self.milliseconds / 1e6 if self.milliseconds else 0.0
+
+    @property
+    def roofline_share(self) -> float:
+        """Floor over measured time; above 1 when its data was still in a cache."""
+        return self.floor_milliseconds / self.milliseconds if self.milliseconds else 0.0
+
+
+@attrs.frozen
+class KernelProfile:
+    """Where a step's time goes. `step_milliseconds` is the median of `steps` whole steps."""
+
+    step_milliseconds: float
+    steps: int
+    calls: tuple[CallProfile, ...] = attrs.field(repr=False)
+    held_nbytes: tuple[int, ...] = attrs.field(repr=False)
+    peaks: MachinePeaks
+
+    @property
+    def kernels(self) -> tuple[KernelTotal, ...]:
+        """The calls, equal ones together, the longest first."""
+        groups: dict[Any, list[CallProfile]] = {}
+        for call in self.calls:
+            key = (call.name, call.ops, call.phase, call.dtype, call.nbytes, call.flop)
+            groups.setdefault(key, []).append(call)
+        totals = (_total(group) for group in groups.values())
+        return tuple(sorted(totals, key=lambda total: -total.milliseconds))
+
+    @property
+    def kernel_milliseconds(self) -> float:
+        """The time inside of kernels and library calls."""
+        return sum(call.milliseconds for call in self.calls)
+
+    @property
+    def overhead_share(self) -> float:
+        """Share of the step that no kernel accounts for."""
+        return max(0.0, 1 - self.kernel_milliseconds / self.step_milliseconds)
+
+    @property
+    def cast_share(self) -> float:
+        """Share of the step spent in kernels that do nothing but cast."""
+        return sum(call.milliseconds for call in self.calls if call.is_cast) / (
+            self.step_milliseconds
+        )
+
+    @property
+    def floor_share(self) -> float:
+        """What the step would take at the machine's peaks, over what it takes."""
+        return sum(call.floor_milliseconds for call in self.calls) / self.step_milliseconds
+
+    @property
+    def milliseconds_by_phase(self) -> Mapping[str, float]:
+        """The time of kernels in the forward pass, the backward pass and the optimizer.
+
+        "other" is what no line of yours asked for, such as the copy of a state.
+        """
+        sums: dict[str, float] = {}
+        for call in self.calls:
+            phase = call.phase or "other"
+            sums[phase] = sums.get(phase, 0.0) + call.milliseconds
+        return sums
+
+    def to_json(self) -> str:
+        """Everything, as a JSON document."""
+        document = attrs.asdict(self)
+        document["kernels"] = [
+            attrs.asdict(one)
+            | {"gflop_per_second": one.gflop_per_second, "roofline_share": one.roofline_share}
+            for one in self.kernels
+        ]
+        for name in ("kernel_milliseconds", "overhead_share", "cast_share", "floor_share"):
+            document[name] = getattr(self, name)
+        return json.dumps(document, indent=1)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write one step as a JSON trace for chrome://tracing or ui.perfetto.dev.
+
+        Tracks for forward, backward and optimizer, and a counter of the bytes held in the arena.
+        """
+        Path(path).write_text(json.dumps(trace_events(self.calls, self.held_nbytes)))
+
+    def headline(self) -> str:
+        """The step in two lines."""
+        phases = ", ".join(f"{name} {ms:.1f}" for name, ms in self.milliseconds_by_phase.items())
+        return (
+            f"{self.step_milliseconds:.1f} ms a step (median of {self.steps}), in kernels "
+            f"{self.kernel_milliseconds:.1f} ms: {phases}\n"
+            f"casts alone {self.cast_share:.1%}, outside of kernels {self.overhead_share:.1%}, "
+            f"{self.floor_share:.0%} of the floor at this machine's peaks ({self.peaks})"
+        )
+
+    def __rich__(self) -> RenderableType:
+        """Two lines and a table for a terminal."""
+        return Group(escape(self.headline()), "", _table(self))
+
+    def __str__(self) -> str:
+        """The same as plain text, 140 columns wide."""
+        console = Console(file=io.StringIO(), width=140, record=True)
+        console.print(self)
+        return console.export_text().rstrip()
+
+
+def profile_of(
+    plan: MemoryPlan,
+    flop: Sequence[int],
+    steps: Sequence[StepTimes],
+    peaks: MachinePeaks,
+) -> KernelProfile:
+    """Join what was planned with what was measured.
+
+    Args:
+        plan: its calls are those that were timed.
+        flop: of each call.
+        steps: the timed steps; the one of median length is shown in traces.
+        peaks: the machine's.
+    """
+    shown = sorted(steps, key=lambda step: step.milliseconds)[len(steps) // 2]
+    calls = []
+    for k, call in enumerate(plan.calls):
+        spent = [step.end_milliseconds[k] - step.begin_milliseconds[k] for step in steps]
+        begin = shown.begin_milliseconds[k]
+        in_trace = (begin, shown.end_milliseconds[k] - begin)
+        floor = peaks.floor_milliseconds(flop[k], _nbytes(call), call.compute_dtype)
+        calls.append(_call(call, statistics.median(spent), in_trace, flop[k], floor))
+    median = statistics.median(step.milliseconds for step in steps)
+    return KernelProfile(median, len(steps), tuple(calls), plan.live_bytes, peaks)
+
+
+def _nbytes(call: PlannedCall) -> int:
+    return call.read_nbytes + call.written_nbytes
+
+
+def _call(
+    call: PlannedCall,
+    milliseconds: float,
+    in_trace: tuple[float, float],
+    flop: int,
+    floor: float,
+) -> CallProfile:
+    return CallProfile(
+        name=call.name,
+        ops=call.ops,
+        modules=tuple(dict.fromkeys(place.module for place in call.locations if place.module)),
+        phase=call.locations[0].phase if call.locations else "",
+        dtype=call.compute_dtype,
+        milliseconds=milliseconds,
+        begin_milliseconds=in_trace[0],
+        shown_milliseconds=in_trace[1],
+        nbytes=_nbytes(call),
+        flop=flop,
+        floor_milliseconds=floor,
+        is_cast=call.is_cast,
+    )
+
+
+def _total(group: list[CallProfile]) -> KernelTotal:
+    first = group[0]
+    modules = dict.fromkeys(module for call in group for module in call.modules)
+    return KernelTotal(
+        name=first.name,
+        ops=first.ops,
+        modules=tuple(modules),
+        phase=first.phase,
+        dtype=first.dtype,
+        calls=len(group),
+        milliseconds=sum(call.milliseconds for call in group),
+        nbytes=sum(call.nbytes for call in group),
+        flop=sum(call.flop for call in group),
+        floor_milliseconds=sum(call.floor_milliseconds for call in group),
+        is_cast=first.is_cast,
+    )
+
+
+def _table(profile: KernelProfile) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("kernel", "ops", "modules", "phase"):
+        table.add_column(name, overflow="fold")
+    for name in ("calls", "ms", "share", "MiB", "GFLOP", "GFLOP/s", "of roof"):
+        table.add_column(name, justify="right", no_wrap=True)
+    kernels = profile.kernels
+    for one in kernels[:_SHOWN_KERNELS]:
+        table.add_row(
+            f"{one.name} [dim]{one.dtype}[/]",
+            shortened(one.ops, 3),
+            escape(shortened([_tail(name) for name in one.modules], 1)),
+            one.phase or "-",
+            str(one.calls),
+            f"{one.milliseconds:.2f}",
+            f"{one.milliseconds / profile.step_milliseconds:.1%}",
+            f"{one.nbytes / 2**20:.1f}",
+            f"{one.flop / 1e9:.2f}",
+            f"{one.gflop_per_second:.0f}",
+            f"{one.roofline_share:.0%}",
+        )
+    rest = kernels[_SHOWN_KERNELS:]
+    if rest:
+        spent = sum(one.milliseconds for one in rest)
+        share = f"{spent / profile.step_milliseconds:.1%}"
+        calls = str(sum(one.calls for one in rest))
+        table.add_row(f"[dim]{len(rest)} shorter[/]", "", "", "", calls, f"{spent:.2f}", share)
+    return table
+
+
+def _tail(module: str) -> str:
+    """The last three parts of a module's path, which tell modules apart."""
+    parts = module.split(".")
+    return module if len(parts) <= 3 else "…" + ".".join(parts[-3:])
+
+
+def shortened(names: Sequence[str], count: int) -> str:
+    """At most `count` of the names, and how many there are besides."""
+    rest = len(names) - count
+    return ", ".join(names[:count]) + (f" +{rest}" if rest > 0 else "")

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as a trace that chrome://tracing and ui.perfetto.dev show.
+
+Source: "Trace Event Format", the document of the Chrome project; times are microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_PROCESS = 1
+_TRACKS = ("forward", "backward", "optimizer")
+
+
+def trace_events(calls: Sequence[Any], held_nbytes: Sequence[int]) -> dict[str, Any]:
+    """The calls as events on a track for their phase, with the arena's bytes as a counter.
+
+    Args:
+        calls: see amp_ir.report.kernel_profile.CallProfile.
+        held_nbytes: bytes of the arena in use during each call.
+    """
+    events: list[dict[str, Any]] = [
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": _PROCESS,
+            "tid": track,
+            "args": {"name": name},
+        }
+        for track, name in enumerate((*_TRACKS, "other"), start=1)
+    ]
+    for call, nbytes in zip(calls, held_nbytes, strict=True):
+        events.append(_event(call))
+        begin = call.begin_milliseconds * 1e3
+        held = {"MiB": round(nbytes / 2**20, 3)}
+        events.append({"ph": "C", "name": "arena", "pid": _PROCESS, "ts": begin, "args": held})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(call: Any) -> dict[str, Any]:
+    track = _TRACKS.index(call.phase) if call.phase in _TRACKS else len(_TRACKS)
+    return {
+        "ph": "X",
+        "name": ", ".join(call.ops[:3]) or call.name,
+        "cat": "cast" if call.is_cast else "kernel",
+        "pid": _PROCESS,
+        "tid": track + 1,
+        "ts": call.begin_milliseconds * 1e3,
+        "dur": call.shown_milliseconds * 1e3,
+        "args": {
+            "kernel": call.name,
+            "modules": ", ".join(call.modules),
+            "ops": ", ".join(call.ops),
+            "MiB": round(call.nbytes / 2**20, 3),
+            "GFLOP": round(call.flop / 1e9, 6),
+            "floor_ms": round(call.floor_milliseconds, 6),
+        },
+    }
