@@ -35,6 +35,11 @@ _SCALE_ALL = (
     "Gradients of a loss that was scaled meet those of one that was not: scale every loss, "
     "scaler.scale(loss).backward(), or their sum"
 )
+_PENALTY = (
+    "One of them comes through gradients that were still scaled when a loss was computed from "
+    "them, as a gradient penalty does: multiply what torch.autograd.grad returned by "
+    "1.0 / scaler.get_scale() first"
+)
 _SCALE_ONCE = (
     "Scale the loss once, scaler.scale(loss).backward(), and leave it to unscale_ or step of the "
     "same scaler to divide its gradients by the scale, once"
@@ -102,37 +107,36 @@ class Faults:
         self._names = {leaf: spec.name for leaf, spec in zip(graph.inputs, inputs, strict=True)}
         self._words = Words(scalers)
         self._solver = solver
-        self._gradients = _gradients(graph, inputs)
+        self._kept_gradients = {
+            leaf
+            for leaf, spec in zip(graph.inputs, inputs, strict=True)
+            if spec.role is Role.GRADIENT
+        }
+        self._gradients = _gradients(graph, self._kept_gradients)
         self._lines: dict[tuple[object, ...], _Line] = {}
+        self._harmless: dict[tuple[object, ...], _Line] = {}
         self._notes: dict[str, list[str]] = {}
 
     def add(self, fault: Fault) -> None:
         """Note a root cause; several on one line of the user's count as one."""
-        location = fault.op.location
-        key = (location.file, location.line, location.phase)
-        known = self._lines.get(key if location.file else (len(self._lines),))
-        if known is None:
-            line = _Line(location, self._what(fault), self._advice(fault))
-            self._lines[key if location.file else (len(self._lines),)] = line
-        else:
-            known.count += 1
+        _count(self._lines, self._line(fault), fault.op.location)
+
+    def add_harmless(self, fault: Fault) -> None:
+        """Note what no state depends on; it may explain what happens in the backward pass."""
+        _count(self._harmless, self._line(fault), fault.op.location)
 
     def wrong_state(self, leaf: int, spec: OutputSpec, degree: Degree, expected: Degree) -> None:
         """Note a state that leaves the step with another degree than it came with."""
         value = self._graph.values[leaf]
         location = self._graph.ops[value.op].location if value.op >= 0 else Location()
-        came = self._words.of(expected) if expected.powers else "not multiplied by it"
-        what = f"{spec.name} is {came} before the step and {self._words.of(degree)} after it"
+        after, before = self._words.of(degree), self._words.of(expected)
+        what = f"{spec.name} is {after} after the step, and {before} before it"
         advice = _STORE_UNSCALED
         if spec.role is Role.GRADIENT:
             advice = _CLEAR
         elif location.phase == "optimizer":
             advice = _STEP_BY_SCALER
-        key = (location.file, location.line, location.phase, spec.role)
-        if key in self._lines:
-            self._lines[key].count += 1
-        else:
-            self._lines[key] = _Line(location, what, advice)
+        _count(self._lines, _Line(location, what, advice), location)
 
     def guard(self, op: Op, operands: Operands) -> None:
         """Note a small constant that was taken for a guard against a division by zero."""
@@ -159,12 +163,18 @@ class Faults:
 
     def raise_if_any(self) -> None:
         """Raise the error that lists every root cause, in the order of the step."""
-        if not self._lines:
+        found = list(self._lines.values())
+        if not found:
             return
-        lines = [f"  {number}. {line}" for number, line in enumerate(self._lines.values(), 1)]
+        causes = [one for one in self._harmless.values() if one.location.phase == "forward"]
+        others = [one for one in found if one.location.phase != "backward"]
+        if causes and len(others) < len(found):
+            # A sum of losses feeds no state, but its gradients do, and they meet elsewhere.
+            found = causes + others
+        lines = [f"  {number}. {line}" for number, line in enumerate(found, 1)]
         if len(lines) > _MOST_SHOWN:
             lines[_MOST_SHOWN:] = [f"  ... and {len(lines) - _MOST_SHOWN} more"]
-        places = "1 place" if len(self._lines) == 1 else f"{len(self._lines)} places"
+        places = "1 place" if len(found) == 1 else f"{len(found)} places"
         raise LossScaleError(
             "\n".join([f"this step uses its loss scale wrongly, {places}:", *lines])
         )
@@ -183,6 +193,9 @@ class Faults:
         words = self._words.of(degree) if isinstance(degree, Degree) else "not multiplied by it"
         return f"{op.location}: {op.name} of {self._noun(op, position)} that is {words}"
 
+    def _line(self, fault: Fault) -> _Line:
+        return _Line(fault.op.location, self._what(fault), self._advice(fault))
+
     def _note(self, text: str, name: str) -> None:
         names = self._notes.setdefault(text, [])
         if name and name not in names:
@@ -195,14 +208,13 @@ class Faults:
         if fault.kind is Kind.NOT_SCALED:
             return f"{op.name} divides by the loss scale {nouns[0]} that is {words[0]}"
         verb, link = ("compares", "with") if op.name in _COMPARING else ("combines", "and")
-        second = words[1].replace("not multiplied by the loss scale", "not multiplied by it")
-        return f"{op.name} {verb} {nouns[0]}, {words[0]}, {link} {nouns[1]}, {second}"
+        return f"{op.name} {verb} {nouns[0]}, {words[0]}, {link} {nouns[1]}, {words[1]}"
 
     def _noun(self, op: Op, position: int) -> str:
         value = self._graph.values[op.reads[position]]
         if value.is_constant:
             assert value.expr is not None
-            number = value.expr.value.numpy()  # type: ignore[attr-defined]
+            number = value.expr.value.numpy()
             return f"{float(number.reshape(-1)[0]):.6g}" if number.size == 1 else "a constant"
         if value.root in self._names:
             return self._names[value.root]
@@ -215,21 +227,33 @@ class Faults:
     def _advice(self, fault: Fault) -> str:
         if fault.kind is Kind.NOT_SCALED:
             return _SCALE_ONCE
-        op = fault.op
-        if op.location.phase == "optimizer":
-            return _UNSCALE_FIRST if op.name in _COMPARING else _STEP_BY_SCALER
+        op, reads = fault.op, [fault.op.reads[position] for position in fault.positions]
+        is_plain = any(fault.operands.is_plain(position) for position in fault.positions)
         if op.location.phase == "backward":
-            return _SCALE_ALL
-        reads = [op.reads[position] for position in fault.positions]
+            return _SCALE_ALL if is_plain else _PENALTY
+        if op.location.phase == "optimizer":
+            if any(self._is_kept_gradient(leaf) for leaf in reads):
+                return _CLEAR
+            return _UNSCALE_FIRST if op.name in _COMPARING else _STEP_BY_SCALER
         of_gradients = any(self._graph.values[leaf].root in self._gradients for leaf in reads)
         return _DIVIDE_FIRST if of_gradients else _SCALE_THE_SUM
 
+    def _is_kept_gradient(self, leaf: int) -> bool:
+        """Whether a tensor is the .grad of a parameter as an earlier call left it."""
+        return self._graph.values[leaf].root in self._kept_gradients
 
-def _gradients(graph: StepGraph, inputs: Sequence[InputSpec]) -> set[int]:
-    """Gradients, and all that is computed from them."""
-    found = {
-        leaf for leaf, spec in zip(graph.inputs, inputs, strict=True) if spec.role is Role.GRADIENT
-    }
+
+def _count(lines: dict[tuple[object, ...], _Line], line: _Line, location: Location) -> None:
+    """Add a line, or count one more of its place; what has no place stands for itself."""
+    place: tuple[object, ...] = (location.file, location.line, location.phase)
+    known = lines.setdefault(place if location.file else (len(lines),), line)
+    if known is not line:
+        known.count += 1
+
+
+def _gradients(graph: StepGraph, kept: set[int]) -> set[int]:
+    """Gradients, `kept` ones included, and all that is computed from them."""
+    found = set(kept)
     for op in graph.ops:
         if op.location.phase == "backward" or found.intersection(op.reads):
             found.update(op.results)

@@ -180,11 +180,13 @@ class _Analysis:
         if op.position in self._matters:
             self.faults.add(fault)
             return Special.WRONG
+        self.faults.add_harmless(fault)
         return Unknown(self.faults.sentence(fault))
 
     def _check_output(self, leaf: int, spec: OutputSpec) -> None:
         degree = self._resolved(leaf)
-        if degree is Special.WRONG or degree is Special.ANY:
+        is_log = _is_for_reading(spec) and spec.role is not Role.RESULT
+        if is_log or degree is Special.WRONG or degree is Special.ANY:
             return
         if isinstance(degree, Unknown):
             self.faults.unknown_output(spec, degree)
@@ -198,18 +200,21 @@ class _Analysis:
 
 
 def _ops_that_state_depends_on(graph: StepGraph, outputs: Sequence[OutputSpec]) -> set[int]:
-    """Positions of all ops in the backward slice of the outputs that are no results."""
-    wanted = {
-        leaf
-        for leaf, spec in zip(graph.outputs, outputs, strict=True)
-        if spec.role is not Role.RESULT
-    }
+    """Positions of all ops in the backward slice of the outputs that are more than read."""
+    pairs = zip(graph.outputs, outputs, strict=True)
+    wanted = {leaf for leaf, spec in pairs if not _is_for_reading(spec)}
     found = set()
     for op in reversed(graph.ops):
         if wanted.intersection(op.results):
             found.add(op.position)
             wanted.update(op.reads)
     return found
+
+
+def _is_for_reading(spec: OutputSpec) -> bool:
+    """Whether nothing computes with an output: it is a result, or the log of a scaler."""
+    is_log = spec.role is Role.SCALER_STATE and spec.dtype.startswith("float")
+    return spec.role is Role.RESULT or (is_log and not spec.name.endswith(SCALE_SUFFIX))
 
 
 def _is_scale_free(constant: relax.Expr) -> bool:
