@@ -72,7 +72,7 @@ class Domain:
 
 @attrs.define(eq=False)
 class Group:
-    """The values that one kernel computes."""
+    """The values that one kernel computes; `read_ids` are the ids of all that its members read."""
 
     number: int
     domain: Domain
@@ -81,6 +81,7 @@ class Group:
     column: list[Value] = attrs.field(factory=list)
     inputs: dict[int, Value] = attrs.field(factory=dict)
     stored: list[Value] = attrs.field(factory=list)
+    read_ids: set[int] = attrs.field(factory=set)
 
     @property
     def members(self) -> list[Value]:
@@ -152,6 +153,9 @@ class Grouping:
         self._read_cache: dict[int, list[Read]] = {}
         self._unit_of: dict[int, int] = {}
         self._demanded: dict[int, Value] = {}
+        # The groups that read a value, by its id; a group that was absorbed leads to the other one.
+        self._readers_of: dict[int, set[int]] = {}
+        self._by_number: dict[int, Group] = {}
 
     def add_unit(self, arguments: Iterable[Value]) -> int:
         """A library call or opaque kernel that reads `arguments` from memory; its unit number."""
@@ -201,7 +205,8 @@ class Grouping:
     def _assign(self, value: Value) -> None:
         reads = self.reads(value)
         candidates = self._candidates(reads)
-        for group in candidates:
+        siblings = self._siblings(value, reads) if isinstance(value, Reduction) else []
+        for group in [*candidates, *siblings]:
             fitted = fit(value, reads, group)
             if fitted is not None and self._can_join(reads, group):
                 self._enter(value, group, *fitted)
@@ -214,6 +219,7 @@ class Grouping:
         unit = self.units.add(self._units_behind(read.value for read in reads))
         group = Group(unit, own_domain(value))
         self.groups.append(group)
+        self._by_number[unit] = group
         self._enter(value, group, group.domain, own_placement(value))
 
     def _candidates(self, reads: list[Read]) -> list[Group]:
@@ -225,9 +231,27 @@ class Grouping:
                 groups[group.number] = group
         return [groups[number] for number in sorted(groups, reverse=True)]
 
+    def _siblings(self, value: Reduction, reads: list[Read]) -> list[Group]:
+        """The groups that read all of a tensor in memory that `value` reduces, latest first.
+
+        Only for reductions: their results are small, so nothing large has to wait in memory for a
+        reader because it was computed early.
+        """
+        size = math.prod(value.source_shape)
+        groups: dict[int, Group] = {}
+        for read in reads:
+            if read.value.size == size and id(read.value) not in self.group_of:
+                for number in self._readers_of.get(id(read.value), ()):
+                    group = self._by_number[number]
+                    groups[group.number] = group
+        return [groups[number] for number in sorted(groups, reverse=True)]
+
     def _enter(self, value: Value, group: Group, domain: Domain, kind: Placement) -> None:
         group.domain = domain
         getattr(group, kind).append(value)
+        for read in self.reads(value):
+            group.read_ids.add(id(read.value))
+            self._readers_of.setdefault(id(read.value), set()).add(group.number)
         self.group_of[id(value)] = group
         self._unit_of[id(value)] = group.number
 
@@ -239,6 +263,10 @@ class Grouping:
             return
         self.groups.remove(small)
         into.full = small.full + into.full
+        into.read_ids |= small.read_ids
+        for number, group in self._by_number.items():
+            if group is small:
+                self._by_number[number] = into
         for value in small.full:
             self.group_of[id(value)] = into
             self._unit_of[id(value)] = into.number
@@ -349,13 +377,14 @@ class Grouping:
         """Let readers in other kernels compute cheap values anew instead of storing them.
 
         A value is cheap when it reads at most one tensor of its own size, which lies in memory
-        anyway and is not wider: reading that instead of the value saves the value's write.
+        anyway and is not wider: reading that instead of the value saves the value's write. A
+        scalar's write is nothing, and its readers would compute it once for each element.
         """
         outside = self._values_read_outside()
         for value in sorted(outside.values(), key=lambda value: -value.serial):
             if id(value) in self._demanded or not isinstance(value, Pointwise):
                 continue
-            if self._is_cheap(value, outside):
+            if value.size > 1 and self._is_cheap(value, outside):
                 value.is_view = True
         self._read_cache.clear()
 
@@ -492,13 +521,7 @@ def fit(value: Value, reads: list[Read], group: Group) -> tuple[Domain, Placemen
 
 def _buffer_count(reads: list[Read], group: Group) -> int:
     members = {id(value) for value in group.members}
-    outside = {
-        id(read.value)
-        for value in group.members
-        for read in value.reads
-        if id(read.value) not in members
-    }
-    return len(outside | {id(read.value) for read in reads if id(read.value) not in members})
+    return len((group.read_ids | {id(read.value) for read in reads}) - members)
 
 
 def _fit_reduction(
@@ -573,7 +596,8 @@ def _fit_pointwise(
 def _fits_as_full(value: Value, reads: list[Read], group: Group) -> bool:
     domain = group.domain
     if not domain.is_trailing and value.shape != domain.shape:
-        return False
+        # Another shape's index would cost divisions; at the same flat position none is needed.
+        return all(read.place in ("same", "flat") for read in reads)
     rows = {id(member) for member in group.row}
     members = {id(member) for member in group.full}
     for read in reads:

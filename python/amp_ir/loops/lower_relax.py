@@ -224,12 +224,17 @@ def where(op: Lowering, condition: Value, a: Value, b: Value) -> Value:
 
 @lowers("relax.astype", "amp_ir.cast")
 def cast(op: Lowering, x: Value, **_options: Any) -> Value:
-    """A change of dtype; the user's own (astype) rounds even inside of a kernel."""
+    """A change of dtype; the user's own (astype) rounds even inside of a kernel.
+
+    Elements are read in their compute dtype: widening to that is what any reader does anyway, so it
+    is a view, and what lies in memory is the narrow value.
+    """
     result = op.results[0]
     target = compute_dtype(result.dtype)
-    is_users = op.name == "relax.astype"
     return pointwise(
-        x.shape, result.dtype, lambda *i: m.cast(x[i], target), is_cast=True, rounds=is_users
+        x.shape, result.dtype, lambda *i: m.cast(x[i], target), is_cast=True,
+        rounds=op.name == "relax.astype",
+        is_view=x.dtype != result.dtype and result.dtype == compute_dtype(x.dtype),
     )  # fmt: skip
 
 

@@ -54,7 +54,8 @@ def _place(grouping: Grouping, value: Any) -> Membership | None:
 
 
 def _only_casts(grouping: Grouping, group: Group) -> bool:
-    return not any(_computes(grouping, one) for one in group.members)
+    # A kernel that reads nothing fills memory with a number, and would in any dtype.
+    return bool(group.inputs) and not any(_computes(grouping, one) for one in group.members)
 
 
 def _computes(grouping: Grouping, value: Value) -> bool:
