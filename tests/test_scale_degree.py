@@ -556,8 +556,8 @@ def test_a_buffer_that_keeps_a_scaled_value_is_refused():
     assert str(error.value) == (
         "this step uses its loss scale wrongly, 1 place:\n"
         f"  1. head (forward), train.py:7: mean_loss is {SCALED} after the step, and {PLAIN} "
-        "before it. The loss scale changes between calls, so state must not depend on it: divide by "
-        "scaler.get_scale() before it is stored"
+        "before it. The loss scale changes between calls, so state must not depend on it: divide "
+        "by scaler.get_scale() before it is stored"
     )
 
 

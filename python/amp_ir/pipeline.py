@@ -3,6 +3,7 @@
 
     capture    frontend/   run the step once on fake tensors -> FX graph of ATen ops
     import     frontend/   -> StepModule: Relax IR, named state, signature
+    check      amp/        every use of a loss scale has the right degree
     autocast   amp/        rules and placement choose dtypes -> casts
     tidy       passes/     fold casts, drop dead code
     dispatch   passes/     matmul and convolution -> library calls
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 import tvm
 
@@ -30,6 +32,7 @@ from amp_ir import build as build_stage
 from amp_ir.amp import autocast as autocast_stage
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
+from amp_ir.amp.scale_degree import check_scale_degrees
 from amp_ir.errors import ArgumentError, OptionError, ShapeChanged
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
@@ -79,11 +82,14 @@ def trace_step(
     Raises:
         CaptureError: the step cannot be captured; the message lists every place.
         UnsupportedOpError: ops without a converter, all of them.
+        LossScaleError: the loss scale reaches what must not depend on it; lists every place.
     """
     captured = trace.capture_step(
         step, example_batch, model=model, optimizer=optimizer, scaler=scaler
     )
-    return importer.import_step(captured), example_batch
+    mod = importer.import_step(captured)
+    degrees = check_scale_degrees(mod)
+    return attrs.evolve(mod, notes=(*mod.notes, *degrees.notes)), example_batch
 
 
 def trace_model(
