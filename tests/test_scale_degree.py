@@ -452,17 +452,30 @@ def never_cleared(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
     t.end()
 
 
-def test_unscaled_gradients_that_the_next_call_adds_to_are_refused():
+def test_unscaled_gradients_that_the_next_call_would_add_to_get_a_note():
+    """The step cannot see whether the user clears them between the calls."""
     training = Training.make(torch.optim.SGD, lr=0.1)
     for parameter in training.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises(LossScaleError) as error:
-        training.degrees(never_cleared)
-    assert str(error.value).endswith(
-        "The next call would add scaled gradients to unscaled ones: call optimizer.zero_grad() "
-        "after scaler.step(optimizer)"
+    assert training.degrees(never_cleared).notes == (
+        "0.weight.grad, 0.bias.grad, 1.weight.grad and 3 more must be cleared before the next "
+        "call, as optimizer.zero_grad() does: the step leaves unscaled gradients there, and adds "
+        "scaled ones.",
     )
-    assert "0.weight.grad, multiplied by the loss scale" in str(error.value)
+
+
+def test_a_kept_gradient_of_another_degree_gets_the_note_too():
+    step = Steps()
+    grad = step.input("w.grad", Role.GRADIENT, (3,))
+    weight = step.input("w", Role.PARAMETER, (3,))
+
+    def body(builder: relax.BlockBuilder) -> dict[tuple[str, Role], relax.Expr]:
+        free = builder.emit(call_op("amp_ir.unscale", [grad, step.scales[0]]))
+        new = builder.emit(op.subtract(weight, free))
+        return {("w", Role.PARAMETER): new, ("w.grad", Role.GRADIENT): free}
+
+    (note,) = check_scale_degrees(step.finish(body)).notes
+    assert note.startswith("w.grad must be cleared before the next call")
 
 
 def two_faults(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -52,10 +52,6 @@ _SCALE_THE_SUM = (
     "Compute with values that are not scaled, and scale the result: scaler.scale(a + b), not "
     "scaler.scale(a) + b"
 )
-_CLEAR = (
-    "The next call would add scaled gradients to unscaled ones: call optimizer.zero_grad() after "
-    "scaler.step(optimizer)"
-)
 _STORE_UNSCALED = (
     "The loss scale changes between calls, so state must not depend on it: divide by "
     "scaler.get_scale() before it is stored"
@@ -131,11 +127,7 @@ class Faults:
         location = self._graph.ops[value.op].location if value.op >= 0 else Location()
         after, before = self._words.of(degree), self._words.of(expected)
         what = f"{spec.name} is {after} after the step, and {before} before it"
-        advice = _STORE_UNSCALED
-        if spec.role is Role.GRADIENT:
-            advice = _CLEAR
-        elif location.phase == "optimizer":
-            advice = _STEP_BY_SCALER
+        advice = _STEP_BY_SCALER if location.phase == "optimizer" else _STORE_UNSCALED
         _count(self._lines, _Line(location, what, advice), location)
 
     def guard(self, op: Op, operands: Operands) -> None:
@@ -148,6 +140,19 @@ class Faults:
             f"{op.location}: {number:.3g} is taken for a guard against a division by zero beside a "
             f"value that is {self._words.of(degree)}.",
             "",
+        )
+
+    def kept_gradient_of(self, fault: Fault) -> str | None:
+        """The name of the .grad, as an earlier call left it, that is an operand of a fault."""
+        leaves = [self._graph.values[fault.op.reads[k]].root for k in fault.positions]
+        return next((self._names[leaf] for leaf in leaves if leaf in self._kept_gradients), None)
+
+    def uncleared(self, name: str) -> None:
+        """Note a .grad that is unscaled in the step; whether the user clears it is not seen."""
+        self._note(
+            "{} must be cleared before the next call, as optimizer.zero_grad() does: the step "
+            "leaves unscaled gradients there, and adds scaled ones.",
+            name,
         )
 
     def unknown_output(self, spec: OutputSpec, degree: Unknown) -> None:
@@ -232,15 +237,9 @@ class Faults:
         if op.location.phase == "backward":
             return _SCALE_ALL if is_plain else _PENALTY
         if op.location.phase == "optimizer":
-            if any(self._is_kept_gradient(leaf) for leaf in reads):
-                return _CLEAR
             return _UNSCALE_FIRST if op.name in _COMPARING else _STEP_BY_SCALER
         of_gradients = any(self._graph.values[leaf].root in self._gradients for leaf in reads)
         return _DIVIDE_FIRST if of_gradients else _SCALE_THE_SUM
-
-    def _is_kept_gradient(self, leaf: int) -> bool:
-        """Whether a tensor is the .grad of a parameter as an earlier call left it."""
-        return self._graph.values[leaf].root in self._kept_gradients
 
 
 def _count(lines: dict[tuple[object, ...], _Line], line: _Line, location: Location) -> None:

@@ -7,7 +7,8 @@ state, hyper-parameters and the batch have degree 0. Then
 
  - values that are added, compared or selected from must have one degree;
  - what is unscaled must have been scaled, once;
- - all state must leave the step with the degree it came with.
+ - all state must leave the step with the degree it came with; a .grad may be cleared instead,
+   outside of the step too, so that a note must do.
 
 A step that breaks this trains wrongly, and differently whenever the scale changes. Only what the
 state after the step depends on is held to it: what is merely returned gets a note instead.
@@ -19,7 +20,7 @@ Source: the dimensional analysis of physics, with the loss scale as the only uni
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -89,7 +90,10 @@ class _Analysis:
         self.solver = Solver()
         self.degrees: list[ValueDegree] = [ZERO] * len(graph.values)
         self.faults = Faults(graph, inputs, scalers, self.solver)
-        self._matters = _ops_that_state_depends_on(graph, outputs)
+        self._matters = _ops_behind(graph, outputs, _is_state)
+        self._matters_beyond_gradients = _ops_behind(
+            graph, outputs, lambda spec: _is_state(spec) and spec.role is not Role.GRADIENT
+        )
 
     def run(self) -> None:
         for leaf, spec in zip(self.graph.inputs, self.inputs, strict=True):
@@ -177,6 +181,11 @@ class _Analysis:
 
     def _fault(self, op: Op, fault: Fault) -> ValueDegree:
         """Report what the state depends on; what is only returned cannot spoil the training."""
+        kept = self.faults.kept_gradient_of(fault) if op.name == "relax.where" else None
+        if kept is not None and op.position not in self._matters_beyond_gradients:
+            # A skipped step selects the old .grad, still scaled, instead of the unscaled one.
+            self.faults.uncleared(kept)
+            return Special.WRONG
         if op.position in self._matters:
             self.faults.add(fault)
             return Special.WRONG
@@ -185,36 +194,43 @@ class _Analysis:
 
     def _check_output(self, leaf: int, spec: OutputSpec) -> None:
         degree = self._resolved(leaf)
-        is_log = _is_for_reading(spec) and spec.role is not Role.RESULT
+        is_log = not _is_state(spec) and spec.role is not Role.RESULT
         if is_log or degree is Special.WRONG or degree is Special.ANY:
             return
-        if isinstance(degree, Unknown):
+        if spec.role is Role.GRADIENT:
+            self._check_gradient(leaf, spec)
+        elif isinstance(degree, Unknown):
             self.faults.unknown_output(spec, degree)
         elif spec.role is Role.RESULT:
             self.faults.scaled_result(spec, degree)
         elif spec.updates is not None:
             expected = self._resolved(self.graph.inputs[spec.updates])
             assert isinstance(expected, Degree)
-            if not self.solver.equate(degree, expected):
+            if self.solver.equate(degree, expected):
+                return
+            if spec.role is Role.GRADIENT:
+                self.faults.uncleared(spec.name)
+            else:
                 self.faults.wrong_state(leaf, spec, degree, expected)
 
 
-def _ops_that_state_depends_on(graph: StepGraph, outputs: Sequence[OutputSpec]) -> set[int]:
-    """Positions of all ops in the backward slice of the outputs that are more than read."""
-    pairs = zip(graph.outputs, outputs, strict=True)
-    wanted = {leaf for leaf, spec in pairs if not _is_for_reading(spec)}
+def _is_state(spec: OutputSpec) -> bool:
+    """Whether something computes with an output: it is no result, and no log of a scaler."""
+    is_log = spec.role is Role.SCALER_STATE and spec.dtype.startswith("float")
+    return spec.role is not Role.RESULT and (not is_log or spec.name.endswith(SCALE_SUFFIX))
+
+
+def _ops_behind(
+    graph: StepGraph, outputs: Sequence[OutputSpec], counts: Callable[[OutputSpec], bool]
+) -> set[int]:
+    """Positions of all ops that the outputs that count depend on."""
+    wanted = {leaf for leaf, spec in zip(graph.outputs, outputs, strict=True) if counts(spec)}
     found = set()
     for op in reversed(graph.ops):
         if wanted.intersection(op.results):
             found.add(op.position)
             wanted.update(op.reads)
     return found
-
-
-def _is_for_reading(spec: OutputSpec) -> bool:
-    """Whether nothing computes with an output: it is a result, or the log of a scaler."""
-    is_log = spec.role is Role.SCALER_STATE and spec.dtype.startswith("float")
-    return spec.role is Role.RESULT or (is_log and not spec.name.endswith(SCALE_SUFFIX))
 
 
 def _is_scale_free(constant: relax.Expr) -> bool:
