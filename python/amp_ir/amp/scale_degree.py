@@ -197,9 +197,7 @@ class _Analysis:
         is_log = not _is_state(spec) and spec.role is not Role.RESULT
         if is_log or degree is Special.WRONG or degree is Special.ANY:
             return
-        if spec.role is Role.GRADIENT:
-            self._check_gradient(leaf, spec)
-        elif isinstance(degree, Unknown):
+        if isinstance(degree, Unknown):
             self.faults.unknown_output(spec, degree)
         elif spec.role is Role.RESULT:
             self.faults.scaled_result(spec, degree)
