@@ -12,7 +12,7 @@ import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp_ir.dialect.loss_scale import NO_MAX_SCALE, NO_MIN_SCALE, next_scale
-from amp_ir.errors import ArgumentError, SkippedTooOftenError
+from amp_ir.errors import OptionError, SkippedTooOftenError
 from amp_ir.step_log import StepLog
 
 
@@ -37,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
             None switches this limit, or that of `min_scale` and `max_scale`, off.
 
     Raises:
-        ArgumentError: a number is not what it must be; all that is wrong is listed.
+        OptionError: a number is not what it must be; all that is wrong is listed.
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as PyTorch does.
     """
 
@@ -189,7 +189,7 @@ class GradScaler(torch.amp.GradScaler):
         """Load a state of this class or of `torch.amp.GradScaler`.
 
         Raises:
-            ArgumentError: a scale or factor in it is not a power of two; nothing has changed.
+            OptionError: a scale or factor in it is not a power of two; nothing has changed.
         """
         if self._enabled:
             names = ("scale", "growth_factor", "backoff_factor")
@@ -256,4 +256,4 @@ def _not_a_power(name: str, value: Any) -> list[str]:
 
 def _raise_all(faults: list[str]) -> None:
     if faults:
-        raise ArgumentError("; ".join(faults))
+        raise OptionError("; ".join(faults))

@@ -24,13 +24,13 @@ class _Written:
     """One tensor of the state.
 
     `before` is its value ahead of the first write of the transaction, None if there was none.
-    `is_ended` says that an `update` came after the last write. `settled` is the version at which
-    nothing is left to select: the optimizer's own selection, or a gradient that was cleared.
+    `is_ended` says that an `update` came after the last write, and `is_settled` that after it
+    nothing is left to select: its optimizer's selection was made, or it was cleared.
     """
 
     before: torch.Tensor | None = None
     is_ended: bool = False
-    settled: int = -1
+    is_settled: bool = False
 
 
 class Transaction:
@@ -63,12 +63,13 @@ class Transaction:
             # A value that was selected by then is the old one, if the step is skipped.
             written.before = torch.ops.aten.clone.default(target)
             written.is_ended = False
+        written.is_settled = False
 
     def cleared(self, target: torch.Tensor) -> None:
         """A tensor was set to zero: a gradient that the step clears stays cleared."""
         written = self._written.get(id(target))
         if written is not None:
-            written.settled = target._version
+            written.is_settled = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step` was called; unless a scaler called it, what it owns is the user's."""
@@ -83,7 +84,7 @@ class Transaction:
         for slot in self._slots:
             if self._owner.get(id(slot.fake)) == id(optimizer):
                 self._select(slot, found)
-                self._written[id(slot.fake)].settled = slot.fake._version
+                self._written[id(slot.fake)].is_settled = True
 
     def end(self, scaler: object, found: torch.Tensor) -> None:
         """`scaler.update` was called: select what was written since the transaction began."""
@@ -122,7 +123,7 @@ class Transaction:
     def _select_all(self, found: torch.Tensor, *, only_new: bool) -> None:
         for slot in self._slots:
             written = self._written[id(slot.fake)]
-            if slot.fake._version == written.settled or (only_new and written.is_ended):
+            if written.is_settled or (only_new and written.is_ended):
                 continue
             owner = self._owner.get(id(slot.fake))
             if owner is None or owner not in self._found:

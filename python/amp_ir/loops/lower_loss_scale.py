@@ -25,9 +25,7 @@ def scale_loss(op: Lowering, x: Value, scale: Value) -> Value:
 def unscale(op: Lowering, grad: Value, scale: Value) -> Value:
     """A product with the reciprocal, which is exact for a power of two."""
     inverse = _reciprocal(scale, compute_dtype(grad.dtype))
-    return pointwise(
-        op.results[0].shape, op.results[0].dtype, lambda *i: grad[i] * inverse[()]
-    )
+    return pointwise(op.results[0].shape, op.results[0].dtype, lambda *i: grad[i] * inverse[()])
 
 
 def _reciprocal(scale: Value, dtype: str) -> Value:
