@@ -3,6 +3,8 @@
 
     amp-ir demo bert1 [--amp-dtype bfloat16] [--device cpu] [--steps 10] [--small]
     amp-ir explain bert1 [--module "*.attention"] [--amp-dtype bfloat16] [--html plan.html]
+    amp-ir profile bert1|train.py [--amp-dtype bfloat16] [--trace trace.json] [--json profile.json]
+    amp-ir report bert1|train.py [--amp-dtype bfloat16] [--out report.html]
 
 Exit codes: 0; 2 for a wrong use, with a sentence on stderr; 130 when interrupted.
 """
@@ -14,7 +16,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import attrs
 import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -24,8 +29,15 @@ from amp_ir.build import host_description, resolve_device
 from amp_ir.demo.comparison import Report, compare
 from amp_ir.demo.low_dtype import LOW_DTYPES, choose_low_dtype
 from amp_ir.demo.table import comparison_table, footnote, summary
+from amp_ir.demo.training_file import load_training
 from amp_ir.demo.workloads import WORKLOADS, MissingPackage
 from amp_ir.report import explain as explain_report
+from amp_ir.report.commands import (
+    add_profile_arguments,
+    add_report_arguments,
+    show_profile,
+    write_report,
+)
 
 WRONG_USE = 2
 INTERRUPTED = 130
@@ -73,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain_report.add_arguments(explain, WORKLOADS)
     explain.set_defaults(run=_explain)
+    profile = commands.add_parser(
+        "profile", help="time every kernel of a step: modules, bytes, share of the roofline"
+    )
+    add_profile_arguments(profile, WORKLOADS)
+    profile.set_defaults(run=_profile)
+    report = commands.add_parser(
+        "report", help="write a page with a step's memory over time, kernels and casts"
+    )
+    add_report_arguments(report, WORKLOADS)
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -129,6 +151,60 @@ def _explain(arguments: argparse.Namespace) -> int:
     )
     mod = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
     return explain_report.show(amp_ir.explain_plan(mod), arguments)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    measured = _measure(arguments)
+    return show_profile(measured.profile, measured.memory, arguments)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    measured = _measure(arguments)
+    return write_report(
+        f"{measured.name} in {arguments.amp_dtype}",
+        measured.profile,
+        measured.memory,
+        measured.plan,
+        machine=host_description(),
+        out=arguments.out,
+    )
+
+
+@attrs.frozen
+class _Measured:
+    name: str
+    memory: amp_ir.MemoryReport
+    profile: amp_ir.KernelProfile
+    plan: amp_ir.CastPlan | None
+
+
+def _measure(arguments: argparse.Namespace) -> _Measured:
+    """Memory and time of the training that the command line names, beside its step in float32."""
+    name = arguments.training
+    with _stages() as report:
+        report("building", name)
+        if name in WORKLOADS:
+            training: Any = WORKLOADS[name].make(small=arguments.small)
+        else:
+            training = load_training(Path(name))
+        report("capturing the step")
+        mod, args = amp_ir.trace_step(
+            training.step,
+            training.batch,
+            model=training.model,
+            optimizer=training.optimizer,
+            scaler=getattr(training, "scaler", None),
+        )
+        low, plan = mod, None
+        if arguments.amp_dtype != "float32":
+            report("choosing casts")
+            low = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
+            plan = amp_ir.explain_plan(low)
+        report("planning memory")
+        memory = amp_ir.memory_report(low, args, baseline=mod if plan is not None else None)
+        report("compiling and timing")
+        profile = amp_ir.profile_kernels(low, "cpu", args, steps=arguments.steps)
+    return _Measured(name, memory, profile, plan)
 
 
 @contextlib.contextmanager

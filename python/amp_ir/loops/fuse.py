@@ -22,6 +22,7 @@ from amp_ir.loops.grouping import Group, Grouping, storage_of
 from amp_ir.loops.ir import LOWERINGS, Buffer, Constant, Lowering, Opaque, TensorSpec, Value
 from amp_ir.loops.kernel_buffers import FlatBuffer
 from amp_ir.loops.lower_relax import constant_value
+from amp_ir.loops.origins import Origins
 
 LIBRARY_CALL = "relax.call_dps_packed"
 
@@ -69,8 +70,7 @@ class _Program:
         self.values: dict[relax.Var, Any] = {}
         self.calls: list[LibraryCall] = []
         self.opaque_units: dict[int, tuple[int, list[Opaque]]] = {}
-        self.spans: dict[int, tvm.ir.Span] = {}
-        self.ops: dict[int, str] = {}
+        self.origins = Origins()
         self.missing: dict[str, list[relax.Call]] = {}
 
     # Reading: bindings become values.
@@ -111,9 +111,9 @@ class _Program:
         arguments = _flat_arguments(self._value(argument) for argument in call.args)
         op = Lowering(name, specs_of(call.ty), call)
         results = lowering(op, *arguments, **options_of(call))
-        for value in _flat_values(results):
-            self.spans.setdefault(id(value), call.span)
-            self.ops.setdefault(id(value), name)
+        values = _flat_values(results)
+        self.origins.note(values, name, call.span)
+        for value in values:
             if isinstance(value, Opaque):
                 self._opaque_unit(value)
         return results
@@ -152,7 +152,7 @@ class _Program:
 
     def write(self) -> tvm.IRModule:
         groups = self.grouping.finish()
-        writer = _Writer(self.main, self.spans, self.ops)
+        writer = _Writer(self.main, self.origins)
         units: dict[int, Any] = {group.number: group for group in groups}
         units |= {call.unit: call for call in self.calls}
         units |= {unit: results for unit, results in self.opaque_units.values()}
@@ -189,12 +189,9 @@ def _last_serial(unit: Any, _number: int) -> int:
 class _Writer:
     """Builds the new `main` and the kernels it calls."""
 
-    def __init__(
-        self, main: relax.Function, spans: dict[int, tvm.ir.Span], ops: dict[int, str]
-    ) -> None:
+    def __init__(self, main: relax.Function, origins: Origins) -> None:
         self.main = main
-        self.spans = spans
-        self.ops = ops
+        self.origins = origins
         self.bindings: list[relax.Binding] = []
         self.expressions: dict[int, relax.Expr] = {}
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
@@ -209,19 +206,15 @@ class _Writer:
         else:
             self._kernel(opaque_kernel(unit), unit)
 
-    def _names(self, values: Iterable[Any]) -> str:
-        """The ops of the values, each once, without their dialect."""
-        names = (self.ops.get(id(value), "").rpartition(".")[2] for value in values)
-        return ",".join(dict.fromkeys(name for name in names if name))
-
     def _kernel(self, kernel: Kernel, members: list[Any]) -> None:
         """Call a kernel; its call says which ops it computes, and where they come from."""
         variable = self._function(kernel.function)
         arguments = relax.Tuple([self.expression(value) for value in kernel.inputs])
         types = [tensor_type(value.spec) for value in kernel.outputs]
-        span = join_spans(self.spans.get(id(value)) for value in members)
-        results = ",".join(self._names([value]) for value in kernel.outputs)
-        notes = tvm.ir.make_node("ir.DictAttrs", ops=self._names(members), result_ops=results)
+        span = join_spans(self.origins.span(value) for value in members)
+        ops = ",".join(dict.fromkeys(self.origins.op(value) for value in members))
+        results = ",".join(self.origins.op(value) for value in kernel.outputs)
+        notes = tvm.ir.make_node("ir.DictAttrs", ops=ops, result_ops=results)
         call = relax.Call(
             tvm.ir.Op.get("relax.call_tir"), [variable, arguments], notes,
             types if len(types) == 1 else [relax.TupleType(types)], span,
@@ -252,7 +245,8 @@ class _Writer:
 
     def _bind_results(self, call: relax.Call, values: list[Any]) -> None:
         type_ = call.ty_args[0] if len(values) > 1 else tensor_type(values[0].spec)
-        spans = [self.spans.get(id(value), call.span) for value in values]
+        is_kernel = call.op.name != LIBRARY_CALL
+        spans = [self.origins.span(value) if is_kernel else call.span for value in values]
         span = spans[0] if len(values) == 1 else None
         variable = relax.DataflowVar(f"v{len(self.bindings)}", type_, span)
         self.bindings.append(relax.VarBinding(variable, _typed(call, type_)))

@@ -159,6 +159,8 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
 
 def mebibytes(nbytes: float) -> str:
     """Bytes for people."""
+    if 0 < nbytes < 10_486:  # else it would read 0.00
+        return f"{nbytes:.0f} B" if nbytes < 1024 else f"{nbytes / 1024:.1f} KiB"
     number = nbytes / 2**20
     return f"{number:.{0 if number >= 1000 else 1 if number >= 10 else 2}f} MiB"
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp-ir profile` and `amp-ir report`: their arguments, and what is done with the results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from amp_ir.report.kernel_profile import KernelProfile
+from amp_ir.report.memory import MemoryReport
+from amp_ir.report.step_page import step_page
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+    """The arguments of `amp-ir profile`."""
+    _add_training_arguments(parser, workloads)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="for ui.perfetto.dev")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the profile and the memory")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+    """The arguments of `amp-ir report`."""
+    _add_training_arguments(parser, workloads)
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
+    )
+
+
+def _add_training_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+    parser.add_argument(
+        "training",
+        metavar="WORKLOAD|FILE",
+        help=f"{', '.join(workloads)}; or a .py file that defines step, batch, model, and "
+        "optimizer and scaler if it has them",
+    )
+    parser.add_argument(
+        "--amp-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
+    )
+    parser.add_argument("--small", action="store_true", help="tiny shapes (workloads only)")
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="timed steps (default 10)"
+    )
+
+
+def show_profile(
+    profile: KernelProfile,
+    memory: MemoryReport,
+    arguments: argparse.Namespace,
+    console: Console | None = None,
+) -> int:
+    """Print the table by kernel and the memory in a line; write the files that were asked for."""
+    console = console or Console()
+    console.print(profile)
+    console.print()
+    console.print(memory.headline(), highlight=False, markup=False)
+    if memory.balance is not None:
+        console.print(str(memory.balance), highlight=False)
+    if arguments.trace is not None:
+        profile.save_trace(arguments.trace)
+        console.print(f"wrote {arguments.trace}", highlight=False)
+    if arguments.json is not None:
+        parts = {
+            "profile": json.loads(profile.to_json()),
+            "memory": json.loads(memory.to_json()),
+        }
+        arguments.json.write_text(json.dumps(parts, indent=1) + "\n")
+        console.print(f"wrote {arguments.json}", highlight=False)
+    return 0
+
+
+def write_report(
+    title: str,
+    profile: KernelProfile,
+    memory: MemoryReport,
+    plan: Any,
+    *,
+    machine: str,
+    out: Path,
+) -> int:
+    """Write the page and say so."""
+    out.write_text(step_page(title, memory, profile, plan, machine))
+    Console().print(f"wrote {out}", highlight=False)
+    return 0

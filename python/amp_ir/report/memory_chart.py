@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes over a step as one drawing: what is held while each call runs, by role, stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from amp_ir.memory_plan import MemoryRole
+from amp_ir.report.memory import MemoryReport, Moment, mebibytes
+
+# From the bottom up: what is always there first. Colours are variables of the page's style.
+_STACK = (
+    MemoryRole.PARAMETER,
+    MemoryRole.BUFFER,
+    MemoryRole.OPTIMIZER_STATE,
+    MemoryRole.OTHER_STATE,
+    MemoryRole.BATCH,
+    MemoryRole.RESULT,
+    MemoryRole.LOW_COPY,
+    MemoryRole.SAVED_ACTIVATION,
+    MemoryRole.GRADIENT,
+    MemoryRole.TEMPORARY,
+    MemoryRole.WORKSPACE,
+)
+_HEIGHT = 1000
+_LEAST_SHOWN = 500  # a role below 1 / 500 of the peak is thinner than a line
+
+
+def colour_class(role: str) -> str:
+    """The class that carries a role's colour."""
+    return "role-" + role.replace(" ", "-")
+
+
+def memory_chart(report: MemoryReport) -> str:
+    """The chart with its legend and axis as HTML; empty for a step without calls."""
+    moments = report.timeline
+    if not moments:
+        return "<p>The step runs nothing.</p>"
+    roles = [role.value for role in _STACK if any(role.value in m.nbytes_by_role for m in moments)]
+    top = max(report.peak_bytes, 1)
+    areas = "".join(_areas(moments, roles, top))
+    peak = (report.peak_call + 0.5) / len(moments)
+    ticks = "".join(
+        f'<span style="bottom:{share:.0%}">{mebibytes(top * share)}</span>'
+        for share in (0, 0.25, 0.5, 0.75, 1)
+    )
+    return (
+        f'<div class="chart"><div class="axis">{ticks}</div><div class="plot">'
+        f'<svg viewBox="0 0 {len(moments)} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="Bytes held during each call; peak {mebibytes(report.peak_bytes)}">{areas}'
+        f'</svg><i class="peak" style="left:{peak:.3%}"></i><i class="cursor" hidden></i></div>'
+        f'<p class="ends"><span>{_phases(moments)}</span></p></div>'
+        f'<p class="key">{_legend(report, roles)}</p><p class="under" aria-live="polite">'
+        "Point at the chart to see a call.</p>"
+    )
+
+
+def _areas(moments: Sequence[Moment], roles: Sequence[str], top: int) -> Iterator[str]:
+    """One path a role: along the upper edges of its columns, back along the lower ones."""
+    below = [0] * len(moments)
+    for role in roles:
+        above = [
+            base + moment.nbytes_by_role.get(role, 0)
+            for base, moment in zip(below, moments, strict=True)
+        ]
+        upper = "".join(_column(k, nbytes, top) for k, nbytes in enumerate(above))
+        lower = "".join(
+            f"L{k + 1} {_y(nbytes, top)}L{k} {_y(nbytes, top)}"
+            for k, nbytes in reversed(list(enumerate(below)))
+        )
+        yield f'<path class="{colour_class(role)}" d="M0 {_HEIGHT}{upper}{lower}Z"/>'
+        below = above
+
+
+def _column(position: int, nbytes: int, top: int) -> str:
+    height = _y(nbytes, top)
+    return f"L{position} {height}L{position + 1} {height}"
+
+
+def _y(nbytes: int, top: int) -> str:
+    return f"{_HEIGHT * (1 - nbytes / top):.1f}".removesuffix(".0")
+
+
+def _phases(moments: Sequence[Moment]) -> str:
+    backward = next((k for k, m in enumerate(moments) if m.phase == "backward"), None)
+    where = "" if backward is None else f"; the backward pass begins at call {backward}"
+    return f"{len(moments)} calls, in order{where}"
+
+
+def _legend(report: MemoryReport, roles: Sequence[str]) -> str:
+    """The roles that can be seen, with their bytes at the peak."""
+    at_peak = report.nbytes_by_role
+    most = {role: max(m.nbytes_by_role.get(role, 0) for m in report.timeline) for role in roles}
+    return " ".join(
+        f'<span><i class="swatch {colour_class(role)}"></i>{escape(role)} '
+        f"<b>{mebibytes(at_peak.get(role, 0))}</b></span>"
+        for role in reversed(roles)
+        if most[role] * _LEAST_SHOWN >= report.peak_bytes
+    )

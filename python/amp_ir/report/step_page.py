@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step as one HTML file: memory over time, the live set, kernels, the cast plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from amp_ir.report.kernel_profile import KernelProfile, KernelTotal, shortened
+from amp_ir.report.memory import HeldValue, MemoryReport, mebibytes
+from amp_ir.report.memory_chart import colour_class, memory_chart
+from amp_ir.report.step_style import SCRIPT, STYLE
+
+_SHOWN_VALUES = 20
+
+
+def step_page(
+    title: str, memory: MemoryReport, profile: KernelProfile, plan: Any, machine: str
+) -> str:
+    """The page; it loads nothing from anywhere.
+
+    Args:
+        title: what was measured.
+        memory: its memory; where it has a baseline, what AMP saved and cost is shown.
+        profile: its time.
+        plan: the CastPlan, or None for a step without casts.
+        machine: the machine in a few words.
+    """
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
+        '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f'<p class="quiet">{escape(machine)}; peaks: {escape(str(profile.peaks))}</p>'
+        f'<div class="facts">{"".join(_facts(memory, profile))}</div>'
+        f"{_memory_section(memory)}{_kernel_section(profile)}{_plan_section(plan)}"
+        f'<script type="application/json" id="moments">{_moments(memory)}</script>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _facts(memory: MemoryReport, profile: KernelProfile) -> Iterator[str]:
+    gap = f"gap to the lower bound {memory.gap_bytes / max(memory.lower_bound_bytes, 1):.2%}"
+    facts = [
+        (f"{profile.step_milliseconds:.1f} ms", f"a step, median of {profile.steps}"),
+        (mebibytes(memory.peak_bytes), f"peak; {gap}"),
+        (mebibytes(memory.state_bytes), "of it the state, which no plan changes"),
+        (f"{profile.floor_share:.0%}", "of the floor that this machine's peaks set"),
+        (f"{profile.cast_share:.1%}", "of the time in kernels that only cast"),
+        (f"{profile.overhead_share:.1%}", "of the time outside of kernels"),
+    ]
+    for number, what in facts:
+        yield f'<div><b>{escape(number)}</b><span class="quiet">{escape(what)}</span></div>'
+
+
+def _memory_section(memory: MemoryReport) -> str:
+    balance = f"<p><b>{escape(str(memory.balance))}</b></p>" if memory.balance is not None else ""
+    shown, rest = memory.live_at_peak[:_SHOWN_VALUES], memory.live_at_peak[_SHOWN_VALUES:]
+    top = max((one.nbytes for one in shown), default=1)
+    rows = "".join(_held_row(one, top) for one in shown)
+    if rest:
+        total = mebibytes(sum(one.nbytes for one in rest))
+        rows += (
+            f'<tr class="quiet"><td>{len(rest)} smaller ones</td><td class="number">{total}</td>'
+            "<td></td><td></td><td></td><td></td></tr>"
+        )
+    dtypes = ", ".join(
+        f"{escape(dtype)} {mebibytes(nbytes)}" for dtype, nbytes in memory.nbytes_by_dtype.items()
+    )
+    return (
+        f"<h2>Memory during the step</h2>{balance}{memory_chart(memory)}"
+        f'<h2>Alive at the peak</h2><p class="quiet">{dtypes}</p>'
+        '<div class="wide"><table id="held"><thead><tr><th>value</th><th class="number">bytes</th>'
+        f"{_heads('role', 'dtype', 'op', '')}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _held_row(one: HeldValue, top: int) -> str:
+    place = f'<br><span class="quiet">{escape(one.module)}</span>' if one.module else ""
+    role = f'<i class="swatch {colour_class(one.role)}"></i>{escape(one.role)}'
+    return (
+        f'<tr><td class="name" title="{escape(one.line)}">{escape(one.name)}{place}</td>'
+        f'<td class="number">{mebibytes(one.nbytes)}</td><td class="kind">{role}</td>'
+        f"<td>{escape(one.dtype)}</td><td>{escape(one.op)}</td>"
+        f"<td>{_bar(one.nbytes / max(top, 1), colour_class(one.role))}</td></tr>"
+    )
+
+
+def _kernel_section(profile: KernelProfile) -> str:
+    phases = " ".join(
+        f'<span><i class="swatch phase-{escape(name)}"></i>{escape(name)} <b>{spent:.1f} ms</b>'
+        "</span>"
+        for name, spent in profile.milliseconds_by_phase.items()
+    )
+    kernels = profile.kernels
+    top = max((one.milliseconds for one in kernels), default=1.0) or 1.0
+    rows = "".join(_kernel_row(one, top, profile.step_milliseconds) for one in kernels)
+    numbers = "".join(
+        f'<th class="number">{name}</th>'
+        for name in ("ms", "share", "calls", "MiB", "GFLOP/s", "of roof")
+    )
+    return (
+        f'<h2>Kernels</h2><p class="key">{phases}</p>'
+        '<input type="search" placeholder="op, module, phase, kernel ..." aria-label="Search">'
+        f'<div class="wide"><table id="kernels"><thead><tr><th>ops</th>{numbers}'
+        f"{_heads('phase', '')}</tr></thead><tbody>{rows}</tbody></table></div>"
+        '<p class="quiet">MiB is what a kernel reads and writes, each tensor once. "Of roof" is '
+        "the time at the machine's peaks over the time taken; above 100 % its data was in a "
+        "cache.</p>"
+    )
+
+
+def _kernel_row(one: KernelTotal, top: float, step_milliseconds: float) -> str:
+    phase = one.phase or "other"
+    where = escape(shortened(one.modules, 2))
+    cast = ' <span class="quiet">cast only</span>' if one.is_cast else ""
+    cells = (
+        f"{one.milliseconds:.2f}",
+        f"{one.milliseconds / step_milliseconds:.1%}",
+        f"{one.calls}",
+        f"{one.nbytes / 2**20:.1f}",
+        f"{one.gflop_per_second:.0f}",
+        f"{one.roofline_share:.0%}",
+    )
+    numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+    return (
+        f'<tr><td class="name" title="{escape(", ".join(one.modules))}">'
+        f"{escape(shortened(one.ops, 4))}{cast}"
+        f'<br><span class="quiet">{escape(one.name)} {escape(one.dtype)} {where}</span></td>'
+        f'{numbers}<td class="kind"><i class="swatch phase-{phase}"></i>{phase}</td>'
+        f"<td>{_bar(one.milliseconds / top, 'phase-' + phase)}</td></tr>"
+    )
+
+
+def _plan_section(plan: Any) -> str:
+    if plan is None:
+        return "<h2>Casts</h2><p>The step was compiled without casts.</p>"
+    lines = plan.summary().splitlines()
+    numbers = "".join(f"<p>{escape(line)}</p>" for line in lines[:2])
+    return (
+        f"<h2>Casts</h2>{numbers}<details><summary>dtypes by op</summary>"
+        f"<pre>{escape(chr(10).join(lines[2:]))}</pre></details>"
+    )
+
+
+def _moments(memory: MemoryReport) -> str:
+    """One line of text a call, for the chart; "<" is escaped so that it cannot end the script."""
+    lines = [
+        f"{', '.join(one.ops[:4]) or one.call}"
+        + (f" in {shortened(one.modules, 2)}" if one.modules else "")
+        + (f" ({one.phase})" if one.phase else "")
+        + f", {mebibytes(one.nbytes)}"
+        for one in memory.timeline
+    ]
+    return json.dumps(lines).replace("<", "\\u003c")
+
+
+def _heads(*names: str) -> str:
+    return "".join(f"<th>{name}</th>" for name in names)
+
+
+def _bar(share: float, tone: str) -> str:
+    return f'<span class="bar {tone}"><i style="width:{min(share, 1):.1%}"></i></span>'
