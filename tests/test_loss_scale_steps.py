@@ -319,9 +319,7 @@ def test_several_updates_in_one_step():
 
         return step
 
-    train = amp_ir.jit(
-        both(ours), model=ours.model, optimizer=ours.optimizer, scaler=ours.scaler
-    )
+    train = amp_ir.jit(both(ours), model=ours.model, optimizer=ours.optimizer, scaler=ours.scaler)
     stream = batches(6, {1, 2, 4, 5})
     for (x, y), (z, _) in zip(stream, stream, strict=True):
         train(x, y, z)
@@ -346,9 +344,7 @@ def test_a_disabled_scaler_leaves_no_trace():
         return loss.detach()
 
     batch = next(batches(1))
-    expected, _ = amp_ir.trace_step(
-        plain, batch, model=without.model, optimizer=without.optimizer
-    )
+    expected, _ = amp_ir.trace_step(plain, batch, model=without.model, optimizer=without.optimizer)
     got, _ = amp_ir.trace_step(
         disabled.step, batch, model=disabled.model, optimizer=disabled.optimizer,
         scaler=disabled.scaler,
@@ -443,7 +439,10 @@ def _no_step(loop: Loop, loss: torch.Tensor) -> None:
 
 
 WRONG = [
-    (_unscale_twice, "unscale_() has already been called on this optimizer since the last update()"),
+    (
+        _unscale_twice,
+        "unscale_() has already been called on this optimizer since the last update()",
+    ),
     (_step_twice, "step() has already been called since the last update()"),
     (_update_without_step, "No inf checks were recorded prior to update"),
     (_no_update, "the step calls scaler.step but ends before scaler.update()"),

@@ -20,12 +20,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 import tvm
+from tvm import relax
 
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir import build as build_stage
@@ -33,6 +34,7 @@ from amp_ir.amp import autocast as autocast_stage
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
+from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.errors import ArgumentError, OptionError, ShapeChanged
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
@@ -74,7 +76,8 @@ def trace_step(
         example_batch: the step's positional arguments; shapes and dtypes count, values do not.
         model: the module or modules that the step uses.
         optimizer: the optimizer or optimizers that the step calls.
-        scaler: the `amp_ir.GradScaler` that the step uses, or a list of them.
+        scaler: the `amp_ir.GradScaler` that the step uses, or a list of them; by default those
+            that `amp_ir.scale_loss` made for the optimizers.
 
     Returns:
         The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
@@ -84,6 +87,8 @@ def trace_step(
         UnsupportedOpError: ops without a converter, all of them.
         LossScaleError: the loss scale reaches what must not depend on it; lists every place.
     """
+    if scaler is None:
+        scaler = scalers_of(_optimizers(optimizer))
     captured = trace.capture_step(
         step, example_batch, model=model, optimizer=optimizer, scaler=scaler
     )
@@ -104,7 +109,13 @@ def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -
     """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`."""
     if isinstance(mod, StepModule) and args is not None:
         _batch_of(mod, args)
-    return autocast_stage.autocast(mod, args, **options)
+    return autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
+
+
+def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
+    """The kernel or library call that computes each variable; nothing is written."""
+    found = memberships(dispatch(expand_attention(ir)))
+    return {variable: place.kernel for variable, place in found.items()}
 
 
 def lower(
@@ -189,6 +200,8 @@ class JitStep:
         self._compile_options = options.pop("compile_options")
         self._trace_options = options
         self._compiled: list[CompiledStep] = []
+        # One for all shapes: the second shape's dropout goes on where the first one's is.
+        self._random_state: torch.Tensor | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Run one step, compiling first if no compiled one fits the batch's shapes."""
@@ -205,9 +218,26 @@ class JitStep:
         """The step compiled last; None before the first call."""
         return self._compiled[-1] if self._compiled else None
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """As `CompiledStep.state_dict`; before the first call what was loaded, or nothing."""
+        return {} if self._random_state is None else {"random_state": self._random_state.clone()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """As `CompiledStep.load_state_dict`, also before the first call."""
+        if "random_state" not in state:
+            return
+        if self._random_state is None:
+            self._random_state = state["random_state"].clone()
+        else:
+            self._random_state.copy_(state["random_state"])
+
     def _compile(self, batch: tuple[Any, ...]) -> CompiledStep:
         started = time.perf_counter()
         mod, args = trace_step(self._step, batch, **self._trace_options)
+        if self._random_state is None:
+            self._random_state = mod.random_state
+        else:
+            mod = mod.with_random_state(self._random_state)
         if self._amp_dtype is not None:
             mod = autocast(mod, args, amp_dtype=self._amp_dtype)
         compiled = compile_step(mod, **self._compile_options)
@@ -380,6 +410,12 @@ def memory_report(
         _check_module(baseline, "memory_report(baseline=...)")
     before = None if baseline is None else lower(baseline, rounding=rounding).plan
     return report_memory(lower(mod, rounding=rounding).plan, before)
+
+
+def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers among what was passed; what is none is refused later."""
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    return [one for one in given if isinstance(one, torch.optim.Optimizer)]
 
 
 def _check_rounding(rounding: str) -> None:

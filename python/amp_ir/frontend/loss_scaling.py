@@ -169,10 +169,15 @@ class CapturedScaler:
         with torch.no_grad(), self._locator.optimizing():
             finite, norm = torch.ops.amp_ir.all_finite(gradients, self._scale)
             found = torch.logical_not(finite)
+            known = self._checked.get(id(optimizer))
+            if known is not None:
+                # Another loss of this optimizer; see amp/scale_loss.py.
+                found = torch.logical_or(found, known.found_inf)
+                norm = torch.hypot(norm, known.norm)
             for gradient in gradients:
                 gradient.copy_(torch.ops.amp_ir.unscale(gradient, self._scale))
         self._checked[id(optimizer)] = _Checked(found, norm)
-        return {self._scale.device: found}
+        return {self._scale.device: found.float()}
 
     def step_unless_found(
         self, optimizer: torch.optim.Optimizer, _state: Any, *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from amp_ir.capturing import captured_scalers
 from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.frontend.batch import Arguments, Results, unusable_result
 from amp_ir.frontend.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
@@ -110,8 +111,10 @@ class StepTracer:
         watch = GradientWatch([fakes[id(slot.tensor)] for slot in state.parameters])
         transaction = Transaction(state, self._buffer_now)
         scalers = self._put_scalers(transaction)
+        given = captured_scalers.set(tuple(slots.scaler for slots in state.scalers))
         try:
             with contextlib.ExitStack() as stack:
+                stack.callback(captured_scalers.reset, given)
                 stepped = stack.enter_context(
                     patched(state, self._locator, watch, self._findings, transaction)
                 )

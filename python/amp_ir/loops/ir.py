@@ -74,7 +74,7 @@ class Value:
 
     spec: TensorSpec
     reads: list[Read] = attrs.field(factory=list, repr=False)
-    derived: dict[str, Value] = attrs.field(factory=dict, repr=False, kw_only=True)
+    derived: dict[str, Value] = attrs.field(factory=dict, init=False, repr=False)
     serial: int = attrs.field(factory=lambda: next(_serial))
 
     @property
