@@ -77,6 +77,22 @@ def test_a_bias_is_added_before_the_one_rounding(dtype: str) -> None:
     assert not [c for c in calls_of(ir) if c.op.name == "relax.add"]
 
 
+@pytest.mark.parametrize("is_used_wide", [False, True])
+def test_a_sum_that_is_used_low_only_is_rounded_by_the_library(is_used_wide: bool) -> None:
+    def body(x: Any, w: Any, b: Any) -> Any:
+        emit = relax.BlockBuilder.current().emit
+        total = emit(R.add(emit(R.matmul(x, w, out_dtype="float32")), b))
+        low = emit(call_op("amp_ir.cast", [total], dtype="bfloat16"))
+        return (R.nn.relu(low), R.exp(total)) if is_used_wide else R.nn.relu(low)
+
+    mod = build([((4, 8), "bfloat16"), ((8, 16), "bfloat16"), ((16,), "float32")], body)
+    ir = dispatch(mod)
+    (call,) = library_calls(ir)
+    assert str(call.ty.dtype) == ("float32" if is_used_wide else "bfloat16")
+    casts = [c for c in calls_of(ir) if c.op.name == "amp_ir.cast"]
+    assert len(casts) == is_used_wide
+
+
 def test_a_product_used_elsewhere_keeps_its_bias_apart() -> None:
     def body(x: Any, w: Any, b: Any) -> Any:
         product = relax.BlockBuilder.current().emit(R.matmul(x, w))

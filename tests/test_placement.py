@@ -13,7 +13,7 @@ from amp_ir.amp import placement as placing
 from amp_ir.amp.autocast import native_cut
 from amp_ir.amp.decisions import decide
 from amp_ir.amp.hints import RULES
-from amp_ir.amp.kernels import kernels_of
+from amp_ir.amp.kernels import kernels_of, places_of
 from amp_ir.amp.placement import ALWAYS_FULL, ALWAYS_LOW, Copy, Problem, solve
 from amp_ir.amp.step_graph import read_step
 
@@ -89,6 +89,7 @@ def test_on_programs_the_cut_is_never_above_greedy(draws):
     graph = read_step(random_step(draws, size=20))
     dtypes = ["float32"] * len(graph.outputs)
     decisions = decide(graph, RULES.get, "bfloat16", dtypes)
-    problem = placing.build_problem(graph, decisions, kernels_of(graph), dtypes)
+    places = places_of(graph, kernels_of(graph))
+    problem = placing.build_problem(graph, decisions, places, dtypes)
     cut = problem.cost(solve(problem, native_cut))
     assert cut <= problem.cost(placing.greedy(graph, decisions))

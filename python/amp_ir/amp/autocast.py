@@ -18,13 +18,14 @@ from amp_ir import native
 from amp_ir.amp import placement as placing
 from amp_ir.amp.decisions import Decision, decide
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
-from amp_ir.amp.kernels import kernels_of
+from amp_ir.amp.kernels import FindKernels, Places, kernels_from, kernels_of, places_of
 from amp_ir.amp.overrides import Override, apply_overrides, find_rule
 from amp_ir.amp.plan import CastPlan, PlanCost, make_plan, replay
 from amp_ir.amp.policies import find_policy
+from amp_ir.amp.real_kernels import without_optimizer
 from amp_ir.amp.rewrite import ATTRIBUTE, rewrite
 from amp_ir.amp.step_graph import StepGraph, read_step
-from amp_ir.errors import OptionError
+from amp_ir.errors import OptionError, UnsupportedOpError
 from amp_ir.module import Role, StepModule
 
 Module = TypeVar("Module", StepModule, tvm.IRModule)
@@ -42,6 +43,7 @@ def autocast(
     placement: str = "cut",
     on_unknown: str = "error",
     plan: CastPlan | None = None,
+    find_kernels: FindKernels | None = None,
 ) -> Module:
     """Use a low dtype where the rules allow it, and insert the casts that this needs.
 
@@ -67,6 +69,7 @@ def autocast(
         placement: "cut" (least bytes) or "greedy" (RAF's majority).
         on_unknown: "error", or "float32" to leave ops without a rule in float32.
         plan: decisions made before, to be followed instead of rules, overrides and placement.
+        find_kernels: tells which kernels fusion will make; an estimate takes its place.
     """
     ir = mod.ir if isinstance(mod, StepModule) else mod
     choices = _Choices(
@@ -88,7 +91,7 @@ def autocast(
         return mod
     if _went_through(ir, amp_dtype):
         return mod
-    new_ir, made, dtypes = _rewritten(mod, ir, choices, plan)
+    new_ir, made, dtypes = _rewritten(mod, ir, choices, plan, find_kernels)
     if not isinstance(mod, StepModule):
         return new_ir
     return attrs.evolve(_with_output_dtypes(mod, dtypes), ir=new_ir, plan=made)
@@ -133,6 +136,7 @@ def _listed(overrides: Any) -> Sequence[Any]:
 
 def plan_of(mod: StepModule | tvm.IRModule, **options: Any) -> CastPlan:
     """The plan that `autocast(mod, **options)` follows; for bare modules, which carry none."""
+    find_kernels = options.pop("find_kernels", None)
     ir = mod.ir if isinstance(mod, StepModule) else mod
     defaults = inspect.signature(autocast).parameters
     words = {
@@ -141,15 +145,36 @@ def plan_of(mod: StepModule | tvm.IRModule, **options: Any) -> CastPlan:
     }
     if options:
         raise OptionError(f"plan_of has no option {', '.join(sorted(options))}")
-    return _rewritten(mod, ir, _Choices(**words), None)[1]
+    return _rewritten(mod, ir, _Choices(**words), None, find_kernels)[1]
 
 
 def _rewritten(
-    mod: StepModule | tvm.IRModule, ir: tvm.IRModule, choices: _Choices, plan: CastPlan | None
+    mod: StepModule | tvm.IRModule,
+    ir: tvm.IRModule,
+    choices: _Choices,
+    plan: CastPlan | None,
+    find_kernels: FindKernels | None,
 ) -> tuple[tvm.IRModule, CastPlan, list[str]]:
     """The new module, its plan, and the dtypes of its outputs."""
     with _no_garbage_collection():
-        return _rewritten_at_once(mod, ir, choices, plan)
+        graph = read_step(ir)
+        kernels = _kernels(graph, ir, plan, find_kernels)
+        return _rewritten_at_once(mod, ir, graph, kernels, choices, plan)
+
+
+def _kernels(
+    graph: StepGraph, ir: tvm.IRModule, plan: CastPlan | None, find_kernels: FindKernels | None
+) -> list[int]:
+    """The kernel of each op: as the plan has it, as fusion says, or estimated."""
+    if plan is not None and len(plan.ops) == len(graph.ops):
+        return [one.kernel for one in plan.ops]
+    if find_kernels is None:
+        return kernels_of(graph)
+    try:
+        return kernels_from(graph, find_kernels(without_optimizer(ir)))
+    except UnsupportedOpError:
+        # No kernel can be made for some op, so the step will not be compiled here.
+        return kernels_of(graph)
 
 
 @contextlib.contextmanager
@@ -168,17 +193,21 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _rewritten_at_once(
-    mod: StepModule | tvm.IRModule, ir: tvm.IRModule, choices: _Choices, plan: CastPlan | None
+    mod: StepModule | tvm.IRModule,
+    ir: tvm.IRModule,
+    graph: StepGraph,
+    kernels: list[int],
+    choices: _Choices,
+    plan: CastPlan | None,
 ) -> tuple[tvm.IRModule, CastPlan, list[str]]:
-    graph = read_step(ir)
-    kernels = kernels_of(graph)
+    places = places_of(graph, kernels)
     dtypes = _output_dtypes(graph, mod, choices.out_dtype)
     cost = None
     if plan is None:
-        decisions, cost = _decided(graph, kernels, dtypes, choices, _input_names(graph, mod))
+        decisions, cost = _decided(graph, places, dtypes, choices, _input_names(graph, mod))
     else:
         decisions, dtypes = replay(plan, graph, choices.amp_dtype), list(plan.output_dtypes)
-    rewritten = rewrite(graph, decisions, kernels, choices.amp_dtype, dtypes)
+    rewritten = rewrite(graph, decisions, places, choices.amp_dtype, dtypes)
     function = rewritten.function.with_attr(ATTRIBUTE, choices.amp_dtype)
     new_ir = tvm.IRModule({gv: ir[gv] for gv in ir.get_global_vars()}, attrs=ir.attrs)
     new_ir.update_func(new_ir.get_global_var("main"), function)
@@ -198,7 +227,7 @@ def _rewritten_at_once(
 
 def _decided(
     graph: StepGraph,
-    kernels: Sequence[int],
+    places: Places,
     output_dtypes: Sequence[str],
     choices: _Choices,
     input_names: Sequence[str],
@@ -208,7 +237,7 @@ def _decided(
     amp_dtype, on_unknown = choices.amp_dtype, choices.on_unknown
     decisions = decide(graph, rules, amp_dtype, output_dtypes, on_unknown=on_unknown)
     apply_overrides(graph, decisions, choices.overrides, input_names)
-    problem = placing.build_problem(graph, decisions, kernels, output_dtypes)
+    problem = placing.build_problem(graph, decisions, places, output_dtypes)
     greedy = placing.greedy(graph, decisions)
     labels = greedy if choices.placement == "greedy" else placing.solve(problem, native_cut)
     costs = [problem.cost(one) for one in (labels, greedy, [False] * len(labels))]

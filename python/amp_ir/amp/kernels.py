@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An estimate of which ops will share a kernel, made before anything is fused.
+"""Which ops share a kernel: as fusion says, or an estimate where nobody asked fusion.
 
-A library call (matmul, convolution, attention) or a kernel of its own kind (scatter, sort) reads
-and writes memory: it shares with nobody. Everything else becomes loops, and loops over the same
-number of elements that follow each other fuse, reductions over trailing dimensions included; a
-reduction over leading dimensions ends a kernel.
+`kernels_from` takes the numbers that fusion gives the step before any cast.
 
-Two ops share a kernel when they are neighbours of this kind at the same depth, the number of
-kernel boundaries on the longest path from the inputs (an op that begins a kernel waits for the
-readers it may join). Equal depth makes kernels acyclic, and the result does not depend on the order
-in which ops are written.
+`kernels_of` estimates. A library call (matmul, convolution, attention) or a kernel of its own kind
+(scatter, sort) reads and writes memory: it shares with nobody. Everything else becomes loops, and
+loops over the same number of elements that follow each other fuse, reductions over trailing
+dimensions included; a reduction over leading dimensions ends a kernel. Two ops share a kernel when
+they are neighbours of this kind at the same depth, the number of kernel boundaries on the longest
+path from the inputs (an op that begins a kernel waits for the readers it may join). Equal depth
+makes kernels acyclic, and the result does not depend on the order in which ops are written.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
+import tvm
 from tvm import relax
 
 from amp_ir.amp.step_graph import Op, StepGraph
+
+# Tells for a module, without optimizer, the kernel or library call that computes each variable. One
+# that is missing is computed anew by the kernels that read it, or by the library call that follows.
+FindKernels = Callable[[tvm.IRModule], Mapping[relax.Var, int]]
+# The kernels in which each op is computed.
+Places = Sequence[frozenset[int]]
+COMPUTED_BY_READERS = -1
 
 
 class Kind(enum.Enum):
@@ -84,8 +94,38 @@ def kind_of(op: Op) -> Kind:
     return Kind.OPAQUE if op.name in _OPAQUE else Kind.LOOP
 
 
+def kernels_from(graph: StepGraph, numbers: Mapping[relax.Var, int]) -> list[int]:
+    """A number for each op, by fusion; COMPUTED_BY_READERS where that gave none.
+
+    Ops of the optimizer, and those that fusion takes apart (attention), get numbers of their own.
+    """
+    fresh = itertools.count(1 + max(numbers.values(), default=0))
+    kernels = []
+    for op in graph.ops:
+        number = numbers.get(op.variable, COMPUTED_BY_READERS)
+        stands_alone = kind_of(op) in (Kind.LIBRARY, Kind.OPAQUE) and op.name != "relax.matmul"
+        if number < 0 and (op.location.phase == "optimizer" or stands_alone):
+            number = next(fresh)
+        kernels.append(number)
+    return kernels
+
+
+def places_of(graph: StepGraph, kernels: Sequence[int]) -> list[frozenset[int]]:
+    """The kernels in which each op is computed: its own, or those of all its readers."""
+    places: list[frozenset[int]] = [frozenset()] * len(graph.ops)
+    outside = frozenset({1 + max(kernels, default=0)})
+    for op in reversed(graph.ops):
+        if kernels[op.position] != COMPUTED_BY_READERS:
+            places[op.position] = frozenset({kernels[op.position]})
+            continue
+        readers = {reader for leaf in op.results for reader in graph.values[leaf].readers}
+        found = frozenset().union(*(places[reader] for reader in readers))
+        places[op.position] = found or outside
+    return places
+
+
 def kernels_of(graph: StepGraph) -> list[int]:
-    """A number for each op; ops with the same number are taken to share a kernel."""
+    """An estimated number for each op; ops with the same number are taken to share a kernel."""
     joins = _joining_sources(graph)
     depths = _depths(graph, joins)
     parent = list(range(len(graph.ops)))

@@ -34,7 +34,7 @@ from typing import Literal
 import attrs
 
 from amp_ir.amp.decisions import Decision, Mode
-from amp_ir.amp.kernels import Kind, kind_of
+from amp_ir.amp.kernels import Kind, Places, kind_of
 from amp_ir.amp.step_graph import StepGraph, Value
 
 LOW_NBYTES = 2
@@ -107,20 +107,21 @@ def free_ops(graph: StepGraph, decisions: Sequence[Decision]) -> list[int]:
 def build_problem(
     graph: StepGraph,
     decisions: Sequence[Decision],
-    kernels: Sequence[int],
+    places: Places,
     output_dtypes: Sequence[str],
 ) -> Problem:
     """The costs of a step, as the module describes."""
     vertices = {position: number for number, position in enumerate(free_ops(graph, decisions))}
     problem = Problem([0] * len(vertices), [0] * len(vertices))
-    readers = _readers_of_roots(graph, decisions, kernels, vertices)
+    readers = _readers_of_roots(graph, decisions, places, vertices)
     _add_outputs(graph, output_dtypes, readers)
+    libraries = _library_kernels(graph, places)
     for root, who in readers.items():
         value = graph.values[root]
         if value.op < 0 or value.dtype != "float32":
             continue
         decision = decisions[value.op]
-        makes_low = kind_of(graph.ops[value.op]) is Kind.LOOP
+        makes_low = not places[value.op] & libraries
         follows = decision.follows[graph.ops[value.op].results.index(root)]
         if value.op in vertices and follows:
             _charge_free(problem, vertices[value.op], value, who, makes_low=makes_low)
@@ -132,7 +133,7 @@ def build_problem(
 def _readers_of_roots(
     graph: StepGraph,
     decisions: Sequence[Decision],
-    kernels: Sequence[int],
+    places: Places,
     vertices: dict[int, int],
 ) -> dict[int, _Readers]:
     found: dict[int, _Readers] = {}
@@ -142,22 +143,30 @@ def _readers_of_roots(
         for leaf, mode in zip(op.reads, decisions[op.position].modes, strict=True):
             root = graph.values[leaf].root
             made_by = graph.values[root].op
-            kernel = kernels[op.position]
+            here = places[op.position]
+            there = places[made_by] if made_by >= 0 else frozenset()
             who = found.setdefault(root, _Readers())
-            if made_by >= 0 and kernels[made_by] == kernel:
-                who.is_read_in_kernel = True
+            who.is_read_in_kernel |= bool(here & there)
+            if not here - there:
                 continue
             if mode is Mode.VARY and op.position in vertices:
-                who.varying.setdefault(kernel, []).append(vertices[op.position])
+                for kernel in here - there:
+                    who.varying.setdefault(kernel, []).append(vertices[op.position])
             elif mode in (Mode.LOW, Mode.EITHER):
-                who.low.add(kernel)
+                who.low |= here - there
             else:
-                who.full.add(kernel)
+                who.full |= here - there
                 if kind_of(op) is not Kind.LOOP:
-                    who.full_library.add(kernel)
+                    who.full_library |= here - there
             if made_by >= 0 and op.location.phase != graph.ops[made_by].location.phase:
                 who.is_held = True
     return found
+
+
+def _library_kernels(graph: StepGraph, places: Places) -> frozenset[int]:
+    """The library calls and hand-written kernels: they leave each result in one dtype."""
+    own = [places[op.position] for op in graph.ops if kind_of(op) in (Kind.LIBRARY, Kind.OPAQUE)]
+    return frozenset().union(*own)
 
 
 def _add_outputs(

@@ -16,7 +16,7 @@ from tvm.ir import GenericConst
 from amp_ir.amp.constants import Holds, holds
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE
-from amp_ir.amp.kernels import Kind, kind_of
+from amp_ir.amp.kernels import Kind, Places, kind_of
 from amp_ir.amp.step_graph import Op, StepGraph
 from amp_ir.dialect.registry import DECLARATIONS
 
@@ -38,13 +38,13 @@ class Reads:
 def plan_reads(
     graph: StepGraph,
     decisions: Sequence[Decision],
-    kernels: Sequence[int],
+    places: Places,
     amp_dtype: str,
     output_dtypes: Sequence[str],
 ) -> Reads:
     """Plan the reads of a step whose ops are all labelled low or full."""
     must_have = _values_with_a_low_reader(graph, decisions, amp_dtype, output_dtypes)
-    planner = _Planner(graph, decisions, kernels, amp_dtype, must_have)
+    planner = _Planner(graph, decisions, places, amp_dtype, must_have)
     for op in graph.ops:
         planner.add(op)
     for root in planner.left_low:
@@ -82,13 +82,13 @@ class _Planner:
         self,
         graph: StepGraph,
         decisions: Sequence[Decision],
-        kernels: Sequence[int],
+        places: Places,
         amp_dtype: str,
         must_have: dict[int, int],
     ) -> None:
         self.graph = graph
         self.decisions = decisions
-        self.kernels = kernels
+        self.places = places
         self.amp_dtype = amp_dtype
         self.must_have = must_have
         self.plan = Reads(low_copies=dict(must_have))
@@ -128,7 +128,8 @@ class _Planner:
             return False
         if kind_of(self.graph.ops[maker]) is not Kind.LOOP:
             return value.root in self.must_have
-        return self.kernels[maker] != self.kernels[op.position]
+        # In a kernel that computes the value, the op has it in float32 without reading memory.
+        return not self.places[op.position] <= self.places[maker]
 
     def dtypes(self, op: Op, decision: Decision, takes_low: Sequence[bool]) -> list[str]:
         """The dtype in which the op gets each tensor."""

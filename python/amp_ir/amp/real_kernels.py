@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan with the kernels that the loops stage really makes, in place of the estimate."""
+"""What autocast asks of fusion: a step without its optimizer; and the plan with what came out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 import tvm
 from tvm import relax
 
 from amp_ir.amp.plan import CastPlan
+from amp_ir.location import from_span
 
 
 def with_real_kernels(
@@ -49,3 +50,50 @@ def with_real_kernels(
 
 def _calls_cast(value: relax.Expr) -> bool:
     return isinstance(value, relax.Call) and value.op.name == "amp_ir.cast"
+
+
+def without_optimizer(ir: tvm.IRModule) -> tvm.IRModule:
+    """`main` up to the optimizer, with all that is read after as its outputs.
+
+    The optimizer's ops stay as they are in any placement, and are most of the ops of a step.
+    """
+    function = ir["main"]
+    kept: list[relax.Binding] = []
+    bound: set[relax.Var] = set()
+    later: dict[relax.Var, None] = {}
+    gone: set[relax.Var] = set()
+    for binding in (one for block in function.body.blocks for one in block.bindings):
+        read = list(_variables(binding.value))
+        if _is_optimizers(binding.value) or any(variable in gone for variable in read):
+            gone.add(binding.var)
+            later.update(dict.fromkeys(read))
+        else:
+            kept.append(binding)
+            bound.add(binding.var)
+    later.update(dict.fromkeys(_variables(function.body.body)))
+    results = relax.Tuple([variable for variable in later if variable in bound])
+    output = relax.Var("outputs", results.ty)
+    block = relax.DataflowBlock([*kept, relax.VarBinding(output, results)])
+    body = relax.SeqExpr([block], output)
+    relax.expr._update_type(body, results.ty)
+    shorter = relax.Function(function.params, body, results.ty, is_pure=True, attrs=function.attrs)
+    new = tvm.IRModule({gv: ir[gv] for gv in ir.get_global_vars()}, attrs=ir.attrs)
+    new.update_func(new.get_global_var("main"), shorter)
+    return new
+
+
+def _is_optimizers(value: relax.Expr) -> bool:
+    return isinstance(value, relax.Call) and from_span(value.span).phase == "optimizer"
+
+
+def _variables(expr: relax.Expr) -> Iterator[relax.Var]:
+    if isinstance(expr, relax.Var):
+        yield expr
+    elif isinstance(expr, relax.Call):
+        for argument in expr.args:
+            yield from _variables(argument)
+    elif isinstance(expr, relax.Tuple):
+        for field in expr.fields:
+            yield from _variables(field)
+    elif isinstance(expr, relax.TupleGetItem):
+        yield from _variables(expr.tuple_value)

@@ -23,6 +23,7 @@ from tvm.ir import GenericConst, Span
 
 from amp_ir.amp.decisions import Decision
 from amp_ir.amp.hints import FULL_DTYPE
+from amp_ir.amp.kernels import Places
 from amp_ir.amp.reads import Reads, fits_low_exactly, plan_reads
 from amp_ir.amp.step_graph import Op, StepGraph, Tree, leaves
 from amp_ir.dialect.registry import DECLARATIONS, call_op, options_of
@@ -70,12 +71,12 @@ class Rewritten:
 def rewrite(
     graph: StepGraph,
     decisions: Sequence[Decision],
-    kernels: Sequence[int],
+    places: Places,
     amp_dtype: str,
     output_dtypes: Sequence[str],
 ) -> Rewritten:
     """Rewrite a step whose decisions are all labelled; `output_dtypes` has one dtype an output."""
-    reads = plan_reads(graph, decisions, kernels, amp_dtype, output_dtypes)
+    reads = plan_reads(graph, decisions, places, amp_dtype, output_dtypes)
     return _Rewriter(graph, decisions, amp_dtype, reads).run(output_dtypes)
 
 

@@ -35,19 +35,24 @@ def dispatch(ir: tvm.IRModule) -> tvm.IRModule:
 
     Requires: one function `main`, one dataflow block, static shapes.
     Ensures:  transposes of operands cost nothing (they become strides), and so does a transpose
-              of a matmul's only use; a bias is added by the matmul, before its one rounding; an op
-              that no library takes is left for the loops stage.
+              of a matmul's only use; a bias is added by the matmul, before its one rounding, which
+              is the sum's where that is all that is used of it; an op that no library takes is
+              left for the loops stage.
     """
     return _Dispatcher(ir).run()
 
 
 @attrs.frozen
 class _Biased:
-    """A matmul, the bias added to it, and the variables that the two leave without use."""
+    """A matmul, the bias added to it, and the variables that the two leave without use.
+
+    `dtype` is that of the result: the call's own, or that to which the sum is rounded.
+    """
 
     call: relax.Call
     bias: relax.Var
     absorbed: tuple[relax.Var, ...]
+    dtype: str
 
 
 class _Dispatcher:
@@ -57,7 +62,8 @@ class _Dispatcher:
         self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
         self.values = {binding.var: binding.value for binding in self.bindings}
         self.uses = count_uses(self.bindings, self.main.body.body)
-        self.only_reader = _only_readers(self.bindings, self.uses)
+        self.only_reader = _only_readers(self.bindings, self.uses, "relax.permute_dims")
+        self.only_cast = _only_readers(self.bindings, self.uses, "amp_ir.cast")
         self.replaced: dict[relax.Var, relax.Expr] = {}
         self.biased = self._find_biased()
         self.absorbed = {v for biased in self.biased.values() for v in biased.absorbed}
@@ -105,9 +111,21 @@ class _Dispatcher:
                 for product, bias in (value.args, reversed(value.args)):
                     biased = self._as_biased(product, bias)
                     if biased is not None and str(value.ty.dtype) == "float32":
-                        found[binding.var] = biased
+                        variable, biased = self._rounded_at_once(binding.var, biased)
+                        found[variable] = biased
                         break
         return found
+
+    def _rounded_at_once(self, total: relax.Var, biased: _Biased) -> tuple[relax.Var, _Biased]:
+        """The rounded sum in place of a float32 one that is used for nothing else."""
+        reader = self.only_cast.get(total)
+        if reader is None or biased.dtype != "float32":
+            return total, biased
+        dtype = str(reader.ty.dtype)
+        if dtype not in _LIBRARY_DTYPES:
+            return total, biased
+        absorbed = (*biased.absorbed, total)
+        return reader, attrs.evolve(biased, dtype=dtype, absorbed=absorbed)
 
     def _as_biased(self, product: relax.Expr, bias: relax.Expr) -> _Biased | None:
         absorbed: list[relax.Var] = []
@@ -122,7 +140,7 @@ class _Dispatcher:
             return None
         if [int(n) for n in bias.ty.shape] != [int(call.ty.shape[-1])]:
             return None
-        return _Biased(call, bias, tuple(absorbed))
+        return _Biased(call, bias, tuple(absorbed), str(call.ty.dtype))
 
     def _sole(self, expr: relax.Expr, absorbed: list[relax.Var]) -> relax.Call | None:
         """The call bound to `expr`, if its only use is the one looked at."""
@@ -133,9 +151,10 @@ class _Dispatcher:
         return value
 
     def _biased_matmul(self, variable: relax.Var, biased: _Biased) -> list[relax.Binding]:
-        product = relax.DataflowVar(f"{variable.name}_product", biased.call.ty)
-        call = _matmul(self, product, biased.call, "amp_ir.onednn.matmul", biased.bias)
-        if str(biased.call.ty.dtype) == "float32":
+        ty = relax.TensorType(biased.call.ty.shape, biased.dtype)
+        product = relax.DataflowVar(f"{variable.name}_product", ty)
+        call = _matmul(self, product, biased.call, "amp_ir.onednn.matmul", biased.bias, ty)
+        if str(variable.ty.dtype) == biased.dtype:
             return [relax.VarBinding(variable, call)]
         wide = call_op("amp_ir.cast", [product], biased.call.span, dtype="float32")
         relax.expr._update_type(wide, variable.ty)
@@ -174,13 +193,13 @@ def count_uses(bindings: list[relax.Binding], result: relax.Expr) -> dict[relax.
 
 
 def _only_readers(
-    bindings: list[relax.Binding], uses: dict[relax.Var, int]
+    bindings: list[relax.Binding], uses: dict[relax.Var, int], op_name: str
 ) -> dict[relax.Var, relax.Var]:
-    """For each variable with a single use, the variable bound to the transpose that uses it."""
+    """For each variable with a single use, which is by this op, the variable bound to that."""
     readers = {}
     for binding in bindings:
         value = binding.value
-        if isinstance(value, relax.Call) and value.op.name == "relax.permute_dims":
+        if isinstance(value, relax.Call) and value.op.name == op_name:
             source = value.args[0]
             if isinstance(source, relax.Var) and uses.get(source) == 1:
                 readers[source] = binding.var
@@ -216,13 +235,14 @@ def _matmul(
     call: relax.Call,
     name: str,
     bias: relax.Expr | None = None,
+    type_: relax.TensorType | None = None,
 ) -> Any:
     a, b = d.operand(call.args[0]), d.operand(call.args[1])
     if len(a.shape) < 2 or len(b.shape) < 2:
         return None
     shape = tuple(int(n) for n in call.ty.shape)
     strides = dense_strides(shape)
-    type_ = call.ty
+    type_ = type_ or call.ty
     reader = d.only_reader.get(variable)
     if reader is not None:
         transpose = d.values[reader]
