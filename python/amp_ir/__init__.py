@@ -17,6 +17,8 @@ from amp_ir.amp.grad_scaler import GradScaler
 from amp_ir.amp.overrides import CustomTypeHint, Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
+from amp_ir.amp.scale_loss import scale_loss
+from amp_ir.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.location import autocast_off
 from amp_ir.module import Role, Signature, StepModule
 from amp_ir.pipeline import (
@@ -60,9 +62,12 @@ __all__ = [
     "get_peak_memory",
     "jit",
     "list_ops",
+    "load_checkpoint",
     "memory_report",
     "profile_kernels",
     "profile_vm_model",
+    "save_checkpoint",
+    "scale_loss",
     "trace_model",
     "trace_step",
 ]

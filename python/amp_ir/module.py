@@ -130,6 +130,19 @@ class StepModule:
         """The same step with other IR of the same signature."""
         return attrs.evolve(self, ir=ir)
 
+    @property
+    def random_state(self) -> torch.Tensor | None:
+        """int64[2], the seed and the number of the step; None for a step without random ops."""
+        names = [one.name for one in self.signature.inputs if one.role is Role.RANDOM_STATE]
+        found = self.state[names[0]] if names else None
+        assert found is None or isinstance(found, torch.Tensor)
+        return found
+
+    def with_random_state(self, random_state: torch.Tensor) -> StepModule:
+        """The same step drawing its random numbers from another state, which it advances."""
+        names = {one.name for one in self.signature.inputs if one.role is Role.RANDOM_STATE}
+        return attrs.evolve(self, state={**self.state, **dict.fromkeys(names, random_state)})
+
     def script(self) -> str:
         """The IR as TVMScript text."""
         return str(self.ir.script())

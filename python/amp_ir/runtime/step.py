@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from amp_ir.errors import ArgumentError, StateError
 from amp_ir.memory_plan import MemoryPlan
@@ -82,6 +84,30 @@ class CompiledStep:
         results, gradients = self._program.results_of(outputs)
         self.module.hooks.after_step(gradients)
         return self.module.signature.unflatten_results(results)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the step keeps that is not the user's: `random_state` int64[2], if it draws numbers.
+
+        Beside the state of model, optimizer and scaler it makes a checkpoint complete.
+        """
+        random_state = self.module.random_state
+        return {} if random_state is None else {"random_state": random_state.clone()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on drawing where the step that gave `state` stopped.
+
+        Raises:
+            StateError: one of the two draws random numbers and the other does not.
+        """
+        random_state = self.module.random_state
+        if (random_state is None) != ("random_state" not in state):
+            has = "has no random op" if random_state is None else "draws random numbers"
+            raise StateError(
+                f"the step {has}, and the state that it is given has the entries {sorted(state)}; "
+                "it belongs to another step"
+            )
+        if random_state is not None:
+            random_state.copy_(state["random_state"])
 
     @property
     def logs(self) -> list[StepLog]:
