@@ -20,9 +20,10 @@ from amp_ir.amp.decisions import Decision, decide
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.kernels import FindKernels, Places, kernels_from, kernels_of, places_of
 from amp_ir.amp.overrides import Override, apply_overrides, find_rule
-from amp_ir.amp.plan import CastPlan, PlanCost, make_plan, replay
+from amp_ir.amp.plan import CastPlan, PlanCost
 from amp_ir.amp.policies import find_policy
 from amp_ir.amp.real_kernels import without_optimizer
+from amp_ir.amp.record_plan import make_plan, replay
 from amp_ir.amp.rewrite import ATTRIBUTE, rewrite
 from amp_ir.amp.step_graph import StepGraph, read_step
 from amp_ir.errors import OptionError, UnsupportedOpError
@@ -239,11 +240,15 @@ def _decided(
     apply_overrides(graph, decisions, choices.overrides, input_names)
     problem = placing.build_problem(graph, decisions, places, output_dtypes)
     greedy = placing.greedy(graph, decisions)
-    labels = greedy if choices.placement == "greedy" else placing.solve(problem, native_cut)
+    best, bound = placing.solve(problem, native_cut)
+    labels = greedy if choices.placement == "greedy" else best
     costs = [problem.cost(one) for one in (labels, greedy, [False] * len(labels))]
-    for position, is_low in zip(placing.free_ops(graph, decisions), labels, strict=True):
+    free = placing.free_ops(graph, decisions)
+    for position, is_low in zip(free, labels, strict=True):
         decisions[position].label = "low" if is_low else "full"
-    return decisions, PlanCost(*costs)
+    for position in [*free, *problem.open_ops]:
+        decisions[position].is_free = True
+    return decisions, PlanCost(*costs, bound)
 
 
 def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:
@@ -261,11 +266,11 @@ def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:
 
 def native_cut(
     vertices: int, edges: Sequence[tuple[int, int, int]], source: int, sink: int
-) -> list[bool]:
-    """The minimum cut in C++ (include/amp_ir/min_cut.h)."""
+) -> tuple[list[bool], int]:
+    """The minimum cut in C++ (include/amp_ir/min_cut.h): who is on the source's side; its value."""
     flat = [number for edge in edges for number in edge]
     answer = native.function("amp_ir.min_cut")(vertices, flat, source, sink)
-    return [bool(side) for side in answer[1:]]
+    return [bool(side) for side in answer[1:]], int(answer[0])
 
 
 def _input_names(graph: StepGraph, mod: StepModule | tvm.IRModule) -> list[str]:

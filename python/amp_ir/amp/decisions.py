@@ -57,7 +57,11 @@ Label = Literal["low", "full", "free"]
 
 @attrs.define(eq=False)
 class Decision:
-    """What is to be done with one op. `follows` says which results take the label's dtype."""
+    """What is to be done with one op.
+
+    `follows` says which results take the label's dtype, `is_free` that the placement chose the
+    dtype in which the result lies in memory.
+    """
 
     rule: str
     reason: str
@@ -68,6 +72,7 @@ class Decision:
     is_unbounded: bool = False
     accumulate: str | None = None
     sets_result: bool = False
+    is_free: bool = False
 
     def pin(self, rule: str, reason: str) -> None:
         """Keep the op in float32 for this reason."""

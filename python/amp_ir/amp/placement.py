@@ -44,7 +44,7 @@ ALWAYS_LOW = -1
 ALWAYS_FULL = -2
 # The kernel number of whoever reads a low output.
 _OUTSIDE = -1
-Cut = Callable[[int, Sequence[tuple[int, int, int]], int, int], list[bool]]
+Cut = Callable[[int, Sequence[tuple[int, int, int]], int, int], tuple[list[bool], int]]
 
 
 @attrs.frozen
@@ -59,11 +59,16 @@ class Copy:
 
 @attrs.define
 class Problem:
-    """Costs in bytes of labelling vertices 0..n-1 low or full."""
+    """Costs in bytes of labelling vertices 0..n-1 low or full.
+
+    `open_ops` are ops in float32 by rule whose result need not lie so in memory: that depends on
+    the labels of those who read it.
+    """
 
     low_nbytes: list[int]
     full_nbytes: list[int]
     copies: list[Copy] = attrs.field(factory=list)
+    open_ops: set[int] = attrs.field(factory=set)
 
     def cost(self, is_low: Sequence[bool]) -> int:
         """The bytes of one labelling."""
@@ -216,6 +221,7 @@ def _charge_full(problem: Problem, value: Value, who: _Readers) -> None:
     everyone = tuple(sorted({r for readers in who.varying.values() for r in readers}))
     held = 2 if who.is_held else 1
     if not who.full and not who.is_output:
+        problem.open_ops.add(value.op)
         problem.copies.append(Copy(ALWAYS_LOW, everyone, "full", held * full))
     if not who.low:
         problem.copies.append(Copy(ALWAYS_FULL, everyone, "low", held * low))
@@ -224,11 +230,12 @@ def _charge_full(problem: Problem, value: Value, who: _Readers) -> None:
             problem.copies.append(Copy(ALWAYS_LOW, tuple(readers), "full", full - low))
 
 
-def solve(problem: Problem, min_cut: Cut) -> list[bool]:
-    """The cheapest labelling, True for low; of equals, the one with fewest low.
+def solve(problem: Problem, min_cut: Cut) -> tuple[list[bool], int]:
+    """The cheapest labelling, True for low, of equals the one with fewest low; and a bound.
 
+    The bound, the value of a maximum flow, is reached by the labelling and undercut by none.
     `min_cut(vertices, edges, source, sink)` tells for each vertex whether it is on the source side
-    of the smallest minimum cut; an edge is (from, to, capacity).
+    of the smallest minimum cut, and the cut's value; an edge is (from, to, capacity).
     """
     count = len(problem.low_nbytes)
     source, sink = count, count + 1
@@ -252,7 +259,8 @@ def solve(problem: Problem, min_cut: Cut) -> list[bool]:
         else:
             edges.append((producer, number, copy.nbytes))
             edges.extend((number, reader, unbounded) for reader in copy.readers)
-    return min_cut(number + 1, edges, source, sink)[:count]
+    sides, value = min_cut(number + 1, edges, source, sink)
+    return sides[:count], sum(base) + value
 
 
 def greedy(graph: StepGraph, decisions: Sequence[Decision]) -> list[bool]:

@@ -20,10 +20,7 @@ from typing import Any
 
 import attrs
 
-from amp_ir.amp.decisions import Decision, Label, Mode
-from amp_ir.amp.kernels import Kind, kind_of
-from amp_ir.amp.rewrite import CastRecord, Rewritten
-from amp_ir.amp.step_graph import Op, StepGraph
+from amp_ir.amp.decisions import Label
 from amp_ir.errors import OptionError
 
 FORMAT = 1
@@ -36,7 +33,9 @@ class PlannedOp:
 
     `label` is the dtype class of what the op leaves; `modes` is how it reads each tensor ("full",
     "low", "either" takes the low copy where there is one, "vary" follows the label, "keep").
-    `kernel` numbers the kernel that the cost model took it to be in.
+    `kernel` numbers the kernel that the cost model took it to be in, -1 for what is computed by the
+    kernels that read it. `is_free` says that the placement chose the dtype in which the
+    result lies in memory.
     """
 
     id: int
@@ -55,6 +54,7 @@ class PlannedOp:
     accumulate: str | None
     sets_result: bool
     kernel: int
+    is_free: bool = False
 
 
 @attrs.frozen
@@ -86,16 +86,39 @@ class PlanCost:
     """Bytes that the values of free ops move in a step, under the cost model of placement.py.
 
     `chosen` is this plan's, `greedy` that of RAF's placement, `full` that of float32 throughout.
+    No placement has less than `bound`, the value of a maximum flow.
     """
 
     chosen: int
     greedy: int
     full: int
+    bound: int = 0
+
+
+@attrs.frozen
+class Moved:
+    """Bytes that the kernels of a step move because of dtypes, for one reason.
+
+    Attributes:
+        what: "cast alone", a kernel that only casts, what it reads and writes; "second copy", a
+            low copy that a kernel writes beside the float32 one; "float32", what kernels move for
+            tensors in float32 above what they would if these were low.
+        reason: why the tensor has its dtype.
+        is_free: whether the placement chose that dtype.
+    """
+
+    what: str
+    reason: str
+    is_free: bool
+    nbytes: int
 
 
 @attrs.frozen
 class CastPlan:
-    """All decisions of one autocast, in program order."""
+    """All decisions of one autocast, in program order.
+
+    `moved`, what the compiled step moves because of dtypes, is known after `explain_plan` only.
+    """
 
     amp_dtype: str
     policy: str
@@ -104,6 +127,7 @@ class CastPlan:
     cost_nbytes: PlanCost
     ops: tuple[PlannedOp, ...]
     casts: tuple[PlannedCast, ...]
+    moved: tuple[Moved, ...] = ()
 
     @property
     def hash(self) -> str:
@@ -131,8 +155,9 @@ class CastPlan:
             rest = {key: value for key, value in data.items() if key != "format"}
             ops = tuple(PlannedOp(**_with_tuples(one)) for one in rest.pop("ops"))
             casts = tuple(PlannedCast(**one) for one in rest.pop("casts"))
+            moved = tuple(Moved(**one) for one in rest.pop("moved", ()))
             cost = PlanCost(**rest.pop("cost_nbytes"))
-            return cls(ops=ops, casts=casts, cost_nbytes=cost, **_with_tuples(rest))
+            return cls(ops=ops, casts=casts, moved=moved, cost_nbytes=cost, **_with_tuples(rest))
         except (KeyError, TypeError) as error:
             raise OptionError(f"this is no plan of amp_ir: {error}") from None
 
@@ -176,6 +201,26 @@ class CastPlan:
         ]
         return "\n".join(lines)
 
+    def certificate(self) -> str:
+        """The bytes that dtypes cost the compiled step, by reason; what no placement changes last.
+
+        Under the cost model, no placement moves less than the bound for the values of free ops.
+        """
+        cost = self.cost_nbytes
+        lines = [
+            f"{_mebibytes(one.nbytes)}  {'free ' if one.is_free else 'fixed'}  {one.what}: "
+            f"{one.reason}"
+            for one in sorted(self.moved, key=lambda one: (not one.is_free, -one.nbytes))
+        ]
+        total = sum(one.nbytes for one in self.moved)
+        free = sum(one.nbytes for one in self.moved if one.is_free)
+        lines += [
+            f"{_mebibytes(total)}  in all, {free / 2**20:.2f} of it by the placement",
+            f"by the cost model, the values of free ops move {cost.chosen / 2**20:.2f} MiB; "
+            f"no placement moves less than {cost.bound / 2**20:.2f}",
+        ]
+        return "\n".join(lines)
+
     def explain(self, what: str = "*") -> str:
         """Why each op of a module, or of a name, has its dtypes, and each of its casts is there.
 
@@ -201,6 +246,10 @@ class CastPlan:
             how = f"alone, {cast.nbytes} bytes" if cast.is_alone else "fused"
             shared = "shared" if cast.is_shared else "private"
             yield f"    cast of {maker}: {cast.from_dtype} -> {cast.to_dtype}, {shared}, {how}"
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:9.2f} MiB"
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
@@ -241,89 +290,3 @@ def _differences(mine: CastPlan, other: CastPlan) -> Iterator[str]:
             f"casts: {len(mine.casts)} ({counts[0]} bytes) -> "
             f"{len(other.casts)} ({counts[1]} bytes)"
         )
-
-
-def make_plan(
-    graph: StepGraph,
-    decisions: Sequence[Decision],
-    kernels: Sequence[int],
-    rewritten: Rewritten,
-    **choices: Any,
-) -> CastPlan:
-    """Record what was decided and done; `choices` are the other fields of the plan."""
-    ops = [_planned_op(op, decisions[op.position], kernels, rewritten) for op in graph.ops]
-    casts = [_planned_cast(graph, cast) for cast in rewritten.casts]
-    return CastPlan(ops=tuple(ops), casts=tuple(casts), **choices)
-
-
-def _planned_op(
-    op: Op, decision: Decision, kernels: Sequence[int], rewritten: Rewritten
-) -> PlannedOp:
-    place = op.location
-    results = [] if op.is_view else rewritten.result_dtypes[op.position]
-    return PlannedOp(
-        id=op.position,
-        name=op.name,
-        variable=str(op.variable.name),
-        module=place.module,
-        phase=place.phase,
-        line=f"{place.file}:{place.line}" if place.file else "",
-        rule=decision.rule,
-        reason=decision.reason,
-        label=decision.label,
-        modes=tuple(mode.value for mode in decision.modes),
-        follows=tuple(decision.follows),
-        reads=tuple(rewritten.read_dtypes[op.position]) if not op.is_view else (),
-        results=tuple(results),
-        accumulate=decision.accumulate,
-        sets_result=decision.sets_result,
-        kernel=kernels[op.position],
-    )
-
-
-def _planned_cast(graph: StepGraph, cast: CastRecord) -> PlannedCast:
-    value = graph.values[cast.source]
-    source = graph.values[value.root].op
-    consumer = cast.consumer if cast.consumer < len(graph.ops) else -1
-    fuses = any(
-        position >= 0 and kind_of(graph.ops[position]) in (Kind.LOOP, Kind.VIEW)
-        for position in ((source,) if cast.is_shared else (source, consumer))
-    )
-    return PlannedCast(
-        cast.variable,
-        cast.from_dtype,
-        cast.to_dtype,
-        value.size,
-        max(source, -1),
-        consumer,
-        cast.is_shared,
-        not (fuses or value.is_constant),
-    )
-
-
-def replay(plan: CastPlan, graph: StepGraph, amp_dtype: str) -> list[Decision]:
-    """The decisions of a plan, for the step that it was made from.
-
-    Raises:
-        OptionError: the step has other ops, or another low dtype is asked for.
-    """
-    if plan.amp_dtype != amp_dtype:
-        raise OptionError(f"the plan is for {plan.amp_dtype}, and amp_dtype is {amp_dtype!r}")
-    if len(plan.ops) != len(graph.ops):
-        raise OptionError(
-            f"the plan has {len(plan.ops)} ops and the step has {len(graph.ops)}; make a new plan"
-        )
-    decisions = []
-    for planned, op in zip(plan.ops, graph.ops, strict=True):
-        if planned.name != op.name or len(planned.modes) != len(op.reads):
-            raise OptionError(
-                f"op {planned.id} of the plan is {planned.name}, of the step {op.name} in "
-                f"{op.location}; make a new plan"
-            )
-        modes = [Mode(mode) for mode in planned.modes]
-        decision = Decision(
-            planned.rule, planned.reason, modes, planned.label, list(planned.follows)
-        )
-        decision.accumulate, decision.sets_result = planned.accumulate, planned.sets_result
-        decisions.append(decision)
-    return decisions

@@ -9,7 +9,7 @@ import attrs
 import tvm
 from tvm import relax
 
-from amp_ir.amp.plan import CastPlan
+from amp_ir.amp.plan import CastPlan, Moved
 from amp_ir.location import from_span
 
 
@@ -18,8 +18,9 @@ def with_real_kernels(
     ir: tvm.IRModule,
     kernels: Mapping[relax.Var, int],
     cast_kernels: frozenset[int],
+    moved: tuple[Moved, ...] = (),
 ) -> CastPlan:
-    """`plan` with `kernel` of each op and `is_alone` of each cast as they came out.
+    """`plan` with `kernel` of each op and `is_alone` of each cast as they came out, and `moved`.
 
     Args:
         plan: made with `ir`.
@@ -40,6 +41,7 @@ def with_real_kernels(
     }
     return attrs.evolve(
         plan,
+        moved=moved,
         ops=tuple(attrs.evolve(one, kernel=by_name.get(one.variable, -1)) for one in plan.ops),
         casts=tuple(
             attrs.evolve(one, is_alone=is_alone)

@@ -153,6 +153,9 @@ class Grouping:
         self._read_cache: dict[int, list[Read]] = {}
         self._unit_of: dict[int, int] = {}
         self._demanded: dict[int, Value] = {}
+        # What library calls and hand-written kernels read and make.
+        self.read_by_unit: dict[int, list[Value]] = {}
+        self.made_by_unit: dict[int, list[Value]] = {}
         # The groups that read a value, by its id; a group that was absorbed leads to the other one.
         self._readers_of: dict[int, set[int]] = {}
         self._by_number: dict[int, Group] = {}
@@ -160,11 +163,14 @@ class Grouping:
     def add_unit(self, arguments: Iterable[Value]) -> int:
         """A library call or opaque kernel that reads `arguments` from memory; its unit number."""
         owners = [self.demand(value) for value in arguments]
-        return self.units.add(self._units_behind(owners))
+        unit = self.units.add(self._units_behind(owners))
+        self.read_by_unit[unit] = owners
+        return unit
 
     def produced_by(self, value: Value, unit: int) -> None:
         """Note that `value` (a Buffer or Opaque) comes out of a unit."""
         self._unit_of[id(value)] = unit
+        self.made_by_unit.setdefault(unit, []).append(value)
 
     def unit_of(self, value: Value) -> int | None:
         """The library call or opaque kernel that `value` comes out of, if any."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel each value of a step is computed in, without writing any kernel."""
+"""Which kernel computes each value of a step, and what lies in memory; no kernel is written."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -37,6 +38,68 @@ def memberships(ir: tvm.IRModule) -> dict[relax.Var, Membership]:
         if place is not None:
             found[variable] = place
     return found
+
+
+@attrs.frozen
+class Stored:
+    """A tensor that kernels and library calls write or read, by their numbers.
+
+    `variables` are those of the step that are this memory, in order, views of it included;
+    `written_by` is None for an input or a constant.
+    """
+
+    variables: tuple[relax.Var, ...]
+    dtype: str
+    elements: int
+    written_by: int | None
+    read_by: tuple[int, ...]
+
+
+def stored_tensors(ir: tvm.IRModule) -> list[Stored]:
+    """Everything that lies in memory while the step runs, and who moves it.
+
+    Requires: as `fuse_loops`.
+    """
+    values, grouping = group_values(ir)
+    writers: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    tensors: dict[int, Value] = {}
+    for unit, reads, makes in _accesses(grouping):
+        for value in {id(storage_of(one)): storage_of(one) for one in reads}.values():
+            readers.setdefault(id(value), []).append(unit)
+            tensors[id(value)] = value
+        for value in makes:
+            writers[id(value)] = unit
+            tensors[id(value)] = value
+    names: dict[int, list[relax.Var]] = {}
+    for variable, value in values.items():
+        for leaf in _leaves(value):
+            names.setdefault(id(storage_of(leaf)), []).append(variable)
+    return [
+        Stored(
+            tuple(names.get(key, ())),
+            value.dtype,
+            value.size,
+            writers.get(key),
+            tuple(readers.get(key, ())),
+        )
+        for key, value in tensors.items()
+    ]
+
+
+def _accesses(grouping: Grouping) -> Iterator[tuple[int, Iterable[Value], Iterable[Value]]]:
+    """The number of each kernel and library call, what it reads and what it writes."""
+    for group in grouping.groups:
+        if group.stored:
+            yield group.number, group.inputs.values(), group.stored
+    for unit, reads in grouping.read_by_unit.items():
+        yield unit, reads, grouping.made_by_unit.get(unit, ())
+
+
+def _leaves(value: Any) -> list[Value]:
+    if isinstance(value, tuple):
+        return [leaf for field in value for leaf in _leaves(field)]
+    return [value] if isinstance(value, Value) else []
 
 
 def _place(grouping: Grouping, value: Any) -> Membership | None:
