@@ -52,3 +52,7 @@ class DeviceError(AmpIrError, RuntimeError):
 
 class BuildError(AmpIrError, RuntimeError):
     """A kernel or a library of amp_ir could not be built or loaded."""
+
+
+class BudgetError(AmpIrError, MemoryError):
+    """A step cannot be planned within the memory that it was given; the message says how little."""

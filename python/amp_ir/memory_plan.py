@@ -82,6 +82,7 @@ class PlannedCall:
     `symbol` is what the virtual machine calls; `ops` are the names of the ops that it computes, and
     `locations` where they come from, each once. `read_nbytes` and `written_nbytes` count every
     tensor once. `compute_dtype` is what a library multiplies in; kernels compute in float32.
+    `is_rerun` marks a call that runs a second time because its results were not held.
     """
 
     name: str
@@ -92,6 +93,7 @@ class PlannedCall:
     written_nbytes: int
     is_cast: bool = False
     compute_dtype: str = "float32"
+    is_rerun: bool = False
 
 
 @attrs.frozen

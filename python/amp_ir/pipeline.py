@@ -31,7 +31,6 @@ from tvm import relax
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir import build as build_stage
 from amp_ir.amp import autocast as autocast_stage
-from amp_ir.amp.certificate import account
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
@@ -39,7 +38,7 @@ from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.errors import ArgumentError, OptionError, ShapeChanged
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
-from amp_ir.loops.membership import memberships, stored_tensors
+from amp_ir.loops.membership import memberships
 from amp_ir.machine import measure_peaks
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
@@ -120,7 +119,11 @@ def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
 
 
 def lower(
-    mod: StepModule, *, rounding: str = "fast", seconds: dict[str, float] | None = None
+    mod: StepModule,
+    *,
+    rounding: str = "fast",
+    memory_budget: int | None = None,
+    seconds: dict[str, float] | None = None,
 ) -> PlannedStep:
     """Take a step from ops to planned kernels and library calls; `seconds` gets each stage's time.
 
@@ -128,8 +131,10 @@ def lower(
 
     Raises:
         OptionError: `rounding` is neither "strict" nor "fast"; see `compile_step`.
+        BudgetError: `memory_budget` bytes cannot be held.
     """
     _check_rounding(rounding)
+    _check_budget(memory_budget)
     seconds = {} if seconds is None else seconds
     ir = mod.ir
     with _timed(seconds, "tidy"):
@@ -144,15 +149,16 @@ def lower(
         ir = fuse_loops(ir, strict=rounding == "strict")
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
-        return plan_memory(ir, mod.signature.inputs, mod.signature.outputs)
+        return plan_memory(
+            ir, mod.signature.inputs, mod.signature.outputs, memory_budget=memory_budget
+        )
 
 
 def explain_plan(mod: StepModule) -> CastPlan:
     """The plan of a step that went through autocast, with the kernels it really gets.
 
     `mod.plan` was made before fusion and estimates which ops share a kernel. Here `kernel` of each
-    op, whether a cast is alone, and what the step moves because of dtypes (`certificate`) are what
-    the loops stage does; nothing is compiled.
+    op, and whether a cast is alone, are what the loops stage does; nothing is compiled.
 
     Raises:
         OptionError: the step has no plan.
@@ -160,16 +166,19 @@ def explain_plan(mod: StepModule) -> CastPlan:
     _check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    ir = fold_casts(dispatch(fold_casts(expand_attention(mod.ir))))
-    found = memberships(ir)
+    found = memberships(fold_casts(dispatch(fold_casts(expand_attention(mod.ir)))))
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
-    moved = account(mod.plan, ir, stored_tensors(ir), of_casts)
-    return with_real_kernels(mod.plan, mod.ir, kernels, of_casts, moved)
+    return with_real_kernels(mod.plan, mod.ir, kernels, of_casts)
 
 
 def compile_step(
-    mod: StepModule, *, device: str = "cpu", opt_level: int = 3, rounding: str = "fast"
+    mod: StepModule,
+    *,
+    device: str = "cpu",
+    opt_level: int = 3,
+    rounding: str = "fast",
+    memory_budget: int | None = None,
 ) -> CompiledStep:
     """Compile a step (`amp_ir.compile`) so that it runs on the model's and optimizer's tensors.
 
@@ -180,15 +189,19 @@ def compile_step(
         rounding: "strict" rounds every low-precision value exactly where the plan says, also
             inside of fused kernels; "fast" rounds what is stored and keeps float32 in between.
             Casts that you wrote yourself (`x.bfloat16()`) round in both.
+        memory_budget: the bytes that the step may need in all, as `get_peak_memory` counts them;
+            values are computed again instead of held until it fits, and results stay the same to
+            the bit. None: nothing is computed twice.
 
     Raises:
         OptionError, DeviceError, UnsupportedOpError.
+        BudgetError: the budget cannot be held; the message says what can.
     """
     _check_module(mod, "compile")
     _check_opt_level(opt_level)
     build_stage.resolve_device(device)
     seconds: dict[str, float] = {}
-    planned = lower(mod, rounding=rounding, seconds=seconds)
+    planned = lower(mod, rounding=rounding, memory_budget=memory_budget, seconds=seconds)
     with _timed(seconds, "build"):
         executable = build_stage.build(planned, device, opt_level=opt_level)
     program = Program(executable, planned.plan, mod.signature, mod.state)
@@ -266,11 +279,12 @@ def jit(
     device: str = "cpu",
     opt_level: int = 3,
     rounding: str = "fast",
+    memory_budget: int | None = None,
 ) -> JitStep:
     """Capture, cast and compile `step` when it is first called.
 
     A batch of another shape compiles again, with a one-line notice, and is kept. `amp_dtype` is
-    "float16", "bfloat16" or None for no casts; `rounding` is "fast" or "strict", see `compile`.
+    "float16", "bfloat16" or None for no casts; `rounding` and `memory_budget` are as for `compile`.
 
     Raises:
         OptionError, DeviceError, ArgumentError: at once, for what no batch could make right.
@@ -281,6 +295,7 @@ def jit(
             "or None for no casts"
         )
     _check_rounding(rounding)
+    _check_budget(memory_budget)
     _check_opt_level(opt_level)
     build_stage.resolve_device(device)
     trace.check_training(step, model, optimizer, scaler)
@@ -290,7 +305,12 @@ def jit(
         optimizer=optimizer,
         scaler=scaler,
         amp_dtype=amp_dtype,
-        compile_options={"device": device, "opt_level": opt_level, "rounding": rounding},
+        compile_options={
+            "device": device,
+            "opt_level": opt_level,
+            "rounding": rounding,
+            "memory_budget": memory_budget,
+        },
     )
 
 
@@ -304,14 +324,17 @@ def profile_vm_model(
     number: int = 10,
     repeat: int = 1,
     rounding: str = "fast",
+    memory_budget: int | None = None,
 ) -> list[float]:
     """Milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
 
-    `rounding` is as for `compile`. The steps run on copies of the state: parameters are as
-    before afterwards.
+    `rounding` and `memory_budget` are as for `compile`. The steps run on copies of the state:
+    parameters are as before afterwards.
     """
     _check_module(mod, "profile_vm_model")
-    program, _, batch = _program_on_copies(mod, device, args, opt_level, rounding)
+    program, _, batch = _program_on_copies(
+        mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
+    )
     return time_program(program, batch, warmup=warmup, number=number, repeat=repeat)
 
 
@@ -324,6 +347,7 @@ def profile_kernels(
     warmup: int = 3,
     opt_level: int = 3,
     rounding: str = "fast",
+    memory_budget: int | None = None,
 ) -> KernelProfile:
     """Where the milliseconds of a step go: every kernel and library call, timed on this machine.
 
@@ -339,25 +363,28 @@ def profile_kernels(
         warmup: how many steps run before.
         opt_level: as for `compile`.
         rounding: as for `compile`.
+        memory_budget: as for `compile`.
 
     Raises:
-        OptionError, DeviceError, ArgumentError, IdError.
+        OptionError, DeviceError, ArgumentError, IdError, BudgetError.
     """
     _check_module(mod, "profile_kernels")
-    program, planned, batch = _program_on_copies(mod, device, args, opt_level, rounding)
+    program, planned, batch = _program_on_copies(
+        mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
+    )
     times = time_calls(program, batch, warmup=warmup, steps=steps)
     return profile_of(planned.plan, flop_of_calls(planned), times, measure_peaks())
 
 
 def _program_on_copies(
-    mod: StepModule, device: str, args: Any, opt_level: int, rounding: str
+    mod: StepModule, device: str, args: Any, opt_level: int, **options: Any
 ) -> tuple[Program, PlannedStep, list[torch.Tensor]]:
     """The step built on copies of its state, its plan, and the batch as tensors."""
     _check_opt_level(opt_level)
     build_stage.resolve_device(device)
     batch = _batch_of(mod, args)
     check_ids(find_bounds(mod.ir, mod.signature.inputs), batch)
-    planned = lower(mod, rounding=rounding)
+    planned = lower(mod, **options)
     executable = build_stage.build(planned, device, opt_level=opt_level)
     copies = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -373,18 +400,19 @@ def get_peak_memory(
     *,
     include_param: bool = True,
     rounding: str = "fast",
+    memory_budget: int | None = None,
 ) -> float:
     """Peak MiB of a step, from the memory plan; nothing is executed.
 
     Counts intermediates, oneDNN's scratch memory, the batch and results; with `include_param` also
-    parameters, buffers, optimizer state and gradients that stay. `rounding` is as for `compile`.
-    `memory_report` says what the bytes are.
+    parameters, buffers, optimizer state and gradients that stay. `rounding` and `memory_budget` are
+    as for `compile`. `memory_report` says what the bytes are.
     """
     _check_module(mod, "get_peak_memory")
     build_stage.resolve_device(device)
     if args is not None:
         _batch_of(mod, args)
-    plan = lower(mod, rounding=rounding).plan
+    plan = lower(mod, rounding=rounding, memory_budget=memory_budget).plan
     nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
     return nbytes / 2**20
 
@@ -395,6 +423,7 @@ def memory_report(
     *,
     baseline: StepModule | None = None,
     rounding: str = "fast",
+    memory_budget: int | None = None,
 ) -> MemoryReport:
     """What a step holds in memory, when and why: `print` it, or take `to_json()`.
 
@@ -403,9 +432,11 @@ def memory_report(
         args: the example batch, checked where it is given.
         baseline: the step before `autocast`; the report then says what AMP saved and cost.
         rounding: as for `compile`.
+        memory_budget: as for `compile`; not for `baseline`.
 
     Raises:
         OptionError: `mod` or `baseline` is no StepModule.
+        BudgetError: the budget cannot be held.
     """
     _check_module(mod, "memory_report")
     if args is not None:
@@ -413,7 +444,8 @@ def memory_report(
     if baseline is not None:
         _check_module(baseline, "memory_report(baseline=...)")
     before = None if baseline is None else lower(baseline, rounding=rounding).plan
-    return report_memory(lower(mod, rounding=rounding).plan, before)
+    planned = lower(mod, rounding=rounding, memory_budget=memory_budget)
+    return report_memory(planned.plan, before)
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -426,6 +458,15 @@ def _check_rounding(rounding: str) -> None:
     if rounding not in ROUNDINGS:
         accepted = " or ".join(f'"{word}"' for word in ROUNDINGS)
         raise OptionError(f"rounding={rounding!r} is not known; expected {accepted}")
+
+
+def _check_budget(memory_budget: Any) -> None:
+    is_number = isinstance(memory_budget, int) and not isinstance(memory_budget, bool)
+    if memory_budget is not None and not (is_number and memory_budget > 0):
+        raise OptionError(
+            f"memory_budget={memory_budget!r} is no number of bytes; expected a positive int, such "
+            "as 2 * 2**30 for 2 GiB, or None"
+        )
 
 
 def _batch_of(mod: StepModule, args: Any) -> list[torch.Tensor]:

@@ -35,13 +35,14 @@ def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
                     counted[callee] = kernel_flop(step.ir[callee])
                 found.append(counted[callee])
             elif str(callee.global_symbol) != "amp_ir.view":
-                found.append(_library_flop(str(callee.global_symbol), list(call.args)))
+                found.append(library_flop(str(callee.global_symbol), list(call.args)))
     return tuple(found)
 
 
-def _library_flop(name: str, arguments: list[Any]) -> int:
+def library_flop(name: str, arguments: list[Any]) -> int:
+    """Floating-point operations of a library call, from its shapes; see `flop_of_calls`."""
     if name == WITH_SCRATCH:
-        return _library_flop(arguments[0].value, arguments[2:])
+        return library_flop(arguments[0].value, arguments[2:])
     shapes = [_numbers(one) for one in arguments if isinstance(one, relax.ShapeExpr)]
     first, _, second, _, out = shapes[:5]
     verb = name.rpartition(".")[2]

@@ -40,6 +40,7 @@ def _call(step: Step) -> PlannedCall:
         read_nbytes=sum(_read_nbytes(step)),
         written_nbytes=sum(slot.nbytes for slot in step.results),
         is_cast=not is_library and is_cast(step),
+        is_rerun=step.is_rerun,
         compute_dtype=step.reads[0].dtype if is_library and step.reads else "float32",
     )
 
@@ -118,6 +119,8 @@ class _Roles:
         step = self.written_by.get(id(slot))
         if step is None:
             return MemoryRole.TEMPORARY if slot.op == "copy" else MemoryRole.WORKSPACE
+        if step.is_rerun:
+            return MemoryRole.TEMPORARY
         if self._is_low_copy(step, slot):
             return MemoryRole.LOW_COPY
         readers = self.read_in.get(id(slot), set())

@@ -9,17 +9,31 @@ import tvm
 import tvm_ffi
 
 from amp_ir import native
+from amp_ir.errors import BudgetError
 from amp_ir.memory_plan import Interval, MemoryPlan, PlannedStep
 from amp_ir.module import InputSpec, OutputSpec
 from amp_ir.passes.memory_roles import planned_calls, planned_values
-from amp_ir.passes.step_slots import Slot, StepSlots, itemsize, parameter_slot, read_steps
+from amp_ir.passes.order_calls import order_calls
+from amp_ir.passes.rematerialize import Rematerialization
+from amp_ir.passes.step_slots import (
+    Slot,
+    StepSlots,
+    find_lifetimes,
+    itemsize,
+    parameter_slot,
+    read_steps,
+)
 from amp_ir.passes.write_planned import Destinations, write_planned
 
 ALIGNMENT_BYTES = 64
 
 
 def plan_memory(
-    ir: tvm.IRModule, inputs: tuple[InputSpec, ...], outputs: tuple[OutputSpec, ...]
+    ir: tvm.IRModule,
+    inputs: tuple[InputSpec, ...],
+    outputs: tuple[OutputSpec, ...],
+    *,
+    memory_budget: int | None = None,
 ) -> PlannedStep:
     """Fix where every value lies and pass it there by destination.
 
@@ -30,13 +44,60 @@ def plan_memory(
     Ensures:  values alive at the same time never share a byte, except an output that a kernel may
               write over an input it reads for the last time; a state input is overwritten only
               after its last reader; one arena holds everything else, scratch that oneDNN needs
-              included.
+              included; with `memory_budget`, all bytes of the step are at most that many.
+    Errors:   BudgetError where the budget cannot be held.
     Source:   offsets by src/passes/memory_plan.cc.
     """
     program = read_steps(ir, inputs)
+    order_calls(program, outputs)
     planner = _Planner(program, inputs, outputs)
     plan = planner.run()
+    if memory_budget is not None and plan.peak_bytes > memory_budget:
+        planner, plan = _plan_within(program, inputs, outputs, plan, memory_budget)
     return PlannedStep(write_planned(ir, program, planner.destinations, plan.arena_bytes), plan)
+
+
+def _plan_within(
+    program: StepSlots,
+    inputs: tuple[InputSpec, ...],
+    outputs: tuple[OutputSpec, ...],
+    plan: MemoryPlan,
+    budget: int,
+) -> tuple[_Planner, MemoryPlan]:
+    """The plan after running calls again until it needs at most `budget` bytes.
+
+    What is alive at once may fit while its placement has gaps: then the target is lowered by them.
+    """
+    target = budget - (plan.peak_bytes - plan.arena_bytes)
+    least = plan
+    again = Rematerialization(program, outputs)
+    is_held = True
+    while is_held:
+        is_held = again.reach(target)
+        planner = _Planner(program, inputs, outputs)
+        plan = planner.run()
+        if plan.peak_bytes <= budget:
+            return planner, plan
+        least = min(least, plan, key=lambda one: one.peak_bytes)
+        target = min(target - (plan.peak_bytes - budget), plan.lower_bound_bytes - 1)
+    raise BudgetError(_budget_message(least, budget))
+
+
+def _budget_message(least: MemoryPlan, budget: int) -> str:
+    live = least.live_bytes
+    at = max(range(len(live)), key=live.__getitem__, default=0)
+    call = least.calls[at]
+    held = sorted(
+        (v for v in least.values if v.offset_bytes is not None and v.first_use <= at <= v.last_use),
+        key=lambda value: -value.nbytes,
+    )
+    largest = ", ".join(f"{v.name} ({v.nbytes} bytes, {v.location})" for v in held[:3])
+    return (
+        f"memory_budget={budget} bytes cannot be held: state, batch and results take "
+        f"{least.peak_bytes - least.arena_bytes} bytes, and the least that was found for the rest "
+        f"is {least.arena_bytes}, at call {at} ({', '.join(call.ops)}), which needs {largest}. "
+        f"Pass memory_budget={least.peak_bytes} or more, or make the batch smaller"
+    )
 
 
 class _Planner:
@@ -58,6 +119,7 @@ class _Planner:
                 self.writers[id(slot)] = position
 
     def run(self) -> MemoryPlan:
+        find_lifetimes(self.program)
         self._choose_destinations()
         self._reuse_inputs()
         return self._place()

@@ -64,13 +64,17 @@ class Slot:
 
 @attrs.define(eq=False)
 class Step:
-    """One call: argument slots by position, result slots, and scratch memory for the library."""
+    """One call: argument slots by position, result slots, and scratch memory for the library.
+
+    `is_rerun` marks the second run of a call whose results were not held.
+    """
 
     call: relax.Call
     function: tirx.PrimFunc | None
     arguments: list[Slot | relax.Expr]
     results: list[Slot]
     scratch: Slot | None = None
+    is_rerun: bool = False
 
     @property
     def reads(self) -> list[Slot]:
@@ -158,7 +162,6 @@ class _Reader:
                     results = [self._slot(field) for field in value.fields]
                 else:
                     raise BuildError(f"plan_memory does not know the binding {binding}")
-        self._find_lifetimes(results)
         return StepSlots(self.main, self.inputs, self.steps, results)
 
     def _read_call(self, variable: relax.Var, call: relax.Call) -> None:
@@ -194,16 +197,22 @@ class _Reader:
         slot.constant = expr
         return slot
 
-    def _find_lifetimes(self, results: list[Slot]) -> None:
-        for position, step in enumerate(self.steps):
-            for slot in step.results:
-                slot.first_use = slot.last_use = position
-            if step.scratch is not None:
-                step.scratch.first_use = step.scratch.last_use = position
-            for slot in step.reads:
-                slot.last_use = position
-        for slot in results:
-            slot.last_use = len(self.steps)  # past the last call: it is there afterwards
+
+def find_lifetimes(program: StepSlots) -> None:
+    """Set the first and last use of every slot, by the present order of the steps.
+
+    What an earlier plan decided about a value, its place and whose bytes it takes, is forgotten.
+    """
+    for position, step in enumerate(program.steps):
+        for slot in step.results:
+            slot.first_use = slot.last_use = position
+            slot.parameter = slot.over = None
+        if step.scratch is not None:
+            step.scratch.first_use = step.scratch.last_use = position
+        for slot in step.reads:
+            slot.last_use = position
+    for slot in program.results:
+        slot.last_use = len(program.steps)  # past the last call: it is there afterwards
 
 
 def parameter_slot(name: str, spec: InputSpec | OutputSpec) -> Slot:

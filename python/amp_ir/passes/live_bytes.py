@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of the arena a step holds during each call, before anything is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+import numpy as np
+
+from amp_ir.module import OutputSpec
+from amp_ir.passes.step_slots import Slot, Step, StepSlots
+
+
+@attrs.define(eq=False)
+class Uses:
+    """Where a slot is written and read, as positions of steps in one order.
+
+    `written` is -1 for what is there before the step. `ends` is the last position at which it must
+    be there; len(steps) for what must be there afterwards.
+    """
+
+    slot: Slot
+    written: int
+    reads: list[int]
+    ends: int
+
+
+class LiveBytes:
+    """The stays of all values of a program in its present order, and the bytes they add up to.
+
+    Values that are written straight to where they belong (a state input, a result) count nothing,
+    and a kernel's result that may take over the bytes of a dying argument counts once: as in
+    plan_memory, whose lower bound is `most`.
+    """
+
+    def __init__(self, program: StepSlots, outputs: Sequence[OutputSpec]) -> None:
+        self.steps = program.steps
+        self.uses: dict[int, Uses] = {}
+        self._read(program)
+        self.outside = self._outside_of_arena(program, outputs)
+        self.at = self._count()
+
+    @property
+    def most(self) -> int:
+        """The largest number of bytes alive at once."""
+        return int(self.at.max(initial=0))
+
+    def nbytes(self, slot: Slot) -> int:
+        """Bytes that the slot takes in the arena."""
+        is_outside = id(slot) in self.outside or not slot.is_in_arena
+        return 0 if is_outside else slot.nbytes
+
+    def _read(self, program: StepSlots) -> None:
+        for slot in program.inputs:
+            self.uses[id(slot)] = Uses(slot, -1, [], -1)
+        for position, step in enumerate(self.steps):
+            for slot in _each(step.reads):
+                known = self.uses.setdefault(id(slot), Uses(slot, -1, [], -1))
+                known.reads.append(position)
+                known.ends = position
+            for slot in step.results:
+                self.uses[id(slot)] = Uses(slot, position, [], position)
+        for slot in program.results:
+            if id(slot) in self.uses:
+                self.uses[id(slot)].ends = len(self.steps)
+
+    def _outside_of_arena(self, program: StepSlots, outputs: Sequence[OutputSpec]) -> set[int]:
+        """Slots that are written where they belong, because nothing reads the old value later."""
+        found: set[int] = set()
+        for spec, slot in zip(outputs, program.results, strict=True):
+            if slot.is_in_arena and id(slot) not in found:
+                target = None if spec.updates is None else program.inputs[spec.updates]
+                if target is None or (target.nbytes == slot.nbytes and self._is_over(slot, target)):
+                    found.add(id(slot))
+        return found
+
+    def _is_over(self, slot: Slot, target: Slot) -> bool:
+        written, reads = self.uses[id(slot)].written, self.uses[id(target)].reads
+        if any(position > written for position in reads):
+            return False
+        step = self.steps[written]
+        output = next(k for k, one in enumerate(step.results) if one is slot)
+        allowed = {source for result, source in step.inplace_pairs() if result == output}
+        return all(k in allowed for k, one in enumerate(step.arguments) if one is target)
+
+    def _count(self) -> np.ndarray:
+        changes = np.zeros(len(self.steps) + 2, dtype=np.int64)
+        for known in self.uses.values():
+            nbytes = self.nbytes(known.slot)
+            if nbytes:
+                changes[known.written] += nbytes
+                changes[known.ends + 1] -= nbytes
+        live = np.cumsum(changes)[: len(self.steps)]
+        for position, step in enumerate(self.steps):
+            if step.scratch is not None:
+                live[position] += step.scratch.nbytes
+            live[position] -= sum(slot.nbytes for slot in self.taken_over(step, position))
+        return live
+
+    def taken_over(self, step: Step, position: int) -> list[Slot]:
+        """The arguments whose bytes results of the step take over."""
+        taken: list[Slot] = []
+        filled: set[int] = set()
+        for output, source in step.inplace_pairs():
+            old, new = step.arguments[source], step.results[output]
+            if not isinstance(old, Slot) or output in filled or any(old is one for one in taken):
+                continue
+            nbytes = self.nbytes(old)
+            if nbytes and nbytes == self.nbytes(new) and self.uses[id(old)].ends == position:
+                taken.append(old)
+                filled.add(output)
+        return taken
+
+
+def updates_of(program: StepSlots, outputs: Sequence[OutputSpec]) -> dict[int, int]:
+    """For each input that the step overwrites, by id of its slot, the position of the writer."""
+    writers = {id(slot): k for k, step in enumerate(program.steps) for slot in step.results}
+    return {
+        id(program.inputs[spec.updates]): writers[id(slot)]
+        for spec, slot in zip(outputs, program.results, strict=True)
+        if spec.updates is not None and id(slot) in writers
+    }
+
+
+def _each(slots: Iterable[Slot]) -> list[Slot]:
+    return list({id(slot): slot for slot in slots}.values())

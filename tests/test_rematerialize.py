@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of calls and running calls again: less memory, the same bits, a budget that is held."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_steps import random_inputs, random_step
+from test_random_steps_compiled import signature_of
+from torch import nn
+
+import amp_ir
+from amp_ir.build import build
+from amp_ir.demo.workloads import WORKLOADS
+from amp_ir.errors import BudgetError, OptionError
+from amp_ir.loops.fuse import fuse_loops
+from amp_ir.memory_plan import MemoryPlan, PlannedStep
+from amp_ir.module import StepModule
+from amp_ir.passes import plan_memory as planning
+from amp_ir.passes.dispatch import dispatch
+from amp_ir.passes.fold_casts import fold_casts
+from amp_ir.passes.live_bytes import LiveBytes
+from amp_ir.passes.order_calls import order_calls
+from amp_ir.passes.plan_memory import plan_memory
+from amp_ir.passes.rematerialize import Rematerialization
+from amp_ir.passes.step_slots import StepSlots, read_steps
+from amp_ir.pipeline import lower
+from amp_ir.runtime.program import Program
+
+UPDATES = st.sampled_from([{}, {0: 0}, {0: 0, 1: 1}, {0: 1, 1: 0}, {1: 0}])
+DRAWS = st.lists(st.integers(0, 400), min_size=20, max_size=50)
+
+
+class Deep(nn.Module):
+    """Eight layers with dropout, whose activations wait for the backward pass."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers = [
+            part
+            for _ in range(8)
+            for part in (nn.Linear(width, width), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(width))
+        ]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def traced(amp_dtype: str | None, width: int = 32) -> tuple[StepModule, tuple[Any, ...], nn.Module]:
+    torch.manual_seed(3)
+    model = Deep(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    mod, args = amp_ir.trace_step(
+        step, (torch.randn(512, width),), model=model, optimizer=optimizer
+    )
+    if amp_dtype is not None:
+        mod = amp_ir.autocast(mod, args, amp_dtype=amp_dtype)
+    return mod, args, model
+
+
+def results_of(mod: StepModule, planned: PlannedStep, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Results of three steps, and the state after them, of a plan run on copies of the state."""
+    copies = {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in mod.state.items()
+    }
+    program = Program(build(planned), planned.plan, mod.signature, copies)
+    results = [out for _ in range(3) for out in program.run(list(args))]
+    return results + [value for value in copies.values() if isinstance(value, torch.Tensor)]
+
+
+def fused(draws: list[int]) -> Any:
+    return fuse_loops(dispatch(fold_casts(random_step(draws))))
+
+
+def check_plan(plan: MemoryPlan) -> None:
+    """Values that are alive together share no byte, and the arena holds them all."""
+    held = [one for one in plan.values if one.offset_bytes is not None and one.nbytes]
+    for k, a in enumerate(held):
+        assert a.offset_bytes is not None and a.offset_bytes + a.nbytes <= plan.arena_bytes
+        for b in held[:k]:
+            if a.first_use <= b.last_use and b.first_use <= a.last_use:
+                assert b.offset_bytes is not None
+                apart = a.offset_bytes + a.nbytes <= b.offset_bytes
+                assert apart or b.offset_bytes + b.nbytes <= a.offset_bytes
+
+
+@pytest.mark.parametrize("amp_dtype", [None, "bfloat16"])
+def test_a_budget_is_held_and_changes_no_bit(amp_dtype: str | None) -> None:
+    """Dropout draws, moments and parameters after three steps, whatever is computed twice."""
+    mod, args, _ = traced(amp_dtype)
+    free = lower(mod)
+    expected = results_of(mod, free, args)
+    rest = free.plan.peak_bytes - free.plan.state_bytes
+    for share in (0.9, 0.75, 0.6):
+        budget = free.plan.state_bytes + int(share * rest)
+        planned = lower(mod, memory_budget=budget)
+        assert planned.plan.peak_bytes <= budget
+        assert any(call.is_rerun for call in planned.plan.calls)
+        check_plan(planned.plan)
+        found = results_of(mod, planned, args)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_budget_that_is_no_constraint_changes_nothing() -> None:
+    mod, _, _ = traced(None)
+    free = lower(mod).plan
+    assert lower(mod, memory_budget=free.peak_bytes).plan == free
+    assert not any(call.is_rerun for call in free.calls)
+
+
+def test_cheap_calls_are_run_again_before_matmuls() -> None:
+    mod, _, _ = traced("bfloat16", width=512)
+    free = lower(mod).plan
+    rest = free.peak_bytes - free.state_bytes
+    calls = lower(mod, memory_budget=free.state_bytes + int(0.9 * rest)).plan.calls
+    again = [call for call in calls if call.is_rerun]
+    assert again and not any("matmul" in call.name for call in again)
+    assert any(call.is_cast for call in again)
+
+
+def test_the_compiled_step_runs_within_its_budget() -> None:
+    mod, args, model = traced("bfloat16")
+    peer = copy.deepcopy(model)
+    free = lower(mod).plan
+    budget = free.state_bytes + int(0.7 * (free.peak_bytes - free.state_bytes))
+    train = amp_ir.compile(mod, memory_budget=budget)
+    assert train.report.plan.peak_bytes <= budget
+    assert amp_ir.get_peak_memory(mod, "cpu", args, memory_budget=budget) <= budget / 2**20
+    assert amp_ir.memory_report(mod, memory_budget=budget).peak_bytes <= budget
+    assert train(*args).isfinite()
+    changed = zip(model.parameters(), peer.parameters(), strict=True)
+    assert not any(torch.equal(ours, theirs) for ours, theirs in changed)
+
+
+def test_a_budget_that_cannot_be_held_says_what_can() -> None:
+    mod, args, _ = traced(None)
+    with pytest.raises(BudgetError) as caught:
+        amp_ir.compile(mod, memory_budget=1000)
+    text = str(caught.value)
+    least = int(text.rpartition("memory_budget=")[2].split()[0])
+    plan = lower(mod, memory_budget=least).plan
+    assert plan.peak_bytes <= least
+    outside = plan.state_bytes + plan.batch_bytes + plan.result_bytes
+    value = r"\S+ \(65536 bytes, [^)]* \((?:forward|backward)\), [^)]*\)"
+    assert re.fullmatch(
+        f"memory_budget=1000 bytes cannot be held: state, batch and results take {outside} bytes, "
+        rf"and the least that was found for the rest is {least - outside}, at call \d+ "
+        rf"\([a-z_, ]+\), which needs {value}, {value}, {value}. Pass memory_budget={least} or "
+        "more, or make the batch smaller",
+        text,
+    ), text
+    with pytest.raises(BudgetError):
+        lower(mod, memory_budget=least - 1)
+    train = amp_ir.jit(lambda x: x.sum(), model=nn.Linear(2, 2), memory_budget=1)
+    with pytest.raises(BudgetError):
+        train(torch.ones(2))
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, 2.5, "1GiB"])
+def test_a_budget_is_a_number_of_bytes(budget: Any) -> None:
+    expected = (
+        f"memory_budget={budget!r} is no number of bytes; expected a positive int, such as "
+        "2 * 2**30 for 2 GiB, or None"
+    )
+    mod, _, _ = traced(None)
+    with pytest.raises(OptionError) as caught:
+        amp_ir.compile(mod, memory_budget=budget)
+    assert str(caught.value) == expected
+    with pytest.raises(OptionError) as caught:
+        amp_ir.jit(lambda x: x, model=nn.Linear(2, 2), memory_budget=budget)
+    assert str(caught.value) == expected
+
+
+@settings(max_examples=20, deadline=None)
+@given(DRAWS, UPDATES, st.floats(0.3, 0.95))
+def test_whatever_the_order_and_the_budget_the_bits_are_the_same(
+    draws: list[int], updated: dict[int, int], share: float
+) -> None:
+    ir = fused(draws)
+    signature = signature_of(random_step(draws), updated)
+    plans = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "order_calls", lambda program, outputs: None)
+        plans.append(plan_memory(ir, signature.inputs, signature.outputs))
+    plans.append(plan_memory(ir, signature.inputs, signature.outputs))
+    budget = int(share * plans[1].plan.arena_bytes) + (
+        plans[1].plan.peak_bytes - plans[1].plan.arena_bytes
+    )
+    try:
+        plans.append(
+            plan_memory(ir, signature.inputs, signature.outputs, memory_budget=max(budget, 1))
+        )
+        assert plans[2].plan.peak_bytes <= budget
+    except BudgetError:
+        pass
+    outcomes = []
+    for planned in plans:
+        check_plan(planned.plan)
+        state = {f"i{k}": tensor.clone() for k, tensor in enumerate(random_inputs())}
+        program = Program(build(planned), planned.plan, signature, state)
+        outputs = [out for _ in range(2) for out in program.run([])]
+        outcomes.append([*outputs, *state.values()])
+    for outcome in outcomes[1:]:
+        for found, expected in zip(outcome, outcomes[0], strict=True):
+            assert found.numpy().tobytes() == expected.numpy().tobytes()
+
+
+def well_ordered(program: StepSlots) -> bool:
+    """Whether every value is written before it is read, by one call."""
+    written: set[int] = {id(slot) for slot in program.inputs}
+    for step in program.steps:
+        reads = [slot for slot in step.reads if slot.constant is None]
+        if not all(id(slot) in written for slot in reads):
+            return False
+        written |= {id(slot) for slot in step.results}
+    return True
+
+
+@settings(max_examples=40, deadline=None)
+@given(DRAWS, UPDATES, st.integers(0, 4000))
+def test_no_pass_breaks_the_order_or_raises_the_peak(
+    draws: list[int], updated: dict[int, int], target: int
+) -> None:
+    signature = signature_of(random_step(draws), updated)
+    program = read_steps(fused(draws), signature.inputs)
+    before = LiveBytes(program, signature.outputs).most
+    order_calls(program, signature.outputs)
+    ordered = LiveBytes(program, signature.outputs).most
+    assert ordered <= before and well_ordered(program)
+    calls = len(program.steps)
+    is_held = Rematerialization(program, signature.outputs).reach(target)
+    after = LiveBytes(program, signature.outputs).most
+    assert well_ordered(program)
+    assert is_held == (after <= target)
+    assert after <= ordered or len(program.steps) == calls
+
+
+@pytest.mark.parametrize("name", ["bert1", "mlp", "gpt2", "resnet50", "lstm"])
+def test_the_bytes_counted_before_placing_are_those_of_the_plan(name: str) -> None:
+    training = WORKLOADS[name].make(small=True)
+    mod, _ = amp_ir.trace_step(
+        training.step, training.batch, model=training.model, optimizer=training.optimizer
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[int] = []
+
+        def counted(program: StepSlots, outputs: Any) -> None:
+            order_calls(program, outputs)
+            seen.append(LiveBytes(program, outputs).most)
+
+        patch.setattr(planning, "order_calls", counted)
+        plan = lower(mod).plan
+    assert seen == [plan.lower_bound_bytes]
+    assert plan.peak_bytes <= 1.05 * (plan.peak_bytes - plan.arena_bytes + plan.lower_bound_bytes)
