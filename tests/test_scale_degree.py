@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from scale_programs import Steps, at, call_step
+from scale_programs import FACTOR, Steps, at, call_step, grows_as
 from torch import nn
 from torch.nn import functional
 from tvm import relax
@@ -23,6 +23,7 @@ from amp_ir.amp.degrees import ZERO, Degree, Solver, Special, Unknown, Words
 from amp_ir.amp.scale_degree import ScaleDegrees, check_scale_degrees
 from amp_ir.dialect import call_op
 from amp_ir.errors import LossScaleError
+from amp_ir.interpreter import interpret
 from amp_ir.module import Role
 
 ONCE = Degree.of("scaler0")
@@ -63,14 +64,17 @@ class Training:
     def clip(self, max_norm: Any) -> Any:
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def degrees(self, program: Callable[..., Any]) -> ScaleDegrees:
+    def capture(self, program: Callable[..., Any]) -> tuple[amp_ir.StepModule, ScaleDegrees]:
         def step(x: torch.Tensor, y: torch.Tensor) -> Any:
             return program(self, x, y)
 
         mod, _ = amp_ir.trace_step(
             step, self.batch, model=self.model, optimizer=self.optimizer, scaler=self.scaler
         )
-        return check_scale_degrees(mod)
+        return mod, check_scale_degrees(mod)
+
+    def degrees(self, program: Callable[..., Any]) -> ScaleDegrees:
+        return self.capture(program)[1]
 
 
 def line_of(program: Callable[..., Any], mark: str) -> str:
@@ -157,6 +161,47 @@ def test_a_right_program_passes_without_a_note(program, optimizer, options):
     assert found.outputs["scaler0.scale"] == ONCE
 
 
+def inputs_at(mod: amp_ir.StepModule, batch: Any, scale: float) -> list[torch.Tensor]:
+    """The inputs of a captured step, with another loss scale."""
+    tensors = iter(mod.signature.flatten_batch(batch))
+    inputs = []
+    for spec in mod.signature.inputs:
+        value = mod.state[spec.name] if spec.is_state else next(tensors)
+        value = value.detach().clone() if isinstance(value, torch.Tensor) else value()
+        inputs.append(torch.full_like(value, scale) if spec.name.endswith(".scale") else value)
+    return inputs
+
+
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize(
+    "program", [typical, clipped, clipped_by_value, accumulated, penalized, two_losses]
+)
+def test_every_value_of_a_captured_step_grows_by_its_degree(program, optimizer, options):
+    """The whole step, in float64, at two scales: each value as the proof says, to rounding."""
+    training = Training.make(optimizer, **options)
+    mod, found = training.capture(program)
+    values: list[dict[str, torch.Tensor]] = [{}, {}]
+    for scale, seen in zip((1024.0, 1024.0 * FACTOR), values, strict=True):
+
+        def keep(
+            var: relax.Var, value: torch.Tensor, seen: dict[str, torch.Tensor] = seen
+        ) -> torch.Tensor:
+            seen[var.name] = value.clone()
+            return value
+
+        inputs = inputs_at(mod, training.batch, scale)
+        interpret(mod, inputs, on_value=keep, float_dtype=torch.float64)
+    checked = 0
+    for name, before in values[0].items():
+        degree = found.degree.get(name)
+        if isinstance(degree, Degree) or degree is Special.ANY:
+            checked += 1
+            assert grows_as(before, values[1][name], degree), (name, degree)
+    # The scaler's log, whose rows hold scales beside counts, has no degree; all else has.
+    unknown = [degree for degree in found.degree.values() if isinstance(degree, Unknown)]
+    assert len(unknown) <= 5 and checked >= 80, (len(unknown), checked)
+
+
 def kept(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
     loss = t.loss(x, y)
     t.scaler.scale(loss).backward()
@@ -190,6 +235,41 @@ def test_a_threshold_may_be_scaled_in_place_of_the_gradients():
     assert found.notes == (
         f"step (forward), {line_of(hand_clipped, 'here')}: 1e-06 is taken for a guard against a "
         "division by zero beside a value that is multiplied by the loss scale.",
+    )
+
+
+def clipped_scaled(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
+    loss = t.scaled_backward(x, y)
+    norm = nn.utils.clip_grad_norm_(t.model.parameters(), 2.0 * t.scaler.get_scale())  # here
+    t.end()
+    return loss.detach(), norm
+
+
+def test_clip_grad_norm_takes_a_scaled_threshold():
+    found = Training.make(torch.optim.SGD, lr=0.1).degrees(clipped_scaled)
+    assert found.notes == (
+        f"step (optimizer), {line_of(clipped_scaled, 'here')}: 1e-06 is taken for a guard against "
+        "a division by zero beside a value that is multiplied by the loss scale.",
+        "The step returns result1 multiplied by the loss scale.",
+    )
+
+
+def test_a_scaled_threshold_clips_as_eager_pytorch_does():
+    ours, theirs = (Training.make(torch.optim.SGD, lr=0.1) for _ in range(2))
+    for training in (ours, theirs):
+        training.model[3].p = 0.0
+    train = amp_ir.jit(
+        lambda x, y: clipped_scaled(ours, x, y),
+        model=ours.model,
+        optimizer=ours.optimizer,
+        scaler=ours.scaler,
+    )
+    for _ in range(3):
+        got, expected = train(*ours.batch), clipped_scaled(theirs, *theirs.batch)
+        assert expected[1] > 0.1 * theirs.scaler.get_scale()
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours.model.state_dict(), theirs.model.state_dict(), rtol=1e-4, atol=1e-5
     )
 
 

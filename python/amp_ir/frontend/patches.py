@@ -11,12 +11,14 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.utils import clip_grad
 
 from amp_ir.frontend.attention import scaled_dot_product_attention
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.recording import GradientWatch
 from amp_ir.frontend.refusals import Findings, TracingStopped
 from amp_ir.frontend.state import State
+from amp_ir.frontend.symbolic_float import SymbolicFloat
 from amp_ir.frontend.transaction import Transaction
 
 
@@ -64,6 +66,8 @@ def patched(
         )
         for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))
+        # The functions of this module convert their threshold, which may hang on the loss scale.
+        stack.enter_context(mock.patch.object(clip_grad, "float", _float_of, create=True))
         yield stepped
 
 
@@ -133,6 +137,11 @@ def _watched_zero_grad(zero_grad: Callable[..., None], watch: GradientWatch) -> 
             zero_grad(self)
 
     return watched
+
+
+def _float_of(value: Any) -> float:
+    """`float` that leaves a number which is followed as it is: it is a float already."""
+    return value if isinstance(value, SymbolicFloat) else float(value)
 
 
 def _refused_scheduler(locator: Locator, findings: Findings) -> Callable[..., None]:
