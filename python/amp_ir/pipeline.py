@@ -31,6 +31,7 @@ from tvm import relax
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir import build as build_stage
 from amp_ir.amp import autocast as autocast_stage
+from amp_ir.amp.certificate import account
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
@@ -38,7 +39,7 @@ from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.errors import ArgumentError, OptionError, ShapeChanged
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
-from amp_ir.loops.membership import memberships
+from amp_ir.loops.membership import memberships, stored_tensors
 from amp_ir.machine import measure_peaks
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
@@ -158,7 +159,8 @@ def explain_plan(mod: StepModule) -> CastPlan:
     """The plan of a step that went through autocast, with the kernels it really gets.
 
     `mod.plan` was made before fusion and estimates which ops share a kernel. Here `kernel` of each
-    op, and whether a cast is alone, are what the loops stage does; nothing is compiled.
+    op, whether a cast is alone, and what the step moves because of dtypes (`certificate`) are what
+    the loops stage does; nothing is compiled.
 
     Raises:
         OptionError: the step has no plan.
@@ -166,10 +168,12 @@ def explain_plan(mod: StepModule) -> CastPlan:
     _check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    found = memberships(fold_casts(dispatch(fold_casts(expand_attention(mod.ir)))))
+    ir = fold_casts(dispatch(fold_casts(expand_attention(mod.ir))))
+    found = memberships(ir)
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
-    return with_real_kernels(mod.plan, mod.ir, kernels, of_casts)
+    moved = account(mod.plan, ir, stored_tensors(ir), of_casts)
+    return with_real_kernels(mod.plan, mod.ir, kernels, of_casts, moved)
 
 
 def compile_step(
