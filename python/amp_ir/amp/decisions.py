@@ -105,6 +105,7 @@ def decide(
         decisions.append(decision)
     _pin_large_values(graph, decisions, amp_dtype)
     _pin_before_exact_arguments(graph, decisions)
+    _round_after_bias(graph, decisions)
     return decisions
 
 
@@ -353,3 +354,30 @@ def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision])
 
 def _is_transparent(op: Op, decision: Decision) -> bool:
     return op.is_view or (decision.label == "free" and not decision.sets_result)
+
+
+def _round_after_bias(graph: StepGraph, decisions: Sequence[Decision]) -> None:
+    """Leave a convolution that is used only to add a bias to it in float32.
+
+    Matmuls need no such care: their library call adds the bias, which the placement knows.
+    """
+    for op in graph.ops:
+        decision = decisions[op.position]
+        if decision.sets_result and decision.label == "free" and op.name in _CONVOLUTIONS:
+            readers = graph.values[op.results[0]].readers
+            if len(readers) == 1 and _adds_bias(graph, graph.ops[readers[0]], op.results[0]):
+                decision.label, decision.sets_result = "full", False
+                decision.reason = "The bias is added before the one rounding, as libraries do"
+
+
+_CONVOLUTIONS = frozenset({"amp_ir.conv", "amp_ir.conv_transpose"})
+
+
+def _adds_bias(graph: StepGraph, op: Op, product: int) -> bool:
+    others = [graph.values[leaf] for leaf in op.reads if leaf != product]
+    return (
+        op.name == "relax.add"
+        and len(others) == 1
+        and sum(extent > 1 for extent in others[0].shape) <= 1
+        and others[0].size < graph.values[product].size
+    )
