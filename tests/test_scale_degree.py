@@ -558,6 +558,27 @@ def test_a_kept_gradient_of_another_degree_gets_the_note_too():
     assert note.startswith("w.grad must be cleared before the next call")
 
 
+def update_alone(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """The last part of an accumulation: all gradients come from earlier calls."""
+    nn.utils.clip_grad_norm_(t.model.parameters(), 2.0)  # here
+    t.end()
+    t.optimizer.zero_grad(set_to_none=False)
+
+
+def test_kept_gradients_that_are_clipped_first_are_blamed_on_the_clipping():
+    """Taken for unscaled there, they would be blamed on the scaler's step."""
+    training = Training.make(torch.optim.SGD, lr=0.1)
+    for parameter in training.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(LossScaleError) as error:
+        training.degrees(update_alone)
+    assert str(error.value).startswith(
+        "this step uses its loss scale wrongly, 1 place:\n"
+        f"  1. step (optimizer), {line_of(update_alone, 'here')}: relax.minimum compares"
+    )
+    assert str(error.value).endswith(UNSCALE_FIRST)
+
+
 def two_faults(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
     t.scaled_backward(x, y)
     nn.utils.clip_grad_norm_(list(t.model.parameters())[:1], 2.0)  # first

@@ -113,6 +113,11 @@ class Faults:
         self._harmless: dict[tuple[object, ...], _Line] = {}
         self._notes: dict[str, list[str]] = {}
 
+    @property
+    def count(self) -> int:
+        """How many places the error would list, what only explains them apart."""
+        return len(self._lines)
+
     def add(self, fault: Fault) -> None:
         """Note a root cause; several on one line of the user's count as one."""
         _count(self._lines, self._line(fault), fault.op.location)

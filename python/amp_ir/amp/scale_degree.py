@@ -64,8 +64,15 @@ def check_scale_degrees(step: StepModule) -> ScaleDegrees:
     scalers = [one.name.removesuffix(SCALE_SUFFIX) for one in inputs if _is_scale(one)]
     if not scalers:
         return ScaleDegrees()
-    analysis = _Analysis(read_step(step.ir), inputs, step.signature.outputs, scalers)
+    graph, outputs = read_step(step.ir), step.signature.outputs
+    analysis = _Analysis(graph, inputs, outputs, scalers)
     analysis.run()
+    if analysis.faults.count and any(one.role is Role.GRADIENT for one in inputs):
+        # Which line is to blame hangs on what a kept .grad is: in such a loop it is scaled.
+        again = _Analysis(graph, inputs, outputs, scalers, kept_gradient=Degree.of(scalers[0]))
+        again.run()
+        if again.faults.count <= analysis.faults.count:
+            analysis = again
     analysis.faults.raise_if_any()
     return ScaleDegrees(analysis.by_name(), analysis.by_output(), analysis.faults.notes())
 
@@ -75,7 +82,10 @@ def _is_scale(spec: InputSpec) -> bool:
 
 
 class _Analysis:
-    """One walk over the step, in order: a value's degree is known before it is used."""
+    """One walk over the step, in order: a value's degree is known before it is used.
+
+    `kept_gradient` is the degree of each .grad from an earlier call, None to find it out.
+    """
 
     def __init__(
         self,
@@ -83,10 +93,13 @@ class _Analysis:
         inputs: Sequence[InputSpec],
         outputs: Sequence[OutputSpec],
         scalers: Sequence[str],
+        *,
+        kept_gradient: Degree | None = None,
     ) -> None:
         self.graph = graph
         self.inputs = inputs
         self.outputs = outputs
+        self.kept_gradient = kept_gradient
         self.solver = Solver()
         self.degrees: list[ValueDegree] = [ZERO] * len(graph.values)
         self.faults = Faults(graph, inputs, scalers, self.solver)
@@ -132,7 +145,7 @@ class _Analysis:
             return Degree.of(spec.name.removesuffix(SCALE_SUFFIX))
         if spec.role is Role.GRADIENT:
             # It was made by other calls, of this step or another: its first use here tells.
-            return self.solver.new_unknown(spec.name)
+            return self.kept_gradient or self.solver.new_unknown(spec.name)
         return ZERO
 
     def _of_op(self, op: Op) -> Sequence[ValueDegree]:
