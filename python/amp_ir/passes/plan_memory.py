@@ -66,20 +66,24 @@ def _plan_within(
 ) -> tuple[_Planner, MemoryPlan]:
     """The plan after running calls again until it needs at most `budget` bytes.
 
-    What is alive at once may fit while its placement has gaps: then the target is lowered by them.
+    What is alive at once may fit while its placement has gaps: then the target is lowered by them;
+    and where the highest call cannot be lowered, the others are, which leaves fewer gaps.
     """
-    target = budget - (plan.peak_bytes - plan.arena_bytes)
+    outside = plan.peak_bytes - plan.arena_bytes
+    target = budget - outside
     least = plan
     again = Rematerialization(program, outputs)
-    is_held = True
-    while is_held:
-        is_held = again.reach(target)
+    while True:
+        is_reached = again.reach(target)
         planner = _Planner(program, inputs, outputs)
         plan = planner.run()
         if plan.peak_bytes <= budget:
             return planner, plan
         least = min(least, plan, key=lambda one: one.peak_bytes)
-        target = min(target - (plan.peak_bytes - budget), plan.lower_bound_bytes - 1)
+        if is_reached:
+            target = min(target - (plan.peak_bytes - budget), plan.lower_bound_bytes - 1)
+        elif plan.lower_bound_bytes + outside > budget or not again.lower():
+            break
     raise BudgetError(_budget_message(least, budget))
 
 

@@ -15,6 +15,7 @@ from amp_ir.passes.step_slots import Slot, Step, StepSlots
 
 # Each round computes the stays anew; it ends when nothing is gained. A bound against surprises.
 _MAX_ROUNDS = 400
+_MAX_STUCK = 40
 # The peak is lowered in stages, so that its calls are looked at before those below it; where a
 # stage cannot be reached, a shorter one is tried.
 _STAGES = (0.97, 0.995)
@@ -46,32 +47,38 @@ class Rematerialization:
         self.program = program
         self.outputs = outputs
         self._stage: int | None = None
+        # Calls during which nothing can be given up; the others are still worth lowering.
+        self._stuck: set[int] = set()
 
     def reach(self, arena_bytes: int) -> bool:
-        """Go on until at most `arena_bytes` are alive at once.
-
-        Returns:
-            whether they are; if not, nothing more can be done.
-        """
+        """Go on until at most `arena_bytes` are alive at once; whether they are."""
         for _ in range(_MAX_ROUNDS):
-            most = LiveBytes(self.program, self.outputs).most
-            if most <= arena_bytes:
+            if LiveBytes(self.program, self.outputs).most <= arena_bytes:
                 return True
-            if not self._improve(most):
+            if self._stuck or not self.lower():
                 return False
         return False
 
-    def _improve(self, most: int) -> bool:
-        if self._stage is not None and most > self._stage and self._round(self._stage):
-            return True
-        for share in _STAGES:
-            self._stage = int(share * most)
-            if self._round(self._stage):
+    def lower(self) -> bool:
+        """Hold less during the highest call that can be lowered; whether there was one."""
+        while len(self._stuck) <= _MAX_STUCK:
+            held = LiveBytes(self.program, self.outputs).at
+            stuck = [id(step) in self._stuck for step in self.program.steps]
+            held[np.array(stuck, dtype=bool)] = 0
+            most = int(held.max(initial=0))
+            if most == 0:
+                return False
+            if self._stage is not None and most > self._stage and self._round(self._stage):
                 return True
+            for share in _STAGES:
+                self._stage = int(share * most)
+                if self._round(self._stage):
+                    return True
+            self._stuck.add(id(self.program.steps[int(held.argmax())]))
         return False
 
     def _round(self, stage: int) -> bool:
-        return _Round(self.program, self.outputs, stage).improve()
+        return _Round(self.program, self.outputs, stage, self._stuck).improve()
 
 
 @attrs.define(eq=False)
@@ -93,13 +100,20 @@ class _Round:
     Several moves are made on one look; each is weighed against what those before it leave.
     """
 
-    def __init__(self, program: StepSlots, outputs: Sequence[OutputSpec], arena_bytes: int) -> None:
+    def __init__(
+        self,
+        program: StepSlots,
+        outputs: Sequence[OutputSpec],
+        arena_bytes: int,
+        stuck: set[int],
+    ) -> None:
         self.program = program
         self.budget = arena_bytes
         self.live = LiveBytes(program, outputs)
         self.updates = updates_of(program, outputs)
         self.writer = {id(s): step for step in program.steps for s in step.results}
-        self.held = self.live.at.copy()
+        self.counts = np.array([id(step) not in stuck for step in program.steps], dtype=bool)
+        self.held = self.live.at * self.counts
         self.touched: set[int] = set()
         self.inserted: dict[int, list[Step]] = {}
 
@@ -175,7 +189,7 @@ class _Round:
         return after
 
     def _excess(self, held: np.ndarray) -> int:
-        return int(np.maximum(held - self.budget, 0).sum())
+        return int(np.maximum((held - self.budget) * self.counts, 0).sum())
 
     def _nbytes(self, slot: Slot) -> int:
         # A result that goes straight to its place the first time has none the second.
