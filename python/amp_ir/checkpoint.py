@@ -34,6 +34,7 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
 
     The bytes go to `path` + ".partial" and to the disk, then take the place of `path` in one
     operation of the file system. The next call overwrites what a killed one left behind.
+    Gradients are in no state dictionary: save where an accumulation has ended.
 
     Args:
         path: the file to write.
