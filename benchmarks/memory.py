@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps need in memory: `python -m benchmarks.memory [WORKLOAD ...]`.
+
+Two tables, printed and saved under benchmarks/results/. Peaks: planned, its lower bound, measured,
+and PyTorch eager's (under torch.autocast for bfloat16). Measured is the rise of the resident set
+during two steps, in a process of its own, plus the bytes of parameters and batch that were there
+before. Budgets: how little `memory_budget` reaches, the calls that are run again for it, and, where
+the step is run, its time beside that without a budget, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import amp_ir
+from amp_ir.demo.workloads import WORKLOADS, Training
+from amp_ir.errors import BudgetError
+from amp_ir.module import StepModule
+from amp_ir.pipeline import lower
+
+RESULTS = Path(__file__).parent / "results"
+NAMES = ("bert1", "mlp", "gpt2", "resnet50", "lstm")
+MEBIBYTE = 2**20
+
+
+@attrs.frozen
+class Peak:
+    """One workload in one dtype; all numbers are bytes."""
+
+    workload: str
+    dtype: str
+    planned: int
+    lower_bound: int
+    measured: int
+    eager: int
+
+
+@attrs.frozen
+class Budget:
+    """One budget: `share` of the bytes that are not state; milliseconds only where it was run."""
+
+    workload: str
+    dtype: str
+    share: float
+    state: int
+    free: int
+    budget: int
+    planned: int | None
+    least: int | None
+    reruns: int
+    milliseconds: float | None = None
+    free_milliseconds: float | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser.add_argument("workloads", nargs="*", default=[], help=", ".join(NAMES))
+    parser.add_argument("--small", action="store_true", help="shapes of a test")
+    parser.add_argument("--budgets", nargs="*", type=float, default=[], metavar="SHARE")
+    parser.add_argument("--layers", type=int, default=12, help="of the GPT-2 that is compiled only")
+    parser.add_argument("--measure", nargs=2, metavar=("WHO", "DTYPE"), help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    names = chosen.workloads or list(NAMES)
+    if chosen.measure:
+        print(_measured(names[0], *chosen.measure, small=chosen.small))
+        return
+    peaks = [peak for name in names for peak in measure_peaks(name, small=chosen.small)]
+    save("memory.json", peaks)
+    Console(width=110).print(peak_table(peaks))
+    budgets = [row for share in chosen.budgets for row in measure_budgets(share, chosen)]
+    if budgets:
+        save("memory_budget.json", budgets)
+        Console(width=110).print(budget_table(budgets))
+
+
+def captured(training: Training, dtype: str) -> tuple[StepModule, tuple[Any, ...]]:
+    """The step of a training, with casts unless it is to be float32."""
+    mod, args = amp_ir.trace_step(
+        training.step, training.batch, model=training.model, optimizer=training.optimizer
+    )
+    return (mod if dtype == "float32" else amp_ir.autocast(mod, args, amp_dtype=dtype)), args
+
+
+def measure_peaks(name: str, *, small: bool) -> list[Peak]:
+    """Peaks of one workload in float32 and bfloat16, each measured in a process of its own."""
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        plan = lower(captured(WORKLOADS[name].make(small=small), dtype)[0]).plan
+        measured = {who: _in_a_process(name, who, dtype, small) for who in ("ours", "eager")}
+        bound = plan.peak_bytes - plan.arena_bytes + plan.lower_bound_bytes
+        rows.append(Peak(name, dtype, plan.peak_bytes, bound, measured["ours"], measured["eager"]))
+    return rows
+
+
+def _in_a_process(name: str, who: str, dtype: str, small: bool) -> int:
+    command = [sys.executable, "-m", "benchmarks.memory", name, "--measure", who, dtype]
+    done = subprocess.run(command + ["--small"] * small, check=True, capture_output=True, text=True)
+    return int(done.stdout.splitlines()[-1])
+
+
+def _measured(name: str, who: str, dtype: str, *, small: bool) -> int:
+    """Bytes that a training has in use at most, the resident set's rise during two steps."""
+    _step(WORKLOADS["mlp"].make(small=True), who, dtype)()  # code that any step needs
+    training = WORKLOADS[name].make(small=small)
+    step = _step(training, who, dtype)
+    known = [*training.model.parameters(), *training.model.buffers(), *training.batch]
+    if who == "ours":
+        known += [t for state in training.optimizer.state.values() for t in state.values()]
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set so far
+    step()
+    step()
+    there = sum(t.numel() * t.element_size() for t in known if isinstance(t, torch.Tensor))
+    return there + _status("VmHWM") - before
+
+
+def _step(training: Training, who: str, dtype: str) -> Callable[[], Any]:
+    if who == "ours":
+        train = amp_ir.compile(captured(training, dtype)[0])
+        train.module.hooks.install_state()
+        return lambda: train(*training.batch)
+    if dtype == "float32":
+        return lambda: training.step(*training.batch)
+    return lambda: training.autocast_step(*training.batch, dtype=getattr(torch, dtype))
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def measure_budgets(share: float, options: argparse.Namespace) -> list[Budget]:
+    """BERT's step run within a budget, and a deep GPT-2's planned within one."""
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        training = WORKLOADS["bert1"].make(small=options.small)
+        rows.append(_with_times(training, dtype, _budget("bert1", training, dtype, share)))
+        deep = deep_gpt2(options.layers, small=options.small)
+        rows.append(_budget(f"gpt2 x {options.layers}", deep, dtype, share))
+        print(f"{share:.0%} {dtype}: done", flush=True)
+    return rows
+
+
+def _budget(name: str, training: Training, dtype: str, share: float) -> Budget:
+    mod, _ = captured(training, dtype)
+    free = lower(mod).plan
+    budget = free.state_bytes + int(share * (free.peak_bytes - free.state_bytes))
+    known = (name, dtype, share, free.state_bytes, free.peak_bytes, budget)
+    try:
+        plan = lower(mod, memory_budget=budget).plan
+    except BudgetError as error:
+        least = int(str(error).rpartition("memory_budget=")[2].split()[0])
+        plan = lower(mod, memory_budget=least).plan
+        return Budget(*known, None, plan.peak_bytes, sum(c.is_rerun for c in plan.calls))
+    return Budget(*known, plan.peak_bytes, None, sum(c.is_rerun for c in plan.calls))
+
+
+def _with_times(training: Training, dtype: str, row: Budget) -> Budget:
+    """Run the step within the budget, or within the least that can be held, and without."""
+    mod, _ = captured(training, dtype)
+    budget = row.planned if row.planned is not None else row.least
+    steps = [amp_ir.compile(mod), amp_ir.compile(mod, memory_budget=budget)]
+    times: list[list[float]] = [[], []]
+    for round_ in range(12):
+        for step, spent in zip(steps, times, strict=True):
+            started = time.perf_counter()
+            step(*training.batch)
+            if round_ > 1:
+                spent.append((time.perf_counter() - started) * 1e3)
+    free, within = (statistics.median(spent) for spent in times)
+    return attrs.evolve(row, milliseconds=within, free_milliseconds=free)
+
+
+def deep_gpt2(layers: int, *, small: bool) -> Training:
+    """The GPT-2 workload with another number of layers."""
+    import transformers
+
+    shape = {"n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 96} if small else {}
+    config = transformers.GPT2Config(
+        n_layer=layers, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, **shape
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    ids = torch.randint(0, config.vocab_size, (2, 8) if small else (4, 128))
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        scores = model(ids).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
+
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=3e-4), loss, (ids,))
+
+
+def peak_table(rows: Sequence[Peak]) -> Table:
+    """Peaks in MiB, and their ratios."""
+    table = Table("workload", "dtype", title="peak MiB of a training step, state included")
+    for name in ("planned", "over bound", "measured", "off plan", "eager", "planned / eager"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.workload,
+            row.dtype,
+            f"{row.planned / MEBIBYTE:.1f}",
+            f"{row.planned / row.lower_bound - 1:.2%}",
+            f"{row.measured / MEBIBYTE:.1f}",
+            f"{row.measured / row.planned - 1:+.2%}",
+            f"{row.eager / MEBIBYTE:.1f}",
+            f"{row.planned / row.eager:.3f}",
+        )
+    return table
+
+
+def budget_table(rows: Sequence[Budget]) -> Table:
+    """Budgets in MiB beside what was held; "least" where the budget was refused."""
+    table = Table("workload", "dtype", title="memory_budget as a share of what is not state, MiB")
+    for name in ("share", "without", "state", "budget", "held", "least", "reruns", "ms", "x"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        sizes = (row.free, row.state, row.budget, row.planned, row.least)
+        ratio = row.milliseconds / row.free_milliseconds if row.milliseconds else None
+        table.add_row(
+            row.workload,
+            row.dtype,
+            f"{row.share:.0%}",
+            *("-" if size is None else f"{size / MEBIBYTE:.1f}" for size in sizes),
+            str(row.reruns),
+            "-" if row.milliseconds is None else f"{row.milliseconds:.0f}",
+            "-" if ratio is None else f"{ratio:.2f}",
+        )
+    return table
+
+
+def save(name: str, rows: Sequence[Peak] | Sequence[Budget]) -> None:
+    """Write rows as JSON under benchmarks/results/."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps([attrs.asdict(row) for row in rows], indent=1)
+    (RESULTS / name).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
