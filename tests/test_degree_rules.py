@@ -365,8 +365,7 @@ def test_an_op_without_a_rule_is_reported(monkeypatch: pytest.MonkeyPatch):
     found = check_scale_degrees(step)
     assert found.outputs["result0"] == Unknown("step (forward): relax.tanh has no rule")
     assert found.notes == (
-        "Cannot tell whether result0 depends on the loss scale: "
-        "step (forward): relax.tanh has no rule.",
+        "Cannot tell how the loss scale enters result0: step (forward): relax.tanh has no rule.",
     )
 
 

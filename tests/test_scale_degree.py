@@ -370,6 +370,26 @@ def clip_before_unscale(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
     t.end()
 
 
+def test_the_scale_of_another_scaler_is_named():
+    def crossed(models: list[nn.Module], optimizers: list[Any], scalers: list[Any]) -> Step:
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            for k, model in enumerate(models):
+                optimizers[k].zero_grad()
+                scalers[k].scale(functional.cross_entropy(model(x), y)).backward()
+            for k in (0, 1):
+                scalers[k].step(optimizers[1 - k])
+                scalers[k].update()
+
+        return step
+
+    with pytest.raises(LossScaleError) as error:
+        gan_degrees(crossed, 2)
+    assert (
+        "amp_ir.all_finite divides a gradient, multiplied by the loss scale of scaler1, by the "
+        "loss scale of scaler0"
+    ) in str(error.value)
+
+
 def clip_value_before_unscale(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
     t.scaled_backward(x, y)
     nn.utils.clip_grad_value_(t.model.parameters(), 0.5)  # here
@@ -480,15 +500,15 @@ WRONG = [
         never_scaled,
         SGD,
         "optimizer",
-        f"amp_ir.all_finite divides by the loss scale a gradient that is {PLAIN} (and 6 more ops "
-        f"of this line). {SCALE_ONCE}",
+        f"amp_ir.all_finite divides a gradient, {PLAIN}, by the loss scale (and 6 more ops of this "
+        f"line). {SCALE_ONCE}",
     ),
     (
         scaled_twice,
         SGD,
         "optimizer",
-        "amp_ir.all_finite divides by the loss scale a gradient that is multiplied by the square "
-        f"of the loss scale (and 6 more ops of this line). {SCALE_ONCE}",
+        "amp_ir.all_finite divides a gradient, multiplied by the square of the loss scale, by the "
+        f"loss scale (and 6 more ops of this line). {SCALE_ONCE}",
     ),
     (
         plain_update_by_hand,
@@ -614,7 +634,7 @@ def reported(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 def test_what_no_state_depends_on_gets_a_note():
     found = Training.make(torch.optim.SGD, lr=0.1).degrees(reported)
-    cannot = "Cannot tell whether {} depends on the loss scale: step (forward), {}: {}."
+    cannot = "Cannot tell how the loss scale enters {}: step (forward), {}: {}."
     assert found.notes == (
         cannot.format(
             "result0",
@@ -638,7 +658,7 @@ def squashed(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
 def test_a_state_whose_degree_is_unknown_is_reported_and_not_refused():
     (note,) = Training.make(torch.optim.SGD, lr=0.1).degrees(squashed).notes
     assert note == (
-        "Cannot tell whether 0.weight, 0.bias, 1.weight and 9 more depends on the loss scale: "
+        "Cannot tell how the loss scale enters 0.weight, 0.bias, 1.weight and 9 more: "
         f"step (forward), {line_of(squashed, 'here')}: relax.tanh of a gradient that is {SCALED}."
     )
 

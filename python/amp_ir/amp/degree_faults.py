@@ -162,9 +162,7 @@ class Faults:
 
     def unknown_output(self, spec: OutputSpec, degree: Unknown) -> None:
         """Note an output whose degree is unknown."""
-        self._note(
-            f"Cannot tell whether {{}} depends on the loss scale: {degree.reason}.", spec.name
-        )
+        self._note(f"Cannot tell how the loss scale enters {{}}: {degree.reason}.", spec.name)
 
     def scaled_result(self, spec: OutputSpec, degree: Degree) -> None:
         """Note a result that is multiplied by the loss scale."""
@@ -216,7 +214,10 @@ class Faults:
         words = [self._words.of(one) if isinstance(one, Degree) else "" for one in degrees]
         nouns = [self._noun(op, k) for k in fault.positions]
         if fault.kind is Kind.NOT_SCALED:
-            return f"{op.name} divides by the loss scale {nouns[0]} that is {words[0]}"
+            scale = fault.operands.degree(len(op.reads) - 1)
+            assert isinstance(scale, Degree)
+            name = self._words.scale(scale.powers[0][0])
+            return f"{op.name} divides {nouns[0]}, {words[0]}, by {name}"
         verb, link = ("compares", "with") if op.name in _COMPARING else ("combines", "and")
         return f"{op.name} {verb} {nouns[0]}, {words[0]}, {link} {nouns[1]}, {words[1]}"
 

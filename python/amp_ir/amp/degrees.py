@@ -122,11 +122,14 @@ class Words:
             return "not multiplied by the loss scale"
         return " and ".join(self._of_power(symbol, power) for symbol, power in degree.powers)
 
-    def _of_power(self, symbol: str, power: Fraction) -> str:
-        verb = "multiplied" if power > 0 else "divided"
-        scale = "the loss scale" if len(self.scalers) == 1 else f"the loss scale of {symbol}"
+    def scale(self, symbol: str) -> str:
+        """Name one scale: "the loss scale", or "the loss scale of scaler1" where there are more."""
         if symbol not in self.scalers:
-            scale = f"what {symbol} is multiplied by"
+            return f"what {symbol} is multiplied by"
+        return "the loss scale" if len(self.scalers) == 1 else f"the loss scale of {symbol}"
+
+    def _of_power(self, symbol: str, power: Fraction) -> str:
+        verb, scale = "multiplied" if power > 0 else "divided", self.scale(symbol)
         if abs(power) == 1:
             return f"{verb} by {scale}"
         if abs(power) == 2:
