@@ -36,7 +36,7 @@ from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
 from amp_ir.amp.scale_loss import scalers_of
-from amp_ir.errors import ArgumentError, OptionError, ShapeChanged
+from amp_ir.errors import ArgumentError, OptionError, ShapeChanged, StateError
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.loops.membership import memberships, stored_tensors
@@ -55,6 +55,7 @@ from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport, refuse_names
+from amp_ir.step_log import StepRecord
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 ROUNDINGS = ("strict", "fast")
@@ -238,6 +239,22 @@ class JitStep:
     def compiled(self) -> CompiledStep | None:
         """The step compiled last; None before the first call."""
         return self._compiled[-1] if self._compiled else None
+
+    @property
+    def last(self) -> StepRecord:
+        """As `CompiledStep.last`.
+
+        Raises:
+            StateError: the step has no loss scaler, or has not run yet.
+        """
+        if self.compiled is None:
+            raise StateError("the step has not run yet; call it first")
+        return self.compiled.last
+
+    @property
+    def skipped(self) -> bool:
+        """As `CompiledStep.skipped`; False before the first call."""
+        return self.compiled is not None and self.compiled.skipped
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As `CompiledStep.state_dict`; before the first call what was loaded, or nothing."""
