@@ -80,7 +80,7 @@ class Run:
             if number in OVERFLOWS:
                 x[0, 0] = float("inf")
             losses.append(self.train(x, y))
-            if not self.train.compiled.skipped:
+            if not self.train.skipped:
                 self.scheduler.step()
         return losses
 

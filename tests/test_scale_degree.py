@@ -22,7 +22,7 @@ from amp_ir.amp import scale_degree
 from amp_ir.amp.degrees import ZERO, Degree, Solver, Special, Unknown, Words
 from amp_ir.amp.scale_degree import ScaleDegrees, check_scale_degrees
 from amp_ir.dialect import call_op
-from amp_ir.errors import LossScaleError
+from amp_ir.errors import LossScaleError, StateError
 from amp_ir.interpreter import interpret
 from amp_ir.module import Role
 
@@ -532,6 +532,45 @@ def test_a_wrong_program_is_refused_at_its_line(program, optimizer, phase, messa
         "this step uses its loss scale wrongly, 1 place:\n"
         f"  1. step ({phase}), {line_of(program, 'here')}: {message}"
     )
+
+
+def test_a_refused_step_has_changed_nothing_and_runs_eagerly():
+    training = Training.make(torch.optim.AdamW)
+    model, scaler = training.model, training.scaler
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    train = amp_ir.jit(
+        lambda x, y: clip_before_unscale(training, x, y),
+        model=model,
+        optimizer=training.optimizer,
+        scaler=scaler,
+    )
+    assert not train.skipped
+    with pytest.raises(StateError, match="has not run yet"):
+        _ = train.last
+    generator = torch.get_rng_state()
+    with pytest.raises(LossScaleError):
+        train(*training.batch)
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert not training.optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert scaler.get_scale() == 2.0**16
+    clip_before_unscale(training, *training.batch)
+
+
+def test_a_jit_step_says_what_became_of_its_last_run():
+    training = Training.make(torch.optim.SGD, lr=0.1)
+    train = amp_ir.jit(
+        lambda x, y: typical(training, x, y),
+        model=training.model,
+        optimizer=training.optimizer,
+        scaler=training.scaler,
+    )
+    train(*training.batch)
+    assert not train.skipped
+    x, y = training.batch
+    train(torch.full_like(x, float("nan")), y)
+    assert train.skipped and train.last.skipped and train.last.step == 1
 
 
 def silent_penalty(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
