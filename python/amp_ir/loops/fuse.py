@@ -17,6 +17,7 @@ from amp_ir.dialect.registry import options_of
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.location import from_span, join_spans
 from amp_ir.loops import emit_cpu
+from amp_ir.loops.accumulate_rows import find_accumulations
 from amp_ir.loops.emit_cpu import Kernel
 from amp_ir.loops.grouping import Group, Grouping, storage_of
 from amp_ir.loops.ir import LOWERINGS, Buffer, Constant, Lowering, Opaque, TensorSpec, Value
@@ -71,6 +72,7 @@ class _Program:
         self.calls: list[LibraryCall] = []
         self.opaque_units: dict[int, tuple[int, list[Opaque]]] = {}
         self.origins = Origins()
+        self.accumulations = find_accumulations(self.main)
         self.missing: dict[str, list[relax.Call]] = {}
 
     # Reading: bindings become values.
@@ -81,11 +83,19 @@ class _Program:
             self.values[parameter] = Buffer(spec, source=parameter)
         for block in self.main.body.blocks:
             for binding in block.bindings:
-                self.values[binding.var] = self._value(binding.value)
+                self._read_binding(binding.var, binding.value)
         if self.missing:
             raise UnsupportedOpError(_missing_message(self.missing))
         for value in _flat_values(self._value(self.main.body.body)):
             self._materialise(value)
+
+    def _read_binding(self, variable: relax.Var, value: relax.Expr) -> None:
+        if variable in self.accumulations.sums:
+            found = self.accumulations.sums[variable]
+            # The table that rows are added to comes last, as an argument that the gradient lacks.
+            self.values[variable] = self._lowered(found.call, [*found.call.args, found.base])
+        elif variable not in self.accumulations.absorbed:
+            self.values[variable] = self._value(value)
 
     def _value(self, expr: relax.Expr) -> Any:
         if isinstance(expr, relax.Var):
@@ -104,11 +114,15 @@ class _Program:
         name = call.op.name
         if name == LIBRARY_CALL:
             return self._library_call(call)
-        lowering = LOWERINGS.get(name)
-        if lowering is None:
+        if name not in LOWERINGS:
             self.missing.setdefault(name, []).append(call)
             return _placeholders(call)
-        arguments = _flat_arguments(self._value(argument) for argument in call.args)
+        return self._lowered(call, list(call.args))
+
+    def _lowered(self, call: relax.Call, given: list[relax.Expr]) -> Any:
+        name = call.op.name
+        lowering = LOWERINGS[name]
+        arguments = _flat_arguments(self._value(argument) for argument in given)
         op = Lowering(name, specs_of(call.ty), call)
         results = lowering(op, *arguments, **options_of(call))
         values = _flat_values(results)
@@ -320,7 +334,10 @@ def opaque_kernel(results: list[Opaque]) -> Kernel:
     outputs = [FlatBuffer.declare(spec, f"out{k}") for k, spec in enumerate(kernel.specs)]
     body = kernel.emit([inputs[k] for k in places], outputs)
     parameters = [buffer.buffer for buffer in [*inputs, *outputs]]
-    function = tirx.PrimFunc(parameters, body).with_attr("tirx.noalias", True)
+    pairs = [(output, places[source]) for output, source in kernel.inplace]
+    function = tirx.PrimFunc(parameters, body).with_attr("tirx.noalias", not pairs)
+    if pairs:
+        function = function.with_attr(emit_cpu.INPLACE, [list(pair) for pair in pairs])
     ordered = sorted(results, key=lambda value: value.position)
     return Kernel(function, tuple(owners), tuple(ordered))
 

@@ -158,12 +158,15 @@ class OpaqueKernel:
     """A hand-written kernel: `emit(inputs, outputs)` returns its statement.
 
     Inputs and outputs are `FlatBuffer`s (kernel_buffers.py): `.load(i)`, `.store(i, element)`.
+    `inplace` are pairs (output, input) that may be the same memory: each element of that input is
+    read before it is written.
     """
 
     name: str
     inputs: list[Value]
     specs: list[TensorSpec]
     emit: Callable[[list[Any], list[Any]], tirx.Stmt]
+    inplace: tuple[tuple[int, int], ...] = ()
 
 
 @attrs.frozen(eq=False)
@@ -279,13 +282,14 @@ def opaque(
     inputs: Sequence[Value],
     specs: Sequence[TensorSpec],
     emit: Callable[[list[Any], list[Any]], tirx.Stmt],
+    inplace: tuple[tuple[int, int], ...] = (),
 ) -> tuple[Opaque, ...]:
     """The results of a kernel written out as TIR; see `OpaqueKernel`.
 
     Its buffers widen what they load, so an input that only widens another value is that one.
     """
     inputs = [_before_widening(value) for value in inputs]
-    kernel = OpaqueKernel(name, inputs, list(specs), emit)
+    kernel = OpaqueKernel(name, inputs, list(specs), emit, inplace)
     reads = [Read(value, "other") for value in inputs]
     return tuple(
         Opaque(spec, list(reads), kernel=kernel, position=k) for k, spec in enumerate(specs)

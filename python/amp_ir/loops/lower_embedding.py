@@ -38,19 +38,32 @@ def embedding(op: Lowering, weight: Value, ids: Value) -> Value:
 
 
 @lowers("amp_ir.embedding_backward")
-def embedding_backward(op: Lowering, grad: Value, ids: Value, **options: Any) -> Opaque:
-    """Add the rows of `grad` at `ids`, in order, each task for some columns: exact and parallel."""
+def embedding_backward(
+    op: Lowering, grad: Value, ids: Value, base: Value | None = None, **options: Any
+) -> Opaque:
+    """Add the rows of `grad` at `ids`, in order, each task for some columns: exact and parallel.
+
+    With `base`, which accumulate_rows.py puts there, they are added to it, in its memory if it is
+    not used any more.
+    """
     result = op.results[0]
     padding_idx = options.get("padding_idx")
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
-        return _scatter_rows(inputs[0], inputs[1], outputs[0], padding_idx)
+        start = inputs[2] if base is not None else None
+        return _scatter_rows(inputs[0], inputs[1], outputs[0], padding_idx, start)
 
-    return opaque("embedding_backward", [grad, ids], [result], emit)[0]
+    inputs = [grad, ids] if base is None else [grad, ids, base]
+    pairs = () if base is None else ((0, 2),)
+    return opaque("embedding_backward", inputs, [result], emit, pairs)[0]
 
 
 def _scatter_rows(
-    grad: FlatBuffer, ids: FlatBuffer, out: FlatBuffer, padding_idx: int | None
+    grad: FlatBuffer,
+    ids: FlatBuffer,
+    out: FlatBuffer,
+    padding_idx: int | None,
+    base: FlatBuffer | None = None,
 ) -> tirx.Stmt:
     rows, width = out.spec.shape
     statements: list[tirx.Stmt] = []
@@ -58,8 +71,11 @@ def _scatter_rows(
     if out.spec.dtype != "float32":
         total = FlatBuffer.declare(TensorSpec(out.spec.shape, "float32"), "total")
         statements.append(tirx.AllocBuffer(total.buffer))
-    zero = tirx.const(0.0, "float32")
-    statements.append(for_each(rows, width, lambda flat: total.store(flat, zero)))
+
+    def start(flat: Any) -> tirx.Stmt:
+        return total.store(flat, tirx.const(0.0, "float32") if base is None else base.load(flat))
+
+    statements.append(for_each(rows, width, start))
     statements.append(_add_rows(grad, ids, total, width, padding_idx))
     if total is not out:
         statements.append(for_each(rows, width, lambda flat: out.store(flat, total.load(flat))))
