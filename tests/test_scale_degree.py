@@ -347,7 +347,7 @@ def test_gradients_of_two_scalers_must_not_meet():
 
 UNSCALE_FIRST = (
     "The gradients are still multiplied by the loss scale here: call scaler.unscale_(optimizer) "
-    "before this line"
+    "before this line, or move the line behind the block of amp_ir.scale_loss"
 )
 STEP_BY_SCALER = (
     "The gradients are still multiplied by the loss scale here: call scaler.step(optimizer) in "

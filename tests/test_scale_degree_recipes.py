@@ -12,6 +12,7 @@ from test_scale_degree import Training, count_growing, line_of
 from torch import nn
 from torch.nn import functional
 
+import amp_ir
 from amp_ir.errors import LossScaleError
 
 Recipe = Callable[[Training, torch.Tensor, torch.Tensor], Any]
@@ -133,7 +134,19 @@ def several_at_once(t: Training, x: torch.Tensor, y: torch.Tensor) -> None:
     t.end()
 
 
+def in_a_block(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """The loop of apex and MXNet users."""
+    t.optimizer.zero_grad()
+    loss = t.loss(x, y)
+    with amp_ir.scale_loss(loss, t.optimizer) as scaled:
+        scaled.backward()
+    t.clip(1.0)
+    t.optimizer.step()
+    return loss.detach()
+
+
 RIGHT: list[Recipe] = [
+    in_a_block,
     wasserstein,
     adaptive_clipping,
     centralized,
@@ -153,6 +166,22 @@ def test_a_right_recipe_passes_and_every_value_grows_by_its_degree(recipe: Recip
     assert training.degrees(recipe).notes == ()
     checked, unknown = count_growing(training, recipe)
     assert unknown <= 5 and checked > 40
+
+
+def clipped_in_the_block(t: Training, x: torch.Tensor, y: torch.Tensor) -> None:
+    t.optimizer.zero_grad()
+    with amp_ir.scale_loss(t.loss(x, y), t.optimizer) as scaled:
+        scaled.backward()
+        nn.utils.clip_grad_norm_(t.model.parameters(), 1.0)  # minimum
+    t.optimizer.step()
+
+
+def test_clipping_belongs_behind_the_block():
+    with pytest.raises(LossScaleError) as error:
+        Training.make(torch.optim.SGD, lr=0.1).degrees(clipped_in_the_block)
+    (line,) = str(error.value).splitlines()[1:]
+    assert f"(optimizer), {line_of(clipped_in_the_block, 'minimum')}: relax.minimum" in line
+    assert line.endswith("or move the line behind the block of amp_ir.scale_loss")
 
 
 def wrong_wasserstein(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -25,7 +25,7 @@ _COMPARING = frozenset(
 
 _UNSCALE_FIRST = (
     "The gradients are still multiplied by the loss scale here: call scaler.unscale_(optimizer) "
-    "before this line"
+    "before this line, or move the line behind the block of amp_ir.scale_loss"
 )
 _STEP_BY_SCALER = (
     "The gradients are still multiplied by the loss scale here: call scaler.step(optimizer) in "
