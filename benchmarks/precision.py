@@ -138,7 +138,7 @@ class Case:
         # Without oneDNN, which has no float16 on most CPUs: PyTorch's own kernels always run.
         with (
             torch.autocast("cpu", getattr(torch, dtype)),
-            torch.backends.mkldnn.flags(enabled=False),
+            torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
         ):
             loss = training.loss(*training.batch)
         loss.backward()

@@ -242,13 +242,18 @@ def _decided(
     greedy = placing.greedy(graph, decisions)
     best, bound = placing.solve(problem, native_cut)
     labels = greedy if choices.placement == "greedy" else best
-    costs = [problem.cost(one) for one in (labels, greedy, [False] * len(labels))]
+    cost = PlanCost(
+        chosen=problem.cost(labels),
+        greedy=problem.cost(greedy),
+        full=problem.cost([False] * len(labels)),
+        bound=bound,
+    )
     free = placing.free_ops(graph, decisions)
     for position, is_low in zip(free, labels, strict=True):
         decisions[position].label = "low" if is_low else "full"
     for position in [*free, *problem.open_ops]:
         decisions[position].is_free = True
-    return decisions, PlanCost(*costs, bound)
+    return decisions, cost
 
 
 def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:

@@ -35,7 +35,8 @@ class PlannedOp:
     "low", "either" takes the low copy where there is one, "vary" follows the label, "keep").
     `kernel` numbers the kernel that the cost model took it to be in, -1 for what is computed by the
     kernels that read it. `is_free` says that the placement chose the dtype in which the
-    result lies in memory.
+    result lies in memory. For each tensor read, `sources` has the op that makes it, views looked
+    through, -1 for an input and -2 for a constant, and `left` the dtype in which that leaves it.
     """
 
     id: int
@@ -55,6 +56,8 @@ class PlannedOp:
     sets_result: bool
     kernel: int
     is_free: bool = False
+    sources: tuple[int, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 @attrs.frozen

@@ -10,7 +10,7 @@ from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.kernels import Kind, kind_of
 from amp_ir.amp.plan import CastPlan, PlannedCast, PlannedOp
 from amp_ir.amp.rewrite import CastRecord, Rewritten
-from amp_ir.amp.step_graph import Op, StepGraph
+from amp_ir.amp.step_graph import Op, StepGraph, Value
 from amp_ir.errors import OptionError
 
 
@@ -22,15 +22,16 @@ def make_plan(
     **choices: Any,
 ) -> CastPlan:
     """Record what was decided and done; `choices` are the other fields of the plan."""
-    ops = [_planned_op(op, decisions[op.position], kernels, rewritten) for op in graph.ops]
+    ops = [_planned_op(graph, op, decisions[op.position], kernels, rewritten) for op in graph.ops]
     casts = [_planned_cast(graph, cast) for cast in rewritten.casts]
     return CastPlan(ops=tuple(ops), casts=tuple(casts), **choices)
 
 
 def _planned_op(
-    op: Op, decision: Decision, kernels: Sequence[int], rewritten: Rewritten
+    graph: StepGraph, op: Op, decision: Decision, kernels: Sequence[int], rewritten: Rewritten
 ) -> PlannedOp:
     place = op.location
+    roots = [] if op.is_view else [graph.values[graph.values[leaf].root] for leaf in op.reads]
     results = [] if op.is_view else rewritten.result_dtypes[op.position]
     return PlannedOp(
         id=op.position,
@@ -50,7 +51,18 @@ def _planned_op(
         sets_result=decision.sets_result,
         kernel=kernels[op.position],
         is_free=decision.is_free,
+        sources=tuple(root.op for root in roots),
+        left=tuple(_left_dtype(graph, root, rewritten) for root in roots),
     )
+
+
+def _left_dtype(graph: StepGraph, root: Value, rewritten: Rewritten) -> str:
+    """The dtype in which the op that makes a value leaves it."""
+    if root.op < 0 or not rewritten.result_dtypes[root.op]:
+        return root.dtype
+    results = [graph.values[leaf] for leaf in graph.ops[root.op].results]
+    number = next(k for k, value in enumerate(results) if value is root)
+    return rewritten.result_dtypes[root.op][number]
 
 
 def _planned_cast(graph: StepGraph, cast: CastRecord) -> PlannedCast:

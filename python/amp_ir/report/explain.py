@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amp-ir explain`: the cast plan of a step as a table on the terminal, and as an HTML page."""
+"""`amp-ir explain`: the cast plan of a step as a table on the terminal, and as HTML pages."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from amp_ir.errors import OptionError
+from amp_ir.report.explain_graph_page import graph_page
 from amp_ir.report.explain_page import page
 
 # One colour a dtype, on the terminal; explain_page.py has the same for browsers.
@@ -84,6 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> 
     )
     parser.add_argument("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
+    parser.add_argument(
+        "--graph", type=Path, metavar="FILE", help="draw a graph of it on a page for a browser"
+    )
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--views", action="store_true", help="ops that only move elements, too")
 
@@ -102,10 +106,17 @@ def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = No
     console.print()
     console.print("\n".join(plan.summary().splitlines()[:2]), highlight=False)
     if arguments.html is not None:
-        title = f"{arguments.workload} in {plan.amp_dtype}"
-        arguments.html.write_text(page(title, plan, rows))
+        arguments.html.write_text(page(_title(plan, arguments), plan, rows))
         console.print(f"wrote {arguments.html}", highlight=False)
+    if arguments.graph is not None:
+        arguments.graph.write_text(graph_page(_title(plan, arguments), plan, rows))
+        console.print(f"wrote {arguments.graph}", highlight=False)
     return 0
+
+
+def _title(plan: Plan, arguments: argparse.Namespace) -> str:
+    part = "" if arguments.module == "*" else f", {arguments.module}"
+    return f"{arguments.workload} in {plan.amp_dtype}{part}"
 
 
 def rows_of(plan: Plan, what: str = "*", *, views: bool = False) -> list[Row]:
