@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""oneDNN's scratch memory: asked for without computing, and lent by the caller."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from native_calls import layout, memory
+
+from amp_ir import native
+
+NAME = "amp_ir.onednn.matmul"
+pytestmark = pytest.mark.skipif(not native.has(NAME), reason="this build has no oneDNN")
+
+
+def arguments(dtype: torch.dtype) -> tuple[list[Any], torch.Tensor]:
+    """A product of a repeated matrix, which oneDNN has to copy, and its result."""
+    a = torch.randn(1, 48).to(dtype).expand(40, 48)
+    b, out = torch.randn(48, 64).to(dtype), torch.full((40, 64), 7.0)
+    a_memory = a[:1].contiguous().view(-1)
+    given = [a_memory, memory(b), None, *layout(a), *layout(b), *layout(out), "none", memory(out)]
+    return given, out
+
+
+def scratch_nbytes(given: list[Any]) -> int:
+    return int(native.function("amp_ir.onednn.scratch_nbytes")(NAME, *given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_asking_computes_nothing(dtype: torch.dtype) -> None:
+    given, out = arguments(dtype)
+    nbytes = scratch_nbytes(given)
+    # At least the copy of the repeated operand.
+    assert nbytes >= 40 * 48 * dtype.itemsize
+    assert nbytes == scratch_nbytes(given)
+    assert torch.equal(out, torch.full((40, 64), 7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [1.0, 2.0, 0.5, 0.0])
+def test_lent_scratch_changes_no_result(dtype: torch.dtype, share: float) -> None:
+    """Less than what is needed is not used: the call takes memory of its own."""
+    given, out = arguments(dtype)
+    native.function(NAME)(*given)
+    expected = out.clone()
+    out.fill_(7.0)
+    scratch = torch.full((int(share * scratch_nbytes(given)),), 0xAA, dtype=torch.uint8)
+    native.function("amp_ir.onednn.with_scratch")(NAME, scratch, *given)
+    assert torch.equal(out, expected)
+    is_used = bool((scratch != 0xAA).any())
+    assert is_used == (share >= 1)
+
+
+def test_only_the_asking_thread_is_asked() -> None:
+    given, out = arguments(torch.float32)
+    other, other_out = arguments(torch.float32)
+    results: list[bool] = []
+
+    def run() -> None:
+        for _ in range(50):
+            other_out.fill_(7.0)
+            native.function(NAME)(*other)
+            results.append(bool((other_out != 7.0).any()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(50):
+        scratch_nbytes(given)
+    thread.join()
+    assert all(results) and torch.equal(out, torch.full((40, 64), 7.0))
+
+
+def test_an_unknown_function_is_named() -> None:
+    with pytest.raises(ValueError, match="amp_ir.onednn.nothing"):
+        native.function("amp_ir.onednn.scratch_nbytes")("amp_ir.onednn.nothing")
