@@ -2,7 +2,9 @@
 """Choose the dtype that each free op leaves: a minimum cut over bytes, or RAF's greedy majority.
 
 The cost model. Loops compute in float32 whatever they read, so a cast beside an op of the same
-kernel costs nothing; bytes move only where a value crosses from one kernel to another. With n
+kernel costs nothing; bytes move only where a value crosses from one kernel to another. The kernels
+are those that fusion makes of the step before any cast (kernels.py); what its readers compute anew
+is in all of their kernels, and so is a matmul in the library call that adds its bias. With n
 elements, a low copy has 2n bytes and a full one 4n.
 
 - A value left low is written once, 2n, if a kernel other than its own reads it, and each such
