@@ -80,8 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.measure:
         print(_measured(names[0], *chosen.measure, small=chosen.small))
         return
-    peaks = [peak for name in names for peak in measure_peaks(name, small=chosen.small)]
-    save("memory.json", peaks)
+    peaks: list[Peak] = []
+    for name in names:
+        peaks += measure_peaks(name, small=chosen.small)
+        save("memory.json", peaks)  # at once: the rest may take minutes
     Console(width=110).print(peak_table(peaks))
     budgets = [row for share in chosen.budgets for row in measure_budgets(share, chosen)]
     if budgets:
