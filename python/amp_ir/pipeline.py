@@ -39,6 +39,7 @@ from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.errors import ArgumentError, OptionError, ShapeChanged, StateError
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
+from amp_ir.loops.horizontal import merge_horizontally
 from amp_ir.loops.membership import memberships, stored_tensors
 from amp_ir.machine import measure_peaks
 from amp_ir.memory_plan import PlannedStep
@@ -148,7 +149,7 @@ def lower(
         ir = fold_casts(dispatch(ir))
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
-        ir = fuse_loops(ir, strict=rounding == "strict")
+        ir = merge_horizontally(fuse_loops(ir, strict=rounding == "strict"))
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
         return plan_memory(

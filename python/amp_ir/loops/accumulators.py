@@ -55,8 +55,8 @@ class Accumulator:
     def declare(cls, value: Reduction, count: int = LANES) -> Accumulator:
         """Accumulators in registers; `count` running values."""
         dtype = compute_dtype(value.dtype)
-        lanes = tirx.decl_buffer((count,), _local(dtype), "lanes", scope="local")
-        total = tirx.decl_buffer((1,), _local(dtype), "total", scope="local")
+        lanes = tirx.decl_buffer((count,), _local(dtype), "lanes")
+        total = tirx.decl_buffer((1,), _local(dtype), "total")
         return cls(value, lanes, total, count)
 
     @classmethod

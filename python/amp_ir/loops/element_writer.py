@@ -91,9 +91,11 @@ class ElementWriter:
 
         TVM's simplifier (0.27) substitutes names into their uses, so that the text of a hash, or
         of a logarithm of an exponential, multiplies at every step; it does not look through memory.
+        The memory's scope is "global": only then does TVM keep it on the stack, where LLVM makes it
+        a register; "local" memory costs a call of its allocator each time on a CPU.
         """
         count, lane = (LANES, self.lane) if self.lane is not None else (1, 0)
-        word = tirx.decl_buffer((count,), dtype, "word", scope="local")
+        word = tirx.decl_buffer((count,), dtype, "word")
         self.scratch.append(tirx.AllocBuffer(word))
         self.body.append(tirx.BufferStore(word, element, [lane]))
         return tirx.BufferLoad(word, [lane])

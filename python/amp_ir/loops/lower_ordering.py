@@ -74,7 +74,7 @@ def scan(op: Lowering, x: Value) -> Value:
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
         def row_body(row: Any) -> list[tirx.Stmt]:
-            total = tirx.decl_buffer((1,), dtype, "total", scope="local")
+            total = tirx.decl_buffer((1,), dtype, "total")
             known = tirx.BufferLoad(total, [0])
 
             def visit(item: Any) -> tirx.Stmt:
@@ -118,7 +118,7 @@ class _RowSort:
     def __attrs_post_init__(self) -> None:
         made = [tirx.decl_buffer((self.length,), "int32", name) for name in ("order", "merged")]
         object.__setattr__(self, "rows", tuple(made))
-        places = tirx.decl_buffer((2,), "int32", "places", scope="local")
+        places = tirx.decl_buffer((2,), "int32", "places")
         object.__setattr__(self, "places", places)
 
     def statements(self) -> tuple[list[tirx.Stmt], tirx.Var]:

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that wait for the same thing become one: the optimizer's updates behind a loss scale.
+
+Behind the last library call of a step all gradients exist. Kernels there that do not depend on
+each other are merged: one launch goes over the tasks of all, and what is the same function for
+many parameters is written once, with the addresses of each parameter's tensors chosen by task.
+Small kernels that no library call waits for (a bias's update, its gradient's check) move there
+too. Large ones stay where they are: merged, they would keep gradients alive that are used up now,
+and read them again when they have left the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.tirx import For, ForKind
+
+from amp_ir.location import join_spans
+from amp_ir.loops.emit_cpu import INPLACE, sequence
+from amp_ir.loops.fuse import LIBRARY_CALL
+
+KERNEL_CALL = "relax.call_tir"
+# Elements that a task goes through, about: a launch shares out tasks by their number, so they
+# should be alike.
+TASK_ELEMENTS = 65536
+# TVM and LLVM take time that grows faster than the number of a function's parameters.
+MOST_PARAMETERS = 128
+
+
+@attrs.define(eq=False)
+class _Call:
+    """One kernel call behind the last library call, and the variables of its results."""
+
+    call: relax.Call
+    function: tirx.PrimFunc
+    results: list[relax.Var]
+    level: int = 0
+
+    @property
+    def arguments(self) -> list[relax.Expr]:
+        return list(self.call.args[1].fields)
+
+
+@attrs.frozen(eq=False)
+class _Body:
+    """A kernel's function as `extent` independent iterations over `index` of a statement."""
+
+    parameters: list[tirx.Var]
+    index: tirx.Var | None
+    extent: int
+    statement: tirx.Stmt
+
+    @property
+    def elements(self) -> int:
+        """What one iteration goes through, about."""
+        return max(1, max(map(_size, self.parameters), default=1) // self.extent)
+
+
+def merge_horizontally(ir: tvm.IRModule) -> tvm.IRModule:
+    """Merge independent kernels behind the last library call into few.
+
+    Before:  w1 = call_tir(kernel_7, (found, p1, g1)); w2 = call_tir(kernel_7, (found, p2, g2))
+             b1 = call_tir(kernel_8, (found, q1, h1))
+    After:   (w1, w2, b1) = call_tir(kernel_9, (found, p1, g1, p2, g2, q1, h1))
+
+    Requires: `fuse_loops` has run.
+    Ensures:  every element is computed by the same code as before, so results are the same bit for
+              bit; a result may be written over an input that only its own kernel reads.
+    """
+    return _Merging(ir).run()
+
+
+class _Merging:
+    def __init__(self, ir: tvm.IRModule) -> None:
+        self.ir = ir
+        self.main: relax.Function = ir["main"]
+        self.bindings = [one for block in self.main.body.blocks for one in block.bindings]
+        self.functions = dict(ir.functions)
+        self.written: list[relax.Binding] = []
+        self.count = len(ir.functions)
+
+    def run(self) -> tvm.IRModule:
+        start = self._behind_library_calls()
+        first, moved = self._without_postponed(self.bindings[:start])
+        calls, others = self._read([*moved, *self.bindings[start:]])
+        levels: dict[int, list[_Call]] = {}
+        for call in calls:
+            levels.setdefault(call.level, []).append(call)
+        self.written = first
+        for _, members in sorted(levels.items()):
+            self._write(members)
+        self.written += others
+        return self._module()
+
+    def _behind_library_calls(self) -> int:
+        last = 0
+        for position, binding in enumerate(self.bindings):
+            value = binding.value
+            if isinstance(value, relax.Call) and value.op.name == LIBRARY_CALL:
+                last = position + 1
+        while last < len(self.bindings) and isinstance(
+            self.bindings[last].value, relax.TupleGetItem
+        ):
+            last += 1
+        return last
+
+    def _without_postponed(
+        self, bindings: Sequence[relax.Binding]
+    ) -> tuple[list[relax.Binding], list[relax.Binding]]:
+        """The bindings apart from small kernels that none of the rest waits for, and those."""
+        kept: list[relax.Binding] = []
+        moved: list[relax.Binding] = []
+        awaited: set[relax.Var] = set()
+        for binding in reversed(bindings):
+            value = binding.value
+            is_kernel = isinstance(value, relax.Call) and value.op.name == KERNEL_CALL
+            is_item = isinstance(value, relax.TupleGetItem)
+            if binding.var not in awaited and (
+                is_item or (is_kernel and _is_small(self.ir[value.args[0]]))
+            ):
+                moved.append(binding)
+                continue
+            kept.append(binding)
+            awaited.update(_variables(value))
+        # A name for one result of a kernel stays with the kernel.
+        made = {binding.var for binding in moved}
+        stray = [
+            one
+            for one in moved
+            if isinstance(one.value, relax.TupleGetItem) and one.value.tuple_value not in made
+        ]
+        moved = [one for one in moved if one not in stray]
+        return [*reversed(kept), *reversed(stray)], list(reversed(moved))
+
+    def _read(self, bindings: Sequence[relax.Binding]) -> tuple[list[_Call], list[relax.Binding]]:
+        """The kernel calls with their levels, and what only names results."""
+        calls: list[_Call] = []
+        maker: dict[relax.Var, _Call] = {}
+        others = []
+        for binding in bindings:
+            value = binding.value
+            if isinstance(value, relax.Call) and value.op.name == KERNEL_CALL:
+                call = _Call(value, self.ir[value.args[0]], [binding.var])
+                before = [maker[one].level + 1 for one in call.arguments if one in maker]
+                call.level = max(before, default=0)
+                calls.append(call)
+                maker[binding.var] = call
+                if isinstance(binding.var.ty, relax.TupleType):
+                    call.results = []
+            elif isinstance(value, relax.TupleGetItem) and value.tuple_value in maker:
+                call = maker[value.tuple_value]
+                call.results.append(binding.var)
+                maker[binding.var] = call
+            else:
+                others.append(binding)
+        return calls, others
+
+    def _write(self, members: list[_Call]) -> None:
+        """The calls of one level, merged where their kernels can be."""
+        batches: list[list[_Call]] = [[]]
+        for one in members:
+            if _body_of(one.function) is None:
+                self._bind(one.call, one.results)
+                continue
+            count = sum(len(other.function.params) for other in [*batches[-1], one])
+            if batches[-1] and count > MOST_PARAMETERS:
+                batches.append([])
+            batches[-1].append(one)
+        for batch in batches:
+            if len(batch) == 1:
+                self._bind(batch[0].call, batch[0].results)
+            elif batch:
+                self._merge(batch)
+
+    def _bind(self, call: relax.Call, results: list[relax.Var]) -> None:
+        if len(results) == 1:
+            self.written.append(relax.VarBinding(results[0], call))
+            return
+        types = relax.TupleType([one.ty for one in results])
+        together = relax.DataflowVar(f"merged{len(self.written)}", types)
+        self.written.append(relax.VarBinding(together, _typed(call, types)))
+        for k, one in enumerate(results):
+            item = _typed(relax.TupleGetItem(together, k), one.ty)
+            self.written.append(relax.VarBinding(one, item))
+
+    def _merge(self, members: list[_Call]) -> None:
+        function, arguments, results = _merged_function(members)
+        variable = tvm.ir.GlobalVar(f"kernel_{self.count}")
+        self.count += 1
+        self.functions[variable] = function.with_attr("global_symbol", variable.name_hint)
+        notes = [one.call.attrs for one in members]
+        ops = ",".join(dict.fromkeys(op for one in notes for op in str(one["ops"]).split(",")))
+        made = [one.result_ops for one in map(_Notes.of, members)]
+        attributes = tvm.ir.make_node(
+            "ir.DictAttrs", ops=ops, result_ops=",".join(x for one in made for x in one)
+        )
+        types = relax.TupleType([one.ty for one in results])
+        call = relax.Call(
+            tvm.ir.Op.get(KERNEL_CALL), [variable, relax.Tuple(arguments)], attributes, [types],
+            join_spans(one.call.span for one in members),
+        )  # fmt: skip
+        self._bind(call, results)
+
+    def _module(self) -> tvm.IRModule:
+        body = relax.SeqExpr([relax.DataflowBlock(self.written)], self.main.body.body)
+        relax.expr._update_type(body, self.main.body.ty)
+        main = relax.Function(
+            self.main.params, body, self.main.ret_ty, self.main.is_pure, self.main.attrs,
+            self.main.span,
+        )  # fmt: skip
+        self.functions[self.ir.get_global_var("main")] = main
+        used = _called(self.written)
+        kept = {
+            variable: function
+            for variable, function in self.functions.items()
+            if variable.name_hint == "main" or variable.name_hint in used
+        }
+        return tvm.IRModule(kept, attrs=self.ir.attrs)
+
+
+def _is_small(function: tirx.PrimFunc) -> bool:
+    return sum(_size(one) for one in function.params) <= TASK_ELEMENTS
+
+
+def _size(buffer: tirx.Var) -> int:
+    return math.prod(int(n) for n in buffer.shape)
+
+
+def _variables(value: relax.Expr) -> list[relax.Var]:
+    found: list[relax.Var] = []
+    relax.analysis.post_order_visit(
+        value, lambda one: found.append(one) if isinstance(one, relax.Var) else None
+    )
+    return found
+
+
+@attrs.frozen
+class _Notes:
+    """What the call of a kernel says of its results."""
+
+    result_ops: list[str]
+
+    @classmethod
+    def of(cls, call: _Call) -> _Notes:
+        names = str(call.call.attrs["result_ops"]).split(",")
+        return cls((names + [""] * len(call.results))[: len(call.results)])
+
+
+def _called(bindings: Sequence[relax.Binding]) -> set[str]:
+    calls = [one.value for one in bindings if isinstance(one.value, relax.Call)]
+    return {one.args[0].name_hint for one in calls if one.op.name == KERNEL_CALL}
+
+
+def _typed(expr: relax.Expr, type_: relax.Type) -> relax.Expr:
+    if expr.ty.is_missing():
+        relax.expr._update_type(expr, type_)
+    return expr
+
+
+def _body_of(function: tirx.PrimFunc) -> _Body | None:
+    """The function as independent iterations; None if it is made of several parallel loops."""
+    body = function.body
+    parameters = list(function.params)
+    if isinstance(body, For) and body.kind == ForKind.PARALLEL:
+        return _Body(parameters, body.loop_var, int(body.extent), body.body)
+    loops: list[For] = []
+    tvm_ffi.structural_walk(body, (For, loops.append))
+    if any(loop.kind == ForKind.PARALLEL for loop in loops):
+        return None
+    return _Body(parameters, None, 1, body)
+
+
+@attrs.frozen(eq=False)
+class _Family:
+    """Calls of one function, with the position of each argument and result among the merged."""
+
+    body: _Body
+    parameters: list[list[tirx.Var]]
+
+    @property
+    def iterations(self) -> int:
+        return self.body.extent * len(self.parameters)
+
+    @property
+    def per_task(self) -> int:
+        return min(max(1, TASK_ELEMENTS // self.body.elements), self.iterations)
+
+    @property
+    def tasks(self) -> int:
+        return -(-self.iterations // self.per_task)
+
+
+def _merged_function(
+    members: list[_Call],
+) -> tuple[tirx.PrimFunc, list[relax.Expr], list[relax.Var]]:
+    """The function, its arguments (each tensor once) and its results."""
+    inputs: dict[relax.Expr, tirx.Var] = {}
+    outputs: list[tirx.Var] = []
+    results: list[relax.Var] = []
+    readers: dict[relax.Expr, int] = {}
+    pairs: list[tuple[int, relax.Expr]] = []
+    families: dict[str, _Family] = {}
+    for member in members:
+        arguments, count = member.arguments, len(member.arguments)
+        own = list(member.function.params)
+        for argument, buffer in zip(arguments, own, strict=False):
+            inputs.setdefault(argument, _like(buffer, f"in{len(inputs)}"))
+            readers[argument] = readers.get(argument, 0) + 1
+        for output, source in _pairs_of(member.function):
+            pairs.append((len(outputs) + output, arguments[source]))
+        made = [_like(one, f"out{len(outputs) + k}") for k, one in enumerate(own[count:])]
+        outputs += made
+        results += member.results
+        name = member.call.args[0].name_hint
+        if name not in families:
+            body = _body_of(member.function)
+            assert body is not None
+            families[name] = _Family(body, [])
+        families[name].parameters.append([*(inputs[one] for one in arguments), *made])
+    place = {argument: k for k, argument in enumerate(inputs)}
+    safe = [[output, place[source]] for output, source in pairs if readers[source] == 1]
+    function = tirx.PrimFunc([*inputs.values(), *outputs], _launch(list(families.values())))
+    function = function.with_attr("tirx.noalias", not safe)
+    if safe:
+        function = function.with_attr(INPLACE, safe)
+    return function, list(inputs), results
+
+
+def _pairs_of(function: tirx.PrimFunc) -> list[tuple[int, int]]:
+    pairs = function.attrs.get(INPLACE, []) if function.attrs else []
+    return [(int(output), int(source)) for output, source in pairs]
+
+
+def _like(buffer: tirx.Var, name: str) -> tirx.Var:
+    return tirx.decl_buffer(tuple(buffer.shape), str(buffer.dtype), name)
+
+
+def _launch(families: list[_Family]) -> tirx.Stmt:
+    """One parallel loop over the tasks of all families, behind what fills their address tables."""
+    task = tirx.Var("task", "int32")
+    body: tirx.Stmt | None = None
+    total = end = sum(family.tasks for family in families)
+    tables: list[tirx.Stmt] = []
+    for family in reversed(families):
+        start = end - family.tasks
+        statement = _task(family, task - tirx.const(start, "int32"), tables)
+        body = (
+            statement
+            if body is None
+            else tirx.IfThenElse(task < tirx.const(end, "int32"), statement, body)
+        )
+        end = start
+    assert body is not None
+    elements = sum(family.iterations * family.body.elements for family in families)
+    is_parallel = total > 1 and elements > TASK_ELEMENTS
+    loop = For(task, 0, total, ForKind.PARALLEL if is_parallel else ForKind.SERIAL, body)
+    return sequence([*tables, loop])
+
+
+def _task(family: _Family, number: Any, tables: list[tirx.Stmt]) -> tirx.Stmt:
+    """One task of a family: some iterations, each on the tensors of its call."""
+    step = tirx.Var("step", "int32")
+    iteration = number * tirx.const(family.per_task, "int32") + step
+    extent = tirx.const(family.body.extent, "int32")
+    which = tirx.Var("which", "int32")
+    statements: list[tirx.Stmt] = [tirx.Bind(which, tirx.floordiv(iteration, extent))]
+    replaced: dict[tirx.Var, tirx.Var] = {}
+    for k, own in enumerate(family.body.parameters):
+        choices = [parameters[k] for parameters in family.parameters]
+        replaced[own] = choices[0]
+        if any(one is not choices[0] for one in choices):
+            address = tirx.Var(f"{own.name}_at", choices[0].data.ty)
+            table = _address_table(choices, tables)
+            chosen = tirx.reinterpret(choices[0].data.ty, tirx.BufferLoad(table, [which]))
+            replaced[own] = _like(own, own.name)
+            statements.append(tirx.Bind(address, chosen))
+            statements.append(tirx.DeclBuffer(replaced[own], data=address))
+    if family.body.index is not None:
+        statements.append(tirx.Bind(family.body.index, tirx.floormod(iteration, extent)))
+    statements.append(
+        tvm_ffi.structural_map(
+            family.body.statement, (tirx.Var, lambda one: replaced.get(one, one))
+        )
+    )
+    body = sequence(statements)
+    if family.iterations % family.per_task:
+        is_there = iteration < tirx.const(family.iterations, "int32")
+        body = tirx.IfThenElse(is_there, body, None)
+    return For(step, 0, family.per_task, ForKind.SERIAL, body)
+
+
+def _address_table(buffers: list[tirx.Var], statements: list[tirx.Stmt]) -> tirx.Var:
+    """A local table of the buffers' addresses, as integers: TIR has no tables of pointers."""
+    table = tirx.decl_buffer((len(buffers),), "uint64", "addresses")
+    statements.append(tirx.AllocBuffer(table))
+    for k, buffer in enumerate(buffers):
+        address = tirx.reinterpret("uint64", buffer.data)
+        statements.append(tirx.BufferStore(table, address, [tirx.const(k, "int32")]))
+    return table
