@@ -157,17 +157,21 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def save(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows and the machine's description as JSON."""
-    path.parent.mkdir(exist_ok=True)
-    machine = {
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    return {
         "cpu": host_description(),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
         "torch": torch.__version__,
         "amp_ir": amp_ir.__version__,
     }
-    document = {"machine": machine, "rows": [attrs.asdict(row) for row in rows]}
+
+
+def save(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows and the machine's description as JSON."""
+    path.parent.mkdir(exist_ok=True)
+    document = {"machine": machine(), "rows": [attrs.asdict(row) for row in rows]}
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
