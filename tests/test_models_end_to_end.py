@@ -414,7 +414,8 @@ def low_precision(name: str, amp: str) -> tuple[LowPrecision, Batch]:
 @pytest.mark.parametrize("name", [*MODELS, *workloads.WORKLOADS])
 def test_bfloat16_gradients_are_as_exact_as_those_of_torch_autocast(name: str) -> None:
     one, batch = low_precision(name, "bfloat16")
-    errors = [one.errors(another(batch, seed)) for seed in range(5)]
+    # A ResNet this small normalizes over two elements, where a draw is off by 0.02 or by 0.5.
+    errors = [one.errors(another(batch, seed)) for seed in range(31 if name == "resnet" else 5)]
     # The median: where an input of a ReLU rounds to the other side of zero, one draw of roundings
     # is off by several times the other, either way.
     assert statistics.median(ours / theirs for ours, theirs in errors) <= 1.1
