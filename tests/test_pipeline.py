@@ -180,3 +180,18 @@ def test_the_report_names_each_stage() -> None:
     train = amp_ir.compile(mod)
     assert list(train.report.seconds) == ["tidy", "dispatch", "fuse", "plan", "build"]
     assert "kernels, peak" in repr(train)
+
+
+def test_a_batch_may_lie_anywhere_in_memory() -> None:
+    """A slice of a data set starts where it starts, and an array of NumPy's where it likes."""
+    model = torch.nn.Linear(5, 3)
+    data = torch.randn(1 + 4 * 5)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum().detach()
+
+    train = amp_ir.jit(step, model=model)
+    for start in range(2):
+        x = data[start : start + 20].view(4, 5)
+        torch.testing.assert_close(train(x), model(x).sum().detach())
+        assert x.data_ptr() % 64 == 4 * start

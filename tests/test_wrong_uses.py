@@ -692,6 +692,11 @@ def evaluate(s: Setting) -> None:
     s.model.eval()
 
 
+def misplace(s: Setting) -> None:
+    weight = s.model[0].weight
+    weight.data = torch.cat([torch.zeros(1), weight.data.flatten()])[1:].view(weight.shape)
+
+
 def change_option(s: Setting) -> None:
     s.optimizer.param_groups[0]["nesterov"] = True
 
@@ -717,11 +722,16 @@ STRIDED = (
     "parameter 0.weight is not contiguous (strides (1, 8)); make it so before the capture: "
     "tensor.data = tensor.data.contiguous()"
 )
+MISPLACED = (
+    "parameter 0.weight lies at an address that is no multiple of 64 bytes, as a slice of another "
+    "tensor does; give it memory of its own before the capture: tensor.data = tensor.data.clone()"
+)
 CHANGES = [
     (freeze, CAPTURED.format("parameter 0.weight was trained and is frozen")),
     (halve, CAPTURED.format("parameter 0.weight was torch.float32 and is torch.float16")),
     (resize, CAPTURED.format("parameter 0.weight was (8, 6) and is (2, 2)")),
     (transpose, STRIDED),
+    (misplace, MISPLACED),
     (replace, CAPTURED.format("2.bias was replaced by another tensor")),
     (
         evaluate,

@@ -17,6 +17,9 @@ from amp_ir.module import InputSpec, OutputSpec, Role, Signature
 # Kernels see these dtypes as integers of the same width (loops/kernel_buffers.py says why).
 _PHYSICAL = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
 
+# Kernels load whole vectors; PyTorch's allocator gives such addresses, a slice of a tensor may not.
+ALIGNMENT_BYTES = 64
+
 State = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
 
 
@@ -27,6 +30,12 @@ def flat_view(tensor: torch.Tensor) -> tvm.runtime.Tensor:
         flat = flat.new_empty(1)
     physical = _PHYSICAL.get(flat.dtype)
     return tvm.runtime.from_dlpack(flat if physical is None else flat.view(physical))
+
+
+def _placed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the batch as kernels can read it: dense and aligned; copied if it is not."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT_BYTES else tensor
 
 
 class Program:
@@ -66,7 +75,7 @@ class Program:
         tensors = iter(batch)
         with self._lock:
             arguments = [
-                flat_view(next(tensors).contiguous()) if one.source is None else one.current_view()
+                flat_view(_placed(next(tensors))) if one.source is None else one.current_view()
                 for one in self._inputs
             ]
             self._main(self._arena_view, *arguments, *map(flat_view, results))
@@ -118,6 +127,12 @@ class _Input:
                 f"{self.spec.role.value} {self.spec.name} was {self.spec.dtype}"
                 f"{list(self.spec.shape)} at the capture and is now {dtype}{list(tensor.shape)}; "
                 "capture and compile the step again"
+            )
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            raise StateError(
+                f"{self.spec.role.value} {self.spec.name} lies at an address that is no multiple "
+                f"of {ALIGNMENT_BYTES} bytes, as a slice of another tensor does; give it memory of "
+                "its own before the capture: tensor.data = tensor.data.clone()"
             )
         if not tensor.is_contiguous():
             raise StateError(
