@@ -249,7 +249,8 @@ class Grouping:
             if read.value.size == size and id(read.value) not in self.group_of:
                 for number in self._readers_of.get(id(read.value), ()):
                     group = self._by_number[number]
-                    groups[group.number] = group
+                    if _gates(group) == value.is_gate:
+                        groups[group.number] = group
         return [groups[number] for number in sorted(groups, reverse=True)]
 
     def _enter(self, value: Value, group: Group, domain: Domain, kind: Placement) -> None:
@@ -419,6 +420,12 @@ class Grouping:
                 if read.place not in ("same", "flat") or _nbytes(owner) > _nbytes(value):
                     return False
         return large <= 1
+
+
+def _gates(group: Group) -> bool:
+    """Whether a kernel only makes scalars that readers of its arguments wait for."""
+    gates = [one for one in group.members if isinstance(one, Reduction) and one.is_gate]
+    return bool(gates) and all(one.size == 1 for one in group.members)
 
 
 def _nbytes(value: Value) -> int:

@@ -137,8 +137,13 @@ class Pointwise(Value):
 
 @attrs.define(eq=False)
 class Reduction(Value):
-    """`kind` over `axes` of `source_shape`; the reduced dimensions stay, with extent 1."""
+    """`kind` over `axes` of `source_shape`; the reduced dimensions stay, with extent 1.
 
+    `is_gate`: what reads the same tensor waits for the result (an update for its gradient's
+    check), so in one kernel with it would have to be stored for later.
+    """
+
+    is_gate: bool = attrs.field(default=False, kw_only=True)
     kind: ReduceKind = attrs.field(kw_only=True)
     source_shape: tuple[int, ...] = attrs.field(kw_only=True)
     axes: tuple[int, ...] = attrs.field(kw_only=True)
@@ -247,6 +252,8 @@ def reduce(
     axes: Sequence[int],
     body: Element,
     dtype: str = "float32",
+    *,
+    is_gate: bool = False,
 ) -> Value:
     """`kind` of `body(*i)` over `axes` of an index space of `source_shape`; extents stay as 1."""
     source = tuple(int(n) for n in source_shape)
@@ -254,7 +261,7 @@ def reduce(
     shape = tuple(1 if d in kept else n for d, n in enumerate(source))
     return Reduction(
         TensorSpec(shape, dtype), _reads_of(source, body, None), kind=kind,
-        source_shape=source, axes=kept, body=body,
+        source_shape=source, axes=kept, body=body, is_gate=is_gate,
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from tvm import tirx
 
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import Lowering, Value, bind, compute_dtype, lowers, pointwise, reduce, squeeze
-from amp_ir.loops.lower_activations import sum_all
 
 
 @lowers("amp_ir.scale_loss")
@@ -61,7 +60,8 @@ def _is_finite(gradient: Value) -> Value:
         largest = pointwise((), integer, magnitude)
     else:
         axes = range(len(gradient.shape))
-        largest = squeeze(reduce("max", gradient.shape, axes, magnitude, integer), ())
+        found = reduce("max", gradient.shape, axes, magnitude, integer, is_gate=True)
+        largest = squeeze(found, ())
     limit = tirx.const(_INFINITY[dtype], integer)
     return pointwise((), "bool", lambda: largest[()] < limit)
 
@@ -75,7 +75,10 @@ def _sum_of_squares(gradient: Value, scale: Value) -> Value:
         element = bind(gradient[i] * inverse[()])
         return element * element
 
-    return sum_all(gradient.shape, dtype, square)
+    if not gradient.shape:
+        return pointwise((), dtype, square)
+    axes = range(len(gradient.shape))
+    return squeeze(reduce("sum", gradient.shape, axes, square, dtype, is_gate=True), ())
 
 
 @lowers("amp_ir.all_finite")
