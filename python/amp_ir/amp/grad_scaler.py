@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from amp_ir.dialect.loss_scale import NO_MAX_SCALE, NO_MIN_SCALE, next_scale
+from amp_ir.dialect.loss_scale import next_scale, options_of
 from amp_ir.errors import OptionError, SkippedTooOftenError
 from amp_ir.step_log import StepLog
 
@@ -111,23 +111,13 @@ class GradScaler(torch.amp.GradScaler):
         self._amp_ir_log.write(found_inf, scale, torch.full_like(scale, math.nan))
         if self.dynamic:
             values = next_scale(
-                scale, growth_tracker, self._hysteresis_tracker, found_inf, **self._options()
+                scale, growth_tracker, self._hysteresis_tracker, found_inf, **options_of(self)
             )
             scale.copy_(values[0])
             growth_tracker.copy_(values[1])
             self._hysteresis_tracker.copy_(values[2])
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self.check_limits()
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "hysteresis": self.hysteresis,
-            "min_scale": NO_MIN_SCALE if self.min_scale is None else self.min_scale,
-            "max_scale": NO_MAX_SCALE if self.max_scale is None else self.max_scale,
-        }
 
     def check_limits(self) -> None:
         """Warn when the scale has come down to `min_scale`; raise after too many skips.

@@ -10,6 +10,8 @@ Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2; the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from amp_ir.dialect.define import Tensor, define
@@ -106,6 +108,20 @@ def next_scale(
         torch.where(found_inf | grows, none, clean),
         torch.where(found_inf, tolerated, torch.full_like(hysteresis_tracker, hysteresis)),
     )
+
+
+def options_of(scaler: Any) -> dict[str, Any]:
+    """The numbers that update_scale works with; what `torch.amp.GradScaler` lacks is off."""
+    is_dynamic = getattr(scaler, "dynamic", True)
+    lowest, highest = getattr(scaler, "min_scale", None), getattr(scaler, "max_scale", None)
+    return {
+        "growth_factor": float(scaler._growth_factor) if is_dynamic else 1.0,
+        "backoff_factor": float(scaler._backoff_factor) if is_dynamic else 1.0,
+        "growth_interval": int(scaler._growth_interval),
+        "hysteresis": int(getattr(scaler, "hysteresis", 1)),
+        "min_scale": NO_MIN_SCALE if lowest is None else float(lowest),
+        "max_scale": NO_MAX_SCALE if highest is None else float(highest),
+    }
 
 
 @define(

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from amp_ir.dialect.loss_scale import options_of
 from amp_ir.errors import StateError
 from amp_ir.frontend.hyper_parameters import HyperParameter, frozen_options
 from amp_ir.frontend.interface import Interface
-from amp_ir.frontend.loss_scaling import options_of
 from amp_ir.frontend.state import State
 from amp_ir.frontend.symbolic_float import Guard
 from amp_ir.frontend.tracing import Traced

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from amp_ir.dialect import DECLARATIONS
-from amp_ir.dialect.loss_scale import NO_MAX_SCALE, NO_MIN_SCALE
+from amp_ir.dialect.loss_scale import options_of
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.refusals import Findings
 from amp_ir.frontend.state import ScalerSlots
@@ -217,20 +217,6 @@ class CapturedScaler:
         self._scale.copy_(values[0])
         self._growth_tracker.copy_(values[1])
         self._hysteresis_tracker.copy_(values[2])
-
-
-def options_of(scaler: Any) -> dict[str, float]:
-    """The numbers that update_scale works with; what `torch.amp.GradScaler` lacks is off."""
-    is_dynamic = getattr(scaler, "dynamic", True)
-    lowest, highest = getattr(scaler, "min_scale", None), getattr(scaler, "max_scale", None)
-    return {
-        "growth_factor": float(scaler._growth_factor) if is_dynamic else 1.0,
-        "backoff_factor": float(scaler._backoff_factor) if is_dynamic else 1.0,
-        "growth_interval": int(scaler._growth_interval),
-        "hysteresis": int(getattr(scaler, "hysteresis", 1)),
-        "min_scale": NO_MIN_SCALE if lowest is None else float(lowest),
-        "max_scale": NO_MAX_SCALE if highest is None else float(highest),
-    }
 
 
 def _any(flags: list[torch.Tensor]) -> torch.Tensor:

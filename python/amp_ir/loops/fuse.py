@@ -263,13 +263,13 @@ class _Writer:
         spans = [self.origins.span(value) if is_kernel else call.span for value in values]
         span = spans[0] if len(values) == 1 else None
         variable = relax.DataflowVar(f"v{len(self.bindings)}", type_, span)
-        self.bindings.append(relax.VarBinding(variable, _typed(call, type_)))
+        self.bindings.append(relax.VarBinding(variable, typed(call, type_)))
         if len(values) == 1:
             self.expressions[id(values[0])] = variable
             return
         for k, value in enumerate(values):
             field = relax.DataflowVar(f"v{len(self.bindings)}", tensor_type(value.spec), spans[k])
-            item = _typed(relax.TupleGetItem(variable, k), tensor_type(value.spec))
+            item = typed(relax.TupleGetItem(variable, k), tensor_type(value.spec))
             self.bindings.append(relax.VarBinding(field, item))
             self.expressions[id(value)] = field
 
@@ -289,7 +289,7 @@ class _Writer:
         body = relax.Tuple(fields)
         type_ = relax.TupleType([field.ty for field in fields])
         output = relax.Var("results", type_)
-        self.bindings.append(relax.VarBinding(output, _typed(body, type_)))
+        self.bindings.append(relax.VarBinding(output, typed(body, type_)))
         block = relax.DataflowBlock(self.bindings)
         function = relax.Function(
             self.main.params, relax.SeqExpr([block], output), type_, is_pure=True,
@@ -307,7 +307,7 @@ class _Writer:
         if tuple(owner.shape) == tuple(value.shape):
             return expression
         shape = relax.ShapeExpr(list(value.shape))
-        call = _typed(
+        call = typed(
             relax.Call(tvm.ir.Op.get("relax.reshape"), [expression, shape]), type_
         )  # fmt: skip
         variable = relax.DataflowVar(f"v{len(self.bindings)}", type_)
@@ -358,7 +358,8 @@ def tensor_type(spec: TensorSpec) -> relax.TensorType:
     return relax.TensorType(list(spec.shape), spec.dtype)
 
 
-def _typed(expr: relax.Expr, type_: relax.Type) -> relax.Expr:
+def typed(expr: relax.Expr, type_: relax.Type) -> relax.Expr:
+    """The expression with this type, unless it has one."""
     if expr.ty.is_missing():
         relax.expr._update_type(expr, type_)
     return expr

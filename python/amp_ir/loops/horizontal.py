@@ -23,7 +23,7 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.location import join_spans
 from amp_ir.loops.emit_cpu import INPLACE, sequence
-from amp_ir.loops.fuse import LIBRARY_CALL
+from amp_ir.loops.fuse import LIBRARY_CALL, typed
 
 KERNEL_CALL = "relax.call_tir"
 # Elements that a task goes through, about: a launch shares out tasks by their number, so they
@@ -184,9 +184,9 @@ class _Merging:
             return
         types = relax.TupleType([one.ty for one in results])
         together = relax.DataflowVar(f"merged{len(self.written)}", types)
-        self.written.append(relax.VarBinding(together, _typed(call, types)))
+        self.written.append(relax.VarBinding(together, typed(call, types)))
         for k, one in enumerate(results):
-            item = _typed(relax.TupleGetItem(together, k), one.ty)
+            item = typed(relax.TupleGetItem(together, k), one.ty)
             self.written.append(relax.VarBinding(one, item))
 
     def _merge(self, members: list[_Call]) -> None:
@@ -196,10 +196,8 @@ class _Merging:
         self.functions[variable] = function.with_attr("global_symbol", variable.name_hint)
         notes = [one.call.attrs for one in members]
         ops = ",".join(dict.fromkeys(op for one in notes for op in str(one["ops"]).split(",")))
-        made = [one.result_ops for one in map(_Notes.of, members)]
-        attributes = tvm.ir.make_node(
-            "ir.DictAttrs", ops=ops, result_ops=",".join(x for one in made for x in one)
-        )
+        made = [op for one in members for op in _result_ops(one)]
+        attributes = tvm.ir.make_node("ir.DictAttrs", ops=ops, result_ops=",".join(made))
         types = relax.TupleType([one.ty for one in results])
         call = relax.Call(
             tvm.ir.Op.get(KERNEL_CALL), [variable, relax.Tuple(arguments)], attributes, [types],
@@ -240,27 +238,15 @@ def _variables(value: relax.Expr) -> list[relax.Var]:
     return found
 
 
-@attrs.frozen
-class _Notes:
-    """What the call of a kernel says of its results."""
-
-    result_ops: list[str]
-
-    @classmethod
-    def of(cls, call: _Call) -> _Notes:
-        names = str(call.call.attrs["result_ops"]).split(",")
-        return cls((names + [""] * len(call.results))[: len(call.results)])
+def _result_ops(call: _Call) -> list[str]:
+    """The op behind each result, as the call of the kernel notes it; "" where it does not."""
+    names = str(call.call.attrs["result_ops"]).split(",")
+    return (names + [""] * len(call.results))[: len(call.results)]
 
 
 def _called(bindings: Sequence[relax.Binding]) -> set[str]:
     calls = [one.value for one in bindings if isinstance(one.value, relax.Call)]
     return {one.args[0].name_hint for one in calls if one.op.name == KERNEL_CALL}
-
-
-def _typed(expr: relax.Expr, type_: relax.Type) -> relax.Expr:
-    if expr.ty.is_missing():
-        relax.expr._update_type(expr, type_)
-    return expr
 
 
 def _body_of(function: tirx.PrimFunc) -> _Body | None:
