@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step is compiled for: a kind of device, its architecture, the libraries to call there."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, Literal
+
+import attrs
+import torch
+import tvm
+
+from amp_ir.errors import DeviceError, OptionError
+
+# What a CUDA step is compiled for where nothing says otherwise and no GPU is there to ask.
+DEFAULT_ARCH = "sm_80"
+_ARCH = re.compile(r"sm_(\d+)a?")
+# Kernels use bfloat16 tensor cores and asynchronous allocation-free reductions: Ampere on.
+_OLDEST = 80
+
+
+@attrs.frozen
+class CompileTarget:
+    """A kind of device and its architecture.
+
+    `libraries` are the prefixes of library functions (`amp_ir.<library>.<verb>`) that heavy ops may
+    go to, the preferred one first.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    arch: str
+    libraries: tuple[str, ...]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether kernels are launched on a GPU."""
+        return self.kind == "cuda"
+
+    @property
+    def tvm_target(self) -> tvm.target.Target:
+        """The target as TVM's code generation takes it."""
+        if not self.is_cuda:
+            return tvm.target.Target({"kind": "llvm", "mcpu": self.arch})
+        # The host part only launches: any CPU of this machine's kind may run it.
+        return tvm.target.Target({"kind": "cuda", "arch": self.arch}, host="llvm")
+
+    def __str__(self) -> str:
+        """The architecture, as options name it."""
+        return self.arch if self.is_cuda else "cpu"
+
+
+@functools.cache
+def cpu() -> CompileTarget:
+    """This machine's own CPU."""
+    host = tvm.target.codegen.llvm_get_system_cpu()
+    return CompileTarget("cpu", host, ("onednn", "torch"))
+
+
+def cuda(arch: str | None = None) -> CompileTarget:
+    """A CUDA GPU of architecture `arch` ("sm_90"); by default the one in this machine.
+
+    Raises:
+        OptionError: `arch` is no architecture, or an older one than sm_80.
+    """
+    arch = arch or _present_arch() or DEFAULT_ARCH
+    found = _ARCH.fullmatch(arch)
+    if found is None or int(found[1]) < _OLDEST:
+        raise OptionError(
+            f"target={arch!r} is no CUDA architecture that amp_ir compiles for; expected sm_{_OLDEST} "
+            "or newer, such as sm_80 (A100), sm_89 (L4, RTX 40) or sm_90 (H100, H200)"
+        )
+    return CompileTarget("cuda", arch, ("cublaslt", "torch_cuda"))
+
+
+def parse_target(name: str) -> CompileTarget:
+    """The target called "cpu", "cuda" or by a CUDA architecture ("sm_90").
+
+    Raises:
+        OptionError: nothing has that name.
+    """
+    if name == "cpu":
+        return cpu()
+    if name == "cuda":
+        return cuda()
+    if name.startswith("sm_"):
+        return cuda(name)
+    raise OptionError(
+        f'target={name!r} is not known; expected "cpu", "cuda" or an architecture such as "sm_90"'
+    )
+
+
+def target_of(device: Any) -> CompileTarget:
+    """The target for running on `device`: "cpu", "cuda", "cuda:1" or a torch.device.
+
+    Raises:
+        OptionError: no device has that name. DeviceError: this machine does not have it.
+    """
+    name = str(device) if isinstance(device, (str, torch.device)) else ""
+    if name == "cpu":
+        return cpu()
+    if name != "cuda" and re.fullmatch(r"cuda:\d+", name) is None:
+        raise OptionError(f'device={device!r} is not a device; expected "cpu" or "cuda"')
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = (
+            f"PyTorch {torch.__version__} was installed without CUDA"
+            if built is None
+            else f"PyTorch was built for CUDA {built}, and it finds no driver or no GPU"
+        )
+        raise DeviceError(
+            f"device={name!r} is not here: {why}. Compile for it without running: "
+            "amp-ir compile FILE --target sm_90 --out step.so"
+        )
+    index = torch.device(name).index or 0
+    if index >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device={name!r} is not here: this machine has {torch.cuda.device_count()} GPU(s)"
+        )
+    major, minor = torch.cuda.get_device_capability(index)
+    return cuda(f"sm_{major}{minor}")
+
+
+def _present_arch() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
