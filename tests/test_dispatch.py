@@ -16,6 +16,7 @@ from tvm.relax import op as R
 
 from amp_ir import native
 from amp_ir.dialect.registry import call_op
+from amp_ir.dispatch_note import DispatchLog
 from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.strided_view import StridedView, dense_strides, view_of
 
@@ -106,6 +107,60 @@ def test_integers_and_float64_stay_for_the_loops() -> None:
     for dtype in ("int64", "float64"):
         mod = build([((4, 8), dtype), ((8, 16), dtype)], R.matmul)
         assert not library_calls(dispatch(mod))
+
+
+def notes_of(mod: tvm.IRModule) -> list[str]:
+    log = DispatchLog()
+    dispatch(mod, log=log)
+    return [str(note) for note in log.notes]
+
+
+def test_the_log_says_where_each_op_went_and_why_not_to_the_preferred_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(x: Any, w: Any, v: Any, k: Any) -> Any:
+        emit = relax.BlockBuilder.current().emit
+        low = emit(R.matmul(x, w))
+        return emit(R.matmul(low, w)), emit(R.matmul(x, v)), emit(R.matmul(k, k))
+
+    shapes = [((8, 8), "float32"), ((8, 8), "float32"), ((8,), "float32"), ((8, 8), "int64")]
+    mod = build(shapes, body)
+    refused = [
+        "relax.matmul: 1 call -> own kernel, because an operand is a vector, and libraries "
+        "multiply matrices",
+        "relax.matmul: 1 call -> own kernel, because libraries compute in float32, bfloat16, "
+        "float16, not in int64",
+    ]
+    assert notes_of(mod) == ["relax.matmul: 2 calls -> onednn", *refused]
+    has = native.has
+    monkeypatch.setattr(native, "has", lambda name: "onednn" not in name and has(name))
+    monkeypatch.setattr(native, "load", lambda: {"onednn": "not built"})
+    second = "relax.matmul: 2 calls -> torch, because onednn is not built"
+    assert notes_of(mod) == [second, *refused]
+    monkeypatch.setattr(native, "has", lambda name: False)
+    monkeypatch.setattr(native, "load", lambda: {"onednn": "not built"})
+    own = "relax.matmul: 2 calls -> own kernel, because onednn is not built; torch has no matmul"
+    assert notes_of(mod) == [own, *refused]
+
+
+@pytest.mark.parametrize(("side", "expected"), [(1, 1), (2, 2), (4, 2)])
+def test_a_stride_that_leads_nowhere_is_one(side: int, expected: int) -> None:
+    """One window fits: oneDNN is not asked for the stride that it gets wrong."""
+    out = (side + 1) // 2
+    options = {"strides": [2, 2], "padding": [1, 1], "dilation": [1, 1], "groups": 1}
+    data, grad, weight = (2, 8, side, side), (2, 16, out, out), (16, 8, 3, 3)
+    calls = [
+        ("amp_ir.conv", data, weight, {}),
+        ("amp_ir.conv_backward_input", grad, weight, {"input_shape": list(data)}),
+        ("amp_ir.conv_backward_weight", grad, data, {"weight_shape": list(weight)}),
+    ]
+    for op, first, second, more in calls:
+        mod = build(
+            [(first, "bfloat16"), (second, "bfloat16")],
+            lambda a, b, op=op, more=more: call_op(op, [a, b], **options, **more),
+        )
+        (call,) = library_calls(dispatch(mod))
+        assert numbers(call, 8) == [expected, expected]
 
 
 @given(

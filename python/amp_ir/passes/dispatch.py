@@ -12,22 +12,14 @@ from tvm import relax
 
 from amp_ir import native
 from amp_ir.dialect.registry import call_op, options_of
+from amp_ir.dispatch_note import OWN_KERNEL, DispatchLog
 from amp_ir.passes.strided_view import StridedView, dense_strides, permutation, view_of
 
 LIBRARIES = ("onednn", "torch")
 _LIBRARY_DTYPES = ("float32", "bfloat16", "float16")
 
 
-@attrs.frozen
-class DispatchNote:
-    """Where the calls of one op went: `library` is "" where no library takes them."""
-
-    op: str
-    library: str
-    calls: int
-
-
-def dispatch(ir: tvm.IRModule) -> tvm.IRModule:
+def dispatch(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IRModule:
     """Turn matmul and convolution into destination-passing library calls.
 
     Before:  wt = permute_dims(w); y = matmul(x, wt)
@@ -37,9 +29,10 @@ def dispatch(ir: tvm.IRModule) -> tvm.IRModule:
     Ensures:  transposes of operands cost nothing (they become strides), and so does a transpose
               of a matmul's only use; a bias is added by the matmul, before its one rounding, which
               is the sum's where that is all that is used of it; an op that no library takes is
-              left for the loops stage.
+              left for the loops stage; a convolution's stride that leads nowhere is 1. `log` is
+              told where each of these ops went, and why not to the preferred library.
     """
-    return _Dispatcher(ir).run()
+    return _Dispatcher(ir, DispatchLog() if log is None else log).run()
 
 
 @attrs.frozen
@@ -56,8 +49,10 @@ class _Biased:
 
 
 class _Dispatcher:
-    def __init__(self, ir: tvm.IRModule) -> None:
+    def __init__(self, ir: tvm.IRModule, log: DispatchLog) -> None:
         self.ir = ir
+        self.log = log
+        self.libraries = LIBRARIES
         self.main: relax.Function = ir["main"]
         self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
         self.values = {binding.var: binding.value for binding in self.bindings}
@@ -94,11 +89,23 @@ class _Dispatcher:
 
     def _dispatched(self, variable: relax.Var, call: relax.Call) -> Any:
         convert = _CONVERSIONS.get(call.op.name)
-        if convert is None or not _library_takes(call):
+        if convert is None:
             return None
+        refusal = _refusal(call)
         verb = _VERBS[call.op.name]
-        library = next((lib for lib in LIBRARIES if native.has(f"amp_ir.{lib}.{verb}")), None)
+        library, reason = (None, refusal) if refusal else self._choose(verb)
+        self.log.add(call.op.name, library or OWN_KERNEL, reason)
         return convert(self, variable, call, f"amp_ir.{library}.{verb}") if library else None
+
+    def _choose(self, verb: str) -> tuple[str | None, str]:
+        """The first library that has the function, and why it is not the preferred one."""
+        passed = []
+        for library in self.libraries:
+            if native.has(f"amp_ir.{library}.{verb}"):
+                return library, "; ".join(passed)
+            missing = native.load().get(library)
+            passed.append(f"{library} {f'is {missing}' if missing else f'has no {verb}'}")
+        return None, "; ".join(passed)
 
     def _find_biased(self) -> dict[relax.Var, _Biased]:
         """The sums of a matmul, used for nothing else, and a bias along its last dimension."""
@@ -132,11 +139,9 @@ class _Dispatcher:
         call = self._sole(product, absorbed)
         if call is not None and call.op.name == "amp_ir.cast":
             call = self._sole(call.args[0], absorbed)
-        if call is None or call.op.name != "relax.matmul" or not _library_takes(call):
+        if call is None or call.op.name != "relax.matmul" or _refusal(call):
             return None
         if not isinstance(bias, relax.Var) or str(bias.ty.dtype) != "float32":
-            return None
-        if min(len(a.ty.shape) for a in call.args) < 2:
             return None
         if [int(n) for n in bias.ty.shape] != [int(call.ty.shape[-1])]:
             return None
@@ -151,6 +156,7 @@ class _Dispatcher:
         return value
 
     def _biased_matmul(self, variable: relax.Var, biased: _Biased) -> list[relax.Binding]:
+        self.log.add("relax.matmul", "onednn")
         ty = relax.TensorType(biased.call.ty.shape, biased.dtype)
         product = relax.DataflowVar(f"{variable.name}_product", ty)
         call = _matmul(self, product, biased.call, "amp_ir.onednn.matmul", biased.bias, ty)
@@ -206,9 +212,15 @@ def _only_readers(
     return readers
 
 
-def _library_takes(call: relax.Call) -> bool:
+def _refusal(call: relax.Call) -> str:
+    """Why no library takes the call, whichever there is; "" where one may."""
     types = [call.ty, *(a.ty for a in call.args[:2])]
-    return all(str(type_.dtype) in _LIBRARY_DTYPES for type_ in types)
+    strange = [str(t.dtype) for t in types if str(t.dtype) not in _LIBRARY_DTYPES]
+    if strange:
+        return f"libraries compute in {', '.join(_LIBRARY_DTYPES)}, not in {strange[0]}"
+    if call.op.name == "relax.matmul" and min(len(a.ty.shape) for a in call.args) < 2:
+        return "an operand is a vector, and libraries multiply matrices"
+    return ""
 
 
 def _shape(numbers: tuple[int, ...] | list[int]) -> relax.ShapeExpr:
@@ -238,8 +250,6 @@ def _matmul(
     type_: relax.TensorType | None = None,
 ) -> Any:
     a, b = d.operand(call.args[0]), d.operand(call.args[1])
-    if len(a.shape) < 2 or len(b.shape) < 2:
-        return None
     shape = tuple(int(n) for n in call.ty.shape)
     strides = dense_strides(shape)
     type_ = type_ or call.ty
@@ -278,9 +288,27 @@ def _conv(d: _Dispatcher, _variable: relax.Var, call: relax.Call, name: str) -> 
     for shape, strides in ((a.shape, a.strides), (b.shape, b.strides), (out, dense_strides(out))):
         arguments += [_shape(shape), _shape(strides)]
     options = options_of(call)
-    arguments += [_shape(options[key]) for key in ("strides", "padding", "dilation")]
+    arguments.append(_shape(_strides_taken(call, options)))
+    arguments += [_shape(options[key]) for key in ("padding", "dilation")]
     arguments.append(relax.prim_value(int(options["groups"])))
     return _library_call(name, arguments, call.ty, call.span)
+
+
+def _strides_taken(call: relax.Call, options: dict[str, Any]) -> list[int]:
+    """The strides of a convolution, 1 where the window has a single place along a dim.
+
+    oneDNN 2023.2's bfloat16 gradient of the weights reads memory that is not its own where an input
+    of 1 x 1 pixels, padded by 1, meets a window of 3 x 3 with stride 2; with stride 1 it does not.
+    """
+    shapes = [[int(n) for n in one.ty.shape] for one in (call.args[0], call.args[1], call)]
+    # Which of the two operands and the result are the data and the window.
+    data, window = _DATA_AND_WINDOW[_VERBS[call.op.name]]
+    strides = [int(n) for n in options["strides"]]
+    for k, padding in enumerate(options["padding"]):
+        reach = int(options["dilation"][k]) * (shapes[window][2 + k] - 1) + 1
+        if shapes[data][2 + k] + 2 * int(padding) == reach:
+            strides[k] = 1
+    return strides
 
 
 Conversion = Callable[[_Dispatcher, relax.Var, relax.Call, str], Any]
@@ -298,4 +326,9 @@ _VERBS = {
     "amp_ir.conv_backward_input": "conv_backward_input",
     "amp_ir.conv_backward_weight": "conv_backward_weight",
     "amp_ir.conv_transpose": "conv_backward_input",
+}
+_DATA_AND_WINDOW = {
+    "conv": (0, 1),
+    "conv_backward_input": (2, 1),
+    "conv_backward_weight": (1, 2),
 }
