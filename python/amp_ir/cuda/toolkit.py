@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds CUDA's compilers, headers and libraries: pip's wheels first, then an installed toolkit."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+PIP_REMEDY = (
+    'pip install "amp_ir[cuda]" (the wheels nvidia-cuda-nvrtc, nvidia-cuda-runtime and '
+    "nvidia-cuda-cccl; Linux on x86-64 or ARM), or put nvcc of CUDA 13 on the path"
+)
+# Below a toolkit's root, in the layouts of wheels, of installers and of distributions.
+_HEADERS = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
+_LIBRARIES = ("lib", "lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+
+
+@functools.cache
+def roots() -> tuple[Path, ...]:
+    """Directories that hold (parts of) a CUDA toolkit, most trusted first."""
+    return tuple(dict.fromkeys(path for path in _candidates() if path.is_dir()))
+
+
+def _candidates() -> Iterator[Path]:
+    wheels = importlib.util.find_spec("nvidia")
+    for location in (wheels.submodule_search_locations or []) if wheels is not None else []:
+        # Every wheel of CUDA 13 unpacks into this one directory.
+        yield Path(location) / "cu13"
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield Path(os.environ[variable])
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        yield Path(nvcc).resolve().parents[1]
+    yield Path("/usr/local/cuda")
+
+
+def library(pattern: str) -> Path | None:
+    """The first shared library whose name matches, such as "libnvrtc.so.1?"."""
+    for root in roots():
+        for folder in _LIBRARIES:
+            found = sorted((root / folder).glob(pattern))
+            if found:
+                return found[-1]
+    return None
+
+
+def tool(name: str) -> Path | None:
+    """An executable of the toolkit, or of the path."""
+    for root in roots():
+        path = root / "bin" / name
+        if path.is_file():
+            return path
+    found = shutil.which(name)
+    return Path(found) if found is not None else None
+
+
+def header_directories() -> tuple[Path, ...] | None:
+    """What a device compiler needs to find cuda_fp16.h and what that includes; None if absent."""
+    found = []
+    for header, folders in (("cuda_fp16.h", _HEADERS), ("nv/target", _with_cccl())):
+        directory = _first_with(header, folders)
+        if directory is None:
+            return None
+        found.append(directory)
+    return tuple(dict.fromkeys(found))
+
+
+def _with_cccl() -> tuple[str, ...]:
+    return tuple(path for folder in _HEADERS for path in (f"{folder}/cccl", folder))
+
+
+def _first_with(header: str, folders: tuple[str, ...]) -> Path | None:
+    candidates = (root / folder for root in roots() for folder in folders)
+    return next((path for path in candidates if (path / header).is_file()), None)
