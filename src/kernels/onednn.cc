@@ -4,6 +4,7 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include "lent_scratch.h"
 #include "onednn_ops.h"
 #include "onednn_plan.h"
 
@@ -123,30 +124,6 @@ std::string IsaName() {
   }
 }
 
-ffi::Function Named(const ffi::AnyView& name) {
-  return ffi::Function::GetGlobalRequired(name.cast<ffi::String>());
-}
-
-// (name, arguments...) -> bytes of scratch memory that the call needs; nothing is computed, and the
-// contents of the tensors do not matter.
-void ScratchNbytes(ffi::PackedArgs args, ffi::Any* result) {
-  const ffi::Function call = Named(args[0]);
-  amp_ir::onednn::ScratchQuery query;
-  ffi::Any nothing;
-  call.CallPacked(args.Slice(1), &nothing);
-  *result = static_cast<int64_t>(query.nbytes());
-}
-
-// (name, scratch: uint8[n], arguments...): the call with `scratch` as its scratch memory. Where it
-// is too small, as after a change of the number of threads, the call takes memory of its own.
-void WithScratch(ffi::PackedArgs args, ffi::Any* result) {
-  const ffi::Function call = Named(args[0]);
-  const auto scratch = args[1].cast<ffi::TensorView>();
-  const amp_ir::onednn::LentScratch lent(static_cast<char*>(scratch.data_ptr()),
-                                         static_cast<size_t>(scratch.numel()));
-  call.CallPacked(args.Slice(2), result);
-}
-
 ffi::Array<ffi::String> Implementations() {
   ffi::Array<ffi::String> names;
   for (const std::string& name : amp_ir::onednn::CachedImplementations()) names.push_back(name);
@@ -162,8 +139,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("amp_ir.onednn.conv", Conv)
       .def("amp_ir.onednn.conv_backward_input", ConvBackwardInput)
       .def("amp_ir.onednn.conv_backward_weight", ConvBackwardWeight)
-      .def_packed("amp_ir.onednn.scratch_nbytes", ScratchNbytes)
-      .def_packed("amp_ir.onednn.with_scratch", WithScratch)
+      .def_packed("amp_ir.onednn.scratch_nbytes", amp_ir::ScratchNbytes)
+      .def_packed("amp_ir.onednn.with_scratch", amp_ir::WithScratch)
       .def("amp_ir.onednn.implementations", Implementations)
       .def("amp_ir.onednn.clear_cache", amp_ir::onednn::ClearCachedPlans)
       .def("amp_ir.onednn.isa", IsaName)

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "batched_matrices.h"
 #include "onednn_ops.h"
 #include "onednn_plan.h"
 #include "widen.h"
@@ -11,68 +12,10 @@ namespace {
 
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 
-struct Problem {
-  StridedTensor a, b, out;
+struct Problem : BatchedMatrices {
   std::optional<StridedTensor> bias;
   Epilogue epilogue;
 };
-
-// Gives `t` the rank of the result; repeated dims (stride 0) become 1 so that they broadcast.
-StridedTensor Align(const StridedTensor& t, int rank) {
-  StridedTensor wide = t;
-  wide.rank = rank;
-  const int missing = rank - t.rank;
-  for (int i = 0; i < rank; ++i) {
-    const bool absent = i < missing || (i < rank - 2 && t.strides[i - missing] == 0);
-    wide.dims[i] = absent ? 1 : t.dims[i - missing];
-    wide.strides[i] = absent ? 0 : t.strides[i - missing];
-  }
-  return wide;
-}
-
-void RemoveDim(StridedTensor* t, int dim) {
-  for (int i = dim; i + 1 < t->rank; ++i) {
-    t->dims[i] = t->dims[i + 1];
-    t->strides[i] = t->strides[i + 1];
-  }
-  --t->rank;
-}
-
-// Whether dim `outer` continues dim `outer + 1` in `t` without a gap.
-bool Continues(const StridedTensor& t, int outer) {
-  return t.strides[outer] == t.strides[outer + 1] * t.dims[outer + 1];
-}
-
-bool Repeats(const StridedTensor& t, const StridedTensor& out, int dim) {
-  return t.dims[dim] == 1 && out.dims[dim] != 1;
-}
-
-// Joins batch dims that lie behind each other, and the last one with m where b does not depend on
-// it: [8, 128, 768] @ [768, 768] is one matmul of 1024 rows.
-void JoinDims(Problem* p) {
-  StridedTensor* all[] = {&p->a, &p->b, &p->out};
-  for (int dim = p->out.rank - 3; dim >= 0; --dim) {
-    const bool trivial = p->out.dims[dim] == 1;
-    const bool into_rows = dim == p->out.rank - 3;
-    bool joins = true;
-    for (StridedTensor* t : all) {
-      if (into_rows && t == &p->b) {
-        joins = joins && t->dims[dim] == 1;
-      } else {
-        const bool repeats = Repeats(*t, p->out, dim);
-        const bool inner_repeats = !into_rows && Repeats(*t, p->out, dim + 1);
-        joins = joins && repeats == inner_repeats && (repeats || Continues(*t, dim));
-      }
-    }
-    if (!trivial && !joins) continue;
-    for (StridedTensor* t : all) {
-      if (!trivial && !(into_rows && t == &p->b) && t->dims[dim] != 1) {
-        t->dims[dim + 1] *= t->dims[dim];
-      }
-      RemoveDim(t, dim);
-    }
-  }
-}
 
 dnnl::primitive_attr Attributes(Epilogue epilogue) {
   dnnl::primitive_attr attr;
@@ -141,8 +84,9 @@ class PlanBuilder {
     a_ = Input(0, problem_.a, compute);
     b_ = Input(1, problem_.b, compute);
     if (problem_.bias) {
-      const bool fits =
-          IsFloat(problem_.bias->dtype, 32) || SameDtype(problem_.bias->dtype, compute);
+      // oneDNN 3.2 has no float16 bias where the CPU has AMX.
+      const bool fits = IsFloat(problem_.bias->dtype, 32) ||
+                        (IsBfloat16(problem_.bias->dtype) && IsBfloat16(compute));
       bias_ = Input(2, *problem_.bias, fits ? problem_.bias->dtype : kFloat32);
     }
     const StridedTensor& out = problem_.out;
@@ -234,10 +178,9 @@ class PlanBuilder {
 void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
             const StridedTensor& out, Epilogue epilogue) {
   if (out.numel() == 0) return;
-  Problem problem{Align(a, out.rank), Align(b, out.rank), out, std::nullopt, epilogue};
+  Problem problem{{a, b, out}, std::nullopt, epilogue};
   if (bias != nullptr) problem.bias = *bias;
-  JoinDims(&problem);
-  PlanKey key(0);
+  PlanKey key = OperationKey(0);
   key.Add(static_cast<int64_t>(epilogue));
   key.Add(problem.a);
   key.Add(problem.b);

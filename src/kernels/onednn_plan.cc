@@ -5,11 +5,9 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <list>
-#include <mutex>
 #include <new>
-#include <unordered_map>
 
+#include "lent_scratch.h"
 #include "widen.h"
 
 namespace amp_ir::onednn {
@@ -50,56 +48,9 @@ class ThreadScratch {
   size_t nbytes_ = 0;
 };
 
-// What the caller lent to this thread, and who asks instead of running; see LentScratch.
-thread_local char* lent_data = nullptr;
-thread_local size_t lent_nbytes = 0;
-thread_local ScratchQuery* query = nullptr;
-
-struct KeyHash {
-  size_t operator()(const PlanKey& key) const { return key.Hash(); }
-};
-
-// Least recently used plans leave first.
-class PlanCache {
- public:
-  std::shared_ptr<const Plan> Find(const PlanKey& key) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = index_.find(key);
-    if (found == index_.end()) return nullptr;
-    plans_.splice(plans_.begin(), plans_, found->second);
-    return found->second->second;
-  }
-  void Insert(const PlanKey& key, std::shared_ptr<const Plan> plan) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (index_.count(key) != 0) return;  // another thread built it meanwhile
-    plans_.emplace_front(key, std::move(plan));
-    index_.emplace(key, plans_.begin());
-    if (plans_.size() <= kMaxPlans) return;
-    index_.erase(plans_.back().first);
-    plans_.pop_back();
-  }
-  std::vector<std::string> Implementations() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<std::string> names;
-    for (const auto& entry : plans_) names.push_back(entry.second->implementation());
-    return names;
-  }
-  void Clear() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    index_.clear();
-    plans_.clear();
-  }
-
- private:
-  using Entries = std::list<std::pair<PlanKey, std::shared_ptr<const Plan>>>;
-  std::mutex mutex_;
-  Entries plans_;
-  std::unordered_map<PlanKey, Entries::iterator, KeyHash> index_;
-};
-
 // Never destroyed: threads may still run plans while the process ends.
-PlanCache& Cache() {
-  static PlanCache* cache = new PlanCache;
+PlanCache<Plan>& Cache() {
+  static PlanCache<Plan>* cache = new PlanCache<Plan>;
   return *cache;
 }
 
@@ -164,26 +115,13 @@ void Plan::AddReorder(Id from, Id to) {
   AddPrimitive(dnnl::reorder(pd), pd.scratchpad_desc(), {{DNNL_ARG_FROM, from}, {DNNL_ARG_TO, to}});
 }
 
-LentScratch::LentScratch(void* data, size_t nbytes)
-    : outer_data_(lent_data), outer_nbytes_(lent_nbytes) {
-  lent_data = static_cast<char*>(data);
-  lent_nbytes = nbytes;
-}
-
-LentScratch::~LentScratch() {
-  lent_data = static_cast<char*>(outer_data_);
-  lent_nbytes = outer_nbytes_;
-}
-
-ScratchQuery::ScratchQuery() : outer_(query) { query = this; }
-ScratchQuery::~ScratchQuery() { query = outer_; }
-void ScratchQuery::Note(size_t nbytes) { nbytes_ = std::max(nbytes_, nbytes); }
-
 void Plan::Run(const std::vector<void*>& arguments) const {
-  if (query != nullptr) return query->Note(scratch_nbytes_);
+  if (auto* query = ScratchQuery::Current()) return query->Note(scratch_nbytes_);
   thread_local ThreadScratch thread_scratch;
-  const bool is_lent = scratch_nbytes_ <= lent_nbytes;
-  char* scratch = is_lent ? lent_data : thread_scratch.Reserve(scratch_nbytes_);
+  // Lent memory is too small after a change of the number of threads.
+  const ScratchMemory lent = LentScratch::Current();
+  const bool is_lent = scratch_nbytes_ <= lent.nbytes;
+  char* scratch = is_lent ? lent.data : thread_scratch.Reserve(scratch_nbytes_);
   auto pointer = [&](Id id) -> void* {
     const Buffer& buffer = buffers_[id];
     return buffer.argument < 0 ? scratch + buffer.scratch_offset : arguments[buffer.argument];
@@ -211,44 +149,22 @@ void Plan::Run(const std::vector<void*>& arguments) const {
   thread_scratch.Trim();
 }
 
-PlanKey::PlanKey(int64_t operation) {
-  values_.reserve(64);
-  values_.push_back(operation);
-  // A primitive's blocking is chosen for a number of threads; with another it stays right but slow.
-  values_.push_back(omp_get_max_threads());
-}
-
-void PlanKey::Add(const StridedTensor& t) {
-  values_.push_back(t.rank | t.dtype.code << 8 | t.dtype.bits << 16);
-  values_.insert(values_.end(), t.dims.begin(), t.dims.begin() + t.rank);
-  values_.insert(values_.end(), t.strides.begin(), t.strides.begin() + t.rank);
-}
-
-void PlanKey::Add(tvm::ffi::ShapeView shape) {
-  values_.push_back(static_cast<int64_t>(shape.size()));
-  values_.insert(values_.end(), shape.begin(), shape.end());
-}
-
-size_t PlanKey::Hash() const {
-  uint64_t hash = 1469598103934665603ULL;  // FNV-1a, over words
-  for (int64_t value : values_) {
-    hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
-    hash ^= hash >> 29;
-  }
-  return hash;
+PlanKey OperationKey(int64_t operation) {
+  PlanKey key(operation);
+  key.Add(static_cast<int64_t>(omp_get_max_threads()));
+  return key;
 }
 
 std::shared_ptr<const Plan> CachedPlan(const PlanKey& key,
                                        const std::function<std::shared_ptr<const Plan>()>& build) {
-  std::shared_ptr<const Plan> plan = Cache().Find(key);
-  if (plan == nullptr) {
-    plan = build();  // outside the lock: code generation takes milliseconds
-    Cache().Insert(key, plan);
-  }
-  return plan;
+  return Cache().Get(key, build);
 }
 
-std::vector<std::string> CachedImplementations() { return Cache().Implementations(); }
+std::vector<std::string> CachedImplementations() {
+  std::vector<std::string> names;
+  for (const auto& plan : Cache().All()) names.push_back(plan->implementation());
+  return names;
+}
 void ClearCachedPlans() { Cache().Clear(); }
 
 }  // namespace amp_ir::onednn

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan_cache.h"
 #include "strided_tensor.h"
 
 namespace amp_ir::onednn {
@@ -67,54 +68,13 @@ class Plan {
   std::string implementation_;
 };
 
-// While it lives, plans that this thread runs use `data` as their scratch memory where `nbytes` are
-// enough for them, and memory of the thread's own where not. Scopes nest.
-class LentScratch {
- public:
-  LentScratch(void* data, size_t nbytes);
-  ~LentScratch();
-  LentScratch(const LentScratch&) = delete;
-  LentScratch& operator=(const LentScratch&) = delete;
-
- private:
-  void* outer_data_;
-  size_t outer_nbytes_;
-};
-
-// While it lives, plans of this thread are not run; the scratch bytes of the largest are kept.
-class ScratchQuery {
- public:
-  ScratchQuery();
-  ~ScratchQuery();
-  ScratchQuery(const ScratchQuery&) = delete;
-  ScratchQuery& operator=(const ScratchQuery&) = delete;
-  size_t nbytes() const { return nbytes_; }
-  void Note(size_t nbytes);
-
- private:
-  ScratchQuery* outer_;
-  size_t nbytes_ = 0;
-};
-
-// What a plan depends on; equal keys mean equal plans.
-class PlanKey {
- public:
-  explicit PlanKey(int64_t operation);
-  void Add(int64_t value) { values_.push_back(value); }
-  void Add(const StridedTensor& t);
-  void Add(tvm::ffi::ShapeView shape);
-  bool operator==(const PlanKey& other) const { return values_ == other.values_; }
-  size_t Hash() const;
-
- private:
-  std::vector<int64_t> values_;
-};
+// A key that also holds the number of threads: a primitive's blocking is chosen for it, and with
+// another it stays right but slow.
+PlanKey OperationKey(int64_t operation);
 
 // The plan for `key`, built by `build` when it is not among the kMaxPlans used last. Thread-safe.
 std::shared_ptr<const Plan> CachedPlan(const PlanKey& key,
                                        const std::function<std::shared_ptr<const Plan>()>& build);
-
-constexpr size_t kMaxPlans = 512;
 
 std::vector<std::string> CachedImplementations();
 void ClearCachedPlans();
