@@ -67,8 +67,8 @@ def cuda(arch: str | None = None) -> CompileTarget:
     found = _ARCH.fullmatch(arch)
     if found is None or int(found[1]) < _OLDEST:
         raise OptionError(
-            f"target={arch!r} is no CUDA architecture that amp_ir compiles for; expected sm_{_OLDEST} "
-            "or newer, such as sm_80 (A100), sm_89 (L4, RTX 40) or sm_90 (H100, H200)"
+            f"target={arch!r} is no CUDA architecture that amp_ir compiles for; expected "
+            f"sm_{_OLDEST} or newer, such as sm_80 (A100), sm_89 (L4, RTX 40) or sm_90 (H100, H200)"
         )
     return CompileTarget("cuda", arch, ("cublaslt", "torch_cuda"))
 

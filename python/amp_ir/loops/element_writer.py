@@ -28,7 +28,7 @@ from amp_ir.loops.ir import (
     flatten,
     reading,
 )
-from amp_ir.loops.kernel_buffers import FlatBuffer, round_to
+from amp_ir.loops.kernel_buffers import FlatBuffer, round_to, task_buffer
 
 # How many names may be substituted into each other before one is kept in memory: a load has a name,
 # and arithmetic on it is kept. Deeper names also fail: TVM's interval analysis (0.27) gives up on a
@@ -91,11 +91,9 @@ class ElementWriter:
 
         TVM's simplifier (0.27) substitutes names into their uses, so that the text of a hash, or
         of a logarithm of an exponential, multiplies at every step; it does not look through memory.
-        The memory's scope is "global": only then does TVM keep it on the stack, where LLVM makes it
-        a register; "local" memory costs a call of its allocator each time on a CPU.
         """
         count, lane = (LANES, self.lane) if self.lane is not None else (1, 0)
-        word = tirx.decl_buffer((count,), dtype, "word")
+        word = task_buffer(count, dtype, "word")
         self.scratch.append(tirx.AllocBuffer(word))
         self.body.append(tirx.BufferStore(word, element, [lane]))
         return tirx.BufferLoad(word, [lane])

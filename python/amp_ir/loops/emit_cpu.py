@@ -21,7 +21,8 @@ from amp_ir.loops.accumulators import Accumulator, ColumnSums
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.element_writer import ElementWriter
 from amp_ir.loops.grouping import Domain, Group
-from amp_ir.loops.ir import LANES, Reduction, Value
+from amp_ir.loops.ir import LANES, Opaque, Reduction
+from amp_ir.loops.kernel import Kernel, OpaqueBuffers, unflatten_axes, with_pairs
 from amp_ir.loops.kernel_buffers import FlatBuffer
 from amp_ir.loops.levels import Level, assign_levels, inplace_pairs
 from amp_ir.loops.loop_domain import loop_domain
@@ -32,18 +33,7 @@ GRAIN = 8192
 ROW_PARTS = 16
 # A reduction of everything to one value is cut into this many parts (fixed: the same sum always).
 PARTS = 64
-# Function attribute: the (output, input) pairs that may share memory.
-INPLACE = "amp_ir.inplace"
 COLUMN_BLOCKS = (128, 64, 32, 16)
-
-
-@attrs.frozen
-class Kernel:
-    """A kernel's function and the values behind its parameters, inputs first."""
-
-    function: tirx.PrimFunc
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
 
 
 def emit_group(group: Group, *, strict: bool = False) -> Kernel:
@@ -59,10 +49,15 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     body = shape.columns_kernel() if domain.keeps_innermost else shape.rows_kernel()
     parameters = [buffers[id(value)].buffer for value in [*inputs, *group.stored]]
     pairs = inplace_pairs(group, inputs)
-    function = tirx.PrimFunc(parameters, body).with_attr("tirx.noalias", not pairs)
-    if pairs:
-        function = function.with_attr(INPLACE, [list(pair) for pair in pairs])
+    function = with_pairs(tirx.PrimFunc(parameters, body), pairs)
     return Kernel(function, tuple(inputs), tuple(group.stored))
+
+
+def emit_opaque(results: list[Opaque]) -> Kernel:
+    """Write the kernel whose results these are: its statements are for a CPU already."""
+    kernel = results[0].kernel
+    buffers = OpaqueBuffers.declare(kernel)
+    return buffers.finish(kernel.emit(*buffers.arguments), results)
 
 
 def sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
@@ -95,7 +90,7 @@ class _LoopShape:
         if self.group.column:
             return self._summed_rows_kernel(rows)
         row = tirx.Var("row", "int32")
-        parts = _unflatten_axes(row, self.row_axes)
+        parts = unflatten_axes(row, self.row_axes)
         body = sequence(self._row_body(parts))
         is_parallel = self.domain.size > GRAIN and rows > 1
         return For(row, 0, rows, ForKind.PARALLEL if is_parallel else ForKind.SERIAL, body)
@@ -186,7 +181,7 @@ class _LoopShape:
         for sums in self.column_sums:
             sums.part = part
             body += _block_loops(0, extent, _clearing(sums))
-        inner = sequence(self._row_body(_unflatten_axes(at, self.row_axes)))
+        inner = sequence(self._row_body(unflatten_axes(at, self.row_axes)))
         count = share if rows % share == 0 else tirx.min(share, rows - part * share)
         body.append(For(row, 0, count, ForKind.SERIAL, inner))
         kind = ForKind.PARALLEL if is_parallel else ForKind.SERIAL
@@ -249,7 +244,7 @@ class _LoopShape:
         if whole:
             task = tirx.Var("task", "int32")
             blocks = whole // block
-            outer = _unflatten_axes(_div(task, blocks), self.row_axes[:-1])
+            outer = unflatten_axes(_div(task, blocks), self.row_axes[:-1])
             start = tirx.floormod(task, blocks) * block if blocks > 1 else 0
             body = sequence(self._column_block(outer, start, block))
             is_parallel = self.domain.size > GRAIN and outer_rows * blocks > 1
@@ -257,7 +252,7 @@ class _LoopShape:
             statements.append(For(task, 0, outer_rows * blocks, kind, body))
         if whole < inner.extent:
             task = tirx.Var("rest", "int32")
-            outer = _unflatten_axes(task, self.row_axes[:-1])
+            outer = unflatten_axes(task, self.row_axes[:-1])
             body = sequence(self._column_block(outer, whole, inner.extent - whole))
             statements.append(For(task, 0, outer_rows, ForKind.SERIAL, body))
         return sequence(statements)
@@ -357,16 +352,6 @@ def _block_loops(start: Any, block: int, body: Body) -> list[tirx.Stmt]:
         rest = For(lane, 0, block - bulk, ForKind.SERIAL, body(column, lane)[0])
         statements.append(rest)
     return statements
-
-
-def _unflatten_axes(variable: Any, axes: list[Axis]) -> list[Any]:
-    parts: list[Any] = []
-    for k, axis in enumerate(reversed(axes)):
-        is_last = k == len(axes) - 1
-        parts.append(variable if is_last else tirx.floormod(variable, axis.extent))
-        if not is_last:
-            variable = tirx.floordiv(variable, axis.extent)
-    return list(reversed(parts))
 
 
 def _div(a: Any, b: int) -> Any:

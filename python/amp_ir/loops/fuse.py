@@ -18,10 +18,9 @@ from amp_ir.errors import UnsupportedOpError
 from amp_ir.location import from_span, join_spans
 from amp_ir.loops import emit_cpu
 from amp_ir.loops.accumulate_rows import find_accumulations
-from amp_ir.loops.emit_cpu import Kernel
 from amp_ir.loops.grouping import Group, Grouping, storage_of
 from amp_ir.loops.ir import LOWERINGS, Buffer, Constant, Lowering, Opaque, TensorSpec, Value
-from amp_ir.loops.kernel_buffers import FlatBuffer
+from amp_ir.loops.kernel import Emitter, Kernel
 from amp_ir.loops.lower_relax import constant_value
 from amp_ir.loops.origins import Origins
 
@@ -38,7 +37,9 @@ class LibraryCall:
     results: list[Buffer]
 
 
-def fuse_loops(ir: tvm.IRModule, *, strict: bool = False) -> tvm.IRModule:
+def fuse_loops(
+    ir: tvm.IRModule, *, strict: bool = False, emitter: Emitter = emit_cpu
+) -> tvm.IRModule:
     """Group all ops that are not library calls into kernels.
 
     Before:  y = add(x, b); z = nn.relu(y); w = call_dps_packed("matmul", z, v)
@@ -51,7 +52,7 @@ def fuse_loops(ir: tvm.IRModule, *, strict: bool = False) -> tvm.IRModule:
     """
     program = _Program(ir, strict)
     program.read()
-    return program.write()
+    return program.write(emitter)
 
 
 def group_values(ir: tvm.IRModule) -> tuple[dict[relax.Var, Any], Grouping]:
@@ -164,14 +165,14 @@ class _Program:
 
     # Writing: groups and calls become bindings.
 
-    def write(self) -> tvm.IRModule:
+    def write(self, emitter: Emitter) -> tvm.IRModule:
         groups = self.grouping.finish()
         writer = _Writer(self.main, self.origins)
         units: dict[int, Any] = {group.number: group for group in groups}
         units |= {call.unit: call for call in self.calls}
         units |= {unit: results for unit, results in self.opaque_units.values()}
         for number in order_units(units, self.grouping):
-            writer.unit(units[number], self.strict)
+            writer.unit(units[number], emitter, self.strict)
         return writer.finish(self._value(self.main.body.body), self.ir)
 
 
@@ -211,20 +212,22 @@ class _Writer:
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self.known: dict[int, list[tuple[tirx.PrimFunc, tvm.ir.GlobalVar]]] = {}
 
-    def unit(self, unit: Any, strict: bool) -> None:
+    def unit(self, unit: Any, emitter: Emitter, strict: bool) -> None:
         if isinstance(unit, LibraryCall):
             self._library_call(unit)
         elif isinstance(unit, Group):
-            kernel = emit_cpu.emit_group(unit, strict=strict)
+            kernel = emitter.emit_group(unit, strict=strict)
             self._kernel(kernel, list(group_values_of(unit)))
         else:
-            self._kernel(opaque_kernel(unit), unit)
+            self._kernel(emitter.emit_opaque(unit), unit)
 
     def _kernel(self, kernel: Kernel, members: list[Any]) -> None:
         """Call a kernel; its call says which ops it computes, and where they come from."""
         variable = self._function(kernel.function)
         arguments = relax.Tuple([self.expression(value) for value in kernel.inputs])
-        types = [tensor_type(value.spec) for value in kernel.outputs]
+        # Memory that a kernel needs while it runs is one more result, which nothing reads.
+        scratch = [Buffer(spec) for spec in kernel.scratch]
+        types = [tensor_type(value.spec) for value in [*kernel.outputs, *scratch]]
         span = join_spans(self.origins.span(value) for value in members)
         ops = ",".join(dict.fromkeys(self.origins.op(value) for value in members))
         results = ",".join(self.origins.op(value) for value in kernel.outputs)
@@ -233,7 +236,7 @@ class _Writer:
             tvm.ir.Op.get("relax.call_tir"), [variable, arguments], notes,
             types if len(types) == 1 else [relax.TupleType(types)], span,
         )  # fmt: skip
-        self._bind_results(call, list(kernel.outputs))
+        self._bind_results(call, [*kernel.outputs, *scratch])
 
     def _function(self, function: tirx.PrimFunc) -> tvm.ir.GlobalVar:
         key = tvm_ffi.structural_hash(function)
@@ -318,28 +321,6 @@ class _Writer:
 def group_values_of(group: Group) -> Iterator[Value]:
     """What a group computes: what it stores first, then the rest, each once."""
     yield from {id(value): value for value in [*group.stored, *group.members]}.values()
-
-
-def opaque_kernel(results: list[Opaque]) -> Kernel:
-    """The function of a hand-written kernel."""
-    kernel = results[0].kernel
-    owners: list[Value] = []
-    places = []
-    for value in kernel.inputs:
-        owner = storage_of(value)
-        if not any(owner is other for other in owners):
-            owners.append(owner)
-        places.append(next(k for k, other in enumerate(owners) if other is owner))
-    inputs = [FlatBuffer.declare(value.spec, f"in{k}") for k, value in enumerate(owners)]
-    outputs = [FlatBuffer.declare(spec, f"out{k}") for k, spec in enumerate(kernel.specs)]
-    body = kernel.emit([inputs[k] for k in places], outputs)
-    parameters = [buffer.buffer for buffer in [*inputs, *outputs]]
-    pairs = [(output, places[source]) for output, source in kernel.inplace]
-    function = tirx.PrimFunc(parameters, body).with_attr("tirx.noalias", not pairs)
-    if pairs:
-        function = function.with_attr(emit_cpu.INPLACE, [list(pair) for pair in pairs])
-    ordered = sorted(results, key=lambda value: value.position)
-    return Kernel(function, tuple(owners), tuple(ordered))
 
 
 def spec_of(type_: relax.Type) -> TensorSpec:

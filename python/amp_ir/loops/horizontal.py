@@ -22,8 +22,9 @@ from tvm import relax, tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.location import join_spans
-from amp_ir.loops.emit_cpu import INPLACE, sequence
+from amp_ir.loops.emit_cpu import sequence
 from amp_ir.loops.fuse import LIBRARY_CALL, typed
+from amp_ir.loops.kernel import INPLACE
 
 KERNEL_CALL = "relax.call_tir"
 # Elements that a task goes through, about: a launch shares out tasks by their number, so they

@@ -164,7 +164,8 @@ class OpaqueKernel:
 
     Inputs and outputs are `FlatBuffer`s (kernel_buffers.py): `.load(i)`, `.store(i, element)`.
     `inplace` are pairs (output, input) that may be the same memory: each element of that input is
-    read before it is written.
+    read before it is written. `emit_cuda` writes launches where the parallel loops of `emit`, one
+    thread an iteration, would leave a GPU idle.
     """
 
     name: str
@@ -172,6 +173,7 @@ class OpaqueKernel:
     specs: list[TensorSpec]
     emit: Callable[[list[Any], list[Any]], tirx.Stmt]
     inplace: tuple[tuple[int, int], ...] = ()
+    emit_cuda: Callable[[list[Any], list[Any]], tirx.Stmt] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -290,13 +292,14 @@ def opaque(
     specs: Sequence[TensorSpec],
     emit: Callable[[list[Any], list[Any]], tirx.Stmt],
     inplace: tuple[tuple[int, int], ...] = (),
+    emit_cuda: Callable[[list[Any], list[Any]], tirx.Stmt] | None = None,
 ) -> tuple[Opaque, ...]:
     """The results of a kernel written out as TIR; see `OpaqueKernel`.
 
     Its buffers widen what they load, so an input that only widens another value is that one.
     """
     inputs = [_before_widening(value) for value in inputs]
-    kernel = OpaqueKernel(name, inputs, list(specs), emit, inplace)
+    kernel = OpaqueKernel(name, inputs, list(specs), emit, inplace, emit_cuda)
     reads = [Read(value, "other") for value in inputs]
     return tuple(
         Opaque(spec, list(reads), kernel=kernel, position=k) for k, spec in enumerate(specs)

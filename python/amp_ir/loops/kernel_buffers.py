@@ -8,6 +8,9 @@ see bfloat16 as uint16 and bool as uint8, and convert with the integer arithmeti
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -17,6 +20,26 @@ from tvm import tirx
 from amp_ir.loops.ir import TensorSpec, compute_dtype
 
 _PHYSICAL = {"bfloat16": "uint16", "bool": "uint8"}
+
+
+# "global" on a CPU: only then does TVM keep it on the stack, where LLVM makes it registers; "local"
+# memory costs a call of its allocator each time there.
+_scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default="global")
+
+
+@contextlib.contextmanager
+def memory_scope(scope: str) -> Iterator[None]:
+    """Let `task_buffer` make memory of this TVM scope inside the block."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def task_buffer(count: int, dtype: str, name: str) -> tirx.Var:
+    """Memory of one task's own: `count` elements of `dtype`; to be made with `AllocBuffer`."""
+    return tirx.decl_buffer((count,), dtype, name, scope=_scope.get())
 
 
 def physical_dtype(dtype: str) -> str:

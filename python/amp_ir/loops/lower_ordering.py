@@ -26,7 +26,7 @@ from amp_ir.loops.ir import (
     reshape,
     unflatten,
 )
-from amp_ir.loops.kernel_buffers import FlatBuffer
+from amp_ir.loops.kernel_buffers import FlatBuffer, task_buffer
 
 
 @attrs.frozen
@@ -74,7 +74,7 @@ def scan(op: Lowering, x: Value) -> Value:
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
         def row_body(row: Any) -> list[tirx.Stmt]:
-            total = tirx.decl_buffer((1,), dtype, "total")
+            total = task_buffer(1, dtype, "total")
             known = tirx.BufferLoad(total, [0])
 
             def visit(item: Any) -> tirx.Stmt:
@@ -116,9 +116,9 @@ class _RowSort:
     places: tirx.Var = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        made = [tirx.decl_buffer((self.length,), "int32", name) for name in ("order", "merged")]
+        made = [task_buffer(self.length, "int32", name) for name in ("order", "merged")]
         object.__setattr__(self, "rows", tuple(made))
-        places = tirx.decl_buffer((2,), "int32", "places")
+        places = task_buffer(2, "int32", "places")
         object.__setattr__(self, "places", places)
 
     def statements(self) -> tuple[list[tirx.Stmt], tirx.Var]:

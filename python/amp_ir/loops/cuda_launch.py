@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of a CUDA kernel in TIR: launches, barriers, shuffles, and reductions over threads.
+
+A kernel function may hold several launches; they run one after the other. In each, `threads`
+threads of a block share memory and meet at barriers, so every thread must reach every barrier and
+every shuffle: what is not for all threads is guarded around stores, not around these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+from tvm import ir, tirx
+from tvm.tirx import For, ForKind
+
+from amp_ir.loops import math as m
+from amp_ir.loops.accumulators import combine, start_of
+from amp_ir.loops.ir import Reduction, compute_dtype
+
+WARP = 32
+# Threads of a block where nothing asks for another number: enough warps to hide loads, and several
+# blocks fit on a multiprocessor.
+THREADS = 256
+_ALL_LANES = 0xFFFFFFFF
+
+
+def launch(blocks: int, threads: int, body: Callable[[Any, Any], list[tirx.Stmt]]) -> tirx.Stmt:
+    """Run `body(block, thread)` in `threads` threads of each of `blocks` blocks."""
+    block, thread = tirx.Var("block", "int32"), tirx.Var("thread", "int32")
+    inner = _extent(thread, "threadIdx.x", threads, sequence(body(block, thread)))
+    return _extent(block, "blockIdx.x", blocks, inner)
+
+
+def _extent(variable: tirx.Var, tag: str, extent: int, body: tirx.Stmt) -> tirx.Stmt:
+    thread_index = 1  # IterVar's ThreadIndex
+    axis = tirx.IterVar(ir.Range(0, extent), variable, thread_index, tag)
+    return tirx.AttrStmt(axis, "thread_extent", tirx.const(extent, "int32"), body)
+
+
+def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
+    """Statements as one."""
+    if not statements:
+        return tirx.Evaluate(tirx.const(0, "int32"))
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))
+
+
+def guarded(condition: Any | None, statements: Sequence[tirx.Stmt]) -> list[tirx.Stmt]:
+    """The statements, run where `condition` holds; None: everywhere."""
+    if condition is None or not statements:
+        return list(statements)
+    return [tirx.IfThenElse(condition, sequence(statements), None)]
+
+
+def unrolled(extent: int, name: str, body: Callable[[Any], list[tirx.Stmt]]) -> list[tirx.Stmt]:
+    """`body(i)` for each i in [0, extent), unrolled so that arrays indexed by i are registers."""
+    if extent == 1:
+        return body(tirx.const(0, "int32"))
+    at = tirx.Var(name, "int32")
+    return [For(at, 0, extent, ForKind.UNROLLED, sequence(body(at)))]
+
+
+def synchronise() -> tirx.Stmt:
+    """A barrier for the threads of a block; what they wrote before it is seen after it."""
+    return tirx.Evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", ir.StringImm("shared")))
+
+
+def shuffle_xor(element: Any, mask: int) -> Any:
+    """The element of the thread of this warp whose lane differs from this one's by `mask`."""
+    return tirx.call_intrin(
+        m.dtype_of(element), "tirx.tvm_warp_shuffle_xor",
+        tirx.const(_ALL_LANES, "uint32"), element, mask, WARP, WARP,
+    )  # fmt: skip
+
+
+def local_buffer(count: int, dtype: str, name: str) -> tirx.Var:
+    """An array of a thread's own: registers, where all indices are known when compiling."""
+    return tirx.decl_buffer((count,), dtype, name, scope="local")
+
+
+@attrs.frozen(eq=False)
+class ThreadAccumulator:
+    """The running values of one reduction in a thread: `count` of them, side by side."""
+
+    value: Reduction
+    running: tirx.Var
+    count: int
+
+    @classmethod
+    def declare(cls, value: Reduction, count: int = 1) -> ThreadAccumulator:
+        """Registers for `count` running values."""
+        dtype = stored_dtype(value)
+        return cls(value, local_buffer(count, dtype, "running"), count)
+
+    def start(self) -> list[tirx.Stmt]:
+        """Make the registers and set every running value to the neutral element."""
+        clears = unrolled(self.count, "at", lambda at: [self.clear(at)])
+        return [tirx.AllocBuffer(self.running), *clears]
+
+    def clear(self, at: Any) -> tirx.Stmt:
+        """Set a running value to the neutral element."""
+        return self.put(start_of(self.value.kind, compute_dtype(self.value.dtype)), at)
+
+    def add(self, element: Any, at: Any = 0) -> tirx.Stmt:
+        """Take an element into a running value."""
+        return self.put(combine(self.value.kind, self.result(at), element), at)
+
+    def put(self, element: Any, at: Any = 0) -> tirx.Stmt:
+        """Set a running value."""
+        return tirx.BufferStore(self.running, self._keep(element), [at])
+
+    def result(self, at: Any = 0) -> Any:
+        """A running value, in the reduction's compute dtype."""
+        return self.taken(tirx.BufferLoad(self.running, [at]))
+
+    def over_threads(self, threads: int, thread: Any) -> list[tirx.Stmt]:
+        """Combine the single running values of `threads` threads; all of them get the result.
+
+        In a fixed order: a butterfly within each warp, then the warps one after the other. Needs
+        `threads` to be a power of two; below 32 it is that many neighbours.
+        """
+        statements = [self._butterfly(mask) for mask in _masks(min(threads, WARP))]
+        warps = threads // WARP
+        if warps <= 1:
+            return statements
+        shared = tirx.decl_buffer((warps,), stored_dtype(self.value), "warps", scope="shared")
+        mine = tirx.BufferStore(shared, self._raw(), [tirx.floordiv(thread, WARP)])
+        is_first = tirx.EQ(tirx.floormod(thread, WARP), tirx.const(0, "int32"))
+        statements += [
+            tirx.AllocBuffer(shared),
+            *guarded(is_first, [mine]),
+            synchronise(),
+            tirx.BufferStore(self.running, tirx.BufferLoad(shared, [0]), [0]),
+        ]
+
+        def take(at: Any) -> list[tirx.Stmt]:
+            return [self.add(self.taken(tirx.BufferLoad(shared, [at + 1])))]
+
+        return statements + unrolled(warps - 1, "warp", take)
+
+    def _butterfly(self, mask: int) -> tirx.Stmt:
+        return self.add(self.taken(shuffle_xor(self._raw(), mask)))
+
+    def _raw(self) -> Any:
+        return tirx.BufferLoad(self.running, [0])
+
+    def _keep(self, element: Any) -> Any:
+        return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
+
+    def taken(self, element: Any) -> Any:
+        """An element as it is kept in memory, in the reduction's compute dtype."""
+        is_bool = compute_dtype(self.value.dtype) == "bool"
+        return tirx.NE(element, m.constant(0, "int32")) if is_bool else element
+
+
+def stored_dtype(value: Reduction) -> str:
+    """The dtype in which running values of a reduction are kept in memory."""
+    dtype = compute_dtype(value.dtype)
+    return "int32" if dtype == "bool" else dtype
+
+
+def _masks(threads: int) -> list[int]:
+    masks = []
+    while threads > 1:
+        threads //= 2
+        masks.append(threads)
+    return masks
