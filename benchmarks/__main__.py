@@ -1,179 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times training steps beside PyTorch: `python -m benchmarks [WORKLOAD ...]`.
 
-For each workload and dtype, our compiled step, PyTorch eager and (with --compile) torch.compile run
-in turns in one process, so that a change of the machine's speed meets all of them. Printed are
-medians of a step, ratios, the seconds of the first step (capture, compile and run), and our planned
-peak. The table is saved with a description of the machine under benchmarks/results/.
+For each workload and dtype our compiled step, PyTorch eager and torch.compile run in turns in one
+process, so that a change of the machine's speed meets all of them; convolutional networks of
+PyTorch's in channels_last as well, and the better layout counts. One table is printed. It is saved
+after each row with a description of the machine under benchmarks/results/, and an interrupt (^C)
+keeps the rows that are finished. `--columns` leaves out what is not needed; all of it takes about a
+minute a row, most of which is torch.compile's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import amp_ir
 from amp_ir.build import host_description
-from amp_ir.demo.workloads import WORKLOADS, Training
+from amp_ir.demo.workloads import WORKLOADS
+from amp_ir.machine import measure_peaks
+from benchmarks.step_row import COLUMNS, Asked, Row, measure
+from benchmarks.step_table import footnotes, table_of
 
 RESULTS = Path(__file__).parent / "results"
-Step = Callable[[], Any]
+DTYPES = ("float32", "bfloat16")
+INTERRUPTED = 130
+# What a table needs that goes to a file; a terminal has the width that it has.
+_FILE_COLUMNS = 140
 
 
-@attrs.frozen
-class Row:
-    """One workload in one dtype; milliseconds are medians of a step."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the measurements that the command line asks for; returns the exit code."""
+    chosen = _parser().parse_args(arguments)
+    _check_names(chosen)
+    cases = [(name, dtype) for name in chosen.workloads or WORKLOADS for dtype in chosen.dtypes]
+    asked = Asked(frozenset(chosen.columns), chosen.rounds, chosen.draws, chosen.small)
+    path = None if chosen.save is None else RESULTS / f"{chosen.save}.json"
+    rows: list[Row] = []
+    code = 0
+    with _progress(len(cases)) as advance:
+        try:
+            for name, dtype in cases:
+                rows.append(measure(name, dtype, asked, advance(f"{name} {dtype}")))
+                if path is not None:
+                    save(rows, path)  # at once: the rest may take minutes
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+    show(rows)
+    if code:
+        print(f"interrupted: {len(rows)} of {len(cases)} rows are finished")
+    if path is not None and rows:
+        print(f"saved as {path}")
+    return code
 
-    workload: str
-    dtype: str
-    ours_milliseconds: float
-    eager_milliseconds: float
-    compile_milliseconds: float | None
-    ours_first_seconds: float
-    compile_first_seconds: float | None
-    planned_peak_mib: float
-    kernels: int
-    losses: tuple[float, float]
 
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the measurements that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("workloads", nargs="*", default=[], help=", ".join(WORKLOADS))
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each variant, in turns")
-    parser.add_argument("--compile", action="store_true", help="torch.compile as well")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="columns:\n" + "\n".join(f"  {name:<9} {what}" for name, what in COLUMNS.items()),
+    )
+    parser.add_argument("workloads", nargs="*", default=[], help=f"all of {', '.join(WORKLOADS)}")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), metavar="DTYPE",
+                        help=f"default {' '.join(DTYPES)}")  # fmt: skip
+    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), metavar="GROUP",
+                        help="groups of columns besides times; default all")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=7, help="steps of each way, in turns")
+    parser.add_argument("--draws", type=int, default=5, help="of weights, for the gradient error")
     parser.add_argument("--small", action="store_true", help="shapes of a test")
-    parser.add_argument("--save", metavar="NAME", help="file under benchmarks/results/")
-    options = parser.parse_args(arguments)
-    cases = [(name, dtype) for name in options.workloads or WORKLOADS for dtype in options.dtypes]
-    console = Console(stderr=True)
-    rows = [
-        measure(name, dtype, options)
-        for name, dtype in track(cases, description="measuring", console=console)
-    ]
-    Console(width=max(Console().width, 120)).print(table_of(rows))
-    if options.save:
-        save(rows, RESULTS / f"{options.save}.json")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    return parser
 
 
-def measure(name: str, dtype: str, options: argparse.Namespace) -> Row:
-    """Time one workload in one dtype."""
-    make = WORKLOADS[name].make
-    ours, eager = make(small=options.small), make(small=options.small)
-    started = time.perf_counter()
-    mod, args = amp_ir.trace_step(ours.step, ours.batch, model=ours.model, optimizer=ours.optimizer)
-    if dtype != "float32":
-        mod = amp_ir.autocast(mod, args, amp_dtype=dtype)
-    train = amp_ir.compile(mod)
-    first = train(*ours.batch)
-    ours_first = time.perf_counter() - started
-    variants: dict[str, Step] = {
-        "ours": lambda: train(*ours.batch),
-        "eager": peer_step(eager, dtype),
-    }
-    compile_first = None
-    if options.compile:
-        compiled = make(small=options.small)
-        step = torch.compile(peer_step(compiled, dtype))
-        started = time.perf_counter()
-        step()
-        compile_first = time.perf_counter() - started
-        variants["compile"] = step
-    expected = variants["eager"]()
-    medians = in_turns(variants, options.rounds)
-    return Row(
-        workload=name,
-        dtype=dtype,
-        ours_milliseconds=medians["ours"],
-        eager_milliseconds=medians["eager"],
-        compile_milliseconds=medians.get("compile"),
-        ours_first_seconds=ours_first,
-        compile_first_seconds=compile_first,
-        planned_peak_mib=train.report.plan.peak_bytes / 2**20,
-        kernels=train.report.kernel_count,
-        losses=(float(first), float(expected)),
+def _check_names(chosen: argparse.Namespace) -> None:
+    """Refuse what is not known before anything is measured."""
+    for given, known, what in (
+        (chosen.workloads, WORKLOADS, "workload"),
+        (chosen.columns, COLUMNS, "group of columns"),
+        (chosen.dtypes, (*DTYPES, "float16"), "dtype"),
+    ):
+        for name in given:
+            if name not in known:
+                expected = ", ".join(known)
+                _parser().error(f"{name!r} is not a {what}; expected some of: {expected}")
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table, what its columns mean, and the machine."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_COLUMNS)
+    if not rows:
+        return
+    console.print(table_of(rows, console.width))
+    console.print()
+    for line in footnotes(rows):
+        console.print(line, style="dim", highlight=False)
+    machine = describe_machine()
+    console.print(
+        f"{machine['cpu']}, {machine['threads']} threads, load {machine['load']:.1f}; torch "
+        f"{machine['torch']}, amp_ir {machine['amp_ir']}; peaks {machine['peaks']}",
+        style="dim",
+        highlight=False,
     )
 
 
-def peer_step(training: Training, dtype: str) -> Step:
-    """PyTorch's step: plain in float32, under torch.autocast otherwise."""
-    if dtype == "float32":
-        return lambda: training.step(*training.batch)
-    low = getattr(torch, dtype)
-    return lambda: training.autocast_step(*training.batch, dtype=low)
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
+    """A bar on a terminal, else a line a stage; on stderr, so that the table can be piped.
+
+    Gives a function that begins a row and returns one to tell its stages to.
+    """
+    console = Console(stderr=True)
+    started = time.monotonic()
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        begun: list[str] = []
+
+        def row(name: str) -> Callable[[str], None]:
+            progress.update(task, completed=len(begun))
+            begun.append(name)
+
+            def tell(stage: str) -> None:
+                progress.update(task, description=f"{name}: {stage}")
+                if not console.is_terminal:
+                    seconds = time.monotonic() - started
+                    console.print(f"{seconds:5.0f} s  {name}: {stage}", highlight=False)
+
+            return tell
+
+        yield row
 
 
-def in_turns(variants: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each variant; one warm-up round, then `rounds`, one after another."""
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for round_ in range(rounds + 1):
-        for name, step in variants.items():
-            started = time.perf_counter()
-            step()
-            if round_:
-                times[name].append((time.perf_counter() - started) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def table_of(rows: Sequence[Row]) -> Table:
-    """The rows for people."""
-    table = Table(title=f"ms a training step, medians in turns ({host_description()})")
-    for heading in ("workload", "dtype", "amp_ir", "eager", "compile", "ratio to best", "AMP gain",
-                    "first step s", "compile's s", "planned peak MiB"):  # fmt: skip
-        table.add_column(heading, justify="left" if heading in ("workload", "dtype") else "right")
-    full = {row.workload: row.ours_milliseconds for row in rows if row.dtype == "float32"}
-    for row in rows:
-        peers = [row.eager_milliseconds, row.compile_milliseconds or float("inf")]
-        gain = full.get(row.workload, 0.0) / row.ours_milliseconds
-        table.add_row(
-            row.workload,
-            row.dtype,
-            f"{row.ours_milliseconds:.1f}",
-            f"{row.eager_milliseconds:.1f}",
-            _number(row.compile_milliseconds, 1),
-            f"{row.ours_milliseconds / min(peers):.2f}",
-            "" if row.dtype == "float32" or not gain else f"{gain:.2f} x",
-            f"{row.ours_first_seconds:.1f}",
-            _number(row.compile_first_seconds, 1),
-            f"{row.planned_peak_mib:.0f}",
-        )
-    return table
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """What the numbers were taken on."""
     return {
         "cpu": host_description(),
         "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
         "system": platform.platform(),
         "torch": torch.__version__,
         "amp_ir": amp_ir.__version__,
+        "peaks": str(measure_peaks()),
     }
 
 
 def save(rows: Sequence[Row], path: Path) -> None:
     """Write the rows and the machine's description as JSON."""
     path.parent.mkdir(exist_ok=True)
-    document = {"machine": machine(), "rows": [attrs.asdict(row) for row in rows]}
+    document = {"machine": describe_machine(), "rows": [attrs.asdict(row) for row in rows]}
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training
-from benchmarks.__main__ import RESULTS, machine
+from benchmarks.__main__ import RESULTS, describe_machine
 
 # Small enough that no workload overflows: a skipped step would do less work in PyTorch.
 SCALE = 2.0**10
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, dtype in track(cases, description="measuring", console=Console(stderr=True)):
         costs.append(measure(name, dtype, rounds=options.rounds, small=options.small))
         if options.save:
-            content = {"machine": machine(), "costs": [attrs.asdict(one) for one in costs]}
+            content = {"machine": describe_machine(), "costs": [attrs.asdict(one) for one in costs]}
             text = json.dumps(content, indent=1) + "\n"
             (RESULTS / f"{options.save}.json").write_text(text)
     Console(width=max(Console().width, 110)).print(table_of(costs))

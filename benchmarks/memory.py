@@ -11,8 +11,6 @@ the step is run, its time beside that without a budget, in turns.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import statistics
 import subprocess
@@ -32,6 +30,8 @@ from amp_ir.demo.workloads import WORKLOADS, Training
 from amp_ir.errors import BudgetError
 from amp_ir.module import StepModule
 from amp_ir.pipeline import lower
+from benchmarks.peers import peer_step
+from benchmarks.resident import measured_bytes, tensors_of
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = ("bert1", "mlp", "gpt2", "resnet50", "lstm")
@@ -117,21 +117,11 @@ def _in_a_process(name: str, who: str, dtype: str, small: bool) -> int:
 
 
 def _measured(name: str, who: str, dtype: str, *, small: bool) -> int:
-    """Bytes that a training has in use at most, the resident set's rise during two steps."""
+    """Bytes that a training has in use at most."""
     _step(WORKLOADS["mlp"].make(small=True), who, dtype)()  # code that any step needs
     training = WORKLOADS[name].make(small=small)
     step = _step(training, who, dtype)
-    known = [*training.model.parameters(), *training.model.buffers(), *training.batch]
-    if who == "ours":
-        known += [t for state in training.optimizer.state.values() for t in state.values()]
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set so far
-    step()
-    step()
-    there = sum(t.numel() * t.element_size() for t in known if isinstance(t, torch.Tensor))
-    return there + _status("VmHWM") - before
+    return measured_bytes(step, list(tensors_of(training, with_optimizer=who == "ours")))
 
 
 def _step(training: Training, who: str, dtype: str) -> Callable[[], Any]:
@@ -139,14 +129,7 @@ def _step(training: Training, who: str, dtype: str) -> Callable[[], Any]:
         train = amp_ir.compile(captured(training, dtype)[0])
         train.module.hooks.install_state()
         return lambda: train(*training.batch)
-    if dtype == "float32":
-        return lambda: training.step(*training.batch)
-    return lambda: training.autocast_step(*training.batch, dtype=getattr(torch, dtype))
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return peer_step(training, dtype)
 
 
 def measure_budgets(share: float, options: argparse.Namespace) -> list[Budget]:

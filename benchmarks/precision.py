@@ -113,9 +113,9 @@ def measure(name: str, *, seeds: int, worst: int, compiled: int) -> list[Row]:
 
 
 class Case:
-    """One workload with one draw of weights and batch."""
+    """One workload with one draw of weights and batch, cast to each of `dtypes`."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, dtypes: Sequence[str] = DTYPES) -> None:
         self._make = lambda: WORKLOADS[name].make(small=True, seed=seed)
         self._training = training = self._make()
 
@@ -126,7 +126,8 @@ class Case:
 
         # Without the optimizer: the gradients are left in p.grad, as outputs of the step.
         mod, args = amp_ir.trace_step(step, training.batch, model=training.model)
-        self._low = {dtype: amp_ir.autocast(mod, args, amp_dtype=dtype) for dtype in DTYPES}
+        self._low = {dtype: amp_ir.autocast(mod, args, amp_dtype=dtype) for dtype in dtypes}
+        self._full = mod
         self._inputs = list(_inputs(mod, training.batch))
         self.exact = self._run(mod, float_dtype=torch.float64)
 
@@ -135,18 +136,18 @@ class Case:
         return self._run(self._low[dtype])
 
     def compiled_gradients(self, dtype: str) -> Gradients:
-        """As the compiled step leaves them in p.grad."""
+        """As the compiled step leaves them in p.grad; also in float32, without casts."""
         model = self._training.model
         model.zero_grad()
-        amp_ir.compile(self._low[dtype])(*self._training.batch)
+        amp_ir.compile(self._low.get(dtype, self._full))(*self._training.batch)
         return {f"{name}.grad": one.grad for name, one in model.named_parameters()}
 
     def torch_gradients(self, dtype: str) -> Gradients:
-        """By PyTorch's own autocast."""
+        """By PyTorch's own autocast, which does nothing in float32."""
         training = self._make()
         # Without oneDNN, which has no float16 on most CPUs: PyTorch's own kernels always run.
         with (
-            torch.autocast("cpu", getattr(torch, dtype)),
+            torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"),
             torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
         ):
             loss = training.loss(*training.batch)
@@ -174,6 +175,31 @@ class Case:
             for spec, value in zip(specs, outputs, strict=True)
             if spec.role is amp_ir.Role.GRADIENT
         }
+
+
+@attrs.frozen
+class CompiledError:
+    """Errors of the gradients that compiled steps leave, beside PyTorch's; see `Row`.
+
+    `ours` and `torch` are medians over the draws; `ratio` is the geometric mean over the draws of
+    ours over PyTorch's: a median of few draws moves with the draw, a ratio within a draw does less.
+    """
+
+    ours: float
+    torch: float
+    ratio: float
+    draws: int
+
+
+def compiled_error(name: str, dtype: str, *, draws: int) -> CompiledError:
+    """Compile a workload in small shapes for some draws, and compare with float64."""
+    ours, theirs = [], []
+    for seed in range(draws):
+        case = Case(name, seed, () if dtype == "float32" else (dtype,))
+        ours.append(relative_error(case.compiled_gradients(dtype), case.exact))
+        theirs.append(relative_error(case.torch_gradients(dtype), case.exact))
+    ratio = geometric_mean([a / b for a, b in zip(ours, theirs, strict=True)])
+    return CompiledError(median(ours), median(theirs), ratio, draws)
 
 
 def relative_error(got: Gradients, exact: Gradients) -> float:

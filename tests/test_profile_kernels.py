@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import tvm
 from torch import nn
 from tvm import tirx
 
 import amp_ir
 from amp_ir import native
+from amp_ir.dispatch_note import DispatchNote
 from amp_ir.errors import OptionError
 from amp_ir.machine import MachinePeaks, measure_peaks
-from amp_ir.memory_plan import MemoryPlan, PlannedCall
+from amp_ir.memory_plan import MemoryPlan, PlannedCall, PlannedStep
 from amp_ir.passes.call_cost import flop_of_calls, kernel_flop
 from amp_ir.pipeline import lower
 from amp_ir.report.kernel_profile import KernelProfile, profile_of
@@ -123,6 +125,16 @@ def test_a_real_profile_adds_up(profile: KernelProfile) -> None:
         assert one.begin_milliseconds + one.shown_milliseconds <= following.begin_milliseconds
 
 
+@pytest.mark.skipif(not native.has("amp_ir.onednn.matmul"), reason="oneDNN is the first choice")
+def test_the_library_of_each_heavy_op_is_told(profile: KernelProfile) -> None:
+    assert {str(note) for note in profile.dispatched} == {
+        "amp_ir.conv: 1 call -> onednn",
+        "amp_ir.conv_backward_weight: 1 call -> onednn",
+        "relax.matmul: 3 calls -> onednn",
+    }
+    assert amp_ir.compile(traced("bfloat16")[0]).report.dispatched == profile.dispatched
+
+
 def test_casts_modules_and_dtypes_are_named(profile: KernelProfile) -> None:
     casts = [one for one in profile.calls if one.is_cast and one.phase == "forward"]
     assert casts and all(set(one.ops) <= {"cast", "astype"} for one in casts)
@@ -145,7 +157,8 @@ def synthetic() -> KernelProfile:
         for length, extra in ((10.0, 0.0), (30.0, 0.0), (20.0, 9.0))
     ]
     peaks = MachinePeaks({"float32": 1.0}, 4.0, 2)
-    return profile_of(plan, (4_000_000, 0), times, peaks)
+    notes = (DispatchNote("relax.matmul", "torch", 2, "onednn is not built"),)
+    return profile_of(PlannedStep(tvm.IRModule(), plan, notes), (4_000_000, 0), times, peaks)
 
 
 def test_shares_follow_from_medians_and_peaks() -> None:
@@ -168,10 +181,12 @@ def test_the_text_and_the_json_say_the_same() -> None:
         "(float32 1 GFLOP/s, 4.0 GB/s, 2 threads)"
     )
     lines = str(profile).splitlines()
-    assert lines[-2].split() == ["a", "float32", "add", "-", "1", "5.00", "25.0%", "3.8", "0.00",
+    assert lines[-1] == "relax.matmul: 2 calls -> torch, because onednn is not built"
+    assert lines[-4].split() == ["a", "float32", "add", "-", "1", "5.00", "25.0%", "3.8", "0.00",
                                  "1", "80%"]  # fmt: skip
     document = json.loads(profile.to_json())
     assert document["cast_share"] == 0.1
+    assert document["dispatched"][0]["reason"] == "onednn is not built"
     assert [one["name"] for one in document["kernels"]] == ["a", "b"]
     assert document["kernels"][0]["roofline_share"] == 0.8
 

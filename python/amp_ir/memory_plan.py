@@ -9,6 +9,7 @@ import functools
 import attrs
 import tvm
 
+from amp_ir.dispatch_note import DispatchNote
 from amp_ir.location import Location
 from amp_ir.module import Role
 
@@ -140,7 +141,9 @@ class PlannedStep:
 
     `ir` has `main(arena, inputs..., results...)`: all tensors flat and of physical dtype
     (bfloat16 as uint16, bool as uint8); it returns nothing and writes state inputs in place.
+    `dispatched` says which library each heavy op went to.
     """
 
     ir: tvm.IRModule
     plan: MemoryPlan
+    dispatched: tuple[DispatchNote, ...] = ()

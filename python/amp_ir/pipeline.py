@@ -36,6 +36,7 @@ from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
 from amp_ir.amp.scale_loss import scalers_of
+from amp_ir.dispatch_note import DispatchLog
 from amp_ir.errors import ArgumentError, OptionError, ShapeChanged, StateError
 from amp_ir.frontend import importer, trace
 from amp_ir.loops.fuse import fuse_loops
@@ -139,22 +140,23 @@ def lower(
     _check_rounding(rounding)
     _check_budget(memory_budget)
     seconds = {} if seconds is None else seconds
-    ir = mod.ir
+    ir, log = mod.ir, DispatchLog()
     with _timed(seconds, "tidy"):
         # Attention becomes matmuls around softmax-like kernels; casts that change nothing go.
-        ir = fold_casts(expand_attention(ir))
+        ir = fold_casts(expand_attention(ir, log=log))
     with _timed(seconds, "dispatch"):
         # From here on heavy ops are library calls, opaque to fusion.
         # Those that add a bias round once, so casts around the sum fold away.
-        ir = fold_casts(dispatch(ir))
+        ir = fold_casts(dispatch(ir, log=log))
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
         ir = merge_horizontally(fuse_loops(ir, strict=rounding == "strict"))
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
-        return plan_memory(
+        planned = plan_memory(
             ir, mod.signature.inputs, mod.signature.outputs, memory_budget=memory_budget
         )
+    return attrs.evolve(planned, dispatched=log.notes)
 
 
 def explain_plan(mod: StepModule) -> CastPlan:
@@ -211,7 +213,8 @@ def compile_step(
     with _timed(seconds, "build"):
         executable = build_stage.build(planned, device, opt_level=opt_level)
     program = Program(executable, planned.plan, mod.signature, mod.state)
-    return CompiledStep(mod, program, CompileReport(seconds, executable.kernel_count, planned.plan))
+    report = CompileReport(seconds, executable.kernel_count, planned.plan, planned.dispatched)
+    return CompiledStep(mod, program, report)
 
 
 class JitStep:
@@ -395,7 +398,7 @@ def profile_kernels(
         mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
     )
     times = time_calls(program, batch, warmup=warmup, steps=steps)
-    return profile_of(planned.plan, flop_of_calls(planned), times, measure_peaks())
+    return profile_of(planned, flop_of_calls(planned), times, measure_peaks())
 
 
 def _program_on_copies(

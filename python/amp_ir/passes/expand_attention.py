@@ -11,11 +11,12 @@ from tvm import relax
 from tvm.ir import Op, Span
 
 from amp_ir.dialect import call_op, options_of
+from amp_ir.dispatch_note import DispatchLog
 
 FORWARD, BACKWARD = "amp_ir.attention", "amp_ir.attention_backward"
 
 
-def expand_attention(ir: tvm.IRModule) -> tvm.IRModule:
+def expand_attention(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IRModule:
     """Replace attention and its gradient by matmuls and the ops of dialect/attention_parts.py.
 
     Before:  out, lse = amp_ir.attention(q, k, v)
@@ -32,13 +33,17 @@ def expand_attention(ir: tvm.IRModule) -> tvm.IRModule:
     Requires: one function `main`, one dataflow block, static shapes.
     Ensures:  scores and lse are float32 (float64 for float64); weights and the gradient of the
               scores are rounded to the dtype of q, as what the matmuls read; results keep their
-              variables, and every new op the location of the one that it stands for.
+              variables, and every new op the location of the one that it stands for; `log` is told
+              of each.
     Source:   Dao et al. 2022, "FlashAttention", appendix B.2, for the gradient.
     """
     main = ir["main"]
     bindings = [one for block in main.body.blocks for one in block.bindings]
-    if not any(_op_name(one.value) in (FORWARD, BACKWARD) for one in bindings):
+    found = [name for one in bindings if (name := _op_name(one.value)) in (FORWARD, BACKWARD)]
+    if not found:
         return ir
+    for name in found if log is not None else ():
+        log.add(name, "matmuls and own kernels", "no library that amp_ir calls does it whole")
     writer = _Writer()
     for binding in bindings:
         writer.add(binding)

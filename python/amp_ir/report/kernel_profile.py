@@ -15,8 +15,9 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from amp_ir.dispatch_note import DispatchNote
 from amp_ir.machine import MachinePeaks
-from amp_ir.memory_plan import MemoryPlan, PlannedCall
+from amp_ir.memory_plan import PlannedCall, PlannedStep
 from amp_ir.report.trace import trace_events
 
 _SHOWN_KERNELS = 25
@@ -90,13 +91,17 @@ class KernelTotal:
 
 @attrs.frozen
 class KernelProfile:
-    """Where a step's time goes. `step_milliseconds` is the median of `steps` whole steps."""
+    """Where a step's time goes. `step_milliseconds` is the median of `steps` whole steps.
+
+    `dispatched` says which library each heavy op went to, and why not to a better one.
+    """
 
     step_milliseconds: float
     steps: int
     calls: tuple[CallProfile, ...] = attrs.field(repr=False)
     held_nbytes: tuple[int, ...] = attrs.field(repr=False)
     peaks: MachinePeaks
+    dispatched: tuple[DispatchNote, ...] = attrs.field(default=(), repr=False)
 
     @property
     def kernels(self) -> tuple[KernelTotal, ...]:
@@ -172,8 +177,9 @@ class KernelProfile:
         )
 
     def __rich__(self) -> RenderableType:
-        """Two lines and a table for a terminal."""
-        return Group(escape(self.headline()), "", _table(self))
+        """Two lines, a table, and where heavy ops went, for a terminal."""
+        notes = [escape(str(note)) for note in self.dispatched]
+        return Group(escape(self.headline()), "", _table(self), *(["", *notes] if notes else []))
 
     def __str__(self) -> str:
         """The same as plain text, 140 columns wide."""
@@ -183,7 +189,7 @@ class KernelProfile:
 
 
 def profile_of(
-    plan: MemoryPlan,
+    planned: PlannedStep,
     flop: Sequence[int],
     steps: Sequence[StepTimes],
     peaks: MachinePeaks,
@@ -191,11 +197,12 @@ def profile_of(
     """Join what was planned with what was measured.
 
     Args:
-        plan: its calls are those that were timed.
+        planned: its plan's calls are those that were timed.
         flop: of each call.
         steps: the timed steps; the one of median length is shown in traces.
         peaks: the machine's.
     """
+    plan = planned.plan
     shown = sorted(steps, key=lambda step: step.milliseconds)[len(steps) // 2]
     calls = []
     for k, call in enumerate(plan.calls):
@@ -205,7 +212,9 @@ def profile_of(
         floor = peaks.floor_milliseconds(flop[k], _nbytes(call), call.compute_dtype)
         calls.append(_call(call, statistics.median(spent), in_trace, flop[k], floor))
     median = statistics.median(step.milliseconds for step in steps)
-    return KernelProfile(median, len(steps), tuple(calls), plan.live_bytes, peaks)
+    return KernelProfile(
+        median, len(steps), tuple(calls), plan.live_bytes, peaks, planned.dispatched
+    )
 
 
 def _nbytes(call: PlannedCall) -> int:

@@ -34,7 +34,8 @@ def step_page(
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f'<p class="quiet">{escape(machine)}; peaks: {escape(str(profile.peaks))}</p>'
         f'<div class="facts">{"".join(_facts(memory, profile))}</div>'
-        f"{_memory_section(memory)}{_kernel_section(profile)}{_plan_section(plan)}"
+        f"{_memory_section(memory)}{_kernel_section(profile)}{_library_section(profile)}"
+        f"{_plan_section(plan)}"
         f'<script type="application/json" id="moments">{_moments(memory)}</script>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
@@ -130,6 +131,22 @@ def _kernel_row(one: KernelTotal, top: float, step_milliseconds: float) -> str:
         f'<br><span class="quiet">{escape(one.name)} {escape(one.dtype)} {where}</span></td>'
         f'{numbers}<td class="kind"><i class="swatch phase-{phase}"></i>{phase}</td>'
         f"<td>{_bar(one.milliseconds / top, 'phase-' + phase)}</td></tr>"
+    )
+
+
+def _library_section(profile: KernelProfile) -> str:
+    """Which library each heavy op went to; a row for each reason."""
+    rows = "".join(
+        f'<tr><td>{escape(note.op)}</td><td class="number">{note.calls}</td>'
+        f"<td>{escape(note.library)}</td><td>{escape(note.reason) or 'the first choice'}</td></tr>"
+        for note in profile.dispatched
+    )
+    if not rows:
+        return ""
+    return (
+        '<h2>Libraries</h2><div class="wide"><table id="libraries"><thead><tr><th>op</th>'
+        f'<th class="number">calls</th>{_heads("went to", "why")}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
     )
 
 

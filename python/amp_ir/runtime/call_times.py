@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -23,14 +25,27 @@ class StepTimes:
     begin_milliseconds: tuple[float, ...]
     end_milliseconds: tuple[float, ...]
 
+    @property
+    def outside_milliseconds(self) -> float:
+        """The time in which no kernel and no library call ran: Python and the virtual machine."""
+        calls = zip(self.begin_milliseconds, self.end_milliseconds, strict=True)
+        return self.milliseconds - sum(end - begin for begin, end in calls)
+
 
 def time_calls(
-    program: Program, batch: Sequence[torch.Tensor], *, warmup: int, steps: int
+    program: Program,
+    batch: Sequence[torch.Tensor],
+    *,
+    warmup: int,
+    steps: int,
+    step: Callable[[], Any] | None = None,
 ) -> list[StepTimes]:
     """Run `warmup` steps, then time every call of `steps` steps.
 
     The clock is read by native code around each call of the virtual machine and adds less than a
-    microsecond to it. `program` is left with the clock in place: use one made for this.
+    microsecond to it. `program` is left with the clock in place: use one made for this. A step is
+    `program.run(batch)` or, where it is given, `step()`, which runs the program and what belongs to
+    it: with a CompiledStep's call its checks of batch and state count as well.
 
     Raises:
         OptionError: a number of steps is out of range.
@@ -40,11 +55,12 @@ def time_calls(
     symbols = [call.symbol for call in program.plan.calls]
     program.executable.vm.set_instrument(native.function("amp_ir.call_clock.record"))
     take = native.function("amp_ir.call_clock.take")
+    step = step or functools.partial(program.run, batch)
     found = []
     for index in range(warmup + steps):
         take()
         started = time.perf_counter_ns()
-        program.run(batch)
+        step()
         ended = time.perf_counter_ns()
         if index >= warmup:
             found.append(_step_times(symbols, take(), started, ended))

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.dispatch_note import DispatchNote
 from amp_ir.errors import ArgumentError, StateError
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import Role, StepModule
@@ -19,11 +20,15 @@ from amp_ir.step_log import StepLog, StepRecord
 
 @attrs.frozen
 class CompileReport:
-    """What compiling took and gave: seconds a stage, kernels, and the memory plan."""
+    """What compiling took and gave: seconds a stage, kernels, and the memory plan.
+
+    `dispatched` says which library each heavy op went to, and why not to a better one.
+    """
 
     seconds: dict[str, float]
     kernel_count: int
     plan: MemoryPlan
+    dispatched: tuple[DispatchNote, ...] = ()
 
 
 def refuse_names(named: dict[str, Any]) -> None:
@@ -84,6 +89,11 @@ class CompiledStep:
         results, gradients = self._program.results_of(outputs)
         self.module.hooks.after_step(gradients)
         return self.module.signature.unflatten_results(results)
+
+    @property
+    def program(self) -> Program:
+        """What runs inside of a call, without the checks around it; for measurements."""
+        return self._program
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What the step keeps that is not the user's: `random_state` int64[2], if it draws numbers.

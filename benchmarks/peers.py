@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's ways of running a workload's step: eager and torch.compile, in both memory layouts."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from amp_ir.demo.workloads import Training, Workload
+
+Step = Callable[[], Any]
+# Convolutions of PyTorch may be faster on pixels that hold their channels together.
+LAYOUTS = {"resnet50": ("contiguous", "channels_last"), "ssd": ("contiguous", "channels_last")}
+
+
+@attrs.frozen
+class Peer:
+    """One way of PyTorch's: "eager" or "compile", in a memory layout, ready to run."""
+
+    way: str
+    layout: str
+    training: Training = attrs.field(repr=False)
+    step: Step = attrs.field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Its key among the measured ways."""
+        return peer_name(self.way, self.layout)
+
+
+def peer_name(way: str, layout: str) -> str:
+    """The key of a way of PyTorch's; the usual layout goes without saying."""
+    return way if layout == "contiguous" else f"{way} {layout}"
+
+
+def layouts_of(workload: str) -> tuple[str, ...]:
+    """The memory layouts that are worth trying for a workload."""
+    return LAYOUTS.get(workload, ("contiguous",))
+
+
+def make_peer(workload: Workload, dtype: str, way: str, layout: str, *, small: bool) -> Peer:
+    """A training of its own with PyTorch's step; nothing is run yet."""
+    training = in_layout(workload.make(small=small), layout)
+    step = peer_step(training, dtype)
+    return Peer(way, layout, training, torch.compile(step) if way == "compile" else step)
+
+
+def peer_step(training: Training, dtype: str) -> Step:
+    """PyTorch's step: plain in float32, under torch.autocast otherwise."""
+    if dtype == "float32":
+        return lambda: training.step(*training.batch)
+    low = getattr(torch, dtype)
+    return lambda: training.autocast_step(*training.batch, dtype=low)
+
+
+def in_layout(training: Training, layout: str) -> Training:
+    """The training with its images and convolution weights in a memory layout."""
+    if layout == "contiguous":
+        return training
+    form = getattr(torch, layout)
+    training.model.to(memory_format=form)
+    batch = tuple(
+        one.contiguous(memory_format=form) if one.dim() == 4 else one for one in training.batch
+    )
+    return attrs.evolve(training, batch=batch)
+
+
+@contextlib.contextmanager
+def cold_compiler() -> Iterator[None]:
+    """Torch.compile finds nothing that it made before, neither in memory nor on the disk."""
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, fresh_cache(dir=folder):
+        yield
+    torch._dynamo.reset()

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step has in memory, by the operating system's count of the resident set."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_ir.demo.workloads import Training
+
+
+def measured_bytes(step: Callable[[], Any], known: Iterable[torch.Tensor]) -> int:
+    """The bytes in use at most during two steps: `known`, there before, and the set's rise.
+
+    Freed memory is given back to the system first, so that a step cannot hide in it.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set so far
+    step()
+    step()
+    there = {id(one): one.numel() * one.element_size() for one in known}
+    return sum(there.values()) + _status("VmHWM") - before
+
+
+def tensors_of(training: Training, *, with_optimizer: bool) -> Iterator[torch.Tensor]:
+    """What a training holds before a step: parameters, buffers, batch, perhaps optimizer state."""
+    yield from training.model.parameters()
+    yield from training.model.buffers()
+    yield from training.batch
+    if with_optimizer:
+        for state in training.optimizer.state.values():
+            yield from (one for one in state.values() if isinstance(one, torch.Tensor))
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row of `python -m benchmarks`: a workload in one dtype, ours beside PyTorch, in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+import amp_ir
+from amp_ir.demo.workloads import WORKLOADS, Training, Workload
+from amp_ir.machine import measure_peaks
+from amp_ir.module import StepModule
+from amp_ir.passes.call_cost import flop_of_calls
+from amp_ir.pipeline import lower
+from amp_ir.runtime.call_times import time_calls
+from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer
+from benchmarks.precision import CompiledError, compiled_error
+from benchmarks.resident import measured_bytes, tensors_of
+
+# What may be asked for apart: each costs time of its own. Times of our step and eager's are always.
+COLUMNS = {
+    "compile": "torch.compile as a peer, and how long it takes from a cold cache",
+    "peak": "measured peaks of memory",
+    "floor": "share of the machine's floor, and the time outside of kernels",
+    "error": "errors of the gradients against float64, in small shapes",
+}
+_FIRST_STEPS = 3  # PyTorch may compile again when an optimizer has made its state
+MEBIBYTE = 2**20
+Tell = Callable[[str], None]
+
+
+@attrs.frozen
+class Row:
+    """What was measured of one workload in one dtype; None where it was not asked for.
+
+    The keys of the mappings are "ours" and the names of PyTorch's ways, such as "eager
+    channels_last". `milliseconds` are medians of a step. `compile_seconds` are from nothing to
+    steps at full speed: the first steps, less what as many steps take. `floor_milliseconds` is what
+    the step's arithmetic takes at the machine's best matmul, or its bytes at the machine's best
+    copy, whichever is more. `outside_milliseconds` is what a call of the compiled step takes beside
+    its kernels and library calls.
+    """
+
+    workload: str
+    dtype: str
+    milliseconds: dict[str, float]
+    compile_seconds: dict[str, float]
+    planned_mib: float
+    measured_mib: dict[str, float]
+    calls: int
+    casts: int
+    kernels: int
+    losses: dict[str, float]
+    floor_milliseconds: float | None = None
+    outside_milliseconds: float | None = None
+    clocked_milliseconds: float | None = None
+    error: CompiledError | None = None
+
+    @property
+    def ours(self) -> float:
+        """Milliseconds of our step."""
+        return self.milliseconds["ours"]
+
+    def best(self, way: str = "") -> tuple[str, float] | None:
+        """The fastest of PyTorch's ways that begin with `way`: its name and milliseconds."""
+        names = [name for name in self.milliseconds if name != "ours" and name.startswith(way)]
+        name = min(names, key=self.milliseconds.__getitem__, default=None)
+        return None if name is None else (name, self.milliseconds[name])
+
+    def ratio(self, way: str = "") -> float | None:
+        """Our time over that of PyTorch's best way that begins with `way`; below 1 is faster."""
+        best = self.best(way)
+        return None if best is None else self.ours / best[1]
+
+    @property
+    def floor_share(self) -> float | None:
+        """The floor over our time: 1 is as fast as the machine can be."""
+        return None if self.floor_milliseconds is None else self.floor_milliseconds / self.ours
+
+    @property
+    def outside_share(self) -> float | None:
+        """The share of a step outside of kernels, both by the same clock."""
+        if self.outside_milliseconds is None or self.clocked_milliseconds is None:
+            return None
+        return self.outside_milliseconds / self.clocked_milliseconds
+
+
+@attrs.frozen
+class Asked:
+    """What to measure: groups of columns, steps of each way, draws for the error."""
+
+    columns: frozenset[str]
+    rounds: int = 7
+    draws: int = 5
+    small: bool = False
+
+
+def measure(name: str, dtype: str, asked: Asked, tell: Tell) -> Row:
+    """Measure one workload in one dtype; `tell` hears what is being done."""
+    with contextlib.ExitStack() as stack:
+        if "compile" in asked.columns:
+            # Around all of it: what is compiled later must not come from an older cache either.
+            stack.enter_context(cold_compiler())
+        return _Measurement(WORKLOADS[name], dtype, asked, tell).run()
+
+
+class _Measurement:
+    def __init__(self, workload: Workload, dtype: str, asked: Asked, tell: Tell) -> None:
+        self.workload = workload
+        self.dtype = dtype
+        self.asked = asked
+        self.tell = tell
+        self.steps: dict[str, Step] = {}
+        self.first_seconds: dict[str, float] = {}
+        self.measured: dict[str, int] = {}
+        self.losses: dict[str, float] = {}
+
+    def run(self) -> Row:
+        ours = self.workload.make(small=self.asked.small)
+        train, mod = self._start_ours(ours)
+        for layout in layouts_of(self.workload.name):
+            self._start(make_peer(self.workload, self.dtype, "eager", layout, small=self._small))
+        if "compile" in self.asked.columns:
+            for layout in layouts_of(self.workload.name):
+                peer = make_peer(self.workload, self.dtype, "compile", layout, small=self._small)
+                self._start(peer)
+        self.tell(f"{self.asked.rounds} steps of each, in turns")
+        medians = in_turns(self.steps, self.asked.rounds)
+        row = Row(
+            workload=self.workload.name,
+            dtype=self.dtype,
+            milliseconds=medians,
+            compile_seconds={
+                name: seconds - _FIRST_STEPS * medians[name] / 1e3
+                for name, seconds in self.first_seconds.items()
+                if not name.startswith("eager")
+            },
+            planned_mib=train.report.plan.peak_bytes / MEBIBYTE,
+            measured_mib={name: size / MEBIBYTE for name, size in self.measured.items()},
+            calls=len(train.report.plan.calls),
+            casts=sum(call.is_cast for call in train.report.plan.calls),
+            kernels=train.report.kernel_count,
+            losses=self.losses,
+        )
+        return self._with_extras(row, train, mod, ours)
+
+    @property
+    def _small(self) -> bool:
+        return self.asked.small
+
+    def _start_ours(self, training: Training) -> tuple[amp_ir.CompiledStep, StepModule]:
+        self.tell("compiling ours")
+        started = time.perf_counter()
+        mod, args = amp_ir.trace_step(
+            training.step, training.batch, model=training.model, optimizer=training.optimizer
+        )
+        if self.dtype != "float32":
+            mod = amp_ir.autocast(mod, args, amp_dtype=self.dtype)
+        train = amp_ir.compile(mod)
+        seconds = time.perf_counter() - started
+        train.module.hooks.install_state()
+        known = list(tensors_of(training, with_optimizer=True))
+        step = self._kept("ours", lambda: train(*training.batch))
+        if "peak" in self.asked.columns:
+            # Before any other step: the pages of the arena are not there yet.
+            self.measured["ours"] = measured_bytes(step, known)
+        self._take_first_steps("ours", seconds)
+        return train, mod
+
+    def _start(self, peer: Peer) -> None:
+        """Run PyTorch's step for the first times; torch.compile compiles here."""
+        self.tell(f"first steps of {peer.name}")
+        step = self._kept(peer.name, peer.step)
+        self._take_first_steps(peer.name, 0.0)
+        if "peak" in self.asked.columns:
+            # After them: what a compiler needs while it compiles is no memory of a step.
+            known = list(tensors_of(peer.training, with_optimizer=True))
+            self.measured[peer.name] = measured_bytes(step, known)
+
+    def _kept(self, name: str, step: Step) -> Step:
+        """The step, which leaves its first loss: all ways must begin with the same."""
+
+        def run() -> None:
+            self.losses.setdefault(name, float(step()))
+
+        self.steps[name] = run
+        return run
+
+    def _take_first_steps(self, name: str, seconds: float) -> None:
+        started = time.perf_counter()
+        for _ in range(_FIRST_STEPS):
+            self.steps[name]()
+        self.first_seconds[name] = seconds + time.perf_counter() - started
+
+    def _with_extras(
+        self, row: Row, train: amp_ir.CompiledStep, mod: StepModule, training: Training
+    ) -> Row:
+        if "floor" in self.asked.columns:
+            self.tell("counting arithmetic and bytes, clocking calls")
+            outside, clocked = outside_of_kernels(train, training.batch, self.asked.rounds)
+            row = attrs.evolve(
+                row,
+                floor_milliseconds=floor_milliseconds(mod),
+                outside_milliseconds=outside,
+                clocked_milliseconds=clocked,
+            )
+        if "error" in self.asked.columns:
+            self.tell(f"errors of the gradients, {self.asked.draws} draws")
+            found = compiled_error(row.workload, row.dtype, draws=self.asked.draws)
+            row = attrs.evolve(row, error=found)
+        return row
+
+
+def in_turns(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each; one warm-up round, then `rounds`, one step after another."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(rounds + 1):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step()
+            if round_:
+                times[name].append((time.perf_counter() - started) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def outside_of_kernels(
+    train: amp_ir.CompiledStep, batch: Sequence[Any], steps: int
+) -> tuple[float, float]:
+    """Median milliseconds that a step spends outside of calls, and that it takes under the clock.
+
+    From the call of the compiled step to its return: checks of batch, model and optimizer, views
+    of their tensors, the virtual machine. The clock stays in `train`, which is not to be timed
+    otherwise afterwards.
+    """
+    times = time_calls(train.program, (), warmup=1, steps=steps, step=lambda: train(*batch))
+    outside = statistics.median(one.outside_milliseconds for one in times)
+    return outside, statistics.median(one.milliseconds for one in times)
+
+
+def floor_milliseconds(mod: StepModule) -> float:
+    """`max(FLOP / best matmul, bytes / best copy)` of a step as we compile it, all calls together.
+
+    Arithmetic counts at the rate of the dtype that it is done in; bytes are those that calls read
+    and write, each tensor once a call.
+    """
+    planned, peaks = lower(mod), measure_peaks()
+    calls = planned.plan.calls
+    arithmetic = sum(
+        peaks.floor_milliseconds(flop, 0, call.compute_dtype)
+        for flop, call in zip(flop_of_calls(planned), calls, strict=True)
+    )
+    nbytes = sum(call.read_nbytes + call.written_nbytes for call in calls)
+    return max(arithmetic, peaks.floor_milliseconds(0, nbytes, "float32"))
