@@ -3,6 +3,9 @@
 
 The libraries register their functions with tvm-ffi as `amp_ir.<library>.<verb>`. A library that is
 missing costs speed, never correctness, except `passes`, without which nothing can be planned.
+`cublaslt` and `torch` are part of every build and register what CUDA steps call on every machine,
+so that a step for a GPU can be compiled without one; what they call in turn, cuBLASLt and
+PyTorch's CUDA kernels, is looked for when it is first needed.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pathlib import Path
 
 # torch comes before our libraries: they link libgomp.so.1 by name and torch_shim looks into
 # libtorch_cpu, and both must find the copies that torch has loaded (one thread pool a process).
-import torch  # noqa: F401
+import torch
 import tvm_ffi
 
 from amp_ir.errors import BuildError
@@ -30,10 +33,13 @@ CONSEQUENCES = {
     "openmp": "compiled kernels run on a thread pool of their own and compete with PyTorch's",
     "torch": "matmul and convolution have no PyTorch kernels to fall back on",
     "onednn": "matmul and convolution run through PyTorch, whose float32 is slower",
+    "cublaslt": "no step can be compiled for a GPU",
 }
 _REMEDIES = {
     "onednn": "pip install onednn-cpu-gomp==2023.2.0 onednn-devel-cpu-gomp==2023.2.0, then rebuild",
 }
+# Wheels that hold libcublasLt, newest CUDA first; a CUDA build of PyTorch has loaded its own.
+_CUBLASLT_WHEELS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
 _REBUILD = "rebuild amp_ir (pip install -e .)"
 
 
@@ -42,12 +48,12 @@ def load() -> dict[str, str]:
     """Load every library that exists; later calls do nothing.
 
     Returns the reason for each library that is missing, after one warning that names them all with
-    their consequences.
+    their consequences. Where PyTorch has no CUDA, nobody misses `cublaslt`.
     """
     reasons = {}
     for name in CONSEQUENCES:
         reason = _load_library(name)
-        if reason is not None:
+        if reason is not None and (name != "cublaslt" or torch.version.cuda is not None):
             reasons[name] = reason
     if reasons:
         warnings.warn(_missing_message(reasons), RuntimeWarning, stacklevel=2)
@@ -81,6 +87,11 @@ def _load_library(name: str) -> str | None:
         ctypes.CDLL(str(path))
     except OSError as error:
         return str(error)
+    if name == "cublaslt":
+        look_at = tvm_ffi.get_global_func("amp_ir.cublaslt.also_look_at")
+        for wheel in _CUBLASLT_WHEELS:
+            for found in _files_of(wheel, "libcublasLt.so."):
+                look_at(str(found))
     return None
 
 
@@ -90,14 +101,18 @@ def _wheel_libraries(name: str) -> Iterator[Path]:
     Loading it by path first lets libamp_ir_onednn find it by its SONAME. Nothing is given where
     oneDNN was not installed by pip: the linker may know it.
     """
-    if name != "onednn":
-        return
+    if name == "onednn":
+        yield from _files_of("onednn-cpu-gomp", "libdnnl.so.3")
+
+
+def _files_of(wheel: str, prefix: str) -> Iterator[Path]:
+    """The files of an installed wheel whose names begin so; none where it is not installed."""
     try:
-        files = importlib.metadata.files("onednn-cpu-gomp") or []
+        files = importlib.metadata.files(wheel) or []
     except importlib.metadata.PackageNotFoundError:
         return
     for file in files:
-        if file.name == "libdnnl.so.3":
+        if file.name.startswith(prefix):
             yield Path(str(file.locate())).resolve()
 
 
