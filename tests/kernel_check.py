@@ -11,10 +11,11 @@ import tvm
 from tvm import relax
 
 import amp_ir.loops  # noqa: F401  (registers the lowerings)
-from amp_ir.build import KERNEL_PIPELINE, cpu_target
+from amp_ir.build import KERNEL_PIPELINE
 from amp_ir.dialect import call_op
 from amp_ir.dialect.define import dtype_name
 from amp_ir.loops.fuse import fuse_loops
+from amp_ir.target import cpu
 
 _STORED_AS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
@@ -48,7 +49,7 @@ def run_kernels(mod: tvm.IRModule, inputs: Sequence[torch.Tensor]) -> list[torch
         if not isinstance(function, relax.Function)
     }
     compiled = tvm.compile(
-        tvm.IRModule(functions), target=cpu_target(), tir_pipeline=KERNEL_PIPELINE
+        tvm.IRModule(functions), target=cpu().tvm_target, tir_pipeline=KERNEL_PIPELINE
     )
     main = fused["main"]
     values: dict[Any, Any] = dict(zip(main.params, inputs, strict=True))

@@ -15,6 +15,7 @@ from tvm import relax
 
 from amp_ir.build import build
 from amp_ir.interpreter import interpret
+from amp_ir.loops.emit_cpu import emit_copy
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature
@@ -51,7 +52,7 @@ def signature_of(ir: tvm.IRModule, updated: dict[int, int]) -> Signature:
 
 def compiled(ir: tvm.IRModule, signature: Signature, state: dict[str, torch.Tensor]) -> Program:
     fused = fuse_loops(dispatch(fold_casts(ir)))
-    planned = plan_memory(fused, signature.inputs, signature.outputs)
+    planned = plan_memory(fused, signature.inputs, signature.outputs, copy_kernel=emit_copy)
     return Program(build(planned), planned.plan, signature, state)
 
 

@@ -19,6 +19,7 @@ import amp_ir
 from amp_ir.build import build
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import BudgetError, OptionError
+from amp_ir.loops.emit_cpu import emit_copy
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.memory_plan import MemoryPlan, PlannedStep
 from amp_ir.module import StepModule
@@ -198,14 +199,20 @@ def test_whatever_the_order_and_the_budget_the_bits_are_the_same(
     plans = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "order_calls", lambda program, outputs: None)
-        plans.append(plan_memory(ir, signature.inputs, signature.outputs))
-    plans.append(plan_memory(ir, signature.inputs, signature.outputs))
+        plans.append(plan_memory(ir, signature.inputs, signature.outputs, copy_kernel=emit_copy))
+    plans.append(plan_memory(ir, signature.inputs, signature.outputs, copy_kernel=emit_copy))
     budget = int(share * plans[1].plan.arena_bytes) + (
         plans[1].plan.peak_bytes - plans[1].plan.arena_bytes
     )
     try:
         plans.append(
-            plan_memory(ir, signature.inputs, signature.outputs, memory_budget=max(budget, 1))
+            plan_memory(
+                ir,
+                signature.inputs,
+                signature.outputs,
+                copy_kernel=emit_copy,
+                memory_budget=max(budget, 1),
+            )
         )
         assert plans[2].plan.peak_bytes <= budget
     except BudgetError:

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import platform
 import time
 from typing import Any
 
-import torch
 import tvm
 from tvm import relax, tirx
 from tvm.tirx import compilation_pipeline
 
 from amp_ir import native
-from amp_ir.errors import DeviceError, OptionError
+from amp_ir.cuda import driver
 from amp_ir.executable import Executable
 from amp_ir.memory_plan import PlannedStep
+from amp_ir.target import CompileTarget, cpu
 
 _SET_LAUNCH = "amp_ir_use_openmp"
 # Kernels reach their thread pool through this variable of the compiled module.
@@ -28,29 +27,6 @@ define void @{_SET_LAUNCH}_in_module(ptr %launch) {{
   ret void
 }}
 """
-
-
-@functools.cache
-def cpu_target() -> tvm.target.Target:
-    """The target for this machine's own CPU."""
-    host = tvm.target.codegen.llvm_get_system_cpu()
-    return tvm.target.Target({"kind": "llvm", "mcpu": host})
-
-
-def resolve_device(device: Any) -> tvm.runtime.Device:
-    """The device called `device`.
-
-    Raises:
-        OptionError: no device has that name. DeviceError: this build does not run on it.
-    """
-    name = str(device) if isinstance(device, (str, torch.device)) else ""
-    if name == "cpu":
-        return tvm.cpu()
-    if name == "cuda" or name.startswith("cuda:"):
-        raise DeviceError(
-            f'device={name!r}: this version compiles for the CPU only; pass device="cpu"'
-        )
-    raise OptionError(f'device={device!r} is not a device; expected "cpu"')
 
 
 @tvm.transform.module_pass(opt_level=0, name="LowerKernels")
@@ -96,27 +72,61 @@ def _may_alias(function: Any) -> Any:
     return function.with_attr("tirx.noalias", False) if is_kernel else function
 
 
-def _kernel_pipeline() -> tuple[Any, Any, Any]:
-    """Our lowering in the form TVM looks pipelines up in."""
-    finish_host = compilation_pipeline.finalize_host_passes
-    return lower_kernels, finish_host, compilation_pipeline.finalize_device_passes
+@tvm.transform.module_pass(opt_level=0, name="LowerCudaKernels")
+def lower_cuda_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+    """Split kernels into launches and the code of their threads.
 
-
-KERNEL_PIPELINE = "amp_ir"
-compilation_pipeline.register_tir_pipeline(KERNEL_PIPELINE, _kernel_pipeline)
-
-
-def build(step: PlannedStep, device: str = "cpu", *, opt_level: int = 3) -> Executable:
-    """Compile every kernel and load the result.
-
-    Requires: the output of `plan_memory`.
-    Ensures:  kernels run on OpenMP's threads, the pool that PyTorch and oneDNN use too.
+    Barriers are in the kernels already, and shared memory has static sizes. Unrolled loops stay
+    loops: as text they would be many times the source, and the CUDA compiler unrolls them itself.
     """
-    started = time.perf_counter()
-    tvm_device = resolve_device(device)
+    transform = tirx.transform
+    passes = [
+        transform.StmtSimplify(),
+        transform.FlattenBuffer(),
+        transform.NarrowDataType(32),
+        transform.VectorizeLoop(True),
+        transform.StmtSimplify(),
+        transform.RemoveNoOp(),
+        transform.VerifyMemory(),
+        transform.AnnotateEntryFunc(),
+        transform.SplitHostDevice(),
+        transform.MakePackedAPI(),
+        transform.SkipAssert(),
+    ]
+    return tvm.transform.Sequential(passes)(mod)
+
+
+def _register_pipeline(name: str, lowering: tvm.transform.Pass) -> str:
+    """Our lowering in the form and the place that TVM looks pipelines up in."""
+    finish = compilation_pipeline
+
+    def stages() -> tuple[Any, Any, Any]:
+        return lowering, finish.finalize_host_passes, finish.finalize_device_passes
+
+    finish.register_tir_pipeline(name, stages)
+    return name
+
+
+KERNEL_PIPELINE = _register_pipeline("amp_ir", lower_kernels)
+CUDA_PIPELINE = _register_pipeline("amp_ir_cuda", lower_cuda_kernels)
+
+
+def compile_executable(
+    step: PlannedStep, target: CompileTarget, *, opt_level: int = 3
+) -> relax.VMExecutable:
+    """Compile every kernel for `target`; nothing is loaded, so the target need not be here.
+
+    Requires: the output of `plan_memory`, its kernels emitted for the same kind of target.
+
+    Raises:
+        BuildError: the CUDA compiler is missing or refuses a kernel.
+    """
     native.load()
-    kernels = sum(isinstance(f, tirx.PrimFunc) for f in step.ir.functions.values())
-    ir = tvm.IRModule({**step.ir.functions, **_launch_setter()})
+    functions = dict(step.ir.functions)
+    if target.is_cuda:
+        driver.prepare_build()
+    else:
+        functions |= _launch_setter()
     lowering = tvm.transform.Sequential(
         [
             relax.transform.LowerRuntimeBuiltin(),
@@ -125,11 +135,30 @@ def build(step: PlannedStep, device: str = "cpu", *, opt_level: int = 3) -> Exec
             relax.transform.AttachGlobalSymbol(),
         ]
     )
-    target = cpu_target()
-    with tvm.transform.PassContext(opt_level=opt_level), target:
-        executable = relax.build(ir, target, relax_pipeline=lowering, tir_pipeline=KERNEL_PIPELINE)
+    pipeline = CUDA_PIPELINE if target.is_cuda else KERNEL_PIPELINE
+    ir = tvm.IRModule(functions)
+    with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
+        return relax.build(ir, built_for, relax_pipeline=lowering, tir_pipeline=pipeline)
+
+
+def build(
+    step: PlannedStep,
+    target: CompileTarget | None = None,
+    device: Any = "cpu",
+    *,
+    opt_level: int = 3,
+) -> Executable:
+    """Compile every kernel and load the result on `device`; without a target: on this CPU.
+
+    Ensures: a CPU's kernels run on OpenMP's threads, the pool that PyTorch and oneDNN use too.
+    """
+    started = time.perf_counter()
+    target = target or cpu()
+    kernels = sum(isinstance(f, tirx.PrimFunc) for f in step.ir.functions.values())
+    executable = compile_executable(step, target, opt_level=opt_level)
+    tvm_device = tvm.device(str(device))
     vm = relax.VirtualMachine(executable, tvm_device)
-    if native.has("amp_ir.openmp.launch_address"):
+    if not target.is_cuda and native.has("amp_ir.openmp.launch_address"):
         address = native.function("amp_ir.openmp.launch_address")()
         set_launch = vm.module.get_function(_SET_LAUNCH, query_imports=True)
         set_launch(ctypes.c_void_p(address))

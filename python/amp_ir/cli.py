@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import amp_ir
-from amp_ir.build import host_description, resolve_device
+from amp_ir.build import host_description
 from amp_ir.demo.comparison import Report, compare
 from amp_ir.demo.low_dtype import LOW_DTYPES, choose_low_dtype
 from amp_ir.demo.table import comparison_table, footnote, summary
@@ -38,6 +38,7 @@ from amp_ir.report.commands import (
     show_profile,
     write_report,
 )
+from amp_ir.target import target_of
 
 WRONG_USE = 2
 INTERRUPTED = 130
@@ -105,7 +106,7 @@ def _positive(text: str) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    resolve_device(arguments.device)
+    target_of(arguments.device)
     workload = WORKLOADS[arguments.workload]
     low = choose_low_dtype(arguments.amp_dtype)
     console = Console()

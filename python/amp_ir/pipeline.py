@@ -39,8 +39,10 @@ from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.errors import ArgumentError, OptionError, ShapeChanged, StateError
 from amp_ir.frontend import importer, trace
+from amp_ir.loops import emit_cpu, emit_cuda
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.loops.horizontal import merge_horizontally
+from amp_ir.loops.kernel import Emitter
 from amp_ir.loops.membership import memberships, stored_tensors
 from amp_ir.machine import measure_peaks
 from amp_ir.memory_plan import PlannedStep
@@ -58,6 +60,7 @@ from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport, refuse_names
 from amp_ir.step_log import StepRecord
+from amp_ir.target import CompileTarget, cpu, parse_target, target_of
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 ROUNDINGS = ("strict", "fast")
@@ -125,11 +128,14 @@ def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
 def lower(
     mod: StepModule,
     *,
+    target: CompileTarget | None = None,
     rounding: str = "fast",
     memory_budget: int | None = None,
     seconds: dict[str, float] | None = None,
 ) -> PlannedStep:
     """Take a step from ops to planned kernels and library calls; `seconds` gets each stage's time.
+
+    `target` is what the kernels are for; None: this machine's CPU.
 
     Ensures: the user's state is untouched, and nothing has been executed.
 
@@ -139,6 +145,8 @@ def lower(
     """
     _check_rounding(rounding)
     _check_budget(memory_budget)
+    target = target or cpu()
+    emitter: Emitter = emit_cuda if target.is_cuda else emit_cpu
     seconds = {} if seconds is None else seconds
     ir, log = mod.ir, DispatchLog()
     with _timed(seconds, "tidy"):
@@ -150,11 +158,16 @@ def lower(
         ir = fold_casts(dispatch(ir, log=log))
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
-        ir = merge_horizontally(fuse_loops(ir, strict=rounding == "strict"))
+        ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
+        ir = ir if target.is_cuda else merge_horizontally(ir)
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
         planned = plan_memory(
-            ir, mod.signature.inputs, mod.signature.outputs, memory_budget=memory_budget
+            ir,
+            mod.signature.inputs,
+            mod.signature.outputs,
+            copy_kernel=emitter.emit_copy,
+            memory_budget=memory_budget,
         )
     return attrs.evolve(planned, dispatched=log.notes)
 
@@ -207,11 +220,13 @@ def compile_step(
     """
     _check_module(mod, "compile")
     _check_opt_level(opt_level)
-    build_stage.resolve_device(device)
+    target = target_of(device)
     seconds: dict[str, float] = {}
-    planned = lower(mod, rounding=rounding, memory_budget=memory_budget, seconds=seconds)
+    planned = lower(
+        mod, target=target, rounding=rounding, memory_budget=memory_budget, seconds=seconds
+    )
     with _timed(seconds, "build"):
-        executable = build_stage.build(planned, device, opt_level=opt_level)
+        executable = build_stage.build(planned, target, device, opt_level=opt_level)
     program = Program(executable, planned.plan, mod.signature, mod.state)
     report = CompileReport(seconds, executable.kernel_count, planned.plan, planned.dispatched)
     return CompiledStep(mod, program, report)
@@ -322,7 +337,7 @@ def jit(
     _check_rounding(rounding)
     _check_budget(memory_budget)
     _check_opt_level(opt_level)
-    build_stage.resolve_device(device)
+    target_of(device)
     trace.check_training(step, model, optimizer, scaler)
     return JitStep(
         step,
@@ -406,11 +421,11 @@ def _program_on_copies(
 ) -> tuple[Program, PlannedStep, list[torch.Tensor]]:
     """The step built on copies of its state, its plan, and the batch as tensors."""
     _check_opt_level(opt_level)
-    build_stage.resolve_device(device)
+    target = target_of(device)
     batch = _batch_of(mod, args)
     check_ids(find_bounds(mod.ir, mod.signature.inputs), batch)
-    planned = lower(mod, **options)
-    executable = build_stage.build(planned, device, opt_level=opt_level)
+    planned = lower(mod, target=target, **options)
+    executable = build_stage.build(planned, target, device, opt_level=opt_level)
     copies = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in mod.state.items()
@@ -434,10 +449,10 @@ def get_peak_memory(
     as for `compile`. `memory_report` says what the bytes are.
     """
     _check_module(mod, "get_peak_memory")
-    build_stage.resolve_device(device)
+    target = parse_target(device)
     if args is not None:
         _batch_of(mod, args)
-    plan = lower(mod, rounding=rounding, memory_budget=memory_budget).plan
+    plan = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget).plan
     nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
     return nbytes / 2**20
 

@@ -60,6 +60,16 @@ def emit_opaque(results: list[Opaque]) -> Kernel:
     return buffers.finish(kernel.emit(*buffers.arguments), results)
 
 
+def emit_copy(size: int, dtype: str) -> tirx.PrimFunc:
+    """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+    source = tirx.decl_buffer((size,), dtype, "source")
+    copy = tirx.decl_buffer((size,), dtype, "copy")
+    i = tirx.Var("i", "int32")
+    store = tirx.BufferStore(copy, tirx.BufferLoad(source, [i]), [i])
+    body = For(i, 0, size, ForKind.SERIAL, store)
+    return tirx.PrimFunc([source, copy], body).with_attr("tirx.noalias", True)
+
+
 def sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
     """Statements as one."""
     return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)

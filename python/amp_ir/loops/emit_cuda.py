@@ -44,7 +44,7 @@ from amp_ir.loops.loop_domain import loop_domain
 from amp_ir.loops.opaque_launches import emit_opaque
 from amp_ir.loops.thread_writer import VECTOR_NBYTES, ThreadWriter
 
-__all__ = ["emit_group", "emit_opaque"]
+__all__ = ["emit_copy", "emit_group", "emit_opaque"]
 
 # Elements a thread computes side by side at most: more would spill registers in long chains.
 MAX_WIDTH = 8
@@ -82,6 +82,21 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     function = with_pairs(tirx.PrimFunc(parameters, body), pairs)
     scratch = tuple(one.spec for one in emitter.scratch)
     return Kernel(function, tuple(inputs), tuple(group.stored), scratch)
+
+
+def emit_copy(size: int, dtype: str) -> tirx.PrimFunc:
+    """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+    source = tirx.decl_buffer((size,), dtype, "source")
+    copy = tirx.decl_buffer((size,), dtype, "copy")
+    blocks = -(-size // THREADS)
+
+    def body(block: Any, thread: Any) -> list[tirx.Stmt]:
+        at = block * THREADS + thread
+        store = tirx.BufferStore(copy, tirx.BufferLoad(source, [at]), [at])
+        return guarded(at < size if size % THREADS else None, [store])
+
+    function = tirx.PrimFunc([source, copy], launch(blocks, THREADS, body))
+    return function.with_attr("tirx.noalias", True)
 
 
 @attrs.define

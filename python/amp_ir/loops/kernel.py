@@ -39,6 +39,9 @@ class Emitter(Protocol):
     def emit_opaque(self, results: list[Opaque]) -> Kernel:
         """Write the kernel whose results these are."""
 
+    def emit_copy(self, size: int, dtype: str) -> tirx.PrimFunc:
+        """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+
 
 @attrs.frozen
 class OpaqueBuffers:

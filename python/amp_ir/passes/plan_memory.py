@@ -23,7 +23,7 @@ from amp_ir.passes.step_slots import (
     parameter_slot,
     read_steps,
 )
-from amp_ir.passes.write_planned import Destinations, write_planned
+from amp_ir.passes.write_planned import CopyKernel, Destinations, write_planned
 
 ALIGNMENT_BYTES = 64
 
@@ -33,6 +33,7 @@ def plan_memory(
     inputs: tuple[InputSpec, ...],
     outputs: tuple[OutputSpec, ...],
     *,
+    copy_kernel: CopyKernel,
     memory_budget: int | None = None,
 ) -> PlannedStep:
     """Fix where every value lies and pass it there by destination.
@@ -40,7 +41,8 @@ def plan_memory(
     Before:  y = call_tir(kernel_0, (x, p)); return (y,)         # y updates input p
     After:   kernel_0(x, p, p)                                   # written where p lies
 
-    Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes).
+    Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes);
+              `copy_kernel` writes kernels for the same device.
     Ensures:  values alive at the same time never share a byte, except an output that a kernel may
               write over an input it reads for the last time; a state input is overwritten only
               after its last reader; one arena holds everything else, scratch that oneDNN needs
@@ -54,7 +56,8 @@ def plan_memory(
     plan = planner.run()
     if memory_budget is not None and plan.peak_bytes > memory_budget:
         planner, plan = _plan_within(program, inputs, outputs, plan, memory_budget)
-    return PlannedStep(write_planned(ir, program, planner.destinations, plan.arena_bytes), plan)
+    planned = write_planned(ir, program, planner.destinations, plan.arena_bytes, copy_kernel)
+    return PlannedStep(planned, plan)
 
 
 def _plan_within(

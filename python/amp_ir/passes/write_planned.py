@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import tvm
 from tvm import relax, tirx
@@ -25,11 +27,19 @@ class Destinations:
     last_copies: list[tuple[Slot, Slot]] = attrs.field(factory=list)
 
 
+# Writes a kernel that copies so many elements of a dtype: (source, copy).
+CopyKernel = Callable[[int, str], tirx.PrimFunc]
+
+
 def write_planned(
-    ir: tvm.IRModule, program: StepSlots, destinations: Destinations, arena_bytes: int
+    ir: tvm.IRModule,
+    program: StepSlots,
+    destinations: Destinations,
+    arena_bytes: int,
+    copy_kernel: CopyKernel,
 ) -> tvm.IRModule:
     """The step as `main(arena, inputs..., results...)`, every value passed by destination."""
-    return _Writer(ir, program, destinations, arena_bytes).write()
+    return _Writer(ir, program, destinations, arena_bytes, copy_kernel).write()
 
 
 def copy_symbol(target: Slot) -> str:
@@ -39,9 +49,15 @@ def copy_symbol(target: Slot) -> str:
 
 class _Writer:
     def __init__(
-        self, ir: tvm.IRModule, program: StepSlots, destinations: Destinations, arena_bytes: int
+        self,
+        ir: tvm.IRModule,
+        program: StepSlots,
+        destinations: Destinations,
+        arena_bytes: int,
+        copy_kernel: CopyKernel,
     ) -> None:
         self.ir = ir
+        self.copy_kernel = copy_kernel
         self.program = program
         self.destinations = destinations
         self.arena = relax.Var("arena", relax.TensorType([max(arena_bytes, 1)], "uint8"))
@@ -79,13 +95,8 @@ class _Writer:
         known = next((v for v in self.kernels if v.name_hint == name), None)
         if known is not None:
             return known
-        source = tirx.decl_buffer((size,), dtype, "source")
-        copy = tirx.decl_buffer((size,), dtype, "copy")
-        i = tirx.Var("i", "int32")
-        store = tirx.BufferStore(copy, tirx.BufferLoad(source, [i]), [i])
-        body = tirx.For(i, 0, size, tirx.ForKind.SERIAL, store)
-        function = tirx.PrimFunc([source, copy], body).with_attr("tirx.noalias", True)
         variable = tvm.ir.GlobalVar(name)
+        function = self.copy_kernel(size, dtype)
         self.kernels[variable] = function.with_attr("global_symbol", name)
         return variable
 
