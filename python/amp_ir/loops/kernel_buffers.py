@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import torch
 from tvm import tirx
 
 from amp_ir.loops.ir import TensorSpec, compute_dtype
@@ -78,6 +79,10 @@ def narrow(element: Any, dtype: str) -> Any:
 
 def _bfloat16_bits(element: Any) -> Any:
     """float32 to the bits of bfloat16: add half of the last place, ties to even; NaN stays NaN."""
+    if isinstance(element, tirx.FloatImm):
+        # Bits of a literal are known here, and CUDA has no address of a literal to read them at.
+        rounded = torch.tensor(float(element.value)).to(torch.bfloat16)
+        return tirx.const(int(rounded.view(torch.int16)) & 0xFFFF, "uint16")
     bits = tirx.reinterpret("uint32", element)
     sixteen = tirx.const(16, "uint32")
     odd = tirx.bitwise_and(tirx.shift_right(bits, sixteen), tirx.const(1, "uint32"))

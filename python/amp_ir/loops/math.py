@@ -189,6 +189,9 @@ def isnan(x: Any) -> Any:
 
     By its bits in float32: TVM simplifies `x != x || ...` as if NaN did not exist.
     """
+    number = literal(x)
+    if number is not None:
+        return constant(math.isnan(number), "bool")
     if dtype_of(x) == "float32":
         bits = tirx.bitwise_and(tirx.reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
         return bits > tirx.const(0x7F800000, "int32")
