@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulating process: runs the tests that it is sent by name."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing.connection
+import random
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import numpy
+import torch
+
+from cuda_emulator import device, libraries
+
+
+def main(descriptor: int) -> None:
+    """Serve the session at the other end of a pipe until it hangs up."""
+    connection = multiprocessing.connection.Connection(descriptor)
+    with tempfile.TemporaryDirectory() as folder:
+        libraries.build(Path(folder))
+        device.start(Path(folder))
+        while True:
+            try:
+                module, name, arguments = connection.recv()
+            except EOFError:
+                return
+            connection.send(_run(module, name, arguments))
+
+
+def _run(module: str, name: str, arguments: dict[str, object]) -> str | None:
+    """Run a test; the text of its failure, or None."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    try:
+        getattr(importlib.import_module(module), name)(**arguments)
+    except BaseException:
+        return traceback.format_exc()
+    return None
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
