@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_messages import no_gpu
 
 import amp_ir
 from amp_ir import cli
@@ -62,11 +63,11 @@ def test_stages_go_to_stderr_once_each(capsys: Any) -> None:
 WRONG = [
     (
         ["demo", "mlp", "--device", "tpu"],
-        "amp-ir demo: device='tpu' is not a device; expected \"cpu\"",
+        'amp-ir demo: device=\'tpu\' is not a device; expected "cpu" or "cuda"',
     ),
     (
         ["demo", "mlp", "--device", "cuda"],
-        "amp-ir demo: device='cuda': this version compiles for the CPU only; pass device=\"cpu\"",
+        f"amp-ir demo: {no_gpu('cuda')}",
     ),
 ]
 USAGE = [

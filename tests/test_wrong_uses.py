@@ -14,6 +14,7 @@ import attrs
 import numpy
 import pytest
 import torch
+from device_messages import no_gpu
 from torch import nn
 from torch.nn import functional
 
@@ -486,24 +487,25 @@ AUTOCAST: list[Row] = [
     ),
 ]
 
+
 COMPILE: list[Row] = [
     (
         "unknown device",
         lambda s: amp_ir.compile(s.mod, device="gpu"),
         OptionError,
-        "device='gpu' is not a device; expected \"cpu\"",
+        'device=\'gpu\' is not a device; expected "cpu" or "cuda"',
     ),
     (
         "cuda",
         lambda s: amp_ir.compile(s.mod, device="cuda:0"),
         DeviceError,
-        "device='cuda:0': this version compiles for the CPU only; pass device=\"cpu\"",
+        no_gpu("cuda:0"),
     ),
     (
         "device is a number",
         lambda s: amp_ir.profile_vm_model(s.mod, 0, s.batch),
         OptionError,
-        'device=0 is not a device; expected "cpu"',
+        'device=0 is not a device; expected "cpu" or "cuda"',
     ),
     (
         "compile of a function",

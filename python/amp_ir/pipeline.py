@@ -100,6 +100,8 @@ def trace_step(
         step, example_batch, model=model, optimizer=optimizer, scaler=scaler
     )
     mod = importer.import_step(captured)
+    if mod.random_state is not None:
+        mod = mod.with_random_state(mod.random_state.to(_device_of(mod)))
     degrees = check_scale_degrees(mod)
     return attrs.evolve(mod, notes=(*mod.notes, *degrees.notes)), example_batch
 
@@ -227,7 +229,7 @@ def compile_step(
     )
     with _timed(seconds, "build"):
         executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    program = Program(executable, planned.plan, mod.signature, mod.state)
+    program = Program(executable, planned.plan, mod.signature, mod.state, device)
     report = CompileReport(seconds, executable.kernel_count, planned.plan, planned.dispatched)
     return CompiledStep(mod, program, report)
 
@@ -430,7 +432,8 @@ def _program_on_copies(
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in mod.state.items()
     }
-    return Program(executable, planned.plan, mod.signature, copies), planned, batch
+    program = Program(executable, planned.plan, mod.signature, copies, device)
+    return program, planned, batch
 
 
 def get_peak_memory(
@@ -492,6 +495,13 @@ def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The optimizers among what was passed; what is none is refused later."""
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     return [one for one in given if isinstance(one, torch.optim.Optimizer)]
+
+
+def _device_of(mod: StepModule) -> torch.device:
+    """Where the model's tensors are; the CPU for a step without any."""
+    owned = (Role.PARAMETER, Role.BUFFER)
+    tensors = [mod.state[spec.name] for spec in mod.signature.inputs if spec.role in owned]
+    return next((one.device for one in tensors if torch.is_tensor(one)), torch.device("cpu"))
 
 
 def _check_rounding(rounding: str) -> None:

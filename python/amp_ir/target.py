@@ -102,15 +102,10 @@ def target_of(device: Any) -> CompileTarget:
     if name != "cuda" and re.fullmatch(r"cuda:\d+", name) is None:
         raise OptionError(f'device={device!r} is not a device; expected "cpu" or "cuda"')
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        why = (
-            f"PyTorch {torch.__version__} was installed without CUDA"
-            if built is None
-            else f"PyTorch was built for CUDA {built}, and it finds no driver or no GPU"
-        )
+        why = "finds no NVIDIA driver or no GPU" if torch.version.cuda else "was built without CUDA"
         raise DeviceError(
-            f"device={name!r} is not here: {why}. Compile for it without running: "
-            "amp-ir compile FILE --target sm_90 --out step.so"
+            f"device={name!r} is not here: PyTorch {why}. Without a GPU a step can be compiled, "
+            "not run: amp-ir compile FILE --target sm_90 --out step.so"
         )
     index = torch.device(name).index or 0
     if index >= torch.cuda.device_count():

@@ -202,7 +202,9 @@ def _tensor_faults(models: list[torch.nn.Module], batch: object) -> Iterator[str
                 )
     leaves = pytree.tree_leaves(batch)
     for tensor in (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
-        devices.setdefault(tensor.device, "the example batch")
+        # A batch may come from the host: the step itself then moves it to the model's GPU.
+        if tensor.device.type != "cpu":
+            devices.setdefault(tensor.device, "the example batch")
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
         yield f"tensors are on different devices ({places}); move all to one with .to(device)"

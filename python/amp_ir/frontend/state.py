@@ -142,7 +142,31 @@ def initial_state(
         with _only_gradients_of(missing, optimizer):
             init_group({**group, "params": missing}, *([] for _ in range(lists)))
             made.update({p: dict(optimizer.state[p]) for p in missing if optimizer.state.get(p)})
-    return {p: {k: v.detach() for k, v in s.items() if torch.is_tensor(v)} for p, s in made.items()}
+    return {
+        p: {k: _beside(p, v.detach()) for k, v in s.items() if torch.is_tensor(v)}
+        for p, s in made.items()
+    }
+
+
+def move_counters(optimizers: list[torch.optim.Optimizer]) -> int:
+    """Move step counters of parameters on a GPU there; returns how many were elsewhere.
+
+    PyTorch's loops keep the counter of such a parameter on the host unless the optimizer is fused
+    or capturable; a step on the GPU advances it there. Eager steps go on working: they read it.
+    """
+    moved = 0
+    for optimizer in optimizers:
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items():
+                if torch.is_tensor(value) and _beside(parameter, value) is not value:
+                    values[key] = _beside(parameter, value)
+                    moved += 1
+    return moved
+
+
+def _beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A number of the optimizer's state, on the device of its parameter."""
+    return value.to(parameter.device) if value.dim() == 0 else value
 
 
 @contextlib.contextmanager

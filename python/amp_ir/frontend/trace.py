@@ -26,7 +26,7 @@ from amp_ir.frontend.hyper_parameters import find_hyper_parameters
 from amp_ir.frontend.interface import finish
 from amp_ir.frontend.notes import capture_notes
 from amp_ir.frontend.scaler_state import find_scaler_state
-from amp_ir.frontend.state import State, find_state
+from amp_ir.frontend.state import State, find_state, move_counters
 from amp_ir.frontend.tracing import StepTracer
 
 __all__ = ["capture_model", "capture_step", "check_training"]
@@ -58,6 +58,7 @@ def capture_step(
     """
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
     arguments = Arguments.of(example_batch)
+    moved = move_counters(checked.optimizers)
     state = find_state(checked.models, checked.optimizers)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
     hypers = find_hyper_parameters(checked.optimizers)
@@ -74,11 +75,20 @@ def capture_step(
         outputs=interface.outputs,
         flatten_batch=arguments.flatten,
         unflatten_results=traced.results.build,
-        notes=capture_notes(graph, state, interface),
+        notes=(*capture_notes(graph, state, interface), *_notes_on(moved)),
         install_state=currency.install_state,
         is_current=currency.holds,
         after_step=currency.after_step,
         what_changed=currency.what_changed,
+    )
+
+
+def _notes_on(moved: int) -> tuple[str, ...]:
+    if not moved:
+        return ()
+    return (
+        f"{moved} step counters of the optimizer were moved from the host to their parameters' "
+        "device, where fused and capturable optimizers keep them too.",
     )
 
 

@@ -24,11 +24,13 @@ def time_program(
     check_counts(("warmup", warmup, 0), ("number", number, 1), ("repeat", repeat, 1))
     for _ in range(warmup):
         program.run(batch)
+    program.synchronise()
     means = []
     for _ in range(repeat):
         started = time.perf_counter()
         for _ in range(number):
             program.run(batch)
+        program.synchronise()
         means.append((time.perf_counter() - started) / number * 1e3)
     return means
 

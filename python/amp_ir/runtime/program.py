@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import tvm
 
-from amp_ir.errors import StateError
+from amp_ir.errors import DeviceError, StateError
 from amp_ir.executable import Executable
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature
+from amp_ir.runtime.graph_run import GraphRun
 
 # Kernels see these dtypes as integers of the same width (loops/kernel_buffers.py says why).
 _PHYSICAL = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
@@ -39,20 +41,35 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Program:
-    """Runs a planned step on given state tensors, which it updates in place."""
+    """Runs a planned step on given state tensors, which it updates in place.
+
+    On a GPU a run is asynchronous, as PyTorch's ops are: nothing is read back. Batch and results
+    have memory of their own there, which the recorded graph works on; batches are copied into it
+    and results out of it.
+
+    Raises:
+        StateError: see `check_state`. DeviceError: the arena does not fit into the GPU's memory.
+    """
 
     def __init__(
-        self, executable: Executable, plan: MemoryPlan, signature: Signature, state: State
+        self,
+        executable: Executable,
+        plan: MemoryPlan,
+        signature: Signature,
+        state: State,
+        device: Any = "cpu",
     ) -> None:
         self.executable = executable
         self.plan = plan
         self.signature = signature
+        self.device = _with_index(torch.device(device))
         self._main = executable.vm["main"]
-        self._arena = torch.empty(max(plan.arena_bytes, 1), dtype=torch.uint8)
-        self._arena_view = flat_view(self._arena)
-        self._inputs = [_Input.bind(spec, state) for spec in signature.inputs]
+        self._inputs = [_Input.bind(spec, state, self.device) for spec in signature.inputs]
         self._lock = threading.Lock()
         self.check_state()
+        self._arena = _arena(plan, self.device)
+        self._arena_view = flat_view(self._arena)
+        self._graph_run = _OnGpu(self) if self.device.type == "cuda" else None
 
     def check_state(self) -> None:
         """Make sure that a run can take the state as it is now.
@@ -67,19 +84,30 @@ class Program:
 
     def run(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step; returns the outputs that update no input, in order."""
-        results = [
-            torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-            for spec in self.signature.outputs
-            if spec.updates is None
-        ]
-        tensors = iter(batch)
         with self._lock:
+            if self._graph_run is not None:
+                return self._graph_run.run(batch)
+            results = self.empty_results()
+            tensors = iter(batch)
             arguments = [
                 flat_view(_placed(next(tensors))) if one.source is None else one.current_view()
                 for one in self._inputs
             ]
             self._main(self._arena_view, *arguments, *map(flat_view, results))
         return results
+
+    def empty_results(self) -> list[torch.Tensor]:
+        """New tensors for the outputs that update no input, in order."""
+        return [
+            torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+            for spec in self.signature.outputs
+            if spec.updates is None
+        ]
+
+    def synchronise(self) -> None:
+        """Wait until the runs so far are done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def results_of(
         self, outputs: list[torch.Tensor]
@@ -92,32 +120,101 @@ class Program:
         return results, gradients
 
 
+class _OnGpu:
+    """Runs of a program on a GPU: its own batch and results, and the graph that works on them."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._run = GraphRun(program._main, program.device)
+        specs = [one.spec for one in program._inputs if one.source is None]
+        self._batch = [
+            torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=program.device)
+            for spec in specs
+        ]
+        self._results = program.empty_results()
+        self._batch_views = [flat_view(one) for one in self._batch]
+        self._result_views = [flat_view(one) for one in self._results]
+
+    def run(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One step; copies from host memory are asynchronous where it is pinned."""
+        for target, source in zip(self._batch, batch, strict=True):
+            target.copy_(source, non_blocking=True)
+        program, views = self._program, iter(self._batch_views)
+        inputs = [
+            next(views) if one.source is None else one.current_view() for one in program._inputs
+        ]
+        state = tuple(one.address for one in program._inputs if one.source is not None)
+        self._run([program._arena_view, *inputs, *self._result_views], state)
+        return [result.clone() for result in self._results]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as tensors name theirs: a GPU has a number."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _arena(plan: MemoryPlan, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(max(plan.arena_bytes, 1), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        free, _ = torch.cuda.mem_get_info(device)
+        raise DeviceError(
+            f"the step needs {plan.arena_bytes / 2**20:.0f} MiB of {device} beside its state, and "
+            f"{free / 2**20:.0f} MiB are free; pass memory_budget= to compute values again instead "
+            "of holding them, or make the batch smaller. Model and optimizer are unchanged"
+        ) from error
+
+
 class _Input:
     """Where one input's tensor comes from; `source` is None for the batch."""
 
     def __init__(
-        self, spec: InputSpec, source: torch.Tensor | Callable[[], torch.Tensor] | None
+        self,
+        spec: InputSpec,
+        source: torch.Tensor | Callable[[], torch.Tensor] | None,
+        device: torch.device,
     ) -> None:
         self.spec = spec
         self.source = source
+        self.device = device
+        self.address = 0
         self._dtype = getattr(torch, spec.dtype)
-        self._address = 0
         self._view: tvm.runtime.Tensor | None = None
+        # A number of the host, such as a learning rate, as the GPU has it, and what it is there.
+        self._number: torch.Tensor | None = None
+        self._last_number = 0.0
 
     @classmethod
-    def bind(cls, spec: InputSpec, state: State) -> _Input:
-        return cls(spec, state[spec.name] if spec.is_state else None)
+    def bind(cls, spec: InputSpec, state: State, device: torch.device) -> _Input:
+        return cls(spec, state[spec.name] if spec.is_state else None, device)
 
     def current_view(self) -> tvm.runtime.Tensor:
         """The state tensor as it is now; the view is made anew only when its memory moved."""
+        assert self.source is not None
         if not isinstance(self.source, torch.Tensor):
-            assert self.source is not None
-            return flat_view(self.source())
+            value = self.source()
+            return flat_view(value) if self.device.type == "cpu" else self._on_gpu(value)
         self._check(self.source)
-        address = self.source.data_ptr()
-        if self._view is None or address != self._address:
-            self._view = flat_view(self.source)
-            self._address = address
+        return self._view_of(self.source)
+
+    def _on_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
+        """A number, written to the GPU when it has changed: a launch, nothing to wait for."""
+        number = float(value)
+        if self._number is None:
+            self._number = torch.full(value.shape, number, dtype=self._dtype, device=self.device)
+            self._last_number = number
+        if number != self._last_number:
+            self._number.fill_(number)
+            self._last_number = number
+        return self._view_of(self._number)
+
+    def _view_of(self, tensor: torch.Tensor) -> tvm.runtime.Tensor:
+        address = tensor.data_ptr()
+        if self._view is None or address != self.address:
+            self._view = flat_view(tensor)
+            self.address = address
         return self._view
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -127,6 +224,12 @@ class _Input:
                 f"{self.spec.role.value} {self.spec.name} was {self.spec.dtype}"
                 f"{list(self.spec.shape)} at the capture and is now {dtype}{list(tensor.shape)}; "
                 "capture and compile the step again"
+            )
+        if tensor.device != self.device:
+            raise StateError(
+                f"{self.spec.role.value} {self.spec.name} is on {tensor.device}, and the step was "
+                f'compiled for {self.device}; move the model with .to("{self.device}") before the '
+                "optimizer is made and the step is captured"
             )
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             raise StateError(

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step on a GPU as one CUDA graph: recorded at the second run, then launched as a whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import tvm_ffi
+
+
+class GraphRun:
+    """Calls `main` with tensors on a GPU; from the second call with the same memory on, by a graph.
+
+    The first call runs it launch by launch, on PyTorch's current stream: libraries choose their
+    algorithms and modules are loaded, which a recording must not contain. When an argument lies
+    elsewhere than in the recording, the next two calls do the same again.
+    """
+
+    def __init__(self, main: Callable[..., Any], device: torch.device) -> None:
+        self._main = main
+        self._device = device
+        self._addresses: tuple[int, ...] = ()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._refused = False
+
+    def __call__(self, arguments: Sequence[Any], addresses: tuple[int, ...]) -> None:
+        """Run on `arguments`, which lie at `addresses`; returns before the GPU is done."""
+        with torch.cuda.device(self._device):
+            if addresses != self._addresses:
+                self._addresses, self._graph = addresses, None
+                self._launch(arguments)
+                return
+            if self._graph is None and not self._refused:
+                self._record(arguments)
+            if self._graph is None:
+                self._launch(arguments)
+            else:
+                self._graph.replay()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next run with the same memory is a single launch."""
+        return self._graph is not None
+
+    def _launch(self, arguments: Sequence[Any]) -> None:
+        with tvm_ffi.use_torch_stream():
+            self._main(*arguments)
+
+    def _record(self, arguments: Sequence[Any]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with tvm_ffi.use_torch_stream(torch.cuda.graph(graph)):
+                self._main(*arguments)
+        except RuntimeError as error:
+            # A library that cannot be recorded costs launches, never the step.
+            self._refused = True
+            warnings.warn(
+                "the step runs launch by launch: its CUDA graph could not be recorded "
+                f"({str(error).splitlines()[0]})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        self._graph = graph
