@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -11,28 +10,46 @@ import tvm
 from tvm import relax
 
 from amp_ir import native
-from amp_ir.dialect.registry import call_op, options_of
+from amp_ir.dialect.registry import call_op
 from amp_ir.dispatch_note import OWN_KERNEL, DispatchLog
-from amp_ir.passes.strided_view import StridedView, dense_strides, permutation, view_of
+from amp_ir.passes.convolution_call import write_convolution
+from amp_ir.passes.matmul_call import MatmulForm, choose_form, matmul_forms, write_matmul
+from amp_ir.passes.strided_view import StridedView, view_of
 
 LIBRARIES = ("onednn", "torch")
+# Those whose matmul adds a float32 bias, and those whose bias has the dtype of the result.
+_BIAS_IN_FULL = ("onednn",)
+_BIAS_OF_RESULT = ("cublaslt",)
 _LIBRARY_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def dispatch(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IRModule:
+def dispatch(
+    ir: tvm.IRModule,
+    *,
+    libraries: tuple[str, ...] = LIBRARIES,
+    allow_tf32: bool = False,
+    log: DispatchLog | None = None,
+) -> tvm.IRModule:
     """Turn matmul and convolution into destination-passing library calls.
 
     Before:  wt = permute_dims(w); y = matmul(x, wt)
     After:   y = call_dps_packed("amp_ir.onednn.matmul", (x, w, dims and strides ...))
 
+    Args:
+        ir: the step.
+        libraries: prefixes of library functions, the preferred one first.
+        allow_tf32: whether cuBLASLt may round float32 operands to 11 significant bits.
+        log: is told where each of these ops went, and why not to the preferred library.
+
     Requires: one function `main`, one dataflow block, static shapes.
     Ensures:  transposes of operands cost nothing (they become strides), and so does a transpose
               of a matmul's only use; a bias is added by the matmul, before its one rounding, which
-              is the sum's where that is all that is used of it; an op that no library takes is
-              left for the loops stage; a convolution's stride that leads nowhere is 1. `log` is
-              told where each of these ops went, and why not to the preferred library.
+              is the sum's where that is all that is used of it (cuBLASLt adds a bias of the
+              result's dtype: there a bias is rounded to it first, as PyTorch's autocast does); an
+              op that no library takes is left for the loops stage; a convolution's stride that
+              leads nowhere is 1.
     """
-    return _Dispatcher(ir, DispatchLog() if log is None else log).run()
+    return _Dispatcher(ir, libraries, allow_tf32, DispatchLog() if log is None else log).run()
 
 
 @attrs.frozen
@@ -49,10 +66,13 @@ class _Biased:
 
 
 class _Dispatcher:
-    def __init__(self, ir: tvm.IRModule, log: DispatchLog) -> None:
+    def __init__(
+        self, ir: tvm.IRModule, libraries: tuple[str, ...], allow_tf32: bool, log: DispatchLog
+    ) -> None:
         self.ir = ir
         self.log = log
-        self.libraries = LIBRARIES
+        self.libraries = libraries
+        self.allow_tf32 = allow_tf32
         self.main: relax.Function = ir["main"]
         self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
         self.values = {binding.var: binding.value for binding in self.bindings}
@@ -88,28 +108,54 @@ class _Dispatcher:
         return tvm.IRModule({**self.ir.functions, self.ir.get_global_var("main"): function})
 
     def _dispatched(self, variable: relax.Var, call: relax.Call) -> Any:
-        convert = _CONVERSIONS.get(call.op.name)
-        if convert is None:
+        verb = _VERBS.get(call.op.name)
+        if verb is None:
             return None
-        refusal = _refusal(call)
-        verb = _VERBS[call.op.name]
-        library, reason = (None, refusal) if refusal else self._choose(verb)
-        self.log.add(call.op.name, library or OWN_KERNEL, reason)
-        return convert(self, variable, call, f"amp_ir.{library}.{verb}") if library else None
-
-    def _choose(self, verb: str) -> tuple[str | None, str]:
-        """The first library that has the function, and why it is not the preferred one."""
-        passed = []
-        for library in self.libraries:
+        passed = [refusal] if (refusal := _refusal(call)) else []
+        for library in () if passed else self.libraries:
+            new = None
             if native.has(f"amp_ir.{library}.{verb}"):
-                return library, "; ".join(passed)
-            missing = native.load().get(library)
-            passed.append(f"{library} {f'is {missing}' if missing else f'has no {verb}'}")
-        return None, "; ".join(passed)
+                new = self._written(library, verb, variable, call)
+            if new is not None:
+                self.log.add(call.op.name, library, "; ".join(passed))
+                return new
+            passed.append(self._why_not(library, verb, call))
+        self.log.add(call.op.name, OWN_KERNEL, "; ".join(passed))
+        return None
+
+    def _why_not(self, library: str, verb: str, call: relax.Call) -> str:
+        missing = native.load().get(library)
+        if missing:
+            return f"{library} is {missing}"
+        if not native.has(f"amp_ir.{library}.{verb}"):
+            return f"{library} has no {verb}"
+        dtypes = [str(one.ty.dtype) for one in (call.args[0], call.args[1], call)]
+        return f"{library} does not multiply {dtypes[0]} by {dtypes[1]} to {dtypes[2]} so laid out"
+
+    def _written(self, library: str, verb: str, variable: relax.Var, call: relax.Call) -> Any:
+        """The call of the library, the marker that it was bound elsewhere, or None."""
+        if verb != "matmul":
+            return write_convolution(library, verb, call, self.operand)
+        reader = self.only_reader.get(variable)
+        transpose = None if reader is None else self.values[reader]
+        forms = matmul_forms(call, self.operand, transpose)
+        form = choose_form(library, forms, str(call.ty.dtype), None)
+        if form is None:
+            return None
+        type_ = transpose.ty if form.is_transposed and transpose is not None else call.ty
+        finish = self._finish(library, call)
+        new = write_matmul(f"amp_ir.{library}.matmul", form, None, finish, type_, call.span)
+        return self.redirect(variable, new) if form.is_transposed else new
+
+    def _finish(self, library: str, call: relax.Call) -> str:
+        is_full = str(call.args[0].ty.dtype) == "float32"
+        return "none+tf32" if self.allow_tf32 and is_full and library == "cublaslt" else "none"
 
     def _find_biased(self) -> dict[relax.Var, _Biased]:
         """The sums of a matmul, used for nothing else, and a bias along its last dimension."""
-        if not native.has("amp_ir.onednn.matmul"):
+        first = self.libraries[0]
+        adds = first in (*_BIAS_IN_FULL, *_BIAS_OF_RESULT)
+        if not adds or not native.has(f"amp_ir.{first}.matmul"):
             return {}
         found = {}
         for binding in self.bindings:
@@ -132,7 +178,8 @@ class _Dispatcher:
         if dtype not in _LIBRARY_DTYPES:
             return total, biased
         absorbed = (*biased.absorbed, total)
-        return reader, attrs.evolve(biased, dtype=dtype, absorbed=absorbed)
+        rounded = attrs.evolve(biased, dtype=dtype, absorbed=absorbed)
+        return (reader, rounded) if self._form_of(rounded) else (total, biased)
 
     def _as_biased(self, product: relax.Expr, bias: relax.Expr) -> _Biased | None:
         absorbed: list[relax.Var] = []
@@ -145,7 +192,15 @@ class _Dispatcher:
             return None
         if [int(n) for n in bias.ty.shape] != [int(call.ty.shape[-1])]:
             return None
-        return _Biased(call, bias, tuple(absorbed), str(call.ty.dtype))
+        biased = _Biased(call, bias, tuple(absorbed), str(call.ty.dtype))
+        return biased if self._form_of(biased) else None
+
+    def _form_of(self, biased: _Biased) -> MatmulForm | None:
+        forms = matmul_forms(biased.call, self.operand, None)
+        return choose_form(self.libraries[0], forms, biased.dtype, self._bias_dtype(biased))
+
+    def _bias_dtype(self, biased: _Biased) -> str:
+        return biased.dtype if self.libraries[0] in _BIAS_OF_RESULT else "float32"
 
     def _sole(self, expr: relax.Expr, absorbed: list[relax.Var]) -> relax.Call | None:
         """The call bound to `expr`, if its only use is the one looked at."""
@@ -156,15 +211,25 @@ class _Dispatcher:
         return value
 
     def _biased_matmul(self, variable: relax.Var, biased: _Biased) -> list[relax.Binding]:
-        self.log.add("relax.matmul", "onednn")
+        library, form = self.libraries[0], self._form_of(biased)
+        assert form is not None, "a biased matmul was found for a form of it"
+        self.log.add("relax.matmul", library)
+        bindings, bias = [], biased.bias
+        if self._bias_dtype(biased) != str(bias.ty.dtype):
+            cast = call_op("amp_ir.cast", [bias], biased.call.span, dtype=biased.dtype)
+            relax.expr._update_type(cast, relax.TensorType(bias.ty.shape, biased.dtype))
+            bias = relax.DataflowVar(f"{variable.name}_bias", cast.ty)
+            bindings.append(relax.VarBinding(bias, cast))
         ty = relax.TensorType(biased.call.ty.shape, biased.dtype)
-        product = relax.DataflowVar(f"{variable.name}_product", ty)
-        call = _matmul(self, product, biased.call, "amp_ir.onednn.matmul", biased.bias, ty)
+        finish, span = self._finish(library, biased.call), biased.call.span
+        call = write_matmul(f"amp_ir.{library}.matmul", form, bias, finish, ty, span)
         if str(variable.ty.dtype) == biased.dtype:
-            return [relax.VarBinding(variable, call)]
+            return [*bindings, relax.VarBinding(variable, call)]
+        product = relax.DataflowVar(f"{variable.name}_product", ty)
         wide = call_op("amp_ir.cast", [product], biased.call.span, dtype="float32")
         relax.expr._update_type(wide, variable.ty)
-        return [relax.VarBinding(product, call), relax.VarBinding(variable, wide)]
+        bindings.append(relax.VarBinding(product, call))
+        return [*bindings, relax.VarBinding(variable, wide)]
 
     def operand(self, expr: relax.Expr) -> StridedView:
         """The memory of an operand, seen through transposes and reshapes."""
@@ -223,112 +288,11 @@ def _refusal(call: relax.Call) -> str:
     return ""
 
 
-def _shape(numbers: tuple[int, ...] | list[int]) -> relax.ShapeExpr:
-    return relax.ShapeExpr([int(n) for n in numbers])
-
-
-def _library_call(
-    name: str, arguments: list[relax.Expr], type_: relax.Type, span: tvm.ir.Span | None
-) -> relax.Call:
-    call = relax.Call(
-        tvm.ir.Op.get("relax.call_dps_packed"),
-        [relax.ExternFunc(name), relax.Tuple(arguments)],
-        None,
-        [type_],
-        span,
-    )
-    relax.expr._update_type(call, type_)
-    return call
-
-
-def _matmul(
-    d: _Dispatcher,
-    variable: relax.Var,
-    call: relax.Call,
-    name: str,
-    bias: relax.Expr | None = None,
-    type_: relax.TensorType | None = None,
-) -> Any:
-    a, b = d.operand(call.args[0]), d.operand(call.args[1])
-    shape = tuple(int(n) for n in call.ty.shape)
-    strides = dense_strides(shape)
-    type_ = type_ or call.ty
-    reader = d.only_reader.get(variable)
-    if reader is not None:
-        transpose = d.values[reader]
-        type_ = transpose.ty
-        order = permutation(transpose)
-        outer = dense_strides(tuple(shape[k] for k in order))
-        strides = tuple(outer[order.index(k)] for k in range(len(shape)))
-    new = _library_call(
-        name,
-        [
-            a.base,
-            b.base,
-            relax.op.null_value() if bias is None else bias,
-            _shape(a.shape),
-            _shape(a.strides),
-            _shape(b.shape),
-            _shape(b.strides),
-            _shape(shape),
-            _shape(strides),
-            tvm.ir.StringImm("none"),
-        ],
-        type_,
-        call.span,
-    )
-    return new if reader is None else d.redirect(variable, new)
-
-
-def _conv(d: _Dispatcher, _variable: relax.Var, call: relax.Call, name: str) -> Any:
-    """A convolution or one of its gradients: two operands, a dense result, the same options."""
-    a, b = d.operand(call.args[0]), d.operand(call.args[1])
-    out = tuple(int(n) for n in call.ty.shape)
-    arguments = [a.base, b.base]
-    for shape, strides in ((a.shape, a.strides), (b.shape, b.strides), (out, dense_strides(out))):
-        arguments += [_shape(shape), _shape(strides)]
-    options = options_of(call)
-    arguments.append(_shape(_strides_taken(call, options)))
-    arguments += [_shape(options[key]) for key in ("padding", "dilation")]
-    arguments.append(relax.prim_value(int(options["groups"])))
-    return _library_call(name, arguments, call.ty, call.span)
-
-
-def _strides_taken(call: relax.Call, options: dict[str, Any]) -> list[int]:
-    """The strides of a convolution, 1 where the window has a single place along a dim.
-
-    oneDNN 2023.2's bfloat16 gradient of the weights reads memory that is not its own where an input
-    of 1 x 1 pixels, padded by 1, meets a window of 3 x 3 with stride 2; with stride 1 it does not.
-    """
-    shapes = [[int(n) for n in one.ty.shape] for one in (call.args[0], call.args[1], call)]
-    # Which of the two operands and the result are the data and the window.
-    data, window = _DATA_AND_WINDOW[_VERBS[call.op.name]]
-    strides = [int(n) for n in options["strides"]]
-    for k, padding in enumerate(options["padding"]):
-        reach = int(options["dilation"][k]) * (shapes[window][2 + k] - 1) + 1
-        if shapes[data][2 + k] + 2 * int(padding) == reach:
-            strides[k] = 1
-    return strides
-
-
-Conversion = Callable[[_Dispatcher, relax.Var, relax.Call, str], Any]
-_CONVERSIONS: dict[str, Conversion] = {
-    "relax.matmul": _matmul,
-    "amp_ir.conv": _conv,
-    "amp_ir.conv_backward_input": _conv,
-    "amp_ir.conv_backward_weight": _conv,
-    # A transposed convolution is the gradient of a convolution to its input.
-    "amp_ir.conv_transpose": _conv,
-}
 _VERBS = {
     "relax.matmul": "matmul",
     "amp_ir.conv": "conv",
     "amp_ir.conv_backward_input": "conv_backward_input",
     "amp_ir.conv_backward_weight": "conv_backward_weight",
+    # A transposed convolution is the gradient of a convolution to its input.
     "amp_ir.conv_transpose": "conv_backward_input",
-}
-_DATA_AND_WINDOW = {
-    "conv": (0, 1),
-    "conv_backward_input": (2, 1),
-    "conv_backward_weight": (1, 2),
 }

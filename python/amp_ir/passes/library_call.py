@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of native library functions, which write their result into memory that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tvm
+from tvm import relax
+
+
+def library_call(
+    name: str, arguments: list[relax.Expr], type_: relax.Type, span: tvm.ir.Span | None
+) -> relax.Call:
+    """A call of `name` with `arguments` and then a place for each result of `type_`."""
+    call = relax.Call(
+        tvm.ir.Op.get("relax.call_dps_packed"),
+        [relax.ExternFunc(name), relax.Tuple(arguments)],
+        None,
+        [type_],
+        span,
+    )
+    relax.expr._update_type(call, type_)
+    return call
+
+
+def shape_argument(numbers: Sequence[int]) -> relax.ShapeExpr:
+    """Numbers as a library function takes them."""
+    return relax.ShapeExpr([int(n) for n in numbers])
