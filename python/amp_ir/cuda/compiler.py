@@ -91,6 +91,9 @@ def compile_source(source: str, arch: str, *, compiler: Compiler | None = None) 
 @functools.cache
 def register() -> None:
     """Make TVM compile CUDA kernels by `compile_source` from now on."""
+    # An error keeps its kind on its way through TVM.
+    for kind in (BuildError, OptionError):
+        tvm_ffi.register_error(kind.__name__, kind)
     tvm_ffi.register_global_func(_CALLBACK, _compile_for_tvm, override=True)
 
 
@@ -119,5 +122,6 @@ def _failure(identity: str, arch: str, source: str, log: str) -> str:
     if starts:
         message += f"\nThe kernel:\n{lines[starts[-1]]}"
         first = max(first, starts[-1] + 1)
-    shown = [f"{k + 1:5} {lines[k]}" for k in range(first, min(at + 3, len(lines)))]
+    end = next((k for k in range(at, len(lines)) if lines[k].startswith("}")), len(lines))
+    shown = [f"{k + 1:5} {lines[k]}" for k in range(first, min(at + 3, end))]
     return message + "\n" + "\n".join(shown)
