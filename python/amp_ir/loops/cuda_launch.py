@@ -17,7 +17,7 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.loops import math as m
 from amp_ir.loops.accumulators import combine, start_of
-from amp_ir.loops.ir import Reduction, compute_dtype
+from amp_ir.loops.ir import ReduceKind
 
 WARP = 32
 # Threads of a block where nothing asks for another number: enough warps to hide loads, and several
@@ -81,17 +81,20 @@ def local_buffer(count: int, dtype: str, name: str) -> tirx.Var:
 
 @attrs.frozen(eq=False)
 class ThreadAccumulator:
-    """The running values of one reduction in a thread: `count` of them, side by side."""
+    """The running values of one reduction in a thread: `count` of them, side by side.
 
-    value: Reduction
+    `dtype` is the compute dtype; bool is kept as int32.
+    """
+
+    kind: ReduceKind
+    dtype: str
     running: tirx.Var
     count: int
 
     @classmethod
-    def declare(cls, value: Reduction, count: int = 1) -> ThreadAccumulator:
+    def declare(cls, kind: ReduceKind, dtype: str, count: int = 1) -> ThreadAccumulator:
         """Registers for `count` running values."""
-        dtype = stored_dtype(value)
-        return cls(value, local_buffer(count, dtype, "running"), count)
+        return cls(kind, dtype, local_buffer(count, kept_dtype(dtype), "running"), count)
 
     def start(self) -> list[tirx.Stmt]:
         """Make the registers and set every running value to the neutral element."""
@@ -100,19 +103,24 @@ class ThreadAccumulator:
 
     def clear(self, at: Any) -> tirx.Stmt:
         """Set a running value to the neutral element."""
-        return self.put(start_of(self.value.kind, compute_dtype(self.value.dtype)), at)
+        return self.put(start_of(self.kind, self.dtype), at)
 
     def add(self, element: Any, at: Any = 0) -> tirx.Stmt:
         """Take an element into a running value."""
-        return self.put(combine(self.value.kind, self.result(at), element), at)
+        return self.put(combine(self.kind, self.result(at), element), at)
 
     def put(self, element: Any, at: Any = 0) -> tirx.Stmt:
         """Set a running value."""
-        return tirx.BufferStore(self.running, self._keep(element), [at])
+        kept = m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
+        return tirx.BufferStore(self.running, kept, [at])
 
     def result(self, at: Any = 0) -> Any:
-        """A running value, in the reduction's compute dtype."""
+        """A running value, in the compute dtype."""
         return self.taken(tirx.BufferLoad(self.running, [at]))
+
+    def taken(self, element: Any) -> Any:
+        """An element as it is kept in memory, in the compute dtype."""
+        return tirx.NE(element, m.constant(0, "int32")) if self.dtype == "bool" else element
 
     def over_threads(self, threads: int, thread: Any) -> list[tirx.Stmt]:
         """Combine the single running values of `threads` threads; all of them get the result.
@@ -124,7 +132,7 @@ class ThreadAccumulator:
         warps = threads // WARP
         if warps <= 1:
             return statements
-        shared = tirx.decl_buffer((warps,), stored_dtype(self.value), "warps", scope="shared")
+        shared = tirx.decl_buffer((warps,), kept_dtype(self.dtype), "warps", scope="shared")
         mine = tirx.BufferStore(shared, self._raw(), [tirx.floordiv(thread, WARP)])
         is_first = tirx.EQ(tirx.floormod(thread, WARP), tirx.const(0, "int32"))
         statements += [
@@ -145,19 +153,18 @@ class ThreadAccumulator:
     def _raw(self) -> Any:
         return tirx.BufferLoad(self.running, [0])
 
-    def _keep(self, element: Any) -> Any:
-        return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
 
-    def taken(self, element: Any) -> Any:
-        """An element as it is kept in memory, in the reduction's compute dtype."""
-        is_bool = compute_dtype(self.value.dtype) == "bool"
-        return tirx.NE(element, m.constant(0, "int32")) if is_bool else element
-
-
-def stored_dtype(value: Reduction) -> str:
-    """The dtype in which running values of a reduction are kept in memory."""
-    dtype = compute_dtype(value.dtype)
+def kept_dtype(dtype: str) -> str:
+    """The dtype in which running values of a compute dtype are kept in memory."""
     return "int32" if dtype == "bool" else dtype
+
+
+def loop(steps: int, name: str, body: Callable[[Any], list[tirx.Stmt]]) -> list[tirx.Stmt]:
+    """`body(step)` for each step in [0, steps)."""
+    if steps == 1:
+        return body(tirx.const(0, "int32"))
+    at = tirx.Var(name, "int32")
+    return [For(at, 0, steps, ForKind.SERIAL, sequence(body(at)))]
 
 
 def _masks(threads: int) -> list[int]:

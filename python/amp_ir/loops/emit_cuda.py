@@ -29,14 +29,15 @@ from amp_ir.loops.cuda_launch import (
     WARP,
     ThreadAccumulator,
     guarded,
+    kept_dtype,
     launch,
+    loop,
     sequence,
-    stored_dtype,
     synchronise,
     unrolled,
 )
 from amp_ir.loops.grouping import Domain, Group
-from amp_ir.loops.ir import Reduction, TensorSpec
+from amp_ir.loops.ir import Reduction, TensorSpec, compute_dtype
 from amp_ir.loops.kernel import Kernel, unflatten_axes, with_pairs
 from amp_ir.loops.kernel_buffers import FlatBuffer, dtype_nbytes
 from amp_ir.loops.levels import Level, assign_levels, inplace_pairs
@@ -159,7 +160,7 @@ class _Emitter:
 
     def _tile_nbytes(self) -> int:
         """Shared memory of a block that adds up over rows."""
-        sizes = [dtype_nbytes(stored_dtype(value)) for value in self.levels[0].reductions]
+        sizes = [dtype_nbytes(_kept_dtype(value)) for value in self.levels[0].reductions]
         return sum(sizes) * TILE_ROWS * WARP * self.width
 
     # No reduction.
@@ -228,16 +229,16 @@ class _Emitter:
         is_first = tirx.EQ(thread, tirx.const(0, "int32"))
         for level in self.levels:
             statements += self._start_level(level, parts, row_elements, _both(is_first, inside))
-            accumulators = [ThreadAccumulator.declare(value) for value in level.reductions]
-            for accumulator in accumulators:
+            accumulators = {id(value): _accumulator(value) for value in level.reductions}
+            for accumulator in accumulators.values():
                 statements += accumulator.start()
             if level.stores or level.reductions or level.columns:
-                takes: list[tuple[Reduction, Take]] = [_adding(a) for a in accumulators]
-                loop = self._shared_row(level, parts, row_elements, takes, share, sums)
-                statements += guarded(inside, loop)
-            for accumulator in accumulators:
+                takes = [(value, _adding(accumulators[id(value)])) for value in level.reductions]
+                passes = self._shared_row(level, parts, row_elements, takes, share, sums)
+                statements += guarded(inside, passes)
+            for key, accumulator in accumulators.items():
                 statements += accumulator.over_threads(threads, thread)
-                row_elements[id(accumulator.value)] = _named(statements, accumulator.result())
+                row_elements[key] = _named(statements, accumulator.result())
         return statements
 
     def _shared_row(
@@ -263,7 +264,7 @@ class _Emitter:
 
         if sums is not None and steps * self.width <= MAX_RUNNING:
             return unrolled(steps, "step", visit)
-        return _loop(steps, "step", visit)
+        return loop(steps, "step", visit)
 
     # Few long rows: blocks share each, and what they found is put together by the next launch.
 
@@ -272,7 +273,7 @@ class _Emitter:
         most = -(-self.chunks // threads)
         parts = max(1, min(-(-MANY_BLOCKS // self.rows), most, THREADS))
         partial = {
-            id(value): self._scratch(self.rows * parts, stored_dtype(value))
+            id(value): self._scratch(self.rows * parts, _kept_dtype(value))
             for level in self.levels
             for value in level.reductions
         }
@@ -301,18 +302,18 @@ class _Emitter:
             rows = unflatten_axes(row, self.row_axes)
             is_first = tirx.all(tirx.EQ(part, 0), tirx.EQ(thread, 0))
             statements += self._start_level(level, rows, row_elements, is_first)
-            accumulators = [ThreadAccumulator.declare(value) for value in level.reductions]
-            for accumulator in accumulators:
+            accumulators = {id(value): _accumulator(value) for value in level.reductions}
+            for accumulator in accumulators.values():
                 statements += accumulator.start()
             if is_shared:
                 mine = part * threads + thread
-                takes = [_adding(a) for a in accumulators]
+                takes = [(value, _adding(accumulators[id(value)])) for value in level.reductions]
                 share = (mine, threads * parts)
                 statements += self._shared_row(level, rows, row_elements, takes, share)
-            for accumulator in accumulators:
+            for key, accumulator in accumulators.items():
                 statements += accumulator.over_threads(threads, thread)
                 put = tirx.BufferStore(
-                    partial[id(accumulator.value)].buffer,
+                    partial[key].buffer,
                     tirx.BufferLoad(accumulator.running, [0]), [row * parts + part],
                 )  # fmt: skip
                 statements += guarded(tirx.EQ(thread, 0), [put])
@@ -325,7 +326,7 @@ class _Emitter:
         row_elements: dict[int, Any],
     ) -> list[tirx.Stmt]:  # fmt: skip
         """Put together what the parts of a row found; every thread gets the result."""
-        accumulator = ThreadAccumulator.declare(value)
+        accumulator = _accumulator(value)
         statements = accumulator.start()
         load = tirx.BufferStore(
             accumulator.running, tirx.BufferLoad(buffer, [row * parts + thread]), [0]
@@ -345,13 +346,12 @@ class _Emitter:
         steps = -(-self.chunks // threads)
         extent = self.chunks * self.width
         sums = [value for value in self.group.column if isinstance(value, Reduction)]
-        stored = {id(s): self._scratch(blocks * extent, stored_dtype(s)) for s in sums}
+        stored = {id(s): self._scratch(blocks * extent, _kept_dtype(s)) for s in sums}
         in_registers = steps * self.width <= MAX_RUNNING
 
         def body(block: Any, thread: Any) -> list[tirx.Stmt]:
             running = {
-                id(s): ThreadAccumulator.declare(s, steps * self.width if in_registers else 1)
-                for s in sums
+                id(s): _accumulator(s, steps * self.width if in_registers else 1) for s in sums
             }
             statements: list[tirx.Stmt] = []
             if in_registers:
@@ -362,9 +362,9 @@ class _Emitter:
 
             def takes(level: Level, step: Any, chunk: Any) -> list[tuple[Reduction, Take]]:
                 if in_registers:
-                    return [_adding(running[id(s)], step * self.width) for s in level.columns]
+                    return [(s, _adding(running[id(s)], step * self.width)) for s in level.columns]
                 start = block * extent + chunk * self.width
-                return [_adding_to(s, stored[id(s)].buffer, start) for s in level.columns]
+                return [(s, _adding_to(s, stored[id(s)].buffer, start)) for s in level.columns]
 
             item = tirx.Var("item", "int32")
             row = tirx.Var("row", "int32")
@@ -422,7 +422,7 @@ class _Emitter:
         stored = [self.buffers.get(id(value)) for value in level.reductions]
         results = outer * chunks * self.width
         partial = [
-            self._scratch(parts * results, stored_dtype(value)) if parts > 1 else None
+            self._scratch(parts * results, _kept_dtype(value)) if parts > 1 else None
             for value in level.reductions
         ]
 
@@ -438,9 +438,7 @@ class _Emitter:
                 ),
                 tirx.Bind(names["line"], tirx.floordiv(thread, WARP)),
             ]
-            accumulators = [
-                ThreadAccumulator.declare(value, self.width) for value in level.reductions
-            ]
+            accumulators = [_accumulator(value, self.width) for value in level.reductions]
             for accumulator in accumulators:
                 statements += accumulator.start()
             inside = names["chunk"] < chunks if chunks % WARP else None
@@ -474,12 +472,16 @@ class _Emitter:
             inner = names["chunk"] * self.width + lane if lane is not None else names["chunk"]
             columns = unflatten_axes(at, self.column_axes)
             writer = self._writer([*outer, inner], columns, {}, lane)
-            self._visit(writer, level, [_adding(a) for a in accumulators])
+            takes = [
+                (value, _adding(accumulator))
+                for value, accumulator in zip(level.reductions, accumulators, strict=True)
+            ]
+            self._visit(writer, level, takes)
             place = (step * parts + names["part"]) * TILE_ROWS + names["line"]
             inside = at < depth if depth % stride else None
             return [tirx.Bind(at, place), *guarded(inside, writer.statements())]
 
-        return _loop(steps, "step", visit)
+        return loop(steps, "step", visit)
 
     # Elements.
 
@@ -563,7 +565,7 @@ class _TileMemory:
     ) -> list[tirx.Stmt]:
         """Add up the lines of a tile, in order; the first line's threads `put` each column."""
         columns = WARP * self.width
-        dtype = stored_dtype(accumulator.value)
+        dtype = kept_dtype(accumulator.dtype)
         shared = tirx.decl_buffer((TILE_ROWS * columns,), dtype, "tile", scope="shared")
 
         def place(line: Any, at: Any) -> Any:
@@ -599,7 +601,7 @@ def _combine_parts(
     def body(block: Any, thread: Any) -> list[tirx.Stmt]:
         line, lane = tirx.floordiv(thread, WARP), tirx.floormod(thread, WARP)
         column = tirx.Var("column", "int32")
-        accumulator = ThreadAccumulator.declare(value)
+        accumulator = _accumulator(value)
         inside = column < extent if extent % WARP else None
 
         def visit(step: Any) -> list[tirx.Stmt]:
@@ -614,11 +616,26 @@ def _combine_parts(
         return [
             tirx.Bind(column, block * WARP + lane),
             *accumulator.start(),
-            *_loop(-(-parts // TILE_ROWS), "step", visit),
+            *loop(-(-parts // TILE_ROWS), "step", visit),
             *_TileMemory(line, lane, 1).combine(accumulator, inside, put),
         ]
 
     return launch(tiles, WARP * TILE_ROWS, body)
+
+
+def _accumulator(value: Reduction, count: int = 1) -> ThreadAccumulator:
+    """Registers for the running values of a reduction."""
+    return ThreadAccumulator.declare(value.kind, compute_dtype(value.dtype), count)
+
+
+def _accumulator_in(value: Reduction, buffer: tirx.Var) -> ThreadAccumulator:
+    """Running values of a reduction that lie in `buffer`."""
+    return ThreadAccumulator(value.kind, compute_dtype(value.dtype), buffer, 0)
+
+
+def _kept_dtype(value: Reduction) -> str:
+    """The dtype of a reduction's running values in memory."""
+    return kept_dtype(compute_dtype(value.dtype))
 
 
 def _putting(
@@ -639,7 +656,7 @@ def _putting(
     return put
 
 
-def _adding(accumulator: ThreadAccumulator, start: Any = None) -> tuple[Reduction, Take]:
+def _adding(accumulator: ThreadAccumulator, start: Any = None) -> Take:
     """Take elements into registers: into one running value, or into one for each lane."""
 
     def take(lane: Any, element: Any) -> tirx.Stmt:
@@ -647,13 +664,13 @@ def _adding(accumulator: ThreadAccumulator, start: Any = None) -> tuple[Reductio
             return accumulator.add(element, start + lane)
         return accumulator.add(element, lane if accumulator.count > 1 else 0)
 
-    return accumulator.value, take
+    return take
 
 
-def _adding_to(value: Reduction, buffer: tirx.Var, start: Any) -> tuple[Reduction, Take]:
+def _adding_to(value: Reduction, buffer: tirx.Var, start: Any) -> Take:
     """Take elements into memory that only this thread uses while the rows last."""
-    helper = ThreadAccumulator(value, buffer, 0)
-    return value, lambda lane, element: helper.add(element, start + lane)
+    helper = _accumulator_in(value, buffer)
+    return lambda lane, element: helper.add(element, start + lane)
 
 
 def _clear(
@@ -665,14 +682,14 @@ def _clear(
     thread, threads = share
     statements: list[tirx.Stmt] = []
     for value in sums:
-        helper = ThreadAccumulator(value, stored[id(value)].buffer, 0)
+        helper = _accumulator_in(value, stored[id(value)].buffer)
 
         def visit(step: Any, helper: ThreadAccumulator = helper) -> list[tirx.Stmt]:
             at = step * threads + thread
             inside = at < extent if extent % threads else None
             return guarded(inside, [helper.clear(block * extent + at)])
 
-        statements += _loop(-(-extent // threads), "step", visit)
+        statements += loop(-(-extent // threads), "step", visit)
     return [*statements, synchronise()]
 
 
@@ -683,13 +700,6 @@ def _named(statements: list[tirx.Stmt], element: Any) -> Any:
     variable = tirx.Var("result", str(element.ty.dtype))
     statements.append(tirx.Bind(variable, element))
     return variable
-
-
-def _loop(steps: int, name: str, body: Callable[[Any], list[tirx.Stmt]]) -> list[tirx.Stmt]:
-    if steps == 1:
-        return body(tirx.const(0, "int32"))
-    at = tirx.Var(name, "int32")
-    return [For(at, 0, steps, ForKind.SERIAL, sequence(body(at)))]
 
 
 def _both(a: Any, b: Any) -> Any:

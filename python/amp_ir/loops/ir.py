@@ -173,7 +173,7 @@ class OpaqueKernel:
     specs: list[TensorSpec]
     emit: Callable[[list[Any], list[Any]], tirx.Stmt]
     inplace: tuple[tuple[int, int], ...] = ()
-    emit_cuda: Callable[[list[Any], list[Any]], tirx.Stmt] | None = None
+    emit_cuda: Callable[[list[Any], list[Any]], list[tirx.Stmt]] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -292,7 +292,7 @@ def opaque(
     specs: Sequence[TensorSpec],
     emit: Callable[[list[Any], list[Any]], tirx.Stmt],
     inplace: tuple[tuple[int, int], ...] = (),
-    emit_cuda: Callable[[list[Any], list[Any]], tirx.Stmt] | None = None,
+    emit_cuda: Callable[[list[Any], list[Any]], list[tirx.Stmt]] | None = None,
 ) -> tuple[Opaque, ...]:
     """The results of a kernel written out as TIR; see `OpaqueKernel`.
 

@@ -74,20 +74,41 @@ def inplace_pairs(group: Group, inputs: list[Value]) -> list[tuple[int, int]]:
 
     The output is written element by element, where the input's element at the same position has
     been read for the last time: all reads of the input are at the element's own position, and in
-    no later level.
+    no later level. A value of a row is written once a row; it may overwrite what it alone reads,
+    such as the running statistics that a batch normalization brings up to date.
     """
     levels = assign_levels(group)
     level_of = {id(value): k for k, level in enumerate(levels) for value in level.stores}
     pairs = []
     for o, output in enumerate(group.stored):
         for i, source in enumerate(inputs):
-            if id(output) not in level_of or source.size != output.size:
+            if source.size != output.size:
                 continue
             if dtype_nbytes(source.dtype) != dtype_nbytes(output.dtype):
                 continue
-            if _last_read_level(group, levels, source) <= level_of[id(output)]:
+            if id(output) not in level_of:
+                if _is_own_row(group, output, source):
+                    pairs.append((o, i))
+            elif _last_read_level(group, levels, source) <= level_of[id(output)]:
                 pairs.append((o, i))
     return pairs
+
+
+def _is_own_row(group: Group, output: Value, source: Value) -> bool:
+    """Whether `output`, a value of a row and no sum, is all that reads `source`, at its own place.
+
+    Nor may anything read `output` itself: on a GPU every thread of a row computes it, some of them
+    after it has been written, and what those get must not matter.
+    """
+    if isinstance(output, Reduction) or not any(output is value for value in group.row):
+        return False
+    cache: dict[int, list[Read]] = {}
+    for value in group.members:
+        for read in effective_reads(value, cache):
+            is_own = value is output and read.place in ("same", "flat")
+            if read.value is output or (read.value is source and not is_own):
+                return False
+    return True
 
 
 def _last_read_level(group: Group, levels: list[Level], source: Value) -> float:

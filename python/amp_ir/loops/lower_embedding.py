@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops import math as m
+from amp_ir.loops.cuda_scatter_rows import scatter_rows
 from amp_ir.loops.ir import (
     LANES,
     Lowering,
@@ -53,9 +54,13 @@ def embedding_backward(
         start = inputs[2] if base is not None else None
         return _scatter_rows(inputs[0], inputs[1], outputs[0], padding_idx, start)
 
+    def emit_cuda(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> list[tirx.Stmt]:
+        start = inputs[2] if base is not None else None
+        return scatter_rows(inputs[0], inputs[1], outputs[0], padding_idx, start)
+
     inputs = [grad, ids] if base is None else [grad, ids, base]
     pairs = () if base is None else ((0, 2),)
-    return opaque("embedding_backward", inputs, [result], emit, pairs)[0]
+    return opaque("embedding_backward", inputs, [result], emit, pairs, emit_cuda)[0]
 
 
 def _scatter_rows(

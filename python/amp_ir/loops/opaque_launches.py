@@ -14,7 +14,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
-from amp_ir.loops.cuda_launch import launch
+from amp_ir.loops.cuda_launch import launch, sequence
 from amp_ir.loops.ir import Opaque
 from amp_ir.loops.kernel import Kernel, OpaqueBuffers
 from amp_ir.loops.kernel_buffers import memory_scope
@@ -32,14 +32,17 @@ def emit_opaque(results: list[Opaque]) -> Kernel:
     kernel = results[0].kernel
     buffers = OpaqueBuffers.declare(kernel)
     if kernel.emit_cuda is not None:
-        return buffers.finish(kernel.emit_cuda(*buffers.arguments), results)
-    with memory_scope("local"):
-        body = kernel.emit(*buffers.arguments)
-    statements = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
+        statements = kernel.emit_cuda(*buffers.arguments)
+    else:
+        with memory_scope("local"):
+            body = kernel.emit(*buffers.arguments)
+        written = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
+        statements = [
+            one if isinstance(one, tirx.AllocBuffer) else _launched(one) for one in written
+        ]
     scratch = [one.buffer for one in statements if isinstance(one, tirx.AllocBuffer)]
-    launches = [_launched(one) for one in statements if not isinstance(one, tirx.AllocBuffer)]
-    body = launches[0] if len(launches) == 1 else tirx.SeqStmt(launches)
-    return buffers.finish(body, results, scratch)
+    launches = [one for one in statements if not isinstance(one, tirx.AllocBuffer)]
+    return buffers.finish(sequence(launches), results, scratch)
 
 
 def _launched(statement: tirx.Stmt) -> tirx.Stmt:
