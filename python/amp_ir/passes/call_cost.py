@@ -12,7 +12,7 @@ from tvm import relax, tirx
 from tvm.sym import Analyzer
 
 from amp_ir.memory_plan import PlannedStep
-from amp_ir.passes.library_scratch import WITH_SCRATCH
+from amp_ir.passes.library_scratch import lends_scratch
 
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
 
@@ -41,7 +41,7 @@ def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
 
 def library_flop(name: str, arguments: list[Any]) -> int:
     """Floating-point operations of a library call, from its shapes; see `flop_of_calls`."""
-    if name == WITH_SCRATCH:
+    if lends_scratch(name):
         return library_flop(arguments[0].value, arguments[2:])
     shapes = [_numbers(one) for one in arguments if isinstance(one, relax.ShapeExpr)]
     first, _, second, _, out = shapes[:5]

@@ -12,25 +12,38 @@ from tvm import relax
 
 from amp_ir import native
 
-WITH_SCRATCH = "amp_ir.onednn.with_scratch"
-_QUERY = "amp_ir.onednn.scratch_nbytes"
+# Libraries that tell what scratch a call needs, and take it where it is lent.
+_BORROWERS = ("onednn", "cublaslt")
+
+
+def with_scratch(symbol: str) -> str:
+    """The function that lends scratch to calls of `symbol`; it takes (symbol, scratch, ...)."""
+    return f"{symbol.rpartition('.')[0]}.with_scratch"
+
+
+def lends_scratch(symbol: str) -> bool:
+    """Whether the function is one of `with_scratch`."""
+    return symbol.rpartition(".")[2] == "with_scratch"
 
 
 def scratch_nbytes(call: relax.Call) -> int:
     """Bytes of scratch that the call takes when it is lent them; 0 where it cannot be lent any.
 
     oneDNN works the call out for these shapes, dtypes and this number of threads, as the first run
-    would otherwise do. PyTorch's kernels take what they need from PyTorch's allocator and cannot
-    be asked: their scratch is not in the plan.
+    would otherwise do. For cuBLASLt the shapes alone decide how much it may use, since a step is
+    planned where there is no GPU. PyTorch's kernels take what they need from PyTorch's allocator
+    and cannot be asked: their scratch is not in the plan.
 
     Args:
         call: a call_dps_packed whose tensors are flat or dense; their contents are not needed.
     """
     name = str(call.args[0].global_symbol)
-    if not name.startswith("amp_ir.onednn.") or not native.has(_QUERY):
+    library = name.rpartition(".")[0]
+    query = f"{library}.scratch_nbytes"
+    if library.rpartition(".")[2] not in _BORROWERS or not native.has(query):
         return 0
     arguments = [_example(argument) for argument in call.args[1].fields]
-    return int(native.function(_QUERY)(name, *arguments, _empty(call.ty_args[0])))
+    return int(native.function(query)(name, *arguments, _empty(call.ty_args[0])))
 
 
 def _example(argument: relax.Expr) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from amp_ir.location import Location, from_span
 from amp_ir.memory_plan import ROLE_OF_STATE, MemoryRole, PlannedCall, PlannedValue
 from amp_ir.module import InputSpec, OutputSpec, Role
-from amp_ir.passes.library_scratch import WITH_SCRATCH
+from amp_ir.passes.library_scratch import with_scratch
 from amp_ir.passes.step_slots import Slot, Step, StepSlots
 from amp_ir.passes.write_planned import Destinations, copy_symbol
 
@@ -34,7 +34,7 @@ def _call(step: Step) -> PlannedCall:
     is_library = step.function is None
     return PlannedCall(
         name=step.symbol.removeprefix("amp_ir."),
-        symbol=WITH_SCRATCH if step.scratch is not None else step.symbol,
+        symbol=with_scratch(step.symbol) if step.scratch is not None else step.symbol,
         ops=step.ops,
         locations=step.locations,
         read_nbytes=sum(_read_nbytes(step)),

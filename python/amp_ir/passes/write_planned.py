@@ -9,7 +9,7 @@ import attrs
 import tvm
 from tvm import relax, tirx
 
-from amp_ir.passes.library_scratch import WITH_SCRATCH
+from amp_ir.passes.library_scratch import with_scratch
 from amp_ir.passes.step_slots import Slot, Step, StepSlots
 
 _KERNEL_TYPE = relax.FuncType.opaque_func(ret=relax.TupleType([]))
@@ -111,7 +111,7 @@ class _Writer:
         if step.scratch is not None:
             scratch = self._view(step.scratch, "library")
             arguments = [tvm.ir.StringImm(step.symbol), scratch, *arguments]
-            callee = relax.ExternFunc(WITH_SCRATCH)
+            callee = relax.ExternFunc(with_scratch(step.symbol))
         self._call(callee, arguments, step.call.span)
 
     def _view(self, slot: Slot, kind: str) -> relax.Expr:
