@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import tvm
 from tvm import relax
+from tvm.ir.expr import GenericConst
 
 import amp_ir.loops  # noqa: F401  (registers the lowerings)
-from amp_ir.build import KERNEL_PIPELINE
+from amp_ir.build import CUDA_PIPELINE, KERNEL_PIPELINE
 from amp_ir.dialect import call_op
 from amp_ir.dialect.define import dtype_name
+from amp_ir.loops import emit_cuda
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.target import cpu
 
-_STORED_AS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
+_STORED_AS = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
 
 
 def module_of(name: str, inputs: Sequence[torch.Tensor], **options: Any) -> tvm.IRModule:
@@ -40,50 +42,87 @@ def module_of(name: str, inputs: Sequence[torch.Tensor], **options: Any) -> tvm.
     return builder.get()
 
 
+Run = Callable[[str, list[torch.Tensor]], None]
+
+
 def run_kernels(mod: tvm.IRModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Lower all of `main` to kernels, compile them for this machine and run them in order."""
     fused = fuse_loops(mod)
-    functions = {
-        variable: function
-        for variable, function in fused.functions.items()
-        if not isinstance(function, relax.Function)
-    }
-    compiled = tvm.compile(
-        tvm.IRModule(functions), target=cpu().tvm_target, tir_pipeline=KERNEL_PIPELINE
-    )
+    compiled = tvm.compile(kernels_of(fused), cpu().tvm_target, tir_pipeline=KERNEL_PIPELINE)
+
+    def run(name: str, arguments: list[torch.Tensor]) -> None:
+        compiled[name](*(tvm.runtime.from_dlpack(one) for one in arguments))
+
+    return evaluate(fused, inputs, run)
+
+
+def run_cuda_kernels(mod: tvm.IRModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same with CUDA kernels, in the emulator; twice, with threads and blocks in either order.
+
+    What a kernel writes must be the same bits both times.
+    """
+    from cuda_emulator import device
+
+    fused = fuse_loops(mod, emitter=emit_cuda)
+    with device.target():
+        compiled = tvm.compile(kernels_of(fused), device.target(), tir_pipeline=CUDA_PIPELINE)
+
+    def run(name: str, arguments: list[torch.Tensor]) -> None:
+        arrays = [one.numpy() for one in arguments]
+        given, backwards = ([device.to_device(one) for one in arrays] for _ in range(2))
+        compiled[name](*given)
+        with device.reversed_order():
+            compiled[name](*backwards)
+        for array, one, other in zip(arrays, given, backwards, strict=True):
+            array[...] = one.numpy()
+            assert array.tobytes() == other.numpy().tobytes(), f"{name} depends on the order"
+
+    return evaluate(fused, inputs, run)
+
+
+def kernels_of(fused: tvm.IRModule) -> tvm.IRModule:
+    """The kernels of a lowered module."""
+    functions = fused.functions.items()
+    return tvm.IRModule({v: f for v, f in functions if not isinstance(f, relax.Function)})
+
+
+def evaluate(fused: tvm.IRModule, inputs: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
+    """The results of `main`, whose kernels `run(name, arguments)` runs on flat tensors in place."""
     main = fused["main"]
     values: dict[Any, Any] = dict(zip(main.params, inputs, strict=True))
     for binding in main.body.blocks[0].bindings:
-        values[binding.var] = _evaluate(binding.value, values, compiled)
+        values[binding.var] = _evaluate(binding.value, values, run)
     result = values[main.body.body]
     return list(result) if isinstance(result, tuple) else [result]
 
 
-def _evaluate(expr: Any, values: dict[Any, Any], compiled: Any) -> Any:
+def _evaluate(expr: Any, values: dict[Any, Any], run: Run) -> Any:
     if isinstance(expr, relax.Var):
         return values[expr]
     if isinstance(expr, relax.Tuple):
-        return tuple(_evaluate(field, values, compiled) for field in expr.fields)
+        return tuple(_evaluate(field, values, run) for field in expr.fields)
+    if isinstance(expr, GenericConst):
+        return torch.from_numpy(expr.value.numpy())
     if isinstance(expr, relax.TupleGetItem):
         return values[expr.tuple_value][int(expr.index)]
     if expr.op.name == "relax.reshape":
         return values[expr.args[0]].reshape([int(n) for n in expr.args[1].values])
     assert expr.op.name == "relax.call_tir", expr
-    arguments = [_evaluate(field, values, compiled) for field in expr.args[1].fields]
+    arguments = [_evaluate(field, values, run) for field in expr.args[1].fields]
     (type_,) = expr.ty_args
     types = type_.fields if isinstance(type_, relax.TupleType) else [type_]
     outputs = [
         torch.zeros([int(n) for n in one.shape], dtype=getattr(torch, str(one.dtype)))
         for one in types
     ]
-    compiled[expr.args[0].name_hint](*(_flat(one) for one in [*arguments, *outputs]))
+    flat = [_flat(one) for one in [*arguments, *outputs]]
+    run(expr.args[0].name_hint, flat)
     return tuple(outputs) if isinstance(type_, relax.TupleType) else outputs[0]
 
 
-def _flat(tensor: torch.Tensor) -> Any:
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's memory as the kernel declares it: flat, bfloat16 as uint16, bool as uint8."""
     flat = tensor.contiguous().reshape(-1)
-    flat = flat.view(_STORED_AS.get(flat.dtype, flat.dtype))
-    if tensor.dtype == torch.bfloat16:
-        flat = flat.view(torch.uint16)
-    return tvm.runtime.from_dlpack(flat)
+    if flat.numel() == 0:
+        flat = flat.new_empty(1)
+    return flat.view(_STORED_AS.get(flat.dtype, flat.dtype))

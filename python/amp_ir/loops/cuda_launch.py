@@ -128,7 +128,13 @@ class ThreadAccumulator:
         In a fixed order: a butterfly within each warp, then the warps one after the other. Needs
         `threads` to be a power of two; below 32 it is that many neighbours.
         """
-        statements = [self._butterfly(mask) for mask in _masks(min(threads, WARP))]
+        # A maximum reads the other's value twice, once under a condition: a shuffle must not be.
+        other = local_buffer(1, kept_dtype(self.dtype), "other")
+        theirs = self.taken(tirx.BufferLoad(other, [0]))
+        statements: list[tirx.Stmt] = [tirx.AllocBuffer(other)]
+        for mask in _masks(min(threads, WARP)):
+            exchange = tirx.BufferStore(other, shuffle_xor(self._raw(), mask), [0])
+            statements += [exchange, self.add(theirs)]
         warps = threads // WARP
         if warps <= 1:
             return statements
@@ -146,9 +152,6 @@ class ThreadAccumulator:
             return [self.add(self.taken(tirx.BufferLoad(shared, [at + 1])))]
 
         return statements + unrolled(warps - 1, "warp", take)
-
-    def _butterfly(self, mask: int) -> tirx.Stmt:
-        return self.add(self.taken(shuffle_xor(self._raw(), mask)))
 
     def _raw(self) -> Any:
         return tirx.BufferLoad(self.running, [0])
