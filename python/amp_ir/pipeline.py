@@ -153,11 +153,11 @@ def lower(
     ir, log = mod.ir, DispatchLog()
     with _timed(seconds, "tidy"):
         # Attention becomes matmuls around softmax-like kernels; casts that change nothing go.
-        ir = fold_casts(expand_attention(ir, log=log))
+        ir = fold_casts(expand_attention(ir, libraries=target.libraries, log=log))
     with _timed(seconds, "dispatch"):
         # From here on heavy ops are library calls, opaque to fusion.
         # Those that add a bias round once, so casts around the sum fold away.
-        ir = fold_casts(dispatch(ir, log=log))
+        ir = fold_casts(dispatch(ir, libraries=target.libraries, log=log))
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
         ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)

@@ -14,6 +14,8 @@ from tvm.sym import Analyzer
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.passes.library_scratch import lends_scratch
 
+# Products of [s, d] by [d, t] or as large; the gradient makes the scores once more.
+_ATTENTION_MATMULS = {"attention": 2, "attention_backward": 5}
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
 
 
@@ -48,6 +50,9 @@ def library_flop(name: str, arguments: list[Any]) -> int:
     verb = name.rpartition(".")[2]
     if verb == "matmul":
         return 2 * math.prod(out) * first[-1]
+    if verb in _ATTENTION_MATMULS:
+        # grad or q is [n, h, s, d], and the third of the tensors is k or v [n, h, t, d].
+        return 2 * _ATTENTION_MATMULS[verb] * math.prod(first) * out[-2]
     # Each output of the forward convolution is a sum over the weights of one output channel.
     weight = out if verb == "conv_backward_weight" else second
     result = out if verb == "conv" else first

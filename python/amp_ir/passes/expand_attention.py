@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as matmuls around softmax-like kernels, where no library does it whole."""
+"""Attention as matmuls around softmax-like kernels, or as a call of a library that has it whole."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from tvm.ir import Op, Span
 
 from amp_ir.dialect import call_op, options_of
 from amp_ir.dispatch_note import DispatchLog
+from amp_ir.passes.attention_call import attention_library, attention_refusal, call_attention
 
 FORWARD, BACKWARD = "amp_ir.attention", "amp_ir.attention_backward"
 
 
-def expand_attention(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IRModule:
+def expand_attention(
+    ir: tvm.IRModule, *, libraries: tuple[str, ...] = (), log: DispatchLog | None = None
+) -> tvm.IRModule:
     """Replace attention and its gradient by matmuls and the ops of dialect/attention_parts.py.
+
+    Where one of `libraries` does such an op whole, it becomes its call instead (attention_call.py).
 
     Before:  out, lse = amp_ir.attention(q, k, v)
     After:   s = matmul(q, k^T, out_dtype=f32)
@@ -39,12 +44,9 @@ def expand_attention(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm
     """
     main = ir["main"]
     bindings = [one for block in main.body.blocks for one in block.bindings]
-    found = [name for one in bindings if (name := _op_name(one.value)) in (FORWARD, BACKWARD)]
-    if not found:
+    if not any(_op_name(one.value) in (FORWARD, BACKWARD) for one in bindings):
         return ir
-    for name in found if log is not None else ():
-        log.add(name, "matmuls and own kernels", "no library that amp_ir calls does it whole")
-    writer = _Writer()
+    writer = _Writer(libraries, DispatchLog() if log is None else log)
     for binding in bindings:
         writer.add(binding)
     body = relax.SeqExpr([relax.DataflowBlock(writer.bindings)], main.body.body)
@@ -62,25 +64,54 @@ def _op_name(expr: Any) -> str:
 class _Writer:
     """Collects bindings; every call it makes carries the location of the op it stands for."""
 
-    def __init__(self) -> None:
+    def __init__(self, libraries: tuple[str, ...], log: DispatchLog) -> None:
         self.bindings: list[relax.Binding] = []
+        self._libraries = libraries
+        self._log = log
+        self._values: dict[relax.Var, relax.Expr] = {}
+        self._called_results: dict[relax.Var, list[relax.Var]] = {}
         self._builder = relax.BlockBuilder()
         self._span: Span | None = None
 
     def add(self, binding: relax.VarBinding) -> None:
-        expand = {FORWARD: self._forward, BACKWARD: self._backward}.get(_op_name(binding.value))
-        if expand is None:
-            self.bindings.append(binding)
-            return
-        self._span = binding.value.span
-        results = expand(list(binding.value.args), options_of(binding.value))
-        value = relax.Tuple(results)
-        self.bindings.append(relax.VarBinding(binding.var, self._builder.normalize(value)))
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._called_results:
+            # A library call that reads it must see the transpose that it is.
+            value = self._called_results[value.tuple_value][value.index]
+        elif _op_name(value) in (FORWARD, BACKWARD):
+            self._span = value.span
+            value = self._builder.normalize(relax.Tuple(self._replaced(binding.var, value)))
+        self.bindings.append(relax.VarBinding(binding.var, value))
+        self._values[binding.var] = self._values.get(value, value)
+
+    def _replaced(self, variable: relax.Var, call: relax.Call) -> list[relax.Var]:
+        name = _op_name(call)
+        library = attention_library(name.removeprefix("amp_ir."), self._libraries)
+        reason = "no library that amp_ir calls does it whole"
+        if library is not None:
+            reason = attention_refusal(call)
+            if not reason:
+                self._log.add(name, library)
+                self._called_results[variable] = self._called(library, call)
+                return self._called_results[variable]
+        self._log.add(name, "matmuls and own kernels", reason)
+        expand = self._forward if name == FORWARD else self._backward
+        return expand(list(call.args), options_of(call))
+
+    def _called(self, library: str, call: relax.Call) -> list[relax.Var]:
+        new, rows_outside = call_attention(library, call, self._values)
+        both = self._emit(new)
+        results = []
+        for k, outside in enumerate(rows_outside):
+            result = self._emit(relax.TupleGetItem(both, k))
+            results.append(self._permuted(result, [0, 2, 1, 3]) if outside else result)
+        return results
 
     def _emit(self, call: relax.Expr) -> relax.Var:
         value = self._builder.normalize(call)
         var = relax.DataflowVar(f"attention{len(self.bindings)}", value.ty)
         self.bindings.append(relax.VarBinding(var, value))
+        self._values[var] = value
         return var
 
     def _op(self, name: str, args: Sequence[relax.Expr], **options: Any) -> relax.Var:
@@ -92,7 +123,9 @@ class _Writer:
 
     def _transposed(self, x: relax.Expr) -> relax.Var:
         ndim = len(x.ty.shape)
-        axes = [*range(ndim - 2), ndim - 1, ndim - 2]
+        return self._permuted(x, [*range(ndim - 2), ndim - 1, ndim - 2])
+
+    def _permuted(self, x: relax.Expr, axes: list[int]) -> relax.Var:
         call = relax.op.permute_dims(x, axes)
         return self._emit(relax.Call(call.op, call.args, call.attrs, call.ty_args, self._span))
 

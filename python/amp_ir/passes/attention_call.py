@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and its gradient as one library call each, where a library does them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tvm import relax
+
+from amp_ir import native
+from amp_ir.dialect.registry import options_of
+from amp_ir.passes.library_call import library_call, shape_argument
+from amp_ir.passes.strided_view import StridedView, view_of
+
+_LOW = ("bfloat16", "float16")
+# PyTorch's flash attention: the width of a head is a multiple of the first, up to the second.
+_WIDTH_STEP, _WIDTH_MOST = 8, 256
+
+
+def attention_library(verb: str, libraries: tuple[str, ...]) -> str | None:
+    """The first library that has "attention" or "attention_backward"."""
+    return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
+
+
+def attention_refusal(call: relax.Call) -> str:
+    """Why flash attention does not do this call of attention or of its gradient; "" if it does."""
+    options = options_of(call)
+    # The gradient takes (grad, q, k, v, out, lse), the forward (q, k, v).
+    tensors = list(call.args[1:4]) if _is_backward(call) else list(call.args[:3])
+    dtypes = {str(one.ty.dtype) for one in tensors}
+    if _is_backward(call):
+        dtypes |= {str(call.args[k].ty.dtype) for k in (0, 4)}
+    q, k, v = ([int(n) for n in one.ty.shape] for one in tensors)
+    if options["has_mask"]:
+        return "flash attention takes no mask"
+    if options["dropout_p"] > 0:
+        return "flash attention would drop by other random numbers"
+    if len(dtypes) > 1 or dtypes.isdisjoint(_LOW):
+        found = " and ".join(sorted(dtypes))
+        return f"flash attention computes in bfloat16 or float16, not in {found}"
+    if len(q) != 4:
+        return f"flash attention takes samples and heads, [n, h, s, d], not {q}"
+    if q[3] != v[3] or q[3] % _WIDTH_STEP or q[3] > _WIDTH_MOST:
+        return (
+            f"flash attention takes heads of a width that {_WIDTH_STEP} divides, up to "
+            f"{_WIDTH_MOST}, not of {q[3]} and {v[3]}"
+        )
+    if options["is_causal"] and q[2] != k[2]:
+        return f"flash attention's causal mask would end at column {k[2]}, not at {q[2]}"
+    return ""
+
+
+def call_attention(
+    library: str, call: relax.Call, values: Mapping[relax.Var, relax.Expr]
+) -> tuple[relax.Call, list[bool]]:
+    """The library's call, and which of its results are dense as [n, s, h, d].
+
+    Before:  out, lse = amp_ir.attention(q, k, v)                   # out [n, h, s, d]
+    After:   o, lse = call_dps_packed("amp_ir.torch_cuda.attention", (q, k, v, ...))
+             out = permute_dims(o, [0, 2, 1, 3])                    # o [n, s, h, d]
+
+    A model makes heads of rows and rows of heads, so that these transposes meet their inverses and
+    nothing is copied.
+
+    Requires: `attention_refusal` finds nothing.
+    """
+    options = options_of(call)
+    backward = _is_backward(call)
+    strided = list(call.args[:5] if backward else call.args[:3])
+    views = [_rows_dense(view_of(one, values), one) for one in strided]
+    arguments: list[relax.Expr] = [view.base for view in views]
+    if backward:
+        arguments.append(call.args[5])
+    for view in views:
+        arguments += [shape_argument(view.shape), shape_argument(view.strides)]
+    arguments.append(relax.prim_value(int(options["is_causal"])))
+    arguments.append(relax.prim_value(float(options["scale"])))
+    fields = list(call.ty.fields)
+    rows_outside = [len(field.shape) == 4 for field in fields]
+    types = [
+        _rows_outside(field) if outside else field
+        for field, outside in zip(fields, rows_outside, strict=True)
+    ]
+    name = f"amp_ir.{library}.{'attention_backward' if backward else 'attention'}"
+    return library_call(name, arguments, relax.TupleType(types), call.span), rows_outside
+
+
+def _is_backward(call: relax.Call) -> bool:
+    return str(call.op.name).endswith("_backward")
+
+
+def _rows_dense(view: StridedView, expr: relax.Expr) -> StridedView:
+    """The view where heads are dense along their width, else all of `expr`, copied by a kernel."""
+    return view if view.strides[-1] == 1 else StridedView.dense(expr)
+
+
+def _rows_outside(type_: Any) -> relax.TensorType:
+    n, h, s, d = (int(extent) for extent in type_.shape)
+    return relax.TensorType([n, s, h, d], str(type_.dtype))
