@@ -190,10 +190,9 @@ struct Problem {
       return Misuse("the batch counts differ");
     }
     if (d.batch_count > 1 && d.batch_stride == 0) return Misuse("the batches of d coincide");
-    const uint32_t known = kEpilogueDefault | kEpilogueRelu | kEpilogueBias | kEpilogueGelu;
-    const bool both = (desc.epilogue & kEpilogueRelu) != 0 && (desc.epilogue & kEpilogueGelu) != 0;
+    const uint32_t known = kEpilogueDefault | kEpilogueBias | kEpilogueGelu;
     const bool plain = (desc.epilogue & kEpilogueDefault) != 0;
-    if ((desc.epilogue & ~known) != 0 || both || plain != (desc.epilogue == kEpilogueDefault)) {
+    if ((desc.epilogue & ~known) != 0 || plain != (desc.epilogue == kEpilogueDefault)) {
       return Misuse("epilogue " + std::to_string(desc.epilogue));
     }
     if ((desc.epilogue & kEpilogueBias) != 0 && desc.bias == nullptr) {
@@ -236,7 +235,6 @@ std::vector<float> Dense(const FakeLayout& m, bool is_transposed, const char* da
 }
 
 float Finish(float value, uint32_t epilogue) {
-  if ((epilogue & kEpilogueRelu) != 0) return value < 0 ? 0 : value;
   if ((epilogue & kEpilogueGelu) != 0) {
     return 0.5F * value *
            (1 + std::tanh(0.79788456F * (value + 0.044715F * value * value * value)));

@@ -73,6 +73,18 @@ def test_a_bias_has_the_dtype_of_the_result(result: str) -> None:
     assert [[int(n) for n in c.ty.shape] for c in casts] == ([] if result == "float32" else [[16]])
 
 
+def test_a_relu_is_left_to_a_kernel() -> None:
+    """cuBLASLt's turns NaN into 0, and a step that overflowed must be seen to."""
+
+    def body(x: Any, w: Any, b: Any) -> Any:
+        emit = relax.BlockBuilder.current().emit
+        return R.nn.relu(emit(R.add(emit(R.matmul(x, w)), b)))
+
+    ir = on_cuda(build([((4, 8), "float32"), ((8, 16), "float32"), ((16,), "float32")], body))
+    assert [finish_of(call) for call in library_calls(ir)] == ["none"]
+    assert [c for c in calls_of(ir) if c.op.name == "relax.nn.relu"]
+
+
 def test_a_float32_product_is_not_rounded_by_the_library() -> None:
     """cuBLASLt has no float32 x float32 -> bfloat16: the sum is rounded by a kernel."""
 

@@ -18,7 +18,7 @@ using amp_ir::MakeStrided;
 using amp_ir::StridedTensor;
 using amp_ir::cublaslt::MatmulCall;
 
-// "relu", or "relu+tf32" where float32 operands may be rounded to TF32: the one place where that is
+// "none", or "none+tf32" where float32 operands may be rounded to TF32: the one place where that is
 // said, so that it is a property of a compiled step and not of the process that runs it.
 struct Finish {
   amp_ir::Epilogue epilogue;

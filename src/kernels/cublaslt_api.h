@@ -30,7 +30,6 @@ enum Operation : int32_t { kAsStored = 0, kTransposed = 1 };                // c
 // cublasLtEpilogue_t: a set of bits; without any of these it is kEpilogueDefault.
 enum EpilogueBits : uint32_t {
   kEpilogueDefault = 1,
-  kEpilogueRelu = 2,
   kEpilogueBias = 4,
   kEpilogueGelu = 32,  // the tanh approximation
 };

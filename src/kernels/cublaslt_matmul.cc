@@ -71,8 +71,11 @@ const char* RefuseDtypes(const MatmulCall& call) {
   if (call.bias != nullptr && call.bias->strides[0] != 1 && call.bias->dims[0] > 1) {
     return "bias is not dense";
   }
+  // developer.nvidia.com's forum, topic 329783; a NaN that becomes 0 hides an overflow from the
+  // loss scale.
+  if (call.epilogue == Epilogue::kRelu) return "cuBLASLt's relu turns NaN into 0";
   if (call.epilogue == Epilogue::kGelu) {
-    return "the epilogue gelu is exact, and cuBLASLt's is the tanh approximation";
+    return "gelu is exact, and cuBLASLt's is the tanh approximation";
   }
   return nullptr;
 }
@@ -211,7 +214,6 @@ class Launcher {
   static uint32_t Bits(const MatmulCall& call) {
     uint32_t bits = 0;
     if (call.bias != nullptr) bits |= kEpilogueBias;
-    if (call.epilogue == Epilogue::kRelu) bits |= kEpilogueRelu;
     if (call.epilogue == Epilogue::kGeluTanh) bits |= kEpilogueGelu;
     return bits != 0 ? bits : kEpilogueDefault;
   }
@@ -370,8 +372,9 @@ void Matmul(const MatmulCall& call, DLDevice device) {
     TVM_FFI_THROW(ValueError) << "amp_ir.cublaslt.matmul: cuBLASLt cannot multiply a "
                               << DimsToString(call.a) << " @ b " << DimsToString(call.b)
                               << " -> out " << DimsToString(call.out) << ": " << why
-                              << "; copy it first, or use amp_ir.torch_cuda.matmul "
-                                 "(amp_ir.cublaslt.launches says 0 for such a call)";
+                              << "; ask amp_ir.cublaslt.launches first: where it says 0, copy the "
+                                 "operand, leave the epilogue to a kernel, or use "
+                                 "amp_ir.torch_cuda.matmul";
   }
   // The workspace is aligned inside of what is lent, whose start the arena aligns less.
   if (auto* query = ScratchQuery::Current()) {

@@ -15,6 +15,7 @@ from amp_ir.dispatch_note import OWN_KERNEL, DispatchLog
 from amp_ir.passes.convolution_call import write_convolution
 from amp_ir.passes.matmul_call import MatmulForm, choose_form, matmul_forms, write_matmul
 from amp_ir.passes.strided_view import StridedView, view_of
+from amp_ir.passes.uses import count_uses, only_readers
 
 LIBRARIES = ("onednn", "torch")
 # Those whose matmul adds a float32 bias, and those whose bias has the dtype of the result.
@@ -47,7 +48,7 @@ def dispatch(
               is the sum's where that is all that is used of it (cuBLASLt adds a bias of the
               result's dtype: there a bias is rounded to it first, as PyTorch's autocast does); an
               op that no library takes is left for the loops stage; a convolution's stride that
-              leads nowhere is 1.
+              leads nowhere is 1. A relu stays a kernel's: cuBLASLt's turns NaN into 0.
     """
     return _Dispatcher(ir, libraries, allow_tf32, DispatchLog() if log is None else log).run()
 
@@ -77,8 +78,8 @@ class _Dispatcher:
         self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
         self.values = {binding.var: binding.value for binding in self.bindings}
         self.uses = count_uses(self.bindings, self.main.body.body)
-        self.only_reader = _only_readers(self.bindings, self.uses, "relax.permute_dims")
-        self.only_cast = _only_readers(self.bindings, self.uses, "amp_ir.cast")
+        self.only_reader = only_readers(self.bindings, self.uses, "relax.permute_dims")
+        self.only_cast = only_readers(self.bindings, self.uses, "amp_ir.cast")
         self.replaced: dict[relax.Var, relax.Expr] = {}
         self.biased = self._find_biased()
         self.absorbed = {v for biased in self.biased.values() for v in biased.absorbed}
@@ -239,42 +240,6 @@ class _Dispatcher:
         """Bind `call` at the one reader of `variable` instead; the marker to drop `variable`."""
         self.replaced[self.only_reader[variable]] = call
         return self
-
-
-def count_uses(bindings: list[relax.Binding], result: relax.Expr) -> dict[relax.Var, int]:
-    """How often each variable is used by the bindings and by the result."""
-    uses: dict[relax.Var, int] = {}
-
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.Var):
-            uses[expr] = uses.get(expr, 0) + 1
-        elif isinstance(expr, relax.Call):
-            for argument in expr.args:
-                visit(argument)
-        elif isinstance(expr, relax.Tuple):
-            for field in expr.fields:
-                visit(field)
-        elif isinstance(expr, relax.TupleGetItem):
-            visit(expr.tuple_value)
-
-    for binding in bindings:
-        visit(binding.value)
-    visit(result)
-    return uses
-
-
-def _only_readers(
-    bindings: list[relax.Binding], uses: dict[relax.Var, int], op_name: str
-) -> dict[relax.Var, relax.Var]:
-    """For each variable with a single use, which is by this op, the variable bound to that."""
-    readers = {}
-    for binding in bindings:
-        value = binding.value
-        if isinstance(value, relax.Call) and value.op.name == op_name:
-            source = value.args[0]
-            if isinstance(source, relax.Var) and uses.get(source) == 1:
-                readers[source] = binding.var
-    return readers
 
 
 def _refusal(call: relax.Call) -> str:

@@ -93,7 +93,7 @@ def write_matmul(
     type_: relax.TensorType,
     span: tvm.ir.Span | None,
 ) -> relax.Call:
-    """The call of `name` in this form; `finish` is "none", or "none+tf32" for cuBLASLt."""
+    """The call of `name` in this form; `finish` is the epilogue, with "+tf32" for cuBLASLt."""
     layouts = [form.a.shape, form.a.strides, form.b.shape, form.b.strides]
     layouts += [form.shape, form.strides]
     arguments = [form.a.base, form.b.base, relax.op.null_value() if bias is None else bias]
