@@ -5,8 +5,8 @@ For each workload and dtype our compiled step, PyTorch eager and torch.compile r
 process, so that a change of the machine's speed meets all of them; convolutional networks of
 PyTorch's in channels_last as well, and the better layout counts. One table is printed. It is saved
 after each row with a description of the machine under benchmarks/results/, and an interrupt (^C)
-keeps the rows that are finished. `--columns` leaves out what is not needed; all of it takes about a
-minute a row, most of which is torch.compile's.
+keeps the rows that are finished. `--columns` leaves out what is not needed; all of it takes minutes
+a row, most of which torch.compile spends compiling.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from benchmarks.step_table import footnotes, table_of
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = ("float32", "bfloat16")
+DEFAULT_COLUMNS = tuple(name for name in COLUMNS if name != "layouts")
 INTERRUPTED = 130
 # What a table needs that goes to a file; a terminal has the width that it has.
 _FILE_COLUMNS = 140
@@ -75,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("workloads", nargs="*", default=[], help=f"all of {', '.join(WORKLOADS)}")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), metavar="DTYPE",
                         help=f"default {' '.join(DTYPES)}")  # fmt: skip
-    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), metavar="GROUP",
-                        help="groups of columns besides times; default all")  # fmt: skip
+    parser.add_argument("--columns", nargs="*", default=list(DEFAULT_COLUMNS), metavar="GROUP",
+                        help=f"besides times; default {' '.join(DEFAULT_COLUMNS)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7, help="steps of each way, in turns")
     parser.add_argument("--draws", type=int, default=5, help="of weights, for the gradient error")
     parser.add_argument("--small", action="store_true", help="shapes of a test")

@@ -18,13 +18,15 @@ from amp_ir.module import StepModule
 from amp_ir.passes.call_cost import flop_of_calls
 from amp_ir.pipeline import lower
 from amp_ir.runtime.call_times import time_calls
-from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer
+from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
 from benchmarks.precision import CompiledError, compiled_error
 from benchmarks.resident import measured_bytes, tensors_of
 
-# What may be asked for apart: each costs time of its own. Times of our step and eager's are always.
+# What may be asked for apart: each costs time of its own. Times of our step and eager's are
+# always there.
 COLUMNS = {
     "compile": "torch.compile as a peer, and how long it takes from a cold cache",
+    "layouts": "torch.compile in both memory layouts, not only in the one that is eager's best",
     "peak": "measured peaks of memory",
     "floor": "share of the machine's floor, and the time outside of kernels",
     "error": "errors of the gradients against float64, in small shapes",
@@ -126,7 +128,7 @@ class _Measurement:
         for layout in layouts_of(self.workload.name):
             self._start(make_peer(self.workload, self.dtype, "eager", layout, small=self._small))
         if "compile" in self.asked.columns:
-            for layout in layouts_of(self.workload.name):
+            for layout in self._layouts_to_compile():
                 peer = make_peer(self.workload, self.dtype, "compile", layout, small=self._small)
                 self._start(peer)
         self.tell(f"{self.asked.rounds} steps of each, in turns")
@@ -148,6 +150,14 @@ class _Measurement:
             losses=self.losses,
         )
         return self._with_extras(row, train, mod, ours)
+
+    def _layouts_to_compile(self) -> tuple[str, ...]:
+        layouts = layouts_of(self.workload.name)
+        if len(layouts) == 1 or "layouts" in self.asked.columns:
+            return layouts
+        ways = {layout: self.steps[peer_name("eager", layout)] for layout in layouts}
+        spent = in_turns(ways, _FIRST_STEPS)
+        return (min(layouts, key=spent.__getitem__),)
 
     @property
     def _small(self) -> bool:

@@ -73,8 +73,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
                      if (name := _name(row, way)).endswith("channels_last")})  # fmt: skip
     if marked:
         lines.append(
-            f"{_MARK}: in channels_last, which was faster there than the usual layout; both were "
-            "tried for resnet50 and ssd."
+            f"{_MARK}: in channels_last, which was faster there than the usual layout; "
+            "both were tried."
         )
     if any("compile" in name for row in rows for name in row.compile_seconds):
         lines.append(

@@ -22,6 +22,10 @@ _STAGES = (0.97, 0.995)
 # How many calls one value may need; a longer chain is better cut in parts, from held values.
 _MAX_CHAIN = 12
 
+# The new value of a state input may wait in the arena, and be copied at the end, up to this size:
+# running statistics of a batch normalization do, so that it can be run again.
+_WAITING_BYTES = 1 << 16
+
 
 class Rematerialization:
     """Runs calls a second time, in place of holding what they made.
@@ -36,7 +40,7 @@ class Rematerialization:
 
     Requires: `program` in its final order.
     Ensures:  results are the same to the bit: kernels are deterministic, random ops depend on their
-              counter alone, and a call that reads a state input is not run after that has changed.
+              counter alone, and a call that reads a state input finds it as it was before the step.
               What is done does not depend on the bytes asked for, only how far it goes: what one
               request reaches, a request for that much reaches too.
     Source:   after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", with a greedy
@@ -243,8 +247,10 @@ class _Chain:
             return True
         known = self.round.live.uses[id(slot)]
         if known.written < 0:
-            # A state input: as it was before the step, unless it has been overwritten by then.
-            return self.round.updates.get(id(slot), self.reader) >= self.reader
+            # A state input: as it was before the step, unless it has been overwritten by then. A
+            # small one is not, if it is read here: its new value waits for the end of the step.
+            update = self.round.updates.get(id(slot), self.reader)
+            return update >= self.reader or slot.nbytes <= _WAITING_BYTES
         if known.ends >= self.reader:
             return True
         costs_nothing = known.ends > self.peak or not self.round.live.nbytes(slot)

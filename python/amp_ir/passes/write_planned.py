@@ -62,7 +62,7 @@ class _Writer:
         self.destinations = destinations
         self.arena = relax.Var("arena", relax.TensorType([max(arena_bytes, 1)], "uint8"))
         self.bindings: list[relax.Binding] = []
-        self.views: dict[tuple[int, str], relax.Expr] = {}
+        self.views: dict[tuple[relax.Expr, int, int, str], relax.Expr] = {}
         self.kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
 
     def write(self) -> tvm.IRModule:
@@ -115,27 +115,24 @@ class _Writer:
         self._call(callee, arguments, step.call.span)
 
     def _view(self, slot: Slot, kind: str) -> relax.Expr:
-        """The slot as a flat tensor; libraries see bfloat16 as such."""
-        physical = slot.physical_dtype
-        dtype = slot.dtype if kind == "library" else physical
-        key = (id(slot), dtype)
+        """The slot as a flat tensor; libraries see bfloat16 as such.
+
+        A view is a call of the virtual machine, as dear as that of a kernel: slots that follow one
+        another in the same bytes, with the same size and dtype, share it.
+        """
+        dtype = slot.dtype if kind == "library" else slot.physical_dtype
+        if slot.parameter is not None and dtype == slot.physical_dtype:
+            return slot.parameter
+        base = slot.constant if slot.constant is not None else slot.parameter or self.arena
+        key = (base, slot.offset_bytes, max(slot.size, 1), dtype)
         if key not in self.views:
-            self.views[key] = self._make_view(slot, dtype, physical)
+            self.views[key] = self._make_view(*key)
         return self.views[key]
 
-    def _make_view(self, slot: Slot, dtype: str, physical: str) -> relax.Expr:
-        size = max(slot.size, 1)
-        if slot.constant is not None:
-            base: relax.Expr = slot.constant
-        elif slot.parameter is not None:
-            if dtype == physical:
-                return slot.parameter
-            base = slot.parameter
-        else:
-            base = self.arena
+    def _make_view(self, base: relax.Expr, offset: int, size: int, dtype: str) -> relax.Expr:
         arguments = [
             base,
-            relax.prim_value(slot.offset_bytes),
+            relax.prim_value(offset),
             relax.ShapeExpr([size]),
             tvm.ir.StringImm(dtype),
         ]
