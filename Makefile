@@ -16,11 +16,12 @@ INSTALLED := $(VENV)/.installed
 PACKAGED  := $(VENV)/.packaged
 BUILT     := python/amp_ir/lib/.built
 
-.PHONY: help demo test setup format clean
+.PHONY: help demo test gpu-test setup format clean
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
 	@echo "make test    everything that CI runs: format, lint, types, tests, tutorials"
+	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
 	@echo "make setup   only the environment and the native libraries"
 	@echo "make format  rewrite the sources as make test wants them"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -34,6 +35,13 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	$(BIN)/python -m pytest
+
+# The environment above has PyTorch for CPUs. On a machine with a GPU, GPU_PYTHON is a Python whose
+# PyTorch has CUDA, with what requirements-dev.txt names: the libraries are built for it, in place.
+GPU_PYTHON ?= $(BIN)/python
+gpu-test:
+	$(GPU_PYTHON) setup.py -q build_ext --inplace
+	PYTHONPATH=python:$(PYTHONPATH) $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider
 
 setup: $(BUILT)
 

@@ -7,6 +7,7 @@ They know nothing of amp_ir. Transformers' models come from the `demo` extra of 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -59,21 +60,30 @@ class Workload:
     name: str
     description: str
     _build: _Make = attrs.field(repr=False)
+    _build_for_gpu: _Make | None = attrs.field(default=None, repr=False)
 
-    def make(self, *, small: bool = False, dropout: float = 0.0, seed: int = 0) -> Training:
+    def make(
+        self, *, small: bool = False, dropout: float = 0.0, seed: int = 0, device: str = "cpu"
+    ) -> Training:
         """Build the model, its optimizer and its batch.
 
         Args:
             small: shapes of a test, not of a measurement.
             dropout: probability; 0 so that two runs can be compared.
             seed: of weights and batch; the global random state is left as it was.
+            device: where model and batch are put; images are larger, and more, on a GPU.
 
         Raises:
             MissingPackage: the model is transformers', which is not installed.
         """
+        is_gpu = torch.device(device).type == "cuda"
+        build = self._build_for_gpu if is_gpu and self._build_for_gpu else self._build
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            return self._build(small=small, dropout=dropout)
+            training = build(small=small, dropout=dropout)
+        training.model.to(device)
+        batch = tuple(one.to(device) for one in training.batch)
+        return attrs.evolve(training, batch=batch)
 
 
 class MissingPackage(ImportError):
@@ -155,10 +165,10 @@ def _gpt2(*, small: bool, dropout: float) -> Training:
     return Training(model, optimizer, loss, (ids,))
 
 
-def _resnet50(*, small: bool, dropout: float) -> Training:
-    """ResNet-50 on small images; it has no dropout."""
+def _resnet50(*, small: bool, dropout: float, side: int = 128) -> Training:
+    """ResNet-50 on images of `side` pixels; it has no dropout."""
     del dropout
-    rows, side = (2, 32) if small else (8, 128)
+    rows, side = (2, 32) if small else (8, side)
     sizes: dict[str, Any] = {"num_labels": 1000}
     if small:
         sizes = {"num_labels": 10, "depths": [1, 1], "hidden_sizes": [16, 32], "embedding_size": 8}
@@ -172,10 +182,10 @@ def _resnet50(*, small: bool, dropout: float) -> Training:
     return Training(model, _sgd(model, 0.01, 0.9), loss, (torch.randn(rows, 3, side, side), labels))
 
 
-def _ssd(*, small: bool, dropout: float) -> Training:
-    """SSD-512 with a ResNet-50 backbone; one image a step; it has no dropout."""
+def _ssd(*, small: bool, dropout: float, rows: int = 1) -> Training:
+    """SSD-512 with a ResNet-50 backbone; `rows` images a step; it has no dropout."""
     del dropout
-    rows, side, classes = (2, 64, 3) if small else (1, 512, 20)
+    rows, side, classes = (2, 64, 3) if small else (rows, 512, 20)
     model = Ssd(classes, 8, (1, 1, 1, 1), (16, 16, 8, 8)) if small else Ssd(classes)
     count = anchors(side)
     boxes = torch.randn(rows, count, 4)
@@ -222,8 +232,18 @@ WORKLOADS = {
         Workload("bert1", "1 BERT layer with LM head, batch 8 x 128, SGD", _bert1),
         Workload("mlp", "3 x Linear(4096) with ReLU, batch 512, SGD", _mlp),
         Workload("gpt2", "2 GPT-2 layers, batch 4 x 128, AdamW", _gpt2),
-        Workload("resnet50", "ResNet-50, batch 8 x 128 x 128 pixels, SGD with momentum", _resnet50),
-        Workload("ssd", "SSD-512 on ResNet-50, 1 image, SGD with momentum", _ssd),
+        Workload(
+            "resnet50",
+            "ResNet-50, batch 8 x 128 x 128 pixels (GPU: 224), SGD with momentum",
+            _resnet50,
+            functools.partial(_resnet50, side=224),
+        ),
+        Workload(
+            "ssd",
+            "SSD-512 on ResNet-50, 1 image (GPU: 8), SGD with momentum",
+            _ssd,
+            functools.partial(_ssd, rows=8),
+        ),
         Workload("lstm", "2-layer LSTM(512), batch 16 x 64, SGD", _lstm),
     )
 }

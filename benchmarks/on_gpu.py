@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times training steps on a GPU beside PyTorch: `python -m benchmarks --device cuda`.
+
+For each workload our step in float32 (without and with TF32), bfloat16, and float16 with the loss
+scaler, and PyTorch's eager and compiled steps in the same precisions: torch.autocast, a GradScaler
+for float16, fused optimizers, torch.compile in its default mode and in "reduce-overhead". All ways
+of one precision run in turns. A time is the median over rounds of the mean step of a round, between
+two synchronisations. Peaks are what was allocated at most while the way was set up and run alone.
+`waits` are the calls of a step that make the host wait for the GPU, counted by PyTorch's profiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from rich.table import Table
+
+import amp_ir
+from amp_ir.demo.workloads import WORKLOADS, Training, Workload
+from benchmarks.loss_scale import eager, scaled_step
+from benchmarks.peers import in_layout, layouts_of, peer_name
+
+Step = Callable[[], Any]
+Tell = Callable[[str], None]
+# A precision: the dtype, and whether float32 products may be rounded to TF32.
+PRECISIONS = {
+    "float32": ("float32", False),
+    "tf32": ("float32", True),
+    "bfloat16": ("bfloat16", False),
+    "float16": ("float16", False),
+}
+OURS = "ours"
+MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
+# Enough that eager has its state, torch.compile its kernels and both their graphs.
+_WARMUP = 5
+_STEPS_A_ROUND = 10
+_WAITS = (
+    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
+)  # fmt: skip
+
+
+@attrs.frozen
+class GpuRow:
+    """One workload in one precision; the keys of the mappings are "ours" and PyTorch's ways.
+
+    `unscaled_milliseconds` is our float16 step without the scaler.
+    """
+
+    workload: str
+    precision: str
+    milliseconds: dict[str, float]
+    peak_mib: dict[str, float]
+    compile_seconds: float
+    planned_mib: float
+    waits: int | None
+    unscaled_milliseconds: float | None = None
+
+    @property
+    def best(self) -> tuple[str, float]:
+        """The fastest of PyTorch's ways, and its milliseconds."""
+        peers = {name: value for name, value in self.milliseconds.items() if name != OURS}
+        name = min(peers, key=peers.__getitem__)
+        return name, peers[name]
+
+    @property
+    def ratio(self) -> float:
+        """Our time over PyTorch's best; below 1 is faster."""
+        return self.milliseconds[OURS] / self.best[1]
+
+    @property
+    def scaler_cost(self) -> float | None:
+        """The step with the loss scaler over the step without it."""
+        if self.unscaled_milliseconds is None:
+            return None
+        return self.milliseconds[OURS] / self.unscaled_milliseconds
+
+
+def measure(
+    name: str, precision: str, *, rounds: int, small: bool, tell: Tell, device: str = "cuda"
+) -> GpuRow:
+    """Time all ways of one workload in one precision, in turns."""
+    dtype, allow_tf32 = PRECISIONS[precision]
+    steps: dict[str, Step] = {}
+    peaks: dict[str, float] = {}
+    with _tf32(allow_tf32):
+        tell(OURS)
+        with _peak(device, peaks, OURS):
+            started = time.perf_counter()
+            compiled, steps[OURS] = _our_step(WORKLOADS[name], dtype, small, device, scaled=True)
+            seconds = time.perf_counter() - started
+            _run(steps[OURS], _WARMUP, device)
+        for way, step in _peers(WORKLOADS[name], dtype, small, device):
+            tell(way)
+            with _peak(device, peaks, way):
+                _run(step, _WARMUP, device)
+            steps[way] = step
+        if dtype == "float16":
+            _, steps["unscaled"] = _our_step(WORKLOADS[name], dtype, small, device, scaled=False)
+            _run(steps["unscaled"], _WARMUP, device)
+        tell("in turns")
+        milliseconds = _in_turns(steps, rounds, device)
+        waits = _waits(steps[OURS]) if device == "cuda" else None
+    unscaled = milliseconds.pop("unscaled", None)
+    planned = compiled.report.plan.peak_bytes / 2**20
+    return GpuRow(name, precision, milliseconds, peaks, seconds, planned, waits, unscaled)
+
+
+def _our_step(
+    workload: Workload, dtype: str, small: bool, device: str, *, scaled: bool
+) -> tuple[amp_ir.CompiledStep, Step]:
+    training = workload.make(small=small, device=device)
+    scaler = amp_ir.GradScaler(device) if dtype == "float16" and scaled else None
+    step = training.step if scaler is None else scaled_step(training, scaler)
+    mod, args = amp_ir.trace_step(
+        step, training.batch, model=training.model, optimizer=training.optimizer, scaler=scaler
+    )
+    if dtype != "float32":
+        mod = amp_ir.autocast(mod, args, amp_dtype=dtype)
+    compiled = amp_ir.compile(mod, device=device)
+    return compiled, lambda: compiled(*training.batch)
+
+
+def _peers(workload: Workload, dtype: str, small: bool, device: str) -> Iterator[tuple[str, Step]]:
+    for layout in layouts_of(workload.name):
+        for way, mode in MODES.items():
+            if mode is not None and device != "cuda":
+                continue
+            training = in_layout(workload.make(small=small, device=device), layout)
+            step = _peer_step(_with_fused_optimizer(training), dtype, device)
+            compiled = step if mode is None else torch.compile(step, mode=mode)
+            yield peer_name(way, layout), compiled
+
+
+def _peer_step(training: Training, dtype: str, device: str) -> Step:
+    """PyTorch's step in its recommended form; a disabled scaler passes everything through."""
+    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
+    step = eager(training, scaler, dtype)
+    return lambda: step(*training.batch)
+
+
+def _with_fused_optimizer(training: Training) -> Training:
+    """The training with the optimizer's fused kernels, which PyTorch advises on a GPU."""
+    old = training.optimizer
+    known = inspect.signature(type(old)).parameters
+    options = {key: value for key, value in old.defaults.items() if key in known}
+    options |= {"fused": True, "foreach": None}
+    made = type(old)(training.model.parameters(), **options)
+    return attrs.evolve(training, optimizer=made)
+
+
+def _in_turns(steps: dict[str, Step], rounds: int, device: str) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            _run(step, _STEPS_A_ROUND, device)
+            times[name].append((time.perf_counter() - started) / _STEPS_A_ROUND * 1e3)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _run(step: Step, count: int, device: str) -> None:
+    """Run steps, from an idle device to an idle device."""
+    _synchronise(device)
+    for _ in range(count):
+        step()
+    _synchronise(device)
+
+
+def _synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _peak(device: str, peaks: dict[str, float], way: str) -> Iterator[None]:
+    """Note the most MiB that were allocated inside of the block, beyond what was there before."""
+    if device != "cuda":
+        yield
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    torch.cuda.synchronize()
+    peaks[way] = (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+@contextlib.contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Let float32 products, ours and PyTorch's, be rounded to TF32, or not."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def _waits(step: Step) -> int:
+    """How often one step makes the host wait for the GPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+    return sum(event.count for event in profile.key_averages() if event.key in _WAITS)
+
+
+def table_of(rows: Sequence[GpuRow]) -> Table:
+    """One row a workload and precision."""
+    table = Table(title="milliseconds a step; MiB at the peak", title_justify="left")
+    table.add_column("workload")
+    table.add_column("precision")
+    for heading in ("ours", "best", "ratio", "AMP gain", "ours MiB", "its MiB", "plan MiB",
+                    "build s", "scaler", "waits"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    table.add_column("best of PyTorch")
+    full = {row.workload: row.milliseconds[OURS] for row in rows if row.precision == "float32"}
+    for row in rows:
+        way, best = row.best
+        gain = full[row.workload] / row.milliseconds[OURS] if row.workload in full else None
+        table.add_row(
+            row.workload, row.precision, f"{row.milliseconds[OURS]:.3f}", f"{best:.3f}",
+            f"{row.ratio:.2f}", _number(gain, 2), _number(row.peak_mib.get(OURS), 0),
+            _number(row.peak_mib.get(way), 0), f"{row.planned_mib:.0f}",
+            f"{row.compile_seconds:.1f}", _number(row.scaler_cost, 3),
+            "-" if row.waits is None else str(row.waits), way,
+        )  # fmt: skip
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def describe_gpu() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "amp_ir": amp_ir.__version__,
+    }
+
+
+def run(
+    names: Sequence[str], precisions: Sequence[str], *, rounds: int, small: bool, tell: Tell
+) -> Iterator[GpuRow]:
+    """Measure workload after workload; each row is given as soon as it is there."""
+    for name in names:
+        for precision in precisions:
+            torch._dynamo.reset()
+            yield measure(
+                name, precision, rounds=rounds, small=small,
+                tell=lambda stage, place=f"{name} {precision}": tell(f"{place}: {stage}"),
+            )  # fmt: skip

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU benchmark measures what it says; here on a CPU, at the shapes of a test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks import on_gpu
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_row_has_ours_and_pytorchs_times(precision: str):
+    stages: list[str] = []
+    row = on_gpu.measure("mlp", precision, rounds=2, small=True, tell=stages.append, device="cpu")
+    assert stages == ["ours", "eager", "in turns"]
+    assert set(row.milliseconds) == {"ours", "eager"}
+    assert min(row.milliseconds.values()) > 0
+    assert (row.scaler_cost is not None) == (precision == "float16")
+    assert row.best == ("eager", row.milliseconds["eager"])
+    table = on_gpu.table_of([row])
+    assert table.row_count == 1
+
+
+def test_the_fused_optimizer_trains_as_the_plain_one():
+    trainings = [on_gpu.WORKLOADS["gpt2"].make(small=True) for _ in range(2)]
+    trainings[1] = on_gpu._with_fused_optimizer(trainings[1])
+    assert trainings[1].optimizer.defaults["fused"]
+    for training in trainings:
+        for _ in range(2):
+            training.step(*training.batch)
+    for plain, fused in zip(*(one.model.parameters() for one in trainings), strict=True):
+        torch.testing.assert_close(plain, fused)
