@@ -14,6 +14,7 @@ from tvm import relax
 from tvm.relax import op as R
 
 from amp_ir.interpreter import interpret
+from amp_ir.loops.fuse import fuse_loops
 
 # One rounding of the result (float32: 2^-24 relative) plus the polynomials' stated errors.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-10}
@@ -134,6 +135,18 @@ def test_large_reduction_is_parallel_and_right(shape: Any, axes: list[int], dtyp
     )  # fmt: skip
     # Sums of n terms in 16 or more partial sums: error below n / 16 roundings of the running sum.
     torch.testing.assert_close(got.double(), expected.double(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("op", [R.max, R.min, R.prod], ids=lambda op: op.__name__)
+def test_a_reduction_of_many_rows_is_right_and_its_kernel_is_short(op: Callable[..., Any]) -> None:
+    # Sixteen parts of the rows, combined: written out as one expression a maximum is 3^16 terms.
+    mod = build([((64, 200), "float32")], lambda x: op(x, [0]))
+    inputs = [sample((64, 200), "float32").clamp(-1.5, 1.5)]
+    inputs[0][5, 3] = torch.nan
+    (kernel,) = [f for f in fuse_loops(mod).functions.values() if isinstance(f, tvm.tirx.PrimFunc)]
+    assert "parallel" in str(kernel)
+    assert len(str(kernel)) < 20_000
+    check(mod, inputs)
 
 
 def test_a_sum_does_not_depend_on_the_number_of_threads() -> None:

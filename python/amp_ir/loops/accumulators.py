@@ -159,13 +159,23 @@ class ColumnSums:
         known = self._take(tirx.BufferLoad(self.sums, [at]))
         return tirx.BufferStore(self.sums, self._keep(combine(self.kind, known, element)), [at])
 
+    def fold(self, column: Any) -> list[tirx.Stmt]:
+        """Combine the parts of a column, in order, where those of the first part are.
+
+        Step by step in memory: as one expression a maximum, which reads its arguments three times,
+        would be written out three to the power of the parts.
+        """
+        steps = []
+        for part in range(1, self.parts):
+            known = self._take(tirx.BufferLoad(self.sums, [column]))
+            more = self._take(tirx.BufferLoad(self.sums, [part * self.extent + column]))
+            total = self._keep(combine(self.kind, known, more))
+            steps.append(tirx.BufferStore(self.sums, total, [column]))
+        return steps
+
     def total(self, column: Any) -> Any:
-        """The parts of a column combined, in order."""
-        total: Any = None
-        for part in range(self.parts):
-            load = self._take(tirx.BufferLoad(self.sums, [part * self.extent + column]))
-            total = load if total is None else combine(self.kind, total, load)
-        return total
+        """The finished value of a column, after `fold`."""
+        return self._take(tirx.BufferLoad(self.sums, [column]))
 
     def _keep(self, element: Any) -> Any:
         return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element

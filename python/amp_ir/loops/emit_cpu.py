@@ -327,7 +327,10 @@ def _clearing(sums: ColumnSums) -> Body:
 
 
 def _storing(sums: ColumnSums, buffer: FlatBuffer) -> Body:
-    return lambda column, _lane: (buffer.store(column, sums.total(column)), False)
+    def body(column: Any, _lane: Any) -> tuple[tirx.Stmt, bool]:
+        return sequence([*sums.fold(column), buffer.store(column, sums.total(column))]), False
+
+    return body
 
 
 Body = Callable[[Any, Any], "tuple[tirx.Stmt, bool]"]
