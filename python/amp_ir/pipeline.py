@@ -44,6 +44,7 @@ from amp_ir.loops.fuse import fuse_loops
 from amp_ir.loops.horizontal import merge_horizontally
 from amp_ir.loops.kernel import Emitter
 from amp_ir.loops.membership import memberships, stored_tensors
+from amp_ir.loops.share_kernels import share_kernels
 from amp_ir.machine import measure_peaks
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
@@ -161,7 +162,7 @@ def lower(
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
         ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
-        ir = ir if target.is_cuda else merge_horizontally(ir)
+        ir = ir if target.is_cuda else share_kernels(merge_horizontally(ir))
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
         planned = plan_memory(

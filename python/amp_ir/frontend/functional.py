@@ -7,6 +7,7 @@ A second `make_fx` over the graph of the first; one pass cannot do both, since u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -149,7 +150,7 @@ def make_functional(
     def replay(*flat: torch.Tensor) -> Any:
         return _Relocating(traced).run(*flat)
 
-    with mode, torch.no_grad(), torch._C._DisableAutocast():
+    with mode, torch.no_grad(), torch._C._DisableAutocast(), uncompiled_graphs():
         functional = make_fx(
             torch.func.functionalize(replay, remove="mutations"),
             decomposition_table=decomposition_table(tape),
@@ -217,6 +218,20 @@ def _replace_by_cast(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             source.meta.update(node.meta)
     node.replace_all_uses_with(source)
     graph.erase_node(node)
+
+
+def uncompiled_graphs() -> contextlib.AbstractContextManager[None]:
+    """Graphs traced inside become Python code when they are called, which ours are not.
+
+    Writing and compiling the code takes a seventh of the time that capture does.
+    """
+    try:
+        # Not part of PyTorch's public interface; without it, capture only takes longer.
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    except ImportError:
+        return contextlib.nullcontext()
+    manager: contextlib.AbstractContextManager[None] = _use_lazy_graph_module(True)
+    return manager
 
 
 def without_names(traced: torch.fx.GraphModule) -> None:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_ir.capturing import captured_scalers
 from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.frontend.batch import Arguments, Results, unusable_result
+from amp_ir.frontend.functional import uncompiled_graphs
 from amp_ir.frontend.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.loss_scaling import CapturedScaler
@@ -95,7 +96,7 @@ class StepTracer:
             slot.fake = fake_of(slot.tensor, self._mode)
         batch = [fake_of(tensor, self._mode) for tensor in self._arguments.tensors]
         inputs = [*(slot.fake for slot in self._state.slots), *batch]
-        with self._mode, kept(self._state):
+        with self._mode, kept(self._state), uncompiled_graphs():
             graph = make_fx(
                 lambda *_flat: self._run(batch),
                 tracing_mode="real",
