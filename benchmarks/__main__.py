@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import attrs
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import amp_ir
-from amp_ir.build import host_description
 from amp_ir.demo.workloads import WORKLOADS
-from amp_ir.machine import measure_peaks
+from amp_ir.errors import DeviceError
+from amp_ir.target import target_of
+from benchmarks import on_gpu
+from benchmarks.record import RESULTS, describe_machine
 from benchmarks.step_row import COLUMNS, Asked, Row, measure
 from benchmarks.step_table import footnotes, table_of
 
-RESULTS = Path(__file__).parent / "results"
 DTYPES = ("float32", "bfloat16")
 DEFAULT_COLUMNS = tuple(name for name in COLUMNS if name != "layouts")
 INTERRUPTED = 130
@@ -44,6 +40,9 @@ _FILE_COLUMNS = 140
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurements that the command line asks for; returns the exit code."""
     chosen = _parser().parse_args(arguments)
+    if chosen.device == "cuda":
+        return _on_gpu(chosen)
+    chosen.dtypes = chosen.dtypes or list(DTYPES)
     _check_names(chosen)
     cases = [(name, dtype) for name in chosen.workloads or WORKLOADS for dtype in chosen.dtypes]
     asked = Asked(frozenset(chosen.columns), chosen.rounds, chosen.draws, chosen.small)
@@ -74,8 +73,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="columns:\n" + "\n".join(f"  {name:<9} {what}" for name, what in COLUMNS.items()),
     )
     parser.add_argument("workloads", nargs="*", default=[], help=f"all of {', '.join(WORKLOADS)}")
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), metavar="DTYPE",
-                        help=f"default {' '.join(DTYPES)}")  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="cuda: a table of its own, see benchmarks/on_gpu.py")  # fmt: skip
+    usual = f"default {' '.join(DTYPES)}; cuda: {' '.join(on_gpu.PRECISIONS)}"
+    parser.add_argument("--dtypes", nargs="+", default=[], metavar="DTYPE", help=usual)
     parser.add_argument("--columns", nargs="*", default=list(DEFAULT_COLUMNS), metavar="GROUP",
                         help=f"besides times; default {' '.join(DEFAULT_COLUMNS)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7, help="steps of each way, in turns")
@@ -85,6 +86,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _on_gpu(chosen: argparse.Namespace) -> int:
+    """The table of a GPU; what is finished stays when it is interrupted."""
+    try:
+        target_of("cuda")
+    except DeviceError as error:
+        _parser().error(str(error))
+    names, precisions = chosen.workloads or list(WORKLOADS), chosen.dtypes or on_gpu.PRECISIONS
+    chosen.columns = []
+    _check(names, WORKLOADS, "workload")
+    _check(precisions, on_gpu.PRECISIONS, "precision")
+    rows: list[on_gpu.GpuRow] = []
+    code = 0
+    with _progress(len(names) * len(precisions)) as advance:
+        try:
+            for name in names:
+                for precision in precisions:
+                    tell = advance(f"{name} {precision}")
+                    row = on_gpu.measure(
+                        name, precision, rounds=chosen.rounds, small=chosen.small, tell=tell
+                    )
+                    rows.append(row)
+                    if chosen.save is not None:
+                        on_gpu.save(rows, RESULTS / f"{chosen.save}.json")
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+    console = Console()
+    console = console if console.is_terminal else Console(width=_FILE_COLUMNS)
+    console.print(on_gpu.table_of(rows))
+    console.print(", ".join(f"{key} {value}" for key, value in on_gpu.describe_gpu().items()))
+    return code
+
+
 def _check_names(chosen: argparse.Namespace) -> None:
     """Refuse what is not known before anything is measured."""
     for given, known, what in (
@@ -92,10 +125,14 @@ def _check_names(chosen: argparse.Namespace) -> None:
         (chosen.columns, COLUMNS, "group of columns"),
         (chosen.dtypes, (*DTYPES, "float16"), "dtype"),
     ):
-        for name in given:
-            if name not in known:
-                expected = ", ".join(known)
-                _parser().error(f"{name!r} is not a {what}; expected some of: {expected}")
+        _check(given, known, what)
+
+
+def _check(given: Sequence[str], known: Iterable[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            expected = ", ".join(known)
+            _parser().error(f"{name!r} is not a {what}; expected some of: {expected}")
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -149,19 +186,6 @@ def _progress(total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
             return tell
 
         yield row
-
-
-def describe_machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
-    return {
-        "cpu": host_description(),
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "system": platform.platform(),
-        "torch": torch.__version__,
-        "amp_ir": amp_ir.__version__,
-        "peaks": str(measure_peaks()),
-    }
 
 
 def save(rows: Sequence[Row], path: Path) -> None:

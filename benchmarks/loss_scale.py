@@ -24,7 +24,7 @@ from rich.table import Table
 
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training
-from benchmarks.__main__ import RESULTS, describe_machine
+from benchmarks.record import RESULTS, describe_machine
 
 # Small enough that no workload overflows: a skipped step would do less work in PyTorch.
 SCALE = 2.0**10

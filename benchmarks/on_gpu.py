@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -88,6 +90,7 @@ def measure(
 ) -> GpuRow:
     """Time all ways of one workload in one precision, in turns."""
     dtype, allow_tf32 = PRECISIONS[precision]
+    torch._dynamo.reset()
     steps: dict[str, Step] = {}
     peaks: dict[str, float] = {}
     with _tf32(allow_tf32):
@@ -252,14 +255,8 @@ def describe_gpu() -> dict[str, Any]:
     }
 
 
-def run(
-    names: Sequence[str], precisions: Sequence[str], *, rounds: int, small: bool, tell: Tell
-) -> Iterator[GpuRow]:
-    """Measure workload after workload; each row is given as soon as it is there."""
-    for name in names:
-        for precision in precisions:
-            torch._dynamo.reset()
-            yield measure(
-                name, precision, rounds=rounds, small=small,
-                tell=lambda stage, place=f"{name} {precision}": tell(f"{place}: {stage}"),
-            )  # fmt: skip
+def save(rows: Sequence[GpuRow], path: Path) -> None:
+    """Write the rows and the GPU's description as JSON."""
+    path.parent.mkdir(exist_ok=True)
+    document = {"machine": describe_gpu(), "rows": [attrs.asdict(row) for row in rows]}
+    path.write_text(json.dumps(document, indent=2) + "\n")

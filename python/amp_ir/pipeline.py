@@ -158,7 +158,7 @@ def lower(
     with _timed(seconds, "dispatch"):
         # From here on heavy ops are library calls, opaque to fusion.
         # Those that add a bias round once, so casts around the sum fold away.
-        ir = fold_casts(dispatch(ir, libraries=target.libraries, log=log))
+        ir = fold_casts(_dispatched(ir, target, log))
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
         ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
@@ -173,6 +173,10 @@ def lower(
             memory_budget=memory_budget,
         )
     return attrs.evolve(planned, dispatched=log.notes)
+
+
+def _dispatched(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
+    return dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
 
 
 def explain_plan(mod: StepModule) -> CastPlan:

@@ -25,12 +25,13 @@ class CompileTarget:
     """A kind of device and its architecture.
 
     `libraries` are the prefixes of library functions (`amp_ir.<library>.<verb>`) that heavy ops may
-    go to, the preferred one first.
+    go to, the preferred one first. `allow_tf32`: float32 products may be rounded to TF32 there.
     """
 
     kind: Literal["cpu", "cuda"]
     arch: str
     libraries: tuple[str, ...]
+    allow_tf32: bool = False
 
     @property
     def is_cuda(self) -> bool:
@@ -60,6 +61,8 @@ def cpu() -> CompileTarget:
 def cuda(arch: str | None = None) -> CompileTarget:
     """A CUDA GPU of architecture `arch` ("sm_90"); by default the one in this machine.
 
+    TF32 is as PyTorch has it at this moment: `torch.backends.cuda.matmul.allow_tf32`.
+
     Raises:
         OptionError: `arch` is no architecture, or an older one than sm_80.
     """
@@ -70,7 +73,8 @@ def cuda(arch: str | None = None) -> CompileTarget:
             f"target={arch!r} is no CUDA architecture that amp_ir compiles for; expected "
             f"sm_{_OLDEST} or newer, such as sm_80 (A100), sm_89 (L4, RTX 40) or sm_90 (H100, H200)"
         )
-    return CompileTarget("cuda", arch, ("cublaslt", "torch_cuda"))
+    allow_tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
+    return CompileTarget("cuda", arch, ("cublaslt", "torch_cuda"), allow_tf32)
 
 
 def parse_target(name: str) -> CompileTarget:
