@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where results of the benchmarks are kept, and what they say of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import amp_ir
+from amp_ir.build import host_description
+from amp_ir.machine import measure_peaks
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    return {
+        "cpu": host_description(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "amp_ir": amp_ir.__version__,
+        "peaks": str(measure_peaks()),
+    }
