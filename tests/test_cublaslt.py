@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import itertools
 import os
 import subprocess
@@ -280,6 +282,17 @@ def test_a_problem_is_looked_up_once(fake):
     assert native.function("amp_ir.cublaslt.cached_plans")() == 4
 
 
+def test_calls_with_scratch_at_another_place_share_what_was_looked_up(fake):
+    native.function("amp_ir.cublaslt.clear_cache")()
+    given = arguments(torch.randn(17, 33), torch.randn(33, 21), torch.zeros(17, 21))
+    nbytes = scratch_nbytes(given)
+    scratch = torch.zeros(nbytes + 192, dtype=torch.uint8)
+    for start in (0, 64, 128, 192):
+        lent = scratch[start : start + nbytes]
+        native.function("amp_ir.cublaslt.with_scratch")(NAME, lent, *given)
+    assert fake.counts().heuristics == 1 and fake.counts().workspace > 0
+
+
 def test_the_cache_is_bounded_and_drops_what_it_made(fake):
     native.function("amp_ir.cublaslt.clear_cache")()
     alive = fake.counts().alive
@@ -411,16 +424,8 @@ def test_a_library_of_the_hosts_memory_is_not_mistaken_for_a_gpus(tmp_path):
     """Without the mark of the stand-in, tensors of the CPU are refused before they are touched."""
     source, path = Path(__file__).parent / "fake_cublaslt.cc", tmp_path / "libunmarked.so"
     headers = Path(__file__).parents[1] / "src" / "kernels"
-    command = [
-        "g++",
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        f"-I{headers}",
-        str(source),
-        "-o",
-        str(path),
-    ]
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{headers}", str(source)]
+    command += ["-o", str(path)]
     subprocess.run([*command, "-Damp_ir_cublaslt_is_on_host=amp_ir_unmarked"], check=True)
     native.function("amp_ir.cublaslt.use")(str(path))
     try:
@@ -438,3 +443,26 @@ def test_shapes_and_strides_must_come_in_pairs(fake):
     assert message(lambda: count(*dims, *["float32"] * 3, None, "none")) == (
         "amp_ir.cublaslt.launches: a has 2 dims and 1 strides; expected as many of each, at most 6"
     )
+
+
+def cuda_headers() -> list[Path]:
+    """Folders that hold cublasLt.h and what it includes, of wheels or of a toolkit; or nothing."""
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
+    for wheel in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-runtime"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for file in importlib.metadata.files(wheel) or []:
+                if file.name in ("cublasLt.h", "library_types.h"):
+                    folders.append(Path(str(file.locate())).parent)
+    needed = ("cublasLt.h", "library_types.h")
+    has_all = all(any((folder / name).exists() for folder in folders) for name in needed)
+    return folders if has_all else []
+
+
+def test_our_declarations_are_nvidias():
+    folders = cuda_headers()
+    if not folders:
+        pytest.skip("no cublasLt.h here (it comes with a CUDA toolkit or the wheel nvidia-cublas)")
+    here = Path(__file__).parent
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{here.parent / 'src' / 'kernels'}"]
+    command += [f"-I{folder}" for folder in folders]
+    subprocess.run([*command, str(here / "cublaslt_declarations.cc")], check=True)

@@ -81,8 +81,8 @@ def dense(n: int, h: int, s: int, d: int, dtype: torch.dtype) -> torch.Tensor:
 
 def attend(q, k, v, *, is_causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     n, h, s, d = q.shape
-    out = torch.full((n, s, h, d), float("nan"), dtype=q.dtype)
-    lse = torch.full((n, h, s), float("nan"))
+    out = torch.full((n, s, h, d), float("nan"), dtype=q.dtype, device=q.device)
+    lse = torch.full((n, h, s), float("nan"), device=q.device)
     native.function("amp_ir.torch_cuda.attention")(
         *map(memory, (q, k, v)), *layout(q), *layout(k), *layout(v), is_causal, scale, out, lse
     )

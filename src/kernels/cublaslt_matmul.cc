@@ -191,9 +191,11 @@ class Launcher {
         alignments_{AlignmentOf(a_, &Batch::a), AlignmentOf(b_, &Batch::b),
                     AlignmentOf(call.out, &Batch::d),
                     call.bias != nullptr ? LowestBit(Address(call.bias->data)) : kAlignment} {
+    // As many bytes wherever the lent memory starts, so that calls of one shape share a plan.
     const ScratchMemory lent = LentScratch::Current();
+    if (lent.nbytes <= kAlignment) return;
     const size_t skipped = (kAlignment - Address(lent.data) % kAlignment) % kAlignment;
-    if (lent.nbytes > skipped) workspace_ = {lent.data + skipped, lent.nbytes - skipped};
+    workspace_ = {lent.data + skipped, lent.nbytes - kAlignment};
   }
 
   void Run() {
