@@ -5,7 +5,7 @@
     over columns            threads of a block share a row (`_rows_launch`); long rows that are few
                             are each shared by blocks, a launch a level (`_split_launches`)
     over rows               blocks share out the rows for a tile of columns (`_columns_launches`)
-    over both               each block goes through some rows and keeps its own sums of the columns
+    over either             each block goes through some rows and keeps its own sums of the columns
                             (`_summed_rows_launches`)
 
 Loads and stores are vectors of 16 bytes where the memory allows it; arithmetic is in the compute
@@ -118,9 +118,9 @@ class _Emitter:
             self.column_axes = [Axis((), 1, 1)]
         self.levels = assign_levels(self.group)
         if self.domain.keeps_innermost:
-            self.width = self._width(self.row_axes[-1].extent)
-            while self.width > 1 and self._tile_nbytes() > SHARED_NBYTES:
-                self.width //= 2
+            self.width = self._tile_width(self.row_axes[-1].extent, self.levels[0].reductions)
+        elif self._only_sums_rows:
+            self.width = self._tile_width(self.column_axes[-1].extent, self.levels[0].columns)
         else:
             self.width = self._width(self.column_axes[-1].extent)
 
@@ -136,7 +136,7 @@ class _Emitter:
 
     def launches(self) -> list[tirx.Stmt]:
         """The launches of the kernel, in order."""
-        if self.domain.keeps_innermost:
+        if self.domain.keeps_innermost or self._only_sums_rows:
             return self._columns_launches()
         if self.group.column:
             return self._summed_rows_launches()
@@ -158,10 +158,22 @@ class _Emitter:
             width //= 2
         return width
 
-    def _tile_nbytes(self) -> int:
-        """Shared memory of a block that adds up over rows."""
-        sizes = [dtype_nbytes(_kept_dtype(value)) for value in self.levels[0].reductions]
-        return sum(sizes) * TILE_ROWS * WARP * self.width
+    @property
+    def _only_sums_rows(self) -> bool:
+        """Whether all that is reduced is reduced over the rows, and no value of a row is stored."""
+        stored = {id(value) for value in self.group.stored}
+        is_row_plain = not any(
+            isinstance(value, Reduction) or id(value) in stored for value in self.group.row
+        )
+        return bool(self.group.column) and is_row_plain
+
+    def _tile_width(self, extent: int, reductions: list[Reduction]) -> int:
+        """The width at which a tile's sums still fit into shared memory."""
+        width = self._width(extent)
+        sizes = sum(dtype_nbytes(_kept_dtype(value)) for value in reductions)
+        while width > 1 and sizes * TILE_ROWS * WARP * width > SHARED_NBYTES:
+            width //= 2
+        return width
 
     # No reduction.
 
@@ -413,17 +425,17 @@ class _Emitter:
 
     def _columns_launches(self) -> list[tirx.Stmt]:
         (level,) = self.levels[:1]
-        depth = math.prod(axis.extent for axis in self.column_axes)
-        chunks = self.row_axes[-1].extent // self.width
+        tile = self._tile(level)
+        chunks = tile.axes[-1].extent // self.width
         tiles = -(-chunks // WARP)
-        outer = math.prod(axis.extent for axis in self.row_axes[:-1])
+        outer = math.prod(axis.extent for axis in tile.axes[:-1])
         parts = -(-MANY_BLOCKS // (outer * tiles))
-        parts = max(1, min(parts, -(-depth // (4 * TILE_ROWS))))
-        stored = [self.buffers.get(id(value)) for value in level.reductions]
+        parts = max(1, min(parts, -(-tile.depth // (4 * TILE_ROWS))))
+        stored = [self.buffers.get(id(value)) for value in tile.reductions]
         results = outer * chunks * self.width
         partial = [
             self._scratch(parts * results, _kept_dtype(value)) if parts > 1 else None
-            for value in level.reductions
+            for value in tile.reductions
         ]
 
         def body(block: Any, thread: Any) -> list[tirx.Stmt]:
@@ -438,11 +450,15 @@ class _Emitter:
                 ),
                 tirx.Bind(names["line"], tirx.floordiv(thread, WARP)),
             ]
-            accumulators = [_accumulator(value, self.width) for value in level.reductions]
+            accumulators = [_accumulator(value, self.width) for value in tile.reductions]
             for accumulator in accumulators:
                 statements += accumulator.start()
             inside = names["chunk"] < chunks if chunks % WARP else None
-            statements += guarded(inside, self._tile_column(level, accumulators, names, parts))
+            takes = [
+                (value, _adding(accumulator))
+                for value, accumulator in zip(tile.reductions, accumulators, strict=True)
+            ]
+            statements += guarded(inside, self._tile_column(level, tile, takes, names, parts))
             # One result after the other through the same shared memory.
             shared = _TileMemory(names["line"], tirx.floormod(thread, WARP), self.width)
             start = (names["group"] * chunks + names["chunk"]) * self.width
@@ -452,33 +468,39 @@ class _Emitter:
             return statements
 
         launches = [launch(outer * parts * tiles, WARP * TILE_ROWS, body)]
-        for value, whole, some in zip(level.reductions, stored, partial, strict=True):
+        for value, whole, some in zip(tile.reductions, stored, partial, strict=True):
             if some is not None and whole is not None:
                 launches.append(_combine_parts(value, some.buffer, parts, results, whole))
         return launches
 
+    def _tile(self, level: Level) -> _Tile:
+        if self.domain.keeps_innermost:
+            return _Tile(self.row_axes, self.column_axes, level.reductions, False)
+        return _Tile(self.column_axes, self.row_axes, level.columns, True)
+
     def _tile_column(
-        self, level: Level, accumulators: list[ThreadAccumulator], names: dict[str, Any], parts: int
+        self,
+        level: Level,
+        tile: _Tile,
+        takes: list[tuple[Reduction, Take]],
+        names: dict[str, Any],
+        parts: int,
     ) -> list[tirx.Stmt]:
         """What a thread of a tile adds up: every so many-th line of its columns."""
-        depth = math.prod(axis.extent for axis in self.column_axes)
         stride = parts * TILE_ROWS
-        steps = -(-depth // stride)
-        outer = unflatten_axes(names["group"], self.row_axes[:-1])
+        steps = -(-tile.depth // stride)
+        outer = unflatten_axes(names["group"], tile.axes[:-1])
 
         def visit(step: Any) -> list[tirx.Stmt]:
             at = tirx.Var("at", "int32")
             lane = tirx.Var("lane", "int32") if self.width > 1 else None
             inner = names["chunk"] * self.width + lane if lane is not None else names["chunk"]
-            columns = unflatten_axes(at, self.column_axes)
-            writer = self._writer([*outer, inner], columns, {}, lane)
-            takes = [
-                (value, _adding(accumulator))
-                for value, accumulator in zip(level.reductions, accumulators, strict=True)
-            ]
+            kept, reduced = [*outer, inner], unflatten_axes(at, tile.depth_axes)
+            row, column = (reduced, kept) if tile.is_of_columns else (kept, reduced)
+            writer = self._writer(row, column, {}, lane)
             self._visit(writer, level, takes)
             place = (step * parts + names["part"]) * TILE_ROWS + names["line"]
-            inside = at < depth if depth % stride else None
+            inside = at < tile.depth if tile.depth % stride else None
             return [tirx.Bind(at, place), *guarded(inside, writer.statements())]
 
         return loop(steps, "step", visit)
@@ -550,6 +572,24 @@ class _Emitter:
         buffer = FlatBuffer.declare(TensorSpec((count,), dtype), name)
         self.scratch.append(buffer)
         return buffer
+
+
+@attrs.frozen
+class _Tile:
+    """What a sum over lines keeps (`axes`, the last one innermost in memory) and goes through.
+
+    `is_of_columns`: the kept axes are the columns of the group's domain, else they are its rows.
+    """
+
+    axes: list[Axis]
+    depth_axes: list[Axis]
+    reductions: list[Reduction]
+    is_of_columns: bool
+
+    @property
+    def depth(self) -> int:
+        """Number of lines."""
+        return math.prod(axis.extent for axis in self.depth_axes)
 
 
 @attrs.define
