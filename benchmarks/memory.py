@@ -194,7 +194,10 @@ def deep_gpt2(layers: int, *, small: bool) -> Training:
     """The GPT-2 workload with another number of layers."""
     import transformers
 
-    shape = {"n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 96} if small else {}
+    shape: dict[str, Any] = {}
+    if small:
+        shape = {"n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 96}
+        shape |= {"bos_token_id": 95, "eos_token_id": 95}
     config = transformers.GPT2Config(
         n_layer=layers, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, **shape
     )
@@ -234,7 +237,9 @@ def budget_table(rows: Sequence[Budget]) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         sizes = (row.free, row.state, row.budget, row.planned, row.least)
-        ratio = row.milliseconds / row.free_milliseconds if row.milliseconds else None
+        ratio = None
+        if row.milliseconds is not None and row.free_milliseconds is not None:
+            ratio = row.milliseconds / row.free_milliseconds
         table.add_row(
             row.workload,
             row.dtype,
