@@ -69,6 +69,15 @@ def test_a_kernel_of_which_there_is_one_and_the_first_row_stay_as_they_are():
     assert distances(share_kernels(ir)) == []
 
 
+def test_a_kernel_written_twice_is_written_once_and_takes_no_number():
+    ir = fused(3, 5, build=summed)
+    third, fifth = (binding.value.args[0] for binding in ir["main"].body.blocks[0].bindings[:2])
+    twice = tvm.IRModule({**ir.functions, fifth: ir[third]})
+    shared = share_kernels(twice)
+    assert len(kernels(shared)) == 2
+    assert distances(shared) == []
+
+
 def test_numbers_that_all_kernels_share_stay_literals():
     def shifted(e: Any, x: Any) -> Any:
         left = op.strided_slice(x, axes=[1], begin=[4], end=[12])

@@ -142,7 +142,7 @@ def _merged(family: list[_Template], read_count: int) -> tuple[tirx.PrimFunc, li
     tensors = list(first.function.params)[: len(first.function.params) - len(first.variables)]
     taken = [*tensors[:read_count], *parameters.values(), *tensors[read_count:]]
     function = tirx.PrimFunc(taken, body, first.function.ret_type, first.function.attrs)
-    return function, [list(row) for row in zip(*parameters, strict=True)]
+    return function, [[column[k] for column in parameters] for k in range(len(family))]
 
 
 def _with_body(
