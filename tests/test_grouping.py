@@ -10,6 +10,7 @@ from tvm.relax import op
 
 from amp_ir.dialect.registry import call_op
 from amp_ir.loops.fuse import fuse_loops, group_values
+from amp_ir.loops.grouping import UnitOrder
 from amp_ir.loops.membership import memberships
 
 KERNEL = "relax.call_tir"
@@ -128,3 +129,31 @@ def test_grouping_writes_nothing():
     group_values(ir)
     assert isinstance(ir, tvm.IRModule)
     assert ir.script() == before
+
+
+def test_what_comes_before_a_unit_late_comes_before_all_that_wait_for_it():
+    order = UnitOrder()
+    first = order.add(set())
+    middle = order.add({first})
+    last = order.add({middle})
+    late = order.add(set())
+    order.add_before(first, {late})
+    assert order.waits(last, late)
+    assert not order.waits(late, last)
+
+
+def test_a_merged_unit_waits_for_what_both_wait_for_and_passes_on_what_comes_later():
+    order = UnitOrder()
+    source = order.add(set())
+    gone, into = order.add({source}), order.add(set())
+    reader = order.add({gone})
+    assert order.can_merge(gone, into)
+    order.merge(gone, into)
+    assert order.waits(into, source)
+    assert order.waits(reader, into)
+    late = order.add(set())
+    order.add_before(source, {late})
+    assert order.waits(into, late)
+    assert order.waits(reader, late)
+    # `reader` stands between: one unit cannot do the work of `into` and of what waits for it.
+    assert not order.can_merge(into, order.add({reader}))

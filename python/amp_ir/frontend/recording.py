@@ -37,6 +37,7 @@ _READ_ADVICE = (
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"
 )
+_DEVICE = torch.ops.prim.device.default
 _READ = aten._local_scalar_dense.default
 _READ_TEXT = f"{_READ} reads a tensor's value in Python (.item(), float(), bool(), if)"
 
@@ -67,6 +68,9 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Trace one op."""
         kwargs = kwargs or {}
+        if func is _DEVICE:
+            # PyTorch asks for it twice an op.
+            return func(*args)
         if is_foreach(func):
             with self:
                 return call_foreach(func, args, kwargs)

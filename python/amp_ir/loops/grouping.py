@@ -163,7 +163,7 @@ class Grouping:
     def add_unit(self, arguments: Iterable[Value]) -> int:
         """A library call or opaque kernel that reads `arguments` from memory; its unit number."""
         owners = [self.demand(value) for value in arguments]
-        unit = self.units.add(self._units_behind(owners))
+        unit = self.units.add(self._units_read(owners))
         self.read_by_unit[unit] = owners
         return unit
 
@@ -216,13 +216,13 @@ class Grouping:
             fitted = fit(value, reads, group)
             if fitted is not None and self._can_join(reads, group):
                 self._enter(value, group, *fitted)
-                behind = self._units_behind(read.value for read in reads)
-                self.units.add_before(group.number, behind & ~(1 << group.number))
+                before = self._units_read(read.value for read in reads)
+                self.units.add_before(group.number, before - {group.number})
                 for other in candidates:
                     if other is not group:
                         self._absorb(other, group)
                 return
-        unit = self.units.add(self._units_behind(read.value for read in reads))
+        unit = self.units.add(self._units_read(read.value for read in reads))
         group = Group(unit, own_domain(value))
         self.groups.append(group)
         self._by_number[unit] = group
@@ -307,14 +307,10 @@ class Grouping:
                 return False
         return True
 
-    def _units_behind(self, values: Iterable[Value]) -> int:
-        """Bit set of the units that must run before `values` can be read."""
-        bits = 0
-        for value in values:
-            unit = self._unit_of.get(id(value))
-            if unit is not None:
-                bits |= (1 << unit) | self.units.ancestors[unit]
-        return bits
+    def _units_read(self, values: Iterable[Value]) -> set[int]:
+        """The units that make `values`."""
+        units = (self._unit_of.get(id(value)) for value in values)
+        return {unit for unit in units if unit is not None}
 
     # After the last value: what is stored.
 
@@ -433,29 +429,38 @@ def _nbytes(value: Value) -> int:
 
 
 class UnitOrder:
-    """Which unit must run before which, as bit sets that stay transitively closed."""
+    """Which unit must run before which, as bit sets that stay transitively closed.
+
+    A unit knows those that read it, not those that come later because of them: what is new before
+    it is handed on from reader to reader, as far as it is new there.
+    """
 
     def __init__(self) -> None:
         self.ancestors: list[int] = []
         self._readers: list[set[int]] = []
 
-    def add(self, behind: int) -> int:
-        """A new unit that runs after those in the bit set `behind`."""
-        self.ancestors.append(behind)
+    def add(self, before: set[int]) -> int:
+        """A new unit that runs after the units `before` and all that these wait for."""
+        unit = len(self.ancestors)
+        self.ancestors.append(0)
         self._readers.append(set())
-        unit = len(self.ancestors) - 1
-        self._note_readers(behind, unit)
+        self.add_before(unit, before)
         return unit
 
-    def add_before(self, unit: int, behind: int) -> None:
-        """Let `unit` also run after those in `behind`."""
-        self._note_readers(behind & ~self.ancestors[unit], unit)
+    def add_before(self, unit: int, before: set[int]) -> None:
+        """Let `unit` also run after those in `before`."""
+        behind = 0
+        for one in before:
+            behind |= (1 << one) | self.ancestors[one]
+            self._readers[one].add(unit)
+        self._hand_on(unit, behind)
+
+    def _hand_on(self, unit: int, behind: int) -> None:
         waiting = [unit]
         while waiting:
             top = waiting.pop()
-            new = behind & ~self.ancestors[top]
-            if new:
-                self.ancestors[top] |= new
+            if behind & ~self.ancestors[top]:
+                self.ancestors[top] |= behind
                 waiting += self._readers[top]
 
     def waits(self, unit: int, other: int) -> bool:
@@ -472,18 +477,13 @@ class UnitOrder:
 
     def merge(self, gone: int, into: int) -> None:
         """Let `into` take the place of `gone`."""
-        behind = self.ancestors[gone] & ~(1 << into)
         readers = self._readers[gone] - {into}
-        self.add_before(into, behind)
-        bit = 1 << into
+        # What turns out to come before `gone` later comes before `into`.
+        self._readers[gone].add(into)
+        self._hand_on(into, self.ancestors[gone] & ~(1 << into))
         for reader in readers:
-            self._readers[into].add(reader)
-            self.add_before(reader, bit | self.ancestors[into])
+            self.add_before(reader, {into})
         self.ancestors[into] &= ~(1 << gone)
-
-    def _note_readers(self, behind: int, reader: int) -> None:
-        for unit in bits_of(behind):
-            self._readers[unit].add(reader)
 
 
 def bits_of(bits: int) -> Iterator[int]:

@@ -80,6 +80,8 @@ def inplace_pairs(group: Group, inputs: list[Value]) -> list[tuple[int, int]]:
     levels = assign_levels(group)
     level_of = {id(value): k for k, level in enumerate(levels) for value in level.stores}
     pairs = []
+    cache: dict[int, list[Read]] = {}
+    last_of: dict[int, float] = {}
     for o, output in enumerate(group.stored):
         for i, source in enumerate(inputs):
             if source.size != output.size:
@@ -89,7 +91,10 @@ def inplace_pairs(group: Group, inputs: list[Value]) -> list[tuple[int, int]]:
             if id(output) not in level_of:
                 if _is_own_row(group, output, source):
                     pairs.append((o, i))
-            elif _last_read_level(group, levels, source) <= level_of[id(output)]:
+                continue
+            if i not in last_of:
+                last_of[i] = _last_read_level(group, levels, source, cache)
+            if last_of[i] <= level_of[id(output)]:
                 pairs.append((o, i))
     return pairs
 
@@ -111,9 +116,10 @@ def _is_own_row(group: Group, output: Value, source: Value) -> bool:
     return True
 
 
-def _last_read_level(group: Group, levels: list[Level], source: Value) -> float:
+def _last_read_level(
+    group: Group, levels: list[Level], source: Value, cache: dict[int, list[Read]]
+) -> float:
     """The last level that reads `source` element by element; infinite if it is read elsewhere."""
-    cache: dict[int, list[Read]] = {}
     last = 0.0
     for k, level in enumerate(levels):
         places = _places_read(
