@@ -15,8 +15,9 @@ import amp_ir.loops  # noqa: F401  (registers the lowerings)
 from amp_ir.build import CUDA_PIPELINE, KERNEL_PIPELINE
 from amp_ir.dialect import call_op
 from amp_ir.dialect.define import dtype_name
-from amp_ir.loops import emit_cuda
+from amp_ir.loops import emit_cuda, merge_launches
 from amp_ir.loops.fuse import fuse_loops
+from amp_ir.loops.horizontal import merge_horizontally
 from amp_ir.target import cpu
 
 _STORED_AS = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
@@ -63,7 +64,7 @@ def run_cuda_kernels(mod: tvm.IRModule, inputs: Sequence[torch.Tensor]) -> list[
     """
     from cuda_emulator import device
 
-    fused = fuse_loops(mod, emitter=emit_cuda)
+    fused = merge_horizontally(fuse_loops(mod, emitter=emit_cuda), merge_launches)
     with device.target():
         compiled = tvm.compile(kernels_of(fused), device.target(), tir_pipeline=CUDA_PIPELINE)
 

@@ -17,8 +17,9 @@ from tvm import relax
 from tvm.relax import op as R
 
 from amp_ir.interpreter import interpret
-from amp_ir.loops import emit_cuda
+from amp_ir.loops import emit_cuda, merge_launches
 from amp_ir.loops.fuse import fuse_loops
+from amp_ir.loops.horizontal import merge_horizontally
 
 
 def normalised(x: Any) -> Any:
@@ -86,6 +87,40 @@ def test_loads_and_stores_are_16_bytes_wide(dtype: str, lanes: int) -> None:
 def test_a_row_whose_length_no_vector_divides_is_read_element_by_element() -> None:
     (kernel,) = kernels(build([((64, 1023), "float32")], normalised))
     assert vector_widths(kernel) == set()
+
+
+SHAPES = [(300,), (1024,), (300,), (3, 1000), (1024,), (300,), (7,)]
+
+
+def updates(*pairs: Any) -> tuple[Any, ...]:
+    """Seven updates of a parameter by its gradient that share nothing but the rate."""
+    rate, *tensors = pairs
+    return tuple(
+        R.subtract(p, R.multiply(rate, R.astype(g, "float32")))
+        for p, g in zip(tensors[::2], tensors[1::2], strict=True)
+    )
+
+
+def updates_module(low: str) -> tvm.IRModule:
+    specs = [one for shape in SHAPES for one in ((shape, "float32"), (shape, low))]
+    return build([((), "float32"), *specs], updates)
+
+
+def test_independent_kernels_are_one_launch() -> None:
+    fused = fuse_loops(updates_module("bfloat16"), emitter=emit_cuda)
+    merged = merge_horizontally(fused, merge_launches)
+    (kernel,) = [one for one in merged.functions.values() if not isinstance(one, relax.Function)]
+    assert list(launches(kernel.body)) == [(8, 256)]
+
+
+@pytest.mark.parametrize("low", ["float32", "bfloat16"])
+@in_emulator
+def test_merged_kernels_give_the_right_numbers(low: str) -> None:
+    mod = updates_module(low)
+    inputs = [torch.tensor(0.1)]
+    inputs += [sample(shape, dtype) for shape in SHAPES for dtype in ("float32", low)]
+    for got, expected in zip(run_cuda_kernels(mod, inputs), interpret(mod, inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 def kernels(mod: tvm.IRModule) -> list[tvm.tirx.PrimFunc]:

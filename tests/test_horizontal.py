@@ -12,7 +12,8 @@ from torch import nn
 
 import amp_ir
 from amp_ir import pipeline
-from amp_ir.loops import horizontal
+from amp_ir.loops import horizontal, merge_tasks
+from amp_ir.loops.families import Merger
 from amp_ir.loops.horizontal import merge_horizontally
 
 
@@ -56,16 +57,17 @@ def weights_after(optimizer: str, *, is_scaled: bool, steps: int = 4) -> list[to
     return [one.detach().clone() for one in (*model.parameters(), *states)]
 
 
-CASES = [("SGD", False, 64), ("AdamW", True, 64), ("AdamW", True, horizontal.TASK_ELEMENTS)]
+CASES = [("SGD", False, 64), ("AdamW", True, 64), ("AdamW", True, merge_tasks.TASK_ELEMENTS)]
 
 
 @pytest.mark.parametrize(("optimizer", "is_scaled", "task_elements"), CASES)
 def test_merged_kernels_give_the_same_bits(
     optimizer: str, is_scaled: bool, task_elements: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(horizontal, "TASK_ELEMENTS", task_elements)
+    monkeypatch.setattr(merge_tasks, "TASK_ELEMENTS", task_elements)
+    monkeypatch.setattr(horizontal, "SMALL_ELEMENTS", task_elements)
     merged = weights_after(optimizer, is_scaled=is_scaled)
-    monkeypatch.setattr(pipeline, "merge_horizontally", lambda ir: ir)
+    monkeypatch.setattr(pipeline, "merge_horizontally", lambda ir, _merger: ir)
     apart = weights_after(optimizer, is_scaled=is_scaled)
     assert all(map(torch.equal, merged, apart))
 
@@ -74,8 +76,8 @@ def lowered(monkeypatch: pytest.MonkeyPatch, *, is_scaled: bool) -> tuple[Any, A
     """The step's IR before and after merging."""
     seen = []
 
-    def merge(ir: tvm.IRModule) -> tvm.IRModule:
-        seen.extend([ir, merge_horizontally(ir)])
+    def merge(ir: tvm.IRModule, merger: Merger) -> tvm.IRModule:
+        seen.extend([ir, merge_horizontally(ir, merger)])
         return seen[1]
 
     monkeypatch.setattr(pipeline, "merge_horizontally", merge)
@@ -99,7 +101,7 @@ def test_the_updates_of_all_parameters_are_a_handful_of_kernels(monkeypatch: pyt
 
 
 def test_no_merged_kernel_has_too_many_parameters(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(horizontal, "MOST_PARAMETERS", 40)
+    monkeypatch.setattr(merge_tasks, "MOST_PARAMETERS", 40)
     before, after = lowered(monkeypatch, is_scaled=True)
     known = {variable.name_hint for variable in before.functions}
     made = [f for variable, f in after.functions.items() if variable.name_hint not in known]
@@ -108,7 +110,8 @@ def test_no_merged_kernel_has_too_many_parameters(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_large_kernel_stays_where_its_gradient_is_used_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(horizontal, "TASK_ELEMENTS", 600)
+    monkeypatch.setattr(merge_tasks, "TASK_ELEMENTS", 600)
+    monkeypatch.setattr(horizontal, "SMALL_ELEMENTS", 600)
     before, after = lowered(monkeypatch, is_scaled=False)
     position = {name: k for k, name in enumerate(calls_of(after)) if "kernel" in name}
     library = [k for k, name in enumerate(calls_of(after)) if "kernel" not in name]

@@ -39,7 +39,7 @@ from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.errors import ArgumentError, OptionError, ShapeChanged, StateError
 from amp_ir.frontend import importer, trace
-from amp_ir.loops import emit_cpu, emit_cuda
+from amp_ir.loops import emit_cpu, emit_cuda, merge_launches, merge_tasks
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.loops.horizontal import merge_horizontally
 from amp_ir.loops.kernel import Emitter
@@ -162,7 +162,8 @@ def lower(
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
         ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
-        ir = ir if target.is_cuda else share_kernels(merge_horizontally(ir))
+        ir = merge_horizontally(ir, merge_launches if target.is_cuda else merge_tasks)
+        ir = ir if target.is_cuda else share_kernels(ir)
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
         planned = plan_memory(

@@ -11,27 +11,21 @@ and read them again when they have left the cache.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import tvm
-import tvm_ffi
 from tvm import relax, tirx
-from tvm.tirx import For, ForKind
 
 from amp_ir.location import join_spans
-from amp_ir.loops.emit_cpu import sequence
+from amp_ir.loops import merge_tasks
+from amp_ir.loops.families import Family, Merger, buffer_size, like
 from amp_ir.loops.fuse import LIBRARY_CALL, typed
 from amp_ir.loops.kernel import INPLACE
 
 KERNEL_CALL = "relax.call_tir"
-# Elements that a task goes through, about: a launch shares out tasks by their number, so they
-# should be alike.
-TASK_ELEMENTS = 65536
-# TVM and LLVM take time that grows faster than the number of a function's parameters.
-MOST_PARAMETERS = 128
+# Elements of a kernel that may wait until the others are done: its tensors stay in the cache.
+SMALL_ELEMENTS = 65536
 
 
 @attrs.define(eq=False)
@@ -48,22 +42,7 @@ class _Call:
         return list(self.call.args[1].fields)
 
 
-@attrs.frozen(eq=False)
-class _Body:
-    """A kernel's function as `extent` independent iterations over `index` of a statement."""
-
-    parameters: list[tirx.Var]
-    index: tirx.Var | None
-    extent: int
-    statement: tirx.Stmt
-
-    @property
-    def elements(self) -> int:
-        """What one iteration goes through, about."""
-        return max(1, max(map(_size, self.parameters), default=1) // self.extent)
-
-
-def merge_horizontally(ir: tvm.IRModule) -> tvm.IRModule:
+def merge_horizontally(ir: tvm.IRModule, merger: Merger = merge_tasks) -> tvm.IRModule:
     """Merge independent kernels behind the last library call into few.
 
     Before:  w1 = call_tir(kernel_7, (found, p1, g1)); w2 = call_tir(kernel_7, (found, p2, g2))
@@ -74,12 +53,13 @@ def merge_horizontally(ir: tvm.IRModule) -> tvm.IRModule:
     Ensures:  every element is computed by the same code as before, so results are the same bit for
               bit; a result may be written over an input that only its own kernel reads.
     """
-    return _Merging(ir).run()
+    return _Merging(ir, merger).run()
 
 
 class _Merging:
-    def __init__(self, ir: tvm.IRModule) -> None:
+    def __init__(self, ir: tvm.IRModule, merger: Merger) -> None:
         self.ir = ir
+        self.merger = merger
         self.main: relax.Function = ir["main"]
         self.bindings = [one for block in self.main.body.blocks for one in block.bindings]
         self.functions = dict(ir.functions)
@@ -166,11 +146,11 @@ class _Merging:
         """The calls of one level, merged where their kernels can be."""
         batches: list[list[_Call]] = [[]]
         for one in members:
-            if _body_of(one.function) is None:
+            if self.merger.body_of(one.function) is None:
                 self._bind(one.call, one.results)
                 continue
             count = sum(len(other.function.params) for other in [*batches[-1], one])
-            if batches[-1] and count > MOST_PARAMETERS:
+            if batches[-1] and count > self.merger.most_parameters():
                 batches.append([])
             batches[-1].append(one)
         for batch in batches:
@@ -191,7 +171,7 @@ class _Merging:
             self.written.append(relax.VarBinding(one, item))
 
     def _merge(self, members: list[_Call]) -> None:
-        function, arguments, results = _merged_function(members)
+        function, arguments, results = _merged_function(members, self.merger)
         variable = tvm.ir.GlobalVar(f"kernel_{self.count}")
         self.count += 1
         self.functions[variable] = function.with_attr("global_symbol", variable.name_hint)
@@ -224,11 +204,7 @@ class _Merging:
 
 
 def _is_small(function: tirx.PrimFunc) -> bool:
-    return sum(_size(one) for one in function.params) <= TASK_ELEMENTS
-
-
-def _size(buffer: tirx.Var) -> int:
-    return math.prod(int(n) for n in buffer.shape)
+    return sum(buffer_size(one) for one in function.params) <= SMALL_ELEMENTS
 
 
 def _variables(value: relax.Expr) -> list[relax.Var]:
@@ -250,41 +226,8 @@ def _called(bindings: Sequence[relax.Binding]) -> set[str]:
     return {one.args[0].name_hint for one in calls if one.op.name == KERNEL_CALL}
 
 
-def _body_of(function: tirx.PrimFunc) -> _Body | None:
-    """The function as independent iterations; None if it is made of several parallel loops."""
-    body = function.body
-    parameters = list(function.params)
-    if isinstance(body, For) and body.kind == ForKind.PARALLEL:
-        return _Body(parameters, body.loop_var, int(body.extent), body.body)
-    loops: list[For] = []
-    tvm_ffi.structural_walk(body, (For, loops.append))
-    if any(loop.kind == ForKind.PARALLEL for loop in loops):
-        return None
-    return _Body(parameters, None, 1, body)
-
-
-@attrs.frozen(eq=False)
-class _Family:
-    """Calls of one function, with the position of each argument and result among the merged."""
-
-    body: _Body
-    parameters: list[list[tirx.Var]]
-
-    @property
-    def iterations(self) -> int:
-        return self.body.extent * len(self.parameters)
-
-    @property
-    def per_task(self) -> int:
-        return min(max(1, TASK_ELEMENTS // self.body.elements), self.iterations)
-
-    @property
-    def tasks(self) -> int:
-        return -(-self.iterations // self.per_task)
-
-
 def _merged_function(
-    members: list[_Call],
+    members: list[_Call], merger: Merger
 ) -> tuple[tirx.PrimFunc, list[relax.Expr], list[relax.Var]]:
     """The function, its arguments (each tensor once) and its results."""
     inputs: dict[relax.Expr, tirx.Var] = {}
@@ -292,27 +235,27 @@ def _merged_function(
     results: list[relax.Var] = []
     readers: dict[relax.Expr, int] = {}
     pairs: list[tuple[int, relax.Expr]] = []
-    families: dict[str, _Family] = {}
+    families: dict[str, Family] = {}
     for member in members:
         arguments, count = member.arguments, len(member.arguments)
         own = list(member.function.params)
         for argument, buffer in zip(arguments, own, strict=False):
-            inputs.setdefault(argument, _like(buffer, f"in{len(inputs)}"))
+            inputs.setdefault(argument, like(buffer, f"in{len(inputs)}"))
             readers[argument] = readers.get(argument, 0) + 1
         for output, source in _pairs_of(member.function):
             pairs.append((len(outputs) + output, arguments[source]))
-        made = [_like(one, f"out{len(outputs) + k}") for k, one in enumerate(own[count:])]
+        made = [like(one, f"out{len(outputs) + k}") for k, one in enumerate(own[count:])]
         outputs += made
         results += member.results
         name = member.call.args[0].name_hint
         if name not in families:
-            body = _body_of(member.function)
+            body = merger.body_of(member.function)
             assert body is not None
-            families[name] = _Family(body, [])
+            families[name] = Family(body, [])
         families[name].parameters.append([*(inputs[one] for one in arguments), *made])
     place = {argument: k for k, argument in enumerate(inputs)}
     safe = [[output, place[source]] for output, source in pairs if readers[source] == 1]
-    function = tirx.PrimFunc([*inputs.values(), *outputs], _launch(list(families.values())))
+    function = tirx.PrimFunc([*inputs.values(), *outputs], merger.launch(list(families.values())))
     function = function.with_attr("tirx.noalias", not safe)
     if safe:
         function = function.with_attr(INPLACE, safe)
@@ -322,71 +265,3 @@ def _merged_function(
 def _pairs_of(function: tirx.PrimFunc) -> list[tuple[int, int]]:
     pairs = function.attrs.get(INPLACE, []) if function.attrs else []
     return [(int(output), int(source)) for output, source in pairs]
-
-
-def _like(buffer: tirx.Var, name: str) -> tirx.Var:
-    return tirx.decl_buffer(tuple(buffer.shape), str(buffer.dtype), name)
-
-
-def _launch(families: list[_Family]) -> tirx.Stmt:
-    """One parallel loop over the tasks of all families, behind what fills their address tables."""
-    task = tirx.Var("task", "int32")
-    body: tirx.Stmt | None = None
-    total = end = sum(family.tasks for family in families)
-    tables: list[tirx.Stmt] = []
-    for family in reversed(families):
-        start = end - family.tasks
-        statement = _task(family, task - tirx.const(start, "int32"), tables)
-        body = (
-            statement
-            if body is None
-            else tirx.IfThenElse(task < tirx.const(end, "int32"), statement, body)
-        )
-        end = start
-    assert body is not None
-    elements = sum(family.iterations * family.body.elements for family in families)
-    is_parallel = total > 1 and elements > TASK_ELEMENTS
-    loop = For(task, 0, total, ForKind.PARALLEL if is_parallel else ForKind.SERIAL, body)
-    return sequence([*tables, loop])
-
-
-def _task(family: _Family, number: Any, tables: list[tirx.Stmt]) -> tirx.Stmt:
-    """One task of a family: some iterations, each on the tensors of its call."""
-    step = tirx.Var("step", "int32")
-    iteration = number * tirx.const(family.per_task, "int32") + step
-    extent = tirx.const(family.body.extent, "int32")
-    which = tirx.Var("which", "int32")
-    statements: list[tirx.Stmt] = [tirx.Bind(which, tirx.floordiv(iteration, extent))]
-    replaced: dict[tirx.Var, tirx.Var] = {}
-    for k, own in enumerate(family.body.parameters):
-        choices = [parameters[k] for parameters in family.parameters]
-        replaced[own] = choices[0]
-        if any(one is not choices[0] for one in choices):
-            address = tirx.Var(f"{own.name}_at", choices[0].data.ty)
-            table = _address_table(choices, tables)
-            chosen = tirx.reinterpret(choices[0].data.ty, tirx.BufferLoad(table, [which]))
-            replaced[own] = _like(own, own.name)
-            statements.append(tirx.Bind(address, chosen))
-            statements.append(tirx.DeclBuffer(replaced[own], data=address))
-    if family.body.index is not None:
-        statements.append(tirx.Bind(family.body.index, tirx.floormod(iteration, extent)))
-    statements.append(
-        tvm_ffi.structural_map(
-            family.body.statement, (tirx.Var, lambda one: replaced.get(one, one))
-        )
-    )
-    body = sequence(statements)
-    if family.iterations % family.per_task:
-        is_there = iteration < tirx.const(family.iterations, "int32")
-        body = tirx.IfThenElse(is_there, body, None)
-    return For(step, 0, family.per_task, ForKind.SERIAL, body)
-
-
-def _address_table(buffers: list[tirx.Var], statements: list[tirx.Stmt]) -> tirx.Var:
-    """A local table of the buffers' addresses, as integers: TIR has no tables of pointers."""
-    table = tirx.decl_buffer((len(buffers),), "uint64", "addresses")
-    statements.append(tirx.AllocBuffer(table))
-    for k, buffer in enumerate(buffers):
-        address = tirx.reinterpret("uint64", buffer.data)
-        statements.append(tirx.BufferStore(table, address, [tirx.const(k, "int32")]))
-    return table
