@@ -9,7 +9,6 @@ from typing import Any
 from tvm import relax
 
 from amp_ir import native
-from amp_ir.dialect.registry import options_of
 from amp_ir.passes.library_call import library_call, shape_argument
 from amp_ir.passes.strided_view import StridedView, view_of
 
@@ -23,9 +22,11 @@ def attention_library(verb: str, libraries: tuple[str, ...]) -> str | None:
     return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
 
 
-def attention_refusal(call: relax.Call) -> str:
-    """Why flash attention does not do this call of attention or of its gradient; "" if it does."""
-    options = options_of(call)
+def attention_refusal(call: relax.Call, options: Mapping[str, Any]) -> str:
+    """Why flash attention does not do this call of attention or of its gradient; "" if it does.
+
+    `options` are those of the call, but for a mask that was found to be causal.
+    """
     # The gradient takes (grad, q, k, v, out, lse), the forward (q, k, v).
     tensors = list(call.args[1:4]) if _is_backward(call) else list(call.args[:3])
     dtypes = {str(one.ty.dtype) for one in tensors}
@@ -33,7 +34,7 @@ def attention_refusal(call: relax.Call) -> str:
         dtypes |= {str(call.args[k].ty.dtype) for k in (0, 4)}
     q, k, v = ([int(n) for n in one.ty.shape] for one in tensors)
     if options["has_mask"]:
-        return "flash attention takes no mask"
+        return "flash attention takes no mask but the causal one"
     if options["dropout_p"] > 0:
         return "flash attention would drop by other random numbers"
     if len(dtypes) > 1 or dtypes.isdisjoint(_LOW):
@@ -52,7 +53,10 @@ def attention_refusal(call: relax.Call) -> str:
 
 
 def call_attention(
-    library: str, call: relax.Call, values: Mapping[relax.Var, relax.Expr]
+    library: str,
+    call: relax.Call,
+    options: Mapping[str, Any],
+    values: Mapping[relax.Var, relax.Expr],
 ) -> tuple[relax.Call, list[bool]]:
     """The library's call, and which of its results are dense as [n, s, h, d].
 
@@ -65,7 +69,6 @@ def call_attention(
 
     Requires: `attention_refusal` finds nothing.
     """
-    options = options_of(call)
     backward = _is_backward(call)
     strided = list(call.args[:5] if backward else call.args[:3])
     views = [_rows_dense(view_of(one, values), one) for one in strided]

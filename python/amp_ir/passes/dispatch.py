@@ -120,18 +120,22 @@ class _Dispatcher:
             if new is not None:
                 self.log.add(call.op.name, library, "; ".join(passed))
                 return new
-            passed.append(self._why_not(library, verb, call))
+            passed += self._why_not(library, verb, call)
         self.log.add(call.op.name, OWN_KERNEL, "; ".join(passed))
         return None
 
-    def _why_not(self, library: str, verb: str, call: relax.Call) -> str:
+    def _why_not(self, library: str, verb: str, call: relax.Call) -> list[str]:
         missing = native.load().get(library)
         if missing:
-            return f"{library} is {missing}"
+            return [f"{library} is {missing}"]
         if not native.has(f"amp_ir.{library}.{verb}"):
-            return f"{library} has no {verb}"
+            # A library for matmuls is not missed elsewhere.
+            has_others = native.has(f"amp_ir.{library}.matmul")
+            return [] if has_others else [f"{library} has no {verb}"]
         dtypes = [str(one.ty.dtype) for one in (call.args[0], call.args[1], call)]
-        return f"{library} does not multiply {dtypes[0]} by {dtypes[1]} to {dtypes[2]} so laid out"
+        return [
+            f"{library} does not multiply {dtypes[0]} by {dtypes[1]} to {dtypes[2]} so laid out"
+        ]
 
     def _written(self, library: str, verb: str, variable: relax.Var, call: relax.Call) -> Any:
         """The call of the library, the marker that it was bound elsewhere, or None."""

@@ -13,6 +13,7 @@ from tvm.ir import Op, Span
 from amp_ir.dialect import call_op, options_of
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.passes.attention_call import attention_library, attention_refusal, call_attention
+from amp_ir.passes.known_mask import without_known_mask
 
 FORWARD, BACKWARD = "amp_ir.attention", "amp_ir.attention_backward"
 
@@ -70,6 +71,7 @@ class _Writer:
         self._log = log
         self._values: dict[relax.Var, relax.Expr] = {}
         self._called_results: dict[relax.Var, list[relax.Var]] = {}
+        self._masks: dict[Any, dict[str, bool]] = {}
         self._builder = relax.BlockBuilder()
         self._span: Span | None = None
 
@@ -89,17 +91,33 @@ class _Writer:
         library = attention_library(name.removeprefix("amp_ir."), self._libraries)
         reason = "no library that amp_ir calls does it whole"
         if library is not None:
-            reason = attention_refusal(call)
+            options = self._simplest_options(call)
+            reason = attention_refusal(call, options)
             if not reason:
                 self._log.add(name, library)
-                self._called_results[variable] = self._called(library, call)
+                self._called_results[variable] = self._called(library, call, options)
                 return self._called_results[variable]
         self._log.add(name, "matmuls and own kernels", reason)
         expand = self._forward if name == FORWARD else self._backward
         return expand(list(call.args), options_of(call))
 
-    def _called(self, library: str, call: relax.Call) -> list[relax.Var]:
-        new, rows_outside = call_attention(library, call, self._values)
+    def _simplest_options(self, call: relax.Call) -> dict[str, Any]:
+        """The options, causal instead of with a mask that says that."""
+        options = options_of(call)
+        if not options["has_mask"]:
+            return options
+        q, k, mask = call.args[0], call.args[1], call.args[3]
+        if _op_name(call) == BACKWARD:
+            q, k, mask = call.args[1], call.args[2], call.args[6]
+        scores = int(q.ty.shape[-2]), int(k.ty.shape[-2])
+        # Layers share a mask, and so do both directions.
+        key = (mask, scores, options["is_causal"])
+        if key not in self._masks:
+            self._masks[key] = without_known_mask(options, mask, self.bindings, scores)
+        return {**options, **self._masks[key]}
+
+    def _called(self, library: str, call: relax.Call, options: dict[str, Any]) -> list[relax.Var]:
+        new, rows_outside = call_attention(library, call, options, self._values)
         both = self._emit(new)
         results = []
         for k, outside in enumerate(rows_outside):
