@@ -5,6 +5,7 @@
     amp-ir explain bert1 [--module "*.attention"] [--amp-dtype bfloat16] [--html plan.html]
     amp-ir profile bert1|train.py [--amp-dtype bfloat16] [--trace trace.json] [--json profile.json]
     amp-ir report bert1|train.py [--amp-dtype bfloat16] [--out report.html]
+    amp-ir compile bert1|train.py [--target sm_90] [--amp-dtype bfloat16] [--out step.so]
 
 Exit codes: 0; 2 for a wrong use, with a sentence on stderr; 130 when interrupted.
 """
@@ -22,15 +23,17 @@ from typing import Any
 import attrs
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import amp_ir
-from amp_ir.build import host_description
+from amp_ir.build import compile_executable, host_description
+from amp_ir.cuda.compiler import check_architecture
 from amp_ir.demo.comparison import Report, compare
 from amp_ir.demo.low_dtype import LOW_DTYPES, choose_low_dtype
 from amp_ir.demo.table import comparison_table, footnote, summary
 from amp_ir.demo.training_file import load_training
 from amp_ir.demo.workloads import WORKLOADS, MissingPackage
+from amp_ir.export import export_step
+from amp_ir.pipeline import lower
 from amp_ir.report import explain as explain_report
 from amp_ir.report.commands import (
     add_profile_arguments,
@@ -38,10 +41,17 @@ from amp_ir.report.commands import (
     show_profile,
     write_report,
 )
-from amp_ir.target import target_of
+from amp_ir.stage_progress import spent, stages
+from amp_ir.target import parse_target, target_of
 
 WRONG_USE = 2
 INTERRUPTED = 130
+_WRONG_USES = (
+    amp_ir.errors.OptionError,
+    amp_ir.errors.DeviceError,
+    amp_ir.errors.BuildError,
+    MissingPackage,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (amp_ir.errors.OptionError, amp_ir.errors.DeviceError, MissingPackage) as error:
+    except _WRONG_USES as error:
         print(f"amp-ir {arguments.command}: {error}", file=sys.stderr)
         return WRONG_USE
     except KeyboardInterrupt:
@@ -96,7 +106,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_report_arguments(report, WORKLOADS)
     report.set_defaults(run=_report)
+    export = commands.add_parser(
+        "compile", help="write a step as a file that TVM's runtime runs, on this machine or another"
+    )
+    _add_compile_arguments(export)
+    export.set_defaults(run=_compile)
     return parser
+
+
+def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "training",
+        metavar="WORKLOAD|FILE",
+        help=f"{', '.join(WORKLOADS)}; or a .py file that defines step, batch, model, and "
+        "optimizer and scaler if it has them",
+    )
+    parser.add_argument(
+        "--target", default="cpu", help='"cpu" (this one), or a GPU\'s architecture: "sm_90"'
+    )
+    parser.add_argument(
+        "--amp-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
+    )
+    parser.add_argument("--small", action="store_true", help="tiny shapes (workloads only)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("step.so"), metavar="FILE", help="the file to write"
+    )
 
 
 def _positive(text: str) -> int:
@@ -112,7 +146,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(f"[bold]{workload.name}[/]: {workload.description}", highlight=False)
     console.print(f"{low.dtype}: {low.reason}", highlight=False)
-    with _stages() as report:
+    with stages() as report:
         comparison = compare(
             workload,
             low_dtype=low.dtype,
@@ -171,6 +205,34 @@ def _report(arguments: argparse.Namespace) -> int:
     )
 
 
+def _compile(arguments: argparse.Namespace) -> int:
+    """Needs neither the GPU nor the libraries that the step calls; see `amp_ir.export`."""
+    target = parse_target(arguments.target)
+    # Before anything that takes long.
+    if target.is_cuda:
+        check_architecture(target.arch)
+    if not arguments.out.parent.is_dir():
+        raise amp_ir.errors.OptionError(f"--out={arguments.out}: there is no such folder; make it")
+    seconds: dict[str, float] = {}
+    with stages() as report:
+        training = _training(arguments, report)
+        report("capturing the step")
+        with spent(seconds, "capture"):
+            mod, args = _traced(training)
+        if arguments.amp_dtype != "float32":
+            report("choosing casts")
+            with spent(seconds, "autocast"):
+                mod = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
+        report("compiling")
+        planned = lower(mod, target=target, seconds=seconds)
+        with spent(seconds, "build"):
+            executable = compile_executable(planned, target)
+        with spent(seconds, "link"):
+            exported = export_step(executable, planned, mod.signature, target, arguments.out)
+    Console().print(exported.table(seconds), highlight=False)
+    return 0
+
+
 @attrs.frozen
 class _Measured:
     name: str
@@ -181,21 +243,10 @@ class _Measured:
 
 def _measure(arguments: argparse.Namespace) -> _Measured:
     """Memory and time of the training that the command line names, beside its step in float32."""
-    name = arguments.training
-    with _stages() as report:
-        report("building", name)
-        if name in WORKLOADS:
-            training: Any = WORKLOADS[name].make(small=arguments.small)
-        else:
-            training = load_training(Path(name))
+    with stages() as report:
+        training = _training(arguments, report)
         report("capturing the step")
-        mod, args = amp_ir.trace_step(
-            training.step,
-            training.batch,
-            model=training.model,
-            optimizer=training.optimizer,
-            scaler=getattr(training, "scaler", None),
-        )
+        mod, args = _traced(training)
         low, plan = mod, None
         if arguments.amp_dtype != "float32":
             report("choosing casts")
@@ -205,31 +256,23 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
         memory = amp_ir.memory_report(low, args, baseline=mod if plan is not None else None)
         report("compiling and timing")
         profile = amp_ir.profile_kernels(low, "cpu", args, steps=arguments.steps)
-    return _Measured(name, memory, profile, plan)
+    return _Measured(arguments.training, memory, profile, plan)
 
 
-@contextlib.contextmanager
-def _stages() -> Iterator[Report]:
-    """Names the stage that is at work: a live line on a terminal, else a line a stage.
-
-    Goes to stderr, so that what is piped on is the table alone.
-    """
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _a_line_a_stage()
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda stage, part="": progress.update(task, description=f"{stage} {part}")
+def _training(arguments: argparse.Namespace, report: Report) -> Any:
+    """The training that the command line names: a workload, or a file of the user's."""
+    name = arguments.training
+    report("building", name)
+    if name in WORKLOADS:
+        return WORKLOADS[name].make(small=arguments.small)
+    return load_training(Path(name))
 
 
-def _a_line_a_stage() -> Report:
-    told: list[str] = []
-
-    def report(stage: str, part: str = "") -> None:
-        if stage not in told[-1:]:
-            told.append(stage)
-            print(stage, file=sys.stderr, flush=True)
-
-    return report
+def _traced(training: Any) -> tuple[amp_ir.StepModule, tuple[Any, ...]]:
+    return amp_ir.trace_step(
+        training.step,
+        training.batch,
+        model=training.model,
+        optimizer=training.optimizer,
+        scaler=getattr(training, "scaler", None),
+    )

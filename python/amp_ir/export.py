@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compiled step as a file that TVM's runtime loads, without amp_ir and TVM's compiler.
+
+Beside `step.so` lies `step.so.json`, which says how to call it:
+
+    target           "cpu" or an architecture such as "sm_90"
+    main             the function's arguments in order: {"name", "role", "shape", "dtype",
+                     "stored_dtype", "count", "is_updated"}. Each is a flat dense tensor of `count`
+                     elements of `stored_dtype`, aligned to 64 bytes; bfloat16 lies in uint16 and
+                     bool in uint8. The first is the arena, memory for intermediate values that
+                     need not be kept between steps; those with `is_updated` are the step's state.
+    libraries        what must be loaded before: {"file", "functions", "needs"}
+    kernels          of machine code, for CUDA: {"name", "registers", "local_nbytes",
+                     "shared_nbytes"}
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tvm
+from rich.table import Table
+from tvm import relax, tirx
+
+from amp_ir.cuda import machine_code
+from amp_ir.errors import BuildError
+from amp_ir.memory_plan import PlannedStep
+from amp_ir.module import Signature
+from amp_ir.target import CompileTarget
+
+FORMAT = 1
+ALIGNMENT_BYTES = 64
+_STORED = {"bfloat16": "uint16", "bool": "uint8"}
+# A function's second name -> the library that holds it, where they differ.
+_HOLDER = {"view": "openmp", "torch_cuda": "torch"}
+_NEEDS = {
+    "openmp": "libgomp.so.1",
+    "onednn": "libdnnl.so.3 (pip: onednn-cpu-gomp)",
+    "torch": "libtorch_cpu.so of PyTorch, loaded before",
+    "torch_cuda": "libtorch_cuda.so of PyTorch, loaded before",
+    "cublaslt": "libcublasLt.so (pip: nvidia-cublas), looked for at the first call",
+}
+
+
+@attrs.frozen
+class ExportedStep:
+    """What was written, for the command's table."""
+
+    path: Path
+    nbytes: int
+    kernel_count: int
+    kernels: tuple[machine_code.KernelCode, ...]
+    library_calls: dict[str, int]
+    description: dict[str, Any] = attrs.field(repr=False)
+
+    def table(self, seconds: dict[str, float]) -> Table:
+        """The file, its kernels, its library calls and how long each stage took."""
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_row("file", f"{self.path}, {self.nbytes / 2**20:.2f} MiB")
+        table.add_row("kernels", self._kernels())
+        calls = [f"{name} x {count}" for name, count in self.library_calls.items()]
+        table.add_row("library calls", ", ".join(calls) or "none")
+        for one in self.description["libraries"]:
+            table.add_row(
+                "needs", f"{one['file']} ({one['needs']})" if one["needs"] else one["file"]
+            )
+        arena = self.description["main"][0]["count"]
+        table.add_row("arena", f"{arena / 2**20:.2f} MiB")
+        stages = [f"{stage} {spent:.1f}" for stage, spent in seconds.items()]
+        table.add_row("seconds", ", ".join(stages))
+        return table
+
+    def _kernels(self) -> str:
+        if not self.kernels:
+            return str(self.kernel_count)
+        code = sum(kernel.code_nbytes for kernel in self.kernels)
+        most = max(self.kernels, key=lambda kernel: kernel.registers)
+        text = f"{self.kernel_count}, {len(self.kernels)} launches of {code / 2**10:.0f} KiB"
+        text += f"; up to {most.registers} registers ({most.name})"
+        local = [one.name for one in self.kernels if one.frame_nbytes]
+        return text + (f"; local memory in {', '.join(local)}" if local else "; none spills")
+
+
+def export_step(
+    executable: relax.VMExecutable,
+    planned: PlannedStep,
+    signature: Signature,
+    target: CompileTarget,
+    path: Path,
+) -> ExportedStep:
+    """Write the step to `path` and its description beside it.
+
+    Raises:
+        BuildError: the file cannot be linked or written.
+    """
+    try:
+        executable.export_library(str(path))
+    except (OSError, RuntimeError) as error:
+        raise BuildError(
+            f"{path} cannot be linked; g++ or clang++ must be on the path, and the folder must be "
+            f"writable. The linker says: {error}"
+        ) from error
+    kernels: tuple[machine_code.KernelCode, ...] = ()
+    if target.is_cuda:
+        cubins = machine_code.cubins_of(executable.mod, target.arch)
+        kernels = tuple(kernel for cubin in cubins for kernel in machine_code.kernels_of(cubin))
+    calls = collections.Counter(_library_calls(planned.ir))
+    description = {
+        "format": FORMAT,
+        "target": str(target),
+        "main": list(_arguments(planned, signature)),
+        "libraries": list(_libraries(planned.ir)),
+        "kernels": [_described(kernel) for kernel in kernels],
+    }
+    beside = path.with_name(path.name + ".json")
+    beside.write_text(json.dumps(description, indent=1) + "\n")
+    count = sum(isinstance(function, tirx.PrimFunc) for function in planned.ir.functions.values())
+    return ExportedStep(path, path.stat().st_size, count, kernels, dict(calls), description)
+
+
+def _arguments(planned: PlannedStep, signature: Signature) -> Iterator[dict[str, Any]]:
+    """What `main` takes, in order: the arena, the inputs, the results that update none of them."""
+    yield _argument("arena", "arena", (planned.plan.arena_bytes,), "uint8", is_updated=False)
+    updated = {one.updates for one in signature.outputs}
+    for k, given in enumerate(signature.inputs):
+        yield _argument(
+            given.name, given.role.value, given.shape, given.dtype, is_updated=k in updated
+        )
+    for made in signature.outputs:
+        if made.updates is None:
+            yield _argument(made.name, made.role.value, made.shape, made.dtype, is_updated=True)
+
+
+def _argument(
+    name: str, role: str, shape: tuple[int, ...], dtype: str, *, is_updated: bool
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "role": role,
+        "shape": list(shape),
+        "dtype": dtype,
+        "stored_dtype": _STORED.get(dtype, dtype),
+        # An empty tensor takes one element, which nobody reads.
+        "count": max(math.prod(shape), 1),
+        "is_updated": is_updated,
+    }
+
+
+def _functions(ir: tvm.IRModule) -> Iterator[str]:
+    """The native functions that `main` calls, as often as it does; what is lent scratch too."""
+    for block in ir["main"].body.blocks:
+        for binding in block.bindings:
+            call = binding.value
+            if not isinstance(call, relax.Call) or not isinstance(call.op, relax.ExternFunc):
+                continue
+            name = str(call.op.global_symbol)
+            yield name
+            if name.endswith(".with_scratch"):
+                yield str(call.args[0].value)
+
+
+def _library_calls(ir: tvm.IRModule) -> Iterator[str]:
+    for name in _functions(ir):
+        if name != "amp_ir.view" and not name.endswith(".with_scratch"):
+            yield name
+
+
+def _libraries(ir: tvm.IRModule) -> Iterator[dict[str, Any]]:
+    """The shared libraries that hold these functions, and what they need themselves."""
+    held: dict[str, set[str]] = collections.defaultdict(set)
+    for name in _functions(ir):
+        held[name.split(".")[1]].add(name)
+    for second, functions in sorted(held.items()):
+        library = _HOLDER.get(second, second)
+        yield {
+            "file": f"libamp_ir_{library}.so",
+            "functions": sorted(functions),
+            "needs": _NEEDS.get(second, _NEEDS.get(library, "")),
+        }
+
+
+def _described(kernel: machine_code.KernelCode) -> dict[str, Any]:
+    return {
+        "name": kernel.name,
+        "registers": kernel.registers,
+        "local_nbytes": kernel.frame_nbytes,
+        "shared_nbytes": kernel.shared_nbytes,
+    }
