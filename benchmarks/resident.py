@@ -19,14 +19,23 @@ def measured_bytes(step: Callable[[], Any], known: Iterable[torch.Tensor]) -> in
 
     Freed memory is given back to the system first, so that a step cannot hide in it.
     """
+
+    def two_steps() -> None:
+        step()
+        step()
+
+    there = {id(one): one.numel() * one.element_size() for one in known}
+    return sum(there.values()) + rise_of_peak(two_steps)
+
+
+def rise_of_peak(work: Callable[[], Any]) -> int:
+    """How many bytes above its size beforehand the resident set gets at most during `work`."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set so far
-    step()
-    step()
-    there = {id(one): one.numel() * one.element_size() for one in known}
-    return sum(there.values()) + _status("VmHWM") - before
+    work()
+    return _status("VmHWM") - before
 
 
 def tensors_of(training: Training, *, with_optimizer: bool) -> Iterator[torch.Tensor]:

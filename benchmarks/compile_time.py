@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What compiling takes: `python -m benchmarks.compile_time [WORKLOAD ...]`.
+
+Seconds of each stage up to the end of the first step, beside torch.compile's from a cold cache, and
+the compiler's peak memory. "bert-N" is BERT-base with N layers: its rows show how compiling grows
+with a program. Each measurement has a process of its own, one after the other. Seconds are wall
+time; the processor's, beside our total, tell how busy the machine was with something else. The rows
+are saved under benchmarks/results/ as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import amp_ir
+from amp_ir.demo.workloads import WORKLOADS, Training, Workload
+from benchmarks.peers import cold_compiler, make_peer
+from benchmarks.record import RESULTS, describe_machine
+from benchmarks.resident import rise_of_peak, tensors_of
+
+LAYERS = (1, 3, 6, 12)
+DTYPES = ("float32", "bfloat16")
+NAMES = (*WORKLOADS, *(f"bert-{count}" for count in LAYERS))
+STAGES = ("capture", "autocast", "tidy", "dispatch", "fuse", "plan", "build", "first run")
+MEBIBYTE = 2**20
+
+
+@attrs.frozen
+class Compiled:
+    """What our compiler took: seconds by stage, the processor's in all, bytes, kernels."""
+
+    seconds: dict[str, float]
+    processor_seconds: float
+    nbytes: int
+    kernels: int
+
+    @property
+    def total(self) -> float:
+        """Seconds up to the end of the first step."""
+        return sum(self.seconds.values())
+
+
+@attrs.frozen
+class Row:
+    """One workload in one dtype; torch.compile's seconds are None where its limit did not do."""
+
+    workload: str
+    dtype: str
+    ours: Compiled
+    torch_seconds: float | None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_time", description=__doc__)
+    parser.add_argument("workloads", nargs="*", default=[], help=", ".join(NAMES))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--small", action="store_true", help="shapes of a test")
+    parser.add_argument("--limit", type=float, default=600, help="of torch.compile, in seconds")
+    parser.add_argument("--save", metavar="NAME", help="file under benchmarks/results/")
+    parser.add_argument("--measure", nargs=2, metavar=("WHO", "DTYPE"), help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    names = chosen.workloads or list(NAMES)
+    if chosen.measure:
+        who, dtype = chosen.measure
+        measured = measure_ours if who == "ours" else measure_torch
+        print(json.dumps(measured(names[0], dtype, small=chosen.small)))
+        return
+    rows: list[Row] = []
+    for name in names:
+        for dtype in chosen.dtypes:
+            rows.append(measure(name, dtype, small=chosen.small, limit=chosen.limit))
+            print(f"{name} {dtype}: {rows[-1].ours.total:.1f} s", file=sys.stderr, flush=True)
+            if chosen.save:
+                save(rows, chosen.save)  # at once: the rest may take minutes
+    Console(width=max(Console().width, 160)).print(table_of(rows))
+
+
+def workload_of(name: str) -> Workload:
+    """A workload of the demos, or "bert-N"."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    kind, _, count = name.partition("-")
+    if kind != "bert" or not count.isdigit():
+        raise SystemExit(f"workload {name!r} is not known; expected one of {', '.join(NAMES)}")
+    layers = int(count)
+
+    def build(*, small: bool, dropout: float) -> Training:
+        del dropout
+        return deep_bert(layers, small=small)
+
+    return Workload(name, f"BERT-base with {layers} layers, batch 8 x 128, SGD", build)
+
+
+def deep_bert(layers: int, *, small: bool) -> Training:
+    """The BERT workload with another number of layers."""
+    import transformers
+
+    batch, length, vocabulary = (2, 8, 96) if small else (8, 128, 30522)
+    shape: dict[str, Any] = {"vocab_size": vocabulary, "num_hidden_layers": layers}
+    if small:
+        shape |= {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **shape
+    )
+    model = transformers.BertForMaskedLM(config)
+    ids, labels = (torch.randint(0, min(vocabulary, 10000), (batch, length)) for _ in range(2))
+
+    def loss(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = model(ids).logits
+        return torch.nn.functional.cross_entropy(scores.view(-1, vocabulary), labels.view(-1))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.01)
+    return Training(model, optimizer, loss, (ids, labels))
+
+
+def measure(name: str, dtype: str, *, small: bool, limit: float) -> Row:
+    """Both compilers on one workload; torch.compile is stopped after `limit` seconds."""
+    workload_of(name)  # an unknown name is refused here
+    ours = _in_a_process(name, "ours", dtype, small=small, limit=None)
+    assert ours is not None
+    peer = _in_a_process(name, "torch", dtype, small=small, limit=limit)
+    return Row(name, dtype, Compiled(**ours), None if peer is None else peer["seconds"])
+
+
+def _in_a_process(
+    name: str, who: str, dtype: str, *, small: bool, limit: float | None
+) -> dict[str, Any] | None:
+    command = [sys.executable, "-m", "benchmarks.compile_time", name, "--measure", who, dtype]
+    try:
+        done = subprocess.run(
+            command + ["--small"] * small, check=True, capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure_ours(name: str, dtype: str, *, small: bool) -> dict[str, Any]:
+    """The fields of `Compiled`. Memory is what compiling adds, without the optimizer's state."""
+    training = workload_of(name).make(small=small)
+    seconds: dict[str, float] = {}
+    compiled: list[amp_ir.CompiledStep] = []
+
+    def compile_it() -> None:
+        started = time.perf_counter()
+        mod, args = amp_ir.trace_step(
+            training.step, training.batch, model=training.model, optimizer=training.optimizer
+        )
+        seconds["capture"] = time.perf_counter() - started
+        started = time.perf_counter()
+        if dtype != "float32":
+            mod = amp_ir.autocast(mod, args, amp_dtype=dtype)
+        seconds["autocast"] = time.perf_counter() - started
+        compiled.append(amp_ir.compile(mod))
+
+    processor = time.process_time()
+    rise = rise_of_peak(compile_it)
+    (train,) = compiled
+    seconds |= train.report.seconds
+    started = time.perf_counter()
+    train(*training.batch)
+    seconds["first run"] = time.perf_counter() - started
+    processor = time.process_time() - processor
+    state = {id(one): one for one in tensors_of(training, with_optimizer=True)}
+    known = {id(one) for one in tensors_of(training, with_optimizer=False)}
+    made = sum(one.numel() * one.element_size() for key, one in state.items() if key not in known)
+    return {
+        "seconds": seconds,
+        "processor_seconds": processor,
+        "nbytes": max(rise - made, 0),
+        "kernels": train.report.kernel_count,
+    }
+
+
+def measure_torch(name: str, dtype: str, *, small: bool) -> dict[str, float]:
+    """Seconds of torch.compile's first step from a cold cache."""
+    with cold_compiler():
+        peer = make_peer(workload_of(name), dtype, "compile", "contiguous", small=small)
+        started = time.perf_counter()
+        peer.step()
+        return {"seconds": time.perf_counter() - started}
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The rows for people."""
+    table = Table(title="seconds to the end of the first step, by stage")
+    for heading in ("workload", "dtype"):
+        table.add_column(heading)
+    for heading in (
+        *STAGES,
+        "total",
+        "processor's",
+        "a layer",
+        "torch.compile",
+        "ratio",
+        "kernels",
+        "peak MiB",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        ours, peer = row.ours, row.torch_seconds
+        _, _, layers = row.workload.partition("-")
+        table.add_row(
+            row.workload,
+            row.dtype,
+            *(f"{ours.seconds.get(stage, 0.0):.1f}" for stage in STAGES),
+            f"{ours.total:.1f}",
+            f"{ours.processor_seconds:.1f}",
+            f"{ours.total / int(layers):.2f}" if layers else "",
+            "over the limit" if peer is None else f"{peer:.1f}",
+            "" if peer is None else f"{ours.total / peer:.2f}",
+            str(ours.kernels),
+            f"{ours.nbytes / MEBIBYTE:.0f}",
+        )
+    return table
+
+
+def save(rows: Sequence[Row], name: str) -> None:
+    """Write the rows and the machine's description as JSON."""
+    document = {"machine": describe_machine(), "rows": [attrs.asdict(row) for row in rows]}
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

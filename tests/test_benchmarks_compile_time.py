@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of compile times: its rows in the shapes of a test."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks import compile_time
+from benchmarks.compile_time import Compiled, Row
+
+
+def test_every_stage_is_timed_and_deeper_programs_take_no_more_kernels_a_layer():
+    one, three = (
+        Compiled(**compile_time.measure_ours(f"bert-{count}", "bfloat16", small=True))
+        for count in (1, 3)
+    )
+    assert set(one.seconds) == set(compile_time.STAGES)
+    assert min(one.seconds.values()) > 0
+    assert one.processor_seconds > 0
+    assert 0 < one.kernels <= three.kernels < 2 * one.kernels
+
+
+def test_the_table_says_what_a_layer_takes_and_where_torch_was_stopped():
+    ours = Compiled(dict.fromkeys(compile_time.STAGES, 0.75), 5.0, 3 * 2**20, 40)
+    table = compile_time.table_of(
+        [Row("bert-3", "float32", ours, 12.0), Row("ssd", "bfloat16", ours, None)]
+    )
+    columns = [list(column.cells) for column in table.columns]
+    bert, ssd = ([str(column[k]) for column in columns] for k in (0, 1))
+    assert bert[-7:] == ["6.0", "5.0", "2.00", "12.0", "0.50", "40", "3"]
+    assert ssd[-7:] == ["6.0", "5.0", "", "over the limit", "", "40", "3"]
+
+
+def test_an_unknown_workload_is_refused():
+    with pytest.raises(SystemExit, match=r"workload 'bert-x' is not known; expected one of bert1"):
+        compile_time.workload_of("bert-x")
