@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,11 +63,26 @@ def run_cuda_kernels(mod: tvm.IRModule, inputs: Sequence[torch.Tensor]) -> list[
 
     What a kernel writes must be the same bits both times.
     """
+    (results,) = run_cuda_modules([(mod, inputs)])
+    return results
+
+
+def run_cuda_modules(
+    cases: Sequence[tuple[tvm.IRModule, Sequence[torch.Tensor]]],
+) -> list[list[torch.Tensor]]:
+    """The same for several modules, each with its inputs; their kernels are compiled together."""
     from cuda_emulator import device
 
-    fused = merge_horizontally(fuse_loops(mod, emitter=emit_cuda), merge_launches)
+    fused = [
+        merge_horizontally(fuse_loops(mod, emitter=emit_cuda), merge_launches) for mod, _ in cases
+    ]
+    functions = {}
+    for number, one in enumerate(fused):
+        for variable, function in kernels_of(one).functions.items():
+            name = f"case_{number}_{variable.name_hint}"
+            functions[name] = function.with_attr("global_symbol", name)
     with device.target():
-        compiled = tvm.compile(kernels_of(fused), device.target(), tir_pipeline=CUDA_PIPELINE)
+        compiled = tvm.compile(tvm.IRModule(functions), device.target(), tir_pipeline=CUDA_PIPELINE)
 
     def run(name: str, arguments: list[torch.Tensor]) -> None:
         arrays = [one.numpy() for one in arguments]
@@ -78,7 +94,14 @@ def run_cuda_kernels(mod: tvm.IRModule, inputs: Sequence[torch.Tensor]) -> list[
             array[...] = one.numpy()
             assert array.tobytes() == other.numpy().tobytes(), f"{name} depends on the order"
 
-    return evaluate(fused, inputs, run)
+    return [
+        evaluate(one, inputs, functools.partial(_named, run, number))
+        for number, (one, (_, inputs)) in enumerate(zip(fused, cases, strict=True))
+    ]
+
+
+def _named(run: Run, number: int, name: str, arguments: list[torch.Tensor]) -> None:
+    run(f"case_{number}_{name}", arguments)
 
 
 def kernels_of(fused: tvm.IRModule) -> tvm.IRModule:

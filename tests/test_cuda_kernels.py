@@ -7,7 +7,7 @@ import pytest
 import torch
 from cuda_emulator import in_emulator
 from dialect_cases import CASES
-from kernel_check import module_of, run_cuda_kernels
+from kernel_check import module_of, run_cuda_modules
 
 from amp_ir.interpreter import interpret
 from amp_ir.passes.expand_attention import BACKWARD, FORWARD
@@ -16,19 +16,27 @@ from amp_ir.passes.expand_attention import BACKWARD, FORWARD
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 NOISE = 5e-6
 KERNELS = [case for case in CASES if case.op not in (FORWARD, BACKWARD)]
+# Cases that are compiled together: g++ takes most of the time, and more for each call of it.
+TOGETHER = 16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("number", range(len(KERNELS)), ids=[str(case) for case in KERNELS])
+@pytest.mark.parametrize("first", range(0, len(KERNELS), TOGETHER))
 @in_emulator
-def test_kernel_is_the_reference(number: int, dtype: str) -> None:
-    case = KERNELS[number]
-    inputs = case.tensors(getattr(torch, dtype))
-    mod = module_of(case.op, inputs, **case.options)
-    for got, expected in zip(run_cuda_kernels(mod, inputs), interpret(mod, inputs), strict=True):
-        assert got.dtype == expected.dtype
-        if not expected.is_floating_point():
-            assert torch.equal(got, expected)
-            continue
-        tolerance = TOLERANCE[expected.dtype]
-        torch.testing.assert_close(got, expected, rtol=tolerance, atol=NOISE, equal_nan=True)
+def test_kernels_are_their_references(first: int, dtype: str) -> None:
+    cases = KERNELS[first : first + TOGETHER]
+    programs = []
+    for case in cases:
+        inputs = case.tensors(getattr(torch, dtype))
+        programs.append((module_of(case.op, inputs, **case.options), inputs))
+    for case, program, found in zip(cases, programs, run_cuda_modules(programs), strict=True):
+        for got, expected in zip(found, interpret(*program), strict=True):
+            assert got.dtype == expected.dtype, case
+            if not expected.is_floating_point():
+                assert torch.equal(got, expected), case
+                continue
+            tolerance = TOLERANCE[expected.dtype]
+            torch.testing.assert_close(
+                got, expected, rtol=tolerance, atol=NOISE, equal_nan=True,
+                msg=lambda text, case=case: f"{case}: {text}",
+            )  # fmt: skip
