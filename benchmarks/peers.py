@@ -63,7 +63,7 @@ def in_layout(training: Training, layout: str) -> Training:
     if layout == "contiguous":
         return training
     form = getattr(torch, layout)
-    training.model.to(memory_format=form)
+    training.model.to(memory_format=form)  # type: ignore[call-overload]  # not in its stubs
     batch = tuple(
         one.contiguous(memory_format=form) if one.dim() == 4 else one for one in training.batch
     )

@@ -140,7 +140,11 @@ class Case:
         model = self._training.model
         model.zero_grad()
         amp_ir.compile(self._low.get(dtype, self._full))(*self._training.batch)
-        return {f"{name}.grad": one.grad for name, one in model.named_parameters()}
+        return {
+            f"{name}.grad": one.grad
+            for name, one in model.named_parameters()
+            if one.grad is not None
+        }
 
     def torch_gradients(self, dtype: str) -> Gradients:
         """By PyTorch's own autocast, which does nothing in float32."""

@@ -45,7 +45,7 @@ class Row:
     steps at full speed: the first steps, less what as many steps take. `floor_milliseconds` is what
     the step's arithmetic takes at the machine's best matmul, or its bytes at the machine's best
     copy, whichever is more. `outside_milliseconds` is what a call of the compiled step takes beside
-    its kernels and library calls.
+    its kernels and library calls. `failed` says which of PyTorch's ways did not run, and why.
     """
 
     workload: str
@@ -62,6 +62,7 @@ class Row:
     outside_milliseconds: float | None = None
     clocked_milliseconds: float | None = None
     error: CompiledError | None = None
+    failed: dict[str, str] = attrs.field(factory=dict)
 
     @property
     def ours(self) -> float:
@@ -121,6 +122,7 @@ class _Measurement:
         self.first_seconds: dict[str, float] = {}
         self.measured: dict[str, int] = {}
         self.losses: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
 
     def run(self) -> Row:
         ours = self.workload.make(small=self.asked.small)
@@ -130,7 +132,12 @@ class _Measurement:
         if "compile" in self.asked.columns:
             for layout in self._layouts_to_compile():
                 peer = make_peer(self.workload, self.dtype, "compile", layout, small=self._small)
-                self._start(peer)
+                try:
+                    self._start(peer)
+                except RuntimeError as error:
+                    # All that torch.compile raises is one; the other rows are still wanted.
+                    self.failed[peer.name] = str(error).strip().partition("\n")[0]
+                    del self.steps[peer.name]
         self.tell(f"{self.asked.rounds} steps of each, in turns")
         medians = in_turns(self.steps, self.asked.rounds)
         row = Row(
@@ -140,7 +147,7 @@ class _Measurement:
             compile_seconds={
                 name: seconds - _FIRST_STEPS * medians[name] / 1e3
                 for name, seconds in self.first_seconds.items()
-                if not name.startswith("eager")
+                if name in medians and not name.startswith("eager")
             },
             planned_mib=train.report.plan.peak_bytes / MEBIBYTE,
             measured_mib={name: size / MEBIBYTE for name, size in self.measured.items()},
@@ -148,6 +155,7 @@ class _Measurement:
             casts=sum(call.is_cast for call in train.report.plan.calls),
             kernels=train.report.kernel_count,
             losses=self.losses,
+            failed=self.failed,
         )
         return self._with_extras(row, train, mod, ours)
 

@@ -97,6 +97,9 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
             f"grad error: of our compiled step, relative, against float64, small shapes, "
             f"median of {max(draws)} draws; x torch: over PyTorch's (autocast), geometric mean."
         )
+    for row in rows:
+        for name, why in row.failed.items():
+            lines.append(f"{row.workload} {row.dtype}: {name} failed: {why[:200]}")
     lines.append("calls: kernels and library calls a step, and how many of them only cast.")
     return lines
 
@@ -113,7 +116,7 @@ def _name(row: Row, way: str) -> str:
 def _peer(row: Row, way: str) -> str:
     best = row.best(way)
     if best is None:
-        return _NONE
+        return "failed" if any(name.startswith(way) for name in row.failed) else _NONE
     return _three_digits(best[1]) + (_MARK if best[0].endswith("channels_last") else "")
 
 

@@ -60,6 +60,23 @@ def test_all_columns_fit_a_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
 
 
+def test_a_torch_compile_that_fails_costs_its_column_and_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(step: Any) -> Any:
+        def fail() -> None:
+            raise RuntimeError("no backend\nand more")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    one = measure("mlp", "float32", Asked(frozenset({"compile"}), 1, 1, small=True), lambda _: None)
+    assert set(one.milliseconds) == {"ours", "eager"}
+    assert one.failed == {"compile": "no backend"}
+    assert "failed" in text_of([one], 120)[-1].split()
+    assert "mlp float32: compile failed: no backend" in footnotes([one])
+
+
 def test_columns_that_were_not_asked_for_are_left_out() -> None:
     bare = row(
         milliseconds={"ours": 100.0, "eager": 200.0}, measured_mib={}, floor_milliseconds=None,
