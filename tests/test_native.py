@@ -147,6 +147,12 @@ def test_missing_libraries_are_named_once_with_their_consequence(tmp_path):
         "  onednn (not built): matmul and convolution run through PyTorch, whose float32 is "
         "slower; pip install onednn-cpu-gomp==2023.2.0 onednn-devel-cpu-gomp==2023.2.0, "
         "then rebuild",
+        # Where PyTorch has no CUDA, nobody misses it.
+        *(
+            ["  cublaslt (not built): no step can be compiled for a GPU; " + rebuild]
+            if torch.version.cuda
+            else []
+        ),
     ]
 
 
