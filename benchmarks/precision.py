@@ -181,31 +181,6 @@ class Case:
         }
 
 
-@attrs.frozen
-class CompiledError:
-    """Errors of the gradients that compiled steps leave, beside PyTorch's; see `Row`.
-
-    `ours` and `torch` are medians over the draws; `ratio` is the geometric mean over the draws of
-    ours over PyTorch's: a median of few draws moves with the draw, a ratio within a draw does less.
-    """
-
-    ours: float
-    torch: float
-    ratio: float
-    draws: int
-
-
-def compiled_error(name: str, dtype: str, *, draws: int) -> CompiledError:
-    """Compile a workload in small shapes for some draws, and compare with float64."""
-    ours, theirs = [], []
-    for seed in range(draws):
-        case = Case(name, seed, () if dtype == "float32" else (dtype,))
-        ours.append(relative_error(case.compiled_gradients(dtype), case.exact))
-        theirs.append(relative_error(case.torch_gradients(dtype), case.exact))
-    ratio = geometric_mean([a / b for a, b in zip(ours, theirs, strict=True)])
-    return CompiledError(median(ours), median(theirs), ratio, draws)
-
-
 def relative_error(got: Gradients, exact: Gradients) -> float:
     """Of all gradients together: |got - exact| / |exact|; infinite where `got` is not finite."""
     error = sum(float(((got[name].double() - exact[name]) ** 2).sum()) for name in exact)

@@ -18,8 +18,8 @@ from amp_ir.module import StepModule
 from amp_ir.passes.call_cost import flop_of_calls
 from amp_ir.pipeline import lower
 from amp_ir.runtime.call_times import time_calls
+from benchmarks.compiled_error import CompiledError, compiled_error
 from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
-from benchmarks.precision import CompiledError, compiled_error
 from benchmarks.resident import measured_bytes, tensors_of
 
 # What may be asked for apart: each costs time of its own. Times of our step and eager's are
@@ -125,22 +125,16 @@ class _Measurement:
         self.failed: dict[str, str] = {}
 
     def run(self) -> Row:
-        ours = self.workload.make(small=self.asked.small)
-        train, mod = self._start_ours(ours)
-        for layout in layouts_of(self.workload.name):
-            self._start(make_peer(self.workload, self.dtype, "eager", layout, small=self._small))
-        if "compile" in self.asked.columns:
-            for layout in self._layouts_to_compile():
-                peer = make_peer(self.workload, self.dtype, "compile", layout, small=self._small)
-                try:
-                    self._start(peer)
-                except RuntimeError as error:
-                    # All that torch.compile raises is one; the other rows are still wanted.
-                    self.failed[peer.name] = str(error).strip().partition("\n")[0]
-                    del self.steps[peer.name]
+        training = self.workload.make(small=self.asked.small)
+        train, mod = self._start_ours(training)
+        self._start_peers()
         self.tell(f"{self.asked.rounds} steps of each, in turns")
-        medians = in_turns(self.steps, self.asked.rounds)
-        row = Row(
+        row = self._row(train, in_turns(self.steps, self.asked.rounds))
+        return self._with_extras(row, train, mod, training)
+
+    def _row(self, train: amp_ir.CompiledStep, medians: dict[str, float]) -> Row:
+        plan = train.report.plan
+        return Row(
             workload=self.workload.name,
             dtype=self.dtype,
             milliseconds=medians,
@@ -149,15 +143,31 @@ class _Measurement:
                 for name, seconds in self.first_seconds.items()
                 if name in medians and not name.startswith("eager")
             },
-            planned_mib=train.report.plan.peak_bytes / MEBIBYTE,
+            planned_mib=plan.peak_bytes / MEBIBYTE,
             measured_mib={name: size / MEBIBYTE for name, size in self.measured.items()},
-            calls=len(train.report.plan.calls),
-            casts=sum(call.is_cast for call in train.report.plan.calls),
+            calls=len(plan.calls),
+            casts=sum(call.is_cast for call in plan.calls),
             kernels=train.report.kernel_count,
             losses=self.losses,
             failed=self.failed,
         )
-        return self._with_extras(row, train, mod, ours)
+
+    def _start_peers(self) -> None:
+        for layout in layouts_of(self.workload.name):
+            self._start(self._peer("eager", layout))
+        if "compile" not in self.asked.columns:
+            return
+        for layout in self._layouts_to_compile():
+            peer = self._peer("compile", layout)
+            try:
+                self._start(peer)
+            except RuntimeError as error:
+                # All that torch.compile raises is one; the other rows are still wanted.
+                self.failed[peer.name] = str(error).strip().partition("\n")[0]
+                del self.steps[peer.name]
+
+    def _peer(self, way: str, layout: str) -> Peer:
+        return make_peer(self.workload, self.dtype, way, layout, small=self.asked.small)
 
     def _layouts_to_compile(self) -> tuple[str, ...]:
         layouts = layouts_of(self.workload.name)
@@ -166,10 +176,6 @@ class _Measurement:
         ways = {layout: self.steps[peer_name("eager", layout)] for layout in layouts}
         spent = in_turns(ways, _FIRST_STEPS)
         return (min(layouts, key=spent.__getitem__),)
-
-    @property
-    def _small(self) -> bool:
-        return self.asked.small
 
     def _start_ours(self, training: Training) -> tuple[amp_ir.CompiledStep, StepModule]:
         self.tell("compiling ours")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich import box
@@ -145,6 +146,8 @@ def _percent(value: float | None, digits: int) -> str:
 
 
 def _small(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
     mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 

@@ -12,8 +12,8 @@ import attrs
 import pytest
 import torch
 from benchmarks import __main__ as command
+from benchmarks.compiled_error import CompiledError
 from benchmarks.peers import in_layout
-from benchmarks.precision import CompiledError
 from benchmarks.resident import measured_bytes
 from benchmarks.step_row import COLUMNS, Asked, Row, measure
 from benchmarks.step_table import footnotes, table_of

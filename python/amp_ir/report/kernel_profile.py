@@ -91,9 +91,9 @@ class KernelTotal:
 
 @attrs.frozen
 class KernelProfile:
-    """Where a step's time goes. `step_milliseconds` is the median of `steps` whole steps.
+    """Where a step's time goes, and which library each heavy op went to.
 
-    `dispatched` says which library each heavy op went to, and why not to a better one.
+    `step_milliseconds` is the median of `steps` whole steps.
     """
 
     step_milliseconds: float
@@ -209,16 +209,12 @@ def profile_of(
         spent = [step.end_milliseconds[k] - step.begin_milliseconds[k] for step in steps]
         begin = shown.begin_milliseconds[k]
         in_trace = (begin, shown.end_milliseconds[k] - begin)
-        floor = peaks.floor_milliseconds(flop[k], _nbytes(call), call.compute_dtype)
+        nbytes = call.read_nbytes + call.written_nbytes
+        floor = peaks.floor_milliseconds(flop[k], nbytes, call.compute_dtype)
         calls.append(_call(call, statistics.median(spent), in_trace, flop[k], floor))
     median = statistics.median(step.milliseconds for step in steps)
-    return KernelProfile(
-        median, len(steps), tuple(calls), plan.live_bytes, peaks, planned.dispatched
-    )
-
-
-def _nbytes(call: PlannedCall) -> int:
-    return call.read_nbytes + call.written_nbytes
+    held = plan.live_bytes
+    return KernelProfile(median, len(steps), tuple(calls), held, peaks, planned.dispatched)
 
 
 def _call(
@@ -237,7 +233,7 @@ def _call(
         milliseconds=milliseconds,
         begin_milliseconds=in_trace[0],
         shown_milliseconds=in_trace[1],
-        nbytes=_nbytes(call),
+        nbytes=call.read_nbytes + call.written_nbytes,
         flop=flop,
         floor_milliseconds=floor,
         is_cast=call.is_cast,
