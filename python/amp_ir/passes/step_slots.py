@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import attrs
 import numpy as np
@@ -75,6 +74,8 @@ class Step:
     results: list[Slot]
     scratch: Slot | None = None
     is_rerun: bool = False
+    # Read once from the function: each look into an array of TVM's costs a call.
+    _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
 
     @property
     def reads(self) -> list[Slot]:
@@ -104,11 +105,13 @@ class Step:
         """The phases of the user's step that it takes part in."""
         return {location.phase for location in self.locations} or {"forward"}
 
-    def inplace_pairs(self) -> Iterator[tuple[int, int]]:
+    def inplace_pairs(self) -> tuple[tuple[int, int], ...]:
         """The results that may be written over an argument, as (result, argument)."""
-        if self.function is not None and INPLACE in self.function.attrs:
-            for pair in self.function.attrs[INPLACE]:
-                yield int(pair[0]), int(pair[1])
+        if self._pairs is None:
+            noted = {} if self.function is None else self.function.attrs
+            pairs = noted[INPLACE] if INPLACE in noted else ()
+            self._pairs = tuple((int(pair[0]), int(pair[1])) for pair in pairs)
+        return self._pairs
 
 
 def attribute(call: relax.Call, name: str) -> str:
