@@ -119,6 +119,8 @@ class _Measurement:
         self.asked = asked
         self.tell = tell
         self.steps: dict[str, Step] = {}
+        # Seconds before the first step, and those of the first steps.
+        self.built_seconds: dict[str, float] = {}
         self.first_seconds: dict[str, float] = {}
         self.measured: dict[str, int] = {}
         self.losses: dict[str, float] = {}
@@ -139,8 +141,9 @@ class _Measurement:
             dtype=self.dtype,
             milliseconds=medians,
             compile_seconds={
-                name: seconds - _FIRST_STEPS * medians[name] / 1e3
-                for name, seconds in self.first_seconds.items()
+                name: seconds
+                + max(0.0, self.first_seconds[name] - _FIRST_STEPS * medians[name] / 1e3)
+                for name, seconds in self.built_seconds.items()
                 if name in medians and not name.startswith("eager")
             },
             planned_mib=plan.peak_bytes / MEBIBYTE,
@@ -219,7 +222,8 @@ class _Measurement:
         started = time.perf_counter()
         for _ in range(_FIRST_STEPS):
             self.steps[name]()
-        self.first_seconds[name] = seconds + time.perf_counter() - started
+        self.built_seconds[name] = seconds
+        self.first_seconds[name] = time.perf_counter() - started
 
     def _with_extras(
         self, row: Row, train: amp_ir.CompiledStep, mod: StepModule, training: Training
