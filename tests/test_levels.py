@@ -66,17 +66,25 @@ def test_running_statistics_are_written_where_they_lie() -> None:
     assert not any(call.ops == ("copy",) for call in calls)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.7])
-def test_a_step_leaves_pytorchs_running_statistics(share: float) -> None:
+def budget_that_normalizes_again(mod: StepModule) -> int:
+    """The loosest of some budgets for which a batch normalization runs twice."""
+    free = lower(mod).plan
+    for share in (0.9, 0.85, 0.8, 0.75, 0.7):
+        budget = free.state_bytes + int(share * (free.peak_bytes - free.state_bytes))
+        calls = lower(mod, memory_budget=budget).plan.calls
+        if any("batch_norm" in call.ops for call in calls if call.is_rerun):
+            return budget
+    raise AssertionError("no batch normalization is run again")
+
+
+@pytest.mark.parametrize("is_run_again", [False, True])
+def test_a_step_leaves_pytorchs_running_statistics(is_run_again: bool) -> None:
     """Also where a normalization runs twice, which must not count its batch twice."""
     mod, model, args = traced()
     peer = copy.deepcopy(model)
     peer_step, _ = training(peer)
-    free = lower(mod).plan
-    budget = free.state_bytes + int(share * (free.peak_bytes - free.state_bytes))
+    budget = budget_that_normalizes_again(mod) if is_run_again else None
     train = amp_ir.compile(mod, memory_budget=budget)
-    again = [call for call in train.report.plan.calls if call.is_rerun]
-    assert any("batch_norm" in call.ops for call in again) == (share < 1)
     for _ in range(3):
         train(*args)
         peer_step(*args)
