@@ -61,7 +61,8 @@ def cpu() -> CompileTarget:
 def cuda(arch: str | None = None) -> CompileTarget:
     """A CUDA GPU of architecture `arch` ("sm_90"); by default the one in this machine.
 
-    TF32 is as PyTorch has it at this moment: `torch.backends.cuda.matmul.allow_tf32`.
+    TF32 is as PyTorch has it at this moment: `torch.backends.cuda.matmul.fp32_precision`, or the
+    older `allow_tf32`, which sets it.
 
     Raises:
         OptionError: `arch` is no architecture, or an older one than sm_80.
@@ -73,7 +74,8 @@ def cuda(arch: str | None = None) -> CompileTarget:
             f"target={arch!r} is no CUDA architecture that amp_ir compiles for; expected "
             f"sm_{_OLDEST} or newer, such as sm_80 (A100), sm_89 (L4, RTX 40) or sm_90 (H100, H200)"
         )
-    allow_tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
+    # Not `.allow_tf32`: reading that is an error where `fp32_precision` was set.
+    allow_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return CompileTarget("cuda", arch, ("cublaslt", "torch_cuda"), allow_tf32)
 
 

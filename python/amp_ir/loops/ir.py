@@ -95,7 +95,11 @@ class Value:
     def __getitem__(self, index: Index | Any) -> Any:
         """Read one element; only inside the body of another value."""
         index = index if isinstance(index, tuple) else (index,)
-        return current_access()(self, self.align(index))
+        inner = channels_last(self)
+        if inner is None:
+            return current_access()(self, self.align(index))
+        _reads_of_views[0] += 1
+        return inner[_moved(self.align(index), TO_LAST)]
 
     def align(self, index: Index) -> Index:
         """The index of this value that an index of a broadcast result stands for."""
@@ -125,10 +129,12 @@ class Pointwise(Value):
 
     `is_view`: only moves elements (transpose, slice, broadcast); never worth memory by itself.
     `is_reshape`: a view that keeps the flat order. `rounds`: the user wrote this cast, so its
-    rounding happens even where the value never reaches memory.
+    rounding happens even where the value never reaches memory. `last`: the same tensor with its
+    channels last, of which this is a view; see `channels_last`.
     """
 
     body: Element = attrs.field(kw_only=True, repr=False)
+    last: Value | None = attrs.field(default=None, kw_only=True, repr=False)
     is_cast: bool = False
     is_reshape: bool = False
     is_view: bool = False
@@ -242,10 +248,49 @@ def scalar_loop() -> None:
         _scalar_stack[-1]()
 
 
-def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: bool) -> Pointwise:
+# Images are [rows, channels, height, width] to a step, and libraries want their channels last: the
+# order of dimensions that turns one into the other, and back.
+TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+def channels_last(value: Value) -> Value | None:
+    """The tensor in memory of which `value` is the view with channels first, or None.
+
+    What is computed from such a view has its channels last in memory too (`pointwise`, `reduce`),
+    so that chains between convolutions never change their layout.
+    """
+    return value.last if isinstance(value, Pointwise) else None
+
+
+def channels_first(value: Value) -> Value:
+    """A tensor whose channels are last in memory, as the step sees it; never costs a kernel."""
+    spec = TensorSpec(_moved(value.shape, TO_FIRST), value.dtype)
+
+    def body(*index: Any) -> Any:
+        return value[_moved(index, TO_LAST)]
+
+    return Pointwise(spec, [Read(value, "other")], body=body, is_view=True, last=value)
+
+
+def _moved(index: Sequence[Any], order: Sequence[int]) -> Index:
+    return tuple(index[d] for d in order)
+
+
+def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> Pointwise:
     """A value of `shape` whose element at `i` is `body(*i)`, rounded to `dtype` when stored."""
     spec = TensorSpec(tuple(int(n) for n in shape), dtype)
-    return Pointwise(spec, _reads_of(spec.shape, body, spec.shape), body=body, **flags)
+    reads, reads_last = _reads_of(spec.shape, body, spec.shape)
+    if not reads_last:
+        return Pointwise(spec, reads, body=body, **flags)
+    inner = TensorSpec(_moved(spec.shape, TO_LAST), dtype)
+
+    def moved(*index: Any) -> Any:
+        return body(*_moved(index, TO_FIRST))
+
+    reads, _ = _reads_of(inner.shape, moved, inner.shape)
+    first = channels_first(Pointwise(inner, reads, body=moved, **flags))
+    assert isinstance(first, Pointwise)
+    return first
 
 
 def reduce(
@@ -260,10 +305,30 @@ def reduce(
     """`kind` of `body(*i)` over `axes` of an index space of `source_shape`; extents stay as 1."""
     source = tuple(int(n) for n in source_shape)
     kept = tuple(sorted(axis % len(source) for axis in axes)) if source else ()
-    shape = tuple(1 if d in kept else n for d, n in enumerate(source))
+    reads, reads_last = _reads_of(source, body, None)
+    if not reads_last:
+        return _reduction(kind, source, kept, (body, reads), dtype, is_gate)
+
+    def moved(*index: Any) -> Any:
+        return body(*_moved(index, TO_FIRST))
+
+    source, kept = _moved(source, TO_LAST), tuple(sorted(TO_FIRST[axis] for axis in kept))
+    reads, _ = _reads_of(source, moved, None)
+    return channels_first(_reduction(kind, source, kept, (moved, reads), dtype, is_gate))
+
+
+def _reduction(
+    kind: ReduceKind,
+    source: tuple[int, ...],
+    axes: tuple[int, ...],
+    body: tuple[Element, list[Read]],
+    dtype: str,
+    is_gate: bool,
+) -> Reduction:
+    shape = tuple(1 if d in axes else n for d, n in enumerate(source))
     return Reduction(
-        TensorSpec(shape, dtype), _reads_of(source, body, None), kind=kind,
-        source_shape=source, axes=kept, body=body, is_gate=is_gate,
+        TensorSpec(shape, dtype), body[1], kind=kind,
+        source_shape=source, axes=axes, body=body[0], is_gate=is_gate,
     )  # fmt: skip
 
 
@@ -274,6 +339,10 @@ def reshape(source: Value, shape: Sequence[int]) -> Value:
         raise BuildError(f"cannot reshape {source.shape} to {spec.shape}: the sizes differ")
     if spec.shape == source.shape:
         return source
+    inner = channels_last(source)
+    if inner is not None and 1 in (source.shape[1], math.prod(source.shape[2:])):
+        # One channel, or one pixel: the flat order is the same.
+        return reshape(inner, spec.shape)
 
     def body(*index: Any) -> Any:
         return source[unflatten(flatten(index, spec.shape), source.shape)]
@@ -334,10 +403,18 @@ def unflatten(flat: Any, shape: Sequence[int]) -> Index:
     return tuple(reversed(index))
 
 
+# How many views of images with channels last were read so far; `_reads_of` looks whether it grows.
+_reads_of_views = [0]
+
+
 def _reads_of(
     shape: tuple[int, ...], body: Element, own_shape: tuple[int, ...] | None
-) -> list[Read]:
-    """Run `body` once on fresh index variables and note what it reads, and where."""
+) -> tuple[list[Read], bool]:
+    """Run `body` once on fresh index variables and note what it reads, and where.
+
+    Also whether it reads images whose channels are last in memory, and makes one.
+    """
+    before = _reads_of_views[0]
     index = tuple(tirx.Var(f"i{d}", "int32") for d in range(len(shape)))
     reads: dict[int, Read] = {}
 
@@ -350,7 +427,8 @@ def _reads_of(
 
     with reading(note):
         body(*index)
-    return list(reads.values())
+    is_image = len(shape) == len(TO_LAST)
+    return list(reads.values()), is_image and _reads_of_views[0] > before
 
 
 def _place(

@@ -12,8 +12,20 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, compute_dtype, lowers, pointwise, reduce, reshape
+from amp_ir.loops.ir import (
+    Lowering,
+    Value,
+    channels_first,
+    channels_last,
+    compute_dtype,
+    lowers,
+    pointwise,
+    reduce,
+    reshape,
+)
 from amp_ir.loops.lower_normalization import (
     input_gradient,
     normalized,
@@ -23,7 +35,6 @@ from amp_ir.loops.lower_normalization import (
 )
 
 _GROUP_AXES = (2, 3)
-_BATCH_AXES = (0, 2)
 
 
 def _grouped(x: Value, groups: int) -> Value:
@@ -94,14 +105,49 @@ def group_norm_backward_weight(
     return reshape(dweight, result.shape), reshape(dbias, result.shape)
 
 
-def _planes(x: Value) -> Value:
-    n, channels, *space = x.shape
-    return reshape(x, (n, channels, math.prod(space)))
+@attrs.frozen
+class _Planes:
+    """Images as [n, channels, space], or as [n * space, channels] where channels are last.
 
+    `axes` are those of the sums over everything but the channels.
+    """
 
-def _columns(values: Sequence[Value | None]) -> list[Value | None]:
-    """[channels] as [channels, 1]."""
-    return [None if one is None else reshape(one, (one.shape[0], 1)) for one in values]
+    shape: tuple[int, ...]
+    is_last: bool
+
+    @classmethod
+    def of(cls, *images: Value) -> _Planes:
+        """The form for images of one shape, by how they lie in memory."""
+        is_last = any(channels_last(one) is not None for one in images)
+        return cls(images[0].shape, is_last)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return (0,) if self.is_last else (0, 2)
+
+    def seen(self, x: Value) -> Value:
+        """An image in this form."""
+        n, channels, *space = x.shape
+        if not self.is_last:
+            return reshape(x, (n, channels, math.prod(space)))
+        inner = channels_last(x)
+        if inner is None:
+            shape = (n, *space, channels)
+            inner = pointwise(shape, x.dtype, lambda n, h, w, c: x[n, c, h, w], is_view=True)
+        return reshape(inner, (n * math.prod(space), channels))
+
+    def image(self, x: Value) -> Value:
+        """The image of something in this form."""
+        n, channels, *space = self.shape
+        if not self.is_last:
+            return reshape(x, self.shape)
+        return channels_first(reshape(x, (n, *space, channels)))
+
+    def columns(self, values: Sequence[Value | None]) -> list[Value | None]:
+        """[channels] so that it broadcasts to this form."""
+        if self.is_last:
+            return list(values)
+        return [None if one is None else reshape(one, (one.shape[0], 1)) for one in values]
 
 
 def _updated(running: Value, batch: Value, momentum: float, scale: float) -> Value:
@@ -128,14 +174,15 @@ def batch_norm(
     has_running: bool = True,
 ) -> tuple[Value, ...]:
     """Two sums a channel, then one pass; the running statistics are a pass over the channels."""
-    planes = _planes(x)
+    form = _Planes.of(x)
+    planes = form.seen(x)
     flags = (has_weight, has_bias, has_running, has_running)
     weight, bias, running_mean, running_var = optional(rest, *flags)
-    mean, variance, rstd = statistics(planes, _BATCH_AXES, eps)
-    weight, bias = _columns((weight, bias))
+    mean, variance, rstd = statistics(planes, form.axes, eps)
+    weight, bias = form.columns((weight, bias))
     y = normalized(planes, mean, rstd, weight, bias, op.results[0].dtype)
     shape = op.results[1].shape
-    results = [reshape(y, x.shape), reshape(mean, shape), reshape(rstd, shape)]
+    results = [form.image(y), reshape(mean, shape), reshape(rstd, shape)]
     if running_mean is not None and running_var is not None:
         count = math.prod(x.shape) // x.shape[1]
         # PyTorch keeps the unbiased variance; of one element it is not a number.
@@ -150,12 +197,13 @@ def batch_norm_backward(
     op: Lowering, grad: Value, x: Value, *rest: Value, has_weight: bool = True
 ) -> tuple[Value, ...]:
     """Two sums a channel, then one pass."""
-    weight, mean, rstd = _columns(optional(rest, has_weight, True, True))
+    form = _Planes.of(grad, x)
+    weight, mean, rstd = form.columns(optional(rest, has_weight, True, True))
     assert mean is not None and rstd is not None
     dtype = op.results[1].dtype
-    gradient, planes = _planes(grad), _planes(x)
-    dbias = reduce("sum", gradient.shape, _BATCH_AXES, lambda *i: gradient[i], dtype)
-    dweight = weight_gradient(gradient, planes, mean, rstd, _BATCH_AXES, dtype)
+    gradient, planes = form.seen(grad), form.seen(x)
+    dbias = reduce("sum", gradient.shape, form.axes, lambda *i: gradient[i], dtype)
+    dweight = weight_gradient(gradient, planes, mean, rstd, form.axes, dtype)
     share = m.constant(x.shape[1] / math.prod(x.shape), dtype)
 
     def body(*i: Any) -> Any:
@@ -166,4 +214,4 @@ def batch_norm_backward(
 
     dx = pointwise(gradient.shape, op.results[0].dtype, body)
     shape = op.results[1].shape
-    return reshape(dx, x.shape), reshape(dweight, shape), reshape(dbias, shape)
+    return form.image(dx), reshape(dweight, shape), reshape(dbias, shape)

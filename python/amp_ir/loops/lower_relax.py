@@ -11,11 +11,15 @@ from tvm import relax, tirx
 
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
+    TO_FIRST,
+    TO_LAST,
     Constant,
     Lowering,
     TensorSpec,
     Value,
     bind,
+    channels_first,
+    channels_last,
     compute_dtype,
     lowers,
     pointwise,
@@ -250,9 +254,14 @@ def permute_dims(op: Lowering, x: Value) -> Value:
     axes = op.call.attrs.axes
     order = [int(a) for a in axes] if axes is not None else list(reversed(range(len(x.shape))))
     shape = op.results[0].shape
+    inner = channels_last(x)
+    if inner is not None and tuple(order) == TO_LAST:
+        return inner
     moved = [n for n in order if x.shape[n] > 1]
     if moved == sorted(moved):
         return reshape(x, shape)
+    if tuple(order) == TO_FIRST:
+        return channels_first(x)
     source = [order.index(d) for d in range(len(order))]
     return pointwise(shape, x.dtype, lambda *i: x[tuple(i[k] for k in source)], is_view=True)
 

@@ -12,7 +12,7 @@ from tvm import relax
 
 from amp_ir.loops.fuse import group_values
 from amp_ir.loops.grouping import Group, Grouping, storage_of
-from amp_ir.loops.ir import Pointwise, Value
+from amp_ir.loops.ir import Pointwise, Value, channels_last
 
 
 @attrs.frozen
@@ -74,7 +74,8 @@ def stored_tensors(ir: tvm.IRModule) -> list[Stored]:
     names: dict[int, list[relax.Var]] = {}
     for variable, value in values.items():
         for leaf in _leaves(value):
-            names.setdefault(id(storage_of(leaf)), []).append(variable)
+            owner = storage_of(channels_last(leaf) or leaf)
+            names.setdefault(id(owner), []).append(variable)
     return [
         Stored(
             tuple(names.get(key, ())),
@@ -107,7 +108,7 @@ def _place(grouping: Grouping, value: Any) -> Membership | None:
         value = value[0]
     if not isinstance(value, Value):
         return None
-    owner = storage_of(value)
+    owner = storage_of(channels_last(value) or value)
     group = grouping.group_of.get(id(owner))
     if group is not None:
         is_made = group.stored and any(owner is one for one in group.members)

@@ -81,6 +81,7 @@ class _Dispatcher:
         self.only_reader = only_readers(self.bindings, self.uses, "relax.permute_dims")
         self.only_cast = only_readers(self.bindings, self.uses, "amp_ir.cast")
         self.replaced: dict[relax.Var, relax.Expr] = {}
+        self.before: list[relax.Binding] = []
         self.biased = self._find_biased()
         self.absorbed = {v for biased in self.biased.values() for v in biased.absorbed}
 
@@ -95,6 +96,8 @@ class _Dispatcher:
                 continue
             new = self._dispatched(binding.var, value) if isinstance(value, relax.Call) else None
             new = self.replaced.pop(binding.var, new)
+            bindings += self.before
+            self.before.clear()
             if new is self:
                 continue
             bindings.append(binding if new is None else relax.VarBinding(binding.var, new))
@@ -140,7 +143,9 @@ class _Dispatcher:
     def _written(self, library: str, verb: str, variable: relax.Var, call: relax.Call) -> Any:
         """The call of the library, the marker that it was bound elsewhere, or None."""
         if verb != "matmul":
-            return write_convolution(library, verb, call, self.operand)
+            written = write_convolution(library, verb, variable, call, self.operand)
+            self.before += written.before
+            return written.result
         reader = self.only_reader.get(variable)
         transpose = None if reader is None else self.values[reader]
         forms = matmul_forms(call, self.operand, transpose)
