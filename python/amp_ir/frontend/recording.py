@@ -69,8 +69,8 @@ class Recorder(TorchDispatchMode):
         """Trace one op."""
         kwargs = kwargs or {}
         if func is _DEVICE:
-            # PyTorch asks for it twice an op.
-            return func(*args)
+            # PyTorch asks for it twice an op; the modes below would answer the same.
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if is_foreach(func):
             with self:
                 return call_foreach(func, args, kwargs)
