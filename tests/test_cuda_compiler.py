@@ -108,8 +108,8 @@ def test_no_compiler_is_an_error_with_the_remedy(monkeypatch):
     assert str(caught.value) == (
         "no CUDA compiler was found: neither NVRTC with its headers among the pip packages or in "
         'CUDA_HOME, nor nvcc on the path; pip install "amp_ir[cuda]" (the wheels '
-        "nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl; Linux on x86-64 or ARM), or "
-        "put nvcc of CUDA 13 on the path"
+        "nvidia-cuda-nvrtc and nvidia-cuda-runtime, which PyTorch's CUDA builds bring too), or put "
+        "nvcc of CUDA 13 on the path"
     )
 
 
@@ -117,7 +117,7 @@ def test_without_a_toolkit_nothing_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(toolkit, "roots", lambda: (tmp_path,))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert toolkit.library("libnvrtc.so.1?") is None
-    assert toolkit.header_directories() is None
+    assert toolkit.header_directory() is None
     assert toolkit.tool("nvcc") is None
 
 

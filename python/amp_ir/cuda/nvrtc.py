@@ -11,10 +11,31 @@ import attrs
 
 from amp_ir.cuda import toolkit
 
-# TVM's sources include these two headers of CUDA's standard library for the names below and nothing
-# else. The real ones take NVRTC a second a program; these take none. A name that is declared only
-# fails to compile where it is used.
+# TVM's sources, and cuda_fp16.h, include these headers of CUDA's C++ libraries for the names below
+# and nothing else. The real ones take NVRTC a second a program, and come in a wheel that PyTorch
+# does not bring; these take none, and give the same code. A name that is only declared fails to
+# compile where it is used.
+_PROVIDED = "".join(
+    f"""#if __CUDA_ARCH__ >= {version}0
+#define NV_PROVIDES_SM_{version} 1
+#else
+#define NV_PROVIDES_SM_{version} 0
+#endif
+"""
+    for version in (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120)
+)
 _HEADERS = {
+    "nv/target": f"""#pragma once
+{_PROVIDED}
+#define NV_IS_DEVICE 1
+#define NV_IS_HOST 0
+#define AMP_IR_LIST(...) __VA_ARGS__
+#define AMP_IR_WHERE_1(yes, no) AMP_IR_LIST yes
+#define AMP_IR_WHERE_0(yes, no) AMP_IR_LIST no
+#define AMP_IR_JOINED(condition, yes, no) AMP_IR_WHERE_##condition(yes, no)
+#define NV_IF_ELSE_TARGET(condition, yes, no) AMP_IR_JOINED(condition, yes, no)
+#define NV_IF_TARGET(condition, ...) AMP_IR_JOINED(condition, __VA_ARGS__, ())
+""",
     "cuda/std/cstdint": """#pragma once
 namespace cuda { namespace std {
 using int8_t = signed char;
@@ -50,7 +71,7 @@ class Nvrtc:
     """A loaded NVRTC and the headers it compiles with."""
 
     _library: ctypes.CDLL
-    _header_directories: tuple[str, ...]
+    _header_directory: str
 
     @property
     def identity(self) -> str:
@@ -83,7 +104,7 @@ class Nvrtc:
         try:
             arguments = [
                 f"--gpu-architecture={arch}",
-                *(f"--include-path={directory}" for directory in self._header_directories),
+                f"--include-path={self._header_directory}",
                 *options,
             ]
             failed = self._library.nvrtcCompileProgram(program, len(arguments), _strings(arguments))
@@ -110,14 +131,14 @@ class Nvrtc:
 def find() -> Nvrtc | None:
     """NVRTC with its headers, or None where either is missing."""
     path = toolkit.library("libnvrtc.so.1?")
-    headers = toolkit.header_directories()
+    headers = toolkit.header_directory()
     if path is None or headers is None:
         return None
     try:
         library = ctypes.CDLL(str(path))
     except OSError:
         return None
-    return Nvrtc(library, tuple(map(str, headers)))
+    return Nvrtc(library, str(headers))
 
 
 def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PIP_REMEDY = (
-    'pip install "amp_ir[cuda]" (the wheels nvidia-cuda-nvrtc, nvidia-cuda-runtime and '
-    "nvidia-cuda-cccl; Linux on x86-64 or ARM), or put nvcc of CUDA 13 on the path"
+    'pip install "amp_ir[cuda]" (the wheels nvidia-cuda-nvrtc and nvidia-cuda-runtime, which '
+    "PyTorch's CUDA builds bring too), or put nvcc of CUDA 13 on the path"
 )
 # Below a toolkit's root, in the layouts of wheels, of installers and of distributions.
 _HEADERS = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
@@ -59,21 +59,7 @@ def tool(name: str) -> Path | None:
     return Path(found) if found is not None else None
 
 
-def header_directories() -> tuple[Path, ...] | None:
-    """What a device compiler needs to find cuda_fp16.h and what that includes; None if absent."""
-    found = []
-    for header, folders in (("cuda_fp16.h", _HEADERS), ("nv/target", _with_cccl())):
-        directory = _first_with(header, folders)
-        if directory is None:
-            return None
-        found.append(directory)
-    return tuple(dict.fromkeys(found))
-
-
-def _with_cccl() -> tuple[str, ...]:
-    return tuple(path for folder in _HEADERS for path in (f"{folder}/cccl", folder))
-
-
-def _first_with(header: str, folders: tuple[str, ...]) -> Path | None:
-    candidates = (root / folder for root in roots() for folder in folders)
-    return next((path for path in candidates if (path / header).is_file()), None)
+def header_directory() -> Path | None:
+    """Where a device compiler finds cuda_fp16.h and what that includes; None where it is not."""
+    candidates = (root / folder for root in roots() for folder in _HEADERS)
+    return next((path for path in candidates if (path / "cuda_fp16.h").is_file()), None)
