@@ -101,10 +101,16 @@ def test_a_step_for_the_cpu_runs_with_the_runtime_alone(tmp_path, capsys):
     assert loaded == "[]"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_a_step_for_a_gpu_is_written_without_one(arch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "arch", "called"),
+    [
+        ("mlp", "sm_80", {"cublaslt.matmul": 8}),
+        ("bert1", "sm_90", {"torch_cuda.attention": 1, "torch_cuda.attention_backward": 1}),
+    ],
+)
+def test_a_step_for_a_gpu_is_written_without_one(name, arch, called, tmp_path, capsys):
     out = tmp_path / "step.so"
-    command = ["compile", "mlp", "--small", "--target", arch, "--amp-dtype", "bfloat16"]
+    command = ["compile", name, "--small", "--target", arch, "--amp-dtype", "bfloat16"]
     assert cli.main([*command, "--out", str(out)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     description = json.loads(Path(f"{out}.json").read_text())
@@ -115,15 +121,20 @@ def test_a_step_for_a_gpu_is_written_without_one(arch, tmp_path, capsys):
     assert {"parameter", "batch", "result", "hyper_parameter"} <= roles
     updated = {one["role"] for one in arguments if one["is_updated"]}
     assert "parameter" in updated and not updated & {"batch", "hyper_parameter"}
-    functions = [name for one in description["libraries"] for name in one["functions"]]
-    assert "amp_ir.view" in functions and "amp_ir.cublaslt.matmul" in functions
+    for library in description["libraries"]:
+        code = (native.LIBRARY_DIRECTORY / library["file"]).read_bytes()
+        assert [one for one in library["functions"] if one.encode() not in code] == []
+    functions = {one for library in description["libraries"] for one in library["functions"]}
+    assert {"amp_ir.view", *(f"amp_ir.{one}" for one in called)} <= functions
     assert len(description["kernels"]) > 4
     assert all(0 < one["registers"] <= 255 for one in description["kernels"])
     content = out.read_bytes()
     assert b"__global__" not in content
     assert content.count(b"\x7fELF") == 2  # itself, and the machine code in it
     assert f"file {out}," in shown
-    assert "library calls amp_ir.cublaslt.matmul x 8 needs libamp_ir_cublaslt.so (" in shown
+    for function, count in called.items():
+        assert f"amp_ir.{function} x {count}" in shown
+    assert "needs libamp_ir_cublaslt.so (libcublasLt.so (pip: nvidia-cublas)" in shown
     assert "none spills" in shown
     assert all(f"{stage} " in shown for stage in ("capture", "autocast", "plan", "build", "link"))
 
