@@ -66,10 +66,15 @@ def _columns(full: Mapping[str, float]) -> Iterator[tuple[str, Cell]]:
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
     """What the columns mean: those that are there, and no others."""
+    peers = "eager's, torch.compile's and the better one's"
+    if not any(row.best("compile") for row in rows):
+        peers = "eager's"
     lines = [
-        "ms: medians of a step, all ways in turns. x: our time over eager's, torch.compile's and "
-        "the better one's; below 1 is faster. AMP gain: over our own float32.",
+        f"ms: medians of a step, all ways in turns. x: our time over {peers}; below 1 is faster."
     ]
+    full = {row.workload: row.ours for row in rows if row.dtype == "float32"}
+    if any(_gain(row, full) != _NONE for row in rows):
+        lines.append("AMP gain: our own float32's time over ours.")
     marked = sorted({name for row in rows for way in ("eager", "compile")
                      if (name := _name(row, way)).endswith("channels_last")})  # fmt: skip
     if marked:

@@ -84,6 +84,7 @@ def test_columns_that_were_not_asked_for_are_left_out() -> None:
     )  # fmt: skip
     heads = " ".join(text_of([bare], 120)[:2]).split()
     assert not {"comp", "cold", "floor", "error", "host"} & set(heads)
+    assert not any("AMP" in note or "torch.compile's" in note for note in footnotes([bare]))
     assert not any("torch.compile with" in note or "float64" in note for note in footnotes([bare]))
 
 
