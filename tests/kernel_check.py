@@ -19,6 +19,7 @@ from amp_ir.dialect.define import dtype_name
 from amp_ir.loops import emit_cuda, merge_launches
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.loops.horizontal import merge_horizontally
+from amp_ir.loops.share_kernels import share_kernels
 from amp_ir.target import cpu
 
 _STORED_AS = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
@@ -44,7 +45,8 @@ def module_of(name: str, inputs: Sequence[torch.Tensor], **options: Any) -> tvm.
     return builder.get()
 
 
-Run = Callable[[str, list[torch.Tensor]], None]
+# Takes a kernel's name and its arguments: flat tensors, and the numbers of shared kernels.
+Run = Callable[[str, list[Any]], None]
 
 
 def run_kernels(mod: tvm.IRModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -74,7 +76,8 @@ def run_cuda_modules(
     from cuda_emulator import device
 
     fused = [
-        merge_horizontally(fuse_loops(mod, emitter=emit_cuda), merge_launches) for mod, _ in cases
+        share_kernels(merge_horizontally(fuse_loops(mod, emitter=emit_cuda), merge_launches))
+        for mod, _ in cases
     ]
     functions = {}
     for number, one in enumerate(fused):
@@ -84,13 +87,18 @@ def run_cuda_modules(
     with device.target():
         compiled = tvm.compile(tvm.IRModule(functions), device.target(), tir_pipeline=CUDA_PIPELINE)
 
-    def run(name: str, arguments: list[torch.Tensor]) -> None:
-        arrays = [one.numpy() for one in arguments]
-        given, backwards = ([device.to_device(one) for one in arrays] for _ in range(2))
+    def on_device(argument: Any) -> Any:
+        return argument if isinstance(argument, int) else device.to_device(argument.numpy())
+
+    def run(name: str, arguments: list[Any]) -> None:
+        given, backwards = ([on_device(one) for one in arguments] for _ in range(2))
         compiled[name](*given)
         with device.reversed_order():
             compiled[name](*backwards)
-        for array, one, other in zip(arrays, given, backwards, strict=True):
+        for argument, one, other in zip(arguments, given, backwards, strict=True):
+            if isinstance(argument, int):
+                continue
+            array = argument.numpy()
             array[...] = one.numpy()
             assert array.tobytes() == other.numpy().tobytes(), f"{name} depends on the order"
 
@@ -100,7 +108,7 @@ def run_cuda_modules(
     ]
 
 
-def _named(run: Run, number: int, name: str, arguments: list[torch.Tensor]) -> None:
+def _named(run: Run, number: int, name: str, arguments: list[Any]) -> None:
     run(f"case_{number}_{name}", arguments)
 
 
@@ -123,6 +131,8 @@ def evaluate(fused: tvm.IRModule, inputs: Sequence[torch.Tensor], run: Run) -> l
 def _evaluate(expr: Any, values: dict[Any, Any], run: Run) -> Any:
     if isinstance(expr, relax.Var):
         return values[expr]
+    if isinstance(expr, tvm.tirx.IntImm):
+        return int(expr)
     if isinstance(expr, relax.Tuple):
         return tuple(_evaluate(field, values, run) for field in expr.fields)
     if isinstance(expr, GenericConst):
@@ -144,8 +154,10 @@ def _evaluate(expr: Any, values: dict[Any, Any], run: Run) -> Any:
     return tuple(outputs) if isinstance(type_, relax.TupleType) else outputs[0]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: torch.Tensor | int) -> torch.Tensor | int:
     """A tensor's memory as the kernel declares it: flat, bfloat16 as uint16, bool as uint8."""
+    if isinstance(tensor, int):
+        return tensor
     flat = tensor.contiguous().reshape(-1)
     if flat.numel() == 0:
         flat = flat.new_empty(1)

@@ -20,6 +20,7 @@ from amp_ir.interpreter import interpret
 from amp_ir.loops import emit_cuda, merge_launches
 from amp_ir.loops.fuse import fuse_loops
 from amp_ir.loops.horizontal import merge_horizontally
+from amp_ir.loops.share_kernels import share_kernels
 
 
 def normalised(x: Any) -> Any:
@@ -121,6 +122,29 @@ def test_merged_kernels_give_the_right_numbers(low: str) -> None:
     inputs += [sample(shape, dtype) for shape in SHAPES for dtype in ("float32", low)]
     for got, expected in zip(run_cuda_kernels(mod, inputs), interpret(mod, inputs), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def rows_of(x: Any) -> tuple[Any, ...]:
+    """Every other pair of rows, each in a kernel of its own."""
+    two = [R.strided_slice(x, [0], [k], [k + 2]) for k in range(0, 12, 4)]
+    return tuple(R.nn.softmax(one) for one in two)
+
+
+def test_kernels_that_start_elsewhere_are_one_with_vectors_still() -> None:
+    mod = build([((12, 64), "bfloat16")], rows_of)
+    shared = share_kernels(fuse_loops(mod, emitter=emit_cuda))
+    kernels = [one for one in shared.functions.values() if not isinstance(one, relax.Function)]
+    # The first one starts at 0, which adds nothing.
+    assert len(kernels) == 2
+    assert [vector_widths(one) for one in kernels] == [{8}, {8}]
+
+
+@in_emulator
+def test_shared_kernels_give_the_right_numbers() -> None:
+    mod = build([((12, 64), "bfloat16")], rows_of)
+    inputs = [sample((12, 64), "bfloat16")]
+    for got, expected in zip(run_cuda_kernels(mod, inputs), interpret(mod, inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)
 
 
 def kernels(mod: tvm.IRModule) -> list[tvm.tirx.PrimFunc]:

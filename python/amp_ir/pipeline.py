@@ -163,7 +163,7 @@ def lower(
         # From here on there are kernels, and low precision exists only in memory.
         ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
         ir = merge_horizontally(ir, merge_launches if target.is_cuda else merge_tasks)
-        ir = ir if target.is_cuda else share_kernels(ir)
+        ir = share_kernels(ir)
     with _timed(seconds, "plan"):
         # From here on every value has its bytes, and order must not change.
         planned = plan_memory(

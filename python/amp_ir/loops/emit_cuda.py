@@ -61,6 +61,8 @@ FEW_ROWS, LONG_ROW = 64, 16384
 TILE_ROWS = 8
 # Shared memory that every block may have without asking.
 SHARED_NBYTES = 48 * 1024
+# Elements of tensors that a thread holds at once: with more, registers do not suffice.
+MAX_HELD = 64
 # Running values of one thread that stay in registers.
 MAX_RUNNING = 32
 
@@ -154,6 +156,8 @@ class _Emitter:
             if value.size == self.domain.size
         ]
         width = min(MAX_WIDTH, VECTOR_NBYTES // min(sizes, default=4))
+        while width > 1 and width * len(sizes) > MAX_HELD:
+            width //= 2
         while extent % width:
             width //= 2
         return width

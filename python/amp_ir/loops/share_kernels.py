@@ -37,15 +37,22 @@ class _Template:
         variables: list[tirx.Var] = []
         distances: list[int] = []
 
-        def opened(index: Any) -> Any:
+        def opened(index: Any, unit: int = 1) -> Any:
+            """The index with a variable for each distance, in units of so many elements."""
+            if isinstance(index, tirx.Ramp):
+                # Vectors start at multiples of their length, and code generation must see that.
+                lanes = int(index.lanes)
+                return tirx.Ramp(opened(index.base, lanes), index.stride, lanes)
             if isinstance(index, tirx.Add):
-                return tirx.Add(opened(index.a), opened(index.b))
+                return tirx.Add(opened(index.a, unit), opened(index.b, unit))
             if isinstance(index, tirx.Mul):
                 return tirx.Mul(opened(index.a), index.b)
             if isinstance(index, tirx.IntImm) and str(index.ty.dtype) == "int32":
+                if int(index.value) % unit:
+                    return index
                 variables.append(tirx.Var(f"start{len(variables)}", "int32"))
-                distances.append(int(index.value))
-                return variables[-1]
+                distances.append(int(index.value) // unit)
+                return variables[-1] * unit if unit > 1 else variables[-1]
             # What is below a division stays as it is: without it, lanes may fall in several rows.
             return index
 
