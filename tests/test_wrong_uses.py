@@ -502,6 +502,14 @@ COMPILE: list[Row] = [
         no_gpu("cuda:0"),
     ),
     (
+        "profile of a GPU's kernels",
+        lambda s: amp_ir.profile_kernels(s.mod, "cuda", s.batch),
+        DeviceError,
+        "profile_kernels times calls on the CPU, and was given device='cuda'; on a GPU use "
+        "amp_ir.profile_vm_model for the whole step, or torch.profiler around a compiled step for "
+        "its kernels",
+    ),
+    (
         "device is a number",
         lambda s: amp_ir.profile_vm_model(s.mod, 0, s.batch),
         OptionError,

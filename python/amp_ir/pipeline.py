@@ -37,7 +37,7 @@ from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
 from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.dispatch_note import DispatchLog
-from amp_ir.errors import ArgumentError, OptionError, ShapeChanged, StateError
+from amp_ir.errors import ArgumentError, DeviceError, OptionError, ShapeChanged, StateError
 from amp_ir.frontend import importer, trace
 from amp_ir.loops import emit_cpu, emit_cuda, merge_launches, merge_tasks
 from amp_ir.loops.fuse import fuse_loops
@@ -213,7 +213,7 @@ def compile_step(
 
     Args:
         mod: what `trace_step` or `autocast` returns.
-        device: "cpu".
+        device: "cpu", or "cuda" ("cuda:1") where the model's tensors are on that GPU.
         opt_level: TVM's optimisation level, 0 to 3.
         rounding: "strict" rounds every low-precision value exactly where the plan says, also
             inside of fused kernels; "fast" rounds what is stored and keeps float32 in between.
@@ -405,7 +405,7 @@ def profile_kernels(
 
     Args:
         mod: what `trace_step` or `autocast` returns.
-        device: "cpu".
+        device: "cpu"; a GPU's kernels run on after their calls return, and are not timed here.
         args: the example batch.
         steps: how many steps are timed; milliseconds are medians over them.
         warmup: how many steps run before.
@@ -417,6 +417,12 @@ def profile_kernels(
         OptionError, DeviceError, ArgumentError, IdError, BudgetError.
     """
     _check_module(mod, "profile_kernels")
+    if str(device).startswith("cuda"):
+        raise DeviceError(
+            f"profile_kernels times calls on the CPU, and was given device={device!r}; on a GPU "
+            "use amp_ir.profile_vm_model for the whole step, or torch.profiler around a compiled "
+            "step for its kernels"
+        )
     program, planned, batch = _program_on_copies(
         mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
     )
