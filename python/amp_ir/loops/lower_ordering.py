@@ -15,6 +15,8 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops import math as m
+from amp_ir.loops.cuda_launch import guarded
+from amp_ir.loops.cuda_rank_sort import rank_launch
 from amp_ir.loops.ir import (
     Lowering,
     TensorSpec,
@@ -149,12 +151,14 @@ class _RowSort:
             return tirx.BufferLoad(source, [m.clamp(place, self.length)])
 
         def take(item: Any) -> tirx.Stmt:
+            # Not by negation: TVM takes the contrary of `a < b` for `b <= a`, which is false for
+            # NaN too.
             keys = self.key(position(right)), self.key(position(left))
-            is_later = tirx.Not(_comes_before(*keys, descending=self.descending))
-            from_left = tirx.all(left < middle, tirx.any(right >= high, is_later))
+            is_earlier = _comes_before(*keys, descending=self.descending)
+            from_right = tirx.all(right < high, tirx.any(left >= middle, is_earlier))
             return tirx.IfThenElse(
-                from_left, self._move(target, low + item, 0, position(left)),
-                self._move(target, low + item, 1, position(right)),
+                from_right, self._move(target, low + item, 1, position(right)),
+                self._move(target, low + item, 0, position(left)),
             )  # fmt: skip
 
         return tirx.SeqStmt([
@@ -178,8 +182,7 @@ def _sorted(
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
         def row_body(row: Any) -> list[tirx.Stmt]:
             def key(position: Any) -> Any:
-                element = inputs[0].load(rows.flat(row, position))
-                return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
+                return _key(inputs[0], rows.flat(row, position))
 
             statements, order = _RowSort(rows.length, key, descending).statements()
             for want, output in zip(wants, outputs, strict=True):
@@ -189,7 +192,39 @@ def _sorted(
 
         return rows.each(row_body)
 
-    return opaque("sort", [x], list(specs), emit)
+    def emit_cuda(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> list[tirx.Stmt]:
+        kept = [_Rows(output.spec.shape, axis) for output in outputs]
+
+        def put(row: Any, item: Any, rank: Any) -> list[tirx.Stmt]:
+            at, places = rows.flat(row, item), [one.flat(row, rank) for one in kept]
+            stores = [
+                output.store(place, _element(inputs[0], output, want, at, item))
+                for want, output, place in zip(wants, outputs, places, strict=True)
+            ]
+            return guarded(rank < kept[0].length, stores)
+
+        return [
+            rank_launch(
+                math.prod(rows.others),
+                rows.length,
+                lambda row, item: _key(inputs[0], rows.flat(row, item)),
+                lambda a, b: _comes_before(a, b, descending=descending),
+                put,
+            )
+        ]
+
+    return opaque("sort", [x], list(specs), emit, emit_cuda=emit_cuda)
+
+
+def _key(source: FlatBuffer, flat: Any) -> Any:
+    """What the element at a flat position is compared by."""
+    element = source.load(flat)
+    return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
+
+
+def _element(source: FlatBuffer, output: FlatBuffer, want: str, flat: Any, position: Any) -> Any:
+    """The element at a flat position, or its position in its row."""
+    return m.cast(position, output.spec.dtype) if want == "indices" else source.load(flat)
 
 
 def _write_row(
@@ -198,10 +233,7 @@ def _write_row(
 ) -> tirx.Stmt:  # fmt: skip
     def write(item: Any) -> tirx.Stmt:
         position = tirx.BufferLoad(order, [item])
-        if want == "indices":
-            element = m.cast(position, output.spec.dtype)
-        else:
-            element = source.load(rows.flat(row, position))
+        element = _element(source, output, want, rows.flat(row, position), position)
         return output.store(kept.flat(row, item), element)
 
     return _serial(kept.length, "item", write)
