@@ -28,7 +28,8 @@ struct LaunchConfiguration {  // CUlaunchConfig
 
 // A kernel's arguments by value: a captured launch runs when the caller's are gone.
 std::vector<std::vector<char>> CopyArguments(const EmulatedKernel& kernel, void** arguments) {
-  int nbytes[256];
+  // A kernel has 32764 bytes of arguments at most, which are pointers.
+  int nbytes[32764 / sizeof(void*) + 1];
   int count = kernel.sizes(nbytes);
   std::vector<std::vector<char>> copies;
   for (int k = 0; k < count; ++k) {
