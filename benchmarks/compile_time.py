@@ -54,12 +54,23 @@ class Compiled:
 
 @attrs.frozen
 class Row:
-    """One workload in one dtype; torch.compile's seconds are None where its limit did not do."""
+    """One workload in one dtype; torch.compile's seconds are None where its limit did not do.
+
+    A limit of 0: it was not asked for.
+    """
 
     workload: str
     dtype: str
     ours: Compiled
     torch_seconds: float | None
+    torch_limit: float
+
+    @property
+    def torch_text(self) -> str:
+        """Torch.compile's seconds for people."""
+        if self.torch_seconds is not None:
+            return f"{self.torch_seconds:.1f}"
+        return f"over {self.torch_limit:.0f}" if self.torch_limit else "not run"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("workloads", nargs="*", default=[], help=", ".join(NAMES))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--small", action="store_true", help="shapes of a test")
-    parser.add_argument("--limit", type=float, default=600, help="of torch.compile, in seconds")
+    parser.add_argument(
+        "--limit", type=float, default=600, help="seconds for torch.compile; 0 leaves it out"
+    )
     parser.add_argument("--save", metavar="NAME", help="file under benchmarks/results/")
     parser.add_argument("--measure", nargs=2, metavar=("WHO", "DTYPE"), help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
@@ -127,12 +140,12 @@ def deep_bert(layers: int, *, small: bool) -> Training:
 
 
 def measure(name: str, dtype: str, *, small: bool, limit: float) -> Row:
-    """Both compilers on one workload; torch.compile is stopped after `limit` seconds."""
+    """Both compilers on one workload; torch.compile is stopped after `limit` seconds, if any."""
     workload_of(name)  # an unknown name is refused here
     ours = _in_a_process(name, "ours", dtype, small=small, limit=None)
     assert ours is not None
-    peer = _in_a_process(name, "torch", dtype, small=small, limit=limit)
-    return Row(name, dtype, Compiled(**ours), None if peer is None else peer["seconds"])
+    peer = _in_a_process(name, "torch", dtype, small=small, limit=limit) if limit else None
+    return Row(name, dtype, Compiled(**ours), None if peer is None else peer["seconds"], limit)
 
 
 def _in_a_process(
@@ -221,7 +234,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             f"{ours.total:.1f}",
             f"{ours.processor_seconds:.1f}",
             f"{ours.processor_seconds / int(layers):.2f}" if layers else "",
-            "over the limit" if peer is None else f"{peer:.1f}",
+            row.torch_text,
             "" if peer is None else f"{ours.total / peer:.2f}",
             str(ours.kernels),
             f"{ours.nbytes / MEBIBYTE:.0f}",

@@ -22,12 +22,17 @@ def test_every_stage_is_timed_and_deeper_programs_take_no_more_kernels_a_layer()
 def test_the_table_says_what_a_layer_takes_and_where_torch_was_stopped():
     ours = Compiled(dict.fromkeys(compile_time.STAGES, 0.75), 4.5, 3 * 2**20, 40)
     table = compile_time.table_of(
-        [Row("bert-3", "float32", ours, 12.0), Row("ssd", "bfloat16", ours, None)]
+        [
+            Row("bert-3", "float32", ours, 12.0, 240),
+            Row("ssd", "bfloat16", ours, None, 240),
+            Row("mlp", "bfloat16", ours, None, 0),
+        ]
     )
     columns = [list(column.cells) for column in table.columns]
-    bert, ssd = ([str(column[k]) for column in columns] for k in (0, 1))
+    bert, ssd, mlp = ([str(column[k]) for column in columns] for k in range(3))
     assert bert[-7:] == ["6.0", "4.5", "1.50", "12.0", "0.50", "40", "3"]
-    assert ssd[-7:] == ["6.0", "4.5", "", "over the limit", "", "40", "3"]
+    assert ssd[-7:] == ["6.0", "4.5", "", "over 240", "", "40", "3"]
+    assert mlp[-4:] == ["not run", "", "40", "3"]
 
 
 def test_an_unknown_workload_is_refused():
