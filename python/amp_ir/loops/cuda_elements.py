@@ -24,8 +24,8 @@ Take = Callable[[Any, Any], tirx.Stmt]
 
 # Elements a thread computes side by side at most: more would spill registers in long chains.
 MAX_WIDTH = 8
-# Elements of tensors that a thread holds at once: with more, registers do not suffice.
-MAX_HELD = 64
+# Bytes of tensors that a thread holds at once: half of its registers; the rest is arithmetic's.
+MAX_HELD_NBYTES = 512
 # Running values of one thread that stay in registers.
 MAX_RUNNING = 32
 # Blocks that fill the largest GPUs (132 multiprocessors) a few times over. A constant, not asked of
@@ -84,7 +84,12 @@ class GroupElements:
             if value.size == self.domain.size
         ]
         width = min(MAX_WIDTH, VECTOR_NBYTES // min(sizes, default=4))
-        while width > 1 and width * len(sizes) > MAX_HELD:
+        held = sum(
+            dtype_nbytes(value.dtype)
+            for value in [*self.group.inputs.values(), *self.group.stored]
+            if value.size > 1
+        )
+        while width > 1 and width * held > MAX_HELD_NBYTES:
             width //= 2
         while extent % width:
             width //= 2
