@@ -9,10 +9,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import tvm
 from cuda_kernels import allocate, load, local, loop, one_launch, parameter, sequence, store, vector
 from tvm import tirx
 
+from amp_ir import target
 from amp_ir.cuda import compiler, driver, machine_code, nvcc, nvrtc, toolkit
 from amp_ir.cuda.cubin_cache import CubinCache, key
 from amp_ir.errors import BuildError, DeviceError, OptionError
@@ -234,19 +236,21 @@ def test_a_build_without_a_target_is_refused():
         compile_for_tvm(SOURCE)
 
 
-def test_without_a_driver_running_is_refused(monkeypatch):
+def test_a_gpu_that_pytorch_does_not_see_is_refused_with_the_drivers_reason(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(driver, "missing_reason", lambda: "this machine has no NVIDIA driver")
     with pytest.raises(DeviceError) as caught:
-        driver.require_device()
+        target.target_of("cuda")
     assert str(caught.value) == (
-        'device="cuda": this machine has no NVIDIA driver; pass device="cpu", or compile for '
-        "another machine with `amp-ir compile ... --target sm_90`"
+        "device='cuda' is not here: PyTorch sees no GPU: this machine has no NVIDIA driver. Without "
+        "a GPU a step can be compiled, not run: amp-ir compile FILE --target sm_90 --out step.so"
     )
 
 
 def test_the_stub_is_not_taken_for_a_driver():
     driver.load_runtime()
-    assert driver.is_available() == tvm.cuda(0).exist
+    assert (driver.missing_reason() is None) == tvm.cuda(0).exist
 
 
 def test_users_of_the_cpu_load_nothing_of_cuda():

@@ -11,6 +11,7 @@ import attrs
 import torch
 import tvm
 
+from amp_ir.cuda import driver
 from amp_ir.errors import DeviceError, OptionError
 
 # What a CUDA step is compiled for where nothing says otherwise and no GPU is there to ask.
@@ -108,7 +109,9 @@ def target_of(device: Any) -> CompileTarget:
     if name != "cuda" and re.fullmatch(r"cuda:\d+", name) is None:
         raise OptionError(f'device={device!r} is not a device; expected "cpu" or "cuda"')
     if not torch.cuda.is_available():
-        why = "finds no NVIDIA driver or no GPU" if torch.version.cuda else "was built without CUDA"
+        why = "was built without CUDA"
+        if torch.version.cuda:
+            why = f"sees no GPU: {driver.missing_reason() or 'the driver is older than its CUDA'}"
         raise DeviceError(
             f"device={name!r} is not here: PyTorch {why}. Without a GPU a step can be compiled, "
             "not run: amp-ir compile FILE --target sm_90 --out step.so"

@@ -18,7 +18,7 @@ from tvm import libinfo
 from tvm_ffi.libinfo import load_lib_ctypes
 
 from amp_ir.cuda import compiler, toolkit
-from amp_ir.errors import BuildError, DeviceError
+from amp_ir.errors import BuildError
 
 _DRIVER = "libcuda.so.1"
 _STUB = Path(__file__).parents[1] / "lib" / "libamp_ir_cuda_stub.so"
@@ -53,11 +53,6 @@ def load_runtime() -> None:
     assert _is_loaded()
 
 
-def is_available() -> bool:
-    """Whether this machine has a driver and a GPU that it can reach."""
-    return missing_reason() is None
-
-
 def missing_reason() -> str | None:
     """Why CUDA steps cannot run here, or None."""
     driver = _real_driver()
@@ -71,17 +66,6 @@ def missing_reason() -> str | None:
     if status or not count.value:
         return "the NVIDIA driver sees no GPU (is CUDA_VISIBLE_DEVICES empty?)"
     return None
-
-
-def require_device() -> None:
-    """Raise DeviceError unless CUDA steps can run here."""
-    reason = missing_reason()
-    if reason is not None:
-        raise DeviceError(
-            f'device="cuda": {reason}; pass device="cpu", or compile for another machine with '
-            "`amp-ir compile ... --target sm_90`"
-        )
-    load_runtime()
 
 
 def _is_loaded() -> bool:
