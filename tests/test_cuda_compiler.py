@@ -243,8 +243,9 @@ def test_a_gpu_that_pytorch_does_not_see_is_refused_with_the_drivers_reason(monk
     with pytest.raises(DeviceError) as caught:
         target.target_of("cuda")
     assert str(caught.value) == (
-        "device='cuda' is not here: PyTorch sees no GPU: this machine has no NVIDIA driver. Without "
-        "a GPU a step can be compiled, not run: amp-ir compile FILE --target sm_90 --out step.so"
+        "device='cuda' is not here: PyTorch sees no GPU: this machine has no NVIDIA driver. "
+        "Without a GPU a step can be compiled, not run: amp-ir compile FILE --target sm_90 --out "
+        "step.so"
     )
 
 
