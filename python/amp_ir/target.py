@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 import re
 from typing import Any, Literal
 
@@ -43,7 +44,7 @@ class CompileTarget:
     def tvm_target(self) -> tvm.target.Target:
         """The target as TVM's code generation takes it."""
         if not self.is_cuda:
-            return tvm.target.Target({"kind": "llvm", "mcpu": self.arch})
+            return tvm.target.Target({"kind": "llvm", "mcpu": self.arch, "mattr": _cpu_features()})
         # The host part only launches: any CPU of this machine's kind may run it.
         return tvm.target.Target({"kind": "cuda", "arch": self.arch}, host="llvm")
 
@@ -123,6 +124,16 @@ def target_of(device: Any) -> CompileTarget:
         )
     major, minor = torch.cuda.get_device_capability(index)
     return cuda(f"sm_{major}{minor}")
+
+
+def _cpu_features() -> list[str]:
+    """What LLVM must not use although the CPU has it.
+
+    With float16 arithmetic it would multiply and add in float16 at once, without the rounding in
+    between that the plan asks for. Kernels widen float16 when they read it.
+    """
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return ["-avx512fp16"] if is_x86 else []
 
 
 def _present_arch() -> str | None:

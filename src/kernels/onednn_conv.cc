@@ -62,14 +62,16 @@ class PlanBuilder {
     const int result = kind_ == ConvKind::kForward ? 2 : kind_ == ConvKind::kBackwardInput ? 0 : 1;
     const DLDataType first = user_[result == 0 ? 1 : 0].dtype;
     const DLDataType second = user_[result == 2 ? 1 : 2].dtype;
-    const DLDataType compute = SameDtype(first, second) && IsNative(first) ? first : kFloat32;
+    const bool is_native = SameDtype(first, second) && IsNative(first);
     StridedTensor compute_view[3];
-    for (int i = 0; i < 3; ++i) {
-      const bool kept =
-          SameDtype(user_[i].dtype, compute) || (i == result && IsFloat(user_[i].dtype, 32));
-      compute_view[i] = kept ? user_[i] : DenseLike(user_[i], i == result ? kFloat32 : compute);
-    }
+    View(is_native ? first : kFloat32, result, compute_view);
     Chosen chosen = Choose(compute_view);
+    if (is_native && chosen.implementation.find("ref") != std::string::npos) {
+      // A CPU may have float16 arithmetic while oneDNN has only the forward convolution for it: its
+      // reference gradients are hundreds of times slower than a detour by float32.
+      View(kFloat32, result, compute_view);
+      chosen = Choose(compute_view);
+    }
     const dnnl::memory::desc wanted[3] = {chosen.x, chosen.w, chosen.y};
     Plan::Id ids[3];
     for (int i = 0; i < 3; ++i) {
@@ -94,6 +96,15 @@ class PlanBuilder {
   }
 
  private:
+  // The tensors as the primitive is to see them when it computes in `compute`.
+  void View(DLDataType compute, int result, StridedTensor* views) const {
+    for (int i = 0; i < 3; ++i) {
+      const bool kept =
+          SameDtype(user_[i].dtype, compute) || (i == result && IsFloat(user_[i].dtype, 32));
+      views[i] = kept ? user_[i] : DenseLike(user_[i], i == result ? kFloat32 : compute);
+    }
+  }
+
   Plan::Id Input(int argument, const StridedTensor& view, const dnnl::memory::desc& wanted) {
     Plan::Id id = plan_->AddArgument(argument, Describe(user_[argument]));
     if (!SameDtype(user_[argument].dtype, view.dtype)) {
