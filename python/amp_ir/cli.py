@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         + "\n".join(f"  {one.name:<9} {one.description}" for one in WORKLOADS.values()),
     )
     demo.add_argument("workload", choices=list(WORKLOADS), help="what to train; see below")
-    demo.add_argument("--device", default="cpu", help='where to train; "cpu"')
+    demo.add_argument("--device", default="cpu", help='where to train; "cpu" or "cuda"')
     demo.add_argument(
         "--amp-dtype", choices=LOW_DTYPES, help="the low dtype; default: what this CPU is good at"
     )
@@ -142,7 +142,7 @@ def _positive(text: str) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     target_of(arguments.device)
     workload = WORKLOADS[arguments.workload]
-    low = choose_low_dtype(arguments.amp_dtype)
+    low = choose_low_dtype(arguments.amp_dtype, arguments.device)
     console = Console()
     console.print(f"[bold]{workload.name}[/]: {workload.description}", highlight=False)
     console.print(f"{low.dtype}: {low.reason}", highlight=False)

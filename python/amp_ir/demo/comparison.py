@@ -93,6 +93,8 @@ class _Runner:
         started = time.perf_counter()
         while count == 0 or time.perf_counter() - started < _TURN_SECONDS:
             self.step(*self.batch)
+            if self.batch[0].is_cuda:
+                torch.cuda.synchronize()
             count += 1
         self.turns_ms.append((time.perf_counter() - started) / count * 1e3)
 
@@ -120,7 +122,7 @@ def compare(
     Args:
         workload: what to train.
         low_dtype: "bfloat16" or "float16".
-        device: "cpu".
+        device: "cpu" or "cuda".
         small: shapes of a test, not of a measurement.
         steps: timed turns of each way.
         report: is told of the progress.
@@ -129,12 +131,13 @@ def compare(
         MissingPackage, DeviceError.
     """
     report(f"building {workload.name}")
-    first = workload.make(small=small)
+    make = functools.partial(workload.make, small=small, device=device)
+    first = make()
     runners = [
-        _compiled(workload.make(small=small), None, device, report),
-        _compiled(workload.make(small=small), low_dtype, device, report),
+        _compiled(make(), None, device, report),
+        _compiled(make(), low_dtype, device, report),
         _eager(first, None),
-        _eager(workload.make(small=small), low_dtype),
+        _eager(make(), low_dtype),
     ]
     for runner in runners:
         report(f"training {COMPARED_STEPS} steps: {runner.title} {runner.dtype}")

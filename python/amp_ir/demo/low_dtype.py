@@ -20,11 +20,15 @@ class LowDtype:
     reason: str
 
 
-def choose_low_dtype(wanted: str | None = None) -> LowDtype:
+def choose_low_dtype(wanted: str | None = None, device: str = "cpu") -> LowDtype:
     """The low dtype that this CPU multiplies in hardware, or `wanted` with what to expect of it.
 
     bfloat16 comes first where the CPU has both: with float32's exponent it needs no loss scaling.
+    GPUs that are compiled for (sm_80 on) have both.
     """
+    if device != "cpu":
+        name = torch.cuda.get_device_name(device)
+        return LowDtype(wanted or "bfloat16", f"{name} multiplies it on tensor cores")
     hardware = [dtype for dtype in LOW_DTYPES if _is_native(dtype)]
     has = f"this CPU multiplies {' and '.join(hardware)} in hardware ({_instructions()})"
     if wanted is not None:
