@@ -22,9 +22,9 @@ from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.element_writer import ElementWriter
 from amp_ir.loops.grouping import Domain, Group
 from amp_ir.loops.ir import LANES, Opaque, Reduction
-from amp_ir.loops.kernel import Kernel, OpaqueBuffers, unflatten_axes, with_pairs
+from amp_ir.loops.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_axes
 from amp_ir.loops.kernel_buffers import FlatBuffer
-from amp_ir.loops.levels import Level, assign_levels, inplace_pairs
+from amp_ir.loops.levels import Level, assign_levels
 from amp_ir.loops.loop_domain import loop_domain
 
 # Elements a thread works on at least, so that a parallel launch (3 us) pays.
@@ -38,19 +38,10 @@ COLUMN_BLOCKS = (128, 64, 32, 16)
 
 def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     """Write the kernel of a group."""
-    inputs = sorted(group.inputs.values(), key=lambda value: value.serial)
-    buffers: dict[int, FlatBuffer] = {}
-    for k, value in enumerate(inputs):
-        buffers[id(value)] = FlatBuffer.declare(value.spec, f"in{k}")
-    for k, value in enumerate(group.stored):
-        buffers[id(value)] = FlatBuffer.declare(value.spec, f"out{k}")
+    buffers = GroupBuffers.declare(group)
     domain = loop_domain(group)
-    shape = _LoopShape(group, buffers, domain, strict)
-    body = shape.columns_kernel() if domain.keeps_innermost else shape.rows_kernel()
-    parameters = [buffers[id(value)].buffer for value in [*inputs, *group.stored]]
-    pairs = inplace_pairs(group, inputs)
-    function = with_pairs(tirx.PrimFunc(parameters, body), pairs)
-    return Kernel(function, tuple(inputs), tuple(group.stored))
+    shape = _LoopShape(group, buffers.by_value, domain, strict)
+    return buffers.finish(shape.columns_kernel() if domain.keeps_innermost else shape.rows_kernel())
 
 
 def emit_opaque(results: list[Opaque]) -> Kernel:

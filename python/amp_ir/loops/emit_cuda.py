@@ -26,9 +26,7 @@ from amp_ir.loops.cuda_summed_rows import summed_rows_launches
 from amp_ir.loops.cuda_tiles import columns_launches
 from amp_ir.loops.grouping import Group
 from amp_ir.loops.ir import Reduction
-from amp_ir.loops.kernel import Kernel, with_pairs
-from amp_ir.loops.kernel_buffers import FlatBuffer
-from amp_ir.loops.levels import inplace_pairs
+from amp_ir.loops.kernel import GroupBuffers, Kernel
 from amp_ir.loops.loop_domain import loop_domain
 from amp_ir.loops.opaque_launches import emit_opaque
 
@@ -40,20 +38,9 @@ FEW_ROWS, LONG_ROW = 64, 16384
 
 def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     """Write the kernel of a group."""
-    inputs = sorted(group.inputs.values(), key=lambda value: value.serial)
-    buffers: dict[int, FlatBuffer] = {}
-    for k, value in enumerate(inputs):
-        buffers[id(value)] = FlatBuffer.declare(value.spec, f"in{k}")
-    for k, value in enumerate(group.stored):
-        buffers[id(value)] = FlatBuffer.declare(value.spec, f"out{k}")
-    elements = GroupElements(group, buffers, loop_domain(group), strict)
-    body = sequence(_launches(elements))
-    parameters = [buffers[id(value)].buffer for value in [*inputs, *group.stored]]
-    parameters += [one.buffer for one in elements.scratch]
-    pairs = inplace_pairs(group, inputs)
-    function = with_pairs(tirx.PrimFunc(parameters, body), pairs)
-    scratch = tuple(one.spec for one in elements.scratch)
-    return Kernel(function, tuple(inputs), tuple(group.stored), scratch)
+    buffers = GroupBuffers.declare(group)
+    elements = GroupElements(group, buffers.by_value, loop_domain(group), strict)
+    return buffers.finish(sequence(_launches(elements)), elements.scratch)
 
 
 def _launches(elements: GroupElements) -> list[tirx.Stmt]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -12,6 +13,7 @@ from amp_ir.loops.coordinates import Axis
 from amp_ir.loops.grouping import Group, storage_of
 from amp_ir.loops.ir import Opaque, OpaqueKernel, TensorSpec, Value
 from amp_ir.loops.kernel_buffers import FlatBuffer
+from amp_ir.loops.levels import inplace_pairs
 
 # Function attribute: the (output, input) pairs that may share memory.
 INPLACE = "amp_ir.inplace"
@@ -41,6 +43,36 @@ class Emitter(Protocol):
 
     def emit_copy(self, size: int, dtype: str) -> tirx.PrimFunc:
         """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+
+
+@attrs.frozen
+class GroupBuffers:
+    """The parameters of a group's kernel: what it reads, in order, then what it stores."""
+
+    group: Group
+    inputs: tuple[Value, ...]
+    by_value: dict[int, FlatBuffer]
+
+    @classmethod
+    def declare(cls, group: Group) -> GroupBuffers:
+        """Buffers for the inputs and the stored values of `group`, by the ids of the values."""
+        inputs = sorted(group.inputs.values(), key=lambda value: value.serial)
+        buffers: dict[int, FlatBuffer] = {}
+        for k, value in enumerate(inputs):
+            buffers[id(value)] = FlatBuffer.declare(value.spec, f"in{k}")
+        for k, value in enumerate(group.stored):
+            buffers[id(value)] = FlatBuffer.declare(value.spec, f"out{k}")
+        return cls(group, tuple(inputs), buffers)
+
+    def finish(self, body: tirx.Stmt, scratch: Sequence[FlatBuffer] = ()) -> Kernel:
+        """The kernel of this body; `scratch` buffers follow the outputs."""
+        values = [*self.inputs, *self.group.stored]
+        parameters = [self.by_value[id(value)].buffer for value in values]
+        parameters += [one.buffer for one in scratch]
+        pairs = inplace_pairs(self.group, list(self.inputs))
+        function = with_pairs(tirx.PrimFunc(parameters, body), pairs)
+        specs = tuple(one.spec for one in scratch)
+        return Kernel(function, self.inputs, tuple(self.group.stored), specs)
 
 
 @attrs.frozen

@@ -55,10 +55,9 @@ def write_convolution(
     that the transposes cost nothing there.
     """
     before: list[relax.Binding] = []
-    window = 0 if verb == "conv_backward_weight" else 1
     views = []
     for k, operand in enumerate(call.args[:2]):
-        is_image = k != window or verb == "conv_backward_weight"
+        is_image = k == 0 or verb == "conv_backward_weight"
         views.append(_operand(operand, view, before) if is_image else view(operand))
     out = tuple(int(n) for n in call.ty.shape)
     is_last = verb != "conv_backward_weight" and _is_worth_it(out)
