@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from tvm import tirx
 
 from amp_ir.loops.ir import TensorSpec, compute_dtype
-
-_PHYSICAL = {"bfloat16": "uint16", "bool": "uint8"}
-
+from amp_ir.tensor_memory import dtype_nbytes as dtype_nbytes
+from amp_ir.tensor_memory import physical_dtype as physical_dtype
 
 # "global" on a CPU: only then does TVM keep it on the stack, where LLVM makes it registers; "local"
 # memory costs a call of its allocator each time there.
@@ -41,16 +39,6 @@ def memory_scope(scope: str) -> Iterator[None]:
 def task_buffer(count: int, dtype: str, name: str) -> tirx.Var:
     """Memory of one task's own: `count` elements of `dtype`; to be made with `AllocBuffer`."""
     return tirx.decl_buffer((count,), dtype, name, scope=_scope.get())
-
-
-def physical_dtype(dtype: str) -> str:
-    """The dtype under which a kernel declares a buffer of `dtype`."""
-    return _PHYSICAL.get(dtype, dtype)
-
-
-def dtype_nbytes(dtype: str) -> int:
-    """Bytes of one stored element."""
-    return np.dtype(physical_dtype(dtype)).itemsize
 
 
 def widen(element: Any, dtype: str) -> Any:

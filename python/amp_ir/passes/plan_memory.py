@@ -19,13 +19,11 @@ from amp_ir.passes.step_slots import (
     Slot,
     StepSlots,
     find_lifetimes,
-    itemsize,
     parameter_slot,
     read_steps,
 )
 from amp_ir.passes.write_planned import CopyKernel, Destinations, write_planned
-
-ALIGNMENT_BYTES = 64
+from amp_ir.tensor_memory import ALIGNMENT_BYTES, dtype_nbytes
 
 
 def plan_memory(
@@ -230,4 +228,4 @@ class _Planner:
 
 
 def _nbytes(spec: InputSpec | OutputSpec) -> int:
-    return math.prod(spec.shape) * itemsize(spec.dtype)
+    return math.prod(spec.shape) * dtype_nbytes(spec.dtype)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 
 import attrs
-import numpy as np
 import tvm
 from tvm import relax, tirx
 
@@ -14,11 +13,10 @@ from amp_ir.errors import BuildError
 from amp_ir.location import Location, locations_of
 from amp_ir.module import InputSpec, OutputSpec
 from amp_ir.passes.library_scratch import scratch_nbytes
+from amp_ir.tensor_memory import dtype_nbytes, physical_dtype
 
 # Pairs (result, argument) of a kernel that may share memory; set by the loops stage.
 INPLACE = "amp_ir.inplace"
-# Kernels see these dtypes as integers of the same width.
-PHYSICAL_DTYPES = {"bfloat16": "uint16", "bool": "uint8"}
 
 
 @attrs.define(eq=False)
@@ -48,12 +46,12 @@ class Slot:
     @property
     def physical_dtype(self) -> str:
         """The dtype that kernels see."""
-        return PHYSICAL_DTYPES.get(self.dtype, self.dtype)
+        return physical_dtype(self.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes."""
-        return self.size * itemsize(self.dtype)
+        return self.size * dtype_nbytes(self.dtype)
 
     @property
     def is_in_arena(self) -> bool:
@@ -224,11 +222,6 @@ def parameter_slot(name: str, spec: InputSpec | OutputSpec) -> Slot:
     type_ = relax.TensorType([max(slot.size, 1)], slot.physical_dtype)
     slot.parameter = relax.Var(name, type_)
     return slot
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
-    return np.dtype(PHYSICAL_DTYPES.get(dtype, dtype)).itemsize
 
 
 def _slot_of(type_: relax.Type, name: str, op: str, span: tvm.ir.Span | None) -> Slot:

@@ -15,12 +15,9 @@ from amp_ir.executable import Executable
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature
 from amp_ir.runtime.graph_run import GraphRun
+from amp_ir.tensor_memory import ALIGNMENT_BYTES, PHYSICAL_DTYPES
 
-# Kernels see these dtypes as integers of the same width (loops/kernel_buffers.py says why).
-_PHYSICAL = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
-
-# Kernels load whole vectors; PyTorch's allocator gives such addresses, a slice of a tensor may not.
-ALIGNMENT_BYTES = 64
+_PHYSICAL = {getattr(torch, dtype): getattr(torch, seen) for dtype, seen in PHYSICAL_DTYPES.items()}
 
 State = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
 
@@ -82,11 +79,15 @@ class Program:
             if one.source is not None:
                 one.current_view()
 
-    def run(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One step; returns the outputs that update no input, in order."""
+    def run(self, batch: Sequence[torch.Tensor], *, in_graph: bool = True) -> list[torch.Tensor]:
+        """One step; returns the outputs that update no input, in order.
+
+        On a GPU it is one graph once that is recorded; without `in_graph` it is launched call by
+        call, for measurements.
+        """
         with self._lock:
             if self._graph_run is not None:
-                return self._graph_run.run(batch)
+                return self._graph_run.run(batch, in_graph=in_graph)
             results = self.empty_results()
             tensors = iter(batch)
             arguments = [
@@ -95,6 +96,11 @@ class Program:
             ]
             self._main(self._arena_view, *arguments, *map(flat_view, results))
         return results
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether the next run with the same memory is the launch of a graph."""
+        return self._graph_run is not None and self._graph_run.is_recorded
 
     def empty_results(self) -> list[torch.Tensor]:
         """New tensors for the outputs that update no input, in order."""
@@ -135,7 +141,11 @@ class _OnGpu:
         self._batch_views = [flat_view(one) for one in self._batch]
         self._result_views = [flat_view(one) for one in self._results]
 
-    def run(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    @property
+    def is_recorded(self) -> bool:
+        return self._run.is_recorded
+
+    def run(self, batch: Sequence[torch.Tensor], *, in_graph: bool) -> list[torch.Tensor]:
         """One step; copies from host memory are asynchronous where it is pinned."""
         for target, source in zip(self._batch, batch, strict=True):
             target.copy_(source, non_blocking=True)
@@ -143,8 +153,12 @@ class _OnGpu:
         inputs = [
             next(views) if one.source is None else one.current_view() for one in program._inputs
         ]
-        state = tuple(one.address for one in program._inputs if one.source is not None)
-        self._run([program._arena_view, *inputs, *self._result_views], state)
+        arguments = [program._arena_view, *inputs, *self._result_views]
+        if in_graph:
+            state = tuple(one.address for one in program._inputs if one.source is not None)
+            self._run(arguments, state)
+        else:
+            self._run.launch(arguments)
         return [result.clone() for result in self._results]
 
 
