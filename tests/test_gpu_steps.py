@@ -83,7 +83,7 @@ def test_a_step_waits_for_nothing_and_is_one_graph() -> None:
         warnings.simplefilter("error")
         for _ in range(3):
             train(*training.batch)
-    assert train._program._graph_run._run.is_recorded
+    assert train.program.is_graph
     torch.cuda.set_sync_debug_mode("error")
     try:
         train(*training.batch)

@@ -31,12 +31,12 @@ class GraphRun:
         with torch.cuda.device(self._device):
             if addresses != self._addresses:
                 self._addresses, self._graph = addresses, None
-                self._launch(arguments)
+                self.launch(arguments)
                 return
             if self._graph is None and not self._refused:
                 self._record(arguments)
             if self._graph is None:
-                self._launch(arguments)
+                self.launch(arguments)
             else:
                 self._graph.replay()
 
@@ -45,18 +45,24 @@ class GraphRun:
         """Whether the next run with the same memory is a single launch."""
         return self._graph is not None
 
-    def _launch(self, arguments: Sequence[Any]) -> None:
-        with tvm_ffi.use_torch_stream():
+    def launch(self, arguments: Sequence[Any]) -> None:
+        """Run launch by launch; what is recorded stays."""
+        with torch.cuda.device(self._device), tvm_ffi.use_torch_stream():
             self._main(*arguments)
 
     def _record(self, arguments: Sequence[Any]) -> None:
         graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.current_stream()
+        # Of this device: PyTorch's default for recordings is one stream of the first that recorded.
+        recorded = torch.cuda.graph(graph, stream=torch.cuda.Stream())
         try:
-            with tvm_ffi.use_torch_stream(torch.cuda.graph(graph)):
+            with tvm_ffi.use_torch_stream(recorded):
                 self._main(*arguments)
         except RuntimeError as error:
-            # A library that cannot be recorded costs launches, never the step.
+            # A library that cannot be recorded costs launches, never the step. PyTorch leaves its
+            # own stream as the current one when the end of a recording fails.
             self._refused = True
+            torch.cuda.set_stream(before)
             warnings.warn(
                 "the step runs launch by launch: its CUDA graph could not be recorded "
                 f"({str(error).splitlines()[0]})",

@@ -14,22 +14,31 @@ from amp_ir.runtime.program import Program
 
 
 def time_program(
-    program: Program, batch: Sequence[torch.Tensor], *, warmup: int, number: int, repeat: int
+    program: Program,
+    batch: Sequence[torch.Tensor],
+    *,
+    warmup: int,
+    number: int,
+    repeat: int,
+    in_graph: bool = True,
 ) -> list[float]:
     """Milliseconds a step: the mean of `number` steps, `repeat` times, after `warmup` steps.
+
+    On a GPU a step is one graph from the third run on, or launched call by call where `in_graph` is
+    False.
 
     Raises:
         OptionError: `number` or `repeat` is below 1, or `warmup` below 0, or none is an integer.
     """
     check_counts(("warmup", warmup, 0), ("number", number, 1), ("repeat", repeat, 1))
     for _ in range(warmup):
-        program.run(batch)
+        program.run(batch, in_graph=in_graph)
     program.synchronise()
     means = []
     for _ in range(repeat):
         started = time.perf_counter()
         for _ in range(number):
-            program.run(batch)
+            program.run(batch, in_graph=in_graph)
         program.synchronise()
         means.append((time.perf_counter() - started) / number * 1e3)
     return means
