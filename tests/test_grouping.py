@@ -10,8 +10,8 @@ from tvm.relax import op
 
 from amp_ir.dialect.registry import call_op
 from amp_ir.loops.fuse import fuse_loops, group_values
-from amp_ir.loops.grouping import UnitOrder
 from amp_ir.loops.membership import memberships
+from amp_ir.loops.unit_order import UnitOrder
 
 KERNEL = "relax.call_tir"
 LIBRARY = "relax.call_dps_packed"

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 from tvm import tirx
 
-from amp_ir.loops.grouping import Domain
+from amp_ir.loops.group import Domain
 from amp_ir.loops.ir import Index, unflatten
 
 

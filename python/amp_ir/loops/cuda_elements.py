@@ -12,7 +12,7 @@ from tvm import tirx
 
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.cuda_launch import WARP, ThreadAccumulator, guarded, kept_dtype, loop, unrolled
-from amp_ir.loops.grouping import Domain, Group
+from amp_ir.loops.group import Domain, Group
 from amp_ir.loops.ir import Reduction, TensorSpec, compute_dtype
 from amp_ir.loops.kernel import unflatten_axes
 from amp_ir.loops.kernel_buffers import FlatBuffer, dtype_nbytes

@@ -15,7 +15,7 @@ from tvm.tirx.analysis import undefined_vars
 from amp_ir.errors import BuildError
 from amp_ir.loops import math as m
 from amp_ir.loops.coordinates import Position
-from amp_ir.loops.grouping import Group, is_inlined, storage_of
+from amp_ir.loops.group import Group, is_inlined, storage_of
 from amp_ir.loops.ir import (
     LANES,
     Constant,

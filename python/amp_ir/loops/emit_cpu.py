@@ -20,7 +20,7 @@ from tvm.tirx import For, ForKind
 from amp_ir.loops.accumulators import Accumulator, ColumnSums
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.element_writer import ElementWriter
-from amp_ir.loops.grouping import Domain, Group
+from amp_ir.loops.group import Domain, Group
 from amp_ir.loops.ir import LANES, Opaque, Reduction
 from amp_ir.loops.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_axes
 from amp_ir.loops.kernel_buffers import FlatBuffer

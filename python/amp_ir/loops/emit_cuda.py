@@ -24,7 +24,7 @@ from amp_ir.loops.cuda_launch import THREADS, guarded, launch, sequence
 from amp_ir.loops.cuda_rows import flat_launch, rows_launch, split_launches
 from amp_ir.loops.cuda_summed_rows import summed_rows_launches
 from amp_ir.loops.cuda_tiles import columns_launches
-from amp_ir.loops.grouping import Group
+from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Reduction
 from amp_ir.loops.kernel import GroupBuffers, Kernel
 from amp_ir.loops.loop_domain import loop_domain

@@ -18,7 +18,8 @@ from amp_ir.errors import UnsupportedOpError
 from amp_ir.location import from_span, join_spans
 from amp_ir.loops import emit_cpu
 from amp_ir.loops.accumulate_rows import find_accumulations
-from amp_ir.loops.grouping import Group, Grouping, storage_of
+from amp_ir.loops.group import Group, storage_of
+from amp_ir.loops.grouping import Grouping
 from amp_ir.loops.ir import LOWERINGS, Buffer, Constant, Lowering, Opaque, TensorSpec, Value
 from amp_ir.loops.kernel import Emitter, Kernel
 from amp_ir.loops.lower_relax import constant_value

@@ -32,6 +32,7 @@ import attrs
 from tvm import relax, tirx
 
 from amp_ir.errors import BuildError
+from amp_ir.image_layout import TO_FIRST, TO_LAST, moved
 
 Index = tuple[Any, ...]
 Element = Callable[..., Any]
@@ -95,11 +96,7 @@ class Value:
     def __getitem__(self, index: Index | Any) -> Any:
         """Read one element; only inside the body of another value."""
         index = index if isinstance(index, tuple) else (index,)
-        inner = channels_last(self)
-        if inner is None:
-            return current_access()(self, self.align(index))
-        _reads_of_views[0] += 1
-        return inner[_moved(self.align(index), TO_LAST)]
+        return current_access()(self, self.align(index))
 
     def align(self, index: Index) -> Index:
         """The index of this value that an index of a broadcast result stands for."""
@@ -248,11 +245,6 @@ def scalar_loop() -> None:
         _scalar_stack[-1]()
 
 
-# Images are [rows, channels, height, width] to a step, and libraries want their channels last: the
-# order of dimensions that turns one into the other, and back.
-TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
-
-
 def channels_last(value: Value) -> Value | None:
     """The tensor in memory of which `value` is the view with channels first, or None.
 
@@ -264,16 +256,12 @@ def channels_last(value: Value) -> Value | None:
 
 def channels_first(value: Value) -> Value:
     """A tensor whose channels are last in memory, as the step sees it; never costs a kernel."""
-    spec = TensorSpec(_moved(value.shape, TO_FIRST), value.dtype)
+    spec = TensorSpec(moved(value.shape, TO_FIRST), value.dtype)
 
     def body(*index: Any) -> Any:
-        return value[_moved(index, TO_LAST)]
+        return value[moved(index, TO_LAST)]
 
     return Pointwise(spec, [Read(value, "other")], body=body, is_view=True, last=value)
-
-
-def _moved(index: Sequence[Any], order: Sequence[int]) -> Index:
-    return tuple(index[d] for d in order)
 
 
 def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> Pointwise:
@@ -282,13 +270,13 @@ def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> 
     reads, reads_last = _reads_of(spec.shape, body, spec.shape)
     if not reads_last:
         return Pointwise(spec, reads, body=body, **flags)
-    inner = TensorSpec(_moved(spec.shape, TO_LAST), dtype)
+    inner = TensorSpec(moved(spec.shape, TO_LAST), dtype)
 
-    def moved(*index: Any) -> Any:
-        return body(*_moved(index, TO_FIRST))
+    def body_of_last(*index: Any) -> Any:
+        return body(*moved(index, TO_FIRST))
 
-    reads, _ = _reads_of(inner.shape, moved, inner.shape)
-    first = channels_first(Pointwise(inner, reads, body=moved, **flags))
+    reads, _ = _reads_of(inner.shape, body_of_last, inner.shape)
+    first = channels_first(Pointwise(inner, reads, body=body_of_last, **flags))
     assert isinstance(first, Pointwise)
     return first
 
@@ -309,12 +297,12 @@ def reduce(
     if not reads_last:
         return _reduction(kind, source, kept, (body, reads), dtype, is_gate)
 
-    def moved(*index: Any) -> Any:
-        return body(*_moved(index, TO_FIRST))
+    def body_of_last(*index: Any) -> Any:
+        return body(*moved(index, TO_FIRST))
 
-    source, kept = _moved(source, TO_LAST), tuple(sorted(TO_FIRST[axis] for axis in kept))
-    reads, _ = _reads_of(source, moved, None)
-    return channels_first(_reduction(kind, source, kept, (moved, reads), dtype, is_gate))
+    source, kept = moved(source, TO_LAST), tuple(sorted(TO_FIRST[axis] for axis in kept))
+    reads, _ = _reads_of(source, body_of_last, None)
+    return channels_first(_reduction(kind, source, kept, (body_of_last, reads), dtype, is_gate))
 
 
 def _reduction(
@@ -403,10 +391,6 @@ def unflatten(flat: Any, shape: Sequence[int]) -> Index:
     return tuple(reversed(index))
 
 
-# How many views of images with channels last were read so far; `_reads_of` looks whether it grows.
-_reads_of_views = [0]
-
-
 def _reads_of(
     shape: tuple[int, ...], body: Element, own_shape: tuple[int, ...] | None
 ) -> tuple[list[Read], bool]:
@@ -414,11 +398,16 @@ def _reads_of(
 
     Also whether it reads images whose channels are last in memory, and makes one.
     """
-    before = _reads_of_views[0]
     index = tuple(tirx.Var(f"i{d}", "int32") for d in range(len(shape)))
     reads: dict[int, Read] = {}
+    reads_last = False
 
     def note(value: Value, at: Index) -> Any:
+        nonlocal reads_last
+        inner = channels_last(value)
+        if inner is not None:
+            reads_last = True
+            return note(inner, moved(at, TO_LAST))
         place = _place(value, at, index, shape)
         known = reads.get(id(value))
         if known is None or (known.place in ("same", "broadcast") and known.place != place):
@@ -427,8 +416,7 @@ def _reads_of(
 
     with reading(note):
         body(*index)
-    is_image = len(shape) == len(TO_LAST)
-    return list(reads.values()), is_image and _reads_of_views[0] > before
+    return list(reads.values()), reads_last and len(shape) == len(TO_LAST)
 
 
 def _place(

@@ -10,7 +10,7 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops.coordinates import Axis
-from amp_ir.loops.grouping import Group, storage_of
+from amp_ir.loops.group import Group, storage_of
 from amp_ir.loops.ir import Opaque, OpaqueKernel, TensorSpec, Value
 from amp_ir.loops.kernel_buffers import FlatBuffer
 from amp_ir.loops.levels import inplace_pairs

@@ -7,7 +7,7 @@ import math
 
 import attrs
 
-from amp_ir.loops.grouping import Group, effective_reads
+from amp_ir.loops.group import Group, effective_reads
 from amp_ir.loops.ir import Read, Reduction, Value
 from amp_ir.loops.kernel_buffers import dtype_nbytes
 

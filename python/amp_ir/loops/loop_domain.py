@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from amp_ir.loops.grouping import Domain, Group
+from amp_ir.loops.group import Domain, Group
 
 
 def loop_domain(group: Group) -> Domain:

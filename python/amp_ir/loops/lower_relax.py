@@ -9,10 +9,9 @@ from typing import Any
 
 from tvm import relax, tirx
 
+from amp_ir.image_layout import TO_FIRST, TO_LAST
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
-    TO_FIRST,
-    TO_LAST,
     Constant,
     Lowering,
     TensorSpec,

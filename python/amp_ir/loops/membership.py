@@ -11,7 +11,8 @@ import tvm
 from tvm import relax
 
 from amp_ir.loops.fuse import group_values
-from amp_ir.loops.grouping import Group, Grouping, storage_of
+from amp_ir.loops.group import Group, storage_of
+from amp_ir.loops.grouping import Grouping
 from amp_ir.loops.ir import Pointwise, Value, channels_last
 
 

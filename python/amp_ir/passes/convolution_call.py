@@ -10,6 +10,7 @@ import attrs
 from tvm import relax
 
 from amp_ir.dialect.registry import options_of
+from amp_ir.image_layout import TO_FIRST, TO_LAST, moved
 from amp_ir.passes.library_call import library_call, shape_argument
 from amp_ir.passes.strided_view import StridedView, dense_strides
 
@@ -23,7 +24,6 @@ _DATA_AND_WINDOW = {
 
 # Images with fewer channels than this stay as they are: a library would pad them.
 _FEW_CHANNELS = 8
-_TO_LAST, _TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
 @attrs.frozen
@@ -69,24 +69,24 @@ def write_convolution(
     arguments.append(shape_argument(_strides_taken(verb, call, options)))
     arguments += [shape_argument(options[key]) for key in ("padding", "dilation")]
     arguments.append(relax.prim_value(int(options["groups"])))
-    type_ = _permuted_type(call.ty, _TO_LAST) if is_last else call.ty
+    type_ = _permuted_type(call.ty, TO_LAST) if is_last else call.ty
     new = library_call(f"amp_ir.{library}.{verb}", arguments, type_, call.span)
     if not is_last:
         return LibraryConvolution(tuple(before), new)
     last = relax.DataflowVar(f"{variable.name}_last", type_, variable.span)
     before.append(relax.VarBinding(last, new))
-    return LibraryConvolution(tuple(before), _permute(last, _TO_FIRST, call.ty))
+    return LibraryConvolution(tuple(before), _permute(last, TO_FIRST, call.ty))
 
 
 def _is_worth_it(shape: tuple[int, ...]) -> bool:
     """Whether an image of this shape is wanted with its channels last."""
-    return len(shape) == len(_TO_LAST) and shape[1] >= _FEW_CHANNELS
+    return len(shape) == len(TO_LAST) and shape[1] >= _FEW_CHANNELS
 
 
 def _last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of an image [n, channels, height, width] whose channels are last in memory."""
-    inner = dense_strides(tuple(shape[d] for d in _TO_LAST))
-    return tuple(inner[d] for d in _TO_FIRST)
+    inner = dense_strides(moved(shape, TO_LAST))
+    return moved(inner, TO_FIRST)
 
 
 def _operand(
@@ -99,9 +99,9 @@ def _operand(
     strides = _last_strides(seen.shape) if _is_worth_it(seen.shape) else seen.strides
     if seen.strides == strides:
         return seen
-    type_ = _permuted_type(operand.ty, _TO_LAST)
+    type_ = _permuted_type(operand.ty, TO_LAST)
     last = relax.DataflowVar(f"{_name_of(operand)}_last", type_)
-    before.append(relax.VarBinding(last, _permute(operand, _TO_LAST, type_)))
+    before.append(relax.VarBinding(last, _permute(operand, TO_LAST, type_)))
     return StridedView(last, seen.shape, strides)
 
 
