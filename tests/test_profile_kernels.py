@@ -156,7 +156,7 @@ def synthetic() -> KernelProfile:
         StepTimes(length, (0.0, 5.0), (5.0 + extra, 7.0))
         for length, extra in ((10.0, 0.0), (30.0, 0.0), (20.0, 9.0))
     ]
-    peaks = MachinePeaks({"float32": 1.0}, 4.0, 2)
+    peaks = MachinePeaks({"float32": 1.0}, 4.0, "2 threads")
     notes = (DispatchNote("relax.matmul", "torch", 2, "onednn is not built"),)
     return profile_of(PlannedStep(tvm.IRModule(), plan, notes), (4_000_000, 0), times, peaks)
 

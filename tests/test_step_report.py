@@ -146,7 +146,7 @@ def test_a_workload_is_reported_by_name(tmp_path: Path) -> None:
 
 
 def test_names_cannot_break_the_page() -> None:
-    profile = KernelProfile(1.0, 1, (), (), MachinePeaks({"float32": 1.0}, 1.0, 1))
+    profile = KernelProfile(1.0, 1, (), (), MachinePeaks({"float32": 1.0}, 1.0, "1 thread"))
     text = step_page("<b>&", report_memory(MemoryPlan(0, 0, (), 0, 0, 0)), profile, None, "a<b")
     assert "<title>&lt;b&gt;&amp;</title>" in text and "a&lt;b" in text
     assert "The step runs nothing." in text

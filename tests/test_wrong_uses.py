@@ -505,9 +505,7 @@ COMPILE: list[Row] = [
         "profile of a GPU's kernels",
         lambda s: amp_ir.profile_kernels(s.mod, "cuda", s.batch),
         DeviceError,
-        "profile_kernels times calls on the CPU, and was given device='cuda'; on a GPU use "
-        "amp_ir.profile_vm_model for the whole step, or torch.profiler around a compiled step for "
-        "its kernels",
+        no_gpu("cuda"),
     ),
     (
         "device is a number",

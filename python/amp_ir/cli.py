@@ -3,8 +3,9 @@
 
     amp-ir demo bert1 [--amp-dtype bfloat16] [--device cpu] [--steps 10] [--small]
     amp-ir explain bert1 [--module "*.attention"] [--amp-dtype bfloat16] [--html plan.html]
-    amp-ir profile bert1|train.py [--amp-dtype bfloat16] [--trace trace.json] [--json profile.json]
-    amp-ir report bert1|train.py [--amp-dtype bfloat16] [--out report.html]
+    amp-ir profile bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--trace trace.json]
+                                  [--json profile.json]
+    amp-ir report bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--out report.html]
     amp-ir compile bert1|train.py [--target sm_90] [--amp-dtype bfloat16] [--out step.so]
 
 Exit codes: 0; 2 for a wrong use, with a sentence on stderr; 130 when interrupted.
@@ -200,7 +201,7 @@ def _report(arguments: argparse.Namespace) -> int:
         measured.profile,
         measured.memory,
         measured.plan,
-        machine=host_description(),
+        machine=_machine(arguments.device),
         out=arguments.out,
     )
 
@@ -243,6 +244,8 @@ class _Measured:
 
 def _measure(arguments: argparse.Namespace) -> _Measured:
     """Memory and time of the training that the command line names, beside its step in float32."""
+    # Before anything that takes long.
+    target = target_of(arguments.device)
     with stages() as report:
         training = _training(arguments, report)
         report("capturing the step")
@@ -253,10 +256,15 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
             low = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
             plan = amp_ir.explain_plan(low)
         report("planning memory")
-        memory = amp_ir.memory_report(low, args, baseline=mod if plan is not None else None)
+        baseline = mod if plan is not None else None
+        memory = amp_ir.memory_report(low, args, baseline=baseline, device=str(target))
         report("compiling and timing")
-        profile = amp_ir.profile_kernels(low, "cpu", args, steps=arguments.steps)
+        profile = amp_ir.profile_kernels(low, arguments.device, args, steps=arguments.steps)
     return _Measured(arguments.training, memory, profile, plan)
+
+
+def _machine(device: str) -> str:
+    return host_description() if device == "cpu" else torch.cuda.get_device_name(device)
 
 
 def _training(arguments: argparse.Namespace, report: Report) -> Any:
@@ -264,7 +272,8 @@ def _training(arguments: argparse.Namespace, report: Report) -> Any:
     name = arguments.training
     report("building", name)
     if name in WORKLOADS:
-        return WORKLOADS[name].make(small=arguments.small)
+        device = getattr(arguments, "device", "cpu")
+        return WORKLOADS[name].make(small=arguments.small, device=device)
     return load_training(Path(name))
 
 

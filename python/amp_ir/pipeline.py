@@ -37,7 +37,7 @@ from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
 from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.dispatch_note import DispatchLog
-from amp_ir.errors import ArgumentError, DeviceError, OptionError, ShapeChanged, StateError
+from amp_ir.errors import ArgumentError, OptionError, ShapeChanged, StateError
 from amp_ir.frontend import importer, trace
 from amp_ir.loops import emit_cpu, emit_cuda, merge_launches, merge_tasks
 from amp_ir.loops.fuse import fuse_loops
@@ -53,10 +53,11 @@ from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
 from amp_ir.passes.fold_casts import fold_casts
 from amp_ir.passes.plan_memory import plan_memory
-from amp_ir.report.kernel_profile import KernelProfile, profile_of
+from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.report.memory import MemoryReport, report_memory
 from amp_ir.runtime.call_times import time_calls
 from amp_ir.runtime.index_bounds import check_ids, find_bounds
+from amp_ir.runtime.launch_times import time_launches, time_whole_steps
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport, refuse_names
@@ -400,12 +401,15 @@ def profile_kernels(
     """Where the milliseconds of a step go: every kernel and library call, timed on this machine.
 
     Each with the modules it comes from, its phase, bytes, arithmetic and its share of the roofline,
-    for which the machine's peaks are measured once a process. `print` it, take `to_json()`, or
+    for which the device's peaks are measured once a process. `print` it, take `to_json()`, or
     `save_trace(path)` for ui.perfetto.dev. The steps run on copies of the state.
+
+    On a GPU a call's time lies between two CUDA events, in steps that are launched call by call;
+    beside it stand the times of whole steps, as the CUDA graph that training runs and launched.
 
     Args:
         mod: what `trace_step` or `autocast` returns.
-        device: "cpu"; a GPU's kernels run on after their calls return, and are not timed here.
+        device: "cpu", or "cuda" ("cuda:1") where the model's tensors are on that GPU.
         args: the example batch.
         steps: how many steps are timed; milliseconds are medians over them.
         warmup: how many steps run before.
@@ -417,17 +421,17 @@ def profile_kernels(
         OptionError, DeviceError, ArgumentError, IdError, BudgetError.
     """
     _check_module(mod, "profile_kernels")
-    if str(device).startswith("cuda"):
-        raise DeviceError(
-            f"profile_kernels times calls on the CPU, and was given device={device!r}; on a GPU "
-            "use amp_ir.profile_vm_model for the whole step, or torch.profiler around a compiled "
-            "step for its kernels"
-        )
     program, planned, batch = _program_on_copies(
         mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
     )
-    times = time_calls(program, batch, warmup=warmup, steps=steps)
-    return profile_of(planned, flop_of_calls(planned), times, measure_peaks())
+    flop = flop_of_calls(planned)
+    if not target_of(device).is_cuda:
+        times = time_calls(program, batch, warmup=warmup, steps=steps)
+        return profile_of(planned, flop, times, measure_peaks())
+    whole = time_whole_steps(program, batch, warmup=warmup, repeat=steps)
+    launches = time_launches(program, batch, warmup=warmup, steps=steps)
+    gpu = GpuSteps(event_milliseconds=launches.event_milliseconds, **attrs.asdict(whole))
+    return profile_of(planned, flop, launches.steps, measure_peaks(program.device), gpu)
 
 
 def _program_on_copies(
@@ -477,6 +481,7 @@ def memory_report(
     args: Any = None,
     *,
     baseline: StepModule | None = None,
+    device: str = "cpu",
     rounding: str = "fast",
     memory_budget: int | None = None,
 ) -> MemoryReport:
@@ -486,11 +491,12 @@ def memory_report(
         mod: what `trace_step` or `autocast` returns; nothing is executed.
         args: the example batch, checked where it is given.
         baseline: the step before `autocast`; the report then says what AMP saved and cost.
+        device: "cpu", "cuda" or an architecture ("sm_90"), which need not be here.
         rounding: as for `compile`.
         memory_budget: as for `compile`; not for `baseline`.
 
     Raises:
-        OptionError: `mod` or `baseline` is no StepModule.
+        OptionError: `mod` or `baseline` is no StepModule, or no device has that name.
         BudgetError: the budget cannot be held.
     """
     _check_module(mod, "memory_report")
@@ -498,8 +504,9 @@ def memory_report(
         _batch_of(mod, args)
     if baseline is not None:
         _check_module(baseline, "memory_report(baseline=...)")
-    before = None if baseline is None else lower(baseline, rounding=rounding).plan
-    planned = lower(mod, rounding=rounding, memory_budget=memory_budget)
+    target = parse_target(device)
+    before = None if baseline is None else lower(baseline, target=target, rounding=rounding).plan
+    planned = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget)
     return report_memory(planned.plan, before)
 
 

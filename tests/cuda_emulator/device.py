@@ -150,6 +150,34 @@ class Graph:
         _answered(_loaded().runtime.cudaGraphLaunch(self._executable, None))
 
 
+class Event:
+    """A CUDA event of the emulated runtime, with what is used of torch.cuda.Event."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing, "PyTorch's events have no time unless they are asked for it"
+        self._handle = ctypes.c_void_p()
+        _answered(_loaded().runtime.cudaEventCreate(ctypes.byref(self._handle)))
+
+    def record(self) -> None:
+        """Note the time when the work before it is done."""
+        _answered(_loaded().runtime.cudaEventRecord(self._handle, None))
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from here to `end`; an error before the host has waited for both."""
+        found = ctypes.c_float()
+        runtime = _loaded().runtime
+        _answered(runtime.cudaEventElapsedTime(ctypes.byref(found), self._handle, end._handle))
+        return found.value
+
+    def __del__(self) -> None:
+        _loaded().runtime.cudaEventDestroy(self._handle)
+
+
+def synchronise() -> None:
+    """Wait for the device."""
+    _answered(_loaded().runtime.cudaDeviceSynchronize())
+
+
 @contextlib.contextmanager
 def captured() -> Iterator[Graph]:
     """Keep what the device is asked for, in a graph to launch afterwards, instead of doing it."""

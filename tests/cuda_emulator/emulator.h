@@ -14,7 +14,9 @@ namespace emulator {
 constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
 constexpr int kOutOfMemory = 2;
+constexpr int kInvalidHandle = 400;
 constexpr int kNotFound = 500;
+constexpr int kNotReady = 600;
 constexpr int kLaunchFailed = 719;
 constexpr int kNotWhileCapturing = 900;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // libcudart.so.13 of the emulator: one device whose memory is the host's and whose work is done
 // when a call returns, unless a stream is captured.
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 
@@ -26,9 +27,32 @@ int Refused(const char* what) {
   return Answer(kNotWhileCapturing);
 }
 
+// How often the host has waited: what was recorded before the last time is known to be done.
+long waits;
+
+struct Event {
+  long long nanoseconds;
+  long waits;  // when it was recorded; -1 before
+};
+
 int Synchronise() {
   Count(kSynchronisations);
-  return Refused("the host waits for the device");
+  int refused = Refused("the host waits for the device");
+  if (!refused) ++waits;
+  return refused;
+}
+
+int Elapsed(float* milliseconds, const Event& begin, const Event& end) {
+  if (begin.waits < 0 || end.waits < 0) {
+    SetLastError("an event that was not recorded is read");
+    return kInvalidHandle;
+  }
+  if (begin.waits == waits || end.waits == waits) {
+    SetLastError("an event is read that the host has not waited for");
+    return kNotReady;
+  }
+  *milliseconds = static_cast<float>(end.nanoseconds - begin.nanoseconds) / 1e6f;
+  return kSuccess;
 }
 
 int Attribute(int attribute) {
@@ -134,13 +158,20 @@ EXPORT int cudaStreamDestroy(void* stream) {
 EXPORT int cudaStreamSynchronize(void*) { return Synchronise(); }
 EXPORT int cudaDeviceSynchronize() { return Synchronise(); }
 EXPORT int cudaStreamWaitEvent(void*, void*, unsigned) { return kSuccess; }
-EXPORT int cudaEventCreate(void** event) { return *event = new char, kSuccess; }
+EXPORT int cudaEventCreate(void** event) { return *event = new Event{0, -1}, kSuccess; }
 EXPORT int cudaEventCreateWithFlags(void** event, unsigned) { return cudaEventCreate(event); }
-EXPORT int cudaEventDestroy(void* event) { return delete static_cast<char*>(event), kSuccess; }
-EXPORT int cudaEventRecord(void*, void*) { return kSuccess; }
+EXPORT int cudaEventDestroy(void* event) { return delete static_cast<Event*>(event), kSuccess; }
+EXPORT int cudaEventRecord(void* event, void*) {
+  return Enqueue([event] {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    *static_cast<Event*>(event) = {nanoseconds, waits};
+    return kSuccess;
+  });
+}
 EXPORT int cudaEventSynchronize(void*) { return Synchronise(); }
-EXPORT int cudaEventElapsedTime(float* milliseconds, void*, void*) {
-  return *milliseconds = 0, kSuccess;
+EXPORT int cudaEventElapsedTime(float* milliseconds, void* begin, void* end) {
+  return Answer(Elapsed(milliseconds, *static_cast<Event*>(begin), *static_cast<Event*>(end)));
 }
 
 EXPORT int cudaStreamBeginCapture(void*, int) { return Answer(BeginCapture()); }

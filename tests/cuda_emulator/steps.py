@@ -40,21 +40,22 @@ class EmulatedProgram(program.Program):
     """A program that lends its tensors' memory to the emulated device; its arena starts as NaN."""
 
     def __init__(self, *arguments: Any) -> None:
-        with mock.patch.object(program, "flat_view", _lent):
+        with mock.patch.object(program, "flat_view", lent):
             super().__init__(*arguments)
         self._arena.fill_(0xFF)
 
-    def run(self, batch: Any) -> list[torch.Tensor]:
+    def run(self, batch: Any, **options: Any) -> list[torch.Tensor]:
         """One step."""
-        with mock.patch.object(program, "flat_view", _lent):
-            return super().run(batch)
+        with mock.patch.object(program, "flat_view", lent):
+            return super().run(batch, **options)
 
 
 # A graph reads the memory of its recording, which must not go back to PyTorch before.
 _kept: list[Any] = []
 
 
-def _lent(tensor: torch.Tensor) -> Any:
+def lent(tensor: torch.Tensor) -> Any:
+    """A flat view of a tensor, of physical dtype, as one of the device's."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
         flat = flat.new_empty(1)
@@ -70,12 +71,12 @@ def _lent(tensor: torch.Tensor) -> Any:
 def register_libraries() -> None:
     """Put the stand-ins in the places of the CUDA libraries' functions."""
     native.load()
-    for library in ("cublaslt", "torch_cuda"):
-        for verb, function in _VERBS.items():
-            name = f"amp_ir.{library}.{verb}"
-            # Each library has some of the verbs, and steps call what is there.
-            if tvm_ffi.get_global_func(name, allow_missing=True) is not None:
-                tvm_ffi.register_global_func(name, function, override=True)
+    names = [
+        f"amp_ir.{library}.{verb}" for library in ("cublaslt", "torch_cuda") for verb in _VERBS
+    ]
+    # Each library has some of the verbs, and steps call what is there.
+    found = {name: tvm_ffi.get_global_func(name, allow_missing=True) for name in names}
+    return {name: function for name, function in found.items() if function is not None}
 
 
 def _strided(tensor: Any, shape: Any, strides: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import tvm
@@ -65,31 +66,68 @@ def _numbers(shape: relax.ShapeExpr) -> tuple[int, ...]:
 
 def kernel_flop(function: tirx.PrimFunc) -> int:
     """Floating-point operations of one run of a kernel; see `flop_of_calls`."""
-    return _Count().statement(function.body)
+    return round(_Count().statement(function.body))
 
 
 class _Count:
-    """Walks a kernel; of two branches the dearer counts, and a `while` loop counts once."""
+    """Walks a kernel, its GPU threads as the loops that they are; a `while` loop counts once.
+
+    A branch on an index counts for its share of the index's values, as a launch over the blocks of
+    several kernels and the last block of a tensor have it; of others the dearer counts.
+    """
 
     def __init__(self) -> None:
         self.analyzer = Analyzer()
 
-    def statement(self, node: Any) -> int:
+    def statement(self, node: Any) -> Fraction:
         if node is None:
-            return 0
+            return Fraction(0)
         if isinstance(node, tirx.SeqStmt):
-            return sum(self.statement(one) for one in node.seq)
+            return sum((self.statement(one) for one in node.seq), Fraction(0))
         if isinstance(node, tirx.For):
             extent = self._extent(node.extent)
             self.analyzer.bind(node.loop_var, tvm.ir.Range.from_min_extent(node.min, node.extent))
             return extent * self.statement(node.body)
         if isinstance(node, tirx.IfThenElse):
-            return max(self.statement(node.then_case), self.statement(node.else_case))
+            return self._branch(node)
+        if isinstance(node, tirx.AttrStmt) and node.attr_key == "thread_extent":
+            self.analyzer.bind(node.node.var, tvm.ir.Range(0, node.value))
+            return self._extent(node.value) * self.statement(node.body)
         if isinstance(node, (tirx.AttrStmt, tirx.While)):
             return self.statement(node.body)
+        if isinstance(node, tirx.Bind) and _is_index(node.var):
+            self.analyzer.bind(node.var, node.value)
+            return Fraction(0)
         if isinstance(node, (tirx.BufferStore, tirx.Bind, tirx.Evaluate)):
-            return self.expression(node.value)
-        return 0
+            return Fraction(self.expression(node.value))
+        return Fraction(0)
+
+    def _branch(self, node: tirx.IfThenElse) -> Fraction:
+        share = self._share(node.condition)
+        if share is None:
+            return max(self.statement(node.then_case), self.statement(node.else_case))
+        with self.analyzer.constraint_scope(node.condition):
+            taken = self.statement(node.then_case)
+        is_order = isinstance(node.condition, tirx.LT)
+        opposite = node.condition.a >= node.condition.b if is_order else tirx.const(True)
+        with self.analyzer.constraint_scope(opposite):
+            other = self.statement(node.else_case)
+        return share * taken + (1 - share) * other
+
+    def _share(self, condition: Any) -> Fraction | None:
+        """How often a condition on indices holds, all their values being met alike."""
+        if isinstance(condition, tirx.And):
+            known = [one for one in map(self._share, (condition.a, condition.b)) if one is not None]
+            return math.prod(known, start=Fraction(1)) if known else None
+        is_known = isinstance(condition, (tirx.LT, tirx.EQ))
+        if not is_known or not isinstance(condition.b, tirx.IntImm):
+            return None
+        bound = self.analyzer.const_int_bound(condition.a)
+        count = bound.max_value - bound.min_value + 1
+        if isinstance(condition, tirx.EQ):
+            return Fraction(1, count)
+        below = int(condition.b) - bound.min_value
+        return Fraction(min(max(below, 0), count), count)
 
     def _extent(self, extent: Any) -> int:
         if isinstance(extent, tirx.IntImm):
@@ -123,11 +161,16 @@ def _is_function(node: Any) -> bool:
     if not isinstance(node, tvm.ir.Call) or not _is_float(node):
         return False
     name = getattr(node.op, "name", "")
-    return "reinterpret" not in name and "if_then_else" not in name
+    return not any(word in name for word in ("reinterpret", "if_then_else", "shuffle"))
 
 
 def _is_float(node: Any) -> bool:
-    return "float" in str(getattr(node, "dtype", "") or getattr(node, "ty", ""))
+    text = str(getattr(node, "dtype", "") or getattr(node, "ty", ""))
+    return text.startswith(("float", "bfloat"))
+
+
+def _is_index(variable: tirx.Var) -> bool:
+    return str(variable.ty) in ("int32", "int64")
 
 
 def _lanes(node: Any) -> int:

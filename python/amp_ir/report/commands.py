@@ -39,6 +39,11 @@ def _add_training_arguments(parser: argparse.ArgumentParser, workloads: Iterable
         "optimizer and scaler if it has them",
     )
     parser.add_argument(
+        "--device",
+        default="cpu",
+        help='where to run; "cpu" or "cuda" (a file of yours puts its model there itself)',
+    )
+    parser.add_argument(
         "--amp-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
     )
     parser.add_argument("--small", action="store_true", help="tiny shapes (workloads only)")

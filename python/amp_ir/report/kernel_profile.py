@@ -13,14 +13,12 @@ from typing import Any, Protocol
 import attrs
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from amp_ir.dispatch_note import DispatchNote
 from amp_ir.machine import MachinePeaks
 from amp_ir.memory_plan import PlannedCall, PlannedStep
+from amp_ir.report.kernel_table import headline, kernel_table
 from amp_ir.report.trace import trace_events
-
-_SHOWN_KERNELS = 25
 
 
 class StepTimes(Protocol):
@@ -90,10 +88,26 @@ class KernelTotal:
 
 
 @attrs.frozen
+class GpuSteps:
+    """Whole steps on a GPU.
+
+    `milliseconds` is a step as it runs in training, `is_graph` whether that is one CUDA graph, and
+    `launched_milliseconds` the step launched call by call: the difference is what gaps between
+    launches cost. Each kernel's time includes the `event_milliseconds` of the events around it.
+    """
+
+    milliseconds: float
+    launched_milliseconds: float
+    event_milliseconds: float
+    is_graph: bool
+
+
+@attrs.frozen
 class KernelProfile:
     """Where a step's time goes, and which library each heavy op went to.
 
-    `step_milliseconds` is the median of `steps` whole steps.
+    `step_milliseconds` is the median of `steps` whole steps; on a GPU, which has `gpu`, of steps as
+    they run in training, while kernels are timed launch by launch.
     """
 
     step_milliseconds: float
@@ -102,6 +116,7 @@ class KernelProfile:
     held_nbytes: tuple[int, ...] = attrs.field(repr=False)
     peaks: MachinePeaks
     dispatched: tuple[DispatchNote, ...] = attrs.field(default=(), repr=False)
+    gpu: GpuSteps | None = None
 
     @property
     def kernels(self) -> tuple[KernelTotal, ...]:
@@ -167,19 +182,15 @@ class KernelProfile:
         Path(path).write_text(json.dumps(trace_events(self.calls, self.held_nbytes)))
 
     def headline(self) -> str:
-        """The step in two lines."""
-        phases = ", ".join(f"{name} {ms:.1f}" for name, ms in self.milliseconds_by_phase.items())
-        return (
-            f"{self.step_milliseconds:.1f} ms a step (median of {self.steps}), in kernels "
-            f"{self.kernel_milliseconds:.1f} ms: {phases}\n"
-            f"casts alone {self.cast_share:.1%}, outside of kernels {self.overhead_share:.1%}, "
-            f"{self.floor_share:.0%} of the floor at this machine's peaks ({self.peaks})"
-        )
+        """The step in a few lines."""
+        return headline(self)
 
     def __rich__(self) -> RenderableType:
-        """Two lines, a table, and where heavy ops went, for a terminal."""
+        """A few lines, a table, and where heavy ops went, for a terminal."""
         notes = [escape(str(note)) for note in self.dispatched]
-        return Group(escape(self.headline()), "", _table(self), *(["", *notes] if notes else []))
+        return Group(
+            escape(self.headline()), "", kernel_table(self), *(["", *notes] if notes else [])
+        )
 
     def __str__(self) -> str:
         """The same as plain text, 140 columns wide."""
@@ -193,6 +204,7 @@ def profile_of(
     flop: Sequence[int],
     steps: Sequence[StepTimes],
     peaks: MachinePeaks,
+    gpu: GpuSteps | None = None,
 ) -> KernelProfile:
     """Join what was planned with what was measured.
 
@@ -201,6 +213,7 @@ def profile_of(
         flop: of each call.
         steps: the timed steps; the one of median length is shown in traces.
         peaks: the machine's.
+        gpu: whole steps on a GPU, where `steps` are launched call by call.
     """
     plan = planned.plan
     shown = sorted(steps, key=lambda step: step.milliseconds)[len(steps) // 2]
@@ -213,8 +226,15 @@ def profile_of(
         floor = peaks.floor_milliseconds(flop[k], nbytes, call.compute_dtype)
         calls.append(_call(call, statistics.median(spent), in_trace, flop[k], floor))
     median = statistics.median(step.milliseconds for step in steps)
-    held = plan.live_bytes
-    return KernelProfile(median, len(steps), tuple(calls), held, peaks, planned.dispatched)
+    return KernelProfile(
+        median if gpu is None else gpu.milliseconds,
+        len(steps),
+        tuple(calls),
+        plan.live_bytes,
+        peaks,
+        planned.dispatched,
+        gpu,
+    )
 
 
 def _call(
@@ -256,45 +276,3 @@ def _total(group: list[CallProfile]) -> KernelTotal:
         floor_milliseconds=sum(call.floor_milliseconds for call in group),
         is_cast=first.is_cast,
     )
-
-
-def _table(profile: KernelProfile) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("kernel", "ops", "modules", "phase"):
-        table.add_column(name, overflow="fold")
-    for name in ("calls", "ms", "share", "MiB", "GFLOP", "GFLOP/s", "of roof"):
-        table.add_column(name, justify="right", no_wrap=True)
-    kernels = profile.kernels
-    for one in kernels[:_SHOWN_KERNELS]:
-        table.add_row(
-            f"{one.name} [dim]{one.dtype}[/]",
-            shortened(one.ops, 3),
-            escape(shortened([_tail(name) for name in one.modules], 1)),
-            one.phase or "-",
-            str(one.calls),
-            f"{one.milliseconds:.2f}",
-            f"{one.milliseconds / profile.step_milliseconds:.1%}",
-            f"{one.nbytes / 2**20:.1f}",
-            f"{one.flop / 1e9:.2f}",
-            f"{one.gflop_per_second:.0f}",
-            f"{one.roofline_share:.0%}",
-        )
-    rest = kernels[_SHOWN_KERNELS:]
-    if rest:
-        spent = sum(one.milliseconds for one in rest)
-        share = f"{spent / profile.step_milliseconds:.1%}"
-        calls = str(sum(one.calls for one in rest))
-        table.add_row(f"[dim]{len(rest)} shorter[/]", "", "", "", calls, f"{spent:.2f}", share)
-    return table
-
-
-def _tail(module: str) -> str:
-    """The last three parts of a module's path, which tell modules apart."""
-    parts = module.split(".")
-    return module if len(parts) <= 3 else "…" + ".".join(parts[-3:])
-
-
-def shortened(names: Sequence[str], count: int) -> str:
-    """At most `count` of the names, and how many there are besides."""
-    rest = len(names) - count
-    return ", ".join(names[:count]) + (f" +{rest}" if rest > 0 else "")

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from amp_ir.report.kernel_profile import KernelProfile, KernelTotal, shortened
+from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
+from amp_ir.report.kernel_table import (
+    how_timed,
+    kernel_time,
+    rate,
+    rate_unit,
+    shortened,
+    step_time,
+)
 from amp_ir.report.memory import HeldValue, MemoryReport, mebibytes
 from amp_ir.report.memory_chart import colour_class, memory_chart
 from amp_ir.report.step_style import SCRIPT, STYLE
@@ -44,7 +52,7 @@ def step_page(
 def _facts(memory: MemoryReport, profile: KernelProfile) -> Iterator[str]:
     gap = f"gap to the lower bound {memory.gap_bytes / max(memory.lower_bound_bytes, 1):.2%}"
     facts = [
-        (f"{profile.step_milliseconds:.1f} ms", f"a step, median of {profile.steps}"),
+        *_step_facts(profile),
         (mebibytes(memory.peak_bytes), f"peak; {gap}"),
         (mebibytes(memory.state_bytes), "of it the state, which no plan changes"),
         (f"{profile.floor_share:.0%}", "of the floor that this machine's peaks set"),
@@ -53,6 +61,17 @@ def _facts(memory: MemoryReport, profile: KernelProfile) -> Iterator[str]:
     ]
     for number, what in facts:
         yield f'<div><b>{escape(number)}</b><span class="quiet">{escape(what)}</span></div>'
+
+
+def _step_facts(profile: KernelProfile) -> Iterator[tuple[str, str]]:
+    step = f"{step_time(profile, profile.step_milliseconds)} ms"
+    if profile.gpu is None:
+        yield step, f"a step, median of {profile.steps}"
+        return
+    launched = f"{step_time(profile, profile.gpu.launched_milliseconds)} ms"
+    if profile.gpu.is_graph:
+        yield step, f"a step as one CUDA graph, median of {profile.steps}"
+    yield launched, f"a step launched call by call, median of {profile.steps}"
 
 
 def _memory_section(memory: MemoryReport) -> str:
@@ -90,16 +109,19 @@ def _held_row(one: HeldValue, top: int) -> str:
 
 def _kernel_section(profile: KernelProfile) -> str:
     phases = " ".join(
-        f'<span><i class="swatch phase-{escape(name)}"></i>{escape(name)} <b>{spent:.1f} ms</b>'
+        f'<span><i class="swatch phase-{escape(name)}"></i>{escape(name)} '
+        f"<b>{step_time(profile, spent)} ms</b>"
         "</span>"
         for name, spent in profile.milliseconds_by_phase.items()
     )
+    timed = how_timed(profile)
+    timed = timed and f" {timed[0].upper()}{timed[1:]}."
     kernels = profile.kernels
     top = max((one.milliseconds for one in kernels), default=1.0) or 1.0
-    rows = "".join(_kernel_row(one, top, profile.step_milliseconds) for one in kernels)
+    rows = "".join(_kernel_row(one, top, profile) for one in kernels)
     numbers = "".join(
         f'<th class="number">{name}</th>'
-        for name in ("ms", "share", "calls", "MiB", "GFLOP/s", "of roof")
+        for name in ("ms", "share", "calls", "MiB", rate_unit(profile), "of roof")
     )
     return (
         f'<h2>Kernels</h2><p class="key">{phases}</p>'
@@ -108,20 +130,20 @@ def _kernel_section(profile: KernelProfile) -> str:
         f"{_heads('phase', '')}</tr></thead><tbody>{rows}</tbody></table></div>"
         '<p class="quiet">MiB is what a kernel reads and writes, each tensor once. "Of roof" is '
         "the time at the machine's peaks over the time taken; above 100 % its data was in a "
-        "cache.</p>"
+        f"cache.{timed}</p>"
     )
 
 
-def _kernel_row(one: KernelTotal, top: float, step_milliseconds: float) -> str:
+def _kernel_row(one: KernelTotal, top: float, profile: KernelProfile) -> str:
     phase = one.phase or "other"
     where = escape(shortened(one.modules, 2))
     cast = ' <span class="quiet">cast only</span>' if one.is_cast else ""
     cells = (
-        f"{one.milliseconds:.2f}",
-        f"{one.milliseconds / step_milliseconds:.1%}",
+        kernel_time(profile, one.milliseconds),
+        f"{one.milliseconds / profile.step_milliseconds:.1%}",
         f"{one.calls}",
         f"{one.nbytes / 2**20:.1f}",
-        f"{one.gflop_per_second:.0f}",
+        rate(profile, one),
         f"{one.roofline_share:.0%}",
     )
     numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)

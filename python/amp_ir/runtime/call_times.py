@@ -40,7 +40,7 @@ def time_calls(
     steps: int,
     step: Callable[[], Any] | None = None,
 ) -> list[StepTimes]:
-    """Run `warmup` steps, then time every call of `steps` steps.
+    """Run `warmup` steps, then time every call of `steps` steps, on a CPU.
 
     The clock is read by native code around each call of the virtual machine and adds less than a
     microsecond to it. `program` is left with the clock in place: use one made for this. A step is
@@ -74,13 +74,22 @@ def _step_times(
     wanted = set(symbols)
     names, times = list(reading[0]), list(reading[1])
     at = [k for k, name in enumerate(names) if str(name) in wanted]
-    if [str(names[k]) for k in at] != symbols:
-        raise BuildError(
-            f"the clock saw {len(at)} calls where {len(symbols)} were planned; "
-            "another program ran on this thread meanwhile"
-        )
+    check_seen([str(names[k]) for k in at], symbols)
     return StepTimes(
         milliseconds=(ended - started) / 1e6,
         begin_milliseconds=tuple((times[2 * k] - started) / 1e6 for k in at),
         end_milliseconds=tuple((times[2 * k + 1] - started) / 1e6 for k in at),
     )
+
+
+def check_seen(seen: list[str], planned: list[str]) -> None:
+    """Make sure that the calls that a clock saw are those of the plan.
+
+    Raises:
+        BuildError: they are not.
+    """
+    if seen != planned:
+        raise BuildError(
+            f"the clock saw {len(seen)} calls where {len(planned)} were planned; "
+            "another program ran on this thread meanwhile"
+        )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile by kernel as text: what a step takes in a few lines, and a row a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
+
+_SHOWN_KERNELS = 25
+# Where a step is shorter than this, kernels take microseconds.
+_SHORT_MILLISECONDS = 10.0
+
+
+def headline(profile: KernelProfile) -> str:
+    """What the step takes: three lines, and one more for a GPU."""
+    phases = ", ".join(
+        f"{name} {step_time(profile, spent)}"
+        for name, spent in profile.milliseconds_by_phase.items()
+    )
+    return (
+        f"{_whole_step(profile)}{step_time(profile, profile.kernel_milliseconds)} ms: {phases}\n"
+        f"casts alone {profile.cast_share:.1%}, outside of kernels {profile.overhead_share:.1%}, "
+        f"{profile.floor_share:.0%} of the floor at this machine's peaks ({profile.peaks})"
+    )
+
+
+def _whole_step(profile: KernelProfile) -> str:
+    step = f"{step_time(profile, profile.step_milliseconds)} ms a step"
+    steps = f"median of {profile.steps}"
+    if profile.gpu is None:
+        return f"{step} ({steps}), in kernels "
+    launched = step_time(profile, profile.gpu.launched_milliseconds)
+    if profile.gpu.is_graph:
+        step += f" as one CUDA graph, {launched} ms launch by launch ({steps} each)"
+    else:
+        step += f" launch by launch ({steps}); its CUDA graph could not be recorded"
+    return f"{step}\n{how_timed(profile)}; in kernels "
+
+
+def how_timed(profile: KernelProfile) -> str:
+    """How the times of kernels were taken on a GPU; nothing for a CPU."""
+    if profile.gpu is None:
+        return ""
+    return (
+        "kernels are timed by CUDA events around each launch, outside of the graph; an event adds "
+        f"{profile.gpu.event_milliseconds * 1e3:.1f} us"
+    )
+
+
+def step_time(profile: KernelProfile, milliseconds: float) -> str:
+    """Milliseconds with the digits that the step's length leaves a meaning."""
+    digits = 1 if profile.step_milliseconds >= _SHORT_MILLISECONDS else 3
+    return f"{milliseconds:.{digits}f}"
+
+
+def kernel_time(profile: KernelProfile, milliseconds: float) -> str:
+    """Milliseconds of a kernel: a digit more than those of the step."""
+    digits = 2 if profile.step_milliseconds >= _SHORT_MILLISECONDS else 4
+    return f"{milliseconds:.{digits}f}"
+
+
+def rate_unit(profile: KernelProfile) -> str:
+    """The unit of `rate`."""
+    return "GFLOP/s" if profile.gpu is None else "TFLOP/s"
+
+
+def rate(profile: KernelProfile, one: KernelTotal) -> str:
+    """What a kernel computes a second."""
+    if profile.gpu is None:
+        return f"{one.gflop_per_second:.0f}"
+    return f"{one.gflop_per_second / 1e3:.2f}"
+
+
+def kernel_table(profile: KernelProfile) -> Table:
+    """A row for each of the longest kernels."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("kernel", "ops", "modules", "phase"):
+        table.add_column(name, overflow="fold")
+    for name in ("calls", "ms", "share", "MiB", "GFLOP", rate_unit(profile), "of roof"):
+        table.add_column(name, justify="right", no_wrap=True)
+    kernels = profile.kernels
+    for one in kernels[:_SHOWN_KERNELS]:
+        table.add_row(
+            f"{one.name} [dim]{one.dtype}[/]",
+            shortened(one.ops, 3),
+            escape(shortened([_tail(name) for name in one.modules], 1)),
+            one.phase or "-",
+            str(one.calls),
+            kernel_time(profile, one.milliseconds),
+            f"{one.milliseconds / profile.step_milliseconds:.1%}",
+            f"{one.nbytes / 2**20:.1f}",
+            f"{one.flop / 1e9:.2f}",
+            rate(profile, one),
+            f"{one.roofline_share:.0%}",
+        )
+    rest = kernels[_SHOWN_KERNELS:]
+    if rest:
+        spent = sum(one.milliseconds for one in rest)
+        share = f"{spent / profile.step_milliseconds:.1%}"
+        calls = str(sum(one.calls for one in rest))
+        shown = kernel_time(profile, spent)
+        table.add_row(f"[dim]{len(rest)} shorter[/]", "", "", "", calls, shown, share)
+    return table
+
+
+def _tail(module: str) -> str:
+    """The last three parts of a module's path, which tell modules apart."""
+    parts = module.split(".")
+    return module if len(parts) <= 3 else "…" + ".".join(parts[-3:])
+
+
+def shortened(names: Sequence[str], count: int) -> str:
+    """At most `count` of the names, and how many there are besides."""
+    rest = len(names) - count
+    return ", ".join(names[:count]) + (f" +{rest}" if rest > 0 else "")
