@@ -71,12 +71,12 @@ def lent(tensor: torch.Tensor) -> Any:
 def register_libraries() -> None:
     """Put the stand-ins in the places of the CUDA libraries' functions."""
     native.load()
-    names = [
-        f"amp_ir.{library}.{verb}" for library in ("cublaslt", "torch_cuda") for verb in _VERBS
-    ]
-    # Each library has some of the verbs, and steps call what is there.
-    found = {name: tvm_ffi.get_global_func(name, allow_missing=True) for name in names}
-    return {name: function for name, function in found.items() if function is not None}
+    for library in ("cublaslt", "torch_cuda"):
+        for verb, function in _VERBS.items():
+            name = f"amp_ir.{library}.{verb}"
+            # Each library has some of the verbs, and steps call what is there.
+            if tvm_ffi.get_global_func(name, allow_missing=True) is not None:
+                tvm_ffi.register_global_func(name, function, override=True)
 
 
 def _strided(tensor: Any, shape: Any, strides: Any) -> torch.Tensor:
