@@ -7,6 +7,7 @@ import copy
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 import tvm
@@ -21,8 +22,9 @@ from amp_ir.machine import MachinePeaks, measure_peaks
 from amp_ir.memory_plan import MemoryPlan, PlannedCall, PlannedStep
 from amp_ir.passes.call_cost import flop_of_calls, kernel_flop
 from amp_ir.pipeline import lower
-from amp_ir.report.kernel_profile import KernelProfile, profile_of
+from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.runtime.call_times import StepTimes
+from amp_ir.target import cpu, cuda
 
 ROWS, INNER, OUTER = 16, 24, 40
 
@@ -99,6 +101,41 @@ def test_kernels_count_the_arithmetic_of_their_loops() -> None:
     inner = tirx.For(lane, 0, 16, tirx.ForKind.VECTORIZED, store)
     function = tirx.PrimFunc([source, target], tirx.For(row, 0, 4, tirx.ForKind.SERIAL, inner))
     assert kernel_flop(function) == 64 * 3
+
+
+def test_threads_count_as_the_loops_that_they_are() -> None:
+    """Two kernels in one launch, the first with 3 of 4 blocks and 5 of 8 threads at work."""
+    out = tirx.decl_buffer((64,), "float32", "out")
+    block, thread = tirx.Var("block", "int32"), tirx.Var("thread", "int32")
+    own = tirx.Var("own", "int32")
+    element = tirx.BufferLoad(out, [thread])
+
+    def store(value: tirx.PrimExpr) -> tirx.Stmt:
+        return tirx.BufferStore(out, value, [thread])
+
+    few = tirx.And(own < 5, tirx.const(0, "int32") <= own)  # the second says nothing of shares
+    first = tirx.SeqStmt(
+        [tirx.Bind(own, thread), tirx.IfThenElse(few, store(element + element), None)]
+    )
+    second = store(element * element * element)
+    body: tirx.Stmt = tirx.IfThenElse(block < 3, first, second)
+    for variable, tag, extent in ((thread, "threadIdx.x", 8), (block, "blockIdx.x", 4)):
+        span = tvm.ir.Range(0, extent)
+        place = tirx.IterVar(span, variable, tirx.IterVar.ThreadIndex, tag)
+        body = tirx.AttrStmt(place, "thread_extent", tirx.IntImm("int32", extent), body)
+    assert kernel_flop(tirx.PrimFunc([out], body)) == 3 * 5 + 8 * 2
+
+
+def test_a_step_counts_as_much_arithmetic_on_a_gpu() -> None:
+    mod, _ = traced()
+    counted = []
+    for target in (cpu(), cuda("sm_90")):
+        planned = lower(mod, target=target)
+        flop = flop_of_calls(planned)
+        calls = zip(flop, planned.plan.calls, strict=True)
+        counted.append([count for count, call in calls if "." not in call.name])
+    # What threads add to combine their sums, and no more.
+    assert sum(counted[0]) <= sum(counted[1]) <= 1.25 * sum(counted[0])
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
@@ -189,6 +226,35 @@ def test_the_text_and_the_json_say_the_same() -> None:
     assert document["dispatched"][0]["reason"] == "onednn is not built"
     assert [one["name"] for one in document["kernels"]] == ["a", "b"]
     assert document["kernels"][0]["roofline_share"] == 0.8
+
+
+def on_gpu(*, is_graph: bool) -> KernelProfile:
+    steps = GpuSteps(0.5, 0.8, 0.0021, is_graph)
+    peaks = MachinePeaks({"float32": 5e4, "bfloat16": 8e5}, 4300.0, "NVIDIA H200 without TF32")
+    return attrs.evolve(synthetic(), step_milliseconds=0.5, gpu=steps, peaks=peaks)
+
+
+def test_a_gpus_kernels_stand_beside_the_graph_and_the_launches() -> None:
+    assert on_gpu(is_graph=True).headline() == (
+        "0.500 ms a step as one CUDA graph, 0.800 ms launch by launch (median of 3 each)\n"
+        "kernels are timed by CUDA events around each launch, outside of the graph; an event adds "
+        "2.1 us; in kernels 7.000 ms: other 7.000\n"
+        "casts alone 400.0%, outside of kernels 0.0%, 1000% of the floor at this machine's peaks "
+        "(float32 50, bfloat16 800 TFLOP/s, 4300.0 GB/s, NVIDIA H200 without TF32)"
+    )
+    lines = str(on_gpu(is_graph=True)).splitlines()
+    assert lines[-5].split()[-3:] == ["TFLOP/s", "of", "roof"]
+    assert lines[-4].split()[-6:] == ["5.0000", "1000.0%", "3.8", "0.00", "0.00", "80%"]
+    document = json.loads(on_gpu(is_graph=True).to_json())
+    assert document["gpu"] == {
+        "milliseconds": 0.5,
+        "launched_milliseconds": 0.8,
+        "event_milliseconds": 0.0021,
+        "is_graph": True,
+    }
+    assert on_gpu(is_graph=False).headline().splitlines()[0] == (
+        "0.500 ms a step launch by launch (median of 3); its CUDA graph could not be recorded"
+    )
 
 
 def test_the_trace_has_an_event_a_call_and_a_counter(

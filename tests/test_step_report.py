@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from device_messages import no_gpu
 
 from amp_ir import cli, native
 from amp_ir.demo.training_file import load_training
@@ -185,3 +187,14 @@ def test_a_name_that_is_neither_is_a_wrong_use(capsys: Any) -> None:
     assert cli.main(["report", "berd1"]) == 2
     expected = "amp-ir report: berd1 is no workload and no file; expected a .py file"
     assert capsys.readouterr().err.splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize("command", ["profile", "report"])
+def test_a_gpu_that_is_not_here_is_told_before_anything_else(command: str, capsys: Any) -> None:
+    device = f"cuda:{torch.cuda.device_count()}"
+    assert cli.main([command, "bert1", "--device", device]) == 2
+    shown = capsys.readouterr()
+    why = no_gpu(device)
+    if torch.cuda.is_available():
+        why = f"device={device!r} is not here: this machine has {device[5:]} GPU(s)"
+    assert (shown.out, shown.err) == ("", f"amp-ir {command}: {why}\n")

@@ -60,13 +60,14 @@ def measure_peaks(device: Any = "cpu") -> MachinePeaks:
     """
     place = torch.device(device)
     if place.type == "cpu":
-        return _measure_cpu(torch.get_num_threads())
+        return measure_cpu(torch.get_num_threads())
     index = torch.cuda.current_device() if place.index is None else place.index
-    return _measure_gpu(f"cuda:{index}", torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return measure_gpu(f"cuda:{index}", torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 @functools.cache
-def _measure_cpu(threads: int) -> MachinePeaks:
+def measure_cpu(threads: int) -> MachinePeaks:
+    """The peaks of the CPU; see `measure_peaks`."""
     rates = {}
     for dtype in (torch.float32, torch.bfloat16):
         calls = _matmuls("onednn", dtype, _CPU_EXTENT, "cpu")
@@ -78,7 +79,8 @@ def _measure_cpu(threads: int) -> MachinePeaks:
 
 
 @functools.cache
-def _measure_gpu(device: str, allow_tf32: bool) -> MachinePeaks:
+def measure_gpu(device: str, allow_tf32: bool) -> MachinePeaks:
+    """The peaks of a GPU; see `measure_peaks`."""
     # Half of what is free holds the matrices in float32; what is measured must not run out.
     free_nbytes, _ = torch.cuda.mem_get_info(device)
     extent, copy_nbytes = _GPU_EXTENT, _GPU_COPY_BYTES

@@ -11,7 +11,7 @@ from unittest import mock
 import tvm
 
 from amp_ir import build as build_stage
-from amp_ir import pipeline
+from amp_ir import machine, pipeline
 from amp_ir.demo import workloads
 from amp_ir.executable import Executable
 from amp_ir.runtime import program
@@ -55,6 +55,7 @@ def as_cuda() -> Iterator[None]:
         torch_cuda.installed(),
         mock.patch.object(pipeline, "Program", GraphedProgram),
         mock.patch.object(build_stage, "build", _build),
+        mock.patch.object(pipeline, "measure_peaks", lambda _: machine.measure_gpu("cpu", False)),
         mock.patch.object(workloads.Workload, "make", made),
     ):
         yield
