@@ -15,14 +15,14 @@ from tvm.tirx import compilation_pipeline
 from amp_ir import native
 from amp_ir.cuda import driver
 from amp_ir.executable import Executable
+from amp_ir.loaded_step import LAUNCH_ADDRESS, SET_LAUNCH
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.target import CompileTarget, cpu
 
-_SET_LAUNCH = "amp_ir_use_openmp"
 # Kernels reach their thread pool through this variable of the compiled module.
 _LAUNCH_SETTER = f"""
 @__TVMBackendParallelLaunch = external global ptr
-define void @{_SET_LAUNCH}_in_module(ptr %launch) {{
+define void @{SET_LAUNCH}_in_module(ptr %launch) {{
   store ptr %launch, ptr @__TVMBackendParallelLaunch
   ret void
 }}
@@ -158,9 +158,9 @@ def build(
     executable = compile_executable(step, target, opt_level=opt_level)
     tvm_device = tvm.device(str(device))
     vm = relax.VirtualMachine(executable, tvm_device)
-    if not target.is_cuda and native.has("amp_ir.openmp.launch_address"):
-        address = native.function("amp_ir.openmp.launch_address")()
-        set_launch = vm.module.get_function(_SET_LAUNCH, query_imports=True)
+    if not target.is_cuda and native.has(LAUNCH_ADDRESS):
+        address = native.function(LAUNCH_ADDRESS)()
+        set_launch = vm.module.get_function(SET_LAUNCH, query_imports=True)
         set_launch(ctypes.c_void_p(address))
     seconds = time.perf_counter() - started
     return Executable(vm, tvm_device, kernels, seconds, executable)
@@ -169,15 +169,15 @@ def build(
 def _launch_setter() -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
     """A function that points the module's parallel loops at another thread pool."""
     address = tirx.Var("address", "handle")
-    call = tirx.call_extern("int32", f"{_SET_LAUNCH}_in_module", address)
+    call = tirx.call_extern("int32", f"{SET_LAUNCH}_in_module", address)
     body = tirx.AttrStmt(
         tirx.IntImm("int32", 0),
         "pragma_import_llvm",
         tvm.ir.StringImm(_LAUNCH_SETTER),
         tirx.Evaluate(call),
     )
-    function = tirx.PrimFunc([address], body).with_attr("global_symbol", _SET_LAUNCH)
-    return {tvm.ir.GlobalVar(_SET_LAUNCH): function}
+    function = tirx.PrimFunc([address], body).with_attr("global_symbol", SET_LAUNCH)
+    return {tvm.ir.GlobalVar(SET_LAUNCH): function}
 
 
 def host_description() -> str:

@@ -7,6 +7,7 @@
                                   [--json profile.json]
     amp-ir report bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--out report.html]
     amp-ir compile bert1|train.py [--target sm_90] [--amp-dtype bfloat16] [--out step.so]
+                                  [--state state.npz] [--libraries cublaslt]
 
 Exit codes: 0; 2 for a wrong use, with a sentence on stderr; 130 when interrupted.
 """
@@ -33,7 +34,7 @@ from amp_ir.demo.low_dtype import LOW_DTYPES, choose_low_dtype
 from amp_ir.demo.table import comparison_table, footnote, summary
 from amp_ir.demo.training_file import load_training
 from amp_ir.demo.workloads import WORKLOADS, MissingPackage
-from amp_ir.export import export_step
+from amp_ir.export import export_step, save_state
 from amp_ir.pipeline import lower
 from amp_ir.report import explain as explain_report
 from amp_ir.report.commands import (
@@ -43,7 +44,7 @@ from amp_ir.report.commands import (
     write_report,
 )
 from amp_ir.stage_progress import spent, stages
-from amp_ir.target import parse_target, target_of
+from amp_ir.target import parse_target, target_of, with_libraries
 
 WRONG_USE = 2
 INTERRUPTED = 130
@@ -132,6 +133,18 @@ def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("step.so"), metavar="FILE", help="the file to write"
     )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE.npz",
+        help="also write parameters, buffers and optimizer state, as they are, for numpy",
+    )
+    parser.add_argument(
+        "--libraries",
+        metavar="NAMES",
+        help='those that heavy ops may go to, the preferred one first, or "none"; default: '
+        "onednn,torch for a CPU, cublaslt,torch_cuda for a GPU",
+    )
 
 
 def _positive(text: str) -> int:
@@ -208,12 +221,13 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _compile(arguments: argparse.Namespace) -> int:
     """Needs neither the GPU nor the libraries that the step calls; see `amp_ir.export`."""
-    target = parse_target(arguments.target)
+    target = with_libraries(parse_target(arguments.target), arguments.libraries)
     # Before anything that takes long.
     if target.is_cuda:
         check_architecture(target.arch)
-    if not arguments.out.parent.is_dir():
-        raise amp_ir.errors.OptionError(f"--out={arguments.out}: there is no such folder; make it")
+    for option, file in (("out", arguments.out), ("state", arguments.state)):
+        if file is not None and not file.parent.is_dir():
+            raise amp_ir.errors.OptionError(f"--{option}={file}: there is no such folder; make it")
     seconds: dict[str, float] = {}
     with stages() as report:
         training = _training(arguments, report)
@@ -229,7 +243,9 @@ def _compile(arguments: argparse.Namespace) -> int:
         with spent(seconds, "build"):
             executable = compile_executable(planned, target)
         with spent(seconds, "link"):
-            exported = export_step(executable, planned, mod.signature, target, arguments.out)
+            exported = export_step(executable, planned, mod, target, arguments.out)
+        if arguments.state is not None:
+            save_state(mod, arguments.state)
     Console().print(exported.table(seconds), highlight=False)
     return 0
 

@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compiled step as a file that TVM's runtime loads, without amp_ir and TVM's compiler.
 
+`loaded_step.py`, a file to copy, runs it.
+
 Beside `step.so` lies `step.so.json`, which says how to call it:
 
     target           "cpu" or an architecture such as "sm_90"
     main             the function's arguments in order: {"name", "role", "shape", "dtype",
                      "stored_dtype", "count", "is_updated"}. Each is a flat dense tensor of `count`
-                     elements of `stored_dtype`, aligned to 64 bytes; bfloat16 lies in uint16 and
-                     bool in uint8. The first is the arena, memory for intermediate values that
-                     need not be kept between steps; those with `is_updated` are the step's state.
-    libraries        what must be loaded before: {"file", "functions", "needs"}
+                     elements of `stored_dtype`, aligned to 64 bytes, on the target's device;
+                     bfloat16 lies in uint16 and bool in uint8. The first is the arena, memory for
+                     intermediate values that need not be kept between steps; those with
+                     `is_updated` are the step's state and its results. Roles:
+                       parameter, buffer, gradient, optimizer_state   of model and optimizer
+                       hyper_parameter   one number, such as a learning rate, read at every call
+                                         and never written; "value" is what it was
+                       scaler_state      of a loss scaler: "scale", "growth_tracker" (steps since
+                                         an overflow), "hysteresis_tracker", and its log of steps
+                       random_state      the seed, and the number of the next step
+                       batch, result     what a call takes and gives
+    libraries        what must be loaded before: {"file", "wheel", "functions", "needs"}; "wheel" is
+                     the package on PyPI that has it, or null for a library of amp_ir/lib; `needs`
+                     are libraries to load before it, {"file", "wheel"}: null is the system's
     kernels          of machine code, for CUDA: {"name", "registers", "local_nbytes",
                      "shared_nbytes"}
 """
@@ -24,27 +36,39 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
+import torch
 import tvm
 from rich.table import Table
 from tvm import relax, tirx
 
 from amp_ir.cuda import machine_code
+from amp_ir.dispatch_note import OWN_KERNEL, DispatchNote
 from amp_ir.errors import BuildError
+from amp_ir.loaded_step import FORMAT
 from amp_ir.memory_plan import PlannedStep
-from amp_ir.module import Signature
+from amp_ir.module import Role, StepModule
 from amp_ir.target import CompileTarget
+from amp_ir.tensor_memory import physical_dtype
 
-FORMAT = 1
-ALIGNMENT_BYTES = 64
-_STORED = {"bfloat16": "uint16", "bool": "uint8"}
 # A function's second name -> the library that holds it, where they differ.
 _HOLDER = {"view": "openmp", "torch_cuda": "torch"}
-_NEEDS = {
-    "openmp": "libgomp.so.1",
-    "onednn": "libdnnl.so.3 (pip: onednn-cpu-gomp)",
-    "torch": "libtorch_cpu.so of PyTorch, loaded before",
-    "torch_cuda": "libtorch_cuda.so of PyTorch, loaded before",
-    "cublaslt": "libcublasLt.so (pip: nvidia-cublas), looked for at the first call",
+_OPENMP = ("libgomp.so.1", None)
+_NEEDS: dict[str, tuple[tuple[str, str | None], ...]] = {
+    "openmp": (_OPENMP,),
+    "onednn": (_OPENMP, ("libdnnl.so.3", "onednn-cpu-gomp")),
+    "torch": (_OPENMP, ("libtorch_cpu.so", "torch")),
+    "torch_cuda": (_OPENMP, ("libtorch_cpu.so", "torch"), ("libtorch_cuda.so", "torch")),
+    "cublaslt": (("libcublasLt.so.13", "nvidia-cublas"),),
+}
+_CUDA_RUNTIME = {
+    "file": "libtvm_runtime_cuda.so",
+    "wheel": "apache-tvm",
+    "functions": ["device_api.cuda"],
+    "needs": [
+        {"file": "libcuda.so.1", "wheel": None},  # comes with the driver
+        {"file": "libcudart.so.13", "wheel": "nvidia-cuda-runtime"},
+    ],
 }
 
 
@@ -57,6 +81,7 @@ class ExportedStep:
     kernel_count: int
     kernels: tuple[machine_code.KernelCode, ...]
     library_calls: dict[str, int]
+    dispatched: tuple[DispatchNote, ...]
     description: dict[str, Any] = attrs.field(repr=False)
 
     def table(self, seconds: dict[str, float]) -> Table:
@@ -67,9 +92,10 @@ class ExportedStep:
         calls = [f"{name} x {count}" for name, count in self.library_calls.items()]
         table.add_row("library calls", ", ".join(calls) or "none")
         for one in self.description["libraries"]:
-            table.add_row(
-                "needs", f"{one['file']} ({one['needs']})" if one["needs"] else one["file"]
-            )
+            table.add_row("needs", f"{one['file']} ({', '.join(map(_named, one['needs']))})")
+        own = [f"{one.op} x {one.calls}" for one in self.dispatched if one.library == OWN_KERNEL]
+        if own:
+            table.add_row("by own kernels", f"{', '.join(own)} (slow where they are large)")
         arena = self.description["main"][0]["count"]
         table.add_row("arena", f"{arena / 2**20:.2f} MiB")
         stages = [f"{stage} {spent:.1f}" for stage, spent in seconds.items()]
@@ -90,7 +116,7 @@ class ExportedStep:
 def export_step(
     executable: relax.VMExecutable,
     planned: PlannedStep,
-    signature: Signature,
+    mod: StepModule,
     target: CompileTarget,
     path: Path,
 ) -> ExportedStep:
@@ -114,24 +140,54 @@ def export_step(
     description = {
         "format": FORMAT,
         "target": str(target),
-        "main": list(_arguments(planned, signature)),
-        "libraries": list(_libraries(planned.ir)),
+        "main": list(_arguments(planned, mod)),
+        "libraries": list(_libraries(planned.ir, target)),
         "kernels": [_described(kernel) for kernel in kernels],
     }
     beside = path.with_name(path.name + ".json")
     beside.write_text(json.dumps(description, indent=1) + "\n")
     count = sum(isinstance(function, tirx.PrimFunc) for function in planned.ir.functions.values())
-    return ExportedStep(path, path.stat().st_size, count, kernels, dict(calls), description)
+    nbytes = path.stat().st_size
+    return ExportedStep(path, nbytes, count, kernels, dict(calls), planned.dispatched, description)
 
 
-def _arguments(planned: PlannedStep, signature: Signature) -> Iterator[dict[str, Any]]:
+def save_state(mod: StepModule, path: Path) -> None:
+    """Write what the step's state is now to a .npz file, by the description's names.
+
+    Raises:
+        BuildError: the file cannot be written.
+    """
+    values: dict[str, Any] = {}
+    for name in mod.state:
+        tensor = _tensor_of(mod, name).detach().cpu().contiguous()
+        # numpy has no bfloat16.
+        is_bfloat16 = tensor.dtype is torch.bfloat16
+        values[name] = (tensor.view(torch.uint16) if is_bfloat16 else tensor).numpy()
+    try:
+        with path.open("wb") as file:
+            np.savez(file, **values)
+    except OSError as error:
+        raise BuildError(f"{path} cannot be written: {error}") from error
+
+
+def _tensor_of(mod: StepModule, name: str) -> torch.Tensor:
+    """A state input as it is now."""
+    held = mod.state[name]
+    return held if isinstance(held, torch.Tensor) else held()
+
+
+def _arguments(planned: PlannedStep, mod: StepModule) -> Iterator[dict[str, Any]]:
     """What `main` takes, in order: the arena, the inputs, the results that update none of them."""
+    signature = mod.signature
     yield _argument("arena", "arena", (planned.plan.arena_bytes,), "uint8", is_updated=False)
     updated = {one.updates for one in signature.outputs}
     for k, given in enumerate(signature.inputs):
-        yield _argument(
+        argument = _argument(
             given.name, given.role.value, given.shape, given.dtype, is_updated=k in updated
         )
+        if given.role is Role.HYPER_PARAMETER:
+            argument["value"] = float(_tensor_of(mod, given.name))
+        yield argument
     for made in signature.outputs:
         if made.updates is None:
             yield _argument(made.name, made.role.value, made.shape, made.dtype, is_updated=True)
@@ -145,7 +201,7 @@ def _argument(
         "role": role,
         "shape": list(shape),
         "dtype": dtype,
-        "stored_dtype": _STORED.get(dtype, dtype),
+        "stored_dtype": physical_dtype(dtype),
         # An empty tensor takes one element, which nobody reads.
         "count": max(math.prod(shape), 1),
         "is_updated": is_updated,
@@ -171,8 +227,10 @@ def _library_calls(ir: tvm.IRModule) -> Iterator[str]:
             yield name
 
 
-def _libraries(ir: tvm.IRModule) -> Iterator[dict[str, Any]]:
+def _libraries(ir: tvm.IRModule, target: CompileTarget) -> Iterator[dict[str, Any]]:
     """The shared libraries that hold these functions, and what they need themselves."""
+    if target.is_cuda:
+        yield _CUDA_RUNTIME
     held: dict[str, set[str]] = collections.defaultdict(set)
     for name in _functions(ir):
         held[name.split(".")[1]].add(name)
@@ -180,9 +238,18 @@ def _libraries(ir: tvm.IRModule) -> Iterator[dict[str, Any]]:
         library = _HOLDER.get(second, second)
         yield {
             "file": f"libamp_ir_{library}.so",
+            "wheel": None,
             "functions": sorted(functions),
-            "needs": _NEEDS.get(second, _NEEDS.get(library, "")),
+            "needs": [
+                {"file": file, "wheel": wheel}
+                for file, wheel in _NEEDS.get(second, _NEEDS.get(library, ()))
+            ],
         }
+
+
+def _named(need: dict[str, Any]) -> str:
+    wheel = need["wheel"]
+    return str(need["file"]) if wheel is None else f"{need['file']}, pip: {wheel}"
 
 
 def _described(kernel: machine_code.KernelCode) -> dict[str, Any]:

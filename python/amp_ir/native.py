@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import torch
 import tvm_ffi
 
 from amp_ir.errors import BuildError
+from amp_ir.loaded_step import files_of_wheel
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
 
@@ -90,7 +90,7 @@ def _load_library(name: str) -> str | None:
     if name == "cublaslt":
         look_at = tvm_ffi.get_global_func("amp_ir.cublaslt.also_look_at")
         for wheel in _CUBLASLT_WHEELS:
-            for found in _files_of(wheel, "libcublasLt.so."):
+            for found in files_of_wheel(wheel, "libcublasLt.so."):
                 look_at(str(found))
     return None
 
@@ -102,18 +102,7 @@ def _wheel_libraries(name: str) -> Iterator[Path]:
     oneDNN was not installed by pip: the linker may know it.
     """
     if name == "onednn":
-        yield from _files_of("onednn-cpu-gomp", "libdnnl.so.3")
-
-
-def _files_of(wheel: str, prefix: str) -> Iterator[Path]:
-    """The files of an installed wheel whose names begin so; none where it is not installed."""
-    try:
-        files = importlib.metadata.files(wheel) or []
-    except importlib.metadata.PackageNotFoundError:
-        return
-    for file in files:
-        if file.name.startswith(prefix):
-            yield Path(str(file.locate())).resolve()
+        yield from files_of_wheel("onednn-cpu-gomp", "libdnnl.so.3")
 
 
 def _missing_message(reasons: dict[str, str]) -> str:

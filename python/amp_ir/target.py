@@ -98,6 +98,26 @@ def parse_target(name: str) -> CompileTarget:
     )
 
 
+def with_libraries(target: CompileTarget, names: str | None) -> CompileTarget:
+    """The target with only the libraries of `names`: "cublaslt", "onednn,torch", "none".
+
+    None: with those it has. What none of them takes is a kernel of our own, which is slow for large
+    matmuls and convolutions.
+
+    Raises:
+        OptionError: the kind of device has no such library.
+    """
+    if names is None:
+        return target
+    chosen = () if names == "none" else tuple(names.split(","))
+    if not set(chosen) <= set(target.libraries):
+        raise OptionError(
+            f"--libraries={names}: for target {target} there are {', '.join(target.libraries)}; "
+            'name some of them, with commas in between, or "none"'
+        )
+    return attrs.evolve(target, libraries=chosen)
+
+
 def target_of(device: Any) -> CompileTarget:
     """The target for running on `device`: "cpu", "cuda", "cuda:1" or a torch.device.
 

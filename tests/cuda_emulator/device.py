@@ -62,6 +62,12 @@ def start(folder: Path) -> None:
     compilation_pipeline.register_tir_pipeline(_PIPELINE, _kernel_pipeline)
 
 
+def stand_ins() -> tuple[str, str]:
+    """The files of the stand-ins, for another process to load before TVM."""
+    loaded = _loaded()
+    return str(loaded.driver._name), str(loaded.runtime._name)
+
+
 def target() -> tvm.target.Target:
     """What to build for."""
     return tvm.target.Target({"kind": "cuda", "arch": ARCH}, host="llvm")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from amp_ir import build as build_stage
 from amp_ir import native, pipeline
 from amp_ir import target as targets
 from amp_ir.executable import Executable
+from amp_ir.memory_plan import PlannedStep
 from amp_ir.runtime import program
 from amp_ir.runtime.step import CompiledStep, CompileReport
 from cuda_emulator import device
@@ -29,7 +31,11 @@ def compile_step(mod: amp_ir.StepModule, **options: Any) -> CompiledStep:
     """As `amp_ir.compile`, for the emulated GPU; model and batch stay PyTorch's CPU tensors."""
     target = targets.cuda(ARCH)
     planned = pipeline.lower(mod, target=target, **options)
-    built = build_stage.compile_executable(planned, target)
+    return load_step(mod, planned, build_stage.compile_executable(planned, target))
+
+
+def load_step(mod: amp_ir.StepModule, planned: PlannedStep, built: Any) -> CompiledStep:
+    """A compiled step, ready to run."""
     vm = tvm.relax.VirtualMachine(built, device.device())
     executable = Executable(vm, device.device(), 0, 0.0, built)
     running = EmulatedProgram(executable, planned.plan, mod.signature, mod.state)
@@ -70,13 +76,27 @@ def lent(tensor: torch.Tensor) -> Any:
 
 def register_libraries() -> None:
     """Put the stand-ins in the places of the CUDA libraries' functions."""
+    for name in _own_functions():
+        function = _VERBS[name.rpartition(".")[2]]
+        tvm_ffi.register_global_func(name, function, override=True)
+
+
+def restore_libraries() -> None:
+    """Put amp_ir's own functions back, which call cuBLASLt and PyTorch, or fakes of those."""
+    for name, function in _own_functions().items():
+        tvm_ffi.register_global_func(name, function, override=True)
+
+
+@functools.cache
+def _own_functions() -> dict[str, Any]:
+    """amp_ir's own functions that the stand-ins replace; first called before they do."""
     native.load()
-    for library in ("cublaslt", "torch_cuda"):
-        for verb, function in _VERBS.items():
-            name = f"amp_ir.{library}.{verb}"
-            # Each library has some of the verbs, and steps call what is there.
-            if tvm_ffi.get_global_func(name, allow_missing=True) is not None:
-                tvm_ffi.register_global_func(name, function, override=True)
+    names = [
+        f"amp_ir.{library}.{verb}" for library in ("cublaslt", "torch_cuda") for verb in _VERBS
+    ]
+    # Each library has some of the verbs, and steps call what is there.
+    found = {name: tvm_ffi.get_global_func(name, allow_missing=True) for name in names}
+    return {name: function for name, function in found.items() if function is not None}
 
 
 def _strided(tensor: Any, shape: Any, strides: Any) -> torch.Tensor:

@@ -163,7 +163,7 @@ class _Dispatcher:
 
     def _find_biased(self) -> dict[relax.Var, _Biased]:
         """The sums of a matmul, used for nothing else, and a bias along its last dimension."""
-        first = self.libraries[0]
+        first = self.libraries[0] if self.libraries else ""
         adds = first in (*_BIAS_IN_FULL, *_BIAS_OF_RESULT)
         if not adds or not native.has(f"amp_ir.{first}.matmul"):
             return {}

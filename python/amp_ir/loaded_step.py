@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a file of `amp-ir compile` with TVM's runtime alone. Copy this file to where it shall run.
+
+It imports nothing of amp_ir, neither PyTorch nor TVM's compiler, and needs numpy, the wheels
+apache-tvm and apache-tvm-ffi, the files step.so and step.so.json, and the libraries that the
+description names (`libamp_ir_*.so` of amp_ir/lib), in the same folder:
+
+    step = LoadedStep("step.so", state="state.npz")     # written by amp-ir compile --state
+    results = step.run({"batch.0": x, "batch.1": y})    # numpy arrays, by the description's names
+    step.write("sgd.lr", 0.01)                          # for the runs from now on
+    weight = step.read("weight")
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+# Dtypes that numpy does not have or kernels do not take, as numpy has the elements that are stored.
+_AS_NUMPY = {"bool": "bool", "bfloat16": "uint16"}
+# The compiled module's function that takes the thread pool of its parallel loops (build.py), and
+# the one that gives OpenMP's, which the libraries use too.
+SET_LAUNCH, LAUNCH_ADDRESS = "amp_ir_use_openmp", "amp_ir.openmp.launch_address"
+# TVM's numbers of devices and of its allocator that keeps what it took.
+_CPU, _CUDA, _POOLED = 1, 2, 2
+
+
+class LoadedStep:
+    """A compiled step with memory for all it works on, on the device that it was compiled for.
+
+    `description` is what lies beside the file; `tensors` are the arguments of its function, by
+    name, flat and of the stored dtype, on the device.
+
+    Args:
+        path: the compiled file; its description is `path` with ".json" behind.
+        state: the values that the state begins with, or a .npz file of them; a hyper-parameter that
+            is not among them is what it was when the step was compiled, everything else is zero.
+        libraries: the folder with libamp_ir_*.so; by default the one of `path`.
+        device: the number of the GPU.
+
+    Raises:
+        RuntimeError: a library, a function of one, or a value of the state is missing; the message
+            names them all and where they come from.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        state: str | Path | Mapping[str, np.ndarray] | None = None,
+        libraries: str | Path | None = None,
+        device: int = 0,
+    ) -> None:
+        # The linker looks for a bare name elsewhere, and not where we are.
+        path = Path(path).resolve()
+        self.description = json.loads(path.with_name(path.name + ".json").read_text())
+        if self.description["format"] != FORMAT:
+            raise RuntimeError(
+                f"{path.name}.json has format {self.description['format']}, and this file reads "
+                f"{FORMAT}; take loaded_step.py of the amp_ir that compiled the step"
+            )
+        _load_libraries(self.description["libraries"], Path(libraries or path.parent).resolve())
+        import tvm
+
+        is_cuda = self.description["target"] != "cpu"
+        self._device = tvm.cuda(device) if is_cuda else tvm.cpu()
+        self._arguments = {one["name"]: one for one in self.description["main"]}
+        self.tensors = {
+            name: tvm.runtime.empty((one["count"],), one["stored_dtype"], self._device)
+            for name, one in self._arguments.items()
+        }
+        vm = _virtual_machine(str(path), is_cuda)
+        devices = [(_CUDA, device), (_CPU, 0)] if is_cuda else [(_CPU, 0)]
+        vm["vm_initialization"](*(x for kind, k in devices for x in (kind, k, _POOLED)))
+        self._main, self._vm = vm["main"], vm
+        self._begin(dict(np.load(state)) if isinstance(state, (str, Path)) else dict(state or {}))
+
+    def run(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """One step on `batch`; returns its results by name."""
+        for name, value in batch.items():
+            self.write(name, value)
+        self._main(*self.tensors.values())
+        return {name: self.read(name) for name in self._names("result")}
+
+    def write(self, name: str, value: Any) -> None:
+        """Set an argument: a batch's tensor, a learning rate, a parameter.
+
+        Raises ValueError for another shape. bfloat16 is given as it is stored, in uint16.
+        """
+        one = self._arguments[name]
+        array = np.asarray(value, _AS_NUMPY.get(one["dtype"], one["dtype"]))
+        if list(array.shape) != one["shape"]:
+            raise ValueError(f"{name} has shape {one['shape']}, and was given {list(array.shape)}")
+        flat = np.ascontiguousarray(array).reshape(-1).view(one["stored_dtype"])
+        # An empty tensor has one element that nobody reads.
+        self.tensors[name].copyfrom(flat if flat.size else np.zeros(1, one["stored_dtype"]))
+
+    def read(self, name: str) -> np.ndarray:
+        """An argument as it is after the runs so far; bfloat16 as it is stored, in uint16."""
+        one = self._arguments[name]
+        array = self.tensors[name].numpy().view(_AS_NUMPY.get(one["dtype"], one["dtype"]))
+        return array[: int(np.prod(one["shape"]))].reshape(one["shape"])
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Everything that runs change, by name, as `state=` takes it."""
+        return {name: self.read(name) for name, one in self._arguments.items() if _is_kept(one)}
+
+    def _begin(self, state: dict[str, np.ndarray]) -> None:
+        for name, one in self._arguments.items():
+            if name in state:
+                self.write(name, state.pop(name))
+            elif one["role"] not in ("arena", "batch", "result"):
+                self.write(name, np.full(one["shape"], one.get("value", 0)))
+        if state:
+            raise RuntimeError(f"the step has no {', '.join(sorted(state))}, which its state names")
+
+    def _names(self, role: str) -> list[str]:
+        return [name for name, one in self._arguments.items() if one["role"] == role]
+
+
+def _virtual_machine(path: str, is_cuda: bool) -> Any:
+    import tvm
+    import tvm_ffi
+
+    module = tvm.runtime.load_module(path)
+    launch_address = tvm_ffi.get_global_func(LAUNCH_ADDRESS, allow_missing=True)
+    if not is_cuda and launch_address is not None:
+        set_launch = module.get_function(SET_LAUNCH, query_imports=True)
+        set_launch(ctypes.c_void_p(launch_address()))
+    return module["vm_load_executable"]()
+
+
+def _is_kept(argument: dict[str, Any]) -> bool:
+    return bool(argument["is_updated"]) and argument["role"] != "result"
+
+
+def _load_libraries(libraries: list[dict[str, Any]], folder: Path) -> None:
+    """Load what the step calls, and what that needs in turn, before.
+
+    Raises:
+        RuntimeError: functions are missing then.
+    """
+    reasons: dict[str, str] = {}
+    for one in libraries:
+        for need in one["needs"]:
+            reasons[need["file"]] = load_shared(need["file"], need["wheel"])
+    # TVM's compiler is not needed, and takes a second to load.
+    os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
+    import tvm  # noqa: F401  (its libraries refer to the runtime that it loads)
+    import tvm_ffi
+
+    missing = []
+    for one in libraries:
+        why = ""
+        if not _has_all(tvm_ffi, one["functions"]):
+            own = one["wheel"] is None
+            why = load_shared(str(folder / one["file"]) if own else one["file"], one["wheel"])
+        if not _has_all(tvm_ffi, one["functions"]):
+            needs = [reasons[need["file"]] for need in one["needs"] if reasons[need["file"]]]
+            missing.append("\n  ".join([f"{one['file']}: {why or 'lacks a function'}", *needs]))
+    if missing:
+        message = "the step cannot run without these libraries:\n  "
+        raise RuntimeError(message + "\n  ".join(missing))
+
+
+def _has_all(tvm_ffi: Any, functions: list[str]) -> bool:
+    return all(tvm_ffi.get_global_func(one, allow_missing=True) for one in functions)
+
+
+def load_shared(file: str, wheel: str | None) -> str:
+    """Load a shared library by the linker's knowledge of its name, else from a wheel.
+
+    Returns "", or why it cannot be loaded.
+    """
+    tried = [file, *(str(path) for path in ([] if wheel is None else files_of_wheel(wheel, file)))]
+    reasons = []
+    for one in tried:
+        try:
+            ctypes.CDLL(one)
+        except OSError as error:
+            reasons.append(str(error))
+        else:
+            return ""
+    return "; ".join(reasons) + (f" (pip install {wheel})" if wheel else "")
+
+
+def files_of_wheel(wheel: str, prefix: str) -> Iterator[Path]:
+    """The files of an installed wheel whose names begin so; none where it is not installed."""
+    try:
+        files = importlib.metadata.files(wheel) or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for file in files:
+        if file.name.startswith(prefix):
+            yield Path(str(file.locate())).resolve()
