@@ -7,6 +7,7 @@ for float16, fused optimizers, torch.compile in its default mode and in "reduce-
 of one precision run in turns. A time is the median over rounds of the mean step of a round, between
 two synchronisations. Peaks are what was allocated at most while the way was set up and run alone.
 `waits` are the calls of a step that make the host wait for the GPU, counted by PyTorch's profiler.
+`floor` is the share of our time that the GPU's measured peaks leave no way around.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from rich.table import Table
 
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
+from amp_ir.machine import measure_peaks
+from benchmarks.host_waits import host_waits
 from benchmarks.loss_scale import eager, scaled_step
 from benchmarks.peers import in_layout, layouts_of, peer_name
+from benchmarks.step_row import floor_milliseconds
 
 Step = Callable[[], Any]
 Tell = Callable[[str], None]
@@ -44,16 +48,14 @@ MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
 # Enough that eager has its state, torch.compile its kernels and both their graphs.
 _WARMUP = 5
 _STEPS_A_ROUND = 10
-_WAITS = (
-    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
-)  # fmt: skip
 
 
 @attrs.frozen
 class GpuRow:
     """One workload in one precision; the keys of the mappings are "ours" and PyTorch's ways.
 
-    `unscaled_milliseconds` is our float16 step without the scaler.
+    `unscaled_milliseconds` is our float16 step without the scaler; `failed` says why a way is not
+    there.
     """
 
     workload: str
@@ -63,7 +65,9 @@ class GpuRow:
     compile_seconds: float
     planned_mib: float
     waits: int | None
+    floor_milliseconds: float
     unscaled_milliseconds: float | None = None
+    failed: dict[str, str] = attrs.field(factory=dict)
 
     @property
     def best(self) -> tuple[str, float]:
@@ -76,6 +80,11 @@ class GpuRow:
     def ratio(self) -> float:
         """Our time over PyTorch's best; below 1 is faster."""
         return self.milliseconds[OURS] / self.best[1]
+
+    @property
+    def floor_share(self) -> float:
+        """What our step would take at the device's peaks over what it takes."""
+        return self.floor_milliseconds / self.milliseconds[OURS]
 
     @property
     def scaler_cost(self) -> float | None:
@@ -93,6 +102,7 @@ def measure(
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
     peaks: dict[str, float] = {}
+    failed: dict[str, str] = {}
     with _tf32(allow_tf32):
         tell(OURS)
         with _peak(device, peaks, OURS):
@@ -102,18 +112,28 @@ def measure(
             _run(steps[OURS], _WARMUP, device)
         for way, step in _peers(WORKLOADS[name], dtype, small, device):
             tell(way)
-            with _peak(device, peaks, way):
-                _run(step, _WARMUP, device)
+            try:
+                with _peak(device, peaks, way):
+                    _run(step, _WARMUP, device)
+            except RuntimeError as error:
+                # All that torch.compile raises is one; the other ways are still wanted.
+                if way.startswith("eager"):
+                    raise
+                failed[way] = str(error).strip().partition("\n")[0]
+                continue
             steps[way] = step
         if dtype == "float16":
             _, steps["unscaled"] = _our_step(WORKLOADS[name], dtype, small, device, scaled=False)
             _run(steps["unscaled"], _WARMUP, device)
         tell("in turns")
         milliseconds = _in_turns(steps, rounds, device)
-        waits = _waits(steps[OURS]) if device == "cuda" else None
+        waits = host_waits(steps[OURS]) if device == "cuda" else None
+        floor = floor_milliseconds(compiled.module, device)
     unscaled = milliseconds.pop("unscaled", None)
     planned = compiled.report.plan.peak_bytes / 2**20
-    return GpuRow(name, precision, milliseconds, peaks, seconds, planned, waits, unscaled)
+    return GpuRow(
+        name, precision, milliseconds, peaks, seconds, planned, waits, floor, unscaled, failed
+    )
 
 
 def _our_step(
@@ -209,22 +229,13 @@ def _tf32(allowed: bool) -> Iterator[None]:
         matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
-def _waits(step: Step) -> int:
-    """How often one step makes the host wait for the GPU."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
-    return sum(event.count for event in profile.key_averages() if event.key in _WAITS)
-
-
 def table_of(rows: Sequence[GpuRow]) -> Table:
     """One row a workload and precision."""
     table = Table(title="milliseconds a step; MiB at the peak", title_justify="left")
     table.add_column("workload")
     table.add_column("precision")
-    for heading in ("ours", "best", "ratio", "AMP gain", "ours MiB", "its MiB", "plan MiB",
-                    "build s", "scaler", "waits"):  # fmt: skip
+    for heading in ("ours", "best", "ratio", "AMP gain", "floor", "ours MiB", "its MiB",
+                    "plan MiB", "build s", "scaler", "waits"):  # fmt: skip
         table.add_column(heading, justify="right")
     table.add_column("best of PyTorch")
     full = {row.workload: row.milliseconds[OURS] for row in rows if row.precision == "float32"}
@@ -233,8 +244,9 @@ def table_of(rows: Sequence[GpuRow]) -> Table:
         gain = full[row.workload] / row.milliseconds[OURS] if row.workload in full else None
         table.add_row(
             row.workload, row.precision, f"{row.milliseconds[OURS]:.3f}", f"{best:.3f}",
-            f"{row.ratio:.2f}", _number(gain, 2), _number(row.peak_mib.get(OURS), 0),
-            _number(row.peak_mib.get(way), 0), f"{row.planned_mib:.0f}",
+            f"{row.ratio:.2f}", _number(gain, 2), f"{row.floor_share:.0%}",
+            _number(row.peak_mib.get(OURS), 0), _number(row.peak_mib.get(way), 0),
+            f"{row.planned_mib:.0f}",
             f"{row.compile_seconds:.1f}", _number(row.scaler_cost, 3),
             "-" if row.waits is None else str(row.waits), way,
         )  # fmt: skip
@@ -246,9 +258,11 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def describe_gpu() -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """What the numbers were taken on; the peaks as PyTorch has TF32 by itself."""
+    is_here = torch.cuda.is_available()
     return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "gpu": torch.cuda.get_device_name() if is_here else "none",
+        "peaks": str(measure_peaks("cuda")) if is_here else "none",
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "amp_ir": amp_ir.__version__,

@@ -18,6 +18,7 @@ from amp_ir.module import StepModule
 from amp_ir.passes.call_cost import flop_of_calls
 from amp_ir.pipeline import lower
 from amp_ir.runtime.call_times import time_calls
+from amp_ir.target import target_of
 from benchmarks.compiled_error import CompiledError, compiled_error
 from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
 from benchmarks.resident import measured_bytes, tensors_of
@@ -270,13 +271,13 @@ def outside_of_kernels(
     return outside, statistics.median(one.milliseconds for one in times)
 
 
-def floor_milliseconds(mod: StepModule) -> float:
+def floor_milliseconds(mod: StepModule, device: str = "cpu") -> float:
     """`max(FLOP / best matmul, bytes / best copy)` of a step as we compile it, all calls together.
 
     Arithmetic counts at the rate of the dtype that it is done in; bytes are those that calls read
     and write, each tensor once a call.
     """
-    planned, peaks = lower(mod), measure_peaks()
+    planned, peaks = lower(mod, target=target_of(device)), measure_peaks(device)
     calls = planned.plan.calls
     arithmetic = sum(
         peaks.floor_milliseconds(flop, 0, call.compute_dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks import on_gpu
+from benchmarks import host_waits, on_gpu
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -16,6 +16,7 @@ def test_a_row_has_ours_and_pytorchs_times(precision: str):
     assert set(row.milliseconds) == {"ours", "eager"}
     assert min(row.milliseconds.values()) > 0
     assert (row.scaler_cost is not None) == (precision == "float16")
+    assert row.waits is None and row.floor_share > 0
     assert row.best == ("eager", row.milliseconds["eager"])
     table = on_gpu.table_of([row])
     assert table.row_count == 1
@@ -30,3 +31,21 @@ def test_the_fused_optimizer_trains_as_the_plain_one():
             training.step(*training.batch)
     for plain, fused in zip(*(one.model.parameters() for one in trainings), strict=True):
         torch.testing.assert_close(plain, fused)
+
+
+def test_waits_are_counted_within_the_step_alone():
+    """PyTorch's profiler waits for the GPU at its end, which is not the step's doing."""
+    call = torch.profiler.record_function
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        with call("cudaStreamSynchronize"):
+            pass
+        with call(host_waits._STEP), call("cudaGraphLaunch"), call("cudaStreamSynchronize"):
+            torch.ones(3).add_(1)
+        with call("cudaDeviceSynchronize"), call("Memcpy DtoH (Device -> Pageable)"):
+            pass
+    calls = host_waits.calls_in(found.events())
+    assert calls["cudaGraphLaunch"] == 1
+    assert host_waits.waits_in(calls) == {
+        "cudaStreamSynchronize": 1,
+        "Memcpy DtoH (Device -> Pageable)": 1,
+    }
