@@ -60,6 +60,22 @@ def test_a_transpose_of_the_only_use_is_written_by_the_matmul() -> None:
     assert not [c for c in calls_of(ir) if c.op.name == "relax.permute_dims"]
 
 
+def test_a_matmul_reads_the_transpose_that_another_one_wrote() -> None:
+    """As the gradients of two linear layers without anything in between: (x @ y).T @ z."""
+    mod = build(
+        [((4, 8), "float32"), ((8, 3), "float32"), ((4, 5), "float32")],
+        lambda x, y, z: R.matmul(
+            R.permute_dims(relax.BlockBuilder.current().emit(R.matmul(x, y))), z
+        ),
+    )
+    ir = dispatch(mod)
+    first, second = library_calls(ir)
+    assert numbers(first, 7) == [4, 3] and numbers(first, 8) == [1, 4]
+    bound = {b.value: b.var for block in ir["main"].body.blocks for b in block.bindings}
+    assert second.args[1].fields[0].same_as(bound[first])
+    assert numbers(second, 3) == [3, 4] and numbers(second, 4) == [4, 1]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bias_is_added_before_the_one_rounding(dtype: str) -> None:
     def body(x: Any, w: Any, b: Any) -> Any:

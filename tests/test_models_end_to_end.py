@@ -117,6 +117,23 @@ def test_tied_frozen_and_unused_parameters() -> None:
     assert assert_compiled_alike(lambda: classifier(PartlyTied()), batch, steps=5) == 1
 
 
+class Adapter(nn.Module):
+    """A frozen layer with a trained product of two thin matrices beside it (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 3).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_without_activations() -> None:
+    """The gradient between the two matrices is used by one transposing product alone."""
+    assert assert_compiled_alike(lambda: classifier(Adapter()), steps.batch, steps=5) == 1
+
+
 def accumulating() -> Training:
     trained = steps.classifier(steps.perceptron, torch.optim.AdamW)
     parameters = list(trained.model.parameters())

@@ -135,6 +135,26 @@ def test_cheap_calls_are_run_again_before_matmuls() -> None:
     assert any(call.is_cast for call in again)
 
 
+def test_a_matmul_without_a_bias_may_run_again() -> None:
+    """The two calls of one matmul must not share the null that stands for its bias."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    mod, args = amp_ir.trace_step(step, (torch.randn(4096, 64),), model=model)
+    free = lower(mod)
+    rest = free.plan.peak_bytes - free.plan.state_bytes
+    planned = lower(mod, memory_budget=free.plan.state_bytes + int(0.7 * rest))
+    assert any(call.is_rerun and "matmul" in call.name for call in planned.plan.calls)
+    found, expected = results_of(mod, planned, args), results_of(mod, free, args)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_the_compiled_step_runs_within_its_budget() -> None:
     mod, args, model = traced("bfloat16")
     peer = copy.deepcopy(model)

@@ -247,7 +247,10 @@ class _Dispatcher:
 
     def redirect(self, variable: relax.Var, call: relax.Call) -> Any:
         """Bind `call` at the one reader of `variable` instead; the marker to drop `variable`."""
-        self.replaced[self.only_reader[variable]] = call
+        reader = self.only_reader[variable]
+        self.replaced[reader] = call
+        # Nobody may look through it any more: what it was a view of is gone.
+        self.values[reader] = call
         return self
 
 

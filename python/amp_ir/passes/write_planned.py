@@ -106,7 +106,7 @@ class _Writer:
         for argument in [*step.arguments, *step.results]:
             is_slot = isinstance(argument, Slot)
             kind = "kernel" if is_kernel else "library"
-            arguments.append(self._view(argument, kind) if is_slot else argument)
+            arguments.append(self._view(argument, kind) if is_slot else _unshared(argument))
         callee = step.call.args[0]
         if step.scratch is not None:
             scratch = self._view(step.scratch, "library")
@@ -152,3 +152,16 @@ class _Writer:
         variable = relax.Var(f"r{len(self.bindings)}", result)
         self.bindings.append(relax.VarBinding(variable, call))
         return variable
+
+
+def _unshared(argument: relax.Expr) -> relax.Expr:
+    """An argument that is a call itself (the null of an absent bias), for one call alone.
+
+    A call that runs twice has its arguments twice. Where two calls hold the same inner call, TVM's
+    LowerRuntimeBuiltin (0.27) makes a variable of the second and fails.
+    """
+    if not isinstance(argument, relax.Call):
+        return argument
+    call = relax.Call(argument.op, argument.args, argument.attrs, argument.ty_args, argument.span)
+    relax.expr._update_type(call, argument.ty)
+    return call
