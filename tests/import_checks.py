@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -40,7 +41,8 @@ ALSO_WHOLE = frozenset(
 )
 
 
-def decompositions(whole: frozenset[str]) -> dict[Any, Callable[..., Any]]:
+@functools.cache  # PyTorch looks through all its ops for the table, in half the time of a test.
+def decompositions(whole: frozenset[str]) -> Mapping[Any, Callable[..., Any]]:
     """PyTorch's core decompositions without the ops that stay whole."""
     return {
         overload: function
