@@ -45,6 +45,7 @@ from amp_ir.loops.fuse import fuse_loops
 from amp_ir.loops.horizontal import merge_horizontally
 from amp_ir.loops.kernel import Emitter
 from amp_ir.loops.membership import memberships, stored_tensors
+from amp_ir.loops.merged_kernel import KernelMerger
 from amp_ir.loops.share_kernels import share_kernels
 from amp_ir.machine import measure_peaks
 from amp_ir.memory_plan import PlannedStep
@@ -176,6 +177,8 @@ def lower(
             mod.signature.inputs,
             mod.signature.outputs,
             copy_kernel=emitter.emit_copy,
+            # A CPU's calls cost little, and casts are best read from its cache at once.
+            merger=KernelMerger(merge_launches) if target.is_cuda else None,
             memory_budget=memory_budget,
         )
     return attrs.evolve(planned, dispatched=log.notes)

@@ -19,9 +19,9 @@ from tvm import relax, tirx
 
 from amp_ir.location import join_spans
 from amp_ir.loops import merge_tasks
-from amp_ir.loops.families import Family, Merger, buffer_size, like
+from amp_ir.loops.families import Merger, buffer_size
 from amp_ir.loops.fuse import LIBRARY_CALL, typed
-from amp_ir.loops.kernel import INPLACE
+from amp_ir.loops.merged_kernel import Member, merged_kernel
 
 KERNEL_CALL = "relax.call_tir"
 # Elements of a kernel that may wait until the others are done: its tensors stay in the cache.
@@ -171,7 +171,9 @@ class _Merging:
             self.written.append(relax.VarBinding(one, item))
 
     def _merge(self, members: list[_Call]) -> None:
-        function, arguments, results = _merged_function(members, self.merger)
+        calls = [Member(one.call.args[0].name_hint, one.function, one.arguments) for one in members]
+        function, arguments = merged_kernel(calls, self.merger)
+        results = [result for one in members for result in one.results]
         variable = tvm.ir.GlobalVar(f"kernel_{self.count}")
         self.count += 1
         self.functions[variable] = function.with_attr("global_symbol", variable.name_hint)
@@ -224,44 +226,3 @@ def _result_ops(call: _Call) -> list[str]:
 def _called(bindings: Sequence[relax.Binding]) -> set[str]:
     calls = [one.value for one in bindings if isinstance(one.value, relax.Call)]
     return {one.args[0].name_hint for one in calls if one.op.name == KERNEL_CALL}
-
-
-def _merged_function(
-    members: list[_Call], merger: Merger
-) -> tuple[tirx.PrimFunc, list[relax.Expr], list[relax.Var]]:
-    """The function, its arguments (each tensor once) and its results."""
-    inputs: dict[relax.Expr, tirx.Var] = {}
-    outputs: list[tirx.Var] = []
-    results: list[relax.Var] = []
-    readers: dict[relax.Expr, int] = {}
-    pairs: list[tuple[int, relax.Expr]] = []
-    families: dict[str, Family] = {}
-    for member in members:
-        arguments, count = member.arguments, len(member.arguments)
-        own = list(member.function.params)
-        for argument, buffer in zip(arguments, own, strict=False):
-            inputs.setdefault(argument, like(buffer, f"in{len(inputs)}"))
-            readers[argument] = readers.get(argument, 0) + 1
-        for output, source in _pairs_of(member.function):
-            pairs.append((len(outputs) + output, arguments[source]))
-        made = [like(one, f"out{len(outputs) + k}") for k, one in enumerate(own[count:])]
-        outputs += made
-        results += member.results
-        name = member.call.args[0].name_hint
-        if name not in families:
-            body = merger.body_of(member.function)
-            assert body is not None
-            families[name] = Family(body, [])
-        families[name].parameters.append([*(inputs[one] for one in arguments), *made])
-    place = {argument: k for k, argument in enumerate(inputs)}
-    safe = [[output, place[source]] for output, source in pairs if readers[source] == 1]
-    function = tirx.PrimFunc([*inputs.values(), *outputs], merger.launch(list(families.values())))
-    function = function.with_attr("tirx.noalias", not safe)
-    if safe:
-        function = function.with_attr(INPLACE, safe)
-    return function, list(inputs), results
-
-
-def _pairs_of(function: tirx.PrimFunc) -> list[tuple[int, int]]:
-    pairs = function.attrs.get(INPLACE, []) if function.attrs else []
-    return [(int(output), int(source)) for output, source in pairs]

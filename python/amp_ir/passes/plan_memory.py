@@ -13,6 +13,7 @@ from amp_ir.errors import BudgetError
 from amp_ir.memory_plan import Interval, MemoryPlan, PlannedStep
 from amp_ir.module import InputSpec, OutputSpec
 from amp_ir.passes.memory_roles import planned_calls, planned_values
+from amp_ir.passes.merge_ready_calls import KernelMerger, merge_ready_calls
 from amp_ir.passes.order_calls import order_calls
 from amp_ir.passes.rematerialize import Rematerialization
 from amp_ir.passes.step_slots import (
@@ -32,6 +33,7 @@ def plan_memory(
     outputs: tuple[OutputSpec, ...],
     *,
     copy_kernel: CopyKernel,
+    merger: KernelMerger | None = None,
     memory_budget: int | None = None,
 ) -> PlannedStep:
     """Fix where every value lies and pass it there by destination.
@@ -40,7 +42,9 @@ def plan_memory(
     After:   kernel_0(x, p, p)                                   # written where p lies
 
     Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes);
-              `copy_kernel` writes kernels for the same device.
+              `copy_kernel` writes kernels for the same device, and so does `merger`: where there is
+              one, calls that wait for nothing are merged, unless `memory_budget` is given:
+              what may be computed twice stays apart.
     Ensures:  values alive at the same time never share a byte, except an output that a kernel may
               write over an input it reads for the last time; a state input is overwritten only
               after its last reader; one arena holds everything else, scratch that oneDNN needs
@@ -50,6 +54,8 @@ def plan_memory(
     """
     program = read_steps(ir, inputs)
     order_calls(program, outputs)
+    if memory_budget is None and merger is not None:
+        ir = merge_ready_calls(ir, program, outputs, merger)
     planner = _Planner(program, inputs, outputs)
     plan = planner.run()
     if memory_budget is not None and plan.peak_bytes > memory_budget:
