@@ -212,11 +212,9 @@ MEASURE = """
 def test_planned_bytes_are_what_the_system_really_gives(dtype: str) -> None:
     """The rise of the resident set during two steps, beside what the plan says it is."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEASURE), dtype],
-        check=True,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", textwrap.dedent(MEASURE), dtype], capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
     planned, given, peak = map(int, done.stdout.split())
     assert planned > 80 << 20
     # State and batch were there before and are equal by definition, so this is the stricter test.

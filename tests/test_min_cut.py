@@ -59,9 +59,9 @@ def test_a_hundred_thousand_vertices_take_less_than_a_second():
             edges.append((other, vertex, draw.randrange(1, 1 << 22)))
     flat = [number for edge in edges for number in edge]
     function = native.function("amp_ir.min_cut")
-    started = time.perf_counter()
+    started = time.process_time()  # that of this process alone: others may be busy
     value = function(count, flat, 0, count - 1)[0]
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert value > 0
     assert seconds < 5, seconds  # under a second on an idle machine; machines differ
 
