@@ -55,6 +55,7 @@ from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
 from amp_ir.passes.fold_casts import fold_casts
 from amp_ir.passes.merge_products import merge_products
+from amp_ir.passes.pack_operands import pack_operands
 from amp_ir.passes.plan_memory import plan_memory
 from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.report.memory import MemoryReport, report_memory
@@ -164,7 +165,7 @@ def lower(
     with _timed(seconds, "dispatch"):
         # From here on heavy ops are library calls, opaque to fusion.
         # Those that add a bias round once, so casts around the sum fold away.
-        ir = fold_casts(_dispatched(ir, target, log))
+        ir = pack_operands(fold_casts(_dispatched(ir, target, log)), log=log)
     with _timed(seconds, "fuse"):
         # From here on there are kernels, and low precision exists only in memory.
         ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)

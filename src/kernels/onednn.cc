@@ -45,6 +45,81 @@ void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
   Guard(kName, [&] { amp_ir::onednn::Matmul(left, right, shift_or_null, result, finish); });
 }
 
+// Raw bytes that hold a packed matrix.
+void CheckPacked(const char* function, const ffi::TensorView& packed) {
+  const DLDataType dtype = packed.dtype();
+  if (dtype.code != kDLUInt || dtype.bits != 8) {
+    TVM_FFI_THROW(TypeError) << function << ": packed has dtype " << ffi::DLDataTypeToString(dtype)
+                             << "; expected uint8, the bytes that amp_ir.onednn.pack wrote";
+  }
+}
+
+int64_t PackedBytes(const ffi::Shape& b_dims, DLDataType dtype) {
+  constexpr const char* kName = "amp_ir.onednn.packed_nbytes";
+  amp_ir::CheckDtype(kName, "b", dtype);
+  StridedTensor matrix;
+  int64_t nbytes = 0;
+  matrix.dtype = dtype;
+  matrix.rank = static_cast<int>(b_dims.size());
+  if (matrix.rank != 2) return 0;
+  for (int i = 0; i < 2; ++i) matrix.dims[i] = b_dims[i];
+  matrix.strides = {b_dims[1], 1};
+  Guard(kName, [&] { nbytes = amp_ir::onednn::PackedBytes(matrix); });
+  return nbytes;
+}
+
+void Pack(const ffi::TensorView& b, const ffi::Shape& b_dims, const ffi::Shape& b_strides,
+          const ffi::TensorView& packed) {
+  constexpr const char* kName = "amp_ir.onednn.pack";
+  StridedTensor matrix = MakeStrided(kName, "b", b, b_dims, b_strides);
+  CheckPacked(kName, packed);
+  const int64_t least = matrix.numel() * (matrix.dtype.bits / 8);
+  if (matrix.rank != 2 || packed.numel() < least) {
+    TVM_FFI_THROW(ValueError) << kName << ": b has " << matrix.rank << " dims and packed has "
+                              << packed.numel() << " bytes; expected 2 dims and at least " << least
+                              << " bytes (amp_ir.onednn.packed_nbytes)";
+  }
+  Guard(kName, [&] { amp_ir::onednn::Pack(matrix, packed.data_ptr(), packed.numel()); });
+}
+
+void MatmulPacked(const ffi::TensorView& a, const ffi::TensorView& packed,
+                  const ffi::Optional<ffi::TensorView>& bias, const ffi::Shape& a_dims,
+                  const ffi::Shape& a_strides, const ffi::Shape& b_dims, const ffi::Shape& out_dims,
+                  const ffi::Shape& out_strides, const ffi::String& epilogue,
+                  const ffi::TensorView& out) {
+  constexpr const char* kName = "amp_ir.onednn.matmul_packed";
+  StridedTensor left = MakeStrided(kName, "a", a, a_dims, a_strides);
+  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  CheckPacked(kName, packed);
+  StridedTensor shift;
+  if (bias.has_value()) {
+    shift = MakeStrided(kName, "bias", *bias, (*bias).shape(), (*bias).strides());
+  }
+  if (left.rank != 2 || b_dims.size() != 2 || result.rank != 2) {
+    TVM_FFI_THROW(ValueError) << kName << ": a, b and out have " << left.rank << ", "
+                              << b_dims.size() << " and " << result.rank
+                              << " dims; expected 2 of each";
+  }
+  StridedTensor right;
+  right.data = packed.data_ptr();
+  right.dtype = left.dtype;
+  right.rank = 2;
+  for (int i = 0; i < 2; ++i) right.dims[i] = b_dims[i];
+  right.strides = {b_dims[1], 1};
+  const int64_t least = right.numel() * (right.dtype.bits / 8);
+  if (packed.numel() < least) {
+    TVM_FFI_THROW(ValueError) << kName << ": packed has " << packed.numel()
+                              << " bytes; expected at least " << least
+                              << ", what amp_ir.onednn.pack wrote for b";
+  }
+  const StridedTensor* shift_or_null = bias.has_value() ? &shift : nullptr;
+  amp_ir::Epilogue finish = amp_ir::ParseEpilogue(kName, epilogue);
+  amp_ir::CheckMatmul(kName, left, right, shift_or_null, result);
+  Guard(kName, [&] {
+    amp_ir::onednn::MatmulPacked(left, right, packed.numel(), shift_or_null, result, finish);
+  });
+}
+
 void Conv(const ffi::TensorView& x, const ffi::TensorView& w, const ffi::Shape& x_dims,
           const ffi::Shape& x_strides, const ffi::Shape& w_dims, const ffi::Shape& w_strides,
           const ffi::Shape& out_dims, const ffi::Shape& out_strides, const ffi::Shape& strides,
@@ -136,6 +211,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   refl::GlobalDef()
       .def("amp_ir.onednn.matmul", Matmul)
+      .def("amp_ir.onednn.packed_nbytes", PackedBytes)
+      .def("amp_ir.onednn.pack", Pack)
+      .def("amp_ir.onednn.matmul_packed", MatmulPacked)
       .def("amp_ir.onednn.conv", Conv)
       .def("amp_ir.onednn.conv_backward_input", ConvBackwardInput)
       .def("amp_ir.onednn.conv_backward_weight", ConvBackwardWeight)

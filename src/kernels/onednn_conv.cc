@@ -224,7 +224,7 @@ class PlanBuilder {
 void Convolve(ConvKind kind, const StridedTensor& x, const StridedTensor& w, const StridedTensor& y,
               const Convolution& convolution) {
   if (x.numel() == 0 || w.numel() == 0 || y.numel() == 0) return;
-  PlanKey key = OperationKey(1 + static_cast<int64_t>(kind));
+  PlanKey key = OperationKey(kFirstConvolution + static_cast<int64_t>(kind));
   key.Add(x);
   key.Add(w);
   key.Add(y);

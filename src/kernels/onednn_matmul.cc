@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "batched_matrices.h"
@@ -12,9 +13,29 @@ namespace {
 
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 
+// Extents from which another way than oneDNN 3.2's first choice is faster, measured on an Emerald
+// Rapids with 2 threads, each beside the first choice in one run. "Low" is bfloat16 with AMX; with
+// avx512_bf16 alone nothing is gained.
+//
+// Copying an operand into oneDNN's own blocks before the call reads it once where the call itself
+// would read pieces of it for every block of the result; it needs a result that is long in the
+// other operand's direction. Low 4096 x 512 x 4096, the gradient of a weight: 0.86 of the time,
+// 2048 x 512 x 2048: 0.91; with half of either extent the copies cost what they save.
+constexpr int64_t kCopyExtent = 2048;
+// The older gemm copies its operands, the newer brgemm reads a row-major `b` where it lies, rows
+// apart: float32 1024 x 768 x 3072: gemm 0.48 of brgemm's time (rows 12 KiB apart share their
+// cache sets), 4096 x 512 x 4096: 0.93, 1024 x 3072 x 768: 0.86; with 512 columns up to 1.14.
+constexpr int64_t kGemmRows = 512, kGemmColumns = 1024;
+constexpr int64_t kGemmLongColumns = 768, kGemmLongTerms = 2048;
+// Sums of so many terms, the gradient of a vocabulary's logits: low 1024 x 30522 x 768 0.7 of
+// brgemm's time, 512 x 50257 x 768: 0.86, 1024 x 16384 x 768: 0.9, with 10000 terms 0.95 to 1.05.
+constexpr int64_t kGemmTerms = 16384;
+
 struct Problem : BatchedMatrices {
   std::optional<StridedTensor> bias;
-  Epilogue epilogue;
+  Epilogue epilogue = Epilogue::kNone;
+  // How oneDNN laid `b` out, whose strides then mean nothing.
+  std::optional<dnnl::memory::desc> layout_of_b;
 };
 
 dnnl::primitive_attr Attributes(Epilogue epilogue) {
@@ -30,6 +51,11 @@ dnnl::primitive_attr Attributes(Epilogue epilogue) {
   return attr;
 }
 
+dnnl::memory::desc AnyLayout(const StridedTensor& t) {
+  return dnnl::memory::desc(dnnl::memory::dims(t.dims.begin(), t.dims.begin() + t.rank),
+                            DataType(t.dtype), dnnl::memory::format_tag::any);
+}
+
 // bias [n] as oneDNN wants it: as many dims as the result, all but the last 1.
 dnnl::memory::desc DescribeBias(const StridedTensor& bias, int rank) {
   dnnl::memory::dims dims(rank, 1);
@@ -39,9 +65,11 @@ dnnl::memory::desc DescribeBias(const StridedTensor& bias, int rank) {
   return dnnl::memory::desc(dims, DataType(bias.dtype), strides);
 }
 
-dnnl::matmul::primitive_desc Create(const dnnl::memory::desc& a, const dnnl::memory::desc& b,
-                                    const std::optional<dnnl::memory::desc>& bias,
-                                    const dnnl::memory::desc& out, Epilogue epilogue) {
+using PrimitiveDesc = dnnl::matmul::primitive_desc;
+
+PrimitiveDesc Create(const dnnl::memory::desc& a, const dnnl::memory::desc& b,
+                     const std::optional<dnnl::memory::desc>& bias, const dnnl::memory::desc& out,
+                     Epilogue epilogue) {
   constexpr bool kAllowEmpty = true;
   const dnnl::primitive_attr attr = Attributes(epilogue);
   if (bias) return {CpuEngine(), a, b, *bias, out, attr, kAllowEmpty};
@@ -49,8 +77,12 @@ dnnl::matmul::primitive_desc Create(const dnnl::memory::desc& a, const dnnl::mem
 }
 
 // oneDNN's reference implementations are right and hundreds of times slower.
-bool IsUsable(const dnnl::matmul::primitive_desc& pd) {
+bool IsUsable(const PrimitiveDesc& pd) {
   return pd && std::string(pd.impl_info_str()).find("ref") == std::string::npos;
+}
+
+bool IsGemm(const PrimitiveDesc& pd) {
+  return std::string(pd.impl_info_str()).rfind("gemm:jit", 0) == 0;
 }
 
 bool IsColumnMajor(const StridedTensor& t) {
@@ -63,6 +95,25 @@ bool HasRepeatedElements(const StridedTensor& t) {
   }
   return false;
 }
+
+bool IsRowMajor(const StridedTensor& t) { return t.strides[t.rank - 1] == 1; }
+
+bool UsesAmx(DLDataType dtype) {
+  return IsBfloat16(dtype) && HasIsa(dnnl::cpu_isa::avx512_core_amx);
+}
+
+// Whether oneDNN's gemm is the faster one for a [m, k] @ b [k, n].
+bool PrefersGemm(const StridedTensor& a, const StridedTensor& b) {
+  if (a.rank != 2 || !IsRowMajor(b)) return false;
+  const int64_t rows = a.dims[0], terms = a.dims[1], columns = b.dims[1];
+  const bool is_full = IsFloat(a.dtype, 32);
+  if (rows < kGemmRows || !(is_full || UsesAmx(a.dtype))) return false;
+  if (terms >= kGemmTerms && IsRowMajor(a)) return true;
+  return is_full &&
+         (columns >= kGemmColumns || (columns >= kGemmLongColumns && terms >= kGemmLongTerms));
+}
+
+int64_t NumBytes(const StridedTensor& t) { return t.numel() * (t.dtype.bits / 8); }
 
 StridedTensor RowMajor(const StridedTensor& t) {
   StridedTensor dense = t;
@@ -82,7 +133,11 @@ class PlanBuilder {
     const bool low = SameDtype(problem_.a.dtype, problem_.b.dtype) && IsNative(problem_.a.dtype);
     const DLDataType compute = low ? problem_.a.dtype : kFloat32;
     a_ = Input(0, problem_.a, compute);
-    b_ = Input(1, problem_.b, compute);
+    if (problem_.layout_of_b) {
+      b_ = {plan_->AddArgument(1, *problem_.layout_of_b), problem_.b, problem_.layout_of_b};
+    } else {
+      b_ = Input(1, problem_.b, compute);
+    }
     if (problem_.bias) {
       // oneDNN 3.2 has no float16 bias where the CPU has AMX.
       const bool fits = IsFloat(problem_.bias->dtype, 32) ||
@@ -105,7 +160,12 @@ class PlanBuilder {
   struct Operand {
     Plan::Id id;
     StridedTensor view;
+    std::optional<dnnl::memory::desc> layout = std::nullopt;  // packed: `view` has only its dims
   };
+
+  static dnnl::memory::desc LayoutOf(const Operand& operand) {
+    return operand.layout ? *operand.layout : Describe(operand.view);
+  }
 
   Operand Scratch(const StridedTensor& view) { return {plan_->AddScratch(Describe(view)), view}; }
 
@@ -138,7 +198,9 @@ class PlanBuilder {
   }
 
   void Multiply() {
-    if (IsColumnMajor(out_.view) && !bias_ && TryMultiply(Swap(b_), Swap(a_), Swap(out_))) return;
+    const bool swaps = IsColumnMajor(out_.view) && !bias_ && !b_.layout;
+    if (swaps && TryMultiply(Swap(b_), Swap(a_), Swap(out_))) return;
+    if (TryMultiplyCopies()) return;
     if (TryMultiply(a_, b_, out_)) return;
     // Some layout has no fast implementation; plain row-major operands always have one.
     a_ = Densify(a_);
@@ -153,14 +215,51 @@ class PlanBuilder {
     plan_->AddNote("+reorder_out");
   }
 
-  bool TryMultiply(const Operand& a, const Operand& b, const Operand& out) {
+  PrimitiveDesc PrimitiveFor(const dnnl::memory::desc& a, const dnnl::memory::desc& b,
+                             const StridedTensor& out) {
     std::optional<dnnl::memory::desc> bias;
-    if (bias_) bias = DescribeBias(bias_->view, out.view.rank);
-    auto pd =
-        Create(Describe(a.view), Describe(b.view), bias, Describe(out.view), problem_.epilogue);
+    if (bias_) bias = DescribeBias(bias_->view, out.rank);
+    return Create(a, b, bias, Describe(out), problem_.epilogue);
+  }
+
+  bool TryMultiply(const Operand& a, const Operand& b, const Operand& out) {
+    if (!b.layout && PrefersGemm(a.view, b.view)) {
+      PrimitiveDesc pd = PrimitiveFor(LayoutOf(a), LayoutOf(b), out.view);
+      while (pd && !IsGemm(pd) && pd.next_impl()) continue;
+      if (pd && IsGemm(pd)) return AddMatmul(pd, a.id, b.id, out.id);
+    }
+    PrimitiveDesc pd = PrimitiveFor(LayoutOf(a), LayoutOf(b), out.view);
+    return IsUsable(pd) && AddMatmul(pd, a.id, b.id, out.id);
+  }
+
+  // The product of copies of one or both low operands in the layouts that oneDNN chooses, where
+  // that is faster and they take at most a third of the result's bytes.
+  bool TryMultiplyCopies() {
+    const StridedTensor &a = a_.view, &b = b_.view, &out = out_.view;
+    if (a.rank != 2 || !UsesAmx(a.dtype)) return false;
+    const bool copy_a = IsColumnMajor(a) && out.dims[1] >= kCopyExtent;
+    const bool copy_b = !IsColumnMajor(b) && !b_.layout && out.dims[0] >= kCopyExtent;
+    const int64_t copied = (copy_a ? NumBytes(a) : 0) + (copy_b ? NumBytes(b) : 0);
+    if (copied == 0 || 3 * copied > NumBytes(out)) return false;
+    PrimitiveDesc pd = PrimitiveFor(copy_a ? AnyLayout(a) : LayoutOf(a_),
+                                    copy_b ? AnyLayout(b) : LayoutOf(b_), out);
     if (!IsUsable(pd)) return false;
+    const Plan::Id left = copy_a ? Reordered(a_, pd.src_desc()) : a_.id;
+    const Plan::Id right = copy_b ? Reordered(b_, pd.weights_desc()) : b_.id;
+    return AddMatmul(pd, left, right, out_.id);
+  }
+
+  Plan::Id Reordered(const Operand& given, const dnnl::memory::desc& desc) {
+    if (desc == Describe(given.view)) return given.id;
+    const Plan::Id packed = plan_->AddScratch(desc);
+    plan_->AddReorder(given.id, packed);
+    plan_->AddNote("pack+");
+    return packed;
+  }
+
+  bool AddMatmul(const PrimitiveDesc& pd, Plan::Id a, Plan::Id b, Plan::Id out) {
     std::vector<std::pair<int, Plan::Id>> args{
-        {DNNL_ARG_SRC, a.id}, {DNNL_ARG_WEIGHTS, b.id}, {DNNL_ARG_DST, out.id}};
+        {DNNL_ARG_SRC, a}, {DNNL_ARG_WEIGHTS, b}, {DNNL_ARG_DST, out}};
     if (bias_) args.emplace_back(DNNL_ARG_BIAS, bias_->id);
     plan_->AddPrimitive(dnnl::matmul(pd), pd.scratchpad_desc(), args);
     plan_->AddNote(std::string("matmul ") + pd.impl_info_str());
@@ -173,21 +272,82 @@ class PlanBuilder {
   std::optional<Operand> bias_;
 };
 
-}  // namespace
+// How oneDNN lays out `b` [k, n] for its matmuls, whatever the number of their rows; nothing where
+// it does so in no way of its own, or in one that takes more than `nbytes`.
+std::optional<dnnl::memory::desc> LayoutOfPacked(const StridedTensor& b, int64_t nbytes) {
+  constexpr int64_t kRows = 16;
+  if (b.rank != 2 || b.numel() == 0 || !IsNative(b.dtype)) return std::nullopt;
+  const dnnl::memory::desc rows({kRows, b.dims[0]}, DataType(b.dtype),
+                                dnnl::memory::format_tag::ab);
+  const dnnl::memory::desc out({kRows, b.dims[1]}, dnnl::memory::data_type::f32,
+                               dnnl::memory::format_tag::ab);
+  PrimitiveDesc pd = Create(rows, AnyLayout(b), std::nullopt, out, Epilogue::kNone);
+  if (!IsUsable(pd)) return std::nullopt;
+  const dnnl::memory::desc layout = pd.weights_desc();
+  const bool fits = layout.get_size() <= static_cast<size_t>(nbytes);
+  if (!fits || layout.get_inner_nblks() == 0) return std::nullopt;
+  return layout;
+}
 
-void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
-            const StridedTensor& out, Epilogue epilogue) {
+std::shared_ptr<const Plan> BuildPack(const StridedTensor& b, int64_t nbytes) {
+  auto plan = std::make_shared<Plan>();
+  const Plan::Id from = plan->AddArgument(0, Describe(b));
+  if (auto layout = LayoutOfPacked(b, nbytes)) {
+    plan->AddReorder(from, plan->AddArgument(1, *layout));
+    plan->AddNote("pack");
+  } else {
+    const StridedTensor dense = RowMajor(b);
+    plan->AddConversion(from, b, plan->AddArgument(1, Describe(dense)), dense);
+    plan->AddNote("copy");
+  }
+  return plan;
+}
+
+// One product by the plan for it; `packed_nbytes`: how many bytes hold a packed b, 0 where b lies
+// as its strides say.
+void Run(Operation operation, const StridedTensor& a, const StridedTensor& b, int64_t packed_nbytes,
+         const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue) {
   if (out.numel() == 0) return;
-  Problem problem{{a, b, out}, std::nullopt, epilogue};
+  Problem problem{{a, b, out}, std::nullopt, epilogue, std::nullopt};
   if (bias != nullptr) problem.bias = *bias;
-  PlanKey key = OperationKey(0);
+  PlanKey key = OperationKey(operation);
+  key.Add(packed_nbytes);
   key.Add(static_cast<int64_t>(epilogue));
   key.Add(problem.a);
   key.Add(problem.b);
   key.Add(problem.out);
   if (bias != nullptr) key.Add(*bias);
-  auto plan = CachedPlan(key, [&] { return PlanBuilder(problem).Build(); });
+  auto plan = CachedPlan(key, [&] {
+    if (packed_nbytes > 0) problem.layout_of_b = LayoutOfPacked(b, packed_nbytes);
+    return PlanBuilder(problem).Build();
+  });
   plan->Run({a.data, b.data, bias != nullptr ? bias->data : nullptr, out.data});
+}
+
+}  // namespace
+
+void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
+            const StridedTensor& out, Epilogue epilogue) {
+  Run(kMatmul, a, b, 0, bias, out, epilogue);
+}
+
+int64_t PackedBytes(const StridedTensor& b) {
+  const auto layout = LayoutOfPacked(b, std::numeric_limits<int64_t>::max());
+  return layout ? std::max(static_cast<int64_t>(layout->get_size()), NumBytes(b)) : 0;
+}
+
+void Pack(const StridedTensor& b, void* packed, int64_t nbytes) {
+  if (b.numel() == 0) return;
+  PlanKey key = OperationKey(kPack);
+  key.Add(nbytes);
+  key.Add(b);
+  auto plan = CachedPlan(key, [&] { return BuildPack(b, nbytes); });
+  plan->Run({b.data, packed});
+}
+
+void MatmulPacked(const StridedTensor& a, const StridedTensor& b, int64_t nbytes,
+                  const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue) {
+  Run(kMatmulPacked, a, RowMajor(b), nbytes, bias, out, epilogue);
 }
 
 }  // namespace amp_ir::onednn

@@ -76,15 +76,17 @@ dnnl::memory::desc Describe(const StridedTensor& t) {
                             dnnl::memory::dims(t.strides.begin(), t.strides.begin() + t.rank));
 }
 
+bool HasIsa(dnnl::cpu_isa required) {
+  const auto isa = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
+  // Values of dnnl::cpu_isa are sets of bits: a newer ISA contains the bits of an older one.
+  const auto bits = static_cast<unsigned>(required);
+  return (isa & bits) == bits;
+}
+
 bool IsNative(DLDataType dtype) {
   if (IsFloat(dtype, 32)) return true;
-  const auto isa = dnnl::get_effective_cpu_isa();
-  // Values of dnnl::cpu_isa are sets of bits: a newer ISA contains the bits of an older one.
-  auto has = [&](dnnl::cpu_isa required) {
-    const auto bits = static_cast<unsigned>(required);
-    return (static_cast<unsigned>(isa) & bits) == bits;
-  };
-  return has(IsBfloat16(dtype) ? dnnl::cpu_isa::avx512_core_bf16 : dnnl::cpu_isa::avx512_core_fp16);
+  return HasIsa(IsBfloat16(dtype) ? dnnl::cpu_isa::avx512_core_bf16
+                                  : dnnl::cpu_isa::avx512_core_fp16);
 }
 
 Plan::Id Plan::AddArgument(int argument, const dnnl::memory::desc& desc) {

@@ -20,6 +20,9 @@ const dnnl::engine& CpuEngine();
 dnnl::memory::data_type DataType(DLDataType dtype);
 dnnl::memory::desc Describe(const StridedTensor& t);
 
+// Whether oneDNN uses these instructions here, after ONEDNN_MAX_CPU_ISA.
+bool HasIsa(dnnl::cpu_isa required);
+
 // Whether oneDNN multiplies this dtype faster than float32 on this CPU. Where it does not, low
 // operands are widened to float32 and results rounded once.
 bool IsNative(DLDataType dtype);
@@ -67,6 +70,8 @@ class Plan {
   size_t scratch_nbytes_ = 0;
   std::string implementation_;
 };
+
+enum Operation : int64_t { kMatmul, kPack, kMatmulPacked, kFirstConvolution };
 
 // A key that also holds the number of threads: a primitive's blocking is chosen for it, and with
 // another it stays right but slow.

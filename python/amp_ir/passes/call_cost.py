@@ -47,10 +47,13 @@ def library_flop(name: str, arguments: list[Any]) -> int:
     if lends_scratch(name):
         return library_flop(arguments[0].value, arguments[2:])
     shapes = [_numbers(one) for one in arguments if isinstance(one, relax.ShapeExpr)]
-    first, _, second, _, out = shapes[:5]
     verb = name.rpartition(".")[2]
-    if verb == "matmul":
-        return 2 * math.prod(out) * first[-1]
+    if verb == "pack":
+        return 0
+    if verb in ("matmul", "matmul_packed"):
+        # The last two are the dims and strides of the result.
+        return 2 * math.prod(shapes[-2]) * shapes[0][-1]
+    first, _, second, _, out = shapes[:5]
     if verb in _ATTENTION_MATMULS:
         # grad or q is [n, h, s, d], and the third of the tensors is k or v [n, h, t, d].
         return 2 * _ATTENTION_MATMULS[verb] * math.prod(first) * out[-2]

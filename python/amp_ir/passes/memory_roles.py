@@ -123,6 +123,8 @@ class _Roles:
             return MemoryRole.TEMPORARY
         if self._is_low_copy(step, slot):
             return MemoryRole.LOW_COPY
+        if slot.op == "pack":
+            return MemoryRole.WORKSPACE
         readers = self.read_in.get(id(slot), set())
         if "backward" in step.phases and "optimizer" in readers:
             return MemoryRole.GRADIENT
