@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_ir.frontend.foreach import call_foreach, is_foreach
 from amp_ir.frontend.locations import Locator, NodeMarker
+from amp_ir.frontend.recurrent_cells import FUSED_CELLS
 from amp_ir.frontend.refusals import Findings, TracingStopped
 from amp_ir.frontend.transaction import Transaction
 
@@ -175,7 +176,10 @@ def _batch_norm(
     return y, mean, rstd
 
 
-_SPECIAL: Mapping[Any, Callable[..., Any]] = {aten.native_batch_norm.default: _batch_norm}
+_SPECIAL: Mapping[Any, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _batch_norm,
+    **FUSED_CELLS,
+}
 
 _GRADIENT: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
