@@ -48,7 +48,8 @@ def test_every_call_lies_between_two_events_and_the_step_beside_its_graph():
     assert all(spent >= 0 for _, spent in times)
     ends = [begin + spent for begin, spent in times]
     assert all(end <= begin + 1e-6 for end, (begin, _) in zip(ends, times[1:], strict=False))
-    assert {one.name for one in profile.calls} > {"cublaslt.matmul", "kernel_0"}
+    names = {one.name.rpartition("_")[0] or one.name for one in profile.calls}
+    assert {"cublaslt.matmul", "kernel"} <= names
     assert {one.phase for one in profile.calls} == {"forward", "backward", "optimizer"}
     assert {str(note) for note in profile.dispatched} == {"relax.matmul: 8 calls -> cublaslt"}
     assert profile.peaks.machine == "emulated GPU without TF32"

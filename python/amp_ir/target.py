@@ -122,7 +122,8 @@ def target_of(device: Any) -> CompileTarget:
     """The target for running on `device`: "cpu", "cuda", "cuda:1" or a torch.device.
 
     Raises:
-        OptionError: no device has that name. DeviceError: this machine does not have it.
+        OptionError: no device has that name.
+        DeviceError: this machine does not have it, or it is too old.
     """
     name = str(device) if isinstance(device, (str, torch.device)) else ""
     if name == "cpu":
@@ -143,6 +144,12 @@ def target_of(device: Any) -> CompileTarget:
             f"device={name!r} is not here: this machine has {torch.cuda.device_count()} GPU(s)"
         )
     major, minor = torch.cuda.get_device_capability(index)
+    if 10 * major + minor < _OLDEST:
+        raise DeviceError(
+            f"device={name!r} is a {torch.cuda.get_device_name(index)} of architecture "
+            f"sm_{major}{minor}, and amp_ir compiles for sm_{_OLDEST} (A100) and newer; train on "
+            'such a GPU, or on device="cpu"'
+        )
     return cuda(f"sm_{major}{minor}")
 
 

@@ -71,3 +71,19 @@ def installed() -> Iterator[None]:
         mock.patch.object(tvm_ffi, "use_torch_stream", use_torch_stream),
     ):
         yield
+
+
+@contextlib.contextmanager
+def free_memory(nbytes: int) -> Iterator[None]:
+    """PyTorch's allocator as it is on a GPU that has so many bytes left."""
+    empty = torch.empty
+
+    def allocated(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        if tensor.nbytes > nbytes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return tensor
+
+    left = mock.patch.object(torch.cuda, "mem_get_info", lambda index=0: (nbytes, 80 << 30))
+    with left, mock.patch.object(torch, "empty", allocated):
+        yield

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,9 +65,14 @@ class Program:
         self._inputs = [_Input.bind(spec, state, self.device) for spec in signature.inputs]
         self._lock = threading.Lock()
         self.check_state()
-        self._arena = _arena(plan, self.device)
-        self._arena_view = flat_view(self._arena)
-        self._graph_run = _OnGpu(self) if self.device.type == "cuda" else None
+        with _room_for(plan, self.device):
+            nbytes = max(plan.arena_bytes, 1)
+            self._arena = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._arena_view = flat_view(self._arena)
+            self._graph_run = self._runs_on_gpu()
+
+    def _runs_on_gpu(self) -> _OnGpu | None:
+        return _OnGpu(self) if self.device.type == "cuda" else None
 
     def check_state(self) -> None:
         """Make sure that a run can take the state as it is now.
@@ -169,13 +175,16 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _arena(plan: MemoryPlan, device: torch.device) -> torch.Tensor:
+@contextlib.contextmanager
+def _room_for(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
+    """Say what a GPU without room for the arena, the batch and the results would need."""
     try:
-        return torch.empty(max(plan.arena_bytes, 1), dtype=torch.uint8, device=device)
+        yield
     except torch.OutOfMemoryError as error:
         free, _ = torch.cuda.mem_get_info(device)
+        needed = plan.peak_bytes - plan.state_bytes
         raise DeviceError(
-            f"the step needs {plan.arena_bytes / 2**20:.0f} MiB of {device} beside its state, and "
+            f"the step needs {needed / 2**20:.0f} MiB of {device} beside its state, and "
             f"{free / 2**20:.0f} MiB are free; pass memory_budget= to compute values again instead "
             "of holding them, or make the batch smaller. Model and optimizer are unchanged"
         ) from error
