@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_ir.frontend.locations import NodeMarker
+from amp_ir.frontend.replay import Replay
 from amp_ir.frontend.symbolic_float import FloatTape
-from amp_ir.location import META_KEY, Location
 
 aten = torch.ops.aten
 
@@ -120,23 +119,6 @@ def _wide(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torc
     return function(*(tensor.to(torch.float32) for tensor in tensors)).to(dtype)
 
 
-class _Relocating(torch.fx.Interpreter):
-    """Runs a graph op by op; the nodes that an op becomes inherit its place."""
-
-    def __init__(self, traced: torch.fx.GraphModule) -> None:
-        super().__init__(traced, garbage_collect_values=True)
-        proxy_mode = get_proxy_mode()
-        assert proxy_mode is not None
-        self._marker = NodeMarker(proxy_mode.tracer.graph)
-        self._marker.mark(Location())
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        """Run one node."""
-        out = super().run_node(n)
-        self._marker.mark(n.meta.get(META_KEY, Location()))
-        return out
-
-
 def make_functional(
     traced: torch.fx.GraphModule,
     inputs: list[torch.Tensor],
@@ -148,7 +130,7 @@ def make_functional(
     without_names(traced)
 
     def replay(*flat: torch.Tensor) -> Any:
-        return _Relocating(traced).run(*flat)
+        return Replay(traced).run(*flat)
 
     with mode, torch.no_grad(), torch._C._DisableAutocast(), uncompiled_graphs():
         functional = make_fx(

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,7 @@ from amp_ir.frontend.foreach import call_foreach, is_foreach
 from amp_ir.frontend.locations import Locator, NodeMarker
 from amp_ir.frontend.recurrent_cells import FUSED_CELLS
 from amp_ir.frontend.refusals import Findings, TracingStopped
+from amp_ir.frontend.repeated_ops import RepeatedOps
 from amp_ir.frontend.transaction import Transaction
 
 aten = torch.ops.aten
@@ -52,6 +54,7 @@ class Recorder(TorchDispatchMode):
         findings: Findings,
         batch: list[torch.Tensor],
         transaction: Transaction,
+        mode: FakeTensorMode,
     ) -> None:
         super().__init__()
         self._transaction = transaction
@@ -63,6 +66,7 @@ class Recorder(TorchDispatchMode):
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         self._marker = NodeMarker(proxy_mode.tracer.graph)
+        self._repeated = RepeatedOps(proxy_mode, mode)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -83,8 +87,7 @@ class Recorder(TorchDispatchMode):
             # It updates its running statistics, and its schema does not say so.
             self._note_writes(args[3:5])
         try:
-            special = _SPECIAL.get(func)
-            out = special(*args, **kwargs) if special else func(*args, **kwargs)
+            out = self._traced(func, args, kwargs)
             if func is aten.zero_.default:
                 self._transaction.cleared(args[0])
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -92,6 +95,20 @@ class Recorder(TorchDispatchMode):
             self._findings.add(what, location, _SHAPE_ADVICE)
             raise TracingStopped from error
         self._marker.mark(location)
+        return out
+
+    def _traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the op gives, with its nodes written."""
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        call = self._repeated.begin(func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        out = self._repeated.repeat(call, func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
+            self._repeated.learn(call, func, args, kwargs, out)
         return out
 
     def _read(self, tensor: torch.Tensor) -> int | float | bool:

@@ -120,7 +120,9 @@ class StepTracer:
                     patched(state, self._locator, watch, self._findings, transaction)
                 )
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
-                stack.enter_context(Recorder(self._locator, self._findings, batch, transaction))
+                stack.enter_context(
+                    Recorder(self._locator, self._findings, batch, transaction, self._mode)
+                )
                 stack.enter_context(Substitution(fakes, watch, self._locator, self._findings))
                 value = self._step(*self._arguments.with_tensors(batch))
                 for scaler in scalers:

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops that a trace has seen before, with arguments of the same kinds.
+
+A step repeats itself: its layers, or the time steps of a recurrence, call the same ops with tensors
+of the same shapes. What PyTorch finds out about an op when it is traced (into which node it goes,
+what its results are) depends on the kinds of its arguments alone. So the first call goes the long
+way, through PyTorch's two modes, and its repetitions get a node and fake tensors as the first did.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+try:
+    # Not part of PyTorch's public interface; without them, capture only takes longer.
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    _get_slot, _set_slot = proxy_tensor.get_proxy_slot, proxy_tensor.set_proxy_slot
+    _Slot = proxy_tensor._ProxyTensor
+    _is_possible = True
+except (ImportError, AttributeError):
+    _is_possible = False
+
+# Arguments that are what they are, whatever tensors they stand beside.
+_PLAIN = (
+    bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+Kind = tuple[Any, ...]
+
+
+def kind_of(tensor: FakeTensor, *, has_views: bool) -> Kind:
+    """What an op's results may depend on, besides values: only views depend on where it begins."""
+    offset = tensor.storage_offset() if has_views else 0
+    return (tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.fake_device)
+
+
+def key_of_plain(value: Any) -> Any:
+    """What tells a plain argument from others (1, 1.0 and True are equal); None for a tensor."""
+    kind = type(value)
+    if kind is float:
+        return (kind, value, math.copysign(1.0, value))
+    return (kind, value) if kind in _PLAIN else None
+
+
+@attrs.frozen(eq=False)
+class _Result:
+    """One tensor that an op gives; `shares` is the tensor argument whose memory it is in.
+
+    `is_argument`: it is that argument, written in place.
+    """
+
+    kind: Kind
+    shares: int | None
+    is_argument: bool
+    val: torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class _Known:
+    """What an op became: its node, and behind it one a result where it gives several."""
+
+    name: str
+    results: tuple[_Result, ...]
+    container: type | None
+    val: Any
+
+
+@attrs.define(eq=False)
+class Call:
+    """A call that may be a repetition: its key, and its tensors in order."""
+
+    has_views: bool
+    key: tuple[Any, ...]
+    tensors: list[FakeTensor]
+    nodes: list[torch.fx.Node]
+    before: torch.fx.Node
+
+
+class RepeatedOps:
+    """The ops of one trace, by kind of arguments."""
+
+    def __init__(self, proxy_mode: ProxyTorchDispatchMode, mode: FakeTensorMode) -> None:
+        self._tracer: Any = proxy_mode.tracer
+        self._graph: torch.fx.Graph = proxy_mode.tracer.graph
+        self._mode = mode
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._usual: dict[Any, bool] = {}
+        self._has_views: dict[Any, bool] = {}
+
+    def begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+        """The call, if it is one of those whose results depend on kinds alone."""
+        usual = self._usual.get(func)
+        if usual is None:
+            usual = self._usual[func] = _is_possible and _is_usual(func)
+            self._has_views[func] = usual and has_views(func)
+        if not usual:
+            return None
+        call = Call(self._has_views[func], (), [], [], self._graph._root.prev)
+        parts: list[Any] = [func, torch.get_default_dtype()]
+        complete = all(self._add(call, parts, value) for value in args)
+        for name, value in kwargs.items():
+            parts.append(name)
+            complete = complete and self._add(call, parts, value)
+        if not complete or not call.tensors:
+            return None
+        call.key = tuple(parts)
+        return call
+
+    def _add(self, call: Call, parts: list[Any], value: Any) -> bool:
+        """Add an argument to the key; whether that is possible."""
+        if isinstance(value, torch.Tensor):
+            if type(value) is not FakeTensor or value.constant is not None:
+                return False
+            slot = _get_slot(value, self._tracer, None)
+            if slot is None or slot.constant is not None:
+                return False
+            if value.layout is not torch.strided or value.dtype.is_complex or value.is_neg():
+                return False
+            call.tensors.append(value)
+            call.nodes.append(slot.proxy.node)
+            parts.append(kind_of(value, has_views=call.has_views))
+            return True
+        if type(value) in (list, tuple):
+            parts.append(len(value))
+            return all(self._add(call, parts, item) for item in value)
+        key = key_of_plain(value)
+        parts.append(key)
+        return key is not None
+
+    def repeat(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of a call like one before, with new nodes; None if there was none."""
+        known = self._known.get(call.key)
+        if known is None:
+            return None
+        nodes = iter(call.nodes)
+        node = self._graph.create_node(
+            "call_function",
+            func,
+            tuple(_with_nodes(value, nodes) for value in args),
+            {name: _with_nodes(value, nodes) for name, value in kwargs.items()},
+            known.name,
+        )
+        node.meta["val"] = known.val
+        made = [self._make(call, result) for result in known.results]
+        if known.container is None:
+            self._track(made[0], node)
+            return made[0]
+        for k, result in enumerate(known.results):
+            item = self._graph.call_function(operator.getitem, (node, k))
+            item.meta["val"] = result.val
+            self._track(made[k], item)
+        return known.container(made)
+
+    def _make(self, call: Call, result: _Result) -> FakeTensor:
+        if result.is_argument:
+            assert result.shares is not None
+            return call.tensors[result.shares]
+        dtype, shape, stride, offset, device = result.kind
+        with in_kernel_invocation_manager(self._mode):
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if result.shares is not None:
+                storage = call.tensors[result.shares].untyped_storage()
+                empty.set_(storage, offset, shape, stride)
+        return FakeTensor(self._mode, empty, device)
+
+    def _track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        _set_slot(tensor, self._tracer, _Slot(torch.fx.Proxy(node, self._tracer), None))
+
+    def learn(self, call: Call, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what a call that went the long way became, if it is what a repetition makes."""
+        written: list[torch.fx.Node] = []
+        at = call.before.next
+        while at is not self._graph._root:
+            written.append(at)
+            at = at.next
+        container = type(out) if type(out) in (list, tuple) else None
+        outs = list(out) if container else [out]
+        if not written or not self._is_repeatable(call, func, args, kwargs, written, len(outs)):
+            return
+        node, *items = written
+        vals = [item.meta["val"] for item in items] if container else [node.meta["val"]]
+        results = [self._result(call, one, val) for one, val in zip(outs, vals, strict=True)]
+        known = tuple(one for one in results if one is not None)
+        if len(known) == len(outs):
+            name = self._graph._target_to_str(func.overloadpacket.__name__)
+            self._known[call.key] = _Known(name, known, container, node.meta["val"])
+
+    def _is_repeatable(
+        self,
+        call: Call,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        written: list[torch.fx.Node],
+        count: int,
+    ) -> bool:
+        """Whether `repeat` would have written the same nodes."""
+        node, *items = written
+        if node.target is not func or (len(items) != count if items else count > 1):
+            return False
+        if any("val" not in one.meta for one in written):
+            return False
+        nodes = iter(call.nodes)
+        expected = tuple(_with_nodes(value, nodes) for value in args)
+        named = {name: _with_nodes(value, nodes) for name, value in kwargs.items()}
+        if tuple(node.args) != expected or dict(node.kwargs) != named:
+            return False
+        return all(
+            item.target is operator.getitem and item.args == (node, k)
+            for k, item in enumerate(items)
+        )
+
+    def _result(self, call: Call, out: Any, val: torch.Tensor) -> _Result | None:
+        """What is needed to make such a tensor again; None where that would not be enough."""
+        if type(out) is not FakeTensor or out.constant is not None:
+            return None
+        if out.layout is not torch.strided or out.dtype.is_complex or out.is_neg():
+            return None
+        kind = kind_of(out, has_views=True)
+        for k, tensor in enumerate(call.tensors):
+            if tensor is out:
+                is_same = kind_of(out, has_views=call.has_views) in call.key
+                return _Result(kind, k, is_argument=True, val=val) if is_same else None
+        memory = out.untyped_storage()._cdata
+        shares = [k for k, one in enumerate(call.tensors) if one.untyped_storage()._cdata == memory]
+        if len(shares) > 1 or (not shares and out.storage_offset()):
+            return None
+        return _Result(kind, shares[0] if shares else None, is_argument=False, val=val)
+
+
+def _with_nodes(value: Any, nodes: Iterator[torch.fx.Node]) -> Any:
+    """An argument as a node has it: a node for each tensor."""
+    if isinstance(value, torch.Tensor):
+        return next(nodes)
+    if type(value) in (list, tuple):
+        return type(value)(_with_nodes(item, nodes) for item in value)
+    return value
+
+
+def has_views(func: Any) -> bool:
+    """Whether results may be views of arguments; an in-place op's result is its argument."""
+    returned = (one.alias_info for one in func._schema.returns)
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _is_usual(func: Any) -> bool:
+    """Whether an op's results follow from its arguments' kinds; it may write its first argument."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    if _DEPENDS_ON_VALUES & set(func.tags):
+        return False
+    schema = func._schema
+    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    returned = [one.alias_info is not None and one.alias_info.is_write for one in schema.returns]
+    return not schema.is_mutable or (returned == [True] and written[0] and sum(written) == 1)
