@@ -22,14 +22,14 @@ constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 // other operand's direction. Low 4096 x 512 x 4096, the gradient of a weight: 0.86 of the time,
 // 2048 x 512 x 2048: 0.91; with half of either extent the copies cost what they save.
 constexpr int64_t kCopyExtent = 2048;
-// The older gemm copies its operands, the newer brgemm reads a row-major `b` where it lies, rows
-// apart: float32 1024 x 768 x 3072: gemm 0.48 of brgemm's time (rows 12 KiB apart share their
-// cache sets), 4096 x 512 x 4096: 0.93, 1024 x 3072 x 768: 0.86; with 512 columns up to 1.14.
-constexpr int64_t kGemmRows = 512, kGemmColumns = 1024;
-constexpr int64_t kGemmLongColumns = 768, kGemmLongTerms = 2048;
-// Sums of so many terms, the gradient of a vocabulary's logits: low 1024 x 30522 x 768 0.7 of
-// brgemm's time, 512 x 50257 x 768: 0.86, 1024 x 16384 x 768: 0.9, with 10000 terms 0.95 to 1.05.
-constexpr int64_t kGemmTerms = 16384;
+// Float32 reads a row-major `b` where it lies, unless its rows are a power of two long. Rows a
+// multiple of 4 KiB apart share cache sets: 1024 x 768 x 3072 takes 0.52 of the time with a copy.
+constexpr int64_t kAliasedColumns = 1024, kAliasedRows = 128;
+// The older gemm copies a part of its operands at a time, which sums of so many terms gain from,
+// the gradient of a vocabulary's logits: low 1024 x 30522 x 768 0.7 of the time, 512 x 50257 x 768
+// 0.86, 1024 x 16384 x 768 0.9, with 10000 terms 0.95 to 1.05. Its copies, 8 MiB at most, are its
+// own and not in our scratch.
+constexpr int64_t kGemmRows = 512, kGemmTerms = 16384;
 
 struct Problem : BatchedMatrices {
   std::optional<StridedTensor> bias;
@@ -104,13 +104,18 @@ bool UsesAmx(DLDataType dtype) {
 
 // Whether oneDNN's gemm is the faster one for a [m, k] @ b [k, n].
 bool PrefersGemm(const StridedTensor& a, const StridedTensor& b) {
-  if (a.rank != 2 || !IsRowMajor(b)) return false;
-  const int64_t rows = a.dims[0], terms = a.dims[1], columns = b.dims[1];
-  const bool is_full = IsFloat(a.dtype, 32);
-  if (rows < kGemmRows || !(is_full || UsesAmx(a.dtype))) return false;
-  if (terms >= kGemmTerms && IsRowMajor(a)) return true;
-  return is_full &&
-         (columns >= kGemmColumns || (columns >= kGemmLongColumns && terms >= kGemmLongTerms));
+  const bool is_known = IsFloat(a.dtype, 32) || UsesAmx(a.dtype);
+  return is_known && a.rank == 2 && IsRowMajor(a) && IsRowMajor(b) && a.dims[0] >= kGemmRows &&
+         a.dims[1] >= kGemmTerms;
+}
+
+bool IsPowerOfTwo(int64_t n) { return (n & (n - 1)) == 0; }
+
+// Whether float32 with so many rows reads b [k, n] faster from a copy.
+bool IsAliased(const StridedTensor& b, int64_t rows) {
+  const int64_t columns = b.dims[1];
+  return IsFloat(b.dtype, 32) && rows >= kAliasedRows && columns % kAliasedColumns == 0 &&
+         !IsPowerOfTwo(columns);
 }
 
 int64_t NumBytes(const StridedTensor& t) { return t.numel() * (t.dtype.bits / 8); }
@@ -232,15 +237,19 @@ class PlanBuilder {
     return IsUsable(pd) && AddMatmul(pd, a.id, b.id, out.id);
   }
 
-  // The product of copies of one or both low operands in the layouts that oneDNN chooses, where
-  // that is faster and they take at most a third of the result's bytes.
+  // The product of copies of one or both operands in the layouts that oneDNN chooses, where that is
+  // faster; those of low operands take at most a third of the result's bytes.
   bool TryMultiplyCopies() {
     const StridedTensor &a = a_.view, &b = b_.view, &out = out_.view;
-    if (a.rank != 2 || !UsesAmx(a.dtype)) return false;
-    const bool copy_a = IsColumnMajor(a) && out.dims[1] >= kCopyExtent;
-    const bool copy_b = !IsColumnMajor(b) && !b_.layout && out.dims[0] >= kCopyExtent;
+    if (a.rank != 2) return false;
+    const bool is_plain = IsRowMajor(b) && !b_.layout;
+    const bool is_aliased = is_plain && IsAliased(b, out.dims[0]);
+    bool copy_a = UsesAmx(a.dtype) && IsColumnMajor(a) && out.dims[1] >= kCopyExtent;
+    bool copy_b = UsesAmx(a.dtype) && is_plain && out.dims[0] >= kCopyExtent;
     const int64_t copied = (copy_a ? NumBytes(a) : 0) + (copy_b ? NumBytes(b) : 0);
-    if (copied == 0 || 3 * copied > NumBytes(out)) return false;
+    if (3 * copied > NumBytes(out)) copy_a = copy_b = false;
+    copy_b = copy_b || is_aliased;
+    if (!copy_a && !copy_b) return false;
     PrimitiveDesc pd = PrimitiveFor(copy_a ? AnyLayout(a) : LayoutOf(a_),
                                     copy_b ? AnyLayout(b) : LayoutOf(b_), out);
     if (!IsUsable(pd)) return false;
