@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures workloads whose tensors are on a GPU that is not there; prints what came of each.
+
+A program of its own, since `fake_cuda_device` is loaded before PyTorch: its path is the argument.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+_torch = importlib.util.find_spec("torch")
+assert _torch is not None and _torch.origin is not None
+ctypes.CDLL(str(Path(_torch.origin).parent / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
+ctypes.CDLL(sys.argv[1])
+
+import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+import amp_ir  # noqa: E402
+from amp_ir import pipeline, target  # noqa: E402
+from amp_ir.demo.workloads import WORKLOADS, Training  # noqa: E402
+
+
+class Gru(torch.nn.Module):
+    """Two layers over a short sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = torch.nn.GRU(8, 8, num_layers=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(x)[0]
+
+
+def gru() -> Training:
+    model = Gru()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Training(model, optimizer, lambda x: model(x).square().mean(), (torch.randn(3, 2, 8),))
+
+
+def moved(training: Training) -> Training:
+    """The training on the GPU: tensors of the same shapes without data, plain SGD."""
+    made: dict[int, torch.Tensor] = {}
+
+    def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+            is_trained = isinstance(tensor, torch.nn.Parameter)
+            made[id(tensor)] = torch.nn.Parameter(empty) if is_trained else empty
+        return made[id(tensor)]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in training.model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    tensors[name] = None if tensor is None else on_gpu(tensor)
+        for module in training.model.modules():
+            if isinstance(module, torch.nn.RNNBase):
+                module._flat_weights = [
+                    getattr(module, name) for name in module._flat_weights_names
+                ]
+        batch = tuple(map(on_gpu, training.batch))
+    return with_sgd(Training(training.model, training.optimizer, training.loss, batch))
+
+
+def with_sgd(training: Training) -> Training:
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
+    return Training(training.model, optimizer, training.loss, training.batch)
+
+
+def ops_of(training: Training) -> tuple[amp_ir.StepModule, collections.Counter[str]]:
+    mod, _ = amp_ir.trace_step(
+        training.step, training.batch, model=training.model, optimizer=training.optimizer
+    )
+    values = [one.value for block in mod.ir["main"].body.blocks for one in block.bindings]
+    calls = [value for value in values if hasattr(value, "op")]
+    return mod, collections.Counter(str(call.op.name) for call in calls)
+
+
+def report(name: str) -> dict[str, object]:
+    make = gru if name == "gru" else lambda: WORKLOADS[name].make(small=True)
+    mod, ops = ops_of(moved(make()))
+    _, expected = ops_of(with_sgd(make()))
+    mod = amp_ir.autocast(mod, amp_dtype="bfloat16")
+    planned = pipeline.lower(mod, target=target.cuda("sm_90"))
+    return {
+        "more": dict(ops - expected),
+        "fewer": dict(expected - ops),
+        "libraries": sorted({note.library for note in planned.dispatched}),
+    }
+
+
+print(json.dumps({name: report(name) for name in sys.argv[2:]}))

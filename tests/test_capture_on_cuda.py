@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture of models on a GPU, without one: PyTorch has other ops there for the same thing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None or not sys.platform.startswith("linux"),
+    reason="a PyTorch with CUDA has devices of its own; test_gpu_steps.py captures on them",
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    library = tmp_path_factory.mktemp("device") / "libfake_cuda_device.so"
+    headers = Path(torch.__path__[0]) / "include"
+    source = str(HERE / "fake_cuda_device.cc")
+    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{headers}", source]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    # Tensors without data are looked at for shared memory, which PyTorch warns of.
+    script = [sys.executable, "-W", "ignore", str(HERE / "capture_on_cuda.py"), str(library)]
+    names = ["mlp", "gpt2", "resnet50", "lstm", "gru"]
+    done = subprocess.run([*script, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "libraries"),
+    [
+        ("mlp", ["cublaslt"]),
+        ("gpt2", ["cublaslt", "torch_cuda"]),
+        ("resnet50", ["cublaslt", "torch_cuda"]),
+    ],
+)
+def test_a_step_on_a_gpu_has_the_ops_that_it_has_on_a_cpu(
+    found: dict[str, dict[str, object]], name: str, libraries: list[str]
+) -> None:
+    assert found[name] == {"more": {}, "fewer": {}, "libraries": libraries}
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_recurrent_cells_are_ops_that_are_known(
+    found: dict[str, dict[str, object]], name: str
+) -> None:
+    """There are more: a GPU's steps in time take the input's matmul one by one."""
+    assert found[name]["libraries"] == ["cublaslt"]
+    assert "relax.matmul" in found[name]["more"]
