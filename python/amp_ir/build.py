@@ -79,8 +79,13 @@ def lower_cuda_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -
     Barriers are in the kernels already, and shared memory has static sizes. Unrolled loops stay
     loops: as text they would be many times the source, and the CUDA compiler unrolls them itself.
     """
+    return tvm.transform.Sequential(cuda_passes())(mod)
+
+
+def cuda_passes(*before_split: tvm.transform.Pass) -> list[tvm.transform.Pass]:
+    """The passes of `lower_cuda_kernels`, with others before hosts and devices part."""
     transform = tirx.transform
-    passes = [
+    return [
         transform.StmtSimplify(),
         transform.FlattenBuffer(),
         transform.NarrowDataType(32),
@@ -89,11 +94,11 @@ def lower_cuda_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -
         transform.RemoveNoOp(),
         transform.VerifyMemory(),
         transform.AnnotateEntryFunc(),
+        *before_split,
         transform.SplitHostDevice(),
         transform.MakePackedAPI(),
         transform.SkipAssert(),
     ]
-    return tvm.transform.Sequential(passes)(mod)
 
 
 def _register_pipeline(name: str, lowering: tvm.transform.Pass) -> str:

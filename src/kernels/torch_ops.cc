@@ -136,6 +136,9 @@ void Matmul(const Place& place, const StridedTensor& a, const StridedTensor& b,
   Tensor(place, out).CopyFrom(full);
 }
 
+// The result is copied once: PyTorch's C interface has no convolution that writes where it is told.
+// Its dispatcher has one, cudnn_convolution.out, for the forward pass alone; it would leave to us
+// what aten::convolution decides, the backend and cuDNN's benchmark, deterministic and TF32 flags.
 void Convolve(const Place& place, const StridedTensor& x, const StridedTensor& w,
               const StridedTensor& y, const Convolution& convolution) {
   const bool native = IsNative(place, x, w, y);

@@ -31,6 +31,10 @@ struct Cuda {
   static const torch::Api& Api() { return torch::CudaApi(); }
 };
 
+// What a call about a convolution y of x and w computes, and what it is called.
+enum class Of { kResult, kInput, kWeight };
+constexpr const char* kConvolutionVerbs[] = {"conv", "conv_backward_input", "conv_backward_weight"};
+
 // The functions of one kind of device. Tensors of another kind are refused before they are touched.
 template <class Kind>
 struct Functions {
@@ -68,54 +72,32 @@ struct Functions {
     torch::Matmul(place, left, right, shift_or_null, result, finish);
   }
 
-  static void Conv(const ffi::TensorView& x, const ffi::TensorView& w, const ffi::Shape& x_dims,
-                   const ffi::Shape& x_strides, const ffi::Shape& w_dims,
-                   const ffi::Shape& w_strides, const ffi::Shape& out_dims,
-                   const ffi::Shape& out_strides, const ffi::Shape& strides,
-                   const ffi::Shape& padding, const ffi::Shape& dilation, int64_t groups,
-                   const ffi::TensorView& out) {
-    const std::string name = Name("conv");
-    StridedTensor data = MakeStrided(name.c_str(), "x", x, x_dims, x_strides);
-    StridedTensor weight = MakeStrided(name.c_str(), "w", w, w_dims, w_strides);
+  // y of x and w; or the gradient of x of that of y and w; or that of w of that of y and x.
+  template <Of kOf>
+  static void Convolve(const ffi::TensorView& a, const ffi::TensorView& b, const ffi::Shape& a_dims,
+                       const ffi::Shape& a_strides, const ffi::Shape& b_dims,
+                       const ffi::Shape& b_strides, const ffi::Shape& out_dims,
+                       const ffi::Shape& out_strides, const ffi::Shape& strides,
+                       const ffi::Shape& padding, const ffi::Shape& dilation, int64_t groups,
+                       const ffi::TensorView& out) {
+    const std::string name = Name(kConvolutionVerbs[static_cast<int>(kOf)]);
+    StridedTensor first =
+        MakeStrided(name.c_str(), kOf == Of::kResult ? "x" : "grad", a, a_dims, a_strides);
+    StridedTensor second =
+        MakeStrided(name.c_str(), kOf == Of::kWeight ? "x" : "w", b, b_dims, b_strides);
     StridedTensor result = MakeStrided(name.c_str(), "out", out, out_dims, out_strides);
     const Convolution convolution{strides, padding, dilation, groups};
-    amp_ir::CheckConvolution(name.c_str(), data, weight, result, convolution);
+    const StridedTensor& x = kOf == Of::kResult ? first : kOf == Of::kInput ? result : second;
+    const StridedTensor& w = kOf == Of::kWeight ? result : second;
+    const StridedTensor& y = kOf == Of::kResult ? result : first;
+    amp_ir::CheckConvolution(name.c_str(), x, w, y, convolution);
     const torch::Place place(ApiFor(name, out.device()), out.device());
-    torch::Convolve(place, data, weight, result, convolution);
-  }
-
-  static void ConvBackwardInput(const ffi::TensorView& grad, const ffi::TensorView& w,
-                                const ffi::Shape& grad_dims, const ffi::Shape& grad_strides,
-                                const ffi::Shape& w_dims, const ffi::Shape& w_strides,
-                                const ffi::Shape& out_dims, const ffi::Shape& out_strides,
-                                const ffi::Shape& strides, const ffi::Shape& padding,
-                                const ffi::Shape& dilation, int64_t groups,
-                                const ffi::TensorView& out) {
-    const std::string name = Name("conv_backward_input");
-    StridedTensor gradient = MakeStrided(name.c_str(), "grad", grad, grad_dims, grad_strides);
-    StridedTensor weight = MakeStrided(name.c_str(), "w", w, w_dims, w_strides);
-    StridedTensor result = MakeStrided(name.c_str(), "out", out, out_dims, out_strides);
-    const Convolution convolution{strides, padding, dilation, groups};
-    amp_ir::CheckConvolution(name.c_str(), result, weight, gradient, convolution);
-    const torch::Place place(ApiFor(name, out.device()), out.device());
-    torch::ConvolveBackward(place, torch::Gradient::kInput, gradient, weight, result, convolution);
-  }
-
-  static void ConvBackwardWeight(const ffi::TensorView& grad, const ffi::TensorView& x,
-                                 const ffi::Shape& grad_dims, const ffi::Shape& grad_strides,
-                                 const ffi::Shape& x_dims, const ffi::Shape& x_strides,
-                                 const ffi::Shape& out_dims, const ffi::Shape& out_strides,
-                                 const ffi::Shape& strides, const ffi::Shape& padding,
-                                 const ffi::Shape& dilation, int64_t groups,
-                                 const ffi::TensorView& out) {
-    const std::string name = Name("conv_backward_weight");
-    StridedTensor gradient = MakeStrided(name.c_str(), "grad", grad, grad_dims, grad_strides);
-    StridedTensor data = MakeStrided(name.c_str(), "x", x, x_dims, x_strides);
-    StridedTensor result = MakeStrided(name.c_str(), "out", out, out_dims, out_strides);
-    const Convolution convolution{strides, padding, dilation, groups};
-    amp_ir::CheckConvolution(name.c_str(), data, result, gradient, convolution);
-    const torch::Place place(ApiFor(name, out.device()), out.device());
-    torch::ConvolveBackward(place, torch::Gradient::kWeight, gradient, data, result, convolution);
+    if (kOf == Of::kResult) {
+      torch::Convolve(place, x, w, y, convolution);
+      return;
+    }
+    constexpr auto kWhich = kOf == Of::kInput ? torch::Gradient::kInput : torch::Gradient::kWeight;
+    torch::ConvolveBackward(place, kWhich, first, second, result, convolution);
   }
 };
 
@@ -204,19 +186,21 @@ void RegisterCpu() {
   if (api->mm != nullptr && api->bmm != nullptr) {
     functions.def("amp_ir.torch.matmul", Functions<Cpu>::Matmul);
   }
-  if (api->conv != nullptr) functions.def("amp_ir.torch.conv", Functions<Cpu>::Conv);
+  if (api->conv != nullptr) {
+    functions.def("amp_ir.torch.conv", Functions<Cpu>::Convolve<Of::kResult>);
+  }
   if (api->conv_backward != nullptr) {
-    functions.def("amp_ir.torch.conv_backward_input", Functions<Cpu>::ConvBackwardInput);
-    functions.def("amp_ir.torch.conv_backward_weight", Functions<Cpu>::ConvBackwardWeight);
+    functions.def("amp_ir.torch.conv_backward_input", Functions<Cpu>::Convolve<Of::kInput>);
+    functions.def("amp_ir.torch.conv_backward_weight", Functions<Cpu>::Convolve<Of::kWeight>);
   }
 }
 
 void RegisterCuda() {
   tvm::ffi::reflection::GlobalDef()
       .def("amp_ir.torch_cuda.matmul", Functions<Cuda>::Matmul)
-      .def("amp_ir.torch_cuda.conv", Functions<Cuda>::Conv)
-      .def("amp_ir.torch_cuda.conv_backward_input", Functions<Cuda>::ConvBackwardInput)
-      .def("amp_ir.torch_cuda.conv_backward_weight", Functions<Cuda>::ConvBackwardWeight)
+      .def("amp_ir.torch_cuda.conv", Functions<Cuda>::Convolve<Of::kResult>)
+      .def("amp_ir.torch_cuda.conv_backward_input", Functions<Cuda>::Convolve<Of::kInput>)
+      .def("amp_ir.torch_cuda.conv_backward_weight", Functions<Cuda>::Convolve<Of::kWeight>)
       .def("amp_ir.torch_cuda.attention", Attention)
       .def("amp_ir.torch_cuda.attention_backward", AttentionBackward)
       .def("amp_ir.torch_cuda.use", [](const ffi::String& path) { torch::UseCuda(path); });

@@ -255,21 +255,10 @@ def _answered(status: int) -> None:
 
 
 def _kernel_pipeline() -> tuple[Any, Any, Any]:
-    transform = tvm.tirx.transform
-    passes = [
-        transform.StmtSimplify(),
-        transform.FlattenBuffer(),
-        transform.NarrowDataType(32),
-        transform.VectorizeLoop(True),
-        transform.StmtSimplify(),
-        transform.RemoveNoOp(),
-        transform.VerifyMemory(),
-        transform.AnnotateEntryFunc(),
-        tvm.s_tir.transform.MergeSharedMemoryAllocations(),
-        transform.SplitHostDevice(),
-        transform.MakePackedAPI(),
-        transform.SkipAssert(),
-    ]
+    from amp_ir.build import cuda_passes
+
+    # Tests of the emulator have kernels with dynamic shared memory.
+    passes = cuda_passes(tvm.s_tir.transform.MergeSharedMemoryAllocations())
     finish_host = compilation_pipeline.finalize_host_passes
     return (
         tvm.transform.Sequential(passes),

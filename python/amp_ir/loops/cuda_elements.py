@@ -15,9 +15,10 @@ from amp_ir.loops.cuda_launch import WARP, ThreadAccumulator, guarded, kept_dtyp
 from amp_ir.loops.group import Domain, Group
 from amp_ir.loops.ir import Reduction, TensorSpec, compute_dtype
 from amp_ir.loops.kernel import unflatten_axes
-from amp_ir.loops.kernel_buffers import FlatBuffer, dtype_nbytes
+from amp_ir.loops.kernel_buffers import FlatBuffer
 from amp_ir.loops.levels import Level, assign_levels
 from amp_ir.loops.thread_writer import VECTOR_NBYTES, ThreadWriter
+from amp_ir.tensor_memory import dtype_nbytes
 
 # What a launch does with the element at a lane.
 Take = Callable[[Any, Any], tirx.Stmt]

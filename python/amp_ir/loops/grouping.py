@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from amp_ir.loops.fitting import MAX_BUFFERS, MAX_MEMBERS, fit, own_domain, own_placement
 from amp_ir.loops.group import Domain, Group, Placement, effective_reads, storage_of
 from amp_ir.loops.ir import Buffer, Constant, Opaque, Pointwise, Read, Reduction, Value
-from amp_ir.loops.kernel_buffers import dtype_nbytes
 from amp_ir.loops.unit_order import UnitOrder
+from amp_ir.tensor_memory import dtype_nbytes
 
 
 class Grouping:

@@ -18,8 +18,7 @@ import torch
 from tvm import tirx
 
 from amp_ir.loops.ir import TensorSpec, compute_dtype
-from amp_ir.tensor_memory import dtype_nbytes as dtype_nbytes
-from amp_ir.tensor_memory import physical_dtype as physical_dtype
+from amp_ir.tensor_memory import physical_dtype
 
 # "global" on a CPU: only then does TVM keep it on the stack, where LLVM makes it registers; "local"
 # memory costs a call of its allocator each time there.

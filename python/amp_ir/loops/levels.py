@@ -9,7 +9,7 @@ import attrs
 
 from amp_ir.loops.group import Group, effective_reads
 from amp_ir.loops.ir import Read, Reduction, Value
-from amp_ir.loops.kernel_buffers import dtype_nbytes
+from amp_ir.tensor_memory import dtype_nbytes
 
 
 @attrs.define
