@@ -19,13 +19,13 @@ from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
 from amp_ir.amp.scale_loss import scale_loss
 from amp_ir.checkpoint import load_checkpoint, save_checkpoint
+from amp_ir.jit_step import jit
 from amp_ir.location import autocast_off
 from amp_ir.module import Role, Signature, StepModule
 from amp_ir.pipeline import (
     autocast,
     explain_plan,
     get_peak_memory,
-    jit,
     memory_report,
     profile_kernels,
     profile_vm_model,

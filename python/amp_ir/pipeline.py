@@ -19,9 +19,8 @@ Stages do not know each other; this file is the only one that joins them.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -38,7 +37,7 @@ from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
 from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.dispatch_note import DispatchLog
-from amp_ir.errors import ArgumentError, OptionError, ShapeChanged, StateError
+from amp_ir.errors import OptionError
 from amp_ir.frontend import importer, trace
 from amp_ir.loops import emit_cpu, emit_cuda, merge_launches, merge_tasks
 from amp_ir.loops.fuse import fuse_loops
@@ -64,12 +63,17 @@ from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.launch_times import time_launches, time_whole_steps
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
-from amp_ir.runtime.step import CompiledStep, CompileReport, refuse_names
-from amp_ir.step_log import StepRecord
+from amp_ir.runtime.step import CompiledStep, CompileReport
+from amp_ir.step_options import (
+    batch_of,
+    check_budget,
+    check_module,
+    check_opt_level,
+    check_rounding,
+)
 from amp_ir.target import CompileTarget, cpu, parse_target, target_of
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
-ROUNDINGS = ("strict", "fast")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -125,7 +129,7 @@ def trace_model(
 def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -> Any:
     """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`."""
     if isinstance(mod, StepModule) and args is not None:
-        _batch_of(mod, args)
+        batch_of(mod, args)
     return autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
 
 
@@ -153,8 +157,8 @@ def lower(
         OptionError: `rounding` is neither "strict" nor "fast"; see `compile_step`.
         BudgetError: `memory_budget` bytes cannot be held.
     """
-    _check_rounding(rounding)
-    _check_budget(memory_budget)
+    check_rounding(rounding)
+    check_budget(memory_budget)
     target = target or cpu()
     emitter: Emitter = emit_cuda if target.is_cuda else emit_cpu
     seconds = {} if seconds is None else seconds
@@ -199,7 +203,7 @@ def explain_plan(mod: StepModule) -> CastPlan:
     Raises:
         OptionError: the step has no plan.
     """
-    _check_module(mod, "explain_plan")
+    check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
     ir = fold_casts(dispatch(fold_casts(expand_attention(mod.ir))))
@@ -235,8 +239,8 @@ def compile_step(
         OptionError, DeviceError, UnsupportedOpError.
         BudgetError: the budget cannot be held; the message says what can.
     """
-    _check_module(mod, "compile")
-    _check_opt_level(opt_level)
+    check_module(mod, "compile")
+    check_opt_level(opt_level)
     target = target_of(device)
     seconds: dict[str, float] = {}
     planned = lower(
@@ -247,128 +251,6 @@ def compile_step(
     program = Program(executable, planned.plan, mod.signature, mod.state, device)
     report = CompileReport(seconds, executable.kernel_count, planned.plan, planned.dispatched)
     return CompiledStep(mod, program, report)
-
-
-class JitStep:
-    """A step that is captured, cast and compiled at its first call, and again for a new shape."""
-
-    def __init__(self, step: Callable[..., Any], **options: Any) -> None:
-        self._step = step
-        self._amp_dtype = options.pop("amp_dtype")
-        self._compile_options = options.pop("compile_options")
-        self._trace_options = options
-        self._compiled: list[CompiledStep] = []
-        # One for all shapes: the second shape's dropout goes on where the first one's is.
-        self._random_state: torch.Tensor | None = None
-
-    def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Run one step, compiling first if no compiled one fits the batch's shapes."""
-        refuse_names(named)
-        self._compiled = [one for one in self._compiled if one.module.hooks.is_current()]
-        for compiled in self._compiled:
-            with contextlib.suppress(ShapeChanged):
-                compiled.module.signature.flatten_batch(batch)
-                return compiled(*batch)
-        return self._compile(batch)(*batch)
-
-    @property
-    def compiled(self) -> CompiledStep | None:
-        """The step compiled last; None before the first call."""
-        return self._compiled[-1] if self._compiled else None
-
-    @property
-    def last(self) -> StepRecord:
-        """As `CompiledStep.last`.
-
-        Raises:
-            StateError: the step has no loss scaler, or has not run yet.
-        """
-        if self.compiled is None:
-            raise StateError("the step has not run yet; call it first")
-        return self.compiled.last
-
-    @property
-    def skipped(self) -> bool:
-        """As `CompiledStep.skipped`; False before the first call."""
-        return self.compiled is not None and self.compiled.skipped
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """As `CompiledStep.state_dict`; before the first call what was loaded, or nothing."""
-        return {} if self._random_state is None else {"random_state": self._random_state.clone()}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As `CompiledStep.load_state_dict`, also before the first call."""
-        if "random_state" not in state:
-            return
-        if self._random_state is None:
-            self._random_state = state["random_state"].clone()
-        else:
-            self._random_state.copy_(state["random_state"])
-
-    def _compile(self, batch: tuple[Any, ...]) -> CompiledStep:
-        started = time.perf_counter()
-        mod, args = trace_step(self._step, batch, **self._trace_options)
-        if self._random_state is None:
-            self._random_state = mod.random_state
-        else:
-            mod = mod.with_random_state(self._random_state)
-        if self._amp_dtype is not None:
-            mod = autocast(mod, args, amp_dtype=self._amp_dtype)
-        compiled = compile_step(mod, **self._compile_options)
-        seconds = time.perf_counter() - started
-        if self._compiled:
-            shapes = [list(s.shape) for s in mod.signature.inputs if s.role is Role.BATCH]
-            print(
-                f"amp_ir: compiled again for batch shapes {shapes} ({seconds:.1f} s)",
-                file=sys.stderr,
-            )
-        self._compiled.append(compiled)
-        return compiled
-
-
-def jit(
-    step: Callable[..., Any],
-    *,
-    model: Models,
-    optimizer: Optimizers = None,
-    scaler: Any = None,
-    amp_dtype: str | None = None,
-    device: str = "cpu",
-    opt_level: int = 3,
-    rounding: str = "fast",
-    memory_budget: int | None = None,
-) -> JitStep:
-    """Capture, cast and compile `step` when it is first called.
-
-    A batch of another shape compiles again, with a one-line notice, and is kept. `amp_dtype` is
-    "float16", "bfloat16" or None for no casts; `rounding` and `memory_budget` are as for `compile`.
-
-    Raises:
-        OptionError, DeviceError, ArgumentError: at once, for what no batch could make right.
-    """
-    if amp_dtype not in (None, "float16", "bfloat16", "float32"):
-        raise OptionError(
-            f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '
-            "or None for no casts"
-        )
-    _check_rounding(rounding)
-    _check_budget(memory_budget)
-    _check_opt_level(opt_level)
-    target_of(device)
-    trace.check_training(step, model, optimizer, scaler)
-    return JitStep(
-        step,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        amp_dtype=amp_dtype,
-        compile_options={
-            "device": device,
-            "opt_level": opt_level,
-            "rounding": rounding,
-            "memory_budget": memory_budget,
-        },
-    )
 
 
 def profile_vm_model(
@@ -388,7 +270,7 @@ def profile_vm_model(
     `rounding` and `memory_budget` are as for `compile`. The steps run on copies of the state:
     parameters are as before afterwards.
     """
-    _check_module(mod, "profile_vm_model")
+    check_module(mod, "profile_vm_model")
     program, _, batch = _program_on_copies(
         mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
     )
@@ -428,7 +310,7 @@ def profile_kernels(
     Raises:
         OptionError, DeviceError, ArgumentError, IdError, BudgetError.
     """
-    _check_module(mod, "profile_kernels")
+    check_module(mod, "profile_kernels")
     program, planned, batch = _program_on_copies(
         mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
     )
@@ -446,9 +328,9 @@ def _program_on_copies(
     mod: StepModule, device: str, args: Any, opt_level: int, **options: Any
 ) -> tuple[Program, PlannedStep, list[torch.Tensor]]:
     """The step built on copies of its state, its plan, and the batch as tensors."""
-    _check_opt_level(opt_level)
+    check_opt_level(opt_level)
     target = target_of(device)
-    batch = _batch_of(mod, args)
+    batch = batch_of(mod, args)
     check_ids(find_bounds(mod.ir, mod.signature.inputs), batch)
     planned = lower(mod, target=target, **options)
     executable = build_stage.build(planned, target, device, opt_level=opt_level)
@@ -475,10 +357,10 @@ def get_peak_memory(
     parameters, buffers, optimizer state and gradients that stay. `rounding` and `memory_budget` are
     as for `compile`. `memory_report` says what the bytes are.
     """
-    _check_module(mod, "get_peak_memory")
+    check_module(mod, "get_peak_memory")
     target = parse_target(device)
     if args is not None:
-        _batch_of(mod, args)
+        batch_of(mod, args)
     plan = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget).plan
     nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
     return nbytes / 2**20
@@ -507,11 +389,11 @@ def memory_report(
         OptionError: `mod` or `baseline` is no StepModule, or no device has that name.
         BudgetError: the budget cannot be held.
     """
-    _check_module(mod, "memory_report")
+    check_module(mod, "memory_report")
     if args is not None:
-        _batch_of(mod, args)
+        batch_of(mod, args)
     if baseline is not None:
-        _check_module(baseline, "memory_report(baseline=...)")
+        check_module(baseline, "memory_report(baseline=...)")
     target = parse_target(device)
     before = None if baseline is None else lower(baseline, target=target, rounding=rounding).plan
     planned = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget)
@@ -529,44 +411,6 @@ def _device_of(mod: StepModule) -> torch.device:
     owned = (Role.PARAMETER, Role.BUFFER)
     tensors = [mod.state[spec.name] for spec in mod.signature.inputs if spec.role in owned]
     return next((one.device for one in tensors if torch.is_tensor(one)), torch.device("cpu"))
-
-
-def _check_rounding(rounding: str) -> None:
-    if rounding not in ROUNDINGS:
-        accepted = " or ".join(f'"{word}"' for word in ROUNDINGS)
-        raise OptionError(f"rounding={rounding!r} is not known; expected {accepted}")
-
-
-def _check_budget(memory_budget: Any) -> None:
-    is_number = isinstance(memory_budget, int) and not isinstance(memory_budget, bool)
-    if memory_budget is not None and not (is_number and memory_budget > 0):
-        raise OptionError(
-            f"memory_budget={memory_budget!r} is no number of bytes; expected a positive int, such "
-            "as 2 * 2**30 for 2 GiB, or None"
-        )
-
-
-def _batch_of(mod: StepModule, args: Any) -> list[torch.Tensor]:
-    """The tensors of `args`, which must be the tuple that `trace_step` returns, or one like it."""
-    if not isinstance(args, (tuple, list)):
-        raise ArgumentError(
-            f"args is a {type(args).__name__}, expected the tuple of the step's arguments that "
-            "trace_step returns beside the module"
-        )
-    return mod.signature.flatten_batch(tuple(args))
-
-
-def _check_opt_level(opt_level: Any) -> None:
-    if isinstance(opt_level, bool) or opt_level not in range(4):
-        raise OptionError(f"opt_level={opt_level!r} is not known; expected 0, 1, 2 or 3")
-
-
-def _check_module(mod: Any, function: str) -> None:
-    if not isinstance(mod, StepModule):
-        raise OptionError(
-            f"{function} takes a StepModule and got {type(mod).__name__}; make one with "
-            "amp_ir.trace_step(step, example_batch, model=..., optimizer=...)"
-        )
 
 
 @contextlib.contextmanager
