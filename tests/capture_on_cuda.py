@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 _torch = importlib.util.find_spec("torch")
@@ -26,21 +27,27 @@ from amp_ir import pipeline, target  # noqa: E402
 from amp_ir.demo.workloads import WORKLOADS, Training  # noqa: E402
 
 
-class Gru(torch.nn.Module):
-    """Two layers over a short sequence."""
+class Recurrent(torch.nn.Module):
+    """The output of a layer or cell."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: torch.nn.Module) -> None:
         super().__init__()
-        self.gru = torch.nn.GRU(8, 8, num_layers=2)
+        self.layers = layers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gru(x)[0]
+        return self.layers(x)[0]
 
 
-def gru() -> Training:
-    model = Gru()
+def recurrent(layers: torch.nn.Module, *shape: int) -> Training:
+    model = Recurrent(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Training(model, optimizer, lambda x: model(x).square().mean(), (torch.randn(3, 2, 8),))
+    return Training(model, optimizer, lambda x: model(x).square().mean(), (torch.randn(shape),))
+
+
+RECURRENT: dict[str, Callable[[], Training]] = {
+    "gru": lambda: recurrent(torch.nn.GRU(8, 8, num_layers=2, bidirectional=True), 3, 2, 8),
+    "lstm cell": lambda: recurrent(torch.nn.LSTMCell(8, 8), 2, 8),
+}
 
 
 def moved(training: Training) -> Training:
@@ -83,7 +90,7 @@ def ops_of(training: Training) -> tuple[amp_ir.StepModule, collections.Counter[s
 
 
 def report(name: str) -> dict[str, object]:
-    make = gru if name == "gru" else lambda: WORKLOADS[name].make(small=True)
+    make = RECURRENT.get(name) or (lambda: WORKLOADS[name].make(small=True))
     mod, ops = ops_of(moved(make()))
     _, expected = ops_of(with_sgd(make()))
     mod = amp_ir.autocast(mod, amp_dtype="bfloat16")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU cells on a GPU in the ops that PyTorch spells them out with on a CPU.
+"""LSTM and GRU on a GPU in the ops that PyTorch spells them out with on a CPU.
+
+Of a layer, ATen multiplies the whole sequence with the input's weights at once on a CPU, and step
+by step on a GPU without cuDNN. PyTorch's own decomposition does the former.
 
 On a GPU ATen has a cell after its two matmuls, and the gradient of that, as one op each. These mean
 the same, and fusion makes kernels of them, as it does of a cell on a CPU. `workspace` is what a
@@ -14,9 +17,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._decomp import decompositions
 
 aten = torch.ops.aten
 _Tensors = tuple[torch.Tensor, ...]
+
+
+_LAYERS: dict[Any, Callable[..., Any]] = {
+    torch.lstm: decompositions.lstm_impl,
+    torch.gru: decompositions.gru_impl,
+}
+
+
+def layers_of(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What to call for `func(*args)`: another function for layers on a GPU; None: itself.
+
+    Packed sequences, whose fourth argument is the list of parameters, are left alone.
+    """
+    if func not in _LAYERS or args[0].device.type == "cpu":
+        return None
+    return _LAYERS[func] if isinstance(args[3], bool) else None
 
 
 def lstm_cell(
