@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import tvm
 import tvm_ffi
 from compiled_steps import assert_compiled_alike
 from step_comparison import Training
+from test_loaded_step import run_alone, write_batch
 from test_lower_relax import build
 from test_rematerialize import check_plan, results_of
 from torch import nn
@@ -19,7 +23,8 @@ from tvm import relax
 from tvm.relax import op as R
 
 import amp_ir
-from amp_ir import native
+from amp_ir import export, native
+from amp_ir.build import compile_executable
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import StepModule
@@ -28,6 +33,7 @@ from amp_ir.passes.call_cost import flop_of_calls
 from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.pack_operands import pack_operands
 from amp_ir.pipeline import lower
+from amp_ir.target import cpu
 
 pytestmark = pytest.mark.skipif(
     not native.has("amp_ir.onednn.pack")
@@ -221,3 +227,22 @@ def test_the_arithmetic_of_packed_matmuls_is_counted() -> None:
     flop = dict(zip(names(planned.plan), flop_of_calls(planned), strict=True))
     assert flop["onednn.pack"] == 0
     assert flop["onednn.matmul_packed"] == 2 * 4 * 32 * 32
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_an_exported_step_packs_as_the_cpu_that_it_runs_on_wants_it(tmp_path: Path) -> None:
+    """With AVX2 alone, oneDNN wants plain matrices: the buffer then holds a plain copy."""
+    mod, args = traced(None)
+    planned = lower(mod)
+    assert "onednn.pack" in names(planned.plan)
+    executable = compile_executable(planned, cpu())
+    export.export_step(executable, planned, mod, cpu(), tmp_path / "step.so")
+    export.save_state(mod, tmp_path / "state.npz")
+    write_batch(SimpleNamespace(batch=args), mod, tmp_path)
+    train = amp_ir.compile(mod)
+    expected = [[float(train(*args))] for _ in range(3)]
+    here, _, _ = run_alone(tmp_path)
+    elsewhere, _, _ = run_alone(tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert here == expected
+    # Sums in another order: some float32 roundings.
+    assert torch.allclose(torch.tensor(elsewhere), torch.tensor(expected), rtol=1e-5)
