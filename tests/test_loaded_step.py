@@ -173,6 +173,8 @@ def test_what_is_missing_is_told_all_at_once(tmp_path):
     def not_opened(file: str) -> str:
         return f"{file}: cannot open shared object file: No such file or directory"
 
+    # What it sets to import TVM is not for the processes that this one starts.
+    assert "TVM_USE_RUNTIME_LIB" not in os.environ
     one, two = (tmp_path / f"libamp_ir_{name}.so" for name in ("one", "two"))
     assert str(caught.value) == (
         "the step cannot run without these libraries:\n"

@@ -152,9 +152,7 @@ def _load_libraries(libraries: list[dict[str, Any]], folder: Path) -> None:
     for one in libraries:
         for need in one["needs"]:
             reasons[need["file"]] = load_shared(need["file"], need["wheel"])
-    # TVM's compiler is not needed, and takes a second to load.
-    os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
-    import tvm  # noqa: F401  (its libraries refer to the runtime that it loads)
+    _import_runtime()
     import tvm_ffi
 
     missing = []
@@ -169,6 +167,21 @@ def _load_libraries(libraries: list[dict[str, Any]], folder: Path) -> None:
     if missing:
         message = "the step cannot run without these libraries:\n  "
         raise RuntimeError(message + "\n  ".join(missing))
+
+
+def _import_runtime() -> None:
+    """Import TVM without its compiler, which is not needed and takes a second to load."""
+    variable = "TVM_USE_RUNTIME_LIB"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        import tvm  # noqa: F401  (where it is imported already, it stays as it is)
+    finally:
+        # Programs that this one starts may want the compiler.
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 def _has_all(tvm_ffi: Any, functions: list[str]) -> bool:
