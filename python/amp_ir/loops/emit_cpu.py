@@ -18,10 +18,11 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops.accumulators import Accumulator, ColumnSums
+from amp_ir.loops.concatenation import concatenated, parts_of
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.element_writer import ElementWriter
 from amp_ir.loops.group import Domain, Group
-from amp_ir.loops.ir import LANES, Opaque, Reduction
+from amp_ir.loops.ir import LANES, Opaque, Pointwise, Reduction
 from amp_ir.loops.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_axes
 from amp_ir.loops.kernel_buffers import FlatBuffer
 from amp_ir.loops.levels import Level, assign_levels
@@ -39,6 +40,12 @@ COLUMN_BLOCKS = (128, 64, 32, 16)
 def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     """Write the kernel of a group."""
     buffers = GroupBuffers.declare(group)
+    parts = parts_of(group, buffers.by_value)
+    if parts is not None:
+        value = group.stored[0]
+        assert isinstance(value, Pointwise)
+        out = buffers.by_value[id(value)]
+        return buffers.finish(concatenated(parts, out, value.part_rows))
     domain = loop_domain(group)
     shape = _LoopShape(group, buffers.by_value, domain, strict)
     return buffers.finish(shape.columns_kernel() if domain.keeps_innermost else shape.rows_kernel())

@@ -127,11 +127,14 @@ class Pointwise(Value):
     `is_view`: only moves elements (transpose, slice, broadcast); never worth memory by itself.
     `is_reshape`: a view that keeps the flat order. `rounds`: the user wrote this cast, so its
     rounding happens even where the value never reaches memory. `last`: the same tensor with its
-    channels last, of which this is a view; see `channels_last`.
+    channels last, of which this is a view; see `channels_last`. `parts`: the values that it is,
+    one after the other in each of `part_rows` rows.
     """
 
     body: Element = attrs.field(kw_only=True, repr=False)
     last: Value | None = attrs.field(default=None, kw_only=True, repr=False)
+    parts: tuple[Value, ...] = attrs.field(default=(), kw_only=True, repr=False)
+    part_rows: int = attrs.field(default=1, kw_only=True)
     is_cast: bool = False
     is_reshape: bool = False
     is_view: bool = False
@@ -271,6 +274,7 @@ def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> 
     if not reads_last:
         return Pointwise(spec, reads, body=body, **flags)
     inner = TensorSpec(moved(spec.shape, TO_LAST), dtype)
+    flags.pop("parts", None)  # Where channels are last, they are in another order.
 
     def body_of_last(*index: Any) -> Any:
         return body(*moved(index, TO_FIRST))

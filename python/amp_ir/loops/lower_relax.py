@@ -331,7 +331,8 @@ def concat(op: Lowering, *parts: Value) -> Value:
             element = value if element is None else m.select(after, element, value)
         return element
 
-    return pointwise(result.shape, result.dtype, body)
+    rows = math.prod(result.shape[:axis])
+    return pointwise(result.shape, result.dtype, body, parts=parts, part_rows=rows)
 
 
 @lowers("relax.full", "relax.zeros", "relax.ones")
