@@ -102,4 +102,29 @@ def report(name: str) -> dict[str, object]:
     }
 
 
-print(json.dumps({name: report(name) for name in sys.argv[2:]}))
+def refusal_of_a_batch_of_the_host() -> str:
+    training = moved(WORKLOADS["mlp"].make(small=True))
+    batch = WORKLOADS["mlp"].make(small=True).batch
+    try:
+        amp_ir.trace_step(training.step, batch, model=training.model, optimizer=training.optimizer)
+    except amp_ir.errors.CaptureError as error:
+        return str(error)
+    return "captured"
+
+
+def of_a_batch_that_the_step_moves() -> list[str]:
+    """The devices of the step's inputs."""
+    training = moved(WORKLOADS["mlp"].make(small=True))
+    batch = WORKLOADS["mlp"].make(small=True).batch
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        return training.step(*(one.to("cuda", non_blocking=True) for one in batch))
+
+    mod, _ = amp_ir.trace_step(step, batch, model=training.model, optimizer=training.optimizer)
+    return [one.role.value for one in mod.signature.inputs]
+
+
+found: dict[str, object] = {name: report(name) for name in sys.argv[2:]}
+found["refused"] = refusal_of_a_batch_of_the_host()
+found["moved"] = of_a_batch_that_the_step_moves()
+print(json.dumps(found))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     library = tmp_path_factory.mktemp("device") / "libfake_cuda_device.so"
     headers = Path(torch.__path__[0]) / "include"
     source = str(HERE / "fake_cuda_device.cc")
@@ -43,15 +44,27 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, objec
     ],
 )
 def test_a_step_on_a_gpu_has_the_ops_that_it_has_on_a_cpu(
-    found: dict[str, dict[str, object]], name: str, libraries: list[str]
+    found: dict[str, Any], name: str, libraries: list[str]
 ) -> None:
     assert found[name] == {"more": {}, "fewer": {}, "libraries": libraries}
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "lstm cell"])
-def test_recurrent_layers_are_ops_that_are_known(
-    found: dict[str, dict[str, object]], name: str
-) -> None:
+def test_recurrent_layers_are_ops_that_are_known(found: dict[str, Any], name: str) -> None:
     """The input is multiplied for all steps at once, as on a CPU."""
     assert found[name]["libraries"] == ["cublaslt"]
     assert "relax.matmul" not in found[name]["more"]
+
+
+def test_a_batch_of_the_host_is_told_apart_from_what_a_capture_cannot_do(
+    found: dict[str, Any],
+) -> None:
+    assert found["refused"].endswith(
+        "The model is on cuda:0, and the batch on cpu; pass it on the model's device, or move it "
+        "there in the step with .to(device)"
+    )
+    assert found["refused"].startswith("the step failed while it was traced, at 0 (forward): ")
+
+
+def test_a_batch_of_the_host_that_the_step_moves_is_captured(found: dict[str, Any]) -> None:
+    assert found["moved"].count("batch") == 2

@@ -27,7 +27,7 @@ def test_every_call_has_a_time_in_the_order_of_the_stream() -> None:
     profile = amp_ir.profile_kernels(mod, "cuda", args, steps=3)
     assert all(torch.equal(mod.state[name], value) for name, value in before.items())
     assert profile.gpu is not None and profile.gpu.is_graph
-    assert min(profile.gpu.launched_milliseconds, profile.gpu.event_milliseconds) > 0
+    assert profile.gpu.launched_milliseconds > 0 and profile.gpu.event_milliseconds >= 0
     # An event resolves half a microsecond.
     ends = [one.begin_milliseconds + one.shown_milliseconds for one in profile.calls]
     pairs = zip(ends, profile.calls[1:], strict=False)

@@ -275,6 +275,20 @@ class StepTracer:
         text = str(error).rstrip(". \n")
         return CaptureError(
             f"the step failed while it was traced, at {where}: {type(error).__name__}: {text}. "
+            f"{self._advice(text)}"
+        )
+
+    def _advice(self, text: str) -> str:
+        """What to do about an error of the user's step."""
+        of_model = {str(slot.tensor.device) for slot in self._state.parameters}
+        of_batch = {str(tensor.device) for tensor in self._arguments.tensors}
+        if "device" in text and not of_batch <= of_model:
+            return (
+                f"The model is on {' and '.join(sorted(of_model))}, and the batch on "
+                f"{' and '.join(sorted(of_batch))}; pass it on the model's device, or move it "
+                "there in the step with .to(device)"
+            )
+        return (
             "Check that it runs as plain PyTorch on the same batch; if it does, it needs a "
             "tensor's values (as .numpy() does), which do not exist yet when a step is captured"
         )
