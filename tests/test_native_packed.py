@@ -122,7 +122,8 @@ def test_no_call_brings_the_copy_back_to_a_plain_layout(dtype, rows, has_bias):
 
 def test_the_copy_is_the_same_each_time():
     b = torch.randn(64, 65)
-    first, second = pack(b, packed_nbytes(b)), pack(b, packed_nbytes(b))
+    nbytes = packed_nbytes(b) or b.numel() * b.element_size()
+    first, second = pack(b, nbytes), pack(b, nbytes)
     assert torch.equal(first, second)
 
 
@@ -173,6 +174,8 @@ def test_other_ways_than_the_first_choice(name, epilogue):
     (rows, terms, columns), dtype, transposed, way = OTHER_WAYS[name]
     if dtype == torch.bfloat16 and "amx" not in native.function("amp_ir.onednn.isa")():
         pytest.skip("only with AMX")
+    if way == "pack+" and not packed_nbytes(torch.randn(terms, columns).to(dtype)):
+        pytest.skip("this CPU's oneDNN has gemm for its first choice, which copies")
     a, b = matrix(rows, terms, dtype, transposed[0]), matrix(terms, columns, dtype, transposed[1])
     bias, out = torch.randn(columns), torch.full((rows, columns), float("nan"))
     native.function("amp_ir.onednn.clear_cache")()
