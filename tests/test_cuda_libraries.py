@@ -31,15 +31,23 @@ def stored(*dims: int, dtype: torch.dtype, is_transposed: bool = False) -> torch
     return on_gpu(t.to(dtype))
 
 
+# Of PTX's tanh.approx.f32, which cuBLASLt's GELU may use: PTX ISA, "Floating Point Instructions".
+TANH_ERROR = 2**-11
+# cuDNN may choose Winograd, whose sums of transformed tiles lose some bits in float32.
+WINOGRAD_ERROR = 5e-5
+
+
 def check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
     matmul("cublaslt", a, b, out.fill_(float("nan")), **options)
     expected = a.cpu().double() @ b.cpu().double()
+    # Tensor cores sum in another order, and of low products exactly enough for one rounding.
+    tolerance = 2 * TOLERANCE[out.dtype]
     if options.get("bias") is not None:
         expected = expected + options["bias"].cpu().double()
     if options.get("epilogue") == "gelu_tanh":
         expected = torch.nn.functional.gelu(expected, approximate="tanh")
-    # Tensor cores sum in another order, and of low products exactly enough for one rounding.
-    assert relative_error(out.cpu(), expected) <= 2 * TOLERANCE[out.dtype]
+        tolerance += TANH_ERROR
+    assert relative_error(out.cpu(), expected) <= tolerance
 
 
 @pytest.mark.parametrize(("low", "out"), DTYPE_PAIRS)
@@ -155,7 +163,7 @@ def test_pytorchs_matmul(low, out):
 @pytest.mark.parametrize("channels", CHANNELS)
 def test_convolutions_and_their_gradients(monkeypatch, channels, dtypes):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    tolerance = 4 * max(TOLERANCE[dtype] for dtype in dtypes)
+    tolerance = max(4 * max(TOLERANCE[dtype] for dtype in dtypes), WINOGRAD_ERROR)
     for name, case in CASES.items():
         for order in ORDERS.values():
             for verb, parts in operands(case, CHANNELS[channels], dtypes, order).items():
