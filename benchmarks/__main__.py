@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import DeviceError
+from amp_ir.report.wide_console import wide_console
 from amp_ir.target import target_of
 from benchmarks import on_gpu
 from benchmarks.record import RESULTS, describe_machine
@@ -111,8 +112,7 @@ def _on_gpu(chosen: argparse.Namespace) -> int:
                         on_gpu.save(rows, RESULTS / f"{chosen.save}.json")
         except KeyboardInterrupt:
             code = INTERRUPTED
-    console = Console()
-    console = console if console.is_terminal else Console(width=_FILE_COLUMNS)
+    console = wide_console(_FILE_COLUMNS)
     console.print(on_gpu.table_of(rows))
     console.print(", ".join(f"{key} {value}" for key, value in on_gpu.describe_gpu().items()))
     return code
@@ -137,9 +137,7 @@ def _check(given: Sequence[str], known: Iterable[str], what: str) -> None:
 
 def show(rows: Sequence[Row]) -> None:
     """Print the table, what its columns mean, and the machine."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_COLUMNS)
+    console = wide_console(_FILE_COLUMNS)
     if not rows:
         return
     console.print(table_of(rows, console.width))

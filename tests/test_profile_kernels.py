@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import attrs
 import pytest
 import torch
 import tvm
+from rich.console import Console
 from torch import nn
 from tvm import tirx
 
@@ -226,6 +228,17 @@ def test_the_text_and_the_json_say_the_same() -> None:
     assert document["dispatched"][0]["reason"] == "onednn is not built"
     assert [one["name"] for one in document["kernels"]] == ["a", "b"]
     assert document["kernels"][0]["roofline_share"] == 0.8
+
+
+def test_a_narrow_terminal_shows_where_the_time_goes(profile: KernelProfile) -> None:
+    """Figures of the roofline are left out, names of kernels are whole."""
+    console = Console(file=io.StringIO(), width=80, record=True)
+    console.print(profile)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    (header,) = (line for line in text.splitlines() if line.startswith("kernel "))
+    assert header.split() == ["kernel", "ops", "modules", "phase", "calls", "ms", "share"]
+    assert all(f"{one.name} {one.dtype}" in text for one in profile.kernels)
 
 
 def on_gpu(*, is_graph: bool) -> KernelProfile:

@@ -24,7 +24,6 @@ from typing import Any
 
 import attrs
 import torch
-from rich.console import Console
 
 import amp_ir
 from amp_ir.build import compile_executable, host_description
@@ -43,6 +42,7 @@ from amp_ir.report.commands import (
     show_profile,
     write_report,
 )
+from amp_ir.report.wide_console import wide_console
 from amp_ir.stage_progress import spent, stages
 from amp_ir.target import parse_target, target_of, with_libraries
 
@@ -157,7 +157,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     target_of(arguments.device)
     workload = WORKLOADS[arguments.workload]
     low = choose_low_dtype(arguments.amp_dtype, arguments.device)
-    console = Console()
+    console = wide_console()
     console.print(f"[bold]{workload.name}[/]: {workload.description}", highlight=False)
     console.print(f"{low.dtype}: {low.reason}", highlight=False)
     with stages() as report:
@@ -246,7 +246,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             exported = export_step(executable, planned, mod, target, arguments.out)
         if arguments.state is not None:
             save_state(mod, arguments.state)
-    Console().print(exported.table(seconds), highlight=False)
+    wide_console().print(exported.table(seconds), highlight=False)
     return 0
 
 

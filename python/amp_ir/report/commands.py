@@ -14,6 +14,7 @@ from rich.console import Console
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.report.step_page import step_page
+from amp_ir.report.wide_console import wide_console
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
@@ -59,7 +60,7 @@ def show_profile(
     console: Console | None = None,
 ) -> int:
     """Print the table by kernel and the memory in a line; write the files that were asked for."""
-    console = console or Console()
+    console = console or wide_console()
     console.print(profile)
     console.print()
     console.print(memory.headline(), highlight=False, markup=False)
@@ -89,5 +90,5 @@ def write_report(
 ) -> int:
     """Write the page and say so."""
     out.write_text(step_page(title, memory, profile, plan, machine))
-    Console().print(f"wrote {out}", highlight=False)
+    wide_console().print(f"wrote {out}", highlight=False)
     return 0

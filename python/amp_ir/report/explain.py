@@ -19,6 +19,7 @@ from rich.table import Table
 from amp_ir.errors import OptionError
 from amp_ir.report.explain_graph_page import graph_page
 from amp_ir.report.explain_page import page
+from amp_ir.report.wide_console import wide_console
 
 # One colour a dtype, on the terminal; explain_page.py has the same for browsers.
 STYLES = {"float32": "blue", "bfloat16": "green", "float16": "green", "float64": "magenta"}
@@ -98,7 +99,7 @@ def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = No
     Raises:
         OptionError: `--module` matches nothing.
     """
-    console = console or Console()
+    console = console or wide_console()
     rows = rows_of(plan, arguments.module, views=arguments.views)
     console.print(table(rows))
     console.print()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 
 from amp_ir.dispatch_note import DispatchNote
@@ -19,6 +19,7 @@ from amp_ir.machine import MachinePeaks
 from amp_ir.memory_plan import PlannedCall, PlannedStep
 from amp_ir.report.kernel_table import headline, kernel_table
 from amp_ir.report.trace import trace_events
+from amp_ir.report.wide_console import FILE_COLUMNS
 
 
 class StepTimes(Protocol):
@@ -185,16 +186,18 @@ class KernelProfile:
         """The step in a few lines."""
         return headline(self)
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """A few lines, a table, and where heavy ops went, for a terminal."""
-        notes = [escape(str(note)) for note in self.dispatched]
-        return Group(
-            escape(self.headline()), "", kernel_table(self), *(["", *notes] if notes else [])
-        )
+        yield escape(self.headline())
+        yield ""
+        yield kernel_table(self, options.max_width)
+        if self.dispatched:
+            yield ""
+            yield from (escape(str(note)) for note in self.dispatched)
 
     def __str__(self) -> str:
-        """The same as plain text, 140 columns wide."""
-        console = Console(file=io.StringIO(), width=140, record=True)
+        """The same as plain text, as wide as a file's."""
+        console = Console(file=io.StringIO(), width=FILE_COLUMNS, record=True)
         console.print(self)
         return console.export_text().rstrip()
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
 
 _SHOWN_KERNELS = 25
+# A terminal narrower than this shows of a kernel's figures only calls, time and share.
+_COLUMNS_OF_ALL, _FIGURES_OF_TIME = 120, 3
 # Where a step is shorter than this, kernels take microseconds.
 _SHORT_MILLISECONDS = 10.0
 
@@ -77,20 +79,19 @@ def rate(profile: KernelProfile, one: KernelTotal) -> str:
     return f"{one.gflop_per_second / 1e3:.2f}"
 
 
-def kernel_table(profile: KernelProfile) -> Table:
-    """A row for each of the longest kernels."""
+def kernel_table(profile: KernelProfile, columns: int) -> Table:
+    """A row for each of the longest kernels; a narrow terminal shows only where the time goes."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("kernel", "ops", "modules", "phase"):
+    table.add_column("kernel", no_wrap=True)
+    for name in ("ops", "modules", "phase"):
         table.add_column(name, overflow="fold")
-    for name in ("calls", "ms", "share", "MiB", "GFLOP", rate_unit(profile), "of roof"):
+    figures = ["calls", "ms", "share", "MiB", "GFLOP", rate_unit(profile), "of roof"]
+    count = len(figures) if columns >= _COLUMNS_OF_ALL else _FIGURES_OF_TIME
+    for name in figures[:count]:
         table.add_column(name, justify="right", no_wrap=True)
     kernels = profile.kernels
     for one in kernels[:_SHOWN_KERNELS]:
-        table.add_row(
-            f"{one.name} [dim]{one.dtype}[/]",
-            shortened(one.ops, 3),
-            escape(shortened([_tail(name) for name in one.modules], 1)),
-            one.phase or "-",
+        figures = [
             str(one.calls),
             kernel_time(profile, one.milliseconds),
             f"{one.milliseconds / profile.step_milliseconds:.1%}",
@@ -98,6 +99,13 @@ def kernel_table(profile: KernelProfile) -> Table:
             f"{one.flop / 1e9:.2f}",
             rate(profile, one),
             f"{one.roofline_share:.0%}",
+        ]
+        table.add_row(
+            f"{one.name} [dim]{one.dtype}[/]",
+            shortened(one.ops, 3),
+            escape(shortened([_tail(name) for name in one.modules], 1)),
+            one.phase or "-",
+            *figures[:count],
         )
     rest = kernels[_SHOWN_KERNELS:]
     if rest:
