@@ -82,11 +82,12 @@ def rate(profile: KernelProfile, one: KernelTotal) -> str:
 def kernel_table(profile: KernelProfile, columns: int) -> Table:
     """A row for each of the longest kernels; a narrow terminal shows only where the time goes."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("kernel", no_wrap=True)
-    for name in ("ops", "modules", "phase"):
-        table.add_column(name, overflow="fold")
+    is_wide = columns >= _COLUMNS_OF_ALL
+    table.add_column("kernel", overflow="fold", min_width=14, no_wrap=is_wide)
+    for name, width in (("ops", 8), ("modules", 8), ("phase", len("optimizer"))):
+        table.add_column(name, overflow="fold", min_width=width)
     figures = ["calls", "ms", "share", "MiB", "GFLOP", rate_unit(profile), "of roof"]
-    count = len(figures) if columns >= _COLUMNS_OF_ALL else _FIGURES_OF_TIME
+    count = len(figures) if is_wide else _FIGURES_OF_TIME
     for name in figures[:count]:
         table.add_column(name, justify="right", no_wrap=True)
     kernels = profile.kernels
