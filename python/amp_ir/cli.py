@@ -24,6 +24,7 @@ from typing import Any
 
 import attrs
 import torch
+from rich.console import Console
 
 import amp_ir
 from amp_ir.build import compile_executable, host_description
@@ -157,7 +158,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     target_of(arguments.device)
     workload = WORKLOADS[arguments.workload]
     low = choose_low_dtype(arguments.amp_dtype, arguments.device)
-    console = wide_console()
+    console = Console()
     console.print(f"[bold]{workload.name}[/]: {workload.description}", highlight=False)
     console.print(f"{low.dtype}: {low.reason}", highlight=False)
     with stages() as report:

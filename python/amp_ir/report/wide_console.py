@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tables are printed: a terminal has its own width, and a file or a pipe wraps nothing."""
+"""Where wide tables are printed: a terminal has its width, and a file or a pipe wraps nothing."""
 
 from __future__ import annotations
-
-import os
 
 from rich.console import Console
 
@@ -11,7 +9,6 @@ FILE_COLUMNS = 140
 
 
 def wide_console(columns: int = FILE_COLUMNS) -> Console:
-    """Standard output as wide as its terminal or as COLUMNS says; else `columns` wide."""
+    """Standard output as wide as its terminal, or `columns` wide where it is none."""
     console = Console()
-    is_given = console.is_terminal or "COLUMNS" in os.environ
-    return console if is_given else Console(width=columns)
+    return console if console.is_terminal else Console(width=columns)
