@@ -37,6 +37,8 @@ class Plan {
   // The caller's tensor number `argument` in Run, seen as `desc`.
   Id AddArgument(int argument, const dnnl::memory::desc& desc);
   Id AddScratch(const dnnl::memory::desc& desc);
+  // Bytes that a primitive takes from the system itself: they count as scratch that nobody uses.
+  void CountHidden(size_t nbytes) { scratch_nbytes_ += nbytes; }
 
   // `primitive`'s own scratchpad is taken from ours (user mode), so that its bytes are counted and
   // bounded with the rest; oneDNN's library mode keeps a buffer of its own a thread for good.
