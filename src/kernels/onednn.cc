@@ -54,16 +54,22 @@ void CheckPacked(const char* function, const ffi::TensorView& packed) {
   }
 }
 
+// Two dims, rows one after the other; without memory.
+StridedTensor RowMajorMatrix(const ffi::Shape& dims, DLDataType dtype) {
+  StridedTensor matrix;
+  matrix.dtype = dtype;
+  matrix.rank = 2;
+  for (int i = 0; i < 2; ++i) matrix.dims[i] = dims[i];
+  matrix.strides = {dims[1], 1};
+  return matrix;
+}
+
 int64_t PackedBytes(const ffi::Shape& b_dims, DLDataType dtype) {
   constexpr const char* kName = "amp_ir.onednn.packed_nbytes";
   amp_ir::CheckDtype(kName, "b", dtype);
-  StridedTensor matrix;
+  if (b_dims.size() != 2) return 0;
+  const StridedTensor matrix = RowMajorMatrix(b_dims, dtype);
   int64_t nbytes = 0;
-  matrix.dtype = dtype;
-  matrix.rank = static_cast<int>(b_dims.size());
-  if (matrix.rank != 2) return 0;
-  for (int i = 0; i < 2; ++i) matrix.dims[i] = b_dims[i];
-  matrix.strides = {b_dims[1], 1};
   Guard(kName, [&] { nbytes = amp_ir::onednn::PackedBytes(matrix); });
   return nbytes;
 }
@@ -100,12 +106,8 @@ void MatmulPacked(const ffi::TensorView& a, const ffi::TensorView& packed,
                               << b_dims.size() << " and " << result.rank
                               << " dims; expected 2 of each";
   }
-  StridedTensor right;
+  StridedTensor right = RowMajorMatrix(b_dims, left.dtype);
   right.data = packed.data_ptr();
-  right.dtype = left.dtype;
-  right.rank = 2;
-  for (int i = 0; i < 2; ++i) right.dims[i] = b_dims[i];
-  right.strides = {b_dims[1], 1};
   const int64_t least = right.numel() * (right.dtype.bits / 8);
   if (packed.numel() < least) {
     TVM_FFI_THROW(ValueError) << kName << ": packed has " << packed.numel()

@@ -45,6 +45,11 @@ def kind_of(tensor: FakeTensor, *, has_views: bool) -> Kind:
     return (tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.fake_device)
 
 
+def has_kind(tensor: torch.Tensor) -> bool:
+    """Whether `kind_of` tells all about a tensor: it is strided, real, and no lazy negation."""
+    return tensor.layout is torch.strided and not (tensor.dtype.is_complex or tensor.is_neg())
+
+
 def key_of_plain(value: Any) -> Any:
     """What tells a plain argument from others (1, 1.0 and True are equal); None for a tensor."""
     kind = type(value)
@@ -125,7 +130,7 @@ class RepeatedOps:
             slot = _get_slot(value, self._tracer, None)
             if slot is None or slot.constant is not None:
                 return False
-            if value.layout is not torch.strided or value.dtype.is_complex or value.is_neg():
+            if not has_kind(value):
                 return False
             call.tensors.append(value)
             call.nodes.append(slot.proxy.node)
@@ -225,7 +230,7 @@ class RepeatedOps:
         """What is needed to make such a tensor again; None where that would not be enough."""
         if type(out) is not FakeTensor or out.constant is not None:
             return None
-        if out.layout is not torch.strided or out.dtype.is_complex or out.is_neg():
+        if not has_kind(out):
             return None
         kind = kind_of(out, has_views=True)
         for k, tensor in enumerate(call.tensors):

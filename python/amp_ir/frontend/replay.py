@@ -20,7 +20,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_ir.frontend.locations import NodeMarker
-from amp_ir.frontend.repeated_ops import has_views, key_of_plain, kind_of
+from amp_ir.frontend.repeated_ops import has_kind, has_views, key_of_plain, kind_of
 from amp_ir.location import META_KEY, Location
 
 try:
@@ -154,7 +154,7 @@ class Replay(torch.fx.Interpreter):
         slot = proxy_tensor.get_proxy_slot(inner, self._tracer, None)
         if slot is None or slot.constant is not None or type(inner) is not FakeTensor:
             return None
-        if inner.layout is not torch.strided or inner.dtype.is_complex or inner.is_neg():
+        if not has_kind(inner):
             return None
         node = slot.proxy.node
         return node if isinstance(node.meta.get("val"), FakeTensor) else None

@@ -16,6 +16,7 @@ from tvm.tirx import For, ForKind
 from amp_ir.loops.group import Group, storage_of
 from amp_ir.loops.ir import LANES, Pointwise
 from amp_ir.loops.kernel_buffers import FlatBuffer
+from amp_ir.loops.statements import sequence
 from amp_ir.tensor_memory import dtype_nbytes
 
 # Elements that a task copies at least, and at most: shared out evenly, and worth a launch.
@@ -56,7 +57,7 @@ def concatenated(parts: Sequence[FlatBuffer], out: FlatBuffer, rows: int) -> tir
     task = tirx.Var("task", "int32")
     body: tirx.Stmt | None = None
     for k in reversed(range(len(tasks))):
-        copies = _sequence([_copy(p.source, p.start, out, p.to, p.count) for p in tasks[k]])
+        copies = sequence([_copy(p.source, p.start, out, p.to, p.count) for p in tasks[k]])
         is_this = task <= tirx.const(k, "int32")
         body = copies if body is None else tirx.IfThenElse(is_this, copies, body)
     assert body is not None
@@ -71,7 +72,7 @@ def _rows(parts: Sequence[FlatBuffer], out: FlatBuffer, rows: int) -> tirx.Stmt:
         count = part.spec.size // rows
         copies.append(_copy(part, row * count, out, row * width + column, count))
         column += count
-    return _loop(row, rows, _sequence(copies), is_parallel=out.spec.size > LEAST)
+    return _loop(row, rows, sequence(copies), is_parallel=out.spec.size > LEAST)
 
 
 def _tasks(parts: Sequence[FlatBuffer]) -> list[list[_Piece]]:
@@ -102,7 +103,3 @@ def _copy(source: FlatBuffer, start: Any, out: FlatBuffer, to: Any, count: int) 
 
 def _loop(variable: tirx.Var, extent: int, body: tirx.Stmt, *, is_parallel: bool) -> tirx.Stmt:
     return For(variable, 0, extent, ForKind.PARALLEL if is_parallel else ForKind.SERIAL, body)
-
-
-def _sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
-    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)

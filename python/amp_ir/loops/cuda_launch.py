@@ -18,6 +18,7 @@ from tvm.tirx import For, ForKind
 from amp_ir.loops import math as m
 from amp_ir.loops.accumulators import combine, start_of
 from amp_ir.loops.ir import ReduceKind
+from amp_ir.loops.statements import sequence
 
 WARP = 32
 # Threads of a block where nothing asks for another number: enough warps to hide loads, and several
@@ -37,13 +38,6 @@ def _extent(variable: tirx.Var, tag: str, extent: int, body: tirx.Stmt) -> tirx.
     thread_index = 1  # IterVar's ThreadIndex
     axis = tirx.IterVar(ir.Range(0, extent), variable, thread_index, tag)
     return tirx.AttrStmt(axis, "thread_extent", tirx.const(extent, "int32"), body)
-
-
-def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    """Statements as one."""
-    if not statements:
-        return tirx.Evaluate(tirx.const(0, "int32"))
-    return statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))
 
 
 def guarded(condition: Any | None, statements: Sequence[tirx.Stmt]) -> list[tirx.Stmt]:

@@ -21,9 +21,9 @@ from amp_ir.loops.cuda_launch import (
     guarded,
     launch,
     local_buffer,
-    sequence,
     synchronise,
 )
+from amp_ir.loops.statements import sequence
 
 
 def rank_launch(

@@ -23,10 +23,11 @@ from amp_ir.loops.cuda_elements import (
     named,
     power_of_two,
 )
-from amp_ir.loops.cuda_launch import THREADS, WARP, guarded, launch, sequence
+from amp_ir.loops.cuda_launch import THREADS, WARP, guarded, launch
 from amp_ir.loops.ir import Reduction
 from amp_ir.loops.kernel import unflatten_axes
 from amp_ir.loops.kernel_buffers import FlatBuffer
+from amp_ir.loops.statements import sequence
 
 # Vectors of a row that a thread goes through before more threads share the row.
 VECTORS_A_THREAD = 4

@@ -25,7 +25,6 @@ from amp_ir.loops.cuda_launch import (
     guarded,
     launch,
     loop,
-    sequence,
     synchronise,
     unrolled,
 )
@@ -34,6 +33,7 @@ from amp_ir.loops.cuda_tiles import combine_parts
 from amp_ir.loops.ir import Reduction
 from amp_ir.loops.kernel_buffers import FlatBuffer
 from amp_ir.loops.levels import Level
+from amp_ir.loops.statements import sequence
 
 
 def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:

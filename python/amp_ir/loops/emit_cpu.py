@@ -27,6 +27,7 @@ from amp_ir.loops.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_a
 from amp_ir.loops.kernel_buffers import FlatBuffer
 from amp_ir.loops.levels import Level, assign_levels
 from amp_ir.loops.loop_domain import loop_domain
+from amp_ir.loops.statements import sequence
 
 # Elements a thread works on at least, so that a parallel launch (3 us) pays.
 GRAIN = 8192
@@ -66,11 +67,6 @@ def emit_copy(size: int, dtype: str) -> tirx.PrimFunc:
     store = tirx.BufferStore(copy, tirx.BufferLoad(source, [i]), [i])
     body = For(i, 0, size, ForKind.SERIAL, store)
     return tirx.PrimFunc([source, copy], body).with_attr("tirx.noalias", True)
-
-
-def sequence(statements: list[tirx.Stmt]) -> tirx.Stmt:
-    """Statements as one."""
-    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
 
 
 @attrs.define

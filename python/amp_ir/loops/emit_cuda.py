@@ -20,7 +20,7 @@ from typing import Any
 from tvm import tirx
 
 from amp_ir.loops.cuda_elements import GroupElements
-from amp_ir.loops.cuda_launch import THREADS, guarded, launch, sequence
+from amp_ir.loops.cuda_launch import THREADS, guarded, launch
 from amp_ir.loops.cuda_rows import flat_launch, rows_launch, split_launches
 from amp_ir.loops.cuda_summed_rows import summed_rows_launches
 from amp_ir.loops.cuda_tiles import columns_launches
@@ -29,6 +29,7 @@ from amp_ir.loops.ir import Reduction
 from amp_ir.loops.kernel import GroupBuffers, Kernel
 from amp_ir.loops.loop_domain import loop_domain
 from amp_ir.loops.opaque_launches import emit_opaque
+from amp_ir.loops.statements import sequence
 
 __all__ = ["emit_copy", "emit_group", "emit_opaque"]
 

@@ -22,6 +22,7 @@ from amp_ir.loops import merge_tasks
 from amp_ir.loops.families import Merger, buffer_size
 from amp_ir.loops.fuse import LIBRARY_CALL, typed
 from amp_ir.loops.merged_kernel import Member, merged_kernel
+from amp_ir.main_function import with_bindings
 
 KERNEL_CALL = "relax.call_tir"
 # Elements of a kernel that may wait until the others are done: its tensors stay in the cache.
@@ -189,12 +190,7 @@ class _Merging:
         self._bind(call, results)
 
     def _module(self) -> tvm.IRModule:
-        body = relax.SeqExpr([relax.DataflowBlock(self.written)], self.main.body.body)
-        relax.expr._update_type(body, self.main.body.ty)
-        main = relax.Function(
-            self.main.params, body, self.main.ret_ty, self.main.is_pure, self.main.attrs,
-            self.main.span,
-        )  # fmt: skip
+        main = with_bindings(self.main, self.written)
         self.functions[self.ir.get_global_var("main")] = main
         used = _called(self.written)
         kept = {

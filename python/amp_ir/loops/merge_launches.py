@@ -14,8 +14,9 @@ from tvm import tirx
 from tvm.tirx import AttrStmt
 
 from amp_ir.loops import cuda_launch
-from amp_ir.loops.cuda_launch import THREADS, local_buffer, sequence
+from amp_ir.loops.cuda_launch import THREADS, local_buffer
 from amp_ir.loops.families import Body, Family, like
+from amp_ir.loops.statements import sequence
 
 # A launch takes 4096 bytes of parameters, an address each.
 MOST_PARAMETERS = 400

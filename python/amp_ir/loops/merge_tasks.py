@@ -9,8 +9,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
-from amp_ir.loops.emit_cpu import sequence
 from amp_ir.loops.families import Body, Family, like
+from amp_ir.loops.statements import sequence
 
 # Elements that a task goes through, about: a launch shares out tasks by their number, so they
 # should be alike.

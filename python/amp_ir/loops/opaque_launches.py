@@ -14,10 +14,11 @@ import tvm_ffi
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
-from amp_ir.loops.cuda_launch import launch, sequence
+from amp_ir.loops.cuda_launch import launch
 from amp_ir.loops.ir import Opaque
 from amp_ir.loops.kernel import Kernel, OpaqueBuffers
 from amp_ir.loops.kernel_buffers import memory_scope
+from amp_ir.loops.statements import sequence
 
 # Tasks are long and few: small blocks spread them over more multiprocessors.
 _THREADS = 64

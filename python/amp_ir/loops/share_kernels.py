@@ -16,6 +16,7 @@ from tvm import relax, tirx
 from tvm.ir.expr import TensorLoad
 
 from amp_ir.loops.fuse import typed
+from amp_ir.main_function import with_bindings
 
 KERNEL_CALL = "relax.call_tir"
 
@@ -174,6 +175,4 @@ def _with_calls(
                 call = relax.Call(value.op, arguments, value.attrs, value.ty_args, value.span)
                 binding = relax.VarBinding(binding.var, typed(call, value.ty))
             bindings.append(binding)
-    body = relax.SeqExpr([relax.DataflowBlock(bindings)], main.body.body)
-    relax.expr._update_type(body, main.body.ty)
-    return relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs, main.span)
+    return with_bindings(main, bindings)

@@ -13,10 +13,11 @@ from tvm import ir, tirx
 from tvm.sym import Analyzer, detect_linear_equation
 from tvm.tirx.analysis import undefined_vars
 
-from amp_ir.loops.cuda_launch import local_buffer, sequence
+from amp_ir.loops.cuda_launch import local_buffer
 from amp_ir.loops.element_writer import ElementWriter
 from amp_ir.loops.ir import Index, Value
 from amp_ir.loops.kernel_buffers import FlatBuffer, narrow, widen
+from amp_ir.loops.statements import sequence
 from amp_ir.tensor_memory import dtype_nbytes, physical_dtype
 
 # What one load or store instruction of a GPU moves at most.

@@ -12,6 +12,7 @@ from tvm import relax
 from amp_ir import native
 from amp_ir.dialect.registry import call_op
 from amp_ir.dispatch_note import OWN_KERNEL, DispatchLog
+from amp_ir.main_function import with_bindings, with_main
 from amp_ir.passes.convolution_call import write_convolution
 from amp_ir.passes.matmul_call import MatmulForm, choose_form, matmul_forms, write_matmul
 from amp_ir.passes.strided_view import StridedView, view_of
@@ -101,15 +102,7 @@ class _Dispatcher:
             if new is self:
                 continue
             bindings.append(binding if new is None else relax.VarBinding(binding.var, new))
-        block = relax.DataflowBlock(bindings)
-        function = relax.Function(
-            self.main.params,
-            relax.SeqExpr([block], self.main.body.body),
-            self.main.ret_ty,
-            is_pure=True,
-            attrs=self.main.attrs,
-        )
-        return tvm.IRModule({**self.ir.functions, self.ir.get_global_var("main"): function})
+        return with_main(self.ir, with_bindings(self.main, bindings))
 
     def _dispatched(self, variable: relax.Var, call: relax.Call) -> Any:
         verb = _VERBS.get(call.op.name)

@@ -12,6 +12,7 @@ from tvm.ir import Op, Span
 
 from amp_ir.dialect import call_op, options_of
 from amp_ir.dispatch_note import DispatchLog
+from amp_ir.main_function import with_bindings, with_main
 from amp_ir.passes.attention_call import attention_library, attention_refusal, call_attention
 from amp_ir.passes.known_mask import without_known_mask
 
@@ -50,11 +51,7 @@ def expand_attention(
     writer = _Writer(libraries, DispatchLog() if log is None else log)
     for binding in bindings:
         writer.add(binding)
-    body = relax.SeqExpr([relax.DataflowBlock(writer.bindings)], main.body.body)
-    relax.expr._update_type(body, main.body.ty)
-    function = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs, main.span)
-    functions = {**ir.functions, ir.get_global_var("main"): function}
-    return tvm.IRModule(functions, attrs=ir.attrs)
+    return with_main(ir, with_bindings(main, writer.bindings))
 
 
 def _op_name(expr: Any) -> str:

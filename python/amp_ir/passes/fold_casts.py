@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from amp_ir.dialect.registry import call_op
+from amp_ir.main_function import with_bindings, with_main
 
 CASTS = ("amp_ir.cast", "relax.astype")
 _VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze")
@@ -59,12 +60,7 @@ class _Folder:
                 self.visit(binding.var, binding.value)
         result = self.current(self.main.body.body)
         bindings = live_bindings(self.bindings, result)
-        body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
-        relax.expr._update_type(body, self.main.body.ty)
-        old = self.main
-        function = relax.Function(old.params, body, old.ret_ty, old.is_pure, old.attrs, old.span)
-        functions = {**self.ir.functions, self.ir.get_global_var("main"): function}
-        return tvm.IRModule(functions, attrs=self.ir.attrs)
+        return with_main(self.ir, with_bindings(self.main, bindings, result))
 
     def visit(self, variable: relax.Var, value: relax.Expr) -> None:
         """Bind `variable` as before, or let an equal expression stand for it."""

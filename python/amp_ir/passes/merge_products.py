@@ -15,6 +15,7 @@ prove again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -22,9 +23,11 @@ import tvm
 from tvm import relax
 
 from amp_ir.location import Location, from_span, join_spans
+from amp_ir.main_function import with_bindings, with_main
 from amp_ir.passes.fold_casts import live_bindings
 from amp_ir.passes.strided_view import permutation
 from amp_ir.passes.uses import count_uses
+from amp_ir.tensor_memory import dtype_nbytes
 
 # Sums in these lose nothing by being added up in another order; in a narrower dtype each sum is
 # rounded, and the user wrote it so.
@@ -126,12 +129,7 @@ class _Merger:
         if not has_changed:
             return self.ir
         bindings = live_bindings(self.out, self.main.body.body)
-        body = relax.SeqExpr([relax.DataflowBlock(bindings)], self.main.body.body)
-        relax.expr._update_type(body, self.main.body.ty)
-        old = self.main
-        function = relax.Function(old.params, body, old.ret_ty, old.is_pure, old.attrs, old.span)
-        functions = {**self.ir.functions, self.ir.get_global_var("main"): function}
-        return tvm.IRModule(functions, attrs=self.ir.attrs)
+        return with_main(self.ir, with_bindings(self.main, bindings))
 
     # What a sum is of.
 
@@ -350,7 +348,4 @@ def _adds_rows(call: relax.Call) -> bool:
 
 
 def _nbytes(ty: relax.TensorType) -> int:
-    count = 1
-    for extent in ty.shape:
-        count *= int(extent)
-    return count * tvm.DataType(str(ty.dtype)).bits // 8
+    return math.prod(int(extent) for extent in ty.shape) * dtype_nbytes(str(ty.dtype))

@@ -10,6 +10,7 @@ from tvm import relax
 
 from amp_ir import native
 from amp_ir.dispatch_note import DispatchLog
+from amp_ir.main_function import with_bindings, with_main
 from amp_ir.passes.library_call import library_call, shape_argument
 from amp_ir.passes.strided_view import dense_strides
 
@@ -75,15 +76,8 @@ class _Packer:
             return self.ir
         for one in nbytes:
             self.log.add("pack", "onednn", f"{calls[one]} matmuls read what is packed once")
-        block = relax.DataflowBlock(self._rewritten(bindings, nbytes))
-        function = relax.Function(
-            self.main.params,
-            relax.SeqExpr([block], self.main.body.body),
-            self.main.ret_ty,
-            is_pure=True,
-            attrs=self.main.attrs,
-        )
-        return tvm.IRModule({**self.ir.functions, self.ir.get_global_var("main"): function})
+        rewritten = self._rewritten(bindings, nbytes)
+        return with_main(self.ir, with_bindings(self.main, rewritten))
 
     def _rewritten(
         self, bindings: list[relax.Binding], nbytes: dict[_Operand, int]

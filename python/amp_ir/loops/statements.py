@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statements of a kernel put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+
+
+def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
+    """Statements as one; TVM refuses a sequence of none or of one."""
+    if not statements:
+        return tirx.Evaluate(tirx.const(0, "int32"))
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))
