@@ -85,11 +85,13 @@ def svg(graph: Graph, low: str) -> str:
         for phase in ("forward", "backward")
         if any(node.phase == phase for node in graph.nodes)
     )
-    edges = "".join(_edge(edge, top, low) for edge in sorted(graph.edges, key=_is_cast))
+    edges = [_edge(edge, top, low) for edge in sorted(graph.edges, key=_is_cast)]
+    # Words above all lines, so that none is struck through.
+    lines = "".join(line for line, _ in edges) + "".join(words for _, words in edges)
     nodes = "".join(_node(node, top, low) for node in graph.nodes)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{right:.0f}" height="{bottom:.0f}" '
-        f'viewBox="0 0 {right:.0f} {bottom:.0f}">{lanes}{edges}{nodes}</svg>'
+        f'viewBox="0 0 {right:.0f} {bottom:.0f}">{lanes}{lines}{nodes}</svg>'
     )
 
 
@@ -156,7 +158,8 @@ def _fitted(text: str, length: int) -> str:
     return text if len(text) <= length else "…" + text[1 - length :].lstrip(".")
 
 
-def _edge(edge: Edge, top: int, low: str) -> str:
+def _edge(edge: Edge, top: int, low: str) -> tuple[str, str]:
+    """The line of an edge, and the mark of its casts with their words."""
     a, b = edge.source, edge.target
     x1, y1, x2, y2 = _ends(a, b, top)
     bend = max(abs(y2 - y1) / 2, 18) * (1 if y2 >= y1 else -1)
@@ -177,15 +180,14 @@ def _edge(edge: Edge, top: int, low: str) -> str:
         kind += " cast alone" if edge.is_alone else " cast"
         mark = (
             f'<circle class="mark" cx="{middle[0]:.1f}" cy="{middle[1]:.1f}" r="4"/>'
-            f'<text x="{middle[0] + 6:.1f}" y="{middle[1] + 3:.1f}">{_cast_words(edge)}</text>'
+            f'<text x="{middle[0] + 6:.1f}" y="{middle[1] - 5:.1f}">{_cast_words(edge)}</text>'
         )
     kind += " late" if b.phase == "optimizer" else ""
     words = f"{a.label} to {b.label}: {edge.tensors} in {', '.join(edge.dtypes)}"
     words += f"; cast {casts_in(edge)}" if edge.casts else ""
-    return (
-        f'<g class="edge {kind}" data-a="n{a.number}" data-b="n{b.number}">'
-        f'<title>{escape(words)}</title><path d="{path}"/>{mark}</g>\n'
-    )
+    group = f'<g class="edge {kind}" data-a="n{a.number}" data-b="n{b.number}">'
+    group += f"<title>{escape(words)}</title>"
+    return f'{group}<path d="{path}"/></g>\n', f"{group}{mark}</g>\n" if mark else ""
 
 
 def _ends(a: Node, b: Node, top: int) -> tuple[float, float, float, float]:
