@@ -4,7 +4,7 @@
     capture    frontend/   run the step once on fake tensors -> FX graph of ATen ops
     import     frontend/   -> StepModule: Relax IR, named state, signature
     check      amp/        every use of a loss scale has the right degree
-    merge      passes/     sums of products, of weights used several times -> one product
+    merge      passes/     sums of products of one weight -> one product; sliced losses -> whole
     autocast   amp/        rules and placement choose dtypes -> casts
     tidy       passes/     fold casts, drop dead code
     dispatch   passes/     matmul and convolution -> library calls
@@ -53,6 +53,7 @@ from amp_ir.passes.call_cost import flop_of_calls
 from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
 from amp_ir.passes.fold_casts import fold_casts
+from amp_ir.passes.mask_loss_rows import mask_loss_rows
 from amp_ir.passes.merge_products import merge_products
 from amp_ir.passes.pack_operands import pack_operands
 from amp_ir.passes.plan_memory import plan_memory
@@ -113,8 +114,9 @@ def trace_step(
     if mod.random_state is not None:
         mod = mod.with_random_state(mod.random_state.to(_device_of(mod)))
     degrees = check_scale_degrees(mod)
-    # Before autocast, whose rules and plan are to speak of the matmuls that run.
-    mod = attrs.evolve(mod, ir=merge_products(mod.ir), notes=(*mod.notes, *degrees.notes))
+    # Before autocast, whose rules and plan are to speak of the ops that run.
+    ir = mask_loss_rows(merge_products(mod.ir))
+    mod = attrs.evolve(mod, ir=ir, notes=(*mod.notes, *degrees.notes))
     return mod, example_batch
 
 

@@ -184,7 +184,9 @@ def _nll_loss(
 ) -> tuple[torch.Tensor, ...]:
     classes, weights = _weights(target, weight, ignore_index, logp)
     axis = class_axis(tuple(logp.shape))
-    values = -weights * logp.gather(axis, classes.unsqueeze(axis)).squeeze(axis)
+    picked = logp.gather(axis, classes.unsqueeze(axis)).squeeze(axis)
+    # An ignored target has no loss, also where its class has none that is a number.
+    values = torch.where(target != ignore_index, -weights * picked, 0.0)
     total = weights.sum()
     if reduction == "none":
         return values, total

@@ -77,8 +77,9 @@ def nll_loss(
 
     def body(*i: Any) -> Any:
         value = -weights[i] * picked(*i)
-        # 0 * inf would be NaN for an ignored target.
-        return m.select(weights[i] == m.constant(0.0, dtype), m.constant(0.0, dtype), value)
+        # 0 * inf would be NaN for an ignored target; for a class of weight 0 it is, in PyTorch.
+        ignored = target[i] == m.constant(ignore_index, target.dtype)
+        return m.select(ignored, m.constant(0.0, dtype), value)
 
     total_weight = sum_all(target.shape, dtype, lambda *i: weights[i])
     if reduction == "none":

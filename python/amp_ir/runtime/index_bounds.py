@@ -72,11 +72,22 @@ _TABLES: dict[str, Callable[[relax.Call], tuple[relax.Expr, int, int | None]]] =
 
 
 def _source(expr: relax.Expr, values: dict[relax.Var, relax.Expr]) -> relax.Expr:
-    value = values.get(expr) if isinstance(expr, relax.Var) else None
-    while isinstance(value, relax.Call) and value.op.name in _PASSING:
-        expr = value.args[0]
-        value = values.get(expr) if isinstance(expr, relax.Var) else None
+    value = values.get(expr)
+    while isinstance(value, relax.Call) and value.op.name in (*_PASSING, "relax.concat"):
+        if value.op.name == "relax.concat":
+            # Beside ids there may be ones that the step knows; others are not followed.
+            parts = [one for one in value.args[0].fields if not _is_filled(values.get(one))]
+            if len(parts) != 1:
+                return expr
+            expr = parts[0]
+        else:
+            expr = value.args[0]
+        value = values.get(expr)
     return expr
+
+
+def _is_filled(value: relax.Expr | None) -> bool:
+    return isinstance(value, relax.Call) and value.op.name == "relax.full"
 
 
 def check_ids(bounds: Sequence[IdBound], batch: Sequence[torch.Tensor]) -> None:
