@@ -55,4 +55,11 @@ class BuildError(AmpIrError, RuntimeError):
 
 
 class BudgetError(AmpIrError, MemoryError):
-    """A step cannot be planned within the memory that it was given; the message says how little."""
+    """A step cannot be planned within the memory that it was given; the message says how little.
+
+    `least_bytes` is a budget that can be held.
+    """
+
+    def __init__(self, message: str, least_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes

@@ -98,12 +98,33 @@ class PlannedCall:
 
 
 @attrs.frozen
+class RowSplit:
+    """A product that is made in `blocks` blocks of its rows; `nbytes` is what all of it takes.
+
+    `location` is where the user's program makes it.
+    """
+
+    location: Location
+    blocks: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        """One line for a report."""
+        return (
+            f"to hold the memory budget, {self.location.module or 'a product'} and its loss are "
+            f"computed in {self.blocks} blocks of rows ({self.nbytes} bytes as a whole): the loss "
+            "and the gradients of weights there are sums over the blocks, in another order"
+        )
+
+
+@attrs.frozen
 class MemoryPlan:
     """Where everything lies: `arena_bytes` for intermediates, state and results apart from it.
 
     `lower_bound_bytes` is the largest sum of bytes alive at once: no plan of this order is smaller.
     `intervals` are the stays in the arena; `values` is everything that is held, whatever its place;
-    `calls` are what the step runs, in order.
+    `calls` are what the step runs, in order. `splits` is what a `memory_budget` computes in blocks
+    of rows.
     """
 
     arena_bytes: int
@@ -114,6 +135,7 @@ class MemoryPlan:
     result_bytes: int
     values: tuple[PlannedValue, ...] = attrs.field(default=(), repr=False)
     calls: tuple[PlannedCall, ...] = attrs.field(default=(), repr=False)
+    splits: tuple[RowSplit, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

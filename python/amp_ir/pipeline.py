@@ -19,6 +19,7 @@ Stages do not know each other; this file is the only one that joins them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,6 +58,7 @@ from amp_ir.passes.mask_loss_rows import mask_loss_rows
 from amp_ir.passes.merge_products import merge_products
 from amp_ir.passes.pack_operands import pack_operands
 from amp_ir.passes.plan_memory import plan_memory
+from amp_ir.passes.split_rows import plan_in_blocks
 from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.report.memory import MemoryReport, report_memory
 from amp_ir.runtime.call_times import time_calls
@@ -168,27 +170,33 @@ def lower(
     with _timed(seconds, "tidy"):
         # Attention becomes matmuls around softmax-like kernels; casts that change nothing go.
         ir = fold_casts(expand_attention(ir, libraries=target.libraries, log=log))
-    with _timed(seconds, "dispatch"):
-        # From here on heavy ops are library calls, opaque to fusion.
-        # Those that add a bias round once, so casts around the sum fold away.
-        ir = pack_operands(fold_casts(_dispatched(ir, target, log)), log=log)
-    with _timed(seconds, "fuse"):
-        # From here on there are kernels, and low precision exists only in memory.
-        ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
-        ir = merge_horizontally(ir, merge_launches if target.is_cuda else merge_tasks)
-        ir = share_kernels(ir)
-    with _timed(seconds, "plan"):
-        # From here on every value has its bytes, and order must not change.
-        planned = plan_memory(
-            ir,
-            mod.signature.inputs,
-            mod.signature.outputs,
-            copy_kernel=emitter.emit_copy,
-            # A CPU's calls cost little, and casts are best read from its cache at once.
-            merger=KernelMerger(merge_launches) if target.is_cuda else None,
-            memory_budget=memory_budget,
-        )
-    return attrs.evolve(planned, dispatched=log.notes)
+
+    def plan(ir: tvm.IRModule) -> PlannedStep:
+        own_log = copy.deepcopy(log)
+        with _timed(seconds, "dispatch"):
+            # From here on heavy ops are library calls, opaque to fusion.
+            # Those that add a bias round once, so casts around the sum fold away.
+            ir = pack_operands(fold_casts(_dispatched(ir, target, own_log)), log=own_log)
+        with _timed(seconds, "fuse"):
+            # From here on there are kernels, and low precision exists only in memory.
+            ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
+            ir = merge_horizontally(ir, merge_launches if target.is_cuda else merge_tasks)
+            ir = share_kernels(ir)
+        with _timed(seconds, "plan"):
+            # From here on every value has its bytes, and order must not change.
+            planned = plan_memory(
+                ir,
+                mod.signature.inputs,
+                mod.signature.outputs,
+                copy_kernel=emitter.emit_copy,
+                # A CPU's calls cost little, and casts are best read from its cache at once.
+                merger=KernelMerger(merge_launches) if target.is_cuda else None,
+                memory_budget=memory_budget,
+            )
+        return attrs.evolve(planned, dispatched=own_log.notes)
+
+    # Only where running calls again cannot hold the budget is a loss computed in blocks of rows.
+    return plan(ir) if memory_budget is None else plan_in_blocks(ir, plan)
 
 
 def _dispatched(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
@@ -235,7 +243,11 @@ def compile_step(
             Casts that you wrote yourself (`x.bfloat16()`) round in both.
         memory_budget: the bytes that the step may need in all, as `get_peak_memory` counts them;
             values are computed again instead of held until it fits, and results stay the same to
-            the bit. None: nothing is computed twice.
+            the bit. Where that is not enough, the largest product is made in 2, 4, 8 or 16 blocks
+            of its rows together with the loss on it and its gradients: what sums over rows (the
+            loss, gradients of weights and biases) is then added up in another order and differs by
+            float32 rounding; `report.plan.splits` and `memory_report` say so. None: nothing is
+            computed twice or in blocks.
 
     Raises:
         OptionError, DeviceError, UnsupportedOpError.

@@ -91,7 +91,7 @@ def _plan_within(
             target = min(target - (plan.peak_bytes - budget), plan.lower_bound_bytes - 1)
         elif plan.lower_bound_bytes + outside > budget or not again.lower():
             break
-    raise BudgetError(_budget_message(least, budget))
+    raise BudgetError(_budget_message(least, budget), least.peak_bytes)
 
 
 def _budget_message(least: MemoryPlan, budget: int) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from amp_ir.memory_plan import MemoryPlan, MemoryRole, PlannedValue
+from amp_ir.memory_plan import MemoryPlan, MemoryRole, PlannedValue, RowSplit
 
 _SHOWN_VALUES = 12
 _TIMELINE_BARS = 24
@@ -82,7 +82,8 @@ class MemoryReport:
 
     `lower_bound_bytes` is the most that is alive at once: no placement of this order of calls needs
     less. `peak_call` is the position in `timeline` at which that much is alive. The bytes by role
-    and by dtype are those of that moment and add up to `lower_bound_bytes`.
+    and by dtype are those of that moment and add up to `lower_bound_bytes`. `splits` is what is
+    computed in blocks of rows to hold a `memory_budget`.
     """
 
     peak_bytes: int
@@ -94,6 +95,7 @@ class MemoryReport:
     nbytes_by_role: Mapping[str, int] = attrs.field(repr=False)
     nbytes_by_dtype: Mapping[str, int] = attrs.field(repr=False)
     balance: AmpBalance | None = None
+    splits: tuple[RowSplit, ...] = ()
 
     @property
     def gap_bytes(self) -> int:
@@ -110,7 +112,8 @@ class MemoryReport:
 
     def __rich__(self) -> RenderableType:
         """Lines and tables for a terminal."""
-        parts: list[RenderableType] = [escape(self.headline()), ""]
+        parts: list[RenderableType] = [escape(self.headline())]
+        parts += [*(escape(str(split)) for split in self.splits), ""]
         parts += [_role_table(self), "", _live_table(self), "", _timeline_table(self)]
         if self.balance is not None:
             parts += ["", escape(str(self.balance))]
@@ -151,6 +154,7 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
         live_at_peak=tuple(_held(one) for one in sorted(held, key=lambda one: -one.nbytes)),
         nbytes_by_role=_sums((value.role.value, value.nbytes) for value in held),
         nbytes_by_dtype=_sums((value.dtype, value.nbytes) for value in held),
+        splits=plan.splits,
     )
     if baseline is None:
         return report
