@@ -39,6 +39,7 @@ from amp_ir.amp.scale_degree import check_scale_degrees
 from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.errors import OptionError
+from amp_ir.existing_objects import existing_objects_set_aside
 from amp_ir.frontend import importer, trace
 from amp_ir.loops import emit_cpu, emit_cuda, merge_launches, merge_tasks
 from amp_ir.loops.fuse import fuse_loops
@@ -80,6 +81,7 @@ Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
+@existing_objects_set_aside()
 def trace_step(
     step: Callable[..., Any],
     example_batch: tuple[Any, ...],
@@ -122,6 +124,7 @@ def trace_step(
     return mod, example_batch
 
 
+@existing_objects_set_aside()
 def trace_model(
     model: torch.nn.Module, example_inputs: tuple[Any, ...]
 ) -> tuple[StepModule, tuple[Any, ...]]:
@@ -130,6 +133,7 @@ def trace_model(
     return importer.import_step(captured), example_inputs
 
 
+@existing_objects_set_aside()
 def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -> Any:
     """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`."""
     if isinstance(mod, StepModule) and args is not None:
@@ -143,6 +147,7 @@ def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
     return {variable: place.kernel for variable, place in found.items()}
 
 
+@existing_objects_set_aside()
 def lower(
     mod: StepModule,
     *,
@@ -224,6 +229,7 @@ def explain_plan(mod: StepModule) -> CastPlan:
     return with_real_kernels(mod.plan, mod.ir, kernels, of_casts, moved)
 
 
+@existing_objects_set_aside()
 def compile_step(
     mod: StepModule,
     *,

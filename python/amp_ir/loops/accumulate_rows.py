@@ -8,6 +8,8 @@ from collections import Counter
 import attrs
 from tvm import relax
 
+from amp_ir.static_shape import extents_of
+
 _GRADIENT = "amp_ir.embedding_backward"
 
 
@@ -36,14 +38,16 @@ def find_accumulations(main: relax.Function) -> Accumulations:
     The rows are then added to `base` one by one, in order, in place of their sum: float32 sums in
     another order than PyTorch's, with errors of the same size.
     """
-    bindings = [binding for block in main.body.blocks for binding in block.bindings]
+    bindings = [binding for block in main.body.blocks for binding in block.bindings[:]]
     calls = {binding.var: binding.value for binding in bindings}
+    if not any(_is_gradient(value) for value in calls.values()):
+        return Accumulations({}, set())
     uses = Counter(variable for value in calls.values() for variable in _variables(value))
     uses.update(_variables(main.body.body))
     found = Accumulations({}, set())
     for variable, value in calls.items():
         if isinstance(value, relax.Call) and value.op.name == "relax.add":
-            for gradient, base in (value.args, reversed(value.args)):
+            for gradient, base in (value.args[:], value.args[::-1]):
                 call = calls.get(gradient) if isinstance(gradient, relax.Var) else None
                 if _is_gradient(call) and uses[gradient] == 1 and _are_tables(call, base):
                     found.sums[variable] = Accumulation(call, base)
@@ -60,8 +64,7 @@ def _are_tables(call: relax.Expr, base: relax.Expr) -> bool:
     types = (call.ty, base.ty)
     if any(str(type_.dtype) != "float32" for type_ in types):
         return False
-    ours, theirs = ([int(extent) for extent in type_.shape] for type_ in types)
-    return ours == theirs
+    return extents_of(call.ty) == extents_of(base.ty)
 
 
 def _variables(expr: relax.Expr) -> list[relax.Var]:
@@ -70,4 +73,4 @@ def _variables(expr: relax.Expr) -> list[relax.Var]:
     if isinstance(expr, relax.TupleGetItem):
         return _variables(expr.tuple_value)
     parts = expr.args if isinstance(expr, relax.Call) else getattr(expr, "fields", ())
-    return [variable for part in parts for variable in _variables(part)]
+    return [variable for part in parts[:] for variable in _variables(part)]

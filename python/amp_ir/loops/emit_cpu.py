@@ -29,6 +29,7 @@ from amp_ir.loops.levels import Level, assign_levels
 from amp_ir.loops.loop_domain import loop_domain
 from amp_ir.loops.statements import sequence
 
+LOOKS_AT_DISTANCES = False
 # Elements a thread works on at least, so that a parallel launch (3 us) pays.
 GRAIN = 8192
 # Parts into which rows are cut when they are added up (fixed: the same sum always).

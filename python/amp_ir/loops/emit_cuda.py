@@ -31,8 +31,10 @@ from amp_ir.loops.loop_domain import loop_domain
 from amp_ir.loops.opaque_launches import emit_opaque
 from amp_ir.loops.statements import sequence
 
-__all__ = ["emit_copy", "emit_group", "emit_opaque"]
+__all__ = ["LOOKS_AT_DISTANCES", "emit_copy", "emit_group", "emit_opaque"]
 
+# Loads are vectors where they start at multiples of a vector's length.
+LOOKS_AT_DISTANCES = True
 # Rows fewer than this and longer than that are each shared by several blocks.
 FEW_ROWS, LONG_ROW = 64, 16384
 

@@ -24,6 +24,8 @@ from amp_ir.loops.ir import LOWERINGS, Buffer, Constant, Lowering, Opaque, Tenso
 from amp_ir.loops.kernel import Emitter, Kernel
 from amp_ir.loops.lower_relax import constant_value
 from amp_ir.loops.origins import Origins
+from amp_ir.loops.remembered_kernels import RememberedKernels
+from amp_ir.static_shape import extents_of
 
 LIBRARY_CALL = "relax.call_dps_packed"
 
@@ -84,7 +86,7 @@ class _Program:
             spec = spec_of(parameter.ty)
             self.values[parameter] = Buffer(spec, source=parameter)
         for block in self.main.body.blocks:
-            for binding in block.bindings:
+            for binding in block.bindings[:]:
                 self._read_binding(binding.var, binding.value)
         if self.missing:
             raise UnsupportedOpError(_missing_message(self.missing))
@@ -119,7 +121,7 @@ class _Program:
         if name not in LOWERINGS:
             self.missing.setdefault(name, []).append(call)
             return _placeholders(call)
-        return self._lowered(call, list(call.args))
+        return self._lowered(call, call.args[:])
 
     def _lowered(self, call: relax.Call, given: list[relax.Expr]) -> Any:
         name = call.op.name
@@ -168,12 +170,14 @@ class _Program:
 
     def write(self, emitter: Emitter) -> tvm.IRModule:
         groups = self.grouping.finish()
-        writer = _Writer(self.main, self.origins)
+        writer = _Writer(
+            self.main, self.origins, emitter, RememberedKernels(emitter, strict=self.strict)
+        )
         units: dict[int, Any] = {group.number: group for group in groups}
         units |= {call.unit: call for call in self.calls}
         units |= {unit: results for unit, results in self.opaque_units.values()}
         for number in order_units(units, self.grouping):
-            writer.unit(units[number], emitter, self.strict)
+            writer.unit(units[number])
         return writer.finish(self._value(self.main.body.body), self.ir)
 
 
@@ -205,22 +209,26 @@ def _last_serial(unit: Any, _number: int) -> int:
 class _Writer:
     """Builds the new `main` and the kernels it calls."""
 
-    def __init__(self, main: relax.Function, origins: Origins) -> None:
+    def __init__(
+        self, main: relax.Function, origins: Origins, emitter: Emitter, groups: RememberedKernels
+    ) -> None:
         self.main = main
         self.origins = origins
+        self.emitter = emitter
+        self.groups = groups
         self.bindings: list[relax.Binding] = []
         self.expressions: dict[int, relax.Expr] = {}
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self.known: dict[int, list[tuple[tirx.PrimFunc, tvm.ir.GlobalVar]]] = {}
+        self.named: dict[int, tuple[tirx.PrimFunc, tvm.ir.GlobalVar]] = {}
 
-    def unit(self, unit: Any, emitter: Emitter, strict: bool) -> None:
+    def unit(self, unit: Any) -> None:
         if isinstance(unit, LibraryCall):
             self._library_call(unit)
         elif isinstance(unit, Group):
-            kernel = emitter.emit_group(unit, strict=strict)
-            self._kernel(kernel, list(group_values_of(unit)))
+            self._kernel(self.groups.of(unit), list(group_values_of(unit)))
         else:
-            self._kernel(emitter.emit_opaque(unit), unit)
+            self._kernel(self.emitter.emit_opaque(unit), unit)
 
     def _kernel(self, kernel: Kernel, members: list[Any]) -> None:
         """Call a kernel; its call says which ops it computes, and where they come from."""
@@ -240,6 +248,12 @@ class _Writer:
         self._bind_results(call, [*kernel.outputs, *scratch])
 
     def _function(self, function: tirx.PrimFunc) -> tvm.ir.GlobalVar:
+        """The name of a function; functions that are structurally equal have one."""
+        if id(function) not in self.named:
+            self.named[id(function)] = (function, self._name_of(function))
+        return self.named[id(function)][1]
+
+    def _name_of(self, function: tirx.PrimFunc) -> tvm.ir.GlobalVar:
         key = tvm_ffi.structural_hash(function)
         for other, variable in self.known.get(key, []):
             if tvm_ffi.structural_equal(other, function):
@@ -326,7 +340,7 @@ def group_values_of(group: Group) -> Iterator[Value]:
 
 def spec_of(type_: relax.Type) -> TensorSpec:
     """Shape and dtype of a tensor type with static shape."""
-    return TensorSpec(tuple(int(n) for n in type_.shape), str(type_.dtype))
+    return TensorSpec(extents_of(type_), str(type_.dtype))
 
 
 def specs_of(type_: relax.Type) -> tuple[TensorSpec, ...]:

@@ -79,6 +79,11 @@ class Group:
         """All values of the group."""
         return self.full + self.row + self.column
 
+    @property
+    def ordered_inputs(self) -> tuple[Value, ...]:
+        """What the kernel reads from memory, in the order of its parameters."""
+        return tuple(sorted(self.inputs.values(), key=lambda value: value.serial))
+
 
 Placement = Literal["full", "row", "column"]
 

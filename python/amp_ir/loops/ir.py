@@ -248,6 +248,30 @@ def scalar_loop() -> None:
         _scalar_stack[-1]()
 
 
+@attrs.define(eq=False)
+class Distance:
+    """How far on a view reads: a number that kernels which are otherwise alike may differ in."""
+
+    number: int
+
+    def here(self) -> Any:
+        """The number; a variable while a kernel is written that is told the number later."""
+        return _distance_stack[-1](self) if _distance_stack and self.number else self.number
+
+
+_distance_stack: list[Callable[[Distance], Any]] = []
+
+
+@contextlib.contextmanager
+def distances_as(stand_in: Callable[[Distance], Any]) -> Iterator[None]:
+    """Let `stand_in(distance)` be what distances other than 0 are, inside the block."""
+    _distance_stack.append(stand_in)
+    try:
+        yield
+    finally:
+        _distance_stack.pop()
+
+
 def channels_last(value: Value) -> Value | None:
     """The tensor in memory of which `value` is the view with channels first, or None.
 
@@ -283,6 +307,26 @@ def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> 
     first = channels_first(Pointwise(inner, reads, body=body_of_last, **flags))
     assert isinstance(first, Pointwise)
     return first
+
+
+def elementwise(
+    shape: Sequence[int], dtype: str, arguments: Sequence[Value], body: Element, **flags: Any
+) -> Pointwise:
+    """As `pointwise`, for a body that reads each of `arguments` at its own index and nothing else.
+
+    What it reads follows from the shapes then, and the body, whose arithmetic may be long, is not
+    run to find out.
+    """
+    spec = TensorSpec(tuple(int(n) for n in shape), dtype)
+    for one in arguments:
+        if channels_last(one) is not None or len(one.shape) > len(spec.shape):
+            return pointwise(shape, dtype, body, **flags)
+    reads = {id(one): Read(one, _own_place(one, spec)) for one in arguments}
+    return Pointwise(spec, list(reads.values()), body=body, **flags)
+
+
+def _own_place(value: Value, spec: TensorSpec) -> Literal["same", "broadcast"]:
+    return "same" if value.shape == spec.shape else "broadcast"
 
 
 def reduce(

@@ -33,7 +33,12 @@ class Kernel:
 
 
 class Emitter(Protocol):
-    """How the loops of one kind of device are written."""
+    """How the loops of one kind of device are written.
+
+    `LOOKS_AT_DISTANCES`: what is written for a group may depend on how far on its views read.
+    """
+
+    LOOKS_AT_DISTANCES: bool
 
     def emit_group(self, group: Group, *, strict: bool) -> Kernel:
         """Write the kernel of a group."""
@@ -56,13 +61,13 @@ class GroupBuffers:
     @classmethod
     def declare(cls, group: Group) -> GroupBuffers:
         """Buffers for the inputs and the stored values of `group`, by the ids of the values."""
-        inputs = sorted(group.inputs.values(), key=lambda value: value.serial)
+        inputs = group.ordered_inputs
         buffers: dict[int, FlatBuffer] = {}
         for k, value in enumerate(inputs):
             buffers[id(value)] = FlatBuffer.declare(value.spec, f"in{k}")
         for k, value in enumerate(group.stored):
             buffers[id(value)] = FlatBuffer.declare(value.spec, f"out{k}")
-        return cls(group, tuple(inputs), buffers)
+        return cls(group, inputs, buffers)
 
     def finish(self, body: tirx.Stmt, scratch: Sequence[FlatBuffer] = ()) -> Kernel:
         """The kernel of this body; `scratch` buffers follow the outputs."""

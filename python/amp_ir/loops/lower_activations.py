@@ -10,7 +10,17 @@ from typing import Any
 from amp_ir.dialect.activations import ACTIVATIONS, Formula
 from amp_ir.dialect.losses import LOSSES, Loss
 from amp_ir.loops import formula_math
-from amp_ir.loops.ir import Lowering, Value, bind, compute_dtype, lowers, pointwise, reduce, squeeze
+from amp_ir.loops.ir import (
+    Lowering,
+    Value,
+    bind,
+    compute_dtype,
+    elementwise,
+    lowers,
+    pointwise,
+    reduce,
+    squeeze,
+)
 from amp_ir.loops.math import constant
 
 
@@ -29,9 +39,10 @@ def _lower_formula(name: str, formula: Formula) -> None:
     @lowers(f"amp_ir.{name}")
     def lower(op: Lowering, *values: Value, **options: Any) -> Value:
         result = op.results[0]
-        return pointwise(
+        return elementwise(
             result.shape,
             result.dtype,
+            values,
             lambda *i: formula(formula_math, *_elements(values, i), **options),
         )
 

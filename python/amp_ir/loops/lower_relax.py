@@ -13,6 +13,7 @@ from amp_ir.image_layout import TO_FIRST, TO_LAST
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
     Constant,
+    Distance,
     Lowering,
     TensorSpec,
     Value,
@@ -20,6 +21,7 @@ from amp_ir.loops.ir import (
     channels_first,
     channels_last,
     compute_dtype,
+    elementwise,
     lowers,
     pointwise,
     reduce,
@@ -197,7 +199,9 @@ def _lower_elementwise(name: str, scalar: Scalar) -> None:
     @lowers(name)
     def lower(op: Lowering, *arguments: Value) -> Value:
         result = op.results[0]
-        return pointwise(result.shape, result.dtype, lambda *i: scalar(*(a[i] for a in arguments)))
+        return elementwise(
+            result.shape, result.dtype, arguments, lambda *i: scalar(*(a[i] for a in arguments))
+        )
 
 
 for _name, _scalar in {**UNARY, **BINARY}.items():
@@ -220,9 +224,12 @@ def leaky_relu(op: Lowering, x: Value) -> Value:
 def where(op: Lowering, condition: Value, a: Value, b: Value) -> Value:
     """`a` where `condition`, else `b`."""
     result = op.results[0]
-    return pointwise(
-        result.shape, result.dtype, lambda *i: m.select(condition[i], a[i], b[i])
-    )  # fmt: skip
+    return elementwise(
+        result.shape,
+        result.dtype,
+        (condition, a, b),
+        lambda *i: m.select(condition[i], a[i], b[i]),
+    )
 
 
 @lowers("relax.astype", "amp_ir.cast")
@@ -234,8 +241,8 @@ def cast(op: Lowering, x: Value, **_options: Any) -> Value:
     """
     result = op.results[0]
     target = compute_dtype(result.dtype)
-    return pointwise(
-        x.shape, result.dtype, lambda *i: m.cast(x[i], target), is_cast=True,
+    return elementwise(
+        x.shape, result.dtype, (x,), lambda *i: m.cast(x[i], target), is_cast=True,
         rounds=op.name == "relax.astype",
         is_view=x.dtype != result.dtype and result.dtype == compute_dtype(x.dtype),
     )  # fmt: skip
@@ -277,13 +284,13 @@ def strided_slice(op: Lowering, x: Value, *bounds: Any) -> Value:
     axes, begins, _ends, steps = slice_bounds(op.call)
     begin = {axis % len(x.shape): (b, s) for axis, b, s in zip(axes, begins, steps, strict=True)}
     start = {
-        d: (min(max(b + x.shape[d] if b < 0 else b, 0), x.shape[d] - (s < 0)), s)
+        d: (Distance(min(max(b + x.shape[d] if b < 0 else b, 0), x.shape[d] - (s < 0))), s)
         for d, (b, s) in begin.items()
     }
 
     def body(*i: Any) -> Any:
         return x[tuple(
-            k * start[d][1] + start[d][0] if d in start else k for d, k in enumerate(i)
+            k * start[d][1] + start[d][0].here() if d in start else k for d, k in enumerate(i)
         )]  # fmt: skip
 
     return pointwise(op.results[0].shape, x.dtype, body, is_view=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import tvm
@@ -12,6 +13,7 @@ from tvm.ir import GenericConst
 
 from amp_ir.dialect.registry import call_op
 from amp_ir.main_function import with_bindings, with_main
+from amp_ir.static_shape import extents_of
 
 CASTS = ("amp_ir.cast", "relax.astype")
 _VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze")
@@ -56,31 +58,34 @@ class _Folder:
 
     def run(self) -> tvm.IRModule:
         for block in self.main.body.blocks:
-            for binding in block.bindings:
-                self.visit(binding.var, binding.value)
+            for binding in block.bindings[:]:
+                self.visit(binding)
         result = self.current(self.main.body.body)
         bindings = live_bindings(self.bindings, result)
         return with_main(self.ir, with_bindings(self.main, bindings, result))
 
-    def visit(self, variable: relax.Var, value: relax.Expr) -> None:
-        """Bind `variable` as before, or let an equal expression stand for it."""
-        if isinstance(value, relax.Call):
-            value = self.with_current_args(value)
-            if value.op.name in CASTS:
-                value = self.folded(value)
-            value = self.shared(variable, value)
+    def visit(self, binding: relax.VarBinding) -> None:
+        """Bind the variable as before, or let an equal expression stand for it."""
+        variable, old = binding.var, binding.value
+        value: relax.Expr
+        if isinstance(old, relax.Call):
+            call = self.with_current_args(old)
+            name = call.op.name
+            value = self.folded(call) if name in CASTS else call
+            value = self.shared(variable, value, name) if isinstance(value, relax.Call) else value
         else:
-            value = self.current(value)
+            value = self.current(old)
         replaceable = isinstance(variable, relax.DataflowVar)
         if replaceable and isinstance(value, (relax.Var, GenericConst)):
             self.now[variable] = value
             return
-        self.bindings.append(relax.VarBinding(variable, value))
+        self.bindings.append(binding if value is old else relax.VarBinding(variable, value))
         self.value_of[variable] = value
 
     def with_current_args(self, call: relax.Call) -> relax.Call:
-        args = [self.current(argument) for argument in call.args]
-        if all(new is old for new, old in zip(args, call.args, strict=True)):
+        old = call.args[:]
+        args = [self.current(argument) for argument in old]
+        if all(map(operator.is_, args, old)):
             return call
         return _typed(call, args, call.ty)
 
@@ -89,9 +94,9 @@ class _Folder:
         if isinstance(expr, relax.Var):
             return self.now.get(expr, expr)
         if isinstance(expr, relax.Tuple):
-            fields = [self.current(field) for field in expr.fields]
-            changed = any(new is not old for new, old in zip(fields, expr.fields, strict=True))
-            return relax.Tuple(fields) if changed else expr
+            old = expr.fields[:]
+            fields = [self.current(field) for field in old]
+            return expr if all(map(operator.is_, fields, old)) else relax.Tuple(fields)
         if isinstance(expr, relax.TupleGetItem):
             source = self.current(expr.tuple_value)
             return expr if source is expr.tuple_value else relax.TupleGetItem(source, expr.index)
@@ -132,22 +137,20 @@ class _Folder:
 
     def bind_new(self, call: relax.Call) -> relax.Var:
         variable = relax.DataflowVar("narrow", call.ty)
-        shared = self.shared(variable, call)
+        shared = self.shared(variable, call, call.op.name)
         if isinstance(shared, relax.Var):
             return shared
         self.bindings.append(relax.VarBinding(variable, call))
         self.value_of[variable] = call
         return variable
 
-    def shared(self, variable: relax.Var, value: relax.Expr) -> relax.Expr:
+    def shared(self, variable: relax.Var, call: relax.Call, name: str) -> relax.Expr:
         """The variable that has this value already, where sharing it is allowed."""
-        if not isinstance(value, relax.Call) or not _may_share(value):
-            return value
-        key = _key_of(value)
+        key = _key_of(call, name) if _may_share(call, name) else None
         if key is None:
-            return value
+            return call
         first = self.known.setdefault(key, variable)
-        return value if first is variable else first
+        return call if first is variable else first
 
 
 def live_bindings(bindings: list[relax.VarBinding], result: relax.Expr) -> list[relax.VarBinding]:
@@ -165,18 +168,16 @@ def _variables(expr: relax.Expr) -> list[relax.Var]:
     if isinstance(expr, relax.Var):
         return [expr]
     if isinstance(expr, relax.Call):
-        return [var for argument in expr.args for var in _variables(argument)]
+        return [var for argument in expr.args[:] for var in _variables(argument)]
     if isinstance(expr, relax.Tuple):
-        return [var for field in expr.fields for var in _variables(field)]
+        return [var for field in expr.fields[:] for var in _variables(field)]
     if isinstance(expr, relax.TupleGetItem):
         return _variables(expr.tuple_value)
     return []
 
 
 def _typed(call: relax.Call, args: list[relax.Expr], ty: relax.Type) -> relax.Call:
-    new = relax.Call(call.op, args, call.attrs, list(call.ty_args), call.span)
-    relax.expr._update_type(new, ty)
-    return new
+    return relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ty)
 
 
 def _cast_like(call: relax.Call, source: relax.Expr, dtype: str) -> relax.Call:
@@ -192,28 +193,27 @@ def _cast_constant(constant: GenericConst, dtype: str) -> relax.Expr:
     return relax.const(constant.value.numpy().astype(dtype), dtype)
 
 
-def _may_share(call: relax.Call) -> bool:
-    if not isinstance(call.ty, relax.TensorType) or not isinstance(call.ty.shape, relax.ShapeExpr):
+def _may_share(call: relax.Call, name: str) -> bool:
+    type_ = call.ty
+    if not isinstance(type_, relax.TensorType) or not isinstance(type_.shape, relax.ShapeExpr):
         return False
-    if call.op.name in _VIEWS:
+    if name in _VIEWS:
         return True
-    dtype = str(call.ty.dtype)
-    if call.op.name in CASTS and dtype not in _WIDENS_TO.get(str(call.args[0].ty.dtype), ()):
-        return True
-    elements = math.prod(int(extent) for extent in call.ty.shape)
-    return elements * 8 <= _SHARED_NBYTES and call.op.name not in CASTS
+    if name in CASTS:
+        return str(type_.dtype) not in _WIDENS_TO.get(str(call.args[0].ty.dtype), ())
+    return math.prod(extents_of(type_)) * 8 <= _SHARED_NBYTES
 
 
-def _key_of(call: relax.Call) -> tuple[Any, ...] | None:
+def _key_of(call: relax.Call, name: str) -> tuple[Any, ...] | None:
     """What makes two calls equal; None where an argument is no variable, shape or scalar."""
-    parts: list[Any] = [call.op.name, str(call.attrs)]
-    for argument in call.args:
+    parts: list[Any] = [name, str(call.attrs)]
+    for argument in call.args[:]:
         if isinstance(argument, relax.Var):
             parts.append(argument)
         elif isinstance(argument, GenericConst) and not argument.ty.shape.values:
             parts.append((str(argument.ty.dtype), argument.value.numpy().tobytes()))
         elif isinstance(argument, relax.ShapeExpr):
-            parts.append(tuple(int(extent) for extent in argument.values))
+            parts.append(tuple([extent.value for extent in argument.values[:]]))
         else:
             return None
     return tuple(parts)
