@@ -123,7 +123,8 @@ class _Writer:
         dtype = slot.dtype if kind == "library" else slot.physical_dtype
         if slot.parameter is not None and dtype == slot.physical_dtype:
             return slot.parameter
-        base = slot.constant if slot.constant is not None else slot.parameter or self.arena
+        base = slot.parameter if slot.constant is None else slot.constant
+        base = self.arena if base is None else base
         key = (base, slot.offset_bytes, max(slot.size, 1), dtype)
         if key not in self.views:
             self.views[key] = self._make_view(*key)
