@@ -13,7 +13,9 @@ from amp_ir.passes.step_slots import Slot, Step, StepSlots
 _MAX_ROUNDS = 8
 
 
-def order_calls(program: StepSlots, outputs: Sequence[OutputSpec]) -> None:
+def order_calls(
+    program: StepSlots, outputs: Sequence[OutputSpec], *, behind_readers: bool = False
+) -> None:
     """Reorder `program.steps` so that less memory is held.
 
     Before:  a = big(x); ...; b = use(a)             g = gradient(); ...; p = update(p, g)
@@ -22,14 +24,16 @@ def order_calls(program: StepSlots, outputs: Sequence[OutputSpec]) -> None:
     A call whose results are larger than what it would keep alive moves down to their first reader;
     one that frees more than it makes moves up to its last argument. A move lowers the bytes held
     during every call that it passes, and is not made where the moved call itself would need more
-    than the peak.
+    than the peak. With `behind_readers` a call also moves up to behind the other readers of an
+    argument that then dies: what is read twice, and large, goes before the next such thing comes.
+    On the whole that is not better, so it is for where every byte counts.
 
     Requires: `program` as read; nothing is placed.
     Ensures:  values are written before they are read; a call that reads the old value of a state
               input stays before the call that makes the new one; the peak does not grow.
     """
     before, most = list(program.steps), LiveBytes(program, outputs).most
-    moves = _Moves(program, outputs)
+    moves = _Moves(program, outputs, behind_readers=behind_readers)
     for _ in range(_MAX_ROUNDS):
         if not moves.round():
             break
@@ -44,8 +48,11 @@ class _Moves:
     Bytes that a result takes over from an argument are counted twice here: no move depends on them.
     """
 
-    def __init__(self, program: StepSlots, outputs: Sequence[OutputSpec]) -> None:
+    def __init__(
+        self, program: StepSlots, outputs: Sequence[OutputSpec], *, behind_readers: bool
+    ) -> None:
         self.steps = program.steps
+        self.behind_readers = behind_readers
         live = LiveBytes(program, outputs)
         self.outside = live.outside
         self.order = list(range(len(self.steps)))
@@ -134,10 +141,17 @@ class _Moves:
 
     def _hoist(self, index: int) -> bool:
         start = self.place[index]
-        end = max((self.place[one] for one in self.before[index]), default=start - 1) + 1
+        earliest = max((self.place[one] for one in self.before[index]), default=start - 1) + 1
         made, dying = self._made(index), self._dying(index)
+        ends = {earliest}
+        if self.behind_readers:
+            ends |= {other + 1 for _, other in dying if other >= earliest}
+        return any(self._hoist_to(end, index, made, dying) for end in sorted(ends) if end < start)
+
+    def _hoist_to(self, end: int, index: int, made: int, dying: list[tuple[Slot, int]]) -> bool:
+        start = self.place[index]
         freed = sum(slot.nbytes for slot, other in dying if other < end)
-        if end >= start or freed <= made:
+        if freed <= made:
             return False
         pushed = self.order[end]
         needed = self.live[end] - self._made(pushed) - _scratch(self.steps[pushed]) + made

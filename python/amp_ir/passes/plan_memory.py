@@ -71,7 +71,7 @@ def _plan_within(
     plan: MemoryPlan,
     budget: int,
 ) -> tuple[_Planner, MemoryPlan]:
-    """The plan after running calls again until it needs at most `budget` bytes.
+    """The plan after moving calls, and running them again, until it needs at most `budget` bytes.
 
     What is alive at once may fit while its placement has gaps: then the target is lowered by them;
     and where the highest call cannot be lowered, the others are, which leaves fewer gaps.
@@ -79,6 +79,7 @@ def _plan_within(
     outside = plan.peak_bytes - plan.arena_bytes
     target = budget - outside
     least = plan
+    order_calls(program, outputs, behind_readers=True)
     again = Rematerialization(program, outputs)
     while True:
         is_reached = again.reach(target)
