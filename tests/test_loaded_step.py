@@ -31,12 +31,11 @@ from amp_ir.demo.workloads import WORKLOADS
 STEPS = 3
 # Runs a step in a process that has neither amp_ir nor Python's torch.
 RUNNER = """
-import ctypes, json, sys
+import json, sys
 sys.modules["torch"] = None  # tvm-ffi would import it for its own use
 import numpy as np
 
-path, steps, first, use, libraries = sys.argv[1:]
-kept = [ctypes.CDLL(file) for file in first.split(":") if file]
+path, steps, use, libraries = sys.argv[1:]
 from loaded_step import LoadedStep
 
 batch = dict(np.load("batch.npz"))
@@ -68,11 +67,11 @@ def write_batch(training: Any, mod: amp_ir.StepModule, folder: Path) -> None:
 
 
 def run_alone(
-    folder: Path, *, first: tuple[str, ...] = (), use: str = "", **environment: str
+    folder: Path, *, use: str = "", **environment: str
 ) -> tuple[list[list[float]], list[str], list[str]]:
     """The results of each step, and what of amp_ir, TVM and PyTorch was loaded."""
     shutil.copy(loaded_step.__file__, folder)
-    arguments = ["step.so", str(STEPS), ":".join(first), use, str(native.LIBRARY_DIRECTORY)]
+    arguments = ["step.so", str(STEPS), use, str(native.LIBRARY_DIRECTORY)]
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, *arguments],
         cwd=folder,
@@ -135,8 +134,8 @@ def test_a_step_for_a_gpu_runs_with_the_runtime_alone(name, amp_dtype):
         torch_cuda = fake_of(fake_torch_cuda) if needs_torch else None
         losses, modules, loaded = run_alone(
             folder,
-            first=device.stand_ins(),
             use=str(torch_cuda or ""),
+            LD_LIBRARY_PATH=str(device.stand_ins()),
             AMP_IR_CUBLASLT=str(cublaslt),
         )
         assert modules == [] and loaded == (["libtorch_cpu"] if needs_torch else [])

@@ -28,6 +28,7 @@ _kept: list[Any] = []
 class _StandIns:
     driver: ctypes.CDLL
     runtime: ctypes.CDLL
+    folder: Path
 
 
 @attrs.frozen
@@ -42,17 +43,16 @@ class Counters:
     graph_launches: int
 
 
-def start(folder: Path) -> None:
-    """Load the stand-ins and make TVM compile kernels for them; before TVM's CUDA runtime loads."""
+def start(folder: Path, driver: ctypes.CDLL, runtime: ctypes.CDLL) -> None:
+    """Make TVM compile kernels for the stand-ins, which `libraries.load` has loaded."""
     global _standins
-    driver = ctypes.CDLL(str(folder / libraries.DRIVER))
     driver.emulator_last_error.restype = ctypes.c_char_p
     driver.emulator_peak_nbytes.restype = ctypes.c_size_t
-    _standins = _StandIns(driver, ctypes.CDLL(str(folder / libraries.RUNTIME)))
+    _standins = _StandIns(driver, runtime, folder)
 
-    from amp_ir.cuda import driver
+    from amp_ir.cuda.driver import prepare_build
 
-    driver.prepare_build()
+    prepare_build()
 
     def compile_for_emulator(source: str) -> bytes:
         path = libraries.compile_kernels(source, folder)
@@ -62,10 +62,9 @@ def start(folder: Path) -> None:
     compilation_pipeline.register_tir_pipeline(_PIPELINE, _kernel_pipeline)
 
 
-def stand_ins() -> tuple[str, str]:
-    """The files of the stand-ins, for another process to load before TVM."""
-    loaded = _loaded()
-    return str(loaded.driver._name), str(loaded.runtime._name)
+def stand_ins() -> Path:
+    """The folder of the stand-ins, for another process to look for libraries in."""
+    return _loaded().folder
 
 
 def target() -> tvm.target.Target:

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import importlib.util
 import re
+import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 DRIVER = "libcuda.so.1"
-RUNTIME = "libcudart.so.13"
+# PyTorch with CUDA loads the real runtime under its real name, for which its own libraries ask. So
+# the stand-in has another, just as long, and a copy of TVM's library for CUDA asks for that.
+RUNTIME = "libcudaem.so.13"
+_REAL_RUNTIME = "libcudart.so.13"
+_OF_TVM = "tvm_runtime_cuda"
 _SHARED = ["g++", "-std=c++17", "-fPIC", "-shared", "-I", str(HERE / "include")]
 # Faults of a kernel are traps, which the emulator reports: see OnFault in threads.cc.
 _CHECKS = (
@@ -28,16 +36,40 @@ _MOST_DYNAMIC_NBYTES = 227 << 10
 
 
 def build(folder: Path) -> None:
-    """Compile both stand-ins into `folder`."""
+    """Compile both stand-ins into `folder`, and put TVM's library there that links to them."""
     driver = [str(HERE / name) for name in ("driver.cc", "threads.cc", "memory.cc")]
     # A jump out of a fiber is what fortified longjmp refuses.
     command = [*_SHARED, "-O2", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
     _run([*command, f"-Wl,-soname,{DRIVER}", *driver, "-o", str(folder / DRIVER), "-ldl"])
-    symbols = f"-Wl,--version-script,{HERE / 'runtime.map'}"
+    # A library's name is also that of its symbols' version.
+    symbols = folder / "runtime.map"
+    symbols.write_text(f"{RUNTIME} {{ global: cuda*; local: *; }};\n")
+    named = [f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script,{symbols}"]
     runtime = [str(HERE / "runtime.cc"), str(folder / DRIVER)]
-    _run(
-        [*command, f"-Wl,-soname,{RUNTIME}", symbols, *runtime, "-o", str(folder / RUNTIME)],
-    )
+    _run([*command, *named, *runtime, "-o", str(folder / RUNTIME)])
+    tvm = importlib.util.find_spec("tvm")
+    assert tvm is not None and tvm.origin is not None
+    file = f"lib{_OF_TVM}.so"
+    (folder / file).write_bytes(_renamed((Path(tvm.origin).parent / "lib" / file).read_bytes()))
+
+
+def load(folder: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """Load what `build` made, the driver's and the runtime's stand-in; before `import tvm`.
+
+    TVM then has its library for CUDA from `folder`, even where a driver is installed.
+    """
+    from tvm_ffi import libinfo
+
+    stand_ins = ctypes.CDLL(str(folder / DRIVER)), ctypes.CDLL(str(folder / RUNTIME))
+    load_library = libinfo.load_lib_ctypes
+
+    def load_lib_ctypes(package: str, target_name: str, *rest: Any, **options: Any) -> ctypes.CDLL:
+        if target_name == _OF_TVM:
+            return ctypes.CDLL(str(folder / f"lib{_OF_TVM}.so"))
+        return load_library(package, target_name, *rest, **options)
+
+    libinfo.load_lib_ctypes = load_lib_ctypes
+    return stand_ins
 
 
 def compile_kernels(source: str, folder: Path) -> Path:
@@ -75,3 +107,20 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[:8000]}")
+
+
+def _renamed(library: bytes) -> bytes:
+    """A library that links to RUNTIME instead of the real one: by name, and by the name's hash."""
+    for spell in (lambda name: b"\0" + name.encode() + b"\0", _elf_hash):
+        assert library.count(spell(_REAL_RUNTIME)) == 1
+        library = library.replace(spell(_REAL_RUNTIME), spell(RUNTIME))
+    return library
+
+
+def _elf_hash(name: str) -> bytes:
+    """The hash by which the linker looks a version up, as a file for x86-64 has it."""
+    value = 0
+    for byte in name.encode():
+        value = (value << 4) + byte
+        value = (value ^ (value & 0xF0000000) >> 24) & 0x0FFFFFFF
+    return struct.pack("<I", value)

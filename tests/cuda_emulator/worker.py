@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from cuda_emulator import device, libraries
+from cuda_emulator import libraries
 
 
 def main(descriptor: int) -> None:
@@ -22,7 +22,12 @@ def main(descriptor: int) -> None:
     connection = multiprocessing.connection.Connection(descriptor)
     with tempfile.TemporaryDirectory() as folder:
         libraries.build(Path(folder))
-        device.start(Path(folder))
+        stand_ins = libraries.load(Path(folder))
+
+        # It imports TVM.
+        from cuda_emulator import device
+
+        device.start(Path(folder), *stand_ins)
         while True:
             try:
                 module, name, arguments = connection.recv()
