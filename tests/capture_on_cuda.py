@@ -17,9 +17,12 @@ from pathlib import Path
 _torch = importlib.util.find_spec("torch")
 assert _torch is not None and _torch.origin is not None
 ctypes.CDLL(str(Path(_torch.origin).parent / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
-ctypes.CDLL(sys.argv[1])
+_device = ctypes.CDLL(sys.argv[1])
 
 import torch  # noqa: E402
+
+_device.amp_ir_use_fake_guard()
+
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import amp_ir  # noqa: E402

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lets a PyTorch without CUDA have tensors "on" a GPU that hold no data, as a capture has them.
+// Lets PyTorch have tensors "on" a GPU that hold no data, as a capture has them, without a GPU.
 //
-// Loaded before `import torch`, which asks once whether there is CUDA. Nothing can be computed.
+// Loaded before `import torch`, which asks once whether there is CUDA; `amp_ir_use_fake_guard` is
+// called after it, when a PyTorch with CUDA has put its own guard there. Nothing can be computed.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -41,10 +42,14 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kCuda> {
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
 };
 
-const c10::impl::DeviceGuardImplRegistrar registrar(kCuda, new Guard());
-
 }  // namespace
 
 namespace at {
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
+// Preferred to those of a PyTorch with CUDA, which register with the default priority.
+static RegistererCUDAHooksRegistry hooks("CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooksRegistry(),
+                                         RegistererCUDAHooksRegistry::DefaultCreator<Hooks>);
+}  // namespace at
+
+extern "C" void amp_ir_use_fake_guard() {
+  static const c10::impl::DeviceGuardImplRegistrar registrar(kCuda, new Guard());
 }

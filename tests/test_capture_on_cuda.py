@@ -15,8 +15,7 @@ import torch
 HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.skipif(
-    torch.version.cuda is not None or not sys.platform.startswith("linux"),
-    reason="a PyTorch with CUDA has devices of its own; test_gpu_steps.py captures on them",
+    not sys.platform.startswith("linux"), reason="the stand-in for a GPU is loaded as on Linux"
 )
 
 
