@@ -3,6 +3,9 @@
 # (Python 3.10+, a C++17 compiler, make) and do nothing twice.
 
 PYTHON ?= python3
+# The newest PyTorch that the package allows, with which all numbers in the documents were measured.
+# Another one: make test TORCH=2.11.0 VENV=.venv-2.11
+TORCH  ?= 2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
@@ -63,7 +66,7 @@ $(CREATED):
 	touch $@
 
 $(INSTALLED): requirements-dev.txt $(CREATED)
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt torch==$(TORCH)
 	touch $@
 
 # Installing the package editable also builds the libraries. Without isolation, so that they are
