@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,6 +170,21 @@ def test_attention_that_flash_attention_lacks_is_refused(fake, change):
         "expected bfloat16 or float16 [n, h, s, d], [n, h, t, d] twice, dense along d, a multiple "
         "of 8 up to 256, and s = t if causal"
     )
+
+
+def test_pytorch_has_every_function_that_is_looked_up():
+    """All of those for the CPU, and in a build with CUDA those for it too."""
+    source = Path(__file__).parents[1] / "src" / "kernels" / "torch_api.cc"
+    names = set(re.findall(r'"(aoti_torch_\w+)"', source.read_text()))
+    of_cuda = {name for name in names if "_cuda_" in name}
+    assert len(names) > 20 and len(of_cuda) == 8
+    folder = Path(torch.__path__[0]) / "lib"
+    libraries = {"libtorch_cpu.so": names - of_cuda}
+    if torch.version.cuda is not None:
+        libraries["libtorch_cuda.so"] = of_cuda
+    for file, expected in libraries.items():
+        library = ctypes.CDLL(str(folder / file))
+        assert [name for name in sorted(expected) if not hasattr(library, name)] == []
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has CUDA kernels")

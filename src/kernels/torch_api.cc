@@ -128,8 +128,10 @@ void UseCuda(const std::string& path) {
 
 void Check(const Api& api, Error error, const char* what) {
   if (error == 0) return;
-  TVM_FFI_THROW(RuntimeError) << "PyTorch's " << what << " failed"
-                              << (api.what != nullptr ? std::string(": ") + api.what() : "");
+  // Before 2.13 its functions write the reason to the standard error, and give only a number.
+  TVM_FFI_THROW(RuntimeError) << "PyTorch's " << what << " failed: "
+                              << (api.what != nullptr ? api.what()
+                                                      : "it says why on the standard error");
 }
 
 }  // namespace amp_ir::torch

@@ -4,7 +4,7 @@
 // The aoti_torch_* functions are plain C over opaque handles and keep their binary interface
 // between releases (torch/csrc/inductor/aoti_torch/c/shim.h says so). They are looked up in the
 // libraries that `import torch` has loaded. Source of the declarations: that header, and
-// generated/c_shim_{cpu,cuda}.h beside it, of PyTorch 2.13.
+// generated/c_shim_{cpu,cuda}.h beside it; the same in PyTorch 2.11, 2.12 and 2.13.
 #ifndef AMP_IR_KERNELS_TORCH_API_H_
 #define AMP_IR_KERNELS_TORCH_API_H_
 
@@ -28,7 +28,7 @@ struct Api {
   int32_t (*float32)();
   int32_t (*float16)();
   int32_t (*bfloat16)();
-  const char* (*what)();  // the last error's text; absent before torch 2.10
+  const char* (*what)();  // the last error's text; absent before torch 2.13
 
   Error (*mm)(Handle out, Handle, Handle);
   Error (*bmm)(Handle out, Handle, Handle);
