@@ -10,11 +10,13 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
+from tvm.relax import vm_build
 from tvm.tirx import compilation_pipeline
 
 from amp_ir import native
 from amp_ir.cuda import driver
 from amp_ir.executable import Executable
+from amp_ir.kernel_libraries import build_side_by_side
 from amp_ir.loaded_step import LAUNCH_ADDRESS, SET_LAUNCH
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.target import CompileTarget, cpu
@@ -37,11 +39,7 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
     which retypes a buffer that is read both as scalars and as vectors and then reads it wrongly.
     """
     transform = tirx.transform
-    if not all(_promises_no_alias(function) for function in mod.functions.values()):
-        # Code generation keeps one such flag for the whole module (TVM 0.27): a kernel that writes
-        # over its input next to one that promises not to would be compiled under that promise.
-        functions = {name: _may_alias(function) for name, function in mod.functions.items()}
-        mod = tvm.IRModule(functions, attrs=mod.attrs)
+    mod = _equally_careful(mod)
     passes = [
         transform.StmtSimplify(),
         transform.FlattenBuffer(),
@@ -60,6 +58,18 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
         transform.SkipAssert(),
     ]
     return tvm.transform.Sequential(passes)(mod)
+
+
+def _equally_careful(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with kernels of which all promise that no two arguments overlap, or none.
+
+    Code generation keeps one such flag for the whole module (TVM 0.27): a kernel that writes over
+    its input next to one that promises not to would be compiled under that promise.
+    """
+    if all(_promises_no_alias(function) for function in mod.functions.values()):
+        return mod
+    functions = {name: _may_alias(function) for name, function in mod.functions.items()}
+    return tvm.IRModule(functions, attrs=mod.attrs)
 
 
 def _promises_no_alias(function: Any) -> bool:
@@ -132,7 +142,14 @@ def compile_executable(
         driver.prepare_build()
     else:
         functions |= _launch_setter()
-    lowering = tvm.transform.Sequential(
+    pipeline = CUDA_PIPELINE if target.is_cuda else KERNEL_PIPELINE
+    ir = tvm.IRModule(functions)
+    with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
+        return relax.build(ir, built_for, relax_pipeline=_lower_main(), tir_pipeline=pipeline)
+
+
+def _lower_main() -> tvm.transform.Pass:
+    return tvm.transform.Sequential(
         [
             relax.transform.LowerRuntimeBuiltin(),
             relax.transform.ComputePrimValue(),
@@ -140,10 +157,41 @@ def compile_executable(
             relax.transform.AttachGlobalSymbol(),
         ]
     )
-    pipeline = CUDA_PIPELINE if target.is_cuda else KERNEL_PIPELINE
-    ir = tvm.IRModule(functions)
+
+
+def _compile_in_memory(
+    step: PlannedStep, target: CompileTarget, *, opt_level: int
+) -> relax.VMExecutable:
+    """As `compile_executable`, for this CPU, with the kernels in several libraries.
+
+    They cannot be exported: each has its own copy of what a shared library has once.
+    """
+    native.load()
     with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
-        return relax.build(ir, built_for, relax_pipeline=lowering, tir_pipeline=pipeline)
+        ir = _lower_main()(step.ir)
+        builder = relax.ExecBuilder()
+        kernels = vm_build._filter_tir(vm_build._vmcodegen(builder, ir, "bytecode"))
+        libraries = build_side_by_side(
+            {} if kernels is None else dict(_equally_careful(kernels).functions),
+            KERNEL_PIPELINE,
+            built_for,
+            opt_level=opt_level,
+            of_all=_launch_setter,
+        )
+        first, *others = libraries
+        for library in libraries:
+            _use_openmp(library)
+        for library in others:
+            first.import_module(library)
+        linked = vm_build._ffi_api.VMLink(builder, built_for, first, [], {})
+        return relax.VMExecutable(linked)
+
+
+def _use_openmp(library: tvm.runtime.Module) -> None:
+    """Let a library's parallel loops run on OpenMP's threads, where the native part is built."""
+    if native.has(LAUNCH_ADDRESS):
+        address = native.function(LAUNCH_ADDRESS)()
+        library.get_function(SET_LAUNCH)(ctypes.c_void_p(address))
 
 
 def build(
@@ -160,13 +208,10 @@ def build(
     started = time.perf_counter()
     target = target or cpu()
     kernels = sum(isinstance(f, tirx.PrimFunc) for f in step.ir.functions.values())
-    executable = compile_executable(step, target, opt_level=opt_level)
+    compiled = compile_executable if target.is_cuda else _compile_in_memory
+    executable = compiled(step, target, opt_level=opt_level)
     tvm_device = tvm.device(str(device))
     vm = relax.VirtualMachine(executable, tvm_device)
-    if not target.is_cuda and native.has(LAUNCH_ADDRESS):
-        address = native.function(LAUNCH_ADDRESS)()
-        set_launch = vm.module.get_function(SET_LAUNCH, query_imports=True)
-        set_launch(ctypes.c_void_p(address))
     seconds = time.perf_counter() - started
     return Executable(vm, tvm_device, kernels, seconds, executable)
 

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels to machine code on all cores: LLVM takes most of the seconds, and holds no lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import tvm
+from tvm import tirx
+
+Functions = Mapping[tvm.ir.GlobalVar, tirx.PrimFunc]
+# Kernels that make a library of their own worth its few milliseconds.
+_LEAST_KERNELS = 4
+
+
+def build_side_by_side(
+    kernels: Functions,
+    pipeline: str,
+    target: tvm.target.Target,
+    *,
+    opt_level: int,
+    of_all: Callable[[], Functions],
+) -> list[tvm.runtime.Module]:
+    """Build libraries of `kernels` by PyTorch's number of threads, each a part, for a CPU.
+
+    Each library also gets the functions that `of_all` makes. Machine code is made at once, not at
+    the first call, which would be by one thread.
+    """
+    count = max(1, min(torch.get_num_threads(), len(kernels) // _LEAST_KERNELS))
+    items = list(kernels.items())
+
+    def build(part: int) -> tvm.runtime.Module:
+        # Neighbours are alike, so every count-th is as much work as the next part's.
+        own = dict(items[part::count])
+        extra = dict(of_all())
+        # Contexts of TVM are a thread's own.
+        with tvm.transform.PassContext(opt_level=opt_level), target:
+            library = tvm.tirx.build(tvm.IRModule(own | extra), target=target, pipeline=pipeline)
+        library.get_function(next(iter(extra)).name_hint)
+        return library
+
+    if count == 1:
+        return [build(0)]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(build, range(count)))
