@@ -51,6 +51,7 @@ from amp_ir.loops.share_kernels import share_kernels
 from amp_ir.machine import measure_peaks
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
+from amp_ir.passes.accumulate_products import accumulate_products
 from amp_ir.passes.call_cost import flop_of_calls
 from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
@@ -182,6 +183,7 @@ def lower(
             # From here on heavy ops are library calls, opaque to fusion.
             # Those that add a bias round once, so casts around the sum fold away.
             ir = pack_operands(fold_casts(_dispatched(ir, target, own_log)), log=own_log)
+            ir = accumulate_products(ir, mod.signature.outputs, log=own_log)
         with _timed(seconds, "fuse"):
             # From here on there are kernels, and low precision exists only in memory.
             ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)

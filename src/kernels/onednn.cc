@@ -7,6 +7,7 @@
 #include "lent_scratch.h"
 #include "onednn_ops.h"
 #include "onednn_plan.h"
+#include "widen.h"
 
 namespace {
 
@@ -43,6 +44,58 @@ void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
   amp_ir::Epilogue finish = amp_ir::ParseEpilogue(kName, epilogue);
   amp_ir::CheckMatmul(kName, left, right, shift_or_null, result);
   Guard(kName, [&] { amp_ir::onednn::Matmul(left, right, shift_or_null, result, finish); });
+}
+
+// The number in a tensor of one; null where there is none.
+const float* Factor(const char* name, const ffi::Optional<ffi::TensorView>& factor) {
+  if (!factor.has_value()) return nullptr;
+  if (!amp_ir::IsFloat((*factor).dtype(), 32) || (*factor).numel() != 1) {
+    TVM_FFI_THROW(TypeError) << "amp_ir.onednn.matmul_accumulate: " << name << " has "
+                             << (*factor).numel() << " elements of "
+                             << std::string(ffi::DLDataTypeToString((*factor).dtype()))
+                             << "; expected one float32";
+  }
+  return reinterpret_cast<const float*>(static_cast<const char*>((*factor).data_ptr()) +
+                                        (*factor).byte_offset());
+}
+
+// out = beta * c + alpha * (a @ b + bias); `c` lies as `out` does, and may be it. The epilogue is
+// "none": where it stands, the other matmuls have theirs.
+void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const ffi::TensorView& c,
+                      const ffi::Optional<ffi::TensorView>& bias,
+                      const ffi::Optional<ffi::TensorView>& alpha,
+                      const ffi::Optional<ffi::TensorView>& beta, const ffi::Shape& a_dims,
+                      const ffi::Shape& a_strides, const ffi::Shape& b_dims,
+                      const ffi::Shape& b_strides, const ffi::Shape& out_dims,
+                      const ffi::Shape& out_strides, const ffi::String& epilogue,
+                      const ffi::TensorView& out) {
+  constexpr const char* kName = "amp_ir.onednn.matmul_accumulate";
+  if (epilogue != "none") {
+    TVM_FFI_THROW(ValueError) << kName << ": epilogue \"" << std::string(epilogue)
+                              << "\"; expected none, since nothing is done to a sum";
+  }
+  StridedTensor left = MakeStrided(kName, "a", a, a_dims, a_strides);
+  StridedTensor right = MakeStrided(kName, "b", b, b_dims, b_strides);
+  StridedTensor before = MakeStrided(kName, "c", c, out_dims, out_strides);
+  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  StridedTensor shift;
+  if (bias.has_value()) {
+    shift = MakeStrided(kName, "bias", *bias, (*bias).shape(), (*bias).strides());
+  }
+  const StridedTensor* shift_or_null = bias.has_value() ? &shift : nullptr;
+  if (!amp_ir::IsFloat(before.dtype, 32) || !amp_ir::IsFloat(result.dtype, 32)) {
+    TVM_FFI_THROW(TypeError) << kName << ": c is "
+                             << std::string(ffi::DLDataTypeToString(before.dtype)) << " and out is "
+                             << std::string(ffi::DLDataTypeToString(result.dtype))
+                             << "; expected float32, in which sums are accumulated";
+  }
+  amp_ir::CheckMatmul(kName, left, right, shift_or_null, result);
+  const float *product = Factor("alpha", alpha), *total = Factor("beta", beta);
+  const bool is_query = amp_ir::ScratchQuery::Current() != nullptr;
+  if (before.data != result.data && !is_query) amp_ir::ConvertStrided(before, result);
+  Guard(kName, [&] {
+    amp_ir::onednn::MatmulAccumulate(left, right, shift_or_null, product, total, result);
+  });
 }
 
 // Raw bytes that hold a packed matrix.
@@ -213,6 +266,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   refl::GlobalDef()
       .def("amp_ir.onednn.matmul", Matmul)
+      .def("amp_ir.onednn.matmul_accumulate", MatmulAccumulate)
       .def("amp_ir.onednn.packed_nbytes", PackedBytes)
       .def("amp_ir.onednn.pack", Pack)
       .def("amp_ir.onednn.matmul_packed", MatmulPacked)

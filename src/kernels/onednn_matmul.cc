@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
+#include <utility>
 
 #include "batched_matrices.h"
+#include "lent_scratch.h"
 #include "onednn_ops.h"
 #include "onednn_plan.h"
 #include "widen.h"
@@ -32,22 +35,51 @@ constexpr int64_t kAliasedColumns = 1024, kAliasedRows = 128;
 // result (1024 x 30522 x 768 in float32 5.9 MiB, 1024 x 16384 x 4096 18.0).
 constexpr int64_t kGemmRows = 512, kGemmTerms = 16384, kGemmBytesPerExtent = 3700;
 
+// Where a product is (alpha / beta) times itself for a while, up to this factor: a product of 1e32
+// does not overflow by it. Beyond, what lies at `out` is multiplied first, in a pass of its own.
+constexpr float kMostRatio = 1e6F;
+
+// What is done with the product beside what lies at `out`; see PostOps.
+struct Accumulation {
+  bool is_on = false, scales_product = false, scales_total = false;
+};
+
 struct Problem : BatchedMatrices {
   std::optional<StridedTensor> bias;
   Epilogue epilogue = Epilogue::kNone;
   // How oneDNN laid `b` out, whose strides then mean nothing.
   std::optional<dnnl::memory::desc> layout_of_b;
+  Accumulation accumulation;
 };
 
-dnnl::primitive_attr Attributes(Epilogue epilogue) {
+// One number as oneDNN's post-ops multiply a result of this rank by it.
+dnnl::memory::desc DescribeFactor(int rank) {
+  return dnnl::memory::desc(dnnl::memory::dims(rank, 1), dnnl::memory::data_type::f32,
+                            dnnl::memory::dims(rank, 1));
+}
+
+// oneDNN's own factor of a sum is part of the primitive: a step size that changes would make a new
+// one each time, a millisecond. So out = beta * (out + (alpha / beta) * product).
+dnnl::post_ops PostOps(const Problem& problem, bool sums) {
+  dnnl::post_ops ops;
+  if (problem.epilogue != Epilogue::kNone) {
+    ops.append_eltwise(problem.epilogue == Epilogue::kRelu   ? dnnl::algorithm::eltwise_relu
+                       : problem.epilogue == Epilogue::kGelu ? dnnl::algorithm::eltwise_gelu_erf
+                                                             : dnnl::algorithm::eltwise_gelu_tanh,
+                       0.F, 0.F);
+  }
+  if (!sums) return ops;
+  const dnnl::memory::desc factor = DescribeFactor(problem.out.rank);
+  const Accumulation& sum = problem.accumulation;
+  if (sum.scales_product) ops.append_binary(dnnl::algorithm::binary_mul, factor);
+  ops.append_sum(1.F);
+  if (sum.scales_total) ops.append_binary(dnnl::algorithm::binary_mul, factor);
+  return ops;
+}
+
+dnnl::primitive_attr Attributes(const dnnl::post_ops& ops) {
   dnnl::primitive_attr attr;
   attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
-  if (epilogue == Epilogue::kNone) return attr;
-  dnnl::post_ops ops;
-  ops.append_eltwise(epilogue == Epilogue::kRelu   ? dnnl::algorithm::eltwise_relu
-                     : epilogue == Epilogue::kGelu ? dnnl::algorithm::eltwise_gelu_erf
-                                                   : dnnl::algorithm::eltwise_gelu_tanh,
-                     0.F, 0.F);
   attr.set_post_ops(ops);
   return attr;
 }
@@ -70,9 +102,9 @@ using PrimitiveDesc = dnnl::matmul::primitive_desc;
 
 PrimitiveDesc Create(const dnnl::memory::desc& a, const dnnl::memory::desc& b,
                      const std::optional<dnnl::memory::desc>& bias, const dnnl::memory::desc& out,
-                     Epilogue epilogue) {
+                     const dnnl::post_ops& ops) {
   constexpr bool kAllowEmpty = true;
-  const dnnl::primitive_attr attr = Attributes(epilogue);
+  const dnnl::primitive_attr attr = Attributes(ops);
   if (bias) return {CpuEngine(), a, b, *bias, out, attr, kAllowEmpty};
   return {CpuEngine(), a, b, out, attr, kAllowEmpty};
 }
@@ -154,6 +186,9 @@ class PlanBuilder {
     const bool direct = IsFloat(out.dtype, 32) || SameDtype(out.dtype, compute);
     out_ = direct ? Operand{plan_->AddArgument(3, Describe(out)), out}
                   : Scratch(DenseLike(out, kFloat32));
+    const dnnl::memory::desc factor = DescribeFactor(out.rank);
+    if (problem_.accumulation.scales_product) factor_ = plan_->AddArgument(4, factor);
+    if (problem_.accumulation.scales_total) total_ = plan_->AddArgument(5, factor);
     Multiply();
     if (!direct) {
       plan_->AddConversion(out_.id, out_.view, plan_->AddArgument(3, Describe(out)), out);
@@ -207,13 +242,13 @@ class PlanBuilder {
     const bool swaps = IsColumnMajor(out_.view) && !bias_ && !b_.layout;
     if (swaps && TryMultiply(Swap(b_), Swap(a_), Swap(out_))) return;
     if (TryMultiplyCopies()) return;
-    if (TryMultiply(a_, b_, out_)) return;
+    if (TryMultiply(a_, b_, out_) || TryMultiplyAside()) return;
     // Some layout has no fast implementation; plain row-major operands always have one.
     a_ = Densify(a_);
     b_ = Densify(b_);
-    if (TryMultiply(a_, b_, out_)) return;
+    if (TryMultiply(a_, b_, out_) || TryMultiplyAside()) return;
     Operand dense = Scratch(RowMajor(out_.view));
-    if (!TryMultiply(a_, b_, dense)) {
+    if (sums_ || !TryMultiply(a_, b_, dense)) {
       TVM_FFI_THROW(RuntimeError) << "oneDNN has no matmul for " << DimsToString(a_.view) << " @ "
                                   << DimsToString(b_.view);
     }
@@ -221,11 +256,24 @@ class PlanBuilder {
     plan_->AddNote("+reorder_out");
   }
 
+  // The product in memory of its own, then the sum: CPUs without avx512 have no primitive for both.
+  bool TryMultiplyAside() {
+    if (!sums_) return false;
+    Operand dense = Scratch(RowMajor(out_.view));
+    sums_ = false;
+    const bool is_done = TryMultiply(a_, b_, dense);
+    sums_ = !is_done;
+    if (!is_done) return false;
+    plan_->AddSum(dense.id, dense.view, out_.id, out_.view, factor_, total_);
+    plan_->AddNote("+sum");
+    return true;
+  }
+
   PrimitiveDesc PrimitiveFor(const dnnl::memory::desc& a, const dnnl::memory::desc& b,
                              const StridedTensor& out) {
     std::optional<dnnl::memory::desc> bias;
     if (bias_) bias = DescribeBias(bias_->view, out.rank);
-    return Create(a, b, bias, Describe(out), problem_.epilogue);
+    return Create(a, b, bias, Describe(out), PostOps(problem_, sums_));
   }
 
   bool TryMultiply(const Operand& a, const Operand& b, const Operand& out) {
@@ -270,10 +318,17 @@ class PlanBuilder {
     return packed;
   }
 
+  static int FactorArgument(int position) {
+    return DNNL_ARG_ATTR_MULTIPLE_POST_OP(position) | DNNL_ARG_SRC_1;
+  }
+
   bool AddMatmul(const PrimitiveDesc& pd, Plan::Id a, Plan::Id b, Plan::Id out) {
     std::vector<std::pair<int, Plan::Id>> args{
         {DNNL_ARG_SRC, a}, {DNNL_ARG_WEIGHTS, b}, {DNNL_ARG_DST, out}};
     if (bias_) args.emplace_back(DNNL_ARG_BIAS, bias_->id);
+    // The post-ops: a factor, the sum, a factor; either factor may be missing.
+    if (sums_ && factor_ >= 0) args.emplace_back(FactorArgument(0), factor_);
+    if (sums_ && total_ >= 0) args.emplace_back(FactorArgument(factor_ >= 0 ? 2 : 1), total_);
     plan_->AddPrimitive(dnnl::matmul(pd), pd.scratchpad_desc(), args);
     plan_->AddNote(std::string("matmul ") + pd.impl_info_str());
     return true;
@@ -283,6 +338,10 @@ class PlanBuilder {
   std::shared_ptr<Plan> plan_ = std::make_shared<Plan>();
   Operand a_, b_, out_;
   std::optional<Operand> bias_;
+  // Numbers to multiply by; -1: none.
+  Plan::Id factor_ = -1, total_ = -1;
+  // Whether the primitive adds to what lies at its result.
+  bool sums_ = problem_.accumulation.is_on;
 };
 
 // How oneDNN lays out `b` [k, n] for its matmuls, whatever the number of their rows; nothing where
@@ -294,7 +353,7 @@ std::optional<dnnl::memory::desc> LayoutOfPacked(const StridedTensor& b, int64_t
                                 dnnl::memory::format_tag::ab);
   const dnnl::memory::desc out({kRows, b.dims[1]}, dnnl::memory::data_type::f32,
                                dnnl::memory::format_tag::ab);
-  PrimitiveDesc pd = Create(rows, AnyLayout(b), std::nullopt, out, Epilogue::kNone);
+  PrimitiveDesc pd = Create(rows, AnyLayout(b), std::nullopt, out, {});
   if (!IsUsable(pd)) return std::nullopt;
   const dnnl::memory::desc layout = pd.weights_desc();
   const bool fits = layout.get_size() <= static_cast<size_t>(nbytes);
@@ -316,32 +375,64 @@ std::shared_ptr<const Plan> BuildPack(const StridedTensor& b, int64_t nbytes) {
   return plan;
 }
 
+// The numbers that post-ops multiply by.
+struct Factors {
+  float product = 1.F, total = 1.F;
+};
+
 // One product by the plan for it; `packed_nbytes`: how many bytes hold a packed b, 0 where b lies
 // as its strides say.
-void Run(Operation operation, const StridedTensor& a, const StridedTensor& b, int64_t packed_nbytes,
-         const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue) {
-  if (out.numel() == 0) return;
-  Problem problem{{a, b, out}, std::nullopt, epilogue, std::nullopt};
-  if (bias != nullptr) problem.bias = *bias;
+void Run(Operation operation, Problem problem, int64_t packed_nbytes, Factors factors = {}) {
+  if (problem.out.numel() == 0) return;
+  const Accumulation& sum = problem.accumulation;
   PlanKey key = OperationKey(operation);
   key.Add(packed_nbytes);
-  key.Add(static_cast<int64_t>(epilogue));
+  key.Add(static_cast<int64_t>(problem.epilogue));
+  key.Add(sum.is_on | sum.scales_product << 1 | sum.scales_total << 2);
   key.Add(problem.a);
   key.Add(problem.b);
   key.Add(problem.out);
-  if (bias != nullptr) key.Add(*bias);
+  if (problem.bias) key.Add(*problem.bias);
   auto plan = CachedPlan(key, [&] {
-    if (packed_nbytes > 0) problem.layout_of_b = LayoutOfPacked(b, packed_nbytes);
+    if (packed_nbytes > 0) problem.layout_of_b = LayoutOfPacked(problem.b, packed_nbytes);
     return PlanBuilder(problem).Build();
   });
-  plan->Run({a.data, b.data, bias != nullptr ? bias->data : nullptr, out.data});
+  plan->Run({problem.a.data, problem.b.data, problem.bias ? problem.bias->data : nullptr,
+             problem.out.data, &factors.product, &factors.total});
+}
+
+Problem MakeProblem(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
+                    const StridedTensor& out) {
+  Problem problem{{a, b, out}, std::nullopt, Epilogue::kNone, std::nullopt, {}};
+  if (bias != nullptr) problem.bias = *bias;
+  return problem;
 }
 
 }  // namespace
 
 void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
             const StridedTensor& out, Epilogue epilogue) {
-  Run(kMatmul, a, b, 0, bias, out, epilogue);
+  Problem problem = MakeProblem(a, b, bias, out);
+  problem.epilogue = epilogue;
+  Run(kMatmul, problem, 0);
+}
+
+void MatmulAccumulate(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
+                      const float* alpha, const float* beta, const StridedTensor& out) {
+  Problem problem = MakeProblem(a, b, bias, out);
+  problem.accumulation = {true, alpha != nullptr || beta != nullptr, beta != nullptr};
+  if (ScratchQuery::Current() != nullptr) return Run(kMatmul, problem, 0);
+  Factors factors{alpha != nullptr ? *alpha : 1.F, beta != nullptr ? *beta : 1.F};
+  if (beta != nullptr) {
+    const float ratio = factors.product / factors.total;
+    if (std::abs(ratio) <= kMostRatio) {
+      factors.product = ratio;
+    } else {
+      AddStrided(out, 0.F, factors.total, out);
+      factors.total = 1.F;
+    }
+  }
+  Run(kMatmul, problem, 0, factors);
 }
 
 int64_t PackedBytes(const StridedTensor& b) {
@@ -360,7 +451,9 @@ void Pack(const StridedTensor& b, void* packed, int64_t nbytes) {
 
 void MatmulPacked(const StridedTensor& a, const StridedTensor& b, int64_t nbytes,
                   const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue) {
-  Run(kMatmulPacked, a, RowMajor(b), nbytes, bias, out, epilogue);
+  Problem problem = MakeProblem(a, RowMajor(b), bias, out);
+  problem.epilogue = epilogue;
+  Run(kMatmulPacked, problem, nbytes);
 }
 
 }  // namespace amp_ir::onednn

@@ -12,6 +12,11 @@ namespace amp_ir::onednn {
 void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
             const StridedTensor& out, Epilogue epilogue);
 
+// out = beta * out + alpha * (a @ b + bias), all in float32 but a and b, which have any of the
+// dtypes; a factor that is null is 1.
+void MatmulAccumulate(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
+                      const float* alpha, const float* beta, const StridedTensor& out);
+
 // Bytes for a copy of b [k, n] as oneDNN would have it for its matmuls, enough for a plain one too;
 // 0 where it would have it plain.
 int64_t PackedBytes(const StridedTensor& b);

@@ -110,6 +110,12 @@ void Plan::AddConversion(Id from_id, const StridedTensor& from, Id to_id, const 
   steps_.push_back({dnnl::primitive(), {{0, from_id}, {1, to_id}}, from, to});
 }
 
+void Plan::AddSum(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to,
+                  Id factor, Id total) {
+  steps_.push_back(
+      {dnnl::primitive(), {{0, from_id}, {1, to_id}, {2, factor}, {3, total}}, from, to});
+}
+
 void Plan::AddReorder(Id from, Id to) {
   dnnl::primitive_attr attr;
   attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
@@ -133,7 +139,12 @@ void Plan::Run(const std::vector<void*>& arguments) const {
       StridedTensor from = step.from, to = step.to;
       from.data = pointer(step.args[0].second);
       to.data = pointer(step.args[1].second);
-      ConvertStrided(from, to);
+      if (step.args.size() == 2) {
+        ConvertStrided(from, to);
+        continue;
+      }
+      auto number = [&](Id id) { return id < 0 ? 1.F : *static_cast<float*>(pointer(id)); };
+      AddStrided(from, number(step.args[2].second), number(step.args[3].second), to);
       continue;
     }
     std::vector<dnnl::memory> memories;

@@ -47,6 +47,10 @@ class Plan {
   // `from` and `to` give dims, strides and dtypes; their data pointers are ignored.
   void AddConversion(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to);
   void AddReorder(Id from, Id to);
+  // to = total * (to + factor * from), where `factor` and `total` are float32 arguments or -1,
+  // for 1.
+  void AddSum(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to, Id factor,
+              Id total);
   void AddNote(const std::string& text) { implementation_ += text; }
 
   void Run(const std::vector<void*>& arguments) const;
@@ -63,7 +67,7 @@ class Plan {
     size_t scratch_offset;  // bytes
   };
   struct Step {
-    dnnl::primitive primitive;  // empty: a conversion from args[0] to args[1]
+    dnnl::primitive primitive;  // empty: a conversion from args[0] to args[1], or with 4 a sum
     std::vector<std::pair<int, Id>> args;
     StridedTensor from, to;
   };

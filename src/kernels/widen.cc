@@ -149,6 +149,9 @@ Conversion KindOf(DLDataType from, DLDataType to) {
   return up ? Conversion::kFloat16Up : Conversion::kFloat16Down;
 }
 
+// Elements a task: some microseconds, and divides one long row.
+constexpr int64_t kBlock = 16384;
+
 // One loop of the copy, outermost first.
 struct Loop {
   int64_t extent, from_stride, to_stride;
@@ -187,7 +190,6 @@ void ConvertStrided(const StridedTensor& from, const StridedTensor& to) {
   loops.pop_back();
   int64_t rows = 1;
   for (const Loop& loop : loops) rows *= loop.extent;
-  constexpr int64_t kBlock = 16384;  // elements a task: some microseconds, and divides one long row
   const int64_t blocks = (row.extent + kBlock - 1) / kBlock;
   const char* from_data = static_cast<const char*>(from.data);
   char* to_data = static_cast<char*>(to.data);
@@ -203,6 +205,38 @@ void ConvertStrided(const StridedTensor& from, const StridedTensor& to) {
     ConvertRow(kind, from_data + from_element * (from.dtype.bits / 8), row.from_stride,
                to_data + to_element * (to.dtype.bits / 8), row.to_stride,
                std::min(kBlock, row.extent - begin));
+  }
+}
+
+void AddStrided(const StridedTensor& from, float factor, float total, const StridedTensor& to) {
+  if (from.numel() == 0) return;
+  std::vector<Loop> loops = JoinedLoops(from, to);
+  const Loop row = loops.back();
+  loops.pop_back();
+  int64_t rows = 1;
+  for (const Loop& loop : loops) rows *= loop.extent;
+  const float* from_data = static_cast<const float*>(from.data);
+  float* to_data = static_cast<float*>(to.data);
+#pragma omp parallel for schedule(static) collapse(2)
+  for (int64_t line = 0; line < rows; ++line) {
+    for (int64_t begin = 0; begin < row.extent; begin += kBlock) {
+      const float* x = from_data + begin * row.from_stride;
+      float* y = to_data + begin * row.to_stride;
+      int64_t index = line;
+      for (size_t i = loops.size(); i-- > 0; index /= loops[i].extent) {
+        x += index % loops[i].extent * loops[i].from_stride;
+        y += index % loops[i].extent * loops[i].to_stride;
+      }
+      const int64_t count = std::min(kBlock, row.extent - begin);
+      if (row.from_stride == 1 && row.to_stride == 1) {
+        for (int64_t i = 0; i < count; ++i) y[i] = total * (y[i] + factor * x[i]);
+      } else {
+        for (int64_t i = 0; i < count; ++i) {
+          float& sum = y[i * row.to_stride];
+          sum = total * (sum + factor * x[i * row.from_stride]);
+        }
+      }
+    }
   }
 }
 

@@ -15,6 +15,9 @@ namespace amp_ir {
 // dims of both are dense, else a scalar loop.
 void ConvertStrided(const StridedTensor& from, const StridedTensor& to);
 
+// to = total * (to + factor * from), element by element, all in float32; both have the same dims.
+void AddStrided(const StridedTensor& from, float factor, float total, const StridedTensor& to);
+
 // The strides that `t`'s dims would have without gaps, in the order of its present strides.
 StridedTensor DenseLike(const StridedTensor& t, DLDataType dtype);
 

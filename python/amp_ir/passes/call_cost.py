@@ -50,7 +50,7 @@ def library_flop(name: str, arguments: list[Any]) -> int:
     verb = name.rpartition(".")[2]
     if verb == "pack":
         return 0
-    if verb in ("matmul", "matmul_packed"):
+    if verb in ("matmul", "matmul_accumulate", "matmul_packed"):
         # The last two are the dims and strides of the result.
         return 2 * math.prod(shapes[-2]) * shapes[0][-1]
     first, _, second, _, out = shapes[:5]

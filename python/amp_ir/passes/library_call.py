@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import tvm
 from tvm import relax
 
+# The position of the argument that a library function may write its result over.
+WRITTEN_OVER = {"amp_ir.onednn.matmul_accumulate": 2}
+
 
 def library_call(
     name: str, arguments: list[relax.Expr], type_: relax.Type, span: tvm.ir.Span | None

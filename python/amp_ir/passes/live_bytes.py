@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from amp_ir.module import OutputSpec
+from amp_ir.passes.overwritten_state import overwrites_of
 from amp_ir.passes.step_slots import Slot, Step, StepSlots
 
 
@@ -38,7 +39,7 @@ class LiveBytes:
         self.steps = program.steps
         self.uses: dict[int, Uses] = {}
         self._read(program)
-        self.outside = self._outside_of_arena(program, outputs)
+        self.outside = set(overwrites_of(program, outputs).output_of)
         self.at = self._count()
 
     @property
@@ -64,25 +65,6 @@ class LiveBytes:
         for slot in program.results:
             if id(slot) in self.uses:
                 self.uses[id(slot)].ends = len(self.steps)
-
-    def _outside_of_arena(self, program: StepSlots, outputs: Sequence[OutputSpec]) -> set[int]:
-        """Slots that are written where they belong, because nothing reads the old value later."""
-        found: set[int] = set()
-        for spec, slot in zip(outputs, program.results, strict=True):
-            if slot.is_in_arena and id(slot) not in found:
-                target = None if spec.updates is None else program.inputs[spec.updates]
-                if target is None or (target.nbytes == slot.nbytes and self._is_over(slot, target)):
-                    found.add(id(slot))
-        return found
-
-    def _is_over(self, slot: Slot, target: Slot) -> bool:
-        written, reads = self.uses[id(slot)].written, self.uses[id(target)].reads
-        if any(position > written for position in reads):
-            return False
-        step = self.steps[written]
-        output = next(k for k, one in enumerate(step.results) if one is slot)
-        allowed = {source for result, source in step.inplace_pairs() if result == output}
-        return all(k in allowed for k, one in enumerate(step.arguments) if one is target)
 
     def _count(self) -> np.ndarray:
         changes = np.zeros(len(self.steps) + 2, dtype=np.int64)
@@ -114,13 +96,8 @@ class LiveBytes:
 
 
 def updates_of(program: StepSlots, outputs: Sequence[OutputSpec]) -> dict[int, int]:
-    """For each input that the step overwrites, by id of its slot, the position of the writer."""
-    writers = {id(slot): k for k, step in enumerate(program.steps) for slot in step.results}
-    return {
-        id(program.inputs[spec.updates]): writers[id(slot)]
-        for spec, slot in zip(outputs, program.results, strict=True)
-        if spec.updates is not None and id(slot) in writers
-    }
+    """For each input that the step overwrites, by id of its slot, the first call to do so."""
+    return overwrites_of(program, outputs).since
 
 
 def _each(slots: Iterable[Slot]) -> list[Slot]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from amp_ir.location import Location, from_span
 from amp_ir.memory_plan import ROLE_OF_STATE, MemoryRole, PlannedCall, PlannedValue
 from amp_ir.module import InputSpec, OutputSpec, Role
+from amp_ir.passes.library_call import WRITTEN_OVER
 from amp_ir.passes.library_scratch import with_scratch
 from amp_ir.passes.step_slots import Slot, Step, StepSlots
 from amp_ir.passes.write_planned import Destinations, copy_symbol
@@ -101,6 +102,12 @@ def _resident(slot: Slot, role: Role, last: int) -> PlannedValue:
     return PlannedValue(name, "", Location(), held_as, slot.dtype, slot.nbytes, 0, last)
 
 
+def _phases_of_read(step: Step) -> set[str]:
+    """The phases in which a call reads; what a product is computed from, the update does not."""
+    makes_gradient = step.symbol in WRITTEN_OVER and "backward" in step.phases
+    return {"backward"} if makes_gradient else step.phases
+
+
 class _Roles:
     """The role of a value in the arena: by the phases that write and read it."""
 
@@ -110,9 +117,8 @@ class _Roles:
         self.parameters = {id(slot) for slot in program.inputs if slot.op == Role.PARAMETER.value}
         for step in program.steps:
             self.written_by |= {id(slot): step for slot in step.results}
-            phases = step.phases
             for slot in step.reads:
-                self.read_in.setdefault(id(slot), set()).update(phases)
+                self.read_in.setdefault(id(slot), set()).update(_phases_of_read(step))
 
     def of(self, slot: Slot) -> MemoryRole:
         """Why the slot is held."""

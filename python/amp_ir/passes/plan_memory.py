@@ -15,6 +15,7 @@ from amp_ir.module import InputSpec, OutputSpec
 from amp_ir.passes.memory_roles import planned_calls, planned_values
 from amp_ir.passes.merge_ready_calls import KernelMerger, merge_ready_calls
 from amp_ir.passes.order_calls import order_calls
+from amp_ir.passes.overwritten_state import overwrites_of
 from amp_ir.passes.rematerialize import Rematerialization
 from amp_ir.passes.step_slots import (
     Slot,
@@ -122,13 +123,6 @@ class _Planner:
         self.steps = program.steps
         self.destinations = Destinations()
         self.kept: list[Slot] = []
-        self.readers: dict[int, list[int]] = {}
-        self.writers: dict[int, int] = {}
-        for position, step in enumerate(self.steps):
-            for slot in step.reads:
-                self.readers.setdefault(id(slot), []).append(position)
-            for slot in step.results:
-                self.writers[id(slot)] = position
 
     def run(self) -> MemoryPlan:
         find_lifetimes(self.program)
@@ -152,20 +146,25 @@ class _Planner:
 
     def _choose_destinations(self) -> None:
         """Write each output where it belongs, at once where that is safe, else by a copy."""
-        for spec, slot in zip(self.outputs, self.program.results, strict=True):
+        overwrites = overwrites_of(self.program, self.outputs)
+        targets = []
+        for index, (spec, slot) in enumerate(zip(self.outputs, self.program.results, strict=True)):
             if spec.updates is None:
                 target = parameter_slot(f"result.{spec.name}", spec)
                 self.destinations.results.append(target)
             else:
                 target = self.program.inputs[spec.updates]
-            self._send(slot, target)
+            targets.append(target)
+            if overwrites.output_of.get(id(slot)) != index:
+                self._send(slot, target)
+        for slot in overwrites.slots:
+            slot.parameter = targets[overwrites.output_of[id(slot)]].parameter
 
     def _send(self, slot: Slot, target: Slot) -> None:
+        """Copy an output to where it belongs, before the step or after it."""
         if slot is target:
             return
-        if slot.is_in_arena and slot.nbytes == target.nbytes and self._can_write(slot, target):
-            slot.parameter = target.parameter
-        elif any(slot is old for old in self.program.inputs):
+        if any(slot is old for old in self.program.inputs):
             self._send_old_value(slot, target)
         else:
             self.destinations.last_copies.append((slot, target))
@@ -181,20 +180,6 @@ class _Planner:
         self.kept.append(kept)
         self.destinations.first_copies.append((source, kept))
         self.destinations.last_copies.append((kept, target))
-
-    def _can_write(self, slot: Slot, target: Slot) -> bool:
-        """Whether nothing reads the target's old value once `slot` is written there."""
-        readers = self.readers.get(id(target), [])
-        first = self.writers[id(slot)]
-        if any(position > first for position in readers):
-            return False
-        if first not in readers:
-            return True
-        step = self.steps[first]
-        output = next(k for k, result in enumerate(step.results) if result is slot)
-        pairs = set(step.inplace_pairs())
-        sources = [k for k, argument in enumerate(step.arguments) if argument is target]
-        return all((output, k) in pairs for k in sources)
 
     def _place(self) -> MemoryPlan:
         produced = [slot for step in self.steps for slot in step.results if slot.is_in_arena]

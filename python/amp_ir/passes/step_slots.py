@@ -12,6 +12,7 @@ from tvm import relax, tirx
 from amp_ir.errors import BuildError
 from amp_ir.location import Location, locations_of
 from amp_ir.module import InputSpec, OutputSpec
+from amp_ir.passes.library_call import WRITTEN_OVER
 from amp_ir.passes.library_scratch import scratch_nbytes
 from amp_ir.tensor_memory import dtype_nbytes, physical_dtype
 
@@ -105,11 +106,20 @@ class Step:
 
     def inplace_pairs(self) -> tuple[tuple[int, int], ...]:
         """The results that may be written over an argument, as (result, argument)."""
+        if self.function is None:
+            return self._library_pairs()
         if self._pairs is None:
             noted = {} if self.function is None else self.function.attrs
             pairs = noted[INPLACE] if INPLACE in noted else ()
             self._pairs = tuple((int(pair[0]), int(pair[1])) for pair in pairs)
         return self._pairs
+
+    def _library_pairs(self) -> tuple[tuple[int, int], ...]:
+        """As `inplace_pairs`, unless the library reads the argument as another one, too."""
+        source = WRITTEN_OVER.get(self.symbol)
+        if source is None or sum(one is self.arguments[source] for one in self.arguments) > 1:
+            return ()
+        return ((0, source),)
 
 
 def attribute(call: relax.Call, name: str) -> str:

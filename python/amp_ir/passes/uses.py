@@ -9,23 +9,23 @@ from tvm import relax
 def count_uses(bindings: list[relax.Binding], result: relax.Expr) -> dict[relax.Var, int]:
     """How often each variable is used by the bindings and by the result."""
     uses: dict[relax.Var, int] = {}
-
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.Var):
-            uses[expr] = uses.get(expr, 0) + 1
-        elif isinstance(expr, relax.Call):
-            for argument in expr.args:
-                visit(argument)
-        elif isinstance(expr, relax.Tuple):
-            for field in expr.fields:
-                visit(field)
-        elif isinstance(expr, relax.TupleGetItem):
-            visit(expr.tuple_value)
-
-    for binding in bindings:
-        visit(binding.value)
-    visit(result)
+    for expr in (*(binding.value for binding in bindings), result):
+        for variable in variables_of(expr):
+            uses[variable] = uses.get(variable, 0) + 1
     return uses
+
+
+def variables_of(expr: relax.Expr) -> list[relax.Var]:
+    """The variables that an expression reads, as often as it does."""
+    if isinstance(expr, relax.Var):
+        return [expr]
+    if isinstance(expr, relax.Call):
+        return [variable for argument in expr.args for variable in variables_of(argument)]
+    if isinstance(expr, relax.Tuple):
+        return [variable for field in expr.fields for variable in variables_of(field)]
+    if isinstance(expr, relax.TupleGetItem):
+        return variables_of(expr.tuple_value)
+    return []
 
 
 def only_readers(

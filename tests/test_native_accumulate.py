@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products added to what lies at their place, against PyTorch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native_calls import layout, memory, relative_error
+from test_native_matmul import LAYOUTS, random
+
+from amp_ir import native
+
+# Sums of some tens of float32 products, and three roundings for the factors: 2^-24 each.
+TOLERANCE = 3e-6
+NAME = "amp_ir.onednn.matmul_accumulate"
+
+pytestmark = pytest.mark.skipif(not native.has(NAME), reason="oneDNN is not in this build")
+
+
+def accumulate(a, b, c, out, *, bias=None, alpha=None, beta=None) -> None:
+    native.function(NAME)(
+        memory(a), memory(b), memory(c), bias, alpha, beta,
+        *layout(a), *layout(b), *layout(out), "none", memory(out),
+    )  # fmt: skip
+
+
+def number(value: float | None) -> torch.Tensor | None:
+    return None if value is None else torch.tensor(value)
+
+
+def check(a, b, out, *, in_place: bool, bias=None, alpha=None, beta=None) -> None:
+    c = (
+        out.copy_(torch.randn(out.shape))
+        if in_place
+        else torch.empty_strided(out.shape, out.stride())
+    )
+    if not in_place:
+        c.copy_(torch.randn(out.shape))
+    product = a.double() @ b.double() + (0 if bias is None else bias.double())
+    beta_, alpha_ = (1.0 if one is None else one for one in (beta, alpha))
+    expected = torch.tensor(beta_).double() * c.double() + torch.tensor(alpha_).double() * product
+    accumulate(a, b, c, out, bias=bias, alpha=number(alpha), beta=number(beta))
+    assert relative_error(out, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout_of", LAYOUTS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_every_layout(dtype, layout_of, in_place):
+    a, b, out = LAYOUTS[layout_of](
+        lambda *dims: random(*dims, dtype=dtype), lambda *dims: torch.zeros(dims)
+    )
+    check(a, b, out, in_place=in_place, alpha=-0.5, beta=0.9)
+
+
+@pytest.mark.parametrize("alpha", [None, -1e-3, 0.0])
+@pytest.mark.parametrize("beta", [None, 0.9, 0.0, 1e-9])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_factors_are_numbers_of_the_run(alpha, beta, with_bias):
+    a, b = random(40, 33, dtype=torch.bfloat16).mT, random(40, 21, dtype=torch.bfloat16)
+    bias = random(21) if with_bias else None
+    if alpha == 0.0 and beta == 0.0:
+        pytest.skip("the result is zero, which has no relative error")
+    check(a, b, torch.zeros(33, 21), in_place=True, bias=bias, alpha=alpha, beta=beta)
