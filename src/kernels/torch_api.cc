@@ -52,6 +52,9 @@ std::unique_ptr<Api> FindCpu() {
   Find(lib, "aoti_torch_cpu_bmm_out", &api->bmm);
   Find(lib, "aoti_torch_cpu_convolution", &api->conv);
   Find(lib, "aoti_torch_cpu_convolution_backward", &api->conv_backward);
+  Find(lib, "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu", &api->cpu_attention);
+  Find(lib, "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward",
+       &api->cpu_attention_backward);
   return api;
 }
 

@@ -40,6 +40,13 @@ struct Api {
                          int64_t, int32_t, Dims, int64_t, int64_t, const int32_t*, int64_t, Handle*,
                          Handle*, Handle*);
 
+  // CPU only. (query, key, value, dropout_p, is_causal, mask, scale) -> (output, logsumexp)
+  Error (*cpu_attention)(Handle, Handle, Handle, double, int32_t, Handle*, double*, Handle*,
+                         Handle*);
+  // (grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, mask, scale) ->
+  // (grad_query, grad_key, grad_value)
+  Error (*cpu_attention_backward)(Handle, Handle, Handle, Handle, Handle, Handle, double, int32_t,
+                                  Handle*, double*, Handle*, Handle*, Handle*);
   // CUDA only. (query, key, value, dropout_p, is_causal, return_debug_mask, scale) -> (output,
   // logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, rng_state, unused, debug_attn_mask)
   Error (*attention)(Handle, Handle, Handle, double, int32_t, int32_t, double*, Handle*, Handle*,

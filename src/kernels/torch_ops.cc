@@ -187,6 +187,17 @@ void Attend(const Place& place, const StridedTensor& q, const StridedTensor& k,
             const StridedTensor& lse) {
   Tensor query(place, q), key(place, k), value(place, v);
   double scale = options.scale;
+  if (!place.api.is_cuda) {
+    Tensor attended(place), sums(place);
+    Check(
+        place.api,
+        place.api.cpu_attention(query.get(), key.get(), value.get(), 0.0, options.is_causal ? 1 : 0,
+                                nullptr, &scale, attended.out(), sums.out()),
+        "_scaled_dot_product_flash_attention_for_cpu");
+    Tensor(place, out).CopyFrom(attended);
+    Tensor(place, lse).CopyFrom(sums);
+    return;
+  }
   int64_t max_q = 0, max_k = 0;
   std::vector<Tensor> results;
   for (int i = 0; i < 7; ++i) results.emplace_back(place);
@@ -206,17 +217,27 @@ void AttendBackward(const Place& place, const StridedTensor& grad, const Strided
                     const AttentionGradients& results) {
   Tensor grad_out(place, grad), query(place, q), key(place, k), value(place, v), output(place, out),
       sums(place, lse);
-  // One length for all samples, and no dropout: PyTorch then reads no lengths and no random state.
-  Tensor none[4] = {Tensor::Undefined(place), Tensor::Undefined(place), Tensor::Undefined(place),
-                    Tensor::Undefined(place)};
   double scale = options.scale;
   Tensor found[3] = {Tensor(place), Tensor(place), Tensor(place)};
-  Check(place.api,
-        place.api.attention_backward(
-            grad_out.get(), query.get(), key.get(), value.get(), output.get(), sums.get(),
-            none[0].get(), none[1].get(), q.dims[2], k.dims[2], 0.0, options.is_causal ? 1 : 0,
-            none[2].get(), none[3].get(), &scale, found[0].out(), found[1].out(), found[2].out()),
-        "_scaled_dot_product_flash_attention_backward");
+  if (!place.api.is_cuda) {
+    Check(place.api,
+          place.api.cpu_attention_backward(grad_out.get(), query.get(), key.get(), value.get(),
+                                           output.get(), sums.get(), 0.0, options.is_causal ? 1 : 0,
+                                           nullptr, &scale, found[0].out(), found[1].out(),
+                                           found[2].out()),
+          "_scaled_dot_product_flash_attention_for_cpu_backward");
+  } else {
+    // One length for all samples, and no dropout: PyTorch then reads no lengths and no random
+    // state.
+    Tensor none[4] = {Tensor::Undefined(place), Tensor::Undefined(place), Tensor::Undefined(place),
+                      Tensor::Undefined(place)};
+    Check(place.api,
+          place.api.attention_backward(
+              grad_out.get(), query.get(), key.get(), value.get(), output.get(), sums.get(),
+              none[0].get(), none[1].get(), q.dims[2], k.dims[2], 0.0, options.is_causal ? 1 : 0,
+              none[2].get(), none[3].get(), &scale, found[0].out(), found[1].out(), found[2].out()),
+          "_scaled_dot_product_flash_attention_backward");
+  }
   Tensor(place, results.q).CopyFrom(found[0]);
   Tensor(place, results.k).CopyFrom(found[1]);
   Tensor(place, results.v).CopyFrom(found[2]);

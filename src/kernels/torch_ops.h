@@ -29,7 +29,8 @@ struct AttentionOptions {
   double scale;
 };
 
-// out, lse of q [n, h, s, d], k and v [n, h, t, d] in one low dtype; out like q, lse f32[n, h, s].
+// out, lse of q [n, h, s, d], k and v [n, h, t, d] in one dtype, on CUDA a low one; out like q, lse
+// f32[n, h, s].
 void Attend(const Place& place, const StridedTensor& q, const StridedTensor& k,
             const StridedTensor& v, const AttentionOptions& options, const StridedTensor& out,
             const StridedTensor& lse);

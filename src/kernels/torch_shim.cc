@@ -9,6 +9,7 @@
 #include <tvm/ffi/reflection/registry.h>
 
 #include <string>
+#include <type_traits>
 
 #include "torch_ops.h"
 
@@ -111,45 +112,52 @@ StridedTensor RowsOutside(const char* function, const char* name, const ffi::Ten
 }
 
 void CheckAttention(const char* function, const StridedTensor& q, const StridedTensor& k,
-                    const StridedTensor& v, bool is_causal) {
+                    const StridedTensor& v, bool is_causal, bool is_cuda) {
   bool fits = q.rank == 4 && k.rank == 4 && v.rank == 4 && SameDtype(q.dtype, k.dtype) &&
-              SameDtype(q.dtype, v.dtype) && q.dtype.bits == 16;
+              SameDtype(q.dtype, v.dtype) && (q.dtype.bits == 16 || !is_cuda);
   for (int i : {0, 1, 3}) {
     fits = fits && k.dims[i] == q.dims[i] && v.dims[i] == q.dims[i];
   }
-  fits = fits && v.dims[2] == k.dims[2] && k.dims[2] > 0 && q.dims[3] % 8 == 0 && q.dims[3] <= 256;
+  fits = fits && v.dims[2] == k.dims[2] && k.dims[2] > 0 &&
+         (!is_cuda || (q.dims[3] % 8 == 0 && q.dims[3] <= 256));
   fits = fits && (!is_causal || q.dims[2] == k.dims[2]);
   for (const StridedTensor* t : {&q, &k, &v}) fits = fits && t->strides[t->rank - 1] == 1;
   if (!fits) {
     TVM_FFI_THROW(ValueError) << function << ": q " << amp_ir::DimsToString(q) << ", k "
                               << amp_ir::DimsToString(k) << ", v " << amp_ir::DimsToString(v)
-                              << (is_causal ? ", causal" : "")
-                              << "; expected bfloat16 or float16 [n, h, s, d], [n, h, t, d] twice, "
-                                 "dense along d, a multiple of 8 up to 256, and s = t if causal";
+                              << (is_causal ? ", causal" : "") << "; expected "
+                              << (is_cuda ? "bfloat16 or float16 [n, h, s, d], [n, h, t, d] twice, "
+                                            "dense along d, a multiple of 8 up to 256, and s = t "
+                                            "if causal"
+                                          : "[n, h, s, d], [n, h, t, d] twice in one dtype, dense "
+                                            "along d, and s = t if causal");
   }
 }
 
 // out: dense as [n, s, h, d]; lse: dense f32[n, h, s].
+template <class Kind>
 void Attention(const ffi::TensorView& q, const ffi::TensorView& k, const ffi::TensorView& v,
                const ffi::Shape& q_dims, const ffi::Shape& q_strides, const ffi::Shape& k_dims,
                const ffi::Shape& k_strides, const ffi::Shape& v_dims, const ffi::Shape& v_strides,
                bool is_causal, double scale, const ffi::TensorView& out,
                const ffi::TensorView& lse) {
-  constexpr const char* kName = "amp_ir.torch_cuda.attention";
-  StridedTensor query = MakeStrided(kName, "q", q, q_dims, q_strides);
-  StridedTensor key = MakeStrided(kName, "k", k, k_dims, k_strides);
-  StridedTensor value = MakeStrided(kName, "v", v, v_dims, v_strides);
-  CheckAttention(kName, query, key, value, is_causal);
+  const std::string name = Functions<Kind>::Name("attention");
+  const char* function = name.c_str();
+  StridedTensor query = MakeStrided(function, "q", q, q_dims, q_strides);
+  StridedTensor key = MakeStrided(function, "k", k, k_dims, k_strides);
+  StridedTensor value = MakeStrided(function, "v", v, v_dims, v_strides);
+  CheckAttention(function, query, key, value, is_causal, std::is_same_v<Kind, Cuda>);
   const int64_t heads = query.dims[1], rows = query.dims[2];
   const int64_t sums[] = {query.dims[0], heads, rows}, strides[] = {heads * rows, rows, 1};
-  const torch::Place place(Functions<Cuda>::ApiFor(kName, out.device()), out.device());
+  const torch::Place place(Functions<Kind>::ApiFor(name, out.device()), out.device());
   torch::Attend(
-      place, query, key, value, {is_causal, scale}, RowsOutside(kName, "out", out, query),
-      MakeStrided(kName, "lse", lse, ffi::ShapeView(sums, 3), ffi::ShapeView(strides, 3)));
+      place, query, key, value, {is_causal, scale}, RowsOutside(function, "out", out, query),
+      MakeStrided(function, "lse", lse, ffi::ShapeView(sums, 3), ffi::ShapeView(strides, 3)));
 }
 
 // grad and out are seen as [n, h, s, d]; lse is dense f32[n, h, s]; the gradients are dense as
 // [n, s, h, d] and [n, t, h, d].
+template <class Kind>
 void AttentionBackward(const ffi::TensorView& grad, const ffi::TensorView& q,
                        const ffi::TensorView& k, const ffi::TensorView& v,
                        const ffi::TensorView& out, const ffi::TensorView& lse,
@@ -160,21 +168,22 @@ void AttentionBackward(const ffi::TensorView& grad, const ffi::TensorView& q,
                        const ffi::Shape& out_dims, const ffi::Shape& out_strides, bool is_causal,
                        double scale, const ffi::TensorView& grad_q, const ffi::TensorView& grad_k,
                        const ffi::TensorView& grad_v) {
-  constexpr const char* kName = "amp_ir.torch_cuda.attention_backward";
-  StridedTensor query = MakeStrided(kName, "q", q, q_dims, q_strides);
-  StridedTensor key = MakeStrided(kName, "k", k, k_dims, k_strides);
-  StridedTensor value = MakeStrided(kName, "v", v, v_dims, v_strides);
-  CheckAttention(kName, query, key, value, is_causal);
-  StridedTensor gradient = MakeStrided(kName, "grad", grad, grad_dims, grad_strides);
-  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  const std::string name = Functions<Kind>::Name("attention_backward");
+  const char* function = name.c_str();
+  StridedTensor query = MakeStrided(function, "q", q, q_dims, q_strides);
+  StridedTensor key = MakeStrided(function, "k", k, k_dims, k_strides);
+  StridedTensor value = MakeStrided(function, "v", v, v_dims, v_strides);
+  CheckAttention(function, query, key, value, is_causal, std::is_same_v<Kind, Cuda>);
+  StridedTensor gradient = MakeStrided(function, "grad", grad, grad_dims, grad_strides);
+  StridedTensor result = MakeStrided(function, "out", out, out_dims, out_strides);
   const int64_t heads = query.dims[1], rows = query.dims[2];
   const int64_t sums[] = {query.dims[0], heads, rows}, strides[] = {heads * rows, rows, 1};
   StridedTensor logs =
-      MakeStrided(kName, "lse", lse, ffi::ShapeView(sums, 3), ffi::ShapeView(strides, 3));
-  StridedTensor of_q = RowsOutside(kName, "grad_q", grad_q, query);
-  StridedTensor of_k = RowsOutside(kName, "grad_k", grad_k, key);
-  StridedTensor of_v = RowsOutside(kName, "grad_v", grad_v, value);
-  const torch::Place place(Functions<Cuda>::ApiFor(kName, grad_q.device()), grad_q.device());
+      MakeStrided(function, "lse", lse, ffi::ShapeView(sums, 3), ffi::ShapeView(strides, 3));
+  StridedTensor of_q = RowsOutside(function, "grad_q", grad_q, query);
+  StridedTensor of_k = RowsOutside(function, "grad_k", grad_k, key);
+  StridedTensor of_v = RowsOutside(function, "grad_v", grad_v, value);
+  const torch::Place place(Functions<Kind>::ApiFor(name, grad_q.device()), grad_q.device());
   torch::AttendBackward(place, gradient, query, key, value, result, logs, {is_causal, scale},
                         {of_q, of_k, of_v});
 }
@@ -193,6 +202,10 @@ void RegisterCpu() {
     functions.def("amp_ir.torch.conv_backward_input", Functions<Cpu>::Convolve<Of::kInput>);
     functions.def("amp_ir.torch.conv_backward_weight", Functions<Cpu>::Convolve<Of::kWeight>);
   }
+  if (api->cpu_attention != nullptr && api->cpu_attention_backward != nullptr) {
+    functions.def("amp_ir.torch.attention", Attention<Cpu>);
+    functions.def("amp_ir.torch.attention_backward", AttentionBackward<Cpu>);
+  }
 }
 
 void RegisterCuda() {
@@ -201,8 +214,8 @@ void RegisterCuda() {
       .def("amp_ir.torch_cuda.conv", Functions<Cuda>::Convolve<Of::kResult>)
       .def("amp_ir.torch_cuda.conv_backward_input", Functions<Cuda>::Convolve<Of::kInput>)
       .def("amp_ir.torch_cuda.conv_backward_weight", Functions<Cuda>::Convolve<Of::kWeight>)
-      .def("amp_ir.torch_cuda.attention", Attention)
-      .def("amp_ir.torch_cuda.attention_backward", AttentionBackward)
+      .def("amp_ir.torch_cuda.attention", Attention<Cuda>)
+      .def("amp_ir.torch_cuda.attention_backward", AttentionBackward<Cuda>)
       .def("amp_ir.torch_cuda.use", [](const ffi::String& path) { torch::UseCuda(path); });
 }
 

@@ -13,8 +13,13 @@ from amp_ir.passes.library_call import library_call, shape_argument
 from amp_ir.passes.strided_view import StridedView, view_of
 
 _LOW = ("bfloat16", "float16")
-# PyTorch's flash attention: the width of a head is a multiple of the first, up to the second.
+# PyTorch's flash attention on CUDA: the width of a head is a multiple of the first, up to the
+# second.
 _WIDTH_STEP, _WIDTH_MOST = 8, 256
+# From so many columns on, PyTorch's flash attention for CPUs is faster than matmuls around a kernel,
+# and it holds no scores. Forward and backward beside ours, 2 threads of an Emerald Rapids, heads of
+# 64, bfloat16 and float32: 512 columns 1.0 to 1.4 of the time, 768 0.6 to 0.8, 2048 0.4 to 0.7.
+_CPU_COLUMNS_LEAST = 768
 
 
 def attention_library(verb: str, libraries: tuple[str, ...]) -> str | None:
@@ -22,8 +27,8 @@ def attention_library(verb: str, libraries: tuple[str, ...]) -> str | None:
     return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
 
 
-def attention_refusal(call: relax.Call, options: Mapping[str, Any]) -> str:
-    """Why flash attention does not do this call of attention or of its gradient; "" if it does.
+def attention_refusal(library: str, call: relax.Call, options: Mapping[str, Any]) -> str:
+    """Why `library` does not do this call of attention or of its gradient; "" if it does.
 
     `options` are those of the call, but for a mask that was found to be causal.
     """
@@ -37,19 +42,42 @@ def attention_refusal(call: relax.Call, options: Mapping[str, Any]) -> str:
         return "flash attention takes no mask but the causal one"
     if options["dropout_p"] > 0:
         return "flash attention would drop by other random numbers"
+    if len(q) != 4:
+        return f"flash attention takes samples and heads, [n, h, s, d], not {q}"
+    if options["is_causal"] and q[2] != k[2]:
+        return f"flash attention's causal mask would end at column {k[2]}, not at {q[2]}"
+    refusal = _cpu_refusal if library == "torch" else _cuda_refusal
+    return refusal(dtypes, q[3], v[3], k[2])
+
+
+def _cuda_refusal(dtypes: set[str], width: int, width_of_values: int, _columns: int) -> str:
     if len(dtypes) > 1 or dtypes.isdisjoint(_LOW):
         found = " and ".join(sorted(dtypes))
         return f"flash attention computes in bfloat16 or float16, not in {found}"
-    if len(q) != 4:
-        return f"flash attention takes samples and heads, [n, h, s, d], not {q}"
-    if q[3] != v[3] or q[3] % _WIDTH_STEP or q[3] > _WIDTH_MOST:
+    if width != width_of_values or width % _WIDTH_STEP or width > _WIDTH_MOST:
         return (
             f"flash attention takes heads of a width that {_WIDTH_STEP} divides, up to "
-            f"{_WIDTH_MOST}, not of {q[3]} and {v[3]}"
+            f"{_WIDTH_MOST}, not of {width} and {width_of_values}"
         )
-    if options["is_causal"] and q[2] != k[2]:
-        return f"flash attention's causal mask would end at column {k[2]}, not at {q[2]}"
     return ""
+
+
+def _cpu_refusal(dtypes: set[str], width: int, width_of_values: int, columns: int) -> str:
+    # In a dtype without arithmetic of its own PyTorch multiplies number by number.
+    fast = [one for one in ("float32", "bfloat16") if one == "float32" or _is_native(one)]
+    if len(dtypes) > 1 or dtypes.isdisjoint(fast):
+        found = " and ".join(sorted(dtypes))
+        return f"flash attention computes in {' or '.join(fast)} on this CPU, not in {found}"
+    if width != width_of_values:
+        return f"flash attention takes heads of one width, not of {width} and {width_of_values}"
+    if columns < _CPU_COLUMNS_LEAST:
+        return f"matmuls are faster than flash attention for {columns} columns"
+    return ""
+
+
+def _is_native(dtype: str) -> bool:
+    name = "amp_ir.onednn.is_native"
+    return native.has(name) and bool(native.function(name)(dtype))
 
 
 def call_attention(

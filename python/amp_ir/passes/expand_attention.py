@@ -89,7 +89,7 @@ class _Writer:
         reason = "no library that amp_ir calls does it whole"
         if library is not None:
             options = self._simplest_options(call)
-            reason = attention_refusal(call, options)
+            reason = attention_refusal(library, call, options)
             if not reason:
                 self._log.add(name, library)
                 self._called_results[variable] = self._called(library, call, options)
