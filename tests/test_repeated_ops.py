@@ -148,6 +148,33 @@ def alike_but_not_equal(model, x):
     return [*numbers, *views, *shapes, *places, halves, torch.zeros_like(x), torch.zeros_like(one)]
 
 
+def selected(model, x):
+    steps = [x[k] for k in (0, 1, -1, -2)]
+    across = [x.select(1, k) for k in (0, 3)] + [x.select(-1, k) for k in (1, -1)]
+    places = [x[:1] * (1 + one.storage_offset()) for one in (*steps, *across)]
+    twice = [x.t()[k][1] + x[1, k] for k in range(3)]
+    # A view of a view: how it lies depends on where that begins.
+    again = [one.as_strided((2,), (1,)) + 1 for one in (x[0], x[1])]
+    y = x * 2
+    for k in range(2):
+        y[k].add_(x[1 - k])
+    return [*steps, *across, *places, *twice, *again, y]
+
+
+def detached(model, x):
+    y = x * 2
+    known = y.detach()
+    row = known[1].detach()
+    before = [known + 1, row + 1]
+    known.add_(1)
+    after = [known + y, row + 1]
+    y.detach().mul_(3)
+    weight = model.layers[0].weight
+    loss = (weight.detach() * weight).sum() + (weight @ x.t()).detach().sum()
+    loss.backward()
+    return [*before, *after, y, known, row, y.detach().detach() + 1, loss]
+
+
 def constants_and_randomness(model, x):
     weights = [torch.tensor([1.0, 2.0, 3.0, 4.0]) for _ in range(2)]
     noise = [torch.rand_like(x) for _ in range(2)]
@@ -164,6 +191,8 @@ def constants_and_randomness(model, x):
         read_after_a_write,
         pieces_written,
         alike_but_not_equal,
+        selected,
+        detached,
         constants_and_randomness,
     ],
     ids=lambda body: body.__name__,

@@ -102,6 +102,9 @@ class Recorder(TorchDispatchMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
+        detached = self._repeated.renamed(func, args)
+        if detached is not None:
+            return detached
         call = self._repeated.begin(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)

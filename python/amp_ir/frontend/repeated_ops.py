@@ -5,6 +5,10 @@ A step repeats itself: its layers, or the time steps of a recurrence, call the s
 of the same shapes. What PyTorch finds out about an op when it is traced (into which node it goes,
 what its results are) depends on the kinds of its arguments alone. So the first call goes the long
 way, through PyTorch's two modes, and its repetitions get a node and fake tensors as the first did.
+
+Two ops are known better. `select` along a dimension gives views that differ only by where they
+begin, so that the steps of a sequence are repetitions too. A detached tensor is its source in a
+graph that records no gradients: it gets no node at all.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ except (ImportError, AttributeError):
 _PLAIN = (
     bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+_DETACH, _SELECT = torch.ops.aten.detach.default, torch.ops.aten.select.int
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Kind = tuple[Any, ...]
@@ -56,6 +61,33 @@ def key_of_plain(value: Any) -> Any:
     if kind is float:
         return (kind, value, math.copysign(1.0, value))
     return (kind, value) if kind in _PLAIN else None
+
+
+def fake_of_kind(
+    mode: FakeTensorMode, kind: Kind, storage: torch.UntypedStorage | None
+) -> FakeTensor:
+    """A fake tensor of a kind, in this memory or in new memory."""
+    dtype, shape, stride, offset, device = kind
+    with in_kernel_invocation_manager(mode):
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if storage is not None:
+            empty.set_(storage, offset, shape, stride)
+    return FakeTensor(mode, empty, device)
+
+
+def begin_of_selected(func: Any, args: Sequence[Any], tensor: torch.Tensor) -> int | None:
+    """Where in its memory `select(tensor, dim, index)` begins; None if `func` is another op."""
+    if (
+        func is not _SELECT
+        or len(args) != 3
+        or type(args[1]) is not int
+        or type(args[2]) is not int
+    ):
+        return None
+    _, dim, index = args
+    if not -tensor.ndim <= dim < tensor.ndim or not -tensor.shape[dim] <= index < tensor.shape[dim]:
+        return None
+    return tensor.storage_offset() + index % tensor.shape[dim] * tensor.stride()[dim]
 
 
 @attrs.frozen(eq=False)
@@ -83,13 +115,17 @@ class _Known:
 
 @attrs.define(eq=False)
 class Call:
-    """A call that may be a repetition: its key, and its tensors in order."""
+    """A call that may be a repetition: its key, and its tensors in order.
+
+    `begin`: where the result begins in its memory, if the key does not tell.
+    """
 
     has_views: bool
     key: tuple[Any, ...]
     tensors: list[FakeTensor]
     nodes: list[torch.fx.Node]
     before: torch.fx.Node
+    begin: int | None = None
 
 
 class RepeatedOps:
@@ -112,8 +148,11 @@ class RepeatedOps:
         if not usual:
             return None
         call = Call(self._has_views[func], (), [], [], self._graph._root.prev)
+        if func is _SELECT and isinstance(args[0], torch.Tensor):
+            call.begin = begin_of_selected(func, args, args[0])
         parts: list[Any] = [func, torch.get_default_dtype()]
-        complete = all(self._add(call, parts, value) for value in args)
+        told_apart = args if call.begin is None else args[:2]
+        complete = all(self._add(call, parts, value) for value in told_apart)
         for name, value in kwargs.items():
             parts.append(name)
             complete = complete and self._add(call, parts, value)
@@ -143,6 +182,21 @@ class RepeatedOps:
         parts.append(key)
         return key is not None
 
+    def renamed(self, func: Any, args: Sequence[Any]) -> FakeTensor | None:
+        """A detached tensor, which the graph knows as its source; None for another op."""
+        if func is not _DETACH or not _is_possible:
+            return None
+        (source,) = args
+        if type(source) is not FakeTensor or source.constant is not None or not has_kind(source):
+            return None
+        slot = _get_slot(source, self._tracer, None)
+        if slot is None or slot.constant is not None:
+            return None
+        kind = kind_of(source, has_views=True)
+        made = fake_of_kind(self._mode, kind, source.untyped_storage())
+        _set_slot(made, self._tracer, slot)
+        return made
+
     def repeat(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """The results of a call like one before, with new nodes; None if there was none."""
         known = self._known.get(call.key)
@@ -156,7 +210,7 @@ class RepeatedOps:
             {name: _with_nodes(value, nodes) for name, value in kwargs.items()},
             known.name,
         )
-        node.meta["val"] = known.val
+        node.meta["val"] = known.val if call.begin is None else self._make(call, known.results[0])
         made = [self._make(call, result) for result in known.results]
         if known.container is None:
             self._track(made[0], node)
@@ -171,13 +225,12 @@ class RepeatedOps:
         if result.is_argument:
             assert result.shares is not None
             return call.tensors[result.shares]
-        dtype, shape, stride, offset, device = result.kind
-        with in_kernel_invocation_manager(self._mode):
-            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            if result.shares is not None:
-                storage = call.tensors[result.shares].untyped_storage()
-                empty.set_(storage, offset, shape, stride)
-        return FakeTensor(self._mode, empty, device)
+        kind, storage = result.kind, None
+        if result.shares is not None:
+            storage = call.tensors[result.shares].untyped_storage()
+        if call.begin is not None:
+            kind = (*kind[:3], call.begin, kind[4])
+        return fake_of_kind(self._mode, kind, storage)
 
     def _track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         _set_slot(tensor, self._tracer, _Slot(torch.fx.Proxy(node, self._tracer), None))

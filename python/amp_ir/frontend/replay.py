@@ -20,7 +20,14 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_ir.frontend.locations import NodeMarker
-from amp_ir.frontend.repeated_ops import has_kind, has_views, key_of_plain, kind_of
+from amp_ir.frontend.repeated_ops import (
+    begin_of_selected,
+    fake_of_kind,
+    has_kind,
+    has_views,
+    key_of_plain,
+    kind_of,
+)
 from amp_ir.location import META_KEY, Location
 
 try:
@@ -34,6 +41,8 @@ try:
     _is_possible = True
 except ImportError:
     _is_possible = False
+
+aten = torch.ops.aten
 
 
 @attrs.frozen(eq=False)
@@ -93,10 +102,13 @@ class Replay(torch.fx.Interpreter):
         key, tensors = found
         template = self._templates.get(key)
         if template is not None:
-            return self._copied(template, tensors)
+            begin = self._begin(n, tensors)
+            if begin is None:
+                return self._copied(template, tensors)
+            return self._selected(template, n, tensors[0], begin)
         before = self._new._root.prev
         out = self._traced(n)
-        self._learn(key, tensors, before, out)
+        self._learn(n, key, tensors, before, out)
         return out
 
     def _traced(self, n: torch.fx.Node) -> Any:
@@ -135,13 +147,17 @@ class Replay(torch.fx.Interpreter):
             parts.append(key)
             return key is not None
 
-        if not all(add(value) for value in n.args):
+        if not all(add(value) for value in _told_apart_by(n)):
             return None
         for name, value in n.kwargs.items():
             parts.append(name)
             if not add(value):
                 return None
         return (tuple(parts), tensors) if tensors else None
+
+    def _begin(self, n: torch.fx.Node, tensors: list[torch.fx.Node]) -> int | None:
+        """Where in its memory the result begins, if the key does not tell."""
+        return begin_of_selected(n.target, n.args, tensors[0].meta["val"]) if tensors else None
 
     def _node_of(self, value: Any) -> torch.fx.Node | None:
         """The new graph's node of a value of this run; None where it has none of its own."""
@@ -174,7 +190,12 @@ class Replay(torch.fx.Interpreter):
         return _wrap_functional_tensor(inner, current_level())
 
     def _learn(
-        self, key: tuple[Any, ...], tensors: list[torch.fx.Node], before: torch.fx.Node, out: Any
+        self,
+        n: torch.fx.Node,
+        key: tuple[Any, ...],
+        tensors: list[torch.fx.Node],
+        before: torch.fx.Node,
+        out: Any,
     ) -> None:
         """Note what a call became, where copies of it would be the same."""
         nodes = tuple(_nodes_behind(before, self._new._root))
@@ -183,6 +204,8 @@ class Replay(torch.fx.Interpreter):
         results = self._results(out)
         named = [results] if isinstance(results, torch.fx.Node) else results
         if named is None or not all(node in known for node in named):
+            return
+        if self._begin(n, tensors) is not None and not _is_same_call(nodes, n):
             return
         for node in nodes:
             is_plain = node.op == "call_function" and "val" in node.meta
@@ -206,11 +229,38 @@ class Replay(torch.fx.Interpreter):
             return _Value(now[results])
         return type(results)(_Value(now[node]) for node in results)
 
+    def _selected(
+        self, template: _Template, n: torch.fx.Node, source: torch.fx.Node, begin: int
+    ) -> _Value:
+        """A call of `select` like one before, with its own index."""
+        (node,) = template.nodes
+        copy = self._new.create_node(
+            "call_function", n.target, (source, *n.args[1:]), {}, node.name
+        )
+        val, whole = node.meta["val"], source.meta["val"]
+        kind = (val.dtype, val.shape, val.stride(), begin, val.fake_device)
+        with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
+            copy.meta["val"] = fake_of_kind(val.fake_mode, kind, whole.untyped_storage())
+        return _Value(copy)
+
     def _copy(self, node: torch.fx.Node, now: dict[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), now.__getitem__)
         copy = self._new.create_node("call_function", node.target, args, kwargs, node.name)
         copy.meta["val"] = node.meta["val"]
         return copy
+
+
+def _told_apart_by(n: torch.fx.Node) -> tuple[Any, ...]:
+    """The arguments that tell a call from others: all, but for the index of `select`.
+
+    The call was made in the first pass, so that the index is one.
+    """
+    return n.args[:2] if n.target is aten.select.int and len(n.args) == 3 else n.args
+
+
+def _is_same_call(nodes: tuple[torch.fx.Node, ...], n: torch.fx.Node) -> bool:
+    """Whether a call became itself."""
+    return len(nodes) == 1 and nodes[0].target is n.target and nodes[0].args[1:] == n.args[1:]
 
 
 def _nodes_behind(before: torch.fx.Node, root: torch.fx.Node) -> Iterator[torch.fx.Node]:
