@@ -14,7 +14,7 @@ _MAX_ROUNDS = 8
 
 
 def order_calls(
-    program: StepSlots, outputs: Sequence[OutputSpec], *, behind_readers: bool = False
+    program: StepSlots, outputs: Sequence[OutputSpec], *, together: bool = False
 ) -> None:
     """Reorder `program.steps` so that less memory is held.
 
@@ -24,16 +24,16 @@ def order_calls(
     A call whose results are larger than what it would keep alive moves down to their first reader;
     one that frees more than it makes moves up to its last argument. A move lowers the bytes held
     during every call that it passes, and is not made where the moved call itself would need more
-    than the peak. With `behind_readers` a call also moves up to behind the other readers of an
-    argument that then dies: what is read twice, and large, goes before the next such thing comes.
-    On the whole that is not better, so it is for where every byte counts.
+    than the peak. `together` also moves up calls that free an argument only if its other readers
+    move, too: what is large and read twice then goes before the next such thing comes. For most
+    steps that is not better, so it is for where every byte counts.
 
     Requires: `program` as read; nothing is placed.
     Ensures:  values are written before they are read; a call that reads the old value of a state
               input stays before the call that makes the new one; the peak does not grow.
     """
     before, most = list(program.steps), LiveBytes(program, outputs).most
-    moves = _Moves(program, outputs, behind_readers=behind_readers)
+    moves = _Moves(program, outputs, together=together)
     for _ in range(_MAX_ROUNDS):
         if not moves.round():
             break
@@ -49,10 +49,10 @@ class _Moves:
     """
 
     def __init__(
-        self, program: StepSlots, outputs: Sequence[OutputSpec], *, behind_readers: bool
+        self, program: StepSlots, outputs: Sequence[OutputSpec], *, together: bool
     ) -> None:
         self.steps = program.steps
-        self.behind_readers = behind_readers
+        self.together = together
         live = LiveBytes(program, outputs)
         self.outside = live.outside
         self.order = list(range(len(self.steps)))
@@ -63,6 +63,8 @@ class _Moves:
             for key in {id(slot) for slot in step.reads}:
                 self.readers.setdefault(key, []).append(index)
         self.kept_until_the_end = {id(slot) for slot in program.results}
+        self.made = [sum(map(self._nbytes, step.results)) for step in self.steps]
+        self.may_die = [self._read_from_arena(step) for step in self.steps]
         self.before, self.after = self._dependencies(updates_of(program, outputs))
         self.live = [int(nbytes) for nbytes in live.at]
         for index, step in enumerate(self.steps):
@@ -91,8 +93,10 @@ class _Moves:
     def _nbytes(self, slot: Slot) -> int:
         return 0 if id(slot) in self.outside or not slot.is_in_arena else slot.nbytes
 
-    def _made(self, index: int) -> int:
-        return sum(self._nbytes(slot) for slot in self.steps[index].results)
+    def _read_from_arena(self, step: Step) -> list[Slot]:
+        """What another step makes in the arena and this one reads, each once."""
+        reads = {id(slot): slot for slot in step.reads}
+        return [slot for key, slot in reads.items() if key in self.writer and self._nbytes(slot)]
 
     def _other_uses(self, slot: Slot, index: int) -> int:
         """The last place at which another step writes or reads the slot; -1 where none does."""
@@ -106,19 +110,17 @@ class _Moves:
 
     def _dying(self, index: int) -> list[tuple[Slot, int]]:
         """Arguments in the arena that nothing uses after the step, with their use before it."""
-        found = []
-        for slot in {id(slot): slot for slot in self.steps[index].reads}.values():
-            if self._nbytes(slot) and id(slot) in self.writer:
-                other = self._other_uses(slot, index)
-                if other < self.place[index]:
-                    found.append((slot, other))
-        return found
+        uses = ((slot, self._other_uses(slot, index)) for slot in self.may_die[index])
+        return [(slot, other) for slot, other in uses if other < self.place[index]]
 
     def _sink(self, index: int) -> bool:
         start = self.place[index]
         end = min((self.place[one] for one in self.after[index]), default=start + 1) - 1
-        made, kept = self._made(index), sum(slot.nbytes for slot, _ in self._dying(index))
-        if end <= start or made <= kept:
+        made = self.made[index]
+        if end <= start or not made:
+            return False
+        kept = sum(slot.nbytes for slot, _ in self._dying(index))
+        if made <= kept:
             return False
         # What the last call that is passed does not outlive, the moved call does not see.
         passed = self.order[end]
@@ -141,20 +143,17 @@ class _Moves:
 
     def _hoist(self, index: int) -> bool:
         start = self.place[index]
-        earliest = max((self.place[one] for one in self.before[index]), default=start - 1) + 1
-        made, dying = self._made(index), self._dying(index)
-        ends = {earliest}
-        if self.behind_readers:
-            ends |= {other + 1 for _, other in dying if other >= earliest}
-        return any(self._hoist_to(end, index, made, dying) for end in sorted(ends) if end < start)
-
-    def _hoist_to(self, end: int, index: int, made: int, dying: list[tuple[Slot, int]]) -> bool:
-        start = self.place[index]
+        end = max((self.place[one] for one in self.before[index]), default=start - 1) + 1
+        if end >= start or not self.may_die[index]:
+            return False
+        made, dying = self.made[index], self._dying(index)
         freed = sum(slot.nbytes for slot, other in dying if other < end)
+        if self.together:
+            freed = max(freed, self._share(index, end))
         if freed <= made:
             return False
         pushed = self.order[end]
-        needed = self.live[end] - self._made(pushed) - _scratch(self.steps[pushed]) + made
+        needed = self.live[end] - self.made[pushed] - _scratch(self.steps[pushed]) + made
         needed += _scratch(self.steps[index])
         if needed > max(self.live):
             return False
@@ -165,6 +164,18 @@ class _Moves:
         self.live[end : start + 1] = [needed, *shifted]
         self._move(start, end)
         return True
+
+    def _share(self, index: int, end: int) -> int:
+        """Bytes of arguments, each divided among those of its readers that come at `end` or later.
+
+        Where all of them move there, one after the other, the argument dies.
+        """
+        total = 0
+        for slot in self.may_die[index]:
+            if id(slot) not in self.kept_until_the_end:
+                later = sum(self.place[one] >= end for one in self.readers[id(slot)])
+                total += slot.nbytes // later
+        return total
 
     def _move(self, start: int, end: int) -> None:
         self.order.insert(end, self.order.pop(start))

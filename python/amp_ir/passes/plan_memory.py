@@ -80,7 +80,7 @@ def _plan_within(
     outside = plan.peak_bytes - plan.arena_bytes
     target = budget - outside
     least = plan
-    order_calls(program, outputs, behind_readers=True)
+    order_calls(program, outputs, together=True)
     again = Rematerialization(program, outputs)
     while True:
         is_reached = again.reach(target)
