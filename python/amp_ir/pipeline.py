@@ -177,12 +177,14 @@ def lower(
         # Attention becomes matmuls around softmax-like kernels; casts that change nothing go.
         ir = fold_casts(expand_attention(ir, libraries=target.libraries, log=log))
 
-    def plan(ir: tvm.IRModule) -> PlannedStep:
+    def plan(ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
         own_log = copy.deepcopy(log)
         with _timed(seconds, "dispatch"):
             # From here on heavy ops are library calls, opaque to fusion.
             # Those that add a bias round once, so casts around the sum fold away.
-            ir = pack_operands(fold_casts(_dispatched(ir, target, own_log)), log=own_log)
+            ir = fold_casts(_dispatched(ir, target, own_log))
+            # A packed matrix is a copy, which the matmuls of a loss in blocks have no memory for.
+            ir = ir if in_blocks else pack_operands(ir, log=own_log)
             ir = accumulate_products(ir, mod.signature.outputs, log=own_log)
         with _timed(seconds, "fuse"):
             # From here on there are kernels, and low precision exists only in memory.
@@ -203,7 +205,7 @@ def lower(
         return attrs.evolve(planned, dispatched=own_log.notes)
 
     # Only where running calls again cannot hold the budget is a loss computed in blocks of rows.
-    return plan(ir) if memory_budget is None else plan_in_blocks(ir, plan)
+    return plan(ir, in_blocks=False) if memory_budget is None else plan_in_blocks(ir, plan)
 
 
 def _dispatched(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:

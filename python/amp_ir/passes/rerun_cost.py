@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from amp_ir.passes.call_cost import library_flop
+from amp_ir.memory_plan import PlannedStep
+from amp_ir.passes.call_cost import flop_of_calls, library_flop
 from amp_ir.passes.step_slots import Step
 
 # Rates of two cores of a present CPU. Only their ratio matters: what a matmul costs beside a copy.
@@ -16,9 +17,20 @@ def rerun_milliseconds(step: Step) -> float:
     """The larger of arithmetic (of library calls) and memory traffic, and the call itself."""
     nbytes = sum(slot.nbytes for slot in {id(s): s for s in step.reads}.values())
     nbytes += sum(slot.nbytes for slot in step.results)
-    spent = nbytes / _GIGABYTES_PER_SECOND
+    flop = 0
     if step.function is None:
-        rate = _GFLOP_PER_SECOND.get(step.reads[0].dtype, _GFLOP_PER_SECOND["float32"])
         flop = library_flop(step.symbol, list(step.call.args[1].fields))
-        spent = max(spent, flop / rate)
-    return spent / 1e6 + _CALL_MILLISECONDS
+    return _milliseconds(nbytes, flop, step.reads[0].dtype if flop else "float32")
+
+
+def step_milliseconds(step: PlannedStep) -> float:
+    """About how long all calls of a step take, to compare plans of one step."""
+    return sum(
+        _milliseconds(call.read_nbytes + call.written_nbytes, flop, call.compute_dtype)
+        for call, flop in zip(step.plan.calls, flop_of_calls(step), strict=True)
+    )
+
+
+def _milliseconds(nbytes: int, flop: int, dtype: str) -> float:
+    rate = _GFLOP_PER_SECOND.get(dtype, _GFLOP_PER_SECOND["float32"])
+    return max(nbytes / _GIGABYTES_PER_SECOND, flop / rate) / 1e6 + _CALL_MILLISECONDS

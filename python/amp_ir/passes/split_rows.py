@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import attrs
 import tvm
@@ -17,6 +18,7 @@ from amp_ir.location import from_span
 from amp_ir.main_function import with_bindings, with_main
 from amp_ir.memory_plan import PlannedStep, RowSplit
 from amp_ir.passes.fold_casts import live_bindings
+from amp_ir.passes.rerun_cost import step_milliseconds
 from amp_ir.passes.row_block import Bindings, RowBlock
 from amp_ir.passes.row_region import NLL_LOSS, RowRegion, find_region
 from amp_ir.passes.row_rules import shape_of
@@ -30,20 +32,31 @@ _LEAST_SHARE = 0.25
 
 # Each doubles the calls of the head and halves what is held of its scores.
 BLOCKS = (2, 4, 8, 16)
+# Smaller products are slower, by what rerun_cost.py does not see.
+_WORTH = 0.99
 
 
-def plan_in_blocks(ir: tvm.IRModule, plan: Callable[[tvm.IRModule], PlannedStep]) -> PlannedStep:
+class Plan(Protocol):
+    """How the pipeline plans a step; `in_blocks` says that its matmuls may be parts of one."""
+
+    def __call__(self, ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
+        """Plan `ir` within the budget, or raise BudgetError."""
+
+
+def plan_in_blocks(ir: tvm.IRModule, plan: Plan) -> PlannedStep:
     """What `plan` makes of the step; where it cannot hold its budget, of the step in blocks.
 
-    The fewest blocks that fit are taken, so a step that fits as it is stays as it is.
+    A step that fits as it is stays as it is. Of the numbers of blocks that fit, the fewest are
+    taken, or twice as many where that saves so much of what is run again for fewer.
 
     Raises:
         BudgetError: that of the attempt which needs the least.
     """
     try:
-        return plan(ir)
+        return plan(ir, in_blocks=False)
     except BudgetError as error:
         refused = error
+    best: PlannedStep | None = None
     tried: tuple[RowSplit, ...] = ()
     for blocks in BLOCKS:
         split, splits = split_rows(ir, blocks)
@@ -51,12 +64,19 @@ def plan_in_blocks(ir: tvm.IRModule, plan: Callable[[tvm.IRModule], PlannedStep]
             break
         tried = splits
         try:
-            planned = plan(split)
+            planned = plan(split, in_blocks=True)
         except BudgetError as error:
             refused = min(refused, error, key=lambda one: one.least_bytes)
-        else:
-            return attrs.evolve(planned, plan=attrs.evolve(planned.plan, splits=splits))
-    raise refused
+            continue
+        planned = attrs.evolve(planned, plan=attrs.evolve(planned.plan, splits=splits))
+        if best is not None and step_milliseconds(planned) > _WORTH * step_milliseconds(best):
+            break
+        best = planned
+        if not any(call.is_rerun for call in planned.plan.calls):
+            break
+    if best is None:
+        raise refused
+    return best
 
 
 def split_rows(ir: tvm.IRModule, blocks: int) -> tuple[tvm.IRModule, tuple[RowSplit, ...]]:
