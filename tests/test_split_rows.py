@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import tvm
@@ -26,8 +27,10 @@ from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.dialect import call_op
 from amp_ir.errors import BudgetError
 from amp_ir.interpreter import interpret
+from amp_ir.memory_plan import MemoryRole, PlannedStep
 from amp_ir.module import StepModule
 from amp_ir.passes import row_rules
+from amp_ir.passes import split_rows as splitting
 from amp_ir.passes.row_block import rows_of_call
 from amp_ir.passes.row_rules import row_axes, shape_of
 from amp_ir.passes.split_rows import BLOCKS, split_rows
@@ -427,11 +430,49 @@ def test_a_budget_that_running_again_holds_splits_nothing() -> None:
     assert free.splits == ()
 
 
-def test_the_fewest_blocks_that_fit_are_taken() -> None:
+def test_as_many_blocks_as_the_budget_needs_are_taken() -> None:
     mod, *_ = large_head("bfloat16")
     taken = [lower(mod, memory_budget=budget_of(mod, share)).plan for share in (0.8, 0.5, 0.3)]
     blocks = [plan.splits[0].blocks for plan in taken]
     assert blocks == sorted(blocks) and blocks[0] == 2 and blocks[-1] > 2
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "taken"), [({2: 9.0, 4: 8.0, 8: 7.95}, 4), ({2: 9.0, 4: 8.95}, 2)]
+)
+def test_more_blocks_are_taken_where_they_save_time(
+    milliseconds: dict[int, float], taken: int
+) -> None:
+    """Plans that fit, but run calls again: more blocks are tried until that saves nothing."""
+    mod, *_ = head(functional.cross_entropy, rows=32, classes=24)
+    plan = lower(mod)
+    again = attrs.evolve(plan.plan.calls[0], is_rerun=True)
+    plan = attrs.evolve(plan, plan=attrs.evolve(plan.plan, calls=(again,)))
+
+    def fits_in_blocks(_: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
+        if not in_blocks:
+            raise BudgetError("does not fit", 1)
+        return plan
+
+    def milliseconds_of(step: PlannedStep) -> float:
+        return milliseconds[step.plan.splits[0].blocks]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splitting, "step_milliseconds", milliseconds_of)
+        found = splitting.plan_in_blocks(mod.ir, fits_in_blocks)
+    assert found.plan.splits[0].blocks == taken
+
+
+def test_blocks_are_gone_before_the_next_ones_come() -> None:
+    """At most one block's scores and their gradient, which is written over them, are held."""
+    mod, *_ = large_head(None)
+    plan = lower(mod, memory_budget=budget_of(mod, 0.4)).plan
+    block = plan.splits[0].nbytes / plan.splits[0].blocks
+    made = [v for v in plan.values if v.offset_bytes is not None and v.nbytes > 0.9 * block]
+    held = [value for value in made if value.role is not MemoryRole.WORKSPACE]
+    assert held
+    for at in range(len(plan.calls)):
+        assert sum(v.first_use <= at <= v.last_use for v in held) <= 1
 
 
 def test_reports_say_that_the_loss_is_in_blocks() -> None:
