@@ -4,15 +4,24 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from hypothesis import settings
 
+from amp_ir import matmul_ways
+
 # Examples build and run kernels, whose first call is slow; and a run must be repeatable.
 settings.register_profile("amp_ir", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("amp_ir")
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compile as where `amp_ir.tune` has not run, whatever this machine's user did."""
+    monkeypatch.setattr(matmul_ways, "default_directory", lambda: tmp_path / "matmuls")
 
 
 @pytest.fixture(autouse=True)

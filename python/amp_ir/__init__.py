@@ -31,9 +31,11 @@ from amp_ir.pipeline import (
     profile_vm_model,
     trace_model,
     trace_step,
+    tune,
 )
 from amp_ir.pipeline import compile_step as compile  # noqa: A004  (torch.compile's name)
 from amp_ir.report.kernel_profile import KernelProfile
+from amp_ir.report.matmul_times import MatmulTimes
 from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.step import CompiledStep
 from amp_ir.step_log import StepLog, StepRecord
@@ -45,6 +47,7 @@ __all__ = [
     "CompiledStep",
     "CustomTypeHint",
     "KernelProfile",
+    "MatmulTimes",
     "MemoryReport",
     "GradScaler",
     "Override",
@@ -70,4 +73,5 @@ __all__ = [
     "scale_loss",
     "trace_model",
     "trace_step",
+    "tune",
 ]

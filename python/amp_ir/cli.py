@@ -6,6 +6,7 @@
     amp-ir profile bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--trace trace.json]
                                   [--json profile.json]
     amp-ir report bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--out report.html]
+    amp-ir tune bert1|train.py [--amp-dtype bfloat16]
     amp-ir compile bert1|train.py [--target sm_90] [--amp-dtype bfloat16] [--out step.so]
                                   [--state state.npz] [--libraries cublaslt]
 
@@ -40,6 +41,7 @@ from amp_ir.report import explain as explain_report
 from amp_ir.report.commands import (
     add_profile_arguments,
     add_report_arguments,
+    add_training_arguments,
     show_profile,
     write_report,
 )
@@ -109,6 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_report_arguments(report, WORKLOADS)
     report.set_defaults(run=_report)
+    tune = commands.add_parser(
+        "tune", help="measure how this CPU computes a step's matmuls fastest, for later compiles"
+    )
+    add_training_arguments(tune, WORKLOADS)
+    tune.set_defaults(run=_tune)
     export = commands.add_parser(
         "compile", help="write a step as a file that TVM's runtime runs, on this machine or another"
     )
@@ -118,19 +125,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "training",
-        metavar="WORKLOAD|FILE",
-        help=f"{', '.join(WORKLOADS)}; or a .py file that defines step, batch, model, and "
-        "optimizer and scaler if it has them",
-    )
+    add_training_arguments(parser, WORKLOADS)
     parser.add_argument(
         "--target", default="cpu", help='"cpu" (this one), or a GPU\'s architecture: "sm_90"'
     )
-    parser.add_argument(
-        "--amp-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
-    )
-    parser.add_argument("--small", action="store_true", help="tiny shapes (workloads only)")
     parser.add_argument(
         "--out", type=Path, default=Path("step.so"), metavar="FILE", help="the file to write"
     )
@@ -218,6 +216,18 @@ def _report(arguments: argparse.Namespace) -> int:
         machine=_machine(arguments.device),
         out=arguments.out,
     )
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    with stages() as report:
+        training = _training(arguments, report)
+        report("capturing the step")
+        mod, args = _traced(training)
+        if arguments.amp_dtype != "float32":
+            report("choosing casts")
+            mod = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
+    print(amp_ir.tune(mod))
+    return 0
 
 
 def _compile(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -31,6 +31,7 @@ from tvm import relax
 
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir import build as build_stage
+from amp_ir import native
 from amp_ir.amp import autocast as autocast_stage
 from amp_ir.amp.certificate import account
 from amp_ir.amp.plan import CastPlan
@@ -49,10 +50,12 @@ from amp_ir.loops.membership import memberships, stored_tensors
 from amp_ir.loops.merged_kernel import KernelMerger
 from amp_ir.loops.share_kernels import share_kernels
 from amp_ir.machine import measure_peaks
+from amp_ir.matmul_ways import MeasuredWays
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
 from amp_ir.passes.accumulate_products import accumulate_products
 from amp_ir.passes.call_cost import flop_of_calls
+from amp_ir.passes.choose_ways import choose_ways, product_label, products_of
 from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
 from amp_ir.passes.fold_casts import fold_casts
@@ -62,6 +65,7 @@ from amp_ir.passes.pack_operands import pack_operands
 from amp_ir.passes.plan_memory import plan_memory
 from amp_ir.passes.split_rows import plan_in_blocks
 from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
+from amp_ir.report.matmul_times import MatmulTimes
 from amp_ir.report.memory import MemoryReport, report_memory
 from amp_ir.runtime.call_times import time_calls
 from amp_ir.runtime.index_bounds import check_ids, find_bounds
@@ -69,6 +73,7 @@ from amp_ir.runtime.launch_times import time_launches, time_whole_steps
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
+from amp_ir.runtime.time_ways import measure_ways, this_machine
 from amp_ir.step_options import (
     batch_of,
     check_budget,
@@ -181,11 +186,10 @@ def lower(
         own_log = copy.deepcopy(log)
         with _timed(seconds, "dispatch"):
             # From here on heavy ops are library calls, opaque to fusion.
-            # Those that add a bias round once, so casts around the sum fold away.
-            ir = fold_casts(_dispatched(ir, target, own_log))
-            # A packed matrix is a copy, which the matmuls of a loss in blocks have no memory for.
-            ir = ir if in_blocks else pack_operands(ir, log=own_log)
-            ir = accumulate_products(ir, mod.signature.outputs, log=own_log)
+            ir = _library_calls(ir, mod, target, own_log, packs=not in_blocks)
+            if products_of(ir):
+                # What `tune` found on this machine, if it has run.
+                ir = choose_ways(ir, MeasuredWays.read(this_machine()).best, log=own_log)
         with _timed(seconds, "fuse"):
             # From here on there are kernels, and low precision exists only in memory.
             ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
@@ -208,8 +212,50 @@ def lower(
     return plan(ir, in_blocks=False) if memory_budget is None else plan_in_blocks(ir, plan)
 
 
+def _library_calls(
+    ir: tvm.IRModule, mod: StepModule, target: CompileTarget, log: DispatchLog, *, packs: bool
+) -> tvm.IRModule:
+    # Matmuls that add a bias round once, so casts around the sum fold away.
+    ir = fold_casts(_dispatched(ir, target, log))
+    # A packed matrix is a copy, which the matmuls of a loss in blocks have no memory for.
+    ir = pack_operands(ir, log=log) if packs else ir
+    return accumulate_products(ir, mod.signature.outputs, log=log)
+
+
 def _dispatched(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
     return dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
+
+
+def tune(mod: StepModule) -> MatmulTimes:
+    """Measure how this CPU computes the step's matmuls fastest, for all steps compiled from now on.
+
+    oneDNN has several ways for a matmul, and its own choice is not always the best one. Each matmul
+    is timed on its own, on random numbers, for about a second; a bar on stderr shows how far it is.
+    The times are kept in a file for this kind of CPU and number of threads, matmul by matmul: an
+    interruption loses one, and what is known is not measured again. A step that is compiled then
+    takes a way that is faster by 3 % or more; sums are added up in another order in it, and
+    `report.dispatched` says so. Delete the file to forget.
+
+    Returns:
+        The times of this step's matmuls; `print` them.
+
+    Raises:
+        OptionError: `mod` is no StepModule, or oneDNN is missing.
+    """
+    check_module(mod, "tune")
+    if not native.has("amp_ir.onednn.matmul"):
+        raise OptionError("tune measures oneDNN's matmuls, and this build has no oneDNN")
+    ir = fold_casts(expand_attention(mod.ir, libraries=cpu().libraries))
+    products = products_of(_library_calls(ir, mod, cpu(), DispatchLog(), packs=True))
+    known = MeasuredWays.read(this_machine())
+    measure_ways(products, known)
+    times: dict[str, Mapping[str, float]] = {}
+    for name, call in products.items():
+        label = product_label(call)
+        # Two may differ in strides alone.
+        label = label if label not in times else f"{label} ({len(times)})"
+        times[label] = known.milliseconds[name]
+    return MatmulTimes(times, known.file)
 
 
 def explain_plan(mod: StepModule) -> CastPlan:

@@ -4,6 +4,9 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include <map>
+#include <string>
+
 #include "lent_scratch.h"
 #include "onednn_ops.h"
 #include "onednn_plan.h"
@@ -16,6 +19,7 @@ using amp_ir::Convolution;
 using amp_ir::MakeStrided;
 using amp_ir::StridedTensor;
 using amp_ir::onednn::ConvKind;
+using amp_ir::onednn::Way;
 
 // oneDNN throws exceptions of its own, which must not cross into tvm-ffi unexplained.
 template <class Call>
@@ -27,12 +31,36 @@ void Guard(const char* function, Call call) {
   }
 }
 
+struct Finish {
+  amp_ir::Epilogue epilogue;
+  Way way;
+};
+
+// "relu", or "relu+gemm": with the way in which the product is to be computed.
+Finish ParseFinish(const char* function, const std::string& text) {
+  static const std::map<std::string, Way> kWays{{"plain", Way::kPlain},
+                                                {"gemm", Way::kGemm},
+                                                {"copy_a", Way::kCopyA},
+                                                {"copy_b", Way::kCopyB},
+                                                {"copy_both", Way::kCopyBoth}};
+  const size_t plus = text.find('+');
+  const amp_ir::Epilogue epilogue = amp_ir::ParseEpilogue(function, text.substr(0, plus));
+  if (plus == std::string::npos) return {epilogue, Way::kRules};
+  const auto found = kWays.find(text.substr(plus + 1));
+  if (found == kWays.end()) {
+    TVM_FFI_THROW(ValueError) << function << ": way \"" << text.substr(plus + 1)
+                              << "\"; expected plain, gemm, copy_a, copy_b or copy_both";
+  }
+  return {epilogue, found->second};
+}
+
 void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
             const ffi::Optional<ffi::TensorView>& bias, const ffi::Shape& a_dims,
             const ffi::Shape& a_strides, const ffi::Shape& b_dims, const ffi::Shape& b_strides,
             const ffi::Shape& out_dims, const ffi::Shape& out_strides, const ffi::String& epilogue,
             const ffi::TensorView& out) {
   constexpr const char* kName = "amp_ir.onednn.matmul";
+  const Finish finish = ParseFinish(kName, epilogue);
   StridedTensor left = MakeStrided(kName, "a", a, a_dims, a_strides);
   StridedTensor right = MakeStrided(kName, "b", b, b_dims, b_strides);
   StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
@@ -41,9 +69,10 @@ void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
     shift = MakeStrided(kName, "bias", *bias, (*bias).shape(), (*bias).strides());
   }
   const StridedTensor* shift_or_null = bias.has_value() ? &shift : nullptr;
-  amp_ir::Epilogue finish = amp_ir::ParseEpilogue(kName, epilogue);
   amp_ir::CheckMatmul(kName, left, right, shift_or_null, result);
-  Guard(kName, [&] { amp_ir::onednn::Matmul(left, right, shift_or_null, result, finish); });
+  Guard(kName, [&] {
+    amp_ir::onednn::Matmul(left, right, shift_or_null, result, finish.epilogue, finish.way);
+  });
 }
 
 // The number in a tensor of one; null where there is none.
@@ -70,7 +99,8 @@ void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const 
                       const ffi::Shape& out_strides, const ffi::String& epilogue,
                       const ffi::TensorView& out) {
   constexpr const char* kName = "amp_ir.onednn.matmul_accumulate";
-  if (epilogue != "none") {
+  const Finish finish = ParseFinish(kName, epilogue);
+  if (finish.epilogue != amp_ir::Epilogue::kNone) {
     TVM_FFI_THROW(ValueError) << kName << ": epilogue \"" << std::string(epilogue)
                               << "\"; expected none, since nothing is done to a sum";
   }
@@ -94,7 +124,8 @@ void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const 
   const bool is_query = amp_ir::ScratchQuery::Current() != nullptr;
   if (before.data != result.data && !is_query) amp_ir::ConvertStrided(before, result);
   Guard(kName, [&] {
-    amp_ir::onednn::MatmulAccumulate(left, right, shift_or_null, product, total, result);
+    amp_ir::onednn::MatmulAccumulate(left, right, shift_or_null, product, total, result,
+                                     finish.way);
   });
 }
 
@@ -278,6 +309,12 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("amp_ir.onednn.implementations", Implementations)
       .def("amp_ir.onednn.clear_cache", amp_ir::onednn::ClearCachedPlans)
       .def("amp_ir.onednn.isa", IsaName)
+      .def("amp_ir.onednn.version",
+           [] {
+             const dnnl_version_t* v = dnnl_version();
+             return std::to_string(v->major) + "." + std::to_string(v->minor) + "." +
+                    std::to_string(v->patch);
+           })
       .def("amp_ir.onednn.is_native", [](DLDataType dtype) {
         amp_ir::CheckDtype("amp_ir.onednn.is_native", "dtype", dtype);
         return amp_ir::onednn::IsNative(dtype);

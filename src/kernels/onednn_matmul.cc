@@ -50,6 +50,7 @@ struct Problem : BatchedMatrices {
   // How oneDNN laid `b` out, whose strides then mean nothing.
   std::optional<dnnl::memory::desc> layout_of_b;
   Accumulation accumulation;
+  Way way = Way::kRules;
 };
 
 // One number as oneDNN's post-ops multiply a result of this rank by it.
@@ -276,8 +277,12 @@ class PlanBuilder {
     return Create(a, b, bias, Describe(out), PostOps(problem_, sums_));
   }
 
+  bool TakesGemm(const StridedTensor& a, const StridedTensor& b) const {
+    return problem_.way == Way::kRules ? PrefersGemm(a, b) : problem_.way == Way::kGemm;
+  }
+
   bool TryMultiply(const Operand& a, const Operand& b, const Operand& out) {
-    if (!b.layout && PrefersGemm(a.view, b.view)) {
+    if (!b.layout && TakesGemm(a.view, b.view)) {
       PrimitiveDesc pd = PrimitiveFor(LayoutOf(a), LayoutOf(b), out.view);
       while (pd && !IsGemm(pd) && pd.next_impl()) continue;
       if (pd && IsGemm(pd)) {
@@ -289,18 +294,33 @@ class PlanBuilder {
     return IsUsable(pd) && AddMatmul(pd, a.id, b.id, out.id);
   }
 
-  // The product of copies of one or both operands in the layouts that oneDNN chooses, where that is
-  // faster; those of low operands take at most a third of the result's bytes.
-  bool TryMultiplyCopies() {
+  struct Copies {
+    bool a, b;
+  };
+
+  // Which operands are copied; those of low ones take at most a third of the result's bytes.
+  Copies CopiesByRules() const {
     const StridedTensor &a = a_.view, &b = b_.view, &out = out_.view;
-    if (a.rank != 2) return false;
     const bool is_plain = IsRowMajor(b) && !b_.layout;
-    const bool is_aliased = is_plain && IsAliased(b, out.dims[0]);
     bool copy_a = UsesAmx(a.dtype) && IsColumnMajor(a) && out.dims[1] >= kCopyExtent;
     bool copy_b = UsesAmx(a.dtype) && is_plain && out.dims[0] >= kCopyExtent;
     const int64_t copied = (copy_a ? NumBytes(a) : 0) + (copy_b ? NumBytes(b) : 0);
     if (3 * copied > NumBytes(out)) copy_a = copy_b = false;
-    copy_b = copy_b || is_aliased;
+    return {copy_a, copy_b || (is_plain && IsAliased(b, out.dims[0]))};
+  }
+
+  Copies ChooseCopies() const {
+    const Way way = problem_.way;
+    if (way == Way::kRules) return CopiesByRules();
+    return {way == Way::kCopyA || way == Way::kCopyBoth,
+            !b_.layout && (way == Way::kCopyB || way == Way::kCopyBoth)};
+  }
+
+  // The product of copies of one or both operands in the layouts that oneDNN chooses.
+  bool TryMultiplyCopies() {
+    const StridedTensor &a = a_.view, &b = b_.view, &out = out_.view;
+    if (a.rank != 2 || b.rank != 2) return false;
+    const auto [copy_a, copy_b] = ChooseCopies();
     if (!copy_a && !copy_b) return false;
     PrimitiveDesc pd = PrimitiveFor(copy_a ? AnyLayout(a) : LayoutOf(a_),
                                     copy_b ? AnyLayout(b) : LayoutOf(b_), out);
@@ -388,6 +408,7 @@ void Run(Operation operation, Problem problem, int64_t packed_nbytes, Factors fa
   PlanKey key = OperationKey(operation);
   key.Add(packed_nbytes);
   key.Add(static_cast<int64_t>(problem.epilogue));
+  key.Add(static_cast<int64_t>(problem.way));
   key.Add(sum.is_on | sum.scales_product << 1 | sum.scales_total << 2);
   key.Add(problem.a);
   key.Add(problem.b);
@@ -411,15 +432,17 @@ Problem MakeProblem(const StridedTensor& a, const StridedTensor& b, const Stride
 }  // namespace
 
 void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
-            const StridedTensor& out, Epilogue epilogue) {
+            const StridedTensor& out, Epilogue epilogue, Way way) {
   Problem problem = MakeProblem(a, b, bias, out);
   problem.epilogue = epilogue;
+  problem.way = way;
   Run(kMatmul, problem, 0);
 }
 
 void MatmulAccumulate(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
-                      const float* alpha, const float* beta, const StridedTensor& out) {
+                      const float* alpha, const float* beta, const StridedTensor& out, Way way) {
   Problem problem = MakeProblem(a, b, bias, out);
+  problem.way = way;
   problem.accumulation = {true, alpha != nullptr || beta != nullptr, beta != nullptr};
   if (ScratchQuery::Current() != nullptr) return Run(kMatmul, problem, 0);
   Factors factors{alpha != nullptr ? *alpha : 1.F, beta != nullptr ? *beta : 1.F};

@@ -16,7 +16,7 @@ _LOW = ("bfloat16", "float16")
 # PyTorch's flash attention on CUDA: the width of a head is a multiple of the first, up to the
 # second.
 _WIDTH_STEP, _WIDTH_MOST = 8, 256
-# From so many columns on, PyTorch's flash attention for CPUs is faster than matmuls around a kernel,
+# From so many columns on, PyTorch's flash attention for CPUs is faster than matmuls and a kernel,
 # and it holds no scores. Forward and backward beside ours, 2 threads of an Emerald Rapids, heads of
 # 64, bfloat16 and float32: 512 columns 1.0 to 1.4 of the time, 768 0.6 to 0.8, 2048 0.4 to 0.7.
 _CPU_COLUMNS_LEAST = 768

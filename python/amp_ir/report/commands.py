@@ -19,20 +19,21 @@ from amp_ir.report.wide_console import wide_console
 
 def add_profile_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
     """The arguments of `amp-ir profile`."""
-    _add_training_arguments(parser, workloads)
+    _add_run_arguments(parser, workloads)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for ui.perfetto.dev")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the profile and the memory")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
     """The arguments of `amp-ir report`."""
-    _add_training_arguments(parser, workloads)
+    _add_run_arguments(parser, workloads)
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
     )
 
 
-def _add_training_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+def add_training_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+    """What a command works on: whose step, and in which dtype."""
     parser.add_argument(
         "training",
         metavar="WORKLOAD|FILE",
@@ -40,14 +41,18 @@ def _add_training_arguments(parser: argparse.ArgumentParser, workloads: Iterable
         "optimizer and scaler if it has them",
     )
     parser.add_argument(
+        "--amp-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
+    )
+    parser.add_argument("--small", action="store_true", help="tiny shapes (workloads only)")
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+    add_training_arguments(parser, workloads)
+    parser.add_argument(
         "--device",
         default="cpu",
         help='where to run; "cpu" or "cuda" (a file of yours puts its model there itself)',
     )
-    parser.add_argument(
-        "--amp-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
-    )
-    parser.add_argument("--small", action="store_true", help="tiny shapes (workloads only)")
     parser.add_argument(
         "--steps", type=int, default=10, metavar="N", help="timed steps (default 10)"
     )
