@@ -76,7 +76,9 @@ FLOAT = {
 
 @pytest.mark.parametrize("name", ANY_DTYPE | FLOAT)
 def test_reduction_of_floats(name):
-    check((ANY_DTYPE | FLOAT)[name], X.clone().requires_grad_())
+    # PyTorch 2.11 has no derivative of aminmax.
+    is_trained = name != "aminmax" or torch.__version__ >= (2, 12)
+    check((ANY_DTYPE | FLOAT)[name], X.clone().requires_grad_(is_trained))
 
 
 @pytest.mark.parametrize("name", ["std", "var_mean", "all", "argsort"])

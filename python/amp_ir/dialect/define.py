@@ -214,8 +214,10 @@ def _bind(
             for parameter in signature.parameters.values()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         ]
+        # From Python 3.12 on it says of a missing argument which kind it is.
+        reason = str(error).replace("required keyword-only argument", "required argument")
         raise OptionError(
-            f"{name}: {error}; got {len(arguments)} tensors and the options {sorted(plain)}, "
+            f"{name}: {reason}; got {len(arguments)} tensors and the options {sorted(plain)}, "
             f"expected the options ({', '.join(accepted)})"
         ) from None
     bound.apply_defaults()

@@ -23,8 +23,20 @@ aten = torch.ops.aten
 _Tensors = tuple[torch.Tensor, ...]
 
 
+def _lstm(*args: Any) -> _Tensors:
+    """PyTorch's decomposition, with its last states in the shape of the first ones.
+
+    Before 2.13 it keeps an axis of length 1 between layers and batch that ATen does not have.
+    """
+    output, *states = decompositions.lstm_impl(*args)
+    shaped = [
+        s if s.shape == h.shape else s.squeeze(1) for s, h in zip(states, args[1], strict=True)
+    ]
+    return output, *shaped
+
+
 _LAYERS: dict[Any, Callable[..., Any]] = {
-    torch.lstm: decompositions.lstm_impl,
+    torch.lstm: _lstm,
     torch.gru: decompositions.gru_impl,
 }
 
