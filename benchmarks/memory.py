@@ -5,8 +5,9 @@ Two tables, printed and saved under benchmarks/results/ row by row. Peaks: plann
 measured, and PyTorch eager's (under torch.autocast for bfloat16). Measured is the rise of the
 resident set during two steps, in a process of its own, plus the bytes of parameters and batch that
 were there before. Budgets: whether `memory_budget` at a share of the bytes that are not state is
-held, else the least that is; the calls that run again for it; and, where the step is run, its time
-beside that without a budget, in turns. A share of all bytes would ask for less than the state alone
+held, else the least that is; the calls that run again for it, and the blocks of rows in which the
+loss is computed for it; and, where the step is run, its time beside that without a budget, in
+turns. A share of all bytes would ask for less than the state alone
 (0.60 of bert1's peak, 0.72 of a deep GPT-2's), which no compiler can give up.
 """
 
@@ -67,6 +68,7 @@ class Budget:
     planned: int | None
     least: int | None
     reruns: int
+    blocks: int
     milliseconds: float | None = None
     free_milliseconds: float | None = None
 
@@ -168,10 +170,12 @@ def _budget(name: str, training: Training, dtype: str, share: float) -> Budget:
     try:
         plan = lower(mod, memory_budget=budget).plan
     except BudgetError as error:
-        least = int(str(error).rpartition("memory_budget=")[2].split()[0])
-        plan = lower(mod, memory_budget=least).plan
-        return Budget(*known, None, plan.peak_bytes, sum(c.is_rerun for c in plan.calls))
-    return Budget(*known, plan.peak_bytes, None, sum(c.is_rerun for c in plan.calls))
+        plan = lower(mod, memory_budget=error.least_bytes).plan
+    is_held = plan.peak_bytes <= budget
+    reruns = sum(call.is_rerun for call in plan.calls)
+    blocks = max((split.blocks for split in plan.splits), default=1)
+    held, least = (plan.peak_bytes, None) if is_held else (None, plan.peak_bytes)
+    return Budget(*known, held, least, reruns, blocks)
 
 
 def _with_times(training: Training, dtype: str, row: Budget) -> Budget:
@@ -233,7 +237,18 @@ def peak_table(rows: Sequence[Peak]) -> Table:
 def budget_table(rows: Sequence[Budget]) -> Table:
     """Budgets in MiB beside what was held; "least" where the budget was refused."""
     table = Table("workload", "dtype", title="memory_budget as a share of what is not state, MiB")
-    for name in ("share", "without", "state", "budget", "held", "least", "reruns", "ms", "x"):
+    for name in (
+        "share",
+        "without",
+        "state",
+        "budget",
+        "held",
+        "least",
+        "reruns",
+        "blocks",
+        "ms",
+        "x",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         sizes = (row.free, row.state, row.budget, row.planned, row.least)
@@ -246,6 +261,7 @@ def budget_table(rows: Sequence[Budget]) -> Table:
             f"{row.share:.0%}",
             *("-" if size is None else f"{size / MEBIBYTE:.1f}" for size in sizes),
             str(row.reruns),
+            str(row.blocks),
             "-" if row.milliseconds is None else f"{row.milliseconds:.0f}",
             "-" if ratio is None else f"{ratio:.2f}",
         )
