@@ -10,7 +10,7 @@ the dtype that the IR declares: what a kernel of one op may do at best.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -24,6 +24,7 @@ from amp_ir.errors import ArgumentError, UnsupportedOpError
 from amp_ir.location import from_span
 from amp_ir.module import StepModule
 from amp_ir.relax_reference import RELAX_OPS
+from amp_ir.variables import variables_of
 
 OnValue = Callable[[relax.Var, torch.Tensor], torch.Tensor]
 
@@ -55,11 +56,11 @@ def interpret(
     _check_ops(bindings)
     run = _Run(on_value, float_dtype)
     _bind_inputs(run, main.params, inputs)
-    uses = Counter(var for binding in bindings for var in _variables(binding.value))
-    uses.update(_variables(main.body.body))
+    uses = Counter(var for binding in bindings for var in variables_of(binding.value))
+    uses.update(variables_of(main.body.body))
     for binding in bindings:
         run.bind(binding.var, run.evaluate(binding.value))
-        for var in _variables(binding.value):
+        for var in variables_of(binding.value):
             uses[var] -= 1
             if not uses[var]:
                 run.values.pop(var, None)  # dead: a step's peak is what is alive, not all of it
@@ -140,17 +141,6 @@ def _bind_inputs(run: _Run, params: Sequence[relax.Var], inputs: Sequence[torch.
                 f"{dtype_name(tensor)}, expected {shape} and {dtype}"
             )
         run.values[param] = run.to_dtype(tensor.detach(), dtype)
-
-
-def _variables(expr: Any) -> Iterator[relax.Var]:
-    """The variables that an expression of normal form reads, once a use."""
-    if isinstance(expr, relax.Var):
-        yield expr
-    elif isinstance(expr, relax.TupleGetItem):
-        yield from _variables(expr.tuple_value)
-    elif isinstance(expr, relax.Tuple | relax.Call):
-        for part in expr.fields if isinstance(expr, relax.Tuple) else expr.args:
-            yield from _variables(part)
 
 
 def _check_ops(bindings: Sequence[Any]) -> None:

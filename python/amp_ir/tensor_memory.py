@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 # Kernels load whole vectors: tensors begin at multiples of this. PyTorch's allocator gives such
@@ -17,6 +19,7 @@ def physical_dtype(dtype: str) -> str:
     return PHYSICAL_DTYPES.get(dtype, dtype)
 
 
+@functools.cache
 def dtype_nbytes(dtype: str) -> int:
     """Bytes of one stored element."""
     return np.dtype(physical_dtype(dtype)).itemsize

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import attrs
 import tvm
@@ -11,6 +11,7 @@ from tvm import relax
 
 from amp_ir.amp.plan import CastPlan, Moved
 from amp_ir.location import from_span
+from amp_ir.variables import variables_of
 
 
 def with_real_kernels(
@@ -64,15 +65,15 @@ def without_optimizer(ir: tvm.IRModule) -> tvm.IRModule:
     bound: set[relax.Var] = set()
     later: dict[relax.Var, None] = {}
     gone: set[relax.Var] = set()
-    for binding in (one for block in function.body.blocks for one in block.bindings):
-        read = list(_variables(binding.value))
+    for binding in (one for block in function.body.blocks for one in block.bindings[:]):
+        read = variables_of(binding.value)
         if _is_optimizers(binding.value) or any(variable in gone for variable in read):
             gone.add(binding.var)
             later.update(dict.fromkeys(read))
         else:
             kept.append(binding)
             bound.add(binding.var)
-    later.update(dict.fromkeys(_variables(function.body.body)))
+    later.update(dict.fromkeys(variables_of(function.body.body)))
     results = relax.Tuple([variable for variable in later if variable in bound])
     output = relax.Var("outputs", results.ty)
     block = relax.DataflowBlock([*kept, relax.VarBinding(output, results)])
@@ -86,16 +87,3 @@ def without_optimizer(ir: tvm.IRModule) -> tvm.IRModule:
 
 def _is_optimizers(value: relax.Expr) -> bool:
     return isinstance(value, relax.Call) and from_span(value.span).phase == "optimizer"
-
-
-def _variables(expr: relax.Expr) -> Iterator[relax.Var]:
-    if isinstance(expr, relax.Var):
-        yield expr
-    elif isinstance(expr, relax.Call):
-        for argument in expr.args:
-            yield from _variables(argument)
-    elif isinstance(expr, relax.Tuple):
-        for field in expr.fields:
-            yield from _variables(field)
-    elif isinstance(expr, relax.TupleGetItem):
-        yield from _variables(expr.tuple_value)

@@ -165,7 +165,7 @@ def read_step(mod: tvm.IRModule) -> StepGraph:
         reader.trees[parameter] = number
         inputs.append(number)
     for block in function.body.blocks:
-        for binding in block.bindings:
+        for binding in block.bindings[:]:
             value = binding.value if isinstance(binding, relax.VarBinding) else None
             if isinstance(value, relax.Call):
                 reader.read_call(binding.var, value)

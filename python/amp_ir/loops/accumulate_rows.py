@@ -9,6 +9,7 @@ import attrs
 from tvm import relax
 
 from amp_ir.static_shape import extents_of
+from amp_ir.variables import variables_of
 
 _GRADIENT = "amp_ir.embedding_backward"
 
@@ -42,8 +43,8 @@ def find_accumulations(main: relax.Function) -> Accumulations:
     calls = {binding.var: binding.value for binding in bindings}
     if not any(_is_gradient(value) for value in calls.values()):
         return Accumulations({}, set())
-    uses = Counter(variable for value in calls.values() for variable in _variables(value))
-    uses.update(_variables(main.body.body))
+    uses = Counter(variable for value in calls.values() for variable in variables_of(value))
+    uses.update(variables_of(main.body.body))
     found = Accumulations({}, set())
     for variable, value in calls.items():
         if isinstance(value, relax.Call) and value.op.name == "relax.add":
@@ -65,12 +66,3 @@ def _are_tables(call: relax.Expr, base: relax.Expr) -> bool:
     if any(str(type_.dtype) != "float32" for type_ in types):
         return False
     return extents_of(call.ty) == extents_of(base.ty)
-
-
-def _variables(expr: relax.Expr) -> list[relax.Var]:
-    if isinstance(expr, relax.Var):
-        return [expr]
-    if isinstance(expr, relax.TupleGetItem):
-        return _variables(expr.tuple_value)
-    parts = expr.args if isinstance(expr, relax.Call) else getattr(expr, "fields", ())
-    return [variable for part in parts[:] for variable in _variables(part)]

@@ -23,6 +23,7 @@ from amp_ir.loops.families import Merger, buffer_size
 from amp_ir.loops.fuse import LIBRARY_CALL, typed
 from amp_ir.loops.merged_kernel import Member, merged_kernel
 from amp_ir.main_function import with_bindings
+from amp_ir.variables import variables_of
 
 KERNEL_CALL = "relax.call_tir"
 # Elements of a kernel that may wait until the others are done: its tensors stay in the cache.
@@ -62,7 +63,7 @@ class _Merging:
         self.ir = ir
         self.merger = merger
         self.main: relax.Function = ir["main"]
-        self.bindings = [one for block in self.main.body.blocks for one in block.bindings]
+        self.bindings = [one for block in self.main.body.blocks for one in block.bindings[:]]
         self.functions = dict(ir.functions)
         self.written: list[relax.Binding] = []
         self.count = len(ir.functions)
@@ -109,7 +110,7 @@ class _Merging:
                 moved.append(binding)
                 continue
             kept.append(binding)
-            awaited.update(_variables(value))
+            awaited.update(variables_of(value))
         # A name for one result of a kernel stays with the kernel.
         made = {binding.var for binding in moved}
         stray = [
@@ -203,14 +204,6 @@ class _Merging:
 
 def _is_small(function: tirx.PrimFunc) -> bool:
     return sum(buffer_size(one) for one in function.params) <= SMALL_ELEMENTS
-
-
-def _variables(value: relax.Expr) -> list[relax.Var]:
-    found: list[relax.Var] = []
-    relax.analysis.post_order_visit(
-        value, lambda one: found.append(one) if isinstance(one, relax.Var) else None
-    )
-    return found
 
 
 def _result_ops(call: _Call) -> list[str]:

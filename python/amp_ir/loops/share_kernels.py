@@ -122,7 +122,7 @@ def _families(
 
 def _read_counts(main: relax.Function) -> dict[tvm.ir.GlobalVar, int]:
     """How many tensors each kernel reads."""
-    values = [binding.value for block in main.body.blocks for binding in block.bindings]
+    values = [binding.value for block in main.body.blocks for binding in block.bindings[:]]
     calls = [one for one in values if _is_kernel_call(one)]
     return {call.args[0]: len(call.args[1].fields) for call in calls}
 
@@ -166,7 +166,7 @@ def _with_calls(
 ) -> relax.Function:
     bindings = []
     for block in main.body.blocks:
-        for binding in block.bindings:
+        for binding in block.bindings[:]:
             value = binding.value
             if _is_kernel_call(value) and value.args[0] in replaced:
                 shared, distances = replaced[value.args[0]]

@@ -22,7 +22,7 @@ from amp_ir.main_function import with_bindings, with_main
 from amp_ir.module import OutputSpec
 from amp_ir.passes.fold_casts import live_bindings
 from amp_ir.passes.library_call import library_call
-from amp_ir.passes.uses import variables_of
+from amp_ir.variables import variables_of
 
 LIBRARY_CALL = "relax.call_dps_packed"
 MATMUL = "amp_ir.onednn.matmul"
@@ -82,7 +82,7 @@ class _Accumulator:
         self.ir = ir
         self.log = log
         self.main: relax.Function = ir["main"]
-        self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
+        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
         self.values = {b.var: b.value for b in self.bindings}
         # Bindings are written in the order of these places; new ones share that of an old one.
         self.place = {b.var: k for k, b in enumerate(self.bindings)}

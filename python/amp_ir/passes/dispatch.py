@@ -76,7 +76,7 @@ class _Dispatcher:
         self.libraries = libraries
         self.allow_tf32 = allow_tf32
         self.main: relax.Function = ir["main"]
-        self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
+        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
         self.values = {binding.var: binding.value for binding in self.bindings}
         self.uses = count_uses(self.bindings, self.main.body.body)
         self.only_reader = only_readers(self.bindings, self.uses, "relax.permute_dims")

@@ -45,7 +45,7 @@ def expand_attention(
     Source:   Dao et al. 2022, "FlashAttention", appendix B.2, for the gradient.
     """
     main = ir["main"]
-    bindings = [one for block in main.body.blocks for one in block.bindings]
+    bindings = [one for block in main.body.blocks for one in block.bindings[:]]
     if not any(_op_name(one.value) in (FORWARD, BACKWARD) for one in bindings):
         return ir
     writer = _Writer(libraries, DispatchLog() if log is None else log)

@@ -14,6 +14,7 @@ from tvm.ir import GenericConst
 from amp_ir.dialect.registry import call_op
 from amp_ir.main_function import with_bindings, with_main
 from amp_ir.static_shape import extents_of
+from amp_ir.variables import variables_of
 
 CASTS = ("amp_ir.cast", "relax.astype")
 _VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze")
@@ -155,25 +156,13 @@ class _Folder:
 
 def live_bindings(bindings: list[relax.VarBinding], result: relax.Expr) -> list[relax.VarBinding]:
     """The bindings that the result needs, in order."""
-    needed = set(_variables(result))
+    needed = set(variables_of(result))
     kept = []
     for binding in reversed(bindings):
         if binding.var in needed:
             kept.append(binding)
-            needed.update(_variables(binding.value))
+            needed.update(variables_of(binding.value))
     return kept[::-1]
-
-
-def _variables(expr: relax.Expr) -> list[relax.Var]:
-    if isinstance(expr, relax.Var):
-        return [expr]
-    if isinstance(expr, relax.Call):
-        return [var for argument in expr.args[:] for var in _variables(argument)]
-    if isinstance(expr, relax.Tuple):
-        return [var for field in expr.fields[:] for var in _variables(field)]
-    if isinstance(expr, relax.TupleGetItem):
-        return _variables(expr.tuple_value)
-    return []
 
 
 def _typed(call: relax.Call, args: list[relax.Expr], ty: relax.Type) -> relax.Call:

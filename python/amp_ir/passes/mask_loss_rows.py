@@ -91,7 +91,7 @@ class _Rewriter:
     def __init__(self, ir: tvm.IRModule) -> None:
         self.ir = ir
         self.main: relax.Function = ir["main"]
-        self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
+        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
         self.values = {b.var: b.value for b in self.bindings}
         self.losses: list[_SlicedLoss] = []
         if any(_named(value, "amp_ir.nll_loss_backward") for value in self.values.values()):

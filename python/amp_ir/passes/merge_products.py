@@ -99,7 +99,7 @@ class _Merger:
     def __init__(self, ir: tvm.IRModule) -> None:
         self.ir = ir
         self.main: relax.Function = ir["main"]
-        self.bindings = [b for block in self.main.body.blocks for b in block.bindings]
+        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
         self.values = {b.var: b.value for b in self.bindings if isinstance(b.value, relax.Call)}
         self.sums: dict[relax.Var, list[relax.Expr]] = {}
         # The two arguments of every sum, and who computes them.

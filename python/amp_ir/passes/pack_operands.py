@@ -64,7 +64,7 @@ class _Packer:
     def run(self) -> tvm.IRModule:
         if not native.has(_PACKED_NBYTES):
             return self.ir
-        bindings = [b for block in self.main.body.blocks for b in block.bindings]
+        bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
         calls: dict[_Operand, int] = {}
         for binding in bindings:
             operand = _shared_operand(binding.value)

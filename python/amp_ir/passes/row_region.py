@@ -12,6 +12,7 @@ from tvm import relax
 
 from amp_ir.dialect.registry import options_of
 from amp_ir.passes.row_rules import Axes, is_tensor, row_axes, shape_of, summed_axes
+from amp_ir.variables import variables_of
 
 NLL_LOSS = "amp_ir.nll_loss"
 # Ops without a reader elsewhere that are computed with the rows which need them.
@@ -281,16 +282,3 @@ class _Search:
 
 def _agree(given: Sequence[int | None], needed: Axes) -> bool:
     return all(one is None or one == need for one, need in zip(given, needed, strict=True))
-
-
-def variables_of(expr: relax.Expr) -> list[relax.Var]:
-    """The variables that an expression reads, in order."""
-    if isinstance(expr, relax.Var):
-        return [expr]
-    if isinstance(expr, relax.Call):
-        return [one for argument in expr.args for one in variables_of(argument)]
-    if isinstance(expr, relax.Tuple):
-        return [one for field in expr.fields for one in variables_of(field)]
-    if isinstance(expr, relax.TupleGetItem):
-        return variables_of(expr.tuple_value)
-    return []

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from tvm import relax
 
+from amp_ir.variables import variables_of
+
 
 def count_uses(bindings: list[relax.Binding], result: relax.Expr) -> dict[relax.Var, int]:
     """How often each variable is used by the bindings and by the result."""
@@ -13,19 +15,6 @@ def count_uses(bindings: list[relax.Binding], result: relax.Expr) -> dict[relax.
         for variable in variables_of(expr):
             uses[variable] = uses.get(variable, 0) + 1
     return uses
-
-
-def variables_of(expr: relax.Expr) -> list[relax.Var]:
-    """The variables that an expression reads, as often as it does."""
-    if isinstance(expr, relax.Var):
-        return [expr]
-    if isinstance(expr, relax.Call):
-        return [variable for argument in expr.args for variable in variables_of(argument)]
-    if isinstance(expr, relax.Tuple):
-        return [variable for field in expr.fields for variable in variables_of(field)]
-    if isinstance(expr, relax.TupleGetItem):
-        return variables_of(expr.tuple_value)
-    return []
 
 
 def only_readers(
