@@ -10,7 +10,9 @@ import pytest
 import torch
 from native_calls import layout, memory
 
+import amp_ir
 from amp_ir import native
+from amp_ir.pipeline import lower
 
 NAME = "amp_ir.onednn.matmul"
 pytestmark = pytest.mark.skipif(not native.has(NAME), reason="this build has no oneDNN")
@@ -76,3 +78,28 @@ def test_only_the_asking_thread_is_asked() -> None:
 def test_an_unknown_function_is_named() -> None:
     with pytest.raises(ValueError, match="amp_ir.onednn.nothing"):
         native.function("amp_ir.onednn.scratch_nbytes")("amp_ir.onednn.nothing")
+
+
+def test_what_gemm_takes_from_the_system_is_in_the_plan_all_the_time() -> None:
+    """It is the process's from the first step on, whatever call the peak is at."""
+    x = torch.ones(512, 16384)
+    weight = torch.nn.Linear(512, 16384, bias=False)  # [16384, 512]
+    mod, _ = amp_ir.trace_model(_Product(weight.weight), (x,))
+    plan = lower(mod).plan
+    assert plan.library_bytes > 0 and plan.calls[0].name == "onednn.matmul"
+    (kept,) = (one for one in plan.values if one.name == "gemm's own")
+    assert (kept.nbytes, kept.offset_bytes) == (plan.library_bytes, None)
+    assert (kept.first_use, kept.last_use) == (0, len(plan.calls) - 1)
+    parts = (plan.arena_bytes, plan.state_bytes, plan.batch_bytes, plan.result_bytes)
+    assert plan.peak_bytes == sum(parts) + plan.library_bytes
+    short, _ = amp_ir.trace_model(_Product(weight.weight[:4096]), (x[:, :4096],))
+    assert lower(short).plan.library_bytes == 0
+
+
+class _Product(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight

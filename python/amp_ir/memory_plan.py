@@ -123,8 +123,8 @@ class MemoryPlan:
 
     `lower_bound_bytes` is the largest sum of bytes alive at once: no plan of this order is smaller.
     `intervals` are the stays in the arena; `values` is everything that is held, whatever its place;
-    `calls` are what the step runs, in order. `splits` is what a `memory_budget` computes in blocks
-    of rows.
+    `calls` are what the step runs, in order; `library_bytes` is what libraries take from the system
+    themselves and keep; `splits` is what a `memory_budget` computes in blocks of rows.
     """
 
     arena_bytes: int
@@ -133,14 +133,16 @@ class MemoryPlan:
     state_bytes: int
     batch_bytes: int
     result_bytes: int
+    library_bytes: int = 0
     values: tuple[PlannedValue, ...] = attrs.field(default=(), repr=False)
     calls: tuple[PlannedCall, ...] = attrs.field(default=(), repr=False)
     splits: tuple[RowSplit, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
-        """All bytes that a step needs: state, batch, results and the arena."""
-        return self.arena_bytes + self.state_bytes + self.batch_bytes + self.result_bytes
+        """All bytes that a step needs: state, batch, results, libraries' own and the arena."""
+        outside = self.state_bytes + self.batch_bytes + self.result_bytes + self.library_bytes
+        return self.arena_bytes + outside
 
     @functools.cached_property
     def live_bytes(self) -> tuple[int, ...]:

@@ -33,7 +33,8 @@ class LentScratch {
   static inline thread_local ScratchMemory current_;
 };
 
-// While it lives, calls of this thread compute nothing; the scratch bytes of the largest are kept.
+// While it lives, calls of this thread compute nothing; it remembers the scratch bytes that the
+// largest needs, and the bytes that one takes from the system itself and that stay the process's.
 class ScratchQuery {
  public:
   ScratchQuery() : outer_(current_) { current_ = this; }
@@ -41,24 +42,42 @@ class ScratchQuery {
   ScratchQuery(const ScratchQuery&) = delete;
   ScratchQuery& operator=(const ScratchQuery&) = delete;
   size_t nbytes() const { return nbytes_; }
-  void Note(size_t nbytes) { nbytes_ = std::max(nbytes_, nbytes); }
+  size_t kept_nbytes() const { return kept_nbytes_; }
+  void Note(size_t nbytes, size_t kept_nbytes = 0) {
+    nbytes_ = std::max(nbytes_, nbytes);
+    kept_nbytes_ = std::max(kept_nbytes_, kept_nbytes);
+  }
   // Who asks on this thread; null: nobody, so compute.
   static ScratchQuery* Current() { return current_; }
 
  private:
   ScratchQuery* outer_;
-  size_t nbytes_ = 0;
+  size_t nbytes_ = 0, kept_nbytes_ = 0;
   static inline thread_local ScratchQuery* current_ = nullptr;
 };
 
-// (name, arguments...) -> bytes of scratch memory that the call needs; nothing is computed, and the
-// contents of the tensors do not matter.
-inline void ScratchNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
+struct MemoryNeed {
+  size_t nbytes, kept_nbytes;
+};
+
+// What the call of (name, arguments...) needs; nothing is computed, and the contents of the tensors
+// do not matter.
+inline MemoryNeed AskForNeed(tvm::ffi::PackedArgs args) {
   const auto call = tvm::ffi::Function::GetGlobalRequired(args[0].cast<tvm::ffi::String>());
   ScratchQuery query;
   tvm::ffi::Any nothing;
   call.CallPacked(args.Slice(1), &nothing);
-  *result = static_cast<int64_t>(query.nbytes());
+  return {query.nbytes(), query.kept_nbytes()};
+}
+
+// (name, arguments...) -> bytes of scratch memory that the call needs.
+inline void ScratchNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
+  *result = static_cast<int64_t>(AskForNeed(args).nbytes);
+}
+
+// (name, arguments...) -> the bytes that it takes from the system itself, and that stay taken.
+inline void KeptNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
+  *result = static_cast<int64_t>(AskForNeed(args).kept_nbytes);
 }
 
 // (name, scratch: uint8[n], arguments...): the call with `scratch` as its scratch memory.

@@ -305,6 +305,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("amp_ir.onednn.conv_backward_input", ConvBackwardInput)
       .def("amp_ir.onednn.conv_backward_weight", ConvBackwardWeight)
       .def_packed("amp_ir.onednn.scratch_nbytes", amp_ir::ScratchNbytes)
+      .def_packed("amp_ir.onednn.kept_nbytes", amp_ir::KeptNbytes)
       .def_packed("amp_ir.onednn.with_scratch", amp_ir::WithScratch)
       .def("amp_ir.onednn.implementations", Implementations)
       .def("amp_ir.onednn.clear_cache", amp_ir::onednn::ClearCachedPlans)

@@ -286,7 +286,7 @@ class PlanBuilder {
       PrimitiveDesc pd = PrimitiveFor(LayoutOf(a), LayoutOf(b), out.view);
       while (pd && !IsGemm(pd) && pd.next_impl()) continue;
       if (pd && IsGemm(pd)) {
-        plan_->CountHidden((out.view.dims[0] + out.view.dims[1]) * kGemmBytesPerExtent);
+        plan_->CountKept((out.view.dims[0] + out.view.dims[1]) * kGemmBytesPerExtent);
         return AddMatmul(pd, a.id, b.id, out.id);
       }
     }

@@ -124,7 +124,7 @@ void Plan::AddReorder(Id from, Id to) {
 }
 
 void Plan::Run(const std::vector<void*>& arguments) const {
-  if (auto* query = ScratchQuery::Current()) return query->Note(scratch_nbytes_);
+  if (auto* query = ScratchQuery::Current()) return query->Note(scratch_nbytes_, kept_nbytes_);
   thread_local ThreadScratch thread_scratch;
   // Lent memory is too small after a change of the number of threads.
   const ScratchMemory lent = LentScratch::Current();

@@ -37,8 +37,9 @@ class Plan {
   // The caller's tensor number `argument` in Run, seen as `desc`.
   Id AddArgument(int argument, const dnnl::memory::desc& desc);
   Id AddScratch(const dnnl::memory::desc& desc);
-  // Bytes that a primitive takes from the system itself: they count as scratch that nobody uses.
-  void CountHidden(size_t nbytes) { scratch_nbytes_ += nbytes; }
+  // Bytes that a primitive takes from the system itself. The C library keeps them for the next
+  // call.
+  void CountKept(size_t nbytes) { kept_nbytes_ += nbytes; }
 
   // `primitive`'s own scratchpad is taken from ours (user mode), so that its bytes are counted and
   // bounded with the rest; oneDNN's library mode keeps a buffer of its own a thread for good.
@@ -74,6 +75,7 @@ class Plan {
   std::vector<Buffer> buffers_;
   std::vector<Step> steps_;
   size_t scratch_nbytes_ = 0;
+  size_t kept_nbytes_ = 0;
   std::string implementation_;
 };
 

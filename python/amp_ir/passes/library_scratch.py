@@ -46,6 +46,19 @@ def scratch_nbytes(call: relax.Call) -> int:
     return int(native.function(query)(name, *arguments, _empty(call.ty_args[0])))
 
 
+def kept_nbytes(call: relax.Call) -> int:
+    """Bytes that the call takes from the system itself, which stay the process's afterwards.
+
+    oneDNN's gemm does so for copies of its operands' pieces. The largest call's serve all.
+    """
+    name = str(call.args[0].global_symbol)
+    query = f"{name.rpartition('.')[0]}.kept_nbytes"
+    if not native.has(query):
+        return 0
+    arguments = [_example(argument) for argument in call.args[1].fields]
+    return int(native.function(query)(name, *arguments, _empty(call.ty_args[0])))
+
+
 def _example(argument: relax.Expr) -> Any:
     """The argument as a function takes it; tensors without contents."""
     if isinstance(argument.ty, relax.TensorType):

@@ -75,6 +75,10 @@ def planned_values(
     returned = [spec for spec in outputs if spec.updates is None]
     for slot, result in zip(destinations.results, returned, strict=True):
         values.append(_resident(slot, result.role, last))
+    kept = max((step.kept_nbytes for step in program.steps), default=0)
+    if kept:
+        workspace = MemoryRole.WORKSPACE
+        values.append(PlannedValue("gemm's own", "", Location(), workspace, "uint8", kept, 0, last))
     roles = _Roles(program)
     taken_at = {id(slot.over): slot.first_use for slot in in_arena if slot.over is not None}
     for slot in in_arena:

@@ -211,6 +211,7 @@ class _Planner:
             intervals=intervals,
             state_bytes=sum(_nbytes(spec) for spec in self.inputs if spec.is_state),
             batch_bytes=sum(_nbytes(spec) for spec in self.inputs if not spec.is_state),
+            library_bytes=max((step.kept_nbytes for step in self.steps), default=0),
             result_bytes=sum(_nbytes(spec) for spec in self.outputs if spec.updates is None),
             values=planned_values(
                 self.program, self.outputs, self.destinations, produced, self.inputs

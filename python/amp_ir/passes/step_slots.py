@@ -13,7 +13,7 @@ from amp_ir.errors import BuildError
 from amp_ir.location import Location, locations_of
 from amp_ir.module import InputSpec, OutputSpec
 from amp_ir.passes.library_call import WRITTEN_OVER
-from amp_ir.passes.library_scratch import scratch_nbytes
+from amp_ir.passes.library_scratch import kept_nbytes, scratch_nbytes
 from amp_ir.tensor_memory import dtype_nbytes, physical_dtype
 
 # Pairs (result, argument) of a kernel that may share memory; set by the loops stage.
@@ -64,7 +64,8 @@ class Slot:
 class Step:
     """One call: argument slots by position, result slots, and scratch memory for the library.
 
-    `is_rerun` marks the second run of a call whose results were not held.
+    `kept_nbytes` is what the library takes from the system by itself; `is_rerun` marks the second
+    run of a call whose results were not held.
     """
 
     call: relax.Call
@@ -72,6 +73,7 @@ class Step:
     arguments: list[Slot | relax.Expr]
     results: list[Slot]
     scratch: Slot | None = None
+    kept_nbytes: int = 0
     is_rerun: bool = False
     # Read once from the function: each look into an array of TVM's costs a call.
     _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
@@ -194,6 +196,7 @@ class _Reader:
         if nbytes:
             name = f"scratch_{position}"
             step.scratch = Slot("uint8", nbytes, name, step.ops[0], span=call.span)
+        step.kept_nbytes = 0 if is_kernel else kept_nbytes(call)
         self.steps.append(step)
         if isinstance(type_, relax.TupleType):
             self.tuples[variable] = step.results
