@@ -23,6 +23,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import amp_ir
+from amp_ir import native
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.dialect import call_op
 from amp_ir.errors import BudgetError
@@ -31,6 +32,7 @@ from amp_ir.memory_plan import MemoryRole, PlannedStep
 from amp_ir.module import StepModule
 from amp_ir.passes import row_rules
 from amp_ir.passes import split_rows as splitting
+from amp_ir.passes.accumulate_products import ACCUMULATE
 from amp_ir.passes.row_block import rows_of_call
 from amp_ir.passes.row_rules import row_axes, shape_of
 from amp_ir.passes.split_rows import BLOCKS, split_rows
@@ -499,3 +501,29 @@ def test_a_budget_that_no_blocks_hold_says_what_can() -> None:
     assert f"Pass memory_budget={least} or more" in str(caught.value)
     plan = lower(mod, memory_budget=least).plan
     assert plan.peak_bytes <= least and plan.splits
+
+
+@pytest.mark.skipif(not native.has(ACCUMULATE), reason="this oneDNN adds no products")
+@pytest.mark.parametrize("amp_dtype", [None, "bfloat16"])
+def test_gradients_of_weights_are_added_up_in_the_state(amp_dtype: str | None) -> None:
+    """The parts of a vocabulary's gradient, as large as the vocabulary, are never held."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    batch = (torch.randn(300, 64), torch.randint(0, 512, (300,)))
+    mod, args = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
+    if amp_dtype is not None:
+        mod = amp_ir.autocast(mod, args, amp_dtype=amp_dtype)
+    plan = lower(mod, memory_budget=budget_of(mod, 0.5)).plan
+    assert plan.splits
+    # Neither the scores nor a block of them have as many bytes.
+    gradients = [value for value in plan.values if value.nbytes == 512 * 64 * 4]
+    assert all(value.offset_bytes is None for value in gradients)

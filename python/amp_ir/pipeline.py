@@ -186,7 +186,7 @@ def lower(
         own_log = copy.deepcopy(log)
         with _timed(seconds, "dispatch"):
             # From here on heavy ops are library calls, opaque to fusion.
-            ir = _library_calls(ir, mod, target, own_log, packs=not in_blocks)
+            ir = _library_calls(ir, mod, target, own_log, in_blocks=in_blocks)
             if products_of(ir):
                 # What `tune` found on this machine, if it has run.
                 ir = choose_ways(ir, MeasuredWays.read(this_machine()).best, log=own_log)
@@ -213,13 +213,13 @@ def lower(
 
 
 def _library_calls(
-    ir: tvm.IRModule, mod: StepModule, target: CompileTarget, log: DispatchLog, *, packs: bool
+    ir: tvm.IRModule, mod: StepModule, target: CompileTarget, log: DispatchLog, *, in_blocks: bool
 ) -> tvm.IRModule:
     # Matmuls that add a bias round once, so casts around the sum fold away.
     ir = fold_casts(_dispatched(ir, target, log))
     # A packed matrix is a copy, which the matmuls of a loss in blocks have no memory for.
-    ir = pack_operands(ir, log=log) if packs else ir
-    return accumulate_products(ir, mod.signature.outputs, log=log)
+    ir = ir if in_blocks else pack_operands(ir, log=log)
+    return accumulate_products(ir, mod.signature.outputs, saves_memory=in_blocks, log=log)
 
 
 def _dispatched(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
@@ -246,7 +246,7 @@ def tune(mod: StepModule) -> MatmulTimes:
     if not native.has("amp_ir.onednn.matmul"):
         raise OptionError("tune measures oneDNN's matmuls, and this build has no oneDNN")
     ir = fold_casts(expand_attention(mod.ir, libraries=cpu().libraries))
-    products = products_of(_library_calls(ir, mod, cpu(), DispatchLog(), packs=True))
+    products = products_of(_library_calls(ir, mod, cpu(), DispatchLog(), in_blocks=False))
     known = MeasuredWays.read(this_machine())
     measure_ways(products, known)
     times: dict[str, Mapping[str, float]] = {}

@@ -34,7 +34,11 @@ _VIEWS = ("relax.reshape", "relax.permute_dims")
 
 
 def accumulate_products(
-    ir: tvm.IRModule, outputs: Sequence[OutputSpec], *, log: DispatchLog | None = None
+    ir: tvm.IRModule,
+    outputs: Sequence[OutputSpec],
+    *,
+    saves_memory: bool = False,
+    log: DispatchLog | None = None,
 ) -> tvm.IRModule:
     """Let oneDNN add products to a tensor in float32, in place of a kernel that adds them.
 
@@ -58,7 +62,8 @@ def accumulate_products(
     reader makes anyway.
 
     With AMX, products of low operands are not added to a state whose new value is read again: that
-    would take longer (`_is_dearer`).
+    would take longer (`_is_dearer`). With `saves_memory` they are: each part of a sum that a kernel
+    adds is held until then.
 
     Requires: `dispatch` and `fold_casts` have run, and `pack_operands`: packed calls stay as they
               are. `outputs` are those of `main`, in order.
@@ -66,7 +71,8 @@ def accumulate_products(
               The call reads the state after what else reads it, as far as bindings tell. Nothing
               changes for other libraries than oneDNN. `log` is told.
     """
-    return _Accumulator(ir, outputs, DispatchLog() if log is None else log).run()
+    log = DispatchLog() if log is None else log
+    return _Accumulator(ir, outputs, log, saves_memory=saves_memory).run()
 
 
 @attrs.frozen(eq=False)
@@ -78,8 +84,16 @@ class _Term:
 
 
 class _Accumulator:
-    def __init__(self, ir: tvm.IRModule, outputs: Sequence[OutputSpec], log: DispatchLog) -> None:
+    def __init__(
+        self,
+        ir: tvm.IRModule,
+        outputs: Sequence[OutputSpec],
+        log: DispatchLog,
+        *,
+        saves_memory: bool,
+    ) -> None:
         self.ir = ir
+        self.saves_memory = saves_memory
         self.log = log
         self.main: relax.Function = ir["main"]
         self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
@@ -185,7 +199,7 @@ class _Accumulator:
         goes. One that updates a parameter by a momentum stays, and gains 4 and 2: it reads and
         writes three tensors in place of five. In float32 the sums are free (168 and 164 ms).
         """
-        if self.uses[total] == 1 or not _has_amx():
+        if self.saves_memory or self.uses[total] == 1 or not _has_amx():
             return False
         calls = [self.values[self._product(term.leaf)] for term in products]
         return any(str(call.args[1].fields[0].ty.dtype) != "float32" for call in calls)
