@@ -62,3 +62,34 @@ def test_factors_are_numbers_of_the_run(alpha, beta, with_bias):
     if alpha == 0.0 and beta == 0.0:
         pytest.skip("the result is zero, which has no relative error")
     check(a, b, torch.zeros(33, 21), in_place=True, bias=bias, alpha=alpha, beta=beta)
+
+
+def test_a_large_gradient_of_a_weight_is_added_from_copies_of_its_operands():
+    """Extents from which both operands are copied where the CPU has AMX; without, it is plain."""
+    a, b = random(64, 2048, dtype=torch.bfloat16).mT, random(64, 2048, dtype=torch.bfloat16)
+    check(a, b, torch.zeros(2048, 2048), in_place=True, alpha=-0.1, beta=0.9)
+
+
+def wrong(**changes) -> str:
+    given = {"c": torch.zeros(2, 2), "alpha": torch.tensor(1.0), "epilogue": "none", **changes}
+    a, out = torch.ones(2, 2), torch.zeros(2, 2)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        native.function(NAME)(
+            memory(a), memory(a), memory(given["c"]), None, given["alpha"], None,
+            *layout(a), *layout(a), *layout(out), given["epilogue"], memory(out),
+        )  # fmt: skip
+    return str(caught.value).strip()
+
+
+def test_wrong_uses_say_what_is_expected():
+    assert wrong(c=torch.zeros(2, 2).bfloat16()) == (
+        "amp_ir.onednn.matmul_accumulate: c is bfloat16 and out is float32; expected float32, in "
+        "which sums are accumulated"
+    )
+    assert wrong(alpha=torch.ones(2)) == (
+        "amp_ir.onednn.matmul_accumulate: alpha has 2 elements of float32; expected one float32"
+    )
+    assert wrong(epilogue="relu") == (
+        'amp_ir.onednn.matmul_accumulate: epilogue "relu"; expected none, since nothing is done to '
+        "a sum"
+    )
