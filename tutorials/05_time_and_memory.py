@@ -70,6 +70,11 @@ assert 0 < profile.kernel_milliseconds <= profile.step_milliseconds
 # `profile.save_trace("step.json")` is a timeline for ui.perfetto.dev. The lines under "heavy op"
 # tell which library took each product, and why a better one did not.
 
+# %% [markdown]
+# oneDNN has several ways for a product, and which one is fastest depends on the CPU.
+# `amp_ir.tune(amp_mod)`, or `amp-ir tune train.py`, times them for the products of a step, once a
+# machine; steps that are compiled afterwards take the best. Not here: it takes a second a product.
+
 # %%
 slowest = profile.kernels[0]
 print(f"most time: {slowest.name} for {', '.join(slowest.modules[:2])}: {slowest.calls} calls")
@@ -93,8 +98,9 @@ assert report.peak_bytes == amp_ir.get_peak_memory(amp_mod, "cpu", args) * 2**20
 #
 # The activations that the forward pass keeps can be computed again instead. `memory_budget` takes
 # the bytes that the step may need in all; what is computed twice is chosen by cost for each byte
-# saved, and the numbers stay the same to the bit. State cannot be computed again, so the budget
-# here is for what comes on top of it.
+# saved, and the numbers stay the same to the bit. Where that does not reach, a loss over a large
+# vocabulary is computed in blocks of rows, whose sums round in another order; the report then says
+# so. State cannot be computed again, so the budget here is for what comes on top of it.
 
 # %%
 temporary = report.peak_bytes - report.state_bytes
