@@ -135,6 +135,10 @@ def find() -> Nvrtc | None:
     if path is None or headers is None:
         return None
     try:
+        # NVRTC asks for these by name when it compiles, and that of CUDA 13.0 looks for them only
+        # where the linker does: what is loaded is found.
+        for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins))
         library = ctypes.CDLL(str(path))
     except OSError:
         return None
