@@ -16,6 +16,8 @@ from pathlib import Path
 
 import attrs
 
+from amp_ir.cache_directory import cache_directory
+
 # "rules" is what is done without measuring. "plain" is oneDNN's first choice, "gemm" its older
 # implementation; the others bring one operand or both into oneDNN's own layout before.
 WAYS = ("rules", "plain", "gemm", "copy_a", "copy_b", "copy_both")
@@ -39,9 +41,8 @@ def with_way(finish: str, way: str) -> str:
 
 
 def default_directory() -> Path:
-    """Where a user's measurements are kept (the XDG base directory rules)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "amp_ir" / "matmuls"
+    """Where a user's measurements are kept."""
+    return cache_directory("matmuls")
 
 
 @attrs.define

@@ -187,9 +187,7 @@ def lower(
         with _timed(seconds, "dispatch"):
             # From here on heavy ops are library calls, opaque to fusion.
             ir = _library_calls(ir, mod, target, own_log, in_blocks=in_blocks)
-            if products_of(ir):
-                # What `tune` found on this machine, if it has run.
-                ir = choose_ways(ir, MeasuredWays.read(this_machine()).best, log=own_log)
+            ir = _in_measured_ways(ir, target, own_log)
         with _timed(seconds, "fuse"):
             # From here on there are kernels, and low precision exists only in memory.
             ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
@@ -220,6 +218,14 @@ def _library_calls(
     # A packed matrix is a copy, which the matmuls of a loss in blocks have no memory for.
     ir = ir if in_blocks else pack_operands(ir, log=log)
     return accumulate_products(ir, mod.signature.outputs, saves_memory=in_blocks, log=log)
+
+
+def _in_measured_ways(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
+    if "onednn" not in target.libraries or not native.has("amp_ir.onednn.matmul"):
+        return ir
+    known = MeasuredWays.read(this_machine())
+    # Naming every matmul of a step takes time; where `tune` has not run, for nothing.
+    return choose_ways(ir, known.best, log=log) if known.milliseconds else ir
 
 
 def _dispatched(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:

@@ -16,3 +16,8 @@ def extents_of(type_: relax.TensorType) -> tuple[int, ...]:
     Requires: a static shape.
     """
     return tuple([extent.value for extent in type_.shape.values[:]])
+
+
+def shape_of(expr: relax.Expr) -> tuple[int, ...]:
+    """The extents of a tensor; see `extents_of`."""
+    return extents_of(expr.ty)

@@ -5,6 +5,7 @@
 #include <tvm/ffi/reflection/registry.h>
 
 #include <map>
+#include <optional>
 #include <string>
 
 #include "lent_scratch.h"
@@ -54,6 +55,27 @@ Finish ParseFinish(const char* function, const std::string& text) {
   return {epilogue, found->second};
 }
 
+struct Operands {
+  StridedTensor a, b, out;
+  std::optional<StridedTensor> bias;
+  const StridedTensor* bias_or_null() const { return bias ? &*bias : nullptr; }
+};
+
+Operands ReadOperands(const char* function, const ffi::TensorView& a, const ffi::TensorView& b,
+                      const ffi::Optional<ffi::TensorView>& bias, const ffi::Shape& a_dims,
+                      const ffi::Shape& a_strides, const ffi::Shape& b_dims,
+                      const ffi::Shape& b_strides, const ffi::Shape& out_dims,
+                      const ffi::Shape& out_strides, const ffi::TensorView& out) {
+  Operands operands{MakeStrided(function, "a", a, a_dims, a_strides),
+                    MakeStrided(function, "b", b, b_dims, b_strides),
+                    MakeStrided(function, "out", out, out_dims, out_strides), std::nullopt};
+  if (bias.has_value()) {
+    operands.bias = MakeStrided(function, "bias", *bias, (*bias).shape(), (*bias).strides());
+  }
+  amp_ir::CheckMatmul(function, operands.a, operands.b, operands.bias_or_null(), operands.out);
+  return operands;
+}
+
 void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
             const ffi::Optional<ffi::TensorView>& bias, const ffi::Shape& a_dims,
             const ffi::Shape& a_strides, const ffi::Shape& b_dims, const ffi::Shape& b_strides,
@@ -61,17 +83,10 @@ void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
             const ffi::TensorView& out) {
   constexpr const char* kName = "amp_ir.onednn.matmul";
   const Finish finish = ParseFinish(kName, epilogue);
-  StridedTensor left = MakeStrided(kName, "a", a, a_dims, a_strides);
-  StridedTensor right = MakeStrided(kName, "b", b, b_dims, b_strides);
-  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
-  StridedTensor shift;
-  if (bias.has_value()) {
-    shift = MakeStrided(kName, "bias", *bias, (*bias).shape(), (*bias).strides());
-  }
-  const StridedTensor* shift_or_null = bias.has_value() ? &shift : nullptr;
-  amp_ir::CheckMatmul(kName, left, right, shift_or_null, result);
+  const Operands of = ReadOperands(kName, a, b, bias, a_dims, a_strides, b_dims, b_strides,
+                                   out_dims, out_strides, out);
   Guard(kName, [&] {
-    amp_ir::onednn::Matmul(left, right, shift_or_null, result, finish.epilogue, finish.way);
+    amp_ir::onednn::Matmul(of.a, of.b, of.bias_or_null(), of.out, finish.epilogue, finish.way);
   });
 }
 
@@ -104,27 +119,20 @@ void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const 
     TVM_FFI_THROW(ValueError) << kName << ": epilogue \"" << std::string(epilogue)
                               << "\"; expected none, since nothing is done to a sum";
   }
-  StridedTensor left = MakeStrided(kName, "a", a, a_dims, a_strides);
-  StridedTensor right = MakeStrided(kName, "b", b, b_dims, b_strides);
-  StridedTensor before = MakeStrided(kName, "c", c, out_dims, out_strides);
-  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
-  StridedTensor shift;
-  if (bias.has_value()) {
-    shift = MakeStrided(kName, "bias", *bias, (*bias).shape(), (*bias).strides());
-  }
-  const StridedTensor* shift_or_null = bias.has_value() ? &shift : nullptr;
-  if (!amp_ir::IsFloat(before.dtype, 32) || !amp_ir::IsFloat(result.dtype, 32)) {
+  const Operands of = ReadOperands(kName, a, b, bias, a_dims, a_strides, b_dims, b_strides,
+                                   out_dims, out_strides, out);
+  const StridedTensor before = MakeStrided(kName, "c", c, out_dims, out_strides);
+  if (!amp_ir::IsFloat(before.dtype, 32) || !amp_ir::IsFloat(of.out.dtype, 32)) {
     TVM_FFI_THROW(TypeError) << kName << ": c is "
                              << std::string(ffi::DLDataTypeToString(before.dtype)) << " and out is "
-                             << std::string(ffi::DLDataTypeToString(result.dtype))
+                             << std::string(ffi::DLDataTypeToString(of.out.dtype))
                              << "; expected float32, in which sums are accumulated";
   }
-  amp_ir::CheckMatmul(kName, left, right, shift_or_null, result);
   const float *product = Factor("alpha", alpha), *total = Factor("beta", beta);
   const bool is_query = amp_ir::ScratchQuery::Current() != nullptr;
-  if (before.data != result.data && !is_query) amp_ir::ConvertStrided(before, result);
+  if (before.data != of.out.data && !is_query) amp_ir::ConvertStrided(before, of.out);
   Guard(kName, [&] {
-    amp_ir::onednn::MatmulAccumulate(left, right, shift_or_null, product, total, result,
+    amp_ir::onednn::MatmulAccumulate(of.a, of.b, of.bias_or_null(), product, total, of.out,
                                      finish.way);
   });
 }

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import attrs
 
+from amp_ir.cache_directory import cache_directory
+
 # A step's machine code has 0.1 to 3 MB, so this holds the last hundreds.
 LIMIT_NBYTES = 256 << 20
 
@@ -27,9 +29,8 @@ def key(parts: Iterable[str]) -> str:
 
 
 def default_directory() -> Path:
-    """Where a user's caches belong (the XDG base directory rules)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "amp_ir" / "cubin"
+    """Where a user's machine code is kept."""
+    return cache_directory("cubin")
 
 
 @attrs.frozen

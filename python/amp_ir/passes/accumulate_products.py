@@ -22,6 +22,7 @@ from amp_ir.main_function import with_bindings, with_main
 from amp_ir.module import OutputSpec
 from amp_ir.passes.fold_casts import live_bindings
 from amp_ir.passes.library_call import library_call
+from amp_ir.static_shape import shape_of
 from amp_ir.variables import variables_of
 
 LIBRARY_CALL = "relax.call_dps_packed"
@@ -286,7 +287,7 @@ class _Accumulator:
             if one in self.parameters:
                 continue
             value = self.values[one]
-            if not isinstance(value, relax.Call) or _shape(one) != ():
+            if not isinstance(value, relax.Call) or shape_of(one) != ():
                 return number
             chain.append(one)
             waiting += variables_of(value)
@@ -371,7 +372,7 @@ def _parts(call: relax.Expr | None) -> list[tuple[relax.Expr, tuple[relax.Expr, 
         return [(call.args[0], (relax.const(-1.0, "float32"),))]
     if call.op.name == "relax.multiply":
         for one, number in (call.args, reversed(call.args)):
-            if _shape(number) == () and _shape(one) == _shape(call):
+            if shape_of(number) == () and shape_of(one) == shape_of(call):
                 return [(one, (number,))]
     return []
 
@@ -380,7 +381,7 @@ def _is_sum(call: relax.Expr | None) -> bool:
     """Whether it adds or subtracts float32 tensors of one shape."""
     if not isinstance(call, relax.Call) or call.op.name not in _SUMS or not _is_full(call.ty):
         return False
-    return _shape(call.args[0]) == _shape(call.args[1]) != ()
+    return shape_of(call.args[0]) == shape_of(call.args[1]) != ()
 
 
 def _is_product(call: relax.Expr | None) -> bool:
@@ -394,10 +395,6 @@ def _is_product(call: relax.Expr | None) -> bool:
 
 def _is_full(type_: relax.Type) -> bool:
     return isinstance(type_, relax.TensorType) and str(type_.dtype) == "float32"
-
-
-def _shape(expr: relax.Expr) -> tuple[int, ...]:
-    return tuple(int(n) for n in expr.ty.shape)
 
 
 def _common_end(tuples: list[tuple[relax.Expr, ...]]) -> tuple[relax.Expr, ...]:

@@ -25,6 +25,7 @@ from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.main_function import with_bindings, with_main
 from amp_ir.passes.fold_casts import live_bindings
 from amp_ir.passes.uses import count_uses
+from amp_ir.static_shape import shape_of
 
 # What may lie between the slice and the loss, and between the gradient and the zeros around it.
 _RESHAPE, _CAST = "relax.reshape", "relax.astype"
@@ -166,6 +167,7 @@ class _Rewriter:
         self.builder = relax.BlockBuilder()
         self.out: list[relax.VarBinding] = []
         self.renamed: dict[relax.Expr, relax.Expr] = {}
+        self.labels: dict[_SlicedLoss, relax.Expr] = {}
         writers = {}
         for loss in self.losses:
             writers[loss.log_softmax] = (self._write_log_softmax, loss)
@@ -194,15 +196,15 @@ class _Rewriter:
         call = self.values[loss.loss]
         labels, ignored = call.args[1], options_of(call)["ignore_index"]
         fill = relax.const(ignored, str(labels.ty.dtype))
-        self.renamed[labels, loss] = self._with_dropped(labels, fill, loss, call.span)
-        args = [self.renamed[loss.log_softmax], self.renamed[labels, loss], *call.args[2:]]
+        self.labels[loss] = self._with_dropped(labels, fill, loss, call.span)
+        args = [self.renamed[loss.log_softmax], self.labels[loss], *call.args[2:]]
         self._bind(loss.loss, relax.Call(call.op, args, call.attrs, [], call.span))
 
     def _write_loss_gradient(self, loss: _SlicedLoss) -> None:
         call = self.values[loss.loss_gradient]
-        grad, labels, *rest = call.args
+        grad, _, *rest = call.args
         options = {**options_of(call), "input_shape": (math.prod(loss.rows), loss.shape[-1])}
-        args = [grad, self.renamed[labels, loss], *rest]
+        args = [grad, self.labels[loss], *rest]
         new = call_op("amp_ir.nll_loss_backward", args, call.span, **options)
         self.renamed[loss.loss_gradient] = self._emit(new, call.span)
 
@@ -264,7 +266,7 @@ def _named(value: relax.Expr | None, name: str) -> TypeGuard[Any]:
 
 
 def _shape(expr: relax.Expr) -> list[int]:
-    return [int(extent) for extent in expr.ty.shape]
+    return list(shape_of(expr))
 
 
 def _as_pad(

@@ -11,7 +11,8 @@ from tvm import relax
 from amp_ir.dialect.losses import LOSSES
 from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.passes.row_region import RowRegion
-from amp_ir.passes.row_rules import is_tensor, shape_of
+from amp_ir.passes.row_rules import is_tensor
+from amp_ir.static_shape import shape_of
 
 LOW_DTYPES = ("bfloat16", "float16")
 # Ops with an argument that is the shape of the result.

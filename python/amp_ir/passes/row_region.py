@@ -11,7 +11,8 @@ import attrs
 from tvm import relax
 
 from amp_ir.dialect.registry import options_of
-from amp_ir.passes.row_rules import Axes, is_tensor, row_axes, shape_of, summed_axes
+from amp_ir.passes.row_rules import Axes, is_tensor, row_axes, summed_axes
+from amp_ir.static_shape import shape_of
 from amp_ir.variables import variables_of
 
 NLL_LOSS = "amp_ir.nll_loss"

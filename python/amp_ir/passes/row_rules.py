@@ -17,6 +17,7 @@ from amp_ir.dialect.activations import ACTIVATIONS
 from amp_ir.dialect.losses import LOSSES, class_axis
 from amp_ir.dialect.registry import options_of
 from amp_ir.passes.strided_view import permutation
+from amp_ir.static_shape import shape_of
 
 Axes = tuple[int | None, ...]
 Rule = Callable[[relax.Call, int, int], "Axes | None"]
@@ -33,11 +34,6 @@ _BINARY = (
 )
 _GENERATORS = ("relax.full", "relax.zeros", "relax.ones")
 _REDUCTIONS = ("relax.sum", "relax.mean", "relax.max", "relax.min", "relax.prod")
-
-
-def shape_of(expr: relax.Expr) -> tuple[int, ...]:
-    """The extents of a tensor."""
-    return tuple(int(extent) for extent in expr.ty.shape)
 
 
 def is_tensor(expr: relax.Expr) -> bool:

@@ -21,7 +21,7 @@ from amp_ir.passes.fold_casts import live_bindings
 from amp_ir.passes.rerun_cost import step_milliseconds
 from amp_ir.passes.row_block import Bindings, RowBlock
 from amp_ir.passes.row_region import NLL_LOSS, RowRegion, find_region
-from amp_ir.passes.row_rules import shape_of
+from amp_ir.static_shape import shape_of
 from amp_ir.tensor_memory import dtype_nbytes
 
 _LOSSES = tuple(f"amp_ir.{name}" for name in LOSSES)
