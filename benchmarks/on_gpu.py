@@ -29,10 +29,10 @@ from rich.table import Table
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
 from amp_ir.machine import measure_peaks
+from benchmarks.floor import floor_milliseconds
 from benchmarks.host_waits import host_waits
 from benchmarks.loss_scale import eager, scaled_step
 from benchmarks.peers import in_layout, layouts_of, peer_name
-from benchmarks.step_row import floor_milliseconds
 
 Step = Callable[[], Any]
 Tell = Callable[[str], None]
@@ -128,7 +128,7 @@ def measure(
         tell("in turns")
         milliseconds = _in_turns(steps, rounds, device)
         waits = host_waits(steps[OURS]) if device == "cuda" else None
-        floor = floor_milliseconds(compiled.module, device)
+        floor = floor_milliseconds(compiled.module, measure_peaks(device), device)
     unscaled = milliseconds.pop("unscaled", None)
     planned = compiled.report.plan.peak_bytes / 2**20
     return GpuRow(

@@ -13,13 +13,10 @@ import attrs
 
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
-from amp_ir.machine import measure_peaks
 from amp_ir.module import StepModule
-from amp_ir.passes.call_cost import flop_of_calls
-from amp_ir.pipeline import lower
 from amp_ir.runtime.call_times import time_calls
-from amp_ir.target import target_of
 from benchmarks.compiled_error import CompiledError, compiled_error
+from benchmarks.floor import floor_milliseconds, peak_trials, peaks_of
 from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
 from benchmarks.resident import measured_bytes, tensors_of
 
@@ -29,7 +26,8 @@ COLUMNS = {
     "compile": "torch.compile as a peer, and how long it takes from a cold cache",
     "layouts": "torch.compile in both memory layouts, not only in the one that is eager's best",
     "peak": "measured peaks of memory",
-    "floor": "share of the machine's floor, and the time outside of kernels",
+    "floor": "share of the floor that the machine's peaks, met between the steps, leave; and the "
+    "time outside of kernels",
     "error": "errors of the gradients against float64, in small shapes",
 }
 _FIRST_STEPS = 3  # PyTorch may compile again when an optimizer has made its state
@@ -44,8 +42,10 @@ class Row:
     The keys of the mappings are "ours" and the names of PyTorch's ways, such as "eager
     channels_last". `milliseconds` are medians of a step. `compile_seconds` are from nothing to
     steps at full speed: the first steps, less what as many steps take. `floor_milliseconds` is what
-    the step's arithmetic takes at the machine's best matmul, or its bytes at the machine's best
-    copy, whichever is more. `outside_milliseconds` is what a call of the compiled step takes beside
+    the step's arithmetic takes at the rate of a large matmul, or its bytes at that of a large copy,
+    whichever is more; `peaks` are these rates, medians of trials that took turns with the steps: of
+    a machine that others share, the best rate ever met says little about this minute.
+    `outside_milliseconds` is what a call of the compiled step takes beside
     its kernels and library calls. `failed` says which of PyTorch's ways did not run, and why.
     """
 
@@ -64,6 +64,7 @@ class Row:
     clocked_milliseconds: float | None = None
     error: CompiledError | None = None
     failed: dict[str, str] = attrs.field(factory=dict)
+    peaks: str = ""
 
     @property
     def ours(self) -> float:
@@ -132,7 +133,13 @@ class _Measurement:
         train, mod = self._start_ours(training)
         self._start_peers()
         self.tell(f"{self.asked.rounds} steps of each, in turns")
-        row = self._row(train, in_turns(self.steps, self.asked.rounds))
+        trials = peak_trials() if "floor" in self.asked.columns else {}
+        medians = in_turns({**self.steps, **trials}, self.asked.rounds)
+        row = self._row(train, {name: medians[name] for name in self.steps})
+        if trials:
+            peaks = peaks_of({name: medians[name] for name in trials})
+            floor = floor_milliseconds(mod, peaks)
+            row = attrs.evolve(row, floor_milliseconds=floor, peaks=str(peaks))
         return self._with_extras(row, train, mod, training)
 
     def _row(self, train: amp_ir.CompiledStep, medians: dict[str, float]) -> Row:
@@ -230,11 +237,10 @@ class _Measurement:
         self, row: Row, train: amp_ir.CompiledStep, mod: StepModule, training: Training
     ) -> Row:
         if "floor" in self.asked.columns:
-            self.tell("counting arithmetic and bytes, clocking calls")
+            self.tell("clocking calls")
             outside, clocked = outside_of_kernels(train, training.batch, self.asked.rounds)
             row = attrs.evolve(
                 row,
-                floor_milliseconds=floor_milliseconds(mod),
                 outside_milliseconds=outside,
                 clocked_milliseconds=clocked,
             )
@@ -269,19 +275,3 @@ def outside_of_kernels(
     times = time_calls(train.program, (), warmup=1, steps=steps, step=lambda: train(*batch))
     outside = statistics.median(one.outside_milliseconds for one in times)
     return outside, statistics.median(one.milliseconds for one in times)
-
-
-def floor_milliseconds(mod: StepModule, device: str = "cpu") -> float:
-    """`max(FLOP / best matmul, bytes / best copy)` of a step as we compile it, all calls together.
-
-    Arithmetic counts at the rate of the dtype that it is done in; bytes are those that calls read
-    and write, each tensor once a call.
-    """
-    planned, peaks = lower(mod, target=target_of(device)), measure_peaks(device)
-    calls = planned.plan.calls
-    arithmetic = sum(
-        peaks.floor_milliseconds(flop, 0, call.compute_dtype)
-        for flop, call in zip(flop_of_calls(planned), calls, strict=True)
-    )
-    nbytes = sum(call.read_nbytes + call.written_nbytes for call in calls)
-    return max(arithmetic, peaks.floor_milliseconds(0, nbytes, "float32"))

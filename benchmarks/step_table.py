@@ -94,8 +94,9 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         )
     if any(row.floor_share is not None for row in rows):
         lines.append(
-            "of floor: the larger of FLOP / measured matmul peak and bytes / measured copy "
-            "bandwidth, over our time. host: our step outside of kernels and libraries."
+            "of floor: the larger of FLOP / rate of a large matmul and bytes / rate of a large "
+            "copy, both measured between the steps, over our time. host: our step outside of "
+            "kernels and libraries."
         )
     draws = {row.error.draws for row in rows if row.error is not None}
     if draws:

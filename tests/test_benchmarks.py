@@ -13,6 +13,7 @@ import pytest
 import torch
 from benchmarks import __main__ as command
 from benchmarks.compiled_error import CompiledError
+from benchmarks.floor import peaks_of
 from benchmarks.peers import in_layout
 from benchmarks.resident import measured_bytes
 from benchmarks.step_row import COLUMNS, Asked, Row, measure
@@ -99,9 +100,19 @@ def test_a_row_is_measured() -> None:
     assert one.losses["ours"] == pytest.approx(one.losses["eager"], rel=2**-8)
     assert one.error is not None and 0 < one.error.ours < 0.1
     assert one.floor_share is not None and one.floor_share > 0
+    assert "bfloat16" in one.peaks and one.peaks.endswith("medians of turns between the steps")
     assert one.outside_share is not None and 0 < one.outside_share < 1
     assert one.casts > 0 and one.calls > one.casts
     assert told[0] == "compiling ours"
+
+
+def test_the_floor_is_at_the_rates_of_the_turns() -> None:
+    # Per turn 3 products of 2048^3 each, and 3 copies of 128 MiB, which read and write.
+    took = {"float32 torch": 600.0, "float32 onednn": 300.0, "bfloat16 torch": 30.0, "copy": 300.0}
+    peaks = peaks_of(took)
+    assert peaks.gflop_per_second["float32"] == pytest.approx(2 * 2.048**3 / 0.1)
+    assert peaks.gflop_per_second["bfloat16"] == pytest.approx(2 * 2.048**3 / 0.01)
+    assert peaks.gigabytes_per_second == pytest.approx(2 * 0.134217728 / 0.1)
 
 
 def test_an_interrupt_keeps_the_finished_rows(

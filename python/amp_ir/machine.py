@@ -18,6 +18,8 @@ from amp_ir import native
 _CPU_EXTENT, _GPU_EXTENT = 2048, 8192
 # Beyond any cache.
 _CPU_COPY_BYTES, _GPU_COPY_BYTES = 128 << 20, 512 << 20
+_CPU_DTYPES = (torch.float32, torch.bfloat16)
+_COPY = "copy"
 _TRIALS = 5
 # Between two events on a GPU, so that the time of an event does not count.
 _CALLS_A_TRIAL = 4
@@ -68,14 +70,28 @@ def measure_peaks(device: Any = "cpu") -> MachinePeaks:
 @functools.cache
 def measure_cpu(threads: int) -> MachinePeaks:
     """The peaks of the CPU; see `measure_peaks`."""
+    seconds = {name: _best_seconds(call) for name, call in cpu_trials().items()}
+    return cpu_peaks(seconds, f"{threads} threads")
+
+
+def cpu_trials() -> dict[str, Callable[[], object]]:
+    """The calls that show what a CPU can do: for `cpu_peaks`, which takes the seconds of each."""
+    trials: dict[str, Callable[[], object]] = {}
+    for dtype in _CPU_DTYPES:
+        matmuls = _matmuls("onednn", dtype, _CPU_EXTENT, "cpu")
+        trials |= {f"{_name(dtype)} {library}": call for library, call in matmuls}
+    return {**trials, _COPY: _copy(_CPU_COPY_BYTES, "cpu")}
+
+
+def cpu_peaks(seconds: Mapping[str, float], machine: str) -> MachinePeaks:
+    """The rates of a CPU whose `cpu_trials` took so many seconds; the faster library counts."""
     rates = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        calls = _matmuls("onednn", dtype, _CPU_EXTENT, "cpu")
-        rates[_name(dtype)] = 2 * _CPU_EXTENT**3 / min(map(_best_seconds, calls)) / 1e9
+    for name in map(_name, _CPU_DTYPES):
+        fastest = min(took for trial, took in seconds.items() if trial.startswith(f"{name} "))
+        rates[name] = 2 * _CPU_EXTENT**3 / fastest / 1e9
     # Without arithmetic for it, float16 is computed in float32.
     rates["float16"] = rates["float32"]
-    seconds = _best_seconds(_copy(_CPU_COPY_BYTES, "cpu"))
-    return MachinePeaks(rates, 2 * _CPU_COPY_BYTES / seconds / 1e9, f"{threads} threads")
+    return MachinePeaks(rates, 2 * _CPU_COPY_BYTES / seconds[_COPY] / 1e9, machine)
 
 
 @functools.cache
@@ -90,7 +106,7 @@ def measure_gpu(device: str, allow_tf32: bool) -> MachinePeaks:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         finish = "none+tf32" if allow_tf32 and dtype is torch.float32 else "none"
         calls = _matmuls("cublaslt", dtype, extent, device, finish)
-        seconds = min(_best_seconds_on_gpu(call, device) for call in calls)
+        seconds = min(_best_seconds_on_gpu(call, device) for _, call in calls)
         rates[_name(dtype)] = 2 * extent**3 / seconds / 1e9
     seconds = _best_seconds_on_gpu(_copy(copy_nbytes, device), device)
     tf32 = "float32 rounded to TF32" if allow_tf32 else "without TF32"
@@ -109,17 +125,17 @@ def _copy(nbytes: int, device: str) -> Callable[[], object]:
 
 def _matmuls(
     library: str, dtype: torch.dtype, extent: int, device: str, finish: str = "none"
-) -> Iterator[Callable[[], object]]:
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """The same product by PyTorch and, where it is there, by the library that steps call."""
     a, b = (torch.randn(extent, extent, device=device).to(dtype) for _ in range(2))
     out = torch.empty(extent, extent, dtype=dtype, device=device)
-    yield lambda: torch.mm(a, b, out=out)
+    yield "torch", lambda: torch.mm(a, b, out=out)
     if native.has(f"amp_ir.{library}.matmul"):
         shape, strides = tvm_ffi.Shape((extent, extent)), tvm_ffi.Shape((extent, 1))
         multiply = native.function(f"amp_ir.{library}.matmul")
         flat = [one.view(-1) for one in (a, b, out)]
         layouts = [shape, strides] * 3
-        yield lambda: multiply(*flat[:2], None, *layouts, finish, flat[2])
+        yield library, lambda: multiply(*flat[:2], None, *layouts, finish, flat[2])
 
 
 def _best_seconds(call: Callable[[], object]) -> float:

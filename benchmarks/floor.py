@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time that a step cannot beat on this machine, at the rates that it has at this moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from amp_ir.machine import MachinePeaks, cpu_peaks, cpu_trials
+from amp_ir.module import StepModule
+from amp_ir.passes.call_cost import flop_of_calls
+from amp_ir.pipeline import lower
+from amp_ir.target import target_of
+from benchmarks.peers import Step
+
+# Short beside a step, long beside the first call after something else.
+_CALLS_A_TURN = 3
+
+
+def peak_trials() -> dict[str, Step]:
+    """`cpu_trials`, a few calls of each, to take turns with steps; see `peaks_of`."""
+
+    def repeated(call: Callable[[], object]) -> Step:
+        def run() -> None:
+            for _ in range(_CALLS_A_TURN):
+                call()
+
+        return run
+
+    return {name: repeated(call) for name, call in cpu_trials().items()}
+
+
+def peaks_of(milliseconds: dict[str, float]) -> MachinePeaks:
+    """The rates of a machine on which the turns of `peak_trials` took so long."""
+    seconds = {name: took / _CALLS_A_TURN / 1e3 for name, took in milliseconds.items()}
+    return cpu_peaks(seconds, "medians of turns between the steps")
+
+
+def floor_milliseconds(mod: StepModule, peaks: MachinePeaks, device: str = "cpu") -> float:
+    """`max(FLOP / matmul's rate, bytes / copy's)` of a step as we compile it, all calls together.
+
+    Arithmetic counts at the rate of the dtype that it is done in; bytes are those that calls read
+    and write, each tensor once a call.
+    """
+    planned = lower(mod, target=target_of(device))
+    calls = planned.plan.calls
+    arithmetic = sum(
+        peaks.floor_milliseconds(flop, 0, call.compute_dtype)
+        for flop, call in zip(flop_of_calls(planned), calls, strict=True)
+    )
+    nbytes = sum(call.read_nbytes + call.written_nbytes for call in calls)
+    return max(arithmetic, peaks.floor_milliseconds(0, nbytes, "float32"))
