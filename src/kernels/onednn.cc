@@ -11,6 +11,7 @@
 #include "lent_scratch.h"
 #include "onednn_ops.h"
 #include "onednn_plan.h"
+#include "onednn_recurrence.h"
 #include "widen.h"
 
 namespace {
@@ -20,17 +21,8 @@ using amp_ir::Convolution;
 using amp_ir::MakeStrided;
 using amp_ir::StridedTensor;
 using amp_ir::onednn::ConvKind;
+using amp_ir::onednn::Guard;
 using amp_ir::onednn::Way;
-
-// oneDNN throws exceptions of its own, which must not cross into tvm-ffi unexplained.
-template <class Call>
-void Guard(const char* function, Call call) {
-  try {
-    call();
-  } catch (const dnnl::error& error) {
-    TVM_FFI_THROW(RuntimeError) << function << ": oneDNN failed: " << error.what();
-  }
-}
 
 struct Finish {
   amp_ir::Epilogue epilogue;
@@ -296,6 +288,7 @@ std::string IsaName() {
 ffi::Array<ffi::String> Implementations() {
   ffi::Array<ffi::String> names;
   for (const std::string& name : amp_ir::onednn::CachedImplementations()) names.push_back(name);
+  for (const std::string& name : amp_ir::onednn::RecurrenceImplementations()) names.push_back(name);
   return names;
 }
 
@@ -316,7 +309,11 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def_packed("amp_ir.onednn.kept_nbytes", amp_ir::KeptNbytes)
       .def_packed("amp_ir.onednn.with_scratch", amp_ir::WithScratch)
       .def("amp_ir.onednn.implementations", Implementations)
-      .def("amp_ir.onednn.clear_cache", amp_ir::onednn::ClearCachedPlans)
+      .def("amp_ir.onednn.clear_cache",
+           [] {
+             amp_ir::onednn::ClearCachedPlans();
+             amp_ir::onednn::ClearRecurrencePlans();
+           })
       .def("amp_ir.onednn.isa", IsaName)
       .def("amp_ir.onednn.version",
            [] {

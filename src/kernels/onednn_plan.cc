@@ -124,12 +124,11 @@ void Plan::AddReorder(Id from, Id to) {
 }
 
 void Plan::Run(const std::vector<void*>& arguments) const {
-  if (auto* query = ScratchQuery::Current()) return query->Note(scratch_nbytes_, kept_nbytes_);
-  thread_local ThreadScratch thread_scratch;
-  // Lent memory is too small after a change of the number of threads.
-  const ScratchMemory lent = LentScratch::Current();
-  const bool is_lent = scratch_nbytes_ <= lent.nbytes;
-  char* scratch = is_lent ? lent.data : thread_scratch.Reserve(scratch_nbytes_);
+  WithScratchMemory(scratch_nbytes_, kept_nbytes_,
+                    [&](char* scratch) { RunSteps(arguments, scratch); });
+}
+
+void Plan::RunSteps(const std::vector<void*>& arguments, char* scratch) const {
   auto pointer = [&](Id id) -> void* {
     const Buffer& buffer = buffers_[id];
     return buffer.argument < 0 ? scratch + buffer.scratch_offset : arguments[buffer.argument];
@@ -159,6 +158,15 @@ void Plan::Run(const std::vector<void*>& arguments) const {
                                                    static_cast<int>(args.size()), args.data()),
                             "could not execute a primitive");
   }
+}
+
+void WithScratchMemory(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body) {
+  if (auto* query = ScratchQuery::Current()) return query->Note(nbytes, kept_nbytes);
+  thread_local ThreadScratch thread_scratch;
+  // Lent memory is too small after a change of the number of threads.
+  const ScratchMemory lent = LentScratch::Current();
+  const bool is_lent = nbytes <= lent.nbytes;
+  body(is_lent ? lent.data : thread_scratch.Reserve(nbytes));
   thread_scratch.Trim();
 }
 

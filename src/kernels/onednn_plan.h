@@ -17,6 +17,16 @@ namespace amp_ir::onednn {
 
 const dnnl::engine& CpuEngine();
 
+// oneDNN throws exceptions of its own, which must not cross into tvm-ffi unexplained.
+template <class Call>
+void Guard(const char* function, Call call) {
+  try {
+    call();
+  } catch (const dnnl::error& error) {
+    TVM_FFI_THROW(RuntimeError) << function << ": oneDNN failed: " << error.what();
+  }
+}
+
 dnnl::memory::data_type DataType(DLDataType dtype);
 dnnl::memory::desc Describe(const StridedTensor& t);
 
@@ -72,6 +82,8 @@ class Plan {
     std::vector<std::pair<int, Id>> args;
     StridedTensor from, to;
   };
+  void RunSteps(const std::vector<void*>& arguments, char* scratch) const;
+
   std::vector<Buffer> buffers_;
   std::vector<Step> steps_;
   size_t scratch_nbytes_ = 0;
@@ -79,7 +91,7 @@ class Plan {
   std::string implementation_;
 };
 
-enum Operation : int64_t { kMatmul, kPack, kMatmulPacked, kFirstConvolution };
+enum Operation : int64_t { kMatmul, kPack, kMatmulPacked, kRecurrence, kFirstConvolution };
 
 // A key that also holds the number of threads: a primitive's blocking is chosen for it, and with
 // another it stays right but slow.
@@ -88,6 +100,10 @@ PlanKey OperationKey(int64_t operation);
 // The plan for `key`, built by `build` when it is not among the kMaxPlans used last. Thread-safe.
 std::shared_ptr<const Plan> CachedPlan(const PlanKey& key,
                                        const std::function<std::shared_ptr<const Plan>()>& build);
+
+// Runs `body` with so many bytes of scratch memory, 64-byte aligned: what is lent where that is
+// enough, else this thread's own. Where scratch is only asked for, notes the bytes instead.
+void WithScratchMemory(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body);
 
 std::vector<std::string> CachedImplementations();
 void ClearCachedPlans();

@@ -2,65 +2,16 @@
 #include "widen.h"
 
 #include <algorithm>
-#include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "low_float.h"
 
 namespace amp_ir {
 namespace {
 
 enum class Conversion { kFloat16Up, kFloat16Down, kBfloat16Up, kBfloat16Down, kCopy16, kCopy32 };
-
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-uint32_t ToBits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-float WidenFloat16(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
-  const uint32_t exponent = (half >> 10) & 0x1F;
-  const uint32_t mantissa = half & 0x3FF;
-  if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24, exact in float32
-    const float magnitude = static_cast<float>(mantissa) * FromBits(0x33800000);
-    return FromBits(sign | ToBits(magnitude));
-  }
-  if (exponent == 0x1F) {  // infinity, or NaN made quiet as vcvtph2ps does
-    return FromBits(sign | 0x7F800000 | (mantissa << 13) | (mantissa != 0 ? 0x400000 : 0));
-  }
-  return FromBits(sign | ((exponent + 112) << 23) | (mantissa << 13));
-}
-
-uint16_t NarrowFloat16(float value) {
-  const uint32_t bits = ToBits(value);
-  const uint32_t sign = (bits >> 16) & 0x8000;
-  uint32_t magnitude = bits & 0x7FFFFFFF;
-  if (magnitude > 0x7F800000) {  // NaN: keep the high payload bits, quiet
-    return static_cast<uint16_t>(sign | 0x7E00 | ((magnitude >> 13) & 0x1FF));
-  }
-  if (magnitude >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);  // >= 65520
-  if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 leaves mantissa * 2^-24, rounded to even
-    return static_cast<uint16_t>(sign | (ToBits(FromBits(magnitude) + 0.5F) - 0x3F000000));
-  }
-  magnitude += 0xC8000FFF + ((magnitude >> 13) & 1);  // rebias the exponent by -112, round to even
-  return static_cast<uint16_t>(sign | (magnitude >> 13));
-}
-
-float WidenBfloat16(uint16_t low) { return FromBits(static_cast<uint32_t>(low) << 16); }
-
-uint16_t NarrowBfloat16(float value) {
-  const uint32_t bits = ToBits(value);
-  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-  return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded);
-}
 
 #if defined(__x86_64__)
 // The vector part of a dense run of float16; returns how many elements it did.
