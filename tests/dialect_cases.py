@@ -501,6 +501,51 @@ def _attention_cases() -> list[Case]:
     return cases
 
 
+STEPS, BATCH, WIDTH = 3, 2, 5
+
+
+def lstm_inputs() -> list[torch.Tensor]:
+    """gates, weight, hidden and cell."""
+    sizes = (STEPS, BATCH, 4 * WIDTH), (4 * WIDTH, WIDTH), (BATCH, WIDTH), (BATCH, WIDTH)
+    return [normal(*size) for size in sizes]
+
+
+def gru_inputs() -> list[torch.Tensor]:
+    """gates, weight, bias and hidden."""
+    sizes = (STEPS, BATCH, 3 * WIDTH), (3 * WIDTH, WIDTH), (3 * WIDTH,), (BATCH, WIDTH)
+    return [normal(*size) for size in sizes]
+
+
+def _recurrence_cases() -> list[Case]:
+    def kept() -> torch.Tensor:
+        return torch.rand(STEPS, BATCH, 4 * WIDTH)
+
+    def above(*, has_cell: bool) -> list[torch.Tensor]:
+        last = [normal(BATCH, WIDTH) for _ in range(1 + has_cell)]
+        return [normal(STEPS, BATCH, WIDTH), *last]
+
+    def states() -> torch.Tensor:
+        return normal(STEPS + 1, BATCH, WIDTH)
+
+    inputs: dict[str, Callable[[], list[torch.Tensor]]] = {
+        "lstm": lstm_inputs,
+        "lstm_backward": lambda: [*above(has_cell=True), kept(), states(), normal(20, 5)],
+        "gru": gru_inputs,
+        "gru_backward": lambda: [*above(has_cell=False), kept(), states(), normal(15, 5)],
+    }
+    return [
+        Case(f"amp_ir.{name}", make, {"reverse": reverse}, "reverse" if reverse else "")
+        for name, make in inputs.items()
+        for reverse in (False, True)
+    ]
+
+
+# Ops that become others before kernels are made.
+EXPANDED = frozenset(
+    f"amp_ir.{name}{suffix}"
+    for name in ("attention", "lstm", "gru")
+    for suffix in ("", "_backward")
+)
 CASES: list[Case] = [
     Case("amp_ir.cast", lambda: [normal(3, 20)], {"dtype": "bfloat16"}),
     *_activation_cases(),
@@ -514,4 +559,5 @@ CASES: list[Case] = [
     *_random_cases(),
     *_loss_scale_cases(),
     *_attention_cases(),
+    *_recurrence_cases(),
 ]

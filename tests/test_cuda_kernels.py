@@ -6,16 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_emulator import in_emulator
-from dialect_cases import CASES
+from dialect_cases import CASES, EXPANDED
 from kernel_check import module_of, run_cuda_modules
 
 from amp_ir.interpreter import interpret
-from amp_ir.passes.expand_attention import BACKWARD, FORWARD
 
 # As for the CPU's kernels, see test_dialect_kernels.py; sums are taken in another order.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 NOISE = 5e-6
-KERNELS = [case for case in CASES if case.op not in (FORWARD, BACKWARD)]
+KERNELS = [case for case in CASES if case.op not in EXPANDED]
 # Cases that are compiled together: g++ takes most of the time, and more for each call of it.
 TOGETHER = 16
 

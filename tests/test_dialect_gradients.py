@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from dialect_cases import ATTENTION, attention_inputs
+from dialect_cases import ATTENTION, attention_inputs, gru_inputs, lstm_inputs
 from torch.nn import functional
 
 from amp_ir.dialect import DECLARATIONS
@@ -380,3 +380,80 @@ def test_attention_is_pytorchs(note: str):
         q, k, v, *rest, is_causal=options["is_causal"], scale=options["scale"]
     )
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_lstm(reverse: bool):
+    torch.manual_seed(0)
+    inputs = [one.double() for one in lstm_inputs()]
+    states, cells, activated = reference("lstm", *inputs, reverse=reverse)
+    output, last = (slice(0, -1), 0) if reverse else (slice(1, None), -1)
+
+    def results(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = reference("lstm", *given, reverse=reverse)
+        return made[0][output], made[0][last], made[1][last]
+
+    above = [torch.randn_like(one) for one in results(*inputs)]
+    of_gates, of_hidden, of_cell = reference(
+        "lstm_backward", *above, activated, cells, inputs[1], reverse=reverse
+    )
+    expected = vector_jacobian(results, inputs, above)
+    previous = states[1:] if reverse else states[:-1]
+    of_weight = of_gates.flatten(0, 1).T @ previous.flatten(0, 1)
+    torch.testing.assert_close((of_gates, of_weight, of_hidden, of_cell), expected)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gru(reverse: bool):
+    torch.manual_seed(0)
+    inputs = [one.double() for one in gru_inputs()]
+    states, activated = reference("gru", *inputs, reverse=reverse)
+    output, last = (slice(0, -1), 0) if reverse else (slice(1, None), -1)
+
+    def results(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = reference("gru", *given, reverse=reverse)[0]
+        return made[output], made[last]
+
+    above = [torch.randn_like(one) for one in results(*inputs)]
+    of_gates, of_recurrent, of_hidden = reference(
+        "gru_backward", *above, activated, states, inputs[1], reverse=reverse
+    )
+    expected = vector_jacobian(results, inputs, above)
+    previous = states[1:] if reverse else states[:-1]
+    of_weight = of_recurrent.flatten(0, 1).T @ previous.flatten(0, 1)
+    of_bias = of_recurrent.sum((0, 1))
+    torch.testing.assert_close((of_gates, of_weight, of_bias, of_hidden), expected)
+
+
+def vector_jacobian(
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    inputs: list[torch.Tensor],
+    above: list[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of the inputs, `above` being those of the results."""
+    leaves = [one.clone().requires_grad_() for one in inputs]
+    return torch.autograd.grad(function(*leaves), leaves, above)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_recurrent_layers_are_pytorchs(kind: str, reverse: bool):
+    """PyTorch's bidirectional layer has both directions; each is compared with its half."""
+    torch.manual_seed(0)
+    width = 5
+    layer = getattr(torch.nn, kind.upper())(4, width, bidirectional=True).double()
+    x, initial = double(3, 2, 4), [double(2, 2, width) for _ in range(2 if kind == "lstm" else 1)]
+    output, last = layer(x, tuple(initial) if kind == "lstm" else initial[0])
+    of_input, of_state, *biases = layer.all_weights[int(reverse)]
+    start = [one[int(reverse)] for one in initial]
+    if kind == "lstm":
+        gates = x @ of_input.T + sum(biases)
+        states, cells, _ = reference("lstm", gates, of_state, *start, reverse=reverse)
+        expected_cell = last[1][int(reverse)]
+        torch.testing.assert_close(cells[0 if reverse else -1], expected_cell)
+    else:
+        gates = x @ of_input.T + biases[0]
+        states, _ = reference("gru", gates, of_state, biases[1], *start, reverse=reverse)
+    half = output[..., width:] if reverse else output[..., :width]
+    torch.testing.assert_close(states[:-1] if reverse else states[1:], half)
+    assert torch.equal(states[-1 if reverse else 0], start[0])

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dialect_cases import CASES, Case
+from dialect_cases import CASES, EXPANDED, Case
 from kernel_check import module_of, run_kernels
 
 from amp_ir.dialect import DECLARATIONS
 from amp_ir.interpreter import interpret
 from amp_ir.loops.ir import LOWERINGS
-from amp_ir.passes.expand_attention import BACKWARD, FORWARD
 
 # float32: a few roundings (2^-24 each) and sums of up to 100 terms of ordinary size. bfloat16: the
 # result is rounded once, and float32 noise may move it to the neighbour: 2^-7 of it.
@@ -21,7 +20,7 @@ NOISE = 5e-6
 
 def test_every_op_has_a_case_and_a_kernel():
     assert {case.op for case in CASES} == set(DECLARATIONS)
-    assert set(DECLARATIONS) - set(LOWERINGS) == {FORWARD, BACKWARD}
+    assert set(DECLARATIONS) - set(LOWERINGS) == EXPANDED
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -41,9 +40,7 @@ def test_reference_is_the_same_in_float64_and_rounds_once(case: Case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "case", [one for one in CASES if one.op not in (FORWARD, BACKWARD)], ids=str
-)
+@pytest.mark.parametrize("case", [one for one in CASES if one.op not in EXPANDED], ids=str)
 def test_kernel_is_the_reference(case: Case, dtype: torch.dtype):
     inputs = case.tensors(dtype)
     mod = module_of(case.op, inputs, **case.options)

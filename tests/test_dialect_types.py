@@ -137,6 +137,21 @@ REFUSED: list[tuple[str, list[torch.Tensor], dict[str, Any], type[Exception], st
         "argument 2 (v) of amp_ir.attention has shape (2, 6, 4), expected (2, 5, 4)",
     ),
     (
+        "lstm", [f32(3, 2, 20), f32(20, 5), f32(2, 4), f32(2, 5)], {"reverse": False},
+        ArgumentError,
+        "argument 0 (gates) of amp_ir.lstm has shape (3, 2, 20), expected (3, 2, 16)",
+    ),
+    (
+        "gru_backward", [f32(3, 2, 5), f32(2, 5), f32(3, 2, 20), f32(3, 2, 5), f32(15, 5)],
+        {"reverse": True}, ArgumentError,
+        "argument 3 (states) of amp_ir.gru_backward has shape (3, 2, 5), expected (4, 2, 5)",
+    ),
+    (
+        "gru", [f32(3, 2, 15), f32(15, 5), f32(15), f32(2, 5)], {}, OptionError,
+        "amp_ir.gru: missing a required argument: 'reverse'; got 4 tensors and the options [], "
+        "expected the options (reverse: 'bool')",
+    ),
+    (
         "attention", [f32(2, 3, 4)] * 3, {**ATTENTION, "dropout_p": 0.5}, OptionError,
         "amp_ir.attention has 0 optional tensors but has_mask=False and dropout_p=0.5, expected a "
         "mask if has_mask and a random_state if dropout_p > 0",

@@ -10,6 +10,7 @@ import torch
 import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_recurrence import language_training
 from test_autocast import calls, program
 from tvm import relax
 from tvm.relax import op
@@ -17,7 +18,6 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import amp_ir
-from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.interpreter import interpret
 from amp_ir.location import Location, locations_of, to_span
 from amp_ir.passes.merge_products import merge_products
@@ -289,7 +289,7 @@ def test_the_merged_step_computes_the_same(mod):
 
 
 def test_a_recurrence_has_one_weight_gradient_a_layer_and_its_gradients_are_right():
-    training = WORKLOADS["lstm"].make(small=True)
+    training = language_training()
     mod, _ = amp_ir.trace_step(
         training.step, training.batch, model=training.model, optimizer=training.optimizer
     )
@@ -301,7 +301,7 @@ def test_a_recurrence_has_one_weight_gradient_a_layer_and_its_gradients_are_righ
     # 4 steps and 2 layers: a gradient of the state a step but the first, and of each weight one.
     of_weights = [call for call in backward if [int(n) for n in call.ty.shape] == [64, 16]]
     assert len(of_weights) == 4
-    again = WORKLOADS["lstm"].make(small=True)
+    again = language_training()
     again.step(*again.batch)
     train = amp_ir.compile(mod)
     train(*training.batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that an LSTM or a GRU is made of on a GPU: their formulas, and a step captured with them.
+"""The cells of an LSTM or a GRU on a GPU: their formulas, and a step captured with them.
 
 A CPU has none of these ops, but a capture runs none.
 """
@@ -138,24 +138,3 @@ def test_a_step_with_a_gpus_cells_trains_as_pytorch(
             losses.append([step(x).item() for _ in range(3)])
     # float32 sums in another order.
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("func", [torch.lstm, torch.gru])
-def test_layers_on_a_gpu_compute_the_same(func: Callable[..., tuple[torch.Tensor, ...]]) -> None:
-    is_lstm = func is torch.lstm
-    layers = (torch.nn.LSTM if is_lstm else torch.nn.GRU)(5, 6, num_layers=2, bidirectional=True)
-    layers.double()
-    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
-    hidden = torch.randn(4, 2, 6, dtype=torch.float64)
-    given = (hidden, hidden) if is_lstm else hidden
-    args = (x, given, layers._flat_weights, True, 2, 0.0, True, True, False)
-    chosen = recurrent_cells.layers_of(func, (x.to("meta"), *args[1:]))
-    assert chosen is not None and recurrent_cells.layers_of(func, args) is None
-    results = []
-    for call in (func, chosen):
-        outputs = call(*args)
-        inputs = [x, *layers.parameters()]
-        results.append((outputs, torch.autograd.grad(sum(o.sum() for o in outputs), inputs)))
-    close(results[1], results[0])
-    packed = (x.to("meta"), torch.ones(3), *args[1:-1])
-    assert recurrent_cells.layers_of(func, packed) is None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_recurrence import language_training
 
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.frontend import repeated_ops, replay
@@ -74,7 +75,7 @@ def test_most_of_a_recurrence_is_copied(monkeypatch):
 
     monkeypatch.setattr(replay.Replay, "_traced", count("traced", traced))
     monkeypatch.setattr(replay.Replay, "_copied", count("copied", copied))
-    training = WORKLOADS["lstm"].make(small=True)
+    training = language_training()
     captured(training.step, training.batch, model=training.model, optimizer=training.optimizer)
     # 4 time steps and 2 layers, of which one has to be traced, and what is there once.
     assert seen["copied"] > seen["traced"]

@@ -58,6 +58,7 @@ from amp_ir.passes.call_cost import flop_of_calls
 from amp_ir.passes.choose_ways import choose_ways, product_label, products_of
 from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
+from amp_ir.passes.expand_recurrence import expand_recurrence, recurrence_as_calls
 from amp_ir.passes.fold_casts import fold_casts
 from amp_ir.passes.mask_loss_rows import mask_loss_rows
 from amp_ir.passes.merge_products import merge_products
@@ -149,7 +150,7 @@ def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -
 
 def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
     """The kernel or library call that computes each variable; nothing is written."""
-    found = memberships(dispatch(expand_attention(ir)))
+    found = memberships(dispatch(recurrence_as_calls(expand_attention(ir))))
     return {variable: place.kernel for variable, place in found.items()}
 
 
@@ -179,8 +180,9 @@ def lower(
     seconds = {} if seconds is None else seconds
     ir, log = mod.ir, DispatchLog()
     with _timed(seconds, "tidy"):
-        # Attention becomes matmuls around softmax-like kernels; casts that change nothing go.
-        ir = fold_casts(expand_attention(ir, libraries=target.libraries, log=log))
+        # Attention becomes matmuls around softmax-like kernels, and recurrent layers their steps;
+        # casts that change nothing go.
+        ir = fold_casts(_expanded(ir, target, log))
 
     def plan(ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
         own_log = copy.deepcopy(log)
@@ -208,6 +210,12 @@ def lower(
 
     # Only where running calls again cannot hold the budget is a loss computed in blocks of rows.
     return plan(ir, in_blocks=False) if memory_budget is None else plan_in_blocks(ir, plan)
+
+
+def _expanded(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
+    """Ops that only libraries have whole, as calls of these or as smaller ops."""
+    ir = expand_attention(ir, libraries=target.libraries, log=log)
+    return expand_recurrence(ir, libraries=target.libraries, log=log)
 
 
 def _library_calls(
@@ -251,7 +259,7 @@ def tune(mod: StepModule) -> MatmulTimes:
     check_module(mod, "tune")
     if not native.has("amp_ir.onednn.matmul"):
         raise OptionError("tune measures oneDNN's matmuls, and this build has no oneDNN")
-    ir = fold_casts(expand_attention(mod.ir, libraries=cpu().libraries))
+    ir = fold_casts(_expanded(mod.ir, cpu(), DispatchLog()))
     products = products_of(_library_calls(ir, mod, cpu(), DispatchLog(), in_blocks=False))
     known = MeasuredWays.read(this_machine())
     measure_ways(products, known)
@@ -277,7 +285,8 @@ def explain_plan(mod: StepModule) -> CastPlan:
     check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    ir = fold_casts(dispatch(fold_casts(expand_attention(mod.ir))))
+    ir = recurrence_as_calls(expand_attention(mod.ir))
+    ir = fold_casts(dispatch(fold_casts(ir)))
     found = memberships(ir)
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)

@@ -160,6 +160,20 @@ def attention_score_gradient(op: Operands) -> Known:
     return op.degree(2)
 
 
+@rule_for("amp_ir.lstm_backward")
+def lstm_backward(op: Operands) -> tuple[Known, ...]:
+    """Linear in the gradients of all states and of the last cell; the rest is not scaled."""
+    op.expect_plain(*every(op)[3:])
+    return (op.join(0, 1, 2),) * len(op.result_shapes)
+
+
+@rule_for("amp_ir.gru_backward")
+def gru_backward(op: Operands) -> tuple[Known, ...]:
+    """Linear in the gradients of all states; the rest is not scaled."""
+    op.expect_plain(*every(op)[2:])
+    return (op.join(0, 1),) * len(op.result_shapes)
+
+
 @rule_for("amp_ir.unscale")
 def unscaled(op: Operands) -> Known:
     """One less; the gradient must have been multiplied by this scale, once."""
@@ -202,7 +216,9 @@ def next_scale(op: Operands) -> tuple[Known, ...]:
     return op.degree(0), ZERO, ZERO
 
 
-@rule_for(*_named("layer_norm rms_norm group_norm batch_norm attention_probabilities"))
+@rule_for(
+    *_named("layer_norm rms_norm group_norm batch_norm attention_probabilities lstm gru"),
+)
 def plain_many(op: Operands) -> tuple[Known, ...]:
-    """As `plain`: eps is added to the variance, and a softmax is one of several results."""
+    """As `plain`: eps is added to the variance; softmax and gates are no multiples."""
     return (plain(op),) * len(op.result_shapes)

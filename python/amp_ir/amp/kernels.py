@@ -3,13 +3,14 @@
 
 `kernels_from` takes the numbers that fusion gives the step before any cast.
 
-`kernels_of` estimates. A library call (matmul, convolution, attention) or a kernel of its own kind
-(scatter, sort) reads and writes memory: it shares with nobody. Everything else becomes loops, and
-loops over the same number of elements that follow each other fuse, reductions over trailing
-dimensions included; a reduction over leading dimensions ends a kernel. Two ops share a kernel when
-they are neighbours of this kind at the same depth, the number of kernel boundaries on the longest
-path from the inputs (an op that begins a kernel waits for the readers it may join). Equal depth
-makes kernels acyclic, and the result does not depend on the order in which ops are written.
+`kernels_of` estimates. A library call (matmul, convolution, attention, an LSTM) or a kernel of its
+own kind (scatter, sort) reads and writes memory: it shares with nobody. Everything else becomes
+loops, and loops over the same number of elements that follow each other fuse, reductions over
+trailing dimensions included; a reduction over leading dimensions ends a kernel. Two ops share a
+kernel when they are neighbours of this kind at the same depth, the number of kernel boundaries on
+the longest path from the inputs (an op that begins a kernel waits for the readers it may join).
+Equal depth makes kernels acyclic, and the result does not depend on the order in which ops are
+written.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ _LIBRARY = frozenset(
         "amp_ir.conv_backward_weight",
         "amp_ir.attention",
         "amp_ir.attention_backward",
+        "amp_ir.lstm",
+        "amp_ir.lstm_backward",
+        "amp_ir.gru",
+        "amp_ir.gru_backward",
     }
 )
 _OPAQUE = frozenset(

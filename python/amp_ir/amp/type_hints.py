@@ -95,6 +95,50 @@ def attention_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answ
     return Hints([PrimType(amp_dtype)] * 5 + [FULL] * (len(args) - 5), accumulate="float32")
 
 
+@type_hint("amp_ir.lstm")
+def lstm(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """A matrix product a time step, then bounded functions: low inputs, float32 inside.
+
+    The functions have slope 1 at most: a rounding u |g| of what goes into a gate moves the state by
+    no more. The state is stored low, as what the next product reads. The cell is not: it is a sum
+    over time, in which a low dtype loses what is below u of it (256 + 1 = 256 in bfloat16).
+    """
+    low = PrimType(amp_dtype)
+    return Hints([low, low, low, FULL], accumulate="float32")
+
+
+@type_hint("amp_ir.gru")
+def gru(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """A matrix product a time step, then bounded functions: low inputs, float32 inside.
+
+    The functions have slope 1 at most: a rounding u |g| of what goes into a gate moves the state by
+    no more. The state is stored low, as what the next product reads.
+    """
+    return Hints([PrimType(amp_dtype)] * len(args), accumulate="float32")
+
+
+@type_hint("amp_ir.lstm_backward")
+def lstm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """A matrix product a time step: low inputs; gradients are carried through time in float32.
+
+    The cells, and the gradient of the last one, are float32: a gradient that is handed back through
+    T steps would be rounded T times. Gradients of the gates are stored low, as what the products
+    with the weight and with the input read.
+    """
+    low = PrimType(amp_dtype)
+    return Hints([low, low, FULL, low, FULL, low], accumulate="float32")
+
+
+@type_hint("amp_ir.gru_backward")
+def gru_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """A matrix product a time step: low inputs; gradients are carried through time in float32.
+
+    Gradients of the gates are stored low, as what the products with the weight and with the input
+    read.
+    """
+    return Hints([PrimType(amp_dtype)] * len(args), accumulate="float32")
+
+
 @type_hint(
     "relax.exp",
     "relax.power",

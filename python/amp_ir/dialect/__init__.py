@@ -18,6 +18,7 @@ from amp_ir.dialect import (
     normalization,
     pooling,
     random,
+    recurrence,
     softmax,
 )
 from amp_ir.dialect.registry import DECLARATIONS, Declaration, call_op, options_of
@@ -40,5 +41,6 @@ __all__ = [
     "options_of",
     "pooling",
     "random",
+    "recurrence",
     "softmax",
 ]

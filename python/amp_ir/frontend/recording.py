@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_ir.frontend.foreach import call_foreach, is_foreach
 from amp_ir.frontend.locations import Locator, NodeMarker
-from amp_ir.frontend.recurrent_cells import FUSED_CELLS, layers_of
+from amp_ir.frontend.recurrent_cells import FUSED_CELLS
+from amp_ir.frontend.recurrent_layers import layers_of
 from amp_ir.frontend.refusals import Findings, TracingStopped
 from amp_ir.frontend.repeated_ops import RepeatedOps
 from amp_ir.frontend.transaction import Transaction
@@ -287,11 +288,9 @@ class Substitution(TorchFunctionMode):
             return None
         elif func in _DROPOUT:
             return _dropout(*args, **kwargs)
-        layers = layers_of(func, args)
+        layers = layers_of(func, args, kwargs)
         if layers is not None:
-            # Its dropout between layers is to be seen here too.
-            with self:
-                return layers(*args)
+            return layers()
         out = func(*args, **kwargs)
         if func in _BACKWARD:
             self._watch.accumulated()

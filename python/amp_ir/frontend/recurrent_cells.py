@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU on a GPU in the ops that PyTorch spells them out with on a CPU.
-
-Of a layer, ATen multiplies the whole sequence with the input's weights at once on a CPU, and step
-by step on a GPU without cuDNN. PyTorch's own decomposition does the former.
+"""The cell of an LSTM and of a GRU on a GPU in the ops that PyTorch spells it out with on a CPU.
 
 On a GPU ATen has a cell after its two matmuls, and the gradient of that, as one op each. These mean
 the same, and fusion makes kernels of them, as it does of a cell on a CPU. `workspace` is what a
-forward op keeps for its gradient: what is in it is between the two of them.
+forward op keeps for its gradient: what is in it is between the two of them. Whole layers are in
+recurrent_layers.py.
 
 Source: RNN.cpp of ATen for the formulas, derivatives.yaml for which gradient is whose.
 """
@@ -17,38 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._decomp import decompositions
 
 aten = torch.ops.aten
 _Tensors = tuple[torch.Tensor, ...]
-
-
-def _lstm(*args: Any) -> _Tensors:
-    """PyTorch's decomposition, with its last states in the shape of the first ones.
-
-    Before 2.13 it keeps an axis of length 1 between layers and batch that ATen does not have.
-    """
-    output, *states = decompositions.lstm_impl(*args)
-    shaped = [
-        s if s.shape == h.shape else s.squeeze(1) for s, h in zip(states, args[1], strict=True)
-    ]
-    return output, *shaped
-
-
-_LAYERS: dict[Any, Callable[..., Any]] = {
-    torch.lstm: _lstm,
-    torch.gru: decompositions.gru_impl,
-}
-
-
-def layers_of(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What to call for `func(*args)`: another function for layers on a GPU; None: itself.
-
-    Packed sequences, whose fourth argument is the list of parameters, are left alone.
-    """
-    if func not in _LAYERS or args[0].device.type == "cpu":
-        return None
-    return _LAYERS[func] if isinstance(args[3], bool) else None
 
 
 def lstm_cell(

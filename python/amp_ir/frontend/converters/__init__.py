@@ -18,6 +18,7 @@ from amp_ir.frontend.converters import (  # noqa: F401  (each registers its conv
     padding,
     pooling,
     random,
+    recurrence,
     reductions,
     resampling,
     shapes,

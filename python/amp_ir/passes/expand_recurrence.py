@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LSTM and GRU layers step by step, or as a call of a library that has them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.ir import Op
+
+from amp_ir.dialect import options_of
+from amp_ir.dispatch_note import DispatchLog
+from amp_ir.main_function import with_bindings, with_main
+from amp_ir.passes.library_call import library_call
+from amp_ir.passes.recurrence_steps import (
+    Results,
+    StepWriter,
+    gru_backward_steps,
+    gru_steps,
+    lstm_backward_steps,
+    lstm_steps,
+)
+from amp_ir.variables import variables_of
+
+_EXPANSIONS: dict[str, Callable[..., Results]] = {
+    "amp_ir.lstm": lstm_steps,
+    "amp_ir.lstm_backward": lstm_backward_steps,
+    "amp_ir.gru": gru_steps,
+    "amp_ir.gru_backward": gru_backward_steps,
+}
+OPS = tuple(_EXPANSIONS)
+Emit = Callable[[relax.Expr], relax.Var]
+
+
+def expand_recurrence(
+    ir: tvm.IRModule, *, libraries: tuple[str, ...] = (), log: DispatchLog | None = None
+) -> tvm.IRModule:
+    """Replace LSTM and GRU layers and their gradients by ops for each of their time steps.
+
+    Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
+    After:   g = matmul(hidden, weight^T, out_dtype=f32) + gates[0]
+             i, f, m, o = sigmoid(g[:h]), sigmoid(g[h:2h]), tanh(g[2h:3h]), sigmoid(g[3h:])
+             c1 = f * cell + i * m; h1 = cast(o * tanh(c1), dtype of gates)
+             ...                                              # so for every step
+             states = concat(hidden, h1, ...); cells = concat(cell, c1, ...); activated = ...
+
+    Requires: one function `main`, one dataflow block, static shapes.
+    Ensures:  the numerics that recurrence_steps.py states; every new op has the location of the one
+              that it stands for; what nobody reads of its results is not made; `log` is told of
+              each.
+    """
+    log = DispatchLog() if log is None else log
+    parts: dict[relax.Var, Mapping[int, relax.Expr]] = {}
+
+    def replaced(call: relax.Call, emit: Emit) -> Results:
+        name = _op_name(call)
+        log.add(name, "matmuls and own kernels", "no library that amp_ir calls does it whole")
+        low = str(call.ty.fields[0].dtype)
+        wide = "float64" if low == "float64" else "float32"
+        writer = StepWriter(emit, call.span, low, wide, parts)
+        return _EXPANSIONS[name](writer, list(call.args), reverse=bool(options_of(call)["reverse"]))
+
+    return _with_replaced(ir, replaced)
+
+
+def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
+    """Each such op as one opaque call, for those who ask which kernels the rest becomes.
+
+    Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
+    After:   states, cells, activated = call_dps_packed("amp_ir.lstm", (gates, weight, ...))
+    """
+
+    def replaced(call: relax.Call, emit: Emit) -> Results:
+        whole = emit(library_call(_op_name(call), list(call.args), call.ty, call.span))
+        return [emit(relax.TupleGetItem(whole, k)) for k in range(len(call.ty.fields))]
+
+    return _with_replaced(ir, replaced)
+
+
+def _op_name(expr: Any) -> str:
+    is_op = isinstance(expr, relax.Call) and isinstance(expr.op, Op)
+    return str(expr.op.name) if is_op else ""
+
+
+def _with_replaced(
+    ir: tvm.IRModule, replaced: Callable[[relax.Call, Emit], Results]
+) -> tvm.IRModule:
+    """The module with each op as the results that `replaced` emits for it."""
+    main = ir["main"]
+    bindings = [one for block in main.body.blocks for one in block.bindings[:]]
+    if not any(_op_name(one.value) in _EXPANSIONS for one in bindings):
+        return ir
+    builder = relax.BlockBuilder()
+    new: list[relax.VarBinding] = []
+    emitted: set[relax.Var] = set()
+
+    def emit(expr: relax.Expr) -> relax.Var:
+        value = builder.normalize(expr)
+        variable = relax.DataflowVar(f"recurrence{len(new)}", value.ty)
+        new.append(relax.VarBinding(variable, value))
+        emitted.add(variable)
+        return variable
+
+    results_of: dict[relax.Var, Results] = {}
+    # Results under their old names, as others read them.
+    now: dict[relax.Var, relax.Expr] = {}
+    for binding in bindings:
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in results_of:
+            now[binding.var] = results_of[value.tuple_value][value.index]
+            value = now[binding.var]
+            emitted.add(binding.var)
+        elif _op_name(value) in _EXPANSIONS:
+            args = [now.get(one, one) for one in value.args]
+            call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span)
+            relax.expr._update_type(call, value.ty)
+            results_of[binding.var] = replaced(call, emit)
+            value = builder.normalize(relax.Tuple(results_of[binding.var]))
+            emitted.add(binding.var)
+        new.append(relax.VarBinding(binding.var, value))
+    read = set(variables_of(main.body.body))
+    return with_main(ir, with_bindings(main, _that_are_read(new, emitted, read)))
+
+
+def _that_are_read(
+    bindings: list[relax.VarBinding], emitted: set[relax.Var], read: set[relax.Var]
+) -> list[relax.VarBinding]:
+    """The bindings without those `emitted` that nothing reads; `main` returns those in `read`."""
+    kept = []
+    for binding in reversed(bindings):
+        if binding.var in emitted and binding.var not in read:
+            continue
+        read.update(variables_of(binding.value))
+        kept.append(binding)
+    return kept[::-1]
