@@ -17,6 +17,7 @@ from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from amp_ir.frontend.layouts import view
 from amp_ir.frontend.replay import Replay
 from amp_ir.frontend.symbolic_float import FloatTape
 
@@ -103,6 +104,7 @@ def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
         aten.lerp.Scalar: lerp,
         aten.addcmul.default: addcmul,
         aten.addcdiv.default: addcdiv,
+        aten.view.default: view,
     }
     return {**_core_table(), **followed}
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from amp_ir.frontend.layouts import strided
 from amp_ir.frontend.locations import NodeMarker
 from amp_ir.frontend.repeated_ops import (
     begin_of_selected,
@@ -43,6 +44,7 @@ except ImportError:
     _is_possible = False
 
 aten = torch.ops.aten
+_STRIDED = frozenset({aten.as_strided.default, aten.as_strided_.default})
 
 
 @attrs.frozen(eq=False)
@@ -117,7 +119,21 @@ class Replay(torch.fx.Interpreter):
             tensor = self.env[argument] = self._tensor(self._value(argument))
             if argument in self._written:
                 self._now[self._written[argument]] = tensor
+        if n.target in _STRIDED:
+            out = self._strided(n)
+            if out is not None:
+                return out
         return super().run_node(n)
+
+    def _strided(self, n: torch.fx.Node) -> torch.Tensor | None:
+        """`as_strided` by views that no longer speak of the layout, which may have changed."""
+        source, *geometry = n.args
+        assert isinstance(source, torch.fx.Node)
+        as_views: Any = strided
+        out: torch.Tensor | None = as_views(
+            self.env[source], source.meta["val"], *geometry, **n.kwargs
+        )
+        return out
 
     def _value(self, n: Any) -> Any:
         """What a node of the old graph is now."""
@@ -302,6 +318,7 @@ class SharedMemory:
             for node in self._position
             if node.op == "call_function"
             and _is_described(node.target)
+            and node.target not in _STRIDED
             and not any(
                 self._family(one) in self._families_in_disorder
                 for one in (node, *node.all_input_nodes)

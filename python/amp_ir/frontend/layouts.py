@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops that speak of where elements lie in memory, said by which elements they take.
+
+A decomposition may give its result another layout than the kernel that it stands for, so that what
+was a view of the user's tensor need not be one of the captured value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+aten = torch.ops.aten
+
+
+def is_viewable(x: torch.Tensor, size: Sequence[int]) -> bool:
+    """Whether `x.view(size)` needs no copy; one extent of `size` may be -1.
+
+    Axes that lie one behind the other in memory are one run, and no new axis may reach across the
+    ends of a run.
+    """
+    if not x.numel() or x.is_contiguous():
+        return True
+    axes = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if n != 1]
+    ends, elements = set(), 1
+    for (extent, step), (inner_extent, inner_step) in itertools.pairwise(axes):
+        elements *= extent
+        if step != inner_extent * inner_step:
+            ends.add(elements)
+    known = math.prod(extent for extent in size if extent != -1)
+    extents = [extent if extent != -1 else x.numel() // known for extent in size]
+    return ends <= set(itertools.accumulate(extents, lambda a, b: a * b))
+
+
+def view(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """A decomposition of `aten.view`: a copy where the layout allows no view."""
+    if is_viewable(x, size):
+        return NotImplemented
+    copy = x.clone(memory_format=torch.contiguous_format)
+    result: torch.Tensor = aten._unsafe_view.default(copy, size)
+    return result
+
+
+def strided(
+    x: torch.Tensor,
+    layout: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> torch.Tensor | None:
+    """`as_strided(x, size, stride, storage_offset)` by views, `x` having the elements of `layout`.
+
+    `layout` has the shape of `x`, and the strides that `x` had where the step was run. None where
+    the result is not all the elements of `x`, each once.
+    """
+    order = _order_in_memory(layout.shape, layout.stride())
+    new_order = _order_in_memory(size, stride)
+    if order is None or new_order is None or math.prod(size) != x.numel():
+        return None
+    if storage_offset not in (None, layout.storage_offset()):
+        return None
+    flat = x.permute(order).reshape(-1)
+    sorted_axes = flat.view([size[axis] for axis in new_order])
+    return sorted_axes.permute([new_order.index(axis) for axis in range(len(size))])
+
+
+def _order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """The axes from the outermost to the innermost; None where they leave gaps or overlap."""
+    order = sorted(range(len(shape)), key=lambda axis: (-stride[axis], shape[axis] == 1))
+    long = [axis for axis in order if shape[axis] != 1]
+    expected = 1
+    for axis in reversed(long):
+        if stride[axis] != expected:
+            return None
+        expected *= shape[axis]
+    return [axis for axis in order if shape[axis] == 1] + long
