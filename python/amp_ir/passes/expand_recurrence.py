@@ -15,6 +15,7 @@ from amp_ir.dispatch_note import DispatchLog
 from amp_ir.main_function import with_bindings, with_main
 from amp_ir.passes.library_call import library_call
 from amp_ir.passes.recurrence_steps import (
+    Parts,
     Results,
     StepWriter,
     gru_backward_steps,
@@ -52,7 +53,7 @@ def expand_recurrence(
               each.
     """
     log = DispatchLog() if log is None else log
-    parts: dict[relax.Var, Mapping[int, relax.Expr]] = {}
+    parts: dict[relax.Var, Mapping[int, Parts]] = {}
 
     def replaced(call: relax.Call, emit: Emit) -> Results:
         name = _op_name(call)

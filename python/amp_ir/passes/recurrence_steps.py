@@ -19,6 +19,8 @@ from amp_ir.dialect import call_op
 from amp_ir.dialect.recurrence import time_steps
 
 Results = list[relax.Expr]
+# The columns of one step, in groups.
+Parts = Sequence[relax.Expr]
 
 
 @attrs.frozen(eq=False)
@@ -26,14 +28,15 @@ class StepWriter:
     """Emits ops that all carry the location of the op they stand for.
 
     `low` is the dtype of what is stored, `wide` float32 (float64 for float64). `parts` knows what
-    was stacked before: who reads a step of that reads the part, and nobody may need the whole.
+    was stacked before, step by step, in one or more groups of columns: who reads a step of that
+    reads the parts, and nobody may need the whole.
     """
 
     emit: Callable[[relax.Expr], relax.Var]
     span: tvm.ir.Span | None
     low: str
     wide: str
-    parts: dict[relax.Var, Mapping[int, relax.Expr]]
+    parts: dict[relax.Var, Mapping[int, Parts]]
 
     def op(self, function: Callable[..., relax.Call], *args: Any, **options: Any) -> relax.Var:
         """An op of Relax."""
@@ -81,12 +84,19 @@ class StepWriter:
 
     def at(self, x: relax.Expr, step: int) -> relax.Expr:
         """x[step], widened."""
-        if x in self.parts:
-            return self.widen(self.parts[x][step])
-        part = self.op(relax.op.strided_slice, x, [0], [step], [step + 1])
-        return self.widen(self.op(relax.op.reshape, part, _extents(x)[1:]))
+        (whole,) = self.columns_at(x, step, 1)
+        return whole
 
-    def chunks(self, x: relax.Expr, count: int) -> list[relax.Var]:
+    def columns_at(self, x: relax.Expr, step: int, count: int) -> Parts:
+        """The columns of x[step] in `count` equal parts, widened."""
+        known = self.parts[x][step] if x in self.parts else ()
+        if len(known) == count:
+            return [self.widen(one) for one in known]
+        part = self.op(relax.op.strided_slice, x, [0], [step], [step + 1])
+        whole = self.widen(self.op(relax.op.reshape, part, _extents(x)[1:]))
+        return [whole] if count == 1 else self.chunks(whole, count)
+
+    def chunks(self, x: relax.Expr, count: int) -> Parts:
         """The columns of x [n, w] in `count` equal parts."""
         width = _extents(x)[1] // count
         return [
@@ -100,8 +110,13 @@ class StepWriter:
 
     def stack(self, by_step: Mapping[int, relax.Expr], dtype: str) -> relax.Var:
         """[t, ...] of what the steps made, by their numbers."""
-        parts = {k: self.cast(by_step[k], dtype) for k in sorted(by_step)}
-        rows = [self.op(relax.op.reshape, one, (1, *_extents(one))) for one in parts.values()]
+        return self.stack_columns({k: [one] for k, one in by_step.items()}, dtype)
+
+    def stack_columns(self, by_step: Mapping[int, Parts], dtype: str) -> relax.Var:
+        """As `stack`; each step made its columns in groups."""
+        parts = {k: [self.cast(one, dtype) for one in by_step[k]] for k in sorted(by_step)}
+        steps = [one[0] if len(one) == 1 else self.columns(one) for one in parts.values()]
+        rows = [self.op(relax.op.reshape, one, (1, *_extents(one))) for one in steps]
         stacked = self.op(relax.op.concat, rows, 0) if len(rows) > 1 else rows[0]
         self.parts[stacked] = parts
         return stacked
@@ -123,7 +138,7 @@ def lstm_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> R
     of_state = w.transposed(weight)
     walk = _walk(_extents(gates)[0], reverse=reverse)
     states, cells = {walk[0][1]: hidden}, {walk[0][1]: w.widen(cell)}
-    activated: dict[int, relax.Expr] = {}
+    activated: dict[int, Parts] = {}
     for k, before, after in walk:
         both = w.add(w.matmul(states[before], of_state), w.at(gates, k))
         into, forget, made, out = w.chunks(both, 4)
@@ -132,8 +147,8 @@ def lstm_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> R
         cells[after] = w.add(w.multiply(forget, cells[before]), w.multiply(into, made))
         seen = w.op(relax.op.tanh, cells[after])
         states[after] = w.cast(w.multiply(out, seen), w.low)
-        activated[k] = w.columns([into, forget, made, out])
-    return [w.stack(states, w.low), w.stack(cells, w.wide), w.stack(activated, w.low)]
+        activated[k] = [into, forget, made, out]
+    return [w.stack(states, w.low), w.stack(cells, w.wide), w.stack_columns(activated, w.low)]
 
 
 def lstm_backward_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Results:
@@ -142,7 +157,7 @@ def lstm_backward_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: b
     of_hidden, of_cell = w.widen(grad_hidden), w.widen(grad_cell)
     of_gates: dict[int, relax.Expr] = {}
     for k, before, after in reversed(_walk(_extents(grad)[0], reverse=reverse)):
-        into, forget, made, out = w.chunks(w.at(activated, k), 4)
+        into, forget, made, out = w.columns_at(activated, k, 4)
         seen = w.op(relax.op.tanh, w.at(cells, after))
         of_state = w.add(w.at(grad, k), of_hidden)
         of_cell = w.add(of_cell, w.own("tanh_backward", w.multiply(of_state, out), seen))
@@ -164,7 +179,7 @@ def gru_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Re
     of_state, bias = w.transposed(weight), w.widen(bias)
     walk = _walk(_extents(gates)[0], reverse=reverse)
     states, carried = {walk[0][1]: hidden}, w.widen(hidden)
-    activated: dict[int, relax.Expr] = {}
+    activated: dict[int, Parts] = {}
     for k, before, after in walk:
         from_state = w.chunks(w.add(w.matmul(states[before], of_state), bias), 3)
         from_input = w.chunks(w.at(gates, k), 3)
@@ -174,8 +189,8 @@ def gru_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Re
         made = w.op(relax.op.tanh, both)
         carried = w.add(made, w.multiply(update, w.subtract(carried, made)))
         states[after] = w.cast(carried, w.low)
-        activated[k] = w.columns([reset, update, made, from_state[2]])
-    return [w.stack(states, w.low), w.stack(activated, w.low)]
+        activated[k] = [reset, update, made, from_state[2]]
+    return [w.stack(states, w.low), w.stack_columns(activated, w.low)]
 
 
 def gru_backward_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Results:
@@ -185,7 +200,7 @@ def gru_backward_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bo
     of_gates: dict[int, relax.Expr] = {}
     of_recurrent: dict[int, relax.Expr] = {}
     for k, before, _after in reversed(_walk(_extents(grad)[0], reverse=reverse)):
-        reset, update, made, from_state = w.chunks(w.at(activated, k), 4)
+        reset, update, made, from_state = w.columns_at(activated, k, 4)
         of_state = w.add(w.at(grad, k), of_hidden)
         change = w.subtract(w.at(states, before), made)
         of_update = w.own("sigmoid_backward", w.multiply(of_state, change), update)
