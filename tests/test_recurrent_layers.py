@@ -18,6 +18,7 @@ from torch import nn
 from tvm import relax
 
 import amp_ir
+from amp_ir.amp.step_graph import VIEWS
 from amp_ir.errors import CaptureError
 from amp_ir.frontend.patches import _plain_kernels
 from amp_ir.frontend.recurrent_layers import layers_of
@@ -452,3 +453,48 @@ def test_every_direction_is_walked_in_its_own_order() -> None:
         half = slice(4, None) if reverse else slice(0, 4)
         same = [torch.equal(a, b) for a, b in zip(before[..., half], after[..., half], strict=True)]
         assert same == ([False] + [True] * 4 if reverse else [True] * 4 + [False])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_keeps_nothing_for_a_gradient(kind: str) -> None:
+    model = program(kind, "last states")().eval()
+    (x,) = sequences(0)
+    mod, _ = amp_ir.trace_model(model, (x,))
+    names = Counter(str(one.op.name) for one in calls(mod))
+    assert names[f"amp_ir.{kind.lower()}"] == 2 and not any("backward" in one for one in names)
+    compiled = amp_ir.compile(mod)
+    # float32 sums in another order, functions within 2^-22.
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_the_plan_and_the_profile_name_the_layer() -> None:
+    trained = training(program("LSTM", "last states"))
+    mod, args = amp_ir.trace_step(
+        trained.step, sequences(0), model=trained.model, optimizer=trained.optimizer
+    )
+    low = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
+    plan = amp_ir.explain_plan(low)
+    whole = {one.kernel: one for one in plan.ops if one.name.startswith("amp_ir.lstm")}
+    # Each is a call of its own, shared with no other op but views of what it makes.
+    assert -1 not in whole and len(whole) == 4
+    there = [one for one in plan.ops if one.kernel in whole and one.name not in VIEWS]
+    assert there == list(whole.values())
+    profile = amp_ir.profile_kernels(low, "cpu", args, steps=1, warmup=0)
+    modules = {module for call in profile.calls for module in call.modules}
+    assert {"layer", "head"} <= modules
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_memory_budget_changes_no_bit(kind: str) -> None:
+    losses = []
+    for share in (None, 0.97):
+        torch.manual_seed(0)
+        trained = training(program(kind, "deep, both ways"))
+        mod, _ = amp_ir.trace_step(
+            trained.step, sequences(0), model=trained.model, optimizer=trained.optimizer
+        )
+        peak = amp_ir.memory_report(mod).peak_bytes
+        budget = None if share is None else int(share * peak)
+        step = amp_ir.compile(mod, memory_budget=budget)
+        losses.append([float(step(*sequences(0))) for _ in range(3)])
+    assert losses[0] == losses[1]

@@ -73,11 +73,19 @@ def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
     After:   states, cells, activated = call_dps_packed("amp_ir.lstm", (gates, weight, ...))
     """
 
-    def replaced(call: relax.Call, emit: Emit) -> Results:
-        whole = emit(library_call(_op_name(call), list(call.args), call.ty, call.span))
-        return [emit(relax.TupleGetItem(whole, k)) for k in range(len(call.ty.fields))]
+    main = ir["main"]
+    bindings = [one for block in main.body.blocks for one in block.bindings[:]]
+    if not any(_op_name(one.value) in _EXPANSIONS for one in bindings):
+        return ir
+    return with_main(ir, with_bindings(main, [_as_call(one) for one in bindings]))
 
-    return _with_replaced(ir, replaced)
+
+def _as_call(binding: relax.VarBinding) -> relax.VarBinding:
+    value = binding.value
+    if _op_name(value) not in _EXPANSIONS:
+        return binding
+    call = library_call(_op_name(value), list(value.args), value.ty, value.span)
+    return relax.VarBinding(binding.var, call)
 
 
 def _op_name(expr: Any) -> str:
