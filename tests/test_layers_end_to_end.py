@@ -202,6 +202,14 @@ PLACES: dict[str, Case] = {
     "gather": function(lambda x, i: x.gather(1, i), ROW, AT),
     "scatter": function(lambda x, s, i: x.scatter_add(1, i, s), ROW, PARTS, AT),
     "largest": function(lambda x, s, i: x.scatter_reduce(1, i, s, "amax"), ROW, PARTS, AT),
+    "one_constant_place": function(
+        lambda x: (
+            x.index_fill(0, torch.tensor([1]), 0.0),
+            x[:, torch.tensor([2])] * x.gather(1, torch.tensor([[0]]).expand(5, 1)),
+            x * torch.tensor([2.0]).cumsum(0),
+        ),
+        floats(5, 3),
+    ),
     "index_add": function(
         lambda x, s, i: x.index_add(0, i, s), floats(5, 3), floats(7, 3), ids(5, 7)
     ),

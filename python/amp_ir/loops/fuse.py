@@ -292,11 +292,13 @@ class _Writer:
             self.expressions[id(value)] = field
 
     def expression(self, value: Value) -> relax.Expr:
-        """The expression that holds the memory of a materialised value."""
+        """The expression that holds the memory of a materialised value; scalars get some."""
         owner = storage_of(value)
         known = self.expressions.get(id(owner))
         if known is not None:
             return known
+        if isinstance(owner, Constant):
+            return _relax_constant(owner)
         assert isinstance(owner, Buffer) and owner.source is not None, owner
         return owner.source
 
@@ -318,9 +320,7 @@ class _Writer:
 
     def _result(self, value: Value) -> relax.Expr:
         owner = storage_of(value)
-        expression = (
-            _relax_constant(owner) if isinstance(owner, Constant) else self.expression(owner)
-        )
+        expression = self.expression(owner)
         type_ = tensor_type(value.spec)
         if tuple(owner.shape) == tuple(value.shape):
             return expression
