@@ -62,6 +62,8 @@ def patched(
             (torch.utils.checkpoint, "CheckpointFunction", _NoCheckpoint),
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
             (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
+            # Checks of a distribution's arguments look at values, which do not exist yet.
+            (torch.distributions.Distribution, "_validate_args", False),
             (torch.amp.GradScaler, "scale", _refused_scaler(locator, findings)),
         )
         for owner, name, replacement in replacements:

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_ir.frontend.composed import composed
 from amp_ir.frontend.foreach import call_foreach, is_foreach
 from amp_ir.frontend.locations import Locator, NodeMarker
 from amp_ir.frontend.recurrent_cells import FUSED_CELLS
@@ -291,6 +292,9 @@ class Substitution(TorchFunctionMode):
         layers = layers_of(func, args, kwargs)
         if layers is not None:
             return layers()
+        out = composed(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
         out = func(*args, **kwargs)
         if func in _BACKWARD:
             self._watch.accumulated()
