@@ -215,7 +215,7 @@ class _LanguageLstm(nn.Module):
 
 
 def _lstm(*, small: bool, dropout: float) -> Training:
-    """A word-level language model: two LSTM layers over 64 steps, unrolled by the capture."""
+    """A word-level language model: two LSTM layers over 64 steps."""
     rows, length, vocabulary, hidden = (2, 4, 50, 16) if small else (16, 64, 10000, 512)
     model = _LanguageLstm(vocabulary, hidden, dropout)
 
