@@ -104,6 +104,8 @@ def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "Tesla T4")
+    # Optimizers ask a GPU that is available, where this PyTorch has CUDA.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 OLD = (
