@@ -102,7 +102,7 @@ def expected_forward(layer: Layer, is_reverse: bool) -> Tensors:
     states, cells = [torch.tensor(0.0)] * (steps + 1), [torch.tensor(0.0)] * (steps + 1)
     activated = [torch.tensor(0.0)] * steps
     first = order.times[0] + order.before
-    states[first] = layer.hidden.double()
+    states[first] = state = layer.hidden.double()
     cells[first] = torch.tensor(0.0) if layer.cell is None else layer.cell.double()
     for time in order.times:
         product = states[time + order.before] @ weight.T
@@ -118,7 +118,7 @@ def expected_forward(layer: Layer, is_reverse: bool) -> Tensors:
             (a, b, c), (x, y, p) = gates.chunk(3, -1), (product + layer.bias.double()).chunk(3, -1)
             r, z = (a + x).sigmoid(), (b + y).sigmoid()
             n = (c + r * p).tanh()
-            state, kept = n + z * (states[time + order.before] - n), (r, z, n, p)
+            state, kept = n + z * (state - n), (r, z, n, p)
         states[time + order.after] = state.to(layer.dtype).double()
         activated[time] = torch.cat(kept, -1)
     both = [torch.stack(states), torch.stack(activated)]

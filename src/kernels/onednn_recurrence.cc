@@ -222,13 +222,18 @@ class LstmBackwardPass : public LayerPass {
 
 class GruForwardPass : public LayerPass {
  public:
-  static constexpr bool kIsBackward = false, kIsCarried = false;
+  static constexpr bool kIsBackward = false, kIsCarried = true;
   static constexpr int64_t kGates = 3, kActivated = 4;
   GruForwardPass(const RecurrentLayer& layer, const Gru& gru) : LayerPass(layer), of_(gru) {}
 
+  void SetCarried(float* carried) { carried_ = carried; }
   const void* Operand(int64_t step) const { return Low(of_.states, Element(Before(step), 0, 0)); }
   void Begin(const Task& task, float*) const {
     CopyState(task, of_.hidden, of_.states, layer_.dtype);
+    for (int64_t row = task.row; row < task.row + task.rows; ++row) {
+      const int64_t at = Element(0, row, task.column);
+      WidenColumns(layer_.dtype, Low(of_.hidden, at), carried_ + at, task.columns);
+    }
   }
   void Step(const Task& task, int64_t step, const float* product) const {
     for (int64_t i = 0; i < task.rows; ++i) {
@@ -238,8 +243,8 @@ class GruForwardPass : public LayerPass {
       columns.product_stride = task.rows * task.columns;
       columns.gates = Low(of_.gates, Element(Time(step), row, task.column, kGates));
       columns.bias = Low(of_.bias, task.column);
-      columns.state_before = Low(of_.states, Element(Before(step), row, task.column));
       columns.gate_stride = layer_.hidden;
+      columns.carried = carried_ + Element(0, row, task.column);
       columns.state = Low(of_.states, Element(After(step), row, task.column));
       columns.activated = Low(of_.activated, Element(Time(step), row, task.column, kActivated));
       ComputeRow(layer_.dtype, columns, task.columns);
@@ -249,6 +254,7 @@ class GruForwardPass : public LayerPass {
 
  private:
   Gru of_;
+  float* carried_ = nullptr;
 };
 
 class GruBackwardPass : public LayerPass {

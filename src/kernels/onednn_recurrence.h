@@ -17,7 +17,8 @@
 namespace amp_ir::onednn {
 
 // `dtype` is that of everything but cells and their gradients, which are float32. Sums are float32
-// and what is stored is rounded once.
+// and what is stored is rounded once; products read states and gradients of gates as stored, and
+// what else goes from step to step is carried unrounded.
 struct RecurrentLayer {
   int64_t steps, rows, hidden;  // t, n, h
   DLDataType dtype;

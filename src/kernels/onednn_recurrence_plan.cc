@@ -19,15 +19,6 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 size_t Align(size_t nbytes) { return (nbytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// The dtype in which products are computed: without arithmetic of its own (float16's outside of AMX
-// takes as long as float32's) a low one is widened.
-DLDataType ComputeDtype(DLDataType dtype) {
-  const bool has_amx_fp16 =
-      IsFloat(dtype, 16) && HasIsa(dnnl::cpu_isa::avx512_core_amx_fp16) && IsNative(dtype);
-  const bool is_direct = has_amx_fp16 || (IsBfloat16(dtype) && IsNative(dtype));
-  return is_direct ? dtype : kFloat32;
-}
-
 // While it lives, what oneDNN makes is made for one thread.
 class OneThread {
  public:
@@ -69,7 +60,7 @@ Form::Form(const ProductShape& shape, DLDataType dtype, int64_t rows, int64_t co
 }
 
 RecurrencePlan::RecurrencePlan(const ProductShape& shape)
-    : shape_(shape), compute_(ComputeDtype(shape.dtype)) {
+    : shape_(shape), compute_(IsNative(shape.dtype) ? shape.dtype : kFloat32) {
   const int64_t threads = omp_get_max_threads();
   const OneThread one_thread;
   const int64_t slices = std::min(threads, CeilDiv(shape.hidden, kColumnUnit));

@@ -141,7 +141,6 @@ class GruForwardColumn {
       : row_(row),
         gates_(static_cast<const T*>(row.gates)),
         bias_(static_cast<const T*>(row.bias)),
-        before_(static_cast<const T*>(row.state_before)),
         state_(static_cast<T*>(row.state)),
         activated_(static_cast<T*>(row.activated)) {}
 
@@ -150,7 +149,9 @@ class GruForwardColumn {
     const float z = Sigmoid(Gate(1, j) + Recurrent(1, j));
     const float p = Recurrent(2, j);
     const float n = Tanh(Gate(2, j) + r * p);
-    state_[j] = Dtype::Narrow(n + z * (Dtype::Widen(before_[j]) - n));
+    const float state = n + z * (row_.carried[j] - n);
+    row_.carried[j] = state;
+    state_[j] = Dtype::Narrow(state);
     activated_[j] = Dtype::Narrow(r);
     activated_[j + row_.gate_stride] = Dtype::Narrow(z);
     activated_[j + 2 * row_.gate_stride] = Dtype::Narrow(n);
@@ -167,7 +168,7 @@ class GruForwardColumn {
            Dtype::Widen(bias_[j + gate * row_.gate_stride]);
   }
   GruForwardRow row_;
-  const T *gates_, *bias_, *before_;
+  const T *gates_, *bias_;
   T *state_, *activated_;
 };
 

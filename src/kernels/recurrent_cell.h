@@ -42,14 +42,15 @@ struct LstmBackwardRow {
 };
 void ComputeRow(DLDataType dtype, const LstmBackwardRow& row, int64_t columns);
 
-// activated = (r, z, n, p) with p = W_hn h_prev + b_hn; state = n + z * (state_before - n).
+// activated = (r, z, n, p) with p = W_hn h_prev + b_hn; state = n + z * (carried - n), and so
+// becomes carried: the state before it was rounded to the layer's dtype.
 struct GruForwardRow {
   const float* product;  // h_prev W^T
   int64_t product_stride;
   const void* gates;
-  const void* bias;  // of h_prev W^T
-  const void* state_before;
+  const void* bias;     // of h_prev W^T
   int64_t gate_stride;  // of gates, bias and activated
+  float* carried;
   void* state;
   void* activated;
 };

@@ -17,6 +17,8 @@ from amp_ir.passes.library_scratch import lends_scratch
 
 # Products of [s, d] by [d, t] or as large; the gradient makes the scores once more.
 _ATTENTION_MATMULS = {"attention": 2, "attention_backward": 5}
+# A layer's gates, each a product of [n, h] by [h, h] at every step.
+_RECURRENT_GATES = {"lstm": 4, "lstm_backward": 4, "gru": 3, "gru_backward": 3}
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
 
 
@@ -53,6 +55,9 @@ def library_flop(name: str, arguments: list[Any]) -> int:
     if verb in ("matmul", "matmul_accumulate", "matmul_packed"):
         # The last two are the dims and strides of the result.
         return 2 * math.prod(shapes[-2]) * shapes[0][-1]
+    if verb in _RECURRENT_GATES:
+        steps, rows, hidden = shapes[0]
+        return 2 * _RECURRENT_GATES[verb] * steps * rows * hidden**2
     first, _, second, _, out = shapes[:5]
     if verb in _ATTENTION_MATMULS:
         # grad or q is [n, h, s, d], and the third of the tensors is k or v [n, h, t, d].

@@ -14,6 +14,11 @@ from amp_ir.dialect import options_of
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.main_function import with_bindings, with_main
 from amp_ir.passes.library_call import library_call
+from amp_ir.passes.recurrence_call import (
+    call_recurrence,
+    recurrence_library,
+    recurrence_refusal,
+)
 from amp_ir.passes.recurrence_steps import (
     Parts,
     Results,
@@ -40,6 +45,9 @@ def expand_recurrence(
 ) -> tvm.IRModule:
     """Replace LSTM and GRU layers and their gradients by ops for each of their time steps.
 
+    Where one of `libraries` does such an op whole, it becomes its call instead
+    (recurrence_call.py).
+
     Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
     After:   g = matmul(hidden, weight^T, out_dtype=f32) + gates[0]
              i, f, m, o = sigmoid(g[:h]), sigmoid(g[h:2h]), tanh(g[2h:3h]), sigmoid(g[3h:])
@@ -57,7 +65,15 @@ def expand_recurrence(
 
     def replaced(call: relax.Call, emit: Emit) -> Results:
         name = _op_name(call)
-        log.add(name, "matmuls and own kernels", "no library that amp_ir calls does it whole")
+        library = recurrence_library(name.removeprefix("amp_ir."), libraries)
+        reason = "no library that amp_ir calls does it whole"
+        if library is not None:
+            reason = recurrence_refusal(library, call)
+            if not reason:
+                log.add(name, library)
+                whole = emit(call_recurrence(library, call))
+                return [emit(relax.TupleGetItem(whole, k)) for k in range(len(call.ty.fields))]
+        log.add(name, "matmuls and own kernels", reason)
         low = str(call.ty.fields[0].dtype)
         wide = "float64" if low == "float64" else "float32"
         writer = StepWriter(emit, call.span, low, wide, parts)

@@ -42,8 +42,7 @@ def scratch_nbytes(call: relax.Call) -> int:
     query = f"{library}.scratch_nbytes"
     if library.rpartition(".")[2] not in _BORROWERS or not native.has(query):
         return 0
-    arguments = [_example(argument) for argument in call.args[1].fields]
-    return int(native.function(query)(name, *arguments, _empty(call.ty_args[0])))
+    return int(native.function(query)(name, *_examples(call)))
 
 
 def kept_nbytes(call: relax.Call) -> int:
@@ -55,8 +54,15 @@ def kept_nbytes(call: relax.Call) -> int:
     query = f"{name.rpartition('.')[0]}.kept_nbytes"
     if not native.has(query):
         return 0
+    return int(native.function(query)(name, *_examples(call)))
+
+
+def _examples(call: relax.Call) -> list[Any]:
+    """The call's arguments, and then its results."""
+    type_ = call.ty_args[0]
+    results = type_.fields if isinstance(type_, relax.TupleType) else [type_]
     arguments = [_example(argument) for argument in call.args[1].fields]
-    return int(native.function(query)(name, *arguments, _empty(call.ty_args[0])))
+    return [*arguments, *(_empty(result) for result in results)]
 
 
 def _example(argument: relax.Expr) -> Any:
