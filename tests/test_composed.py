@@ -15,6 +15,7 @@ from compiled_steps import assert_compiled_alike
 from step_comparison import Training, integers, normal
 from torch import nn
 
+import amp_ir
 from amp_ir.frontend.composed import composed
 
 
@@ -207,6 +208,33 @@ def test_in_an_autocast_region_they_are_wide_as_in_pytorch(func: Any, shapes: An
     assert found.dtype == expected.dtype == torch.float32
     # Some ten roundings of float32.
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_positions_are_drawn_by_their_weights(replacement: bool) -> None:  # noqa: FBT001
+    weights = torch.tensor([0.5, 0.0, 1.0, 2.5]).expand(4000, 4)
+    chances = torch.tensor([1 / 8, 0, 1 / 4, 5 / 8])
+
+    def step(given: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(given, 2, replacement=replacement)
+
+    drawn = amp_ir.jit(step, model=nn.Linear(1, 1))(weights.contiguous())
+    assert drawn.shape == (4000, 2) and drawn.dtype == torch.int64
+    shares = F.one_hot(drawn[:, 0], 4).float().mean(0)
+    # Five standard deviations of a share of 4000 draws.
+    assert bool(((shares - chances).abs() <= 5 * (chances * (1 - chances) / 4000).sqrt()).all())
+    is_twice = (drawn[:, 0] == drawn[:, 1]).float().mean()
+    expected = float(chances.square().sum()) if replacement else 0.0
+    assert abs(float(is_twice) - expected) <= 5 * (expected * (1 - expected) / 4000) ** 0.5
+
+
+def test_actions_are_drawn_in_a_step() -> None:
+    def step(logits: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Categorical(logits=logits).sample()
+
+    train = amp_ir.jit(step, model=nn.Linear(1, 1))
+    sure = torch.tensor([[-50.0, 50.0], [50.0, -50.0]])
+    assert train(sure).tolist() == [1, 0]
 
 
 def test_distributions_check_their_arguments_after_a_capture() -> None:

@@ -72,6 +72,8 @@ PAIRS = {
     "mul": operator.mul,
     "div": operator.truediv,
     "add alpha": lambda x, y: torch.add(x, y, alpha=3),
+    "atan2": torch.atan2,
+    "atan2 upwards": lambda x, y: torch.atan2(y.abs(), 100 * x),
     "sub alpha": lambda x, y: torch.sub(x, y, alpha=0.5),
     "pow": lambda x, y: x.abs().add(0.1).pow(y),
     "maximum": torch.maximum,

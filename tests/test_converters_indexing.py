@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from import_checks import ALSO_WHOLE, check
+from import_checks import ALSO_WHOLE, check, evaluated
 
 from amp_ir.frontend.functional import WHOLE
 
@@ -100,6 +100,30 @@ def test_scatter_reduce(reduce):
     check(lambda x, y: x.scatter_reduce(1, DEEP, y, reduce), X, Y)
 
 
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "amax", "amin"])
+def test_scatter_reduce_and_its_gradients(reduce, include_self):
+    options = {"reduce": reduce, "include_self": include_self}
+    inputs = X.clone().requires_grad_(), Y.clone().requires_grad_()
+    check(lambda x, y: x.scatter_reduce(1, DEEP[:, :1], y[:, :1], **options), *inputs)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "prod", "amax", "amin"])
+def test_scatter_reduce_of_integers_without_self(reduce):
+    check(
+        lambda x, y: x.scatter_reduce(1, DEEP[:, :1], y, reduce, include_self=False),
+        (7 * X).to(torch.int32), (5 * Y).to(torch.int32),
+    )  # fmt: skip
+
+
+def test_a_mean_of_many_counts_in_float32():
+    x, source = torch.zeros(1, dtype=torch.bfloat16), torch.ones(300, dtype=torch.bfloat16)
+    ids = torch.zeros(300, dtype=torch.int64)
+    (mean,) = evaluated(lambda x, y: x.scatter_reduce(0, ids, y, "mean"), x, source)
+    # 300 / 301, in the 8 bits of bfloat16.
+    assert abs(float(mean) - 1) <= 2**-8
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
 @pytest.mark.parametrize("name", ["index", "gather", "index_select"])
 def test_read_of_other_dtypes(name, dtype):
@@ -122,6 +146,7 @@ PRODUCTS = {
     "addmm without bias": lambda x, y: torch.addmm(
         y[0, :, :3] * float("nan"), x[0], y[0].t(), beta=0
     ),
+    "addbmm": lambda x, y: torch.addbmm(y[0, :, :3], x, y.mT, beta=0.25, alpha=0.5),
     "baddbmm": lambda x, y: torch.baddbmm(y[:, :, :3], x, y.mT, beta=0.25, alpha=0.5),
     "addmv": lambda x, y: torch.addmv(y[0, :, 0], x[0], y[0, 0]),
     "einsum": lambda x, y: torch.einsum("bij,bkj->bik", x, y),

@@ -110,6 +110,18 @@ POOLINGS = {
     "lp_pool2d": (lambda: nn.LPPool2d(2, 2), (1, 2, 4, 4)),
 }  # fmt: skip
 
+
+class Resized(nn.Module):
+    """Smaller images, each pixel from all that it covers."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, x):
+        return nn.functional.interpolate(x, antialias=True, **self.options)
+
+
 UPSAMPLINGS = {
     "nearest 1d": (lambda: nn.Upsample(scale_factor=2), (1, 2, 3)),
     "nearest": (lambda: nn.Upsample(scale_factor=2), (1, 2, 3, 4)),
@@ -125,6 +137,8 @@ UPSAMPLINGS = {
     "bilinear down": (lambda: nn.Upsample(size=(2, 3), mode="bilinear"), (1, 2, 5, 4)),
     "trilinear": (lambda: nn.Upsample(scale_factor=2, mode="trilinear"), (1, 1, 2, 3, 2)),
     "bicubic": (lambda: nn.Upsample(size=(5, 6), mode="bicubic"), (1, 1, 4, 3)),
+    "antialiased": (lambda: Resized(size=(3, 9), mode="bilinear"), (1, 2, 8, 5)),
+    "antialiased by a factor": (lambda: Resized(scale_factor=0.4, mode="bicubic"), (1, 2, 9, 7)),
 }  # fmt: skip
 
 RECURRENT = {

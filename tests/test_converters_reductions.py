@@ -67,6 +67,16 @@ FLOAT = {
     "bucketize right": lambda x: torch.bucketize(
         x.detach(), torch.tensor([-1.0, 0.3, 1.0]), right=True, out_int32=True
     ),
+    "searchsorted": lambda x: torch.searchsorted(torch.tensor([-1.0, 0.3, 1.0]), x.detach()),
+    "searchsorted in rows": lambda x: torch.searchsorted(
+        x.detach().sort(-1).values, x.detach() * 0.5, side="right"
+    ),
+    "kthvalue": lambda x: tuple(x.kthvalue(2, 0)),
+    "kthvalue kept": lambda x: tuple(x.kthvalue(1, -1, keepdim=True)),
+    "median": lambda x: torch.median(x),
+    "median of an axis": lambda x: tuple(x.median(1)),
+    "median of an even axis": lambda x: tuple(x[..., :2].median(-1, keepdim=True)),
+    "quantile": lambda x: x.quantile(0.3, dim=-1),
     "topk smallest": lambda x: tuple(x.topk(1, -1, largest=False)),
     "0-d": lambda x: x.sum().sum().mean(0) + x.mean().amax() + x.sum().max(0).values,
     "aminmax": lambda x: torch.aminmax(x, dim=0),

@@ -202,6 +202,17 @@ PLACES: dict[str, Case] = {
     "gather": function(lambda x, i: x.gather(1, i), ROW, AT),
     "scatter": function(lambda x, s, i: x.scatter_add(1, i, s), ROW, PARTS, AT),
     "largest": function(lambda x, s, i: x.scatter_reduce(1, i, s, "amax"), ROW, PARTS, AT),
+    "means": function(
+        lambda x, s, i: (
+            x.scatter_reduce(1, i, s, "mean", include_self=False),
+            x.scatter_reduce(1, i, s, "amin", include_self=False),
+        ),
+        ROW,
+        PARTS,
+        AT,
+    ),
+    "medians": function(lambda x: (x.median(1)[0], x.kthvalue(2, 0)[0]), floats(3, 7)),
+    "angles": function(lambda x, y: torch.atan2(x, y), floats(3, 7), floats(3, 7, seed=1)),
     "one_constant_place": function(
         lambda x: (
             x.index_fill(0, torch.tensor([1]), 0.0),

@@ -198,10 +198,34 @@ def _gaussian_nll_loss(
     return reductions[reduction](loss)
 
 
+def _multinomial(
+    input: torch.Tensor,
+    num_samples: int,
+    replacement: bool = False,  # noqa: FBT001, FBT002 - torch's own signature
+    *,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Positions drawn by their weights, f32[..., n] -> int64[..., num_samples].
+
+    Times drawn from exponential distributions: the shorter one of two is the first with a chance
+    in proportion to its rate, which is how PyTorch draws one, or several without replacement.
+    """
+    if generator is not None:
+        return torch.multinomial(input, num_samples, replacement, generator=generator)
+    weights = input.detach()
+    if not replacement:
+        return (weights / torch.empty_like(weights).exponential_()).topk(num_samples).indices
+    weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
+    times = torch.empty(weights.shape, dtype=input.dtype, device=input.device).exponential_()
+    return (weights / times).argmax(-1)
+
+
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.cdist: _cdist,
     F.pdist: _pdist,
     F.embedding_bag: _embedding_bag,
     F.grid_sample: _grid_sample,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.multinomial: _multinomial,
+    torch.Tensor.multinomial: _multinomial,
 }

@@ -226,3 +226,25 @@ def hypot(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
     ratio = ops.where(is_point, 0.0, ops.divide(shorter, longer))
     root = ops.emit(relax.op.sqrt(ops.add(ops.multiply(ratio, ratio), 1.0)))
     return ops.multiply(longer, root)
+
+
+@converts(aten.atan2.default)
+def atan2(ops: Emitter, y: relax.Expr, x: relax.Expr) -> relax.Expr:
+    """The angle of (x, y), by the smaller ratio of the two: no quotient overflows.
+
+    (0, 0) and (0, -0) have the angle 0.
+    """
+    y, x = (ops.cast(one, ops.dtype) for one in (y, x))
+    sides = [ops.emit(relax.op.abs(one)) for one in (y, x)]
+    is_steep = ops.binary(relax.op.greater, *sides)
+    longer = ops.emit(relax.op.maximum(*sides))
+    shorter = ops.emit(relax.op.minimum(*sides))
+    # Two infinite sides are as long as each other.
+    is_even = ops.binary(relax.op.equal, shorter, longer)
+    is_point = ops.binary(relax.op.equal, longer, 0)
+    ratio = ops.where(is_even, 1.0, ops.divide(shorter, longer))
+    angle = ops.emit(relax.op.atan(ops.where(is_point, 0.0, ratio)))
+    angle = ops.where(is_steep, ops.subtract(math.pi / 2, angle), angle)
+    is_left = ops.binary(relax.op.less, x, 0)
+    angle = ops.where(is_left, ops.subtract(math.pi, angle), angle)
+    return ops.where(ops.binary(relax.op.less, y, 0), ops.emit(relax.op.negative(angle)), angle)

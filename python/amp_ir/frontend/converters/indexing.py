@@ -11,7 +11,7 @@ import torch
 from tvm import relax
 
 from amp_ir.frontend.converters.emitter import Emitter
-from amp_ir.frontend.converters.promotion import Operand, dtype_of, shape_of
+from amp_ir.frontend.converters.promotion import Operand, dtype_of, is_float, shape_of
 from amp_ir.frontend.converters.registry import converts
 
 aten = torch.ops.aten
@@ -212,13 +212,34 @@ def scatter_reduce(
     *,
     include_self: bool = True,
 ) -> relax.Expr:
-    """As `scatter`, with sum, product, largest or smallest of what meets at one place."""
-    if reduce not in SCATTER_REDUCTIONS or not include_self:
-        ops.refuse(f"reduce={reduce!r} with include_self={include_self}")
+    """As `scatter`, with sum, mean, product, largest or smallest of what meets at one place."""
+    if reduce == "mean" and not is_float(dtype_of(x)):
+        ops.refuse(f"reduce='mean' of {dtype_of(x)}")
+    base = x
+    if not include_self:
+        # What nothing is written to stays; elsewhere the reduction begins with its neutral element.
+        neutral = ops.full(shape_of(ids), _neutral(reduce, dtype_of(x)), dtype_of(x))
+        base = _scatter(ops, x, dim, ids, neutral, "update")
+    if reduce not in ("sum", "mean"):
+        return _scatter(ops, base, dim, ids, source, SCATTER_REDUCTIONS[reduce])
+    total: relax.Expr = scatter_add(ops, base, dim, ids, source)
     if reduce == "sum":
-        result: relax.Expr = scatter_add(ops, x, dim, ids, source)
-        return result
-    return _scatter(ops, x, dim, ids, source, SCATTER_REDUCTIONS[reduce])
+        return total
+    # In float32 however low the elements are: bfloat16 counts to 256.
+    begin = ops.full(shape_of(x), 1 if include_self else 0, "float32")
+    count = scatter_add(ops, begin, dim, ids, ops.full(shape_of(source), 1, "float32"))
+    count = ops.emit(relax.op.maximum(count, ops.constant(1, "float32")))
+    return ops.divide(total, ops.cast(count, dtype_of(x)))
+
+
+def _neutral(reduce: str, dtype: str) -> float | int:
+    """What a reduction of ATen may begin with; the sum's is the mean's."""
+    if reduce in ("sum", "mean", "prod"):
+        return int(reduce == "prod")
+    if is_float(dtype):
+        return -math.inf if reduce == "amax" else math.inf
+    limits = torch.iinfo(getattr(torch, dtype))
+    return limits.min if reduce == "amax" else limits.max
 
 
 def _scatter(

@@ -55,6 +55,24 @@ def addmm(
     return ops.add(product, _scaled(ops, bias, beta))
 
 
+@converts(aten.addbmm.default)
+def addbmm(
+    ops: Emitter,
+    bias: relax.Expr,
+    a: relax.Expr,
+    b: relax.Expr,
+    *,
+    beta: Operand = 1,
+    alpha: Operand = 1,
+) -> relax.Expr:
+    """beta * bias + alpha * the sum of a @ b over the batch: one product of wider matrices."""
+    batch, n, k = shape_of(a)
+    wide = ops.reshape(ops.permute(a, [1, 0, 2]), [n, batch * k])
+    tall = ops.reshape(b, [batch * k, shape_of(b)[2]])
+    result: relax.Expr = addmm(ops, bias, wide, tall, beta=beta, alpha=alpha)
+    return result
+
+
 @converts(aten._trilinear.default)
 def trilinear(
     ops: Emitter,

@@ -134,3 +134,56 @@ def bucketize(
     each = ops.reshape(x, [*shape_of(x), 1])
     passed = ops.binary(relax.op.greater_equal if right else relax.op.greater, each, boundaries)
     return ops.emit(relax.op.sum(ops.cast(passed, ops.dtype), [len(shape_of(x))]))
+
+
+@converts(aten.searchsorted.Tensor)
+def searchsorted(
+    ops: Emitter,
+    boundaries: relax.Expr,
+    x: relax.Expr,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: relax.Expr | None = None,
+) -> relax.Expr:
+    """As `bucketize`, of the boundaries in the same row where these are more than one row."""
+    if sorter is not None:
+        ops.refuse("a sorter")
+    shape = shape_of(boundaries)
+    if len(shape) > 1:
+        boundaries = ops.reshape(boundaries, [*shape[:-1], 1, shape[-1]])
+    result: relax.Expr = bucketize(ops, x, boundaries, right=right or side == "right")
+    return result
+
+
+@converts(aten.kthvalue.default)
+def kthvalue(
+    ops: Emitter, x: relax.Expr, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(the k-th smallest elements, k from 1, where they came from) along one axis."""
+    if not shape_of(x):
+        return x, ops.constant(0, "int64")
+    axis = dim % len(shape_of(x))
+    found = (ops.slice(one, axis, k - 1, k) for one in _sorted(ops, x, axis, descending=False))
+    shape = tuple(int(extent) for extent in ops.result[0].shape)
+    values, places = (ops.reshape(one, shape) for one in found)
+    return values, places
+
+
+@converts(aten.median.dim)
+def median_dim(
+    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(the medians, where they came from) along one axis; of an even count the lower one."""
+    count = shape_of(x)[dim] if shape_of(x) else 1
+    result: tuple[relax.Expr, relax.Expr] = kthvalue(ops, x, (count + 1) // 2, dim, keepdim)
+    return result
+
+
+@converts(aten.median.default)
+def median(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """The median of all elements; of an even count the lower one."""
+    count = math.prod(shape_of(x))
+    values = _sorted(ops, ops.reshape(x, [count]), 0, descending=False)[0]
+    return ops.reshape(ops.slice(values, 0, (count - 1) // 2, (count + 1) // 2), [])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upsampling: nearest, linear, bilinear, trilinear and bicubic, and their gradients.
+"""Resizing: nearest, linear, bilinear, trilinear and bicubic, and their gradients.
 
 Each is a linear map along one axis after the other. The map of an axis is read off PyTorch itself,
 by applying the 1-d op to the unit vectors; both it and its transpose (the gradient) then become
@@ -47,6 +47,18 @@ def _cubic(*, align_corners: bool) -> AxisMap:
         return aten.upsample_bicubic2d(planes, [out, 1], align_corners, scale, None)[0, :, :, 0]
 
     return axis_map
+
+
+def _antialiased(resample: Callable[..., torch.Tensor]) -> Callable[..., AxisMap]:
+    def make_map(*, align_corners: bool) -> AxisMap:
+        def axis_map(extent: int, out: int, scale: float | None) -> torch.Tensor:
+            # Along the rows: PyTorch 2.13 reads planes with rows of one element wrongly.
+            planes = _unit_vectors(extent)[:, :, None]
+            return resample(planes, [1, out], align_corners, None, scale)[0, :, 0]
+
+        return axis_map
+
+    return make_map
 
 
 def _unit_vectors(extent: int) -> torch.Tensor:
@@ -146,3 +158,5 @@ _register_aligned("upsample_linear1d", _linear)
 _register_aligned("upsample_bilinear2d", _linear)
 _register_aligned("upsample_bicubic2d", _cubic)
 _register_aligned("upsample_trilinear3d", _linear)
+_register_aligned("_upsample_bilinear2d_aa", _antialiased(aten._upsample_bilinear2d_aa))
+_register_aligned("_upsample_bicubic2d_aa", _antialiased(aten._upsample_bicubic2d_aa))
