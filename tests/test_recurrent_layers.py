@@ -19,7 +19,7 @@ from tvm import relax
 
 import amp_ir
 from amp_ir.amp.step_graph import VIEWS
-from amp_ir.errors import CaptureError
+from amp_ir.errors import BudgetError, CaptureError
 from amp_ir.frontend.patches import _plain_kernels
 from amp_ir.frontend.recurrent_layers import layers_of
 from amp_ir.frontend.trace import capture_step
@@ -484,19 +484,45 @@ def test_the_plan_and_the_profile_name_the_layer() -> None:
     assert {"layer", "head"} <= modules
 
 
+def through_functions(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The output, and after it functions whose results can be computed again."""
+    return (layer(x)[0] @ torch.ones(6, 64)).tanh().exp().sin()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_memory_budget_changes_no_bit(kind: str) -> None:
-    losses = []
-    # So many that what is kept for the gradients is more than the scratch of a call.
-    batch = (normal(0, 40, 4, 5),)
-    for share in (None, 0.97):
+def test_the_least_memory_budget_changes_no_bit(kind: str) -> None:
+    losses, peaks, budget = [], [], None
+    for _ in range(2):
         torch.manual_seed(0)
-        trained = training(program(kind, "deep, both ways"))
+        make = lambda: Model(KINDS[kind](5, 6, batch_first=True), 64, through_functions)  # noqa: E731
+        trained = training(make)
         mod, _ = amp_ir.trace_step(
-            trained.step, batch, model=trained.model, optimizer=trained.optimizer
+            trained.step, sequences(0), model=trained.model, optimizer=trained.optimizer
         )
-        peak = amp_ir.memory_report(mod).peak_bytes
-        budget = None if share is None else int(share * peak)
         step = amp_ir.compile(mod, memory_budget=budget)
-        losses.append([float(step(*batch)) for _ in range(3)])
+        with pytest.raises(BudgetError) as error:
+            amp_ir.compile(mod, memory_budget=1)
+        budget = error.value.least_bytes
+        peaks.append(step.report.plan.peak_bytes)
+        losses.append([float(step(*sequences(0))) for _ in range(3)])
+    assert peaks[1] == budget < peaks[0]
     assert losses[0] == losses[1]
+
+
+def test_an_override_to_low_goes_where_the_rules_choice_goes() -> None:
+    """A library takes cells in float32; the override makes them low, and they are widened again."""
+    (x,) = sequences(0)
+    notes, losses = [], []
+    for overrides in ([], [amp_ir.Override(op="amp_ir.lstm*", to="low")]):
+        torch.manual_seed(0)
+        trained = training(program("LSTM", "last states"))
+        mod, args = amp_ir.trace_step(
+            trained.step, (x,), model=trained.model, optimizer=trained.optimizer
+        )
+        low = amp_ir.autocast(mod, args, amp_dtype="bfloat16", overrides=overrides)
+        step = amp_ir.compile(low)
+        notes.append([str(one) for one in step.report.dispatched if "lstm" in one.op])
+        losses.append([float(step(x)) for _ in range(3)])
+    assert notes[0] == notes[1]
+    # Cells of ordinary size rounded to 2^-9 at each gradient.
+    assert losses[0] == pytest.approx(losses[1], rel=2**-6)

@@ -180,8 +180,8 @@ def lower(
     seconds = {} if seconds is None else seconds
     ir, log = mod.ir, DispatchLog()
     with _timed(seconds, "tidy"):
-        # Attention becomes matmuls around softmax-like kernels, and recurrent layers their steps;
-        # casts that change nothing go.
+        # What no library has whole is spelt out: attention as matmuls around softmax-like kernels,
+        # recurrent layers step by step. Casts that change nothing go.
         ir = fold_casts(_expanded(ir, target, log))
 
     def plan(ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:

@@ -10,7 +10,8 @@ import tvm
 from tvm import relax
 from tvm.ir import Op
 
-from amp_ir.dialect import options_of
+from amp_ir.dialect import call_op, options_of
+from amp_ir.dialect.define import LOW_DTYPES
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.main_function import with_bindings, with_main
 from amp_ir.passes.library_call import library_call
@@ -27,6 +28,7 @@ from amp_ir.passes.recurrence_steps import (
     gru_steps,
     lstm_backward_steps,
     lstm_steps,
+    wide_dtype,
 )
 from amp_ir.variables import variables_of
 
@@ -37,6 +39,8 @@ _EXPANSIONS: dict[str, Callable[..., Results]] = {
     "amp_ir.gru_backward": gru_backward_steps,
 }
 OPS = tuple(_EXPANSIONS)
+# Where an op takes cells or their gradient.
+_CELLS = {"amp_ir.lstm": (3,), "amp_ir.lstm_backward": (2, 4)}
 Emit = Callable[[relax.Expr], relax.Var]
 
 
@@ -68,6 +72,7 @@ def expand_recurrence(
         library = recurrence_library(name.removeprefix("amp_ir."), libraries)
         reason = "no library that amp_ir calls does it whole"
         if library is not None:
+            call = _with_wide_cells(call, emit)
             reason = recurrence_refusal(library, call)
             if not reason:
                 log.add(name, library)
@@ -75,11 +80,21 @@ def expand_recurrence(
                 return [emit(relax.TupleGetItem(whole, k)) for k in range(len(call.ty.fields))]
         log.add(name, "matmuls and own kernels", reason)
         low = str(call.ty.fields[0].dtype)
-        wide = "float64" if low == "float64" else "float32"
-        writer = StepWriter(emit, call.span, low, wide, parts)
+        writer = StepWriter(emit, call.span, low, wide_dtype(low), parts)
         return _EXPANSIONS[name](writer, list(call.args), reverse=bool(options_of(call)["reverse"]))
 
     return _with_replaced(ir, replaced)
+
+
+def _with_wide_cells(call: relax.Call, emit: Emit) -> relax.Call:
+    """The call with cells as libraries take them, where an override has asked for low ones."""
+    args = list(call.args)
+    for k in _CELLS.get(_op_name(call), ()):
+        if str(args[k].ty.dtype) in LOW_DTYPES:
+            args[k] = emit(call_op("amp_ir.cast", [args[k]], call.span, dtype="float32"))
+    changed = relax.Call(call.op, args, call.attrs, call.ty_args, call.span)
+    relax.expr._update_type(changed, call.ty)
+    return changed
 
 
 def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:

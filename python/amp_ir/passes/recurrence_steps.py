@@ -23,6 +23,11 @@ Results = list[relax.Expr]
 Parts = Sequence[relax.Expr]
 
 
+def wide_dtype(low: str) -> str:
+    """The dtype of arithmetic and cells beside tensors of `low`."""
+    return "float64" if low == "float64" else "float32"
+
+
 @attrs.frozen(eq=False)
 class StepWriter:
     """Emits ops that all carry the location of the op they stand for.
