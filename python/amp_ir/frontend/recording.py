@@ -42,6 +42,18 @@ _READ_ADVICE = (
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"
 )
+_VALUES = "makes a shape or a branch depend on the data"
+# (what an op does, what to do) where the usual words would mislead.
+_OF_OPS: dict[Any, tuple[str, str]] = {
+    aten._ctc_loss: (
+        "has no compiled form: its recursion is as long as the batch's sequences",
+        "Train this model in plain PyTorch",
+    ),
+    aten.bincount: (
+        _VALUES,
+        "Count into a tensor of fixed size: torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))",
+    ),
+}
 _DEVICE = torch.ops.prim.device.default
 _READ = aten._local_scalar_dense.default
 _READ_TEXT = f"{_READ} reads a tensor's value in Python (.item(), float(), bool(), if)"
@@ -93,8 +105,9 @@ class Recorder(TorchDispatchMode):
             if func is aten.zero_.default:
                 self._transaction.cleared(args[0])
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            what = f"{error.func} makes a shape or a branch depend on the data"
-            self._findings.add(what, location, _SHAPE_ADVICE)
+            packet = getattr(error.func, "overloadpacket", None)
+            what, advice = _OF_OPS.get(packet, (_VALUES, _SHAPE_ADVICE))
+            self._findings.add(f"{error.func} {what}", location, advice)
             raise TracingStopped from error
         self._marker.mark(location)
         return out
