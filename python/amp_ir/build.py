@@ -35,19 +35,18 @@ define void @{SET_LAUNCH}_in_module(ptr %launch) {{
 def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
     """Lower kernels to what code generation takes.
 
-    TVM's default list minus the passes for scheduled blocks; above all without StorageRewrite,
-    which retypes a buffer that is read both as scalars and as vectors and then reads it wrongly.
+    TVM's default list minus the passes for scheduled blocks; above all without three of them.
+    StorageRewrite retypes a buffer that is read both as scalars and as vectors, and then reads it
+    wrongly. StmtSimplify, and RemoveNoOp where it looks for stores of what is there already, take
+    floats for real numbers (see `loops.math.opaque`), and LLVM simplifies by itself.
     """
     transform = tirx.transform
     mod = _equally_careful(mod)
     passes = [
-        transform.StmtSimplify(),
         transform.FlattenBuffer(),
         transform.NarrowDataType(32),
         transform.VectorizeLoop(True),
         transform.UnrollLoop(),
-        transform.StmtSimplify(),
-        transform.RemoveNoOp(),
         transform.CommonSubexprElim(),
         transform.VerifyMemory(),
         transform.AnnotateEntryFunc(),

@@ -138,7 +138,7 @@ def _floor_mod(a: Any, b: Any) -> Any:
 
 
 def _divide(a: Any, b: Any) -> Any:
-    return a / b if m.dtype_of(a).startswith("float") else tirx.truncdiv(a, b)
+    return m.quotient(a, b) if m.dtype_of(a).startswith("float") else tirx.truncdiv(a, b)
 
 
 def _power(a: Any, b: Any) -> Any:
@@ -146,11 +146,11 @@ def _power(a: Any, b: Any) -> Any:
 
 
 def _equal(a: Any, b: Any) -> Any:
-    return tirx.EQ(_number_of(a), _number_of(b))
+    return m.equals(_number_of(a), _number_of(b))
 
 
 def _not_equal(a: Any, b: Any) -> Any:
-    return tirx.NE(_number_of(a), _number_of(b))
+    return m.differs(_number_of(a), _number_of(b))
 
 
 def _number_of(a: Any) -> Any:
@@ -169,8 +169,8 @@ def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
 
 BINARY: dict[str, Scalar] = {
     "relax.add": lambda a, b: tirx.any(a, b) if m.dtype_of(a) == "bool" else a + b,
-    "relax.subtract": lambda a, b: a - b,
-    "relax.multiply": lambda a, b: tirx.all(a, b) if m.dtype_of(a) == "bool" else a * b,
+    "relax.subtract": m.difference,
+    "relax.multiply": lambda a, b: tirx.all(a, b) if m.dtype_of(a) == "bool" else m.product(a, b),
     "relax.divide": _divide,
     "relax.floor_divide": _floor_divide,
     "relax.mod": _floor_mod,

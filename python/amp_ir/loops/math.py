@@ -16,6 +16,17 @@ from tvm import tirx
 
 from amp_ir.loops.ir import bind, scalar_loop
 
+# e^r for |r| <= ln 2 / 2 from the highest power on; the first two terms are exact, the others those
+# of the least relative error, 3.1e-9 (Lawson's algorithm).
+_EXP_SERIES = (
+    0.001381459878757596, 0.008368716575205326, 0.04166838899254799, 0.1666652113199234,
+    0.4999999403953552, 1.0, 1.0,
+)  # fmt: skip
+# The integers of a float's bits.
+_WORDS = {"float32": "uint32", "float64": "uint64"}
+# e^x is a normal number in between: the logarithms of 2^-126 and 2^128.
+_EXP_LOW, _EXP_HIGH = -87.33654, 88.72284
+
 
 def constant(number: float, dtype: str = "float32") -> Any:
     """A literal of `dtype`."""
@@ -72,33 +83,81 @@ def _nan_from(a: Any, otherwise: Any) -> Any:
 
 
 def exp(x: Any) -> Any:
-    """e^x; relative error below 1.2e-7 in float32, 0 and inf outside of the range."""
+    """e^x; relative error below 1.2e-7 in float32; 0 and inf outside of the normal numbers.
+
+    No number on the way is subnormal, whose arithmetic takes a CPU a hundred times as long: a mask
+    has -inf everywhere.
+    """
     if dtype_of(x) != "float32":
         return tirx.exp(x)
     x = bind(x)
-    low, high = constant(-104.0), constant(88.8)
-    # What lies outside of the range is chosen below. Here it is 0: e^-104 would be a subnormal
-    # number, whose arithmetic takes a CPU a hundred times as long, and a mask has -inf everywhere.
-    clamped = bind(tirx.Select(x < low, constant(0.0), tirx.Select(x > high, constant(0.0), x)))
-    # x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite).
-    n = bind(tirx.floor(clamped * constant(1.4426950408889634) + constant(0.5)))
-    r = clamped - n * constant(0.693359375)
+    # x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite). A number this large
+    # has no bits below 1, so that the sum rounds, and its last bits are n.
+    rounder = constant(1.5 * 2.0**23)
+    shifted = bind(tirx.reinterpret("uint32", x * constant(1.4426950408889634) + rounder))
+    n = bind(tirx.reinterpret("float32", shifted) - rounder)
+    r = bind(x - n * constant(0.693359375))
     r = bind(r - n * constant(-2.12194440054690583e-4))
-    series = constant(1.0 / 5040)
-    for k in (720, 120, 24, 6, 2, 1, 1):
-        series = series * r + constant(1.0 / k)
-    # 2^n in two factors, so that results near both ends of the range do not wrap.
-    half = bind(tirx.floor(n * constant(0.5)))
-    result = series * _power_of_two(half) * _power_of_two(n - half)
-    result = tirx.Select(x < low, constant(0.0), result)
-    result = tirx.Select(x > high, constant(math.inf), result)
-    return tirx.Select(isnan(x), x, result)
+    series = constant(_EXP_SERIES[0])
+    for coefficient in _EXP_SERIES[1:]:
+        series = series * r + constant(coefficient)
+    # 2^n is in the exponent's place; unsigned, for it may wrap where x is outside of the range.
+    power = tirx.shift_left(shifted, tirx.const(23, "uint32"))
+    result = tirx.reinterpret("float32", tirx.reinterpret("uint32", series) + power)
+    # NaN is in no range, and x + inf is NaN for it.
+    result = tirx.Select(x < constant(_EXP_HIGH), result, x + constant(math.inf))
+    return tirx.Select(x < constant(_EXP_LOW), constant(0.0), result)
 
 
-def _power_of_two(n: Any) -> Any:
-    """2^n for a float32 holding an integer in [-126, 127]."""
-    biased = tirx.Cast("int32", n) + tirx.const(127, "int32")
-    return tirx.reinterpret("float32", tirx.shift_left(biased, tirx.const(23, "int32")))
+def opaque(x: Any) -> Any:
+    """`x`, of which TVM's simplifier sees nothing; for float32 and float64, but no literals.
+
+    It takes floats for real numbers: (x + y) - y becomes x, which is no rounding of x to what y
+    leaves of it; x - x and 0 x become 0, and x == x true, also of NaN. A CPU's kernels are compiled
+    without it; the code generation for CUDA needs it, for its indices.
+    """
+    words = _WORDS.get(dtype_of(x))
+    if words is None or literal(x) is not None:
+        return x
+    return tirx.reinterpret(dtype_of(x), tirx.reinterpret(words, x))
+
+
+def difference(a: Any, b: Any) -> Any:
+    """`a` less `b`, whatever either is made of."""
+    return opaque(a) - b if literal(b) is not None else a - opaque(b)
+
+
+def product(a: Any, b: Any) -> Any:
+    """`a` times `b`; NaN for 0 times inf."""
+    if literal(a) == 0.0:
+        a, b = b, a
+    return tirx.Mul(a, _zero_beside(a)) if literal(b) == 0.0 else a * b
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """`a` over `b`, floats; NaN for 0 over 0."""
+    if literal(a) == 0.0:
+        return tirx.Div(_zero_beside(b), b)
+    return tirx.Div(a, _zero_beside(a)) if literal(b) == 0.0 else a / b
+
+
+def _zero_beside(x: Any) -> Any:
+    """0 in the dtype of `x`, by way of its bits where TVM would conclude from a literal 0."""
+    words = _WORDS.get(dtype_of(x))
+    if words is None or literal(x) is not None:
+        return constant(0, dtype_of(x))
+    bits = tirx.bitwise_and(tirx.reinterpret(words, x), tirx.const(0, words))
+    return tirx.reinterpret(dtype_of(x), bits)
+
+
+def equals(a: Any, b: Any) -> Any:
+    """Whether two numbers are equal, as NaN is to none."""
+    return tirx.EQ(a, opaque(b))
+
+
+def differs(a: Any, b: Any) -> Any:
+    """Whether two numbers are not equal, as NaN is to all: TVM's `!=` says no of NaN on a CPU."""
+    return tirx.Not(equals(a, b))
 
 
 def log(x: Any) -> Any:
@@ -138,7 +197,7 @@ def log1p(x: Any) -> Any:
         return libm(tirx.log1p)(x)
     x = bind(x)
     u = bind(constant(1.0) + x)
-    corrected = log(u) * (x / (u - constant(1.0)))
+    corrected = log(u) * (x / difference(u, constant(1.0)))
     is_one = tirx.EQ(u, constant(1.0))
     exact = tirx.any(is_one, tirx.EQ(u, constant(math.inf)))
     return tirx.Select(exact, tirx.Select(is_one, x, u), corrected)
@@ -189,7 +248,7 @@ def erf(x: Any) -> Any:
 def isnan(x: Any) -> Any:
     """Whether x is NaN; never, for integers.
 
-    By its bits in float32: TVM simplifies `x != x || ...` as if NaN did not exist.
+    By its bits in float32, which a CPU compares in fewer steps.
     """
     number = literal(x)
     if number is not None:
@@ -197,7 +256,7 @@ def isnan(x: Any) -> Any:
     if dtype_of(x) == "float32":
         bits = tirx.bitwise_and(tirx.reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
         return bits > tirx.const(0x7F800000, "int32")
-    return tirx.NE(x, x) if dtype_of(x) == "float64" else constant(False, "bool")
+    return differs(x, x) if dtype_of(x) == "float64" else constant(False, "bool")
 
 
 def sqrt(x: Any) -> Any:
@@ -254,7 +313,7 @@ def cast(x: Any, dtype: str) -> Any:
     if dtype_of(x) == dtype:
         return x
     if dtype == "bool":
-        return tirx.NE(x, constant(0, dtype_of(x)))
+        return differs(x, constant(0, dtype_of(x)))
     if dtype_of(x) == "bool":
         return tirx.Select(x, constant(1, dtype), constant(0, dtype))
     return tirx.Cast(dtype, x)
