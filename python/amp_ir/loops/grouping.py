@@ -108,13 +108,20 @@ class Grouping:
         self._enter(value, group, group.domain, own_placement(value))
 
     def _candidates(self, reads: list[Read]) -> list[Group]:
-        """The groups that compute an argument, latest first."""
+        """The groups that compute an argument: those with reductions first, then latest first.
+
+        Arithmetic can move to where a reduction is (`_absorb`), not the other way round.
+        """
         groups: dict[int, Group] = {}
         for read in reads:
             group = self.group_of.get(id(read.value))
             if group is not None:
                 groups[group.number] = group
-        return [groups[number] for number in sorted(groups, reverse=True)]
+
+        def rank(number: int) -> tuple[bool, int]:
+            return bool(groups[number].row or groups[number].column), number
+
+        return [groups[number] for number in sorted(groups, key=rank, reverse=True)]
 
     def _siblings(self, value: Reduction, reads: list[Read]) -> list[Group]:
         """The groups that read all of a tensor in memory that `value` reduces, latest first.

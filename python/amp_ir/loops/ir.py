@@ -128,13 +128,15 @@ class Pointwise(Value):
     `is_reshape`: a view that keeps the flat order. `rounds`: the user wrote this cast, so its
     rounding happens even where the value never reaches memory. `last`: the same tensor with its
     channels last, of which this is a view; see `channels_last`. `parts`: the values that it is,
-    one after the other in each of `part_rows` rows.
+    one after the other in each of `part_rows` rows. `one_hot`: an axis along which at most one
+    element is not 0, and the value, without that axis, of these elements.
     """
 
     body: Element = attrs.field(kw_only=True, repr=False)
     last: Value | None = attrs.field(default=None, kw_only=True, repr=False)
     parts: tuple[Value, ...] = attrs.field(default=(), kw_only=True, repr=False)
     part_rows: int = attrs.field(default=1, kw_only=True)
+    one_hot: tuple[int, Value] | None = attrs.field(default=None, kw_only=True, repr=False)
     is_cast: bool = False
     is_reshape: bool = False
     is_view: bool = False

@@ -122,4 +122,7 @@ def nll_loss_backward(
         hit = tirx.Cast("int32", target[place]) == i[axis]
         return m.select(hit, share[place], m.constant(0.0, wide))
 
-    return pointwise(input_shape, op.results[0].dtype, body)
+    result = pointwise(input_shape, op.results[0].dtype, body)
+    if result.dtype == wide:
+        result.one_hot = (axis, share)
+    return result

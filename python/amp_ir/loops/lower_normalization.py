@@ -10,12 +10,14 @@ from typing import Any
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
     Lowering,
+    Pointwise,
     Value,
     bind,
     compute_dtype,
     lowers,
     pointwise,
     reduce,
+    reshape,
     squeeze,
 )
 
@@ -219,6 +221,11 @@ def softmax_backward(op: Lowering, grad: Value, y: Value, *, axis: int) -> Value
 
 @lowers("amp_ir.log_softmax_backward")
 def log_softmax_backward(op: Lowering, grad: Value, y: Value, *, axis: int) -> Value:
-    """One row sum, then one pass."""
-    total = reduce("sum", grad.shape, (axis,), lambda *i: grad[i], compute_dtype(grad.dtype))
+    """One row sum, then one pass; of a loss over classes the sum is the target's element."""
+    axis %= len(grad.shape)
+    if isinstance(grad, Pointwise) and grad.one_hot is not None and grad.one_hot[0] == axis:
+        ones = [1 if k == axis else n for k, n in enumerate(grad.shape)]
+        total: Value = reshape(grad.one_hot[1], ones)
+    else:
+        total = reduce("sum", grad.shape, (axis,), lambda *i: grad[i], compute_dtype(grad.dtype))
     return pointwise(y.shape, op.results[0].dtype, lambda *i: grad[i] - m.exp(y[i]) * total[i])
