@@ -148,9 +148,14 @@ def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -
     return autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
 
 
+def _spelt_out_for_fusion(ir: tvm.IRModule) -> tvm.IRModule:
+    """Attention as its parts, and a recurrent layer as the one call that it is on a CPU."""
+    return recurrence_as_calls(expand_attention(ir))
+
+
 def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
     """The kernel or library call that computes each variable; nothing is written."""
-    found = memberships(dispatch(recurrence_as_calls(expand_attention(ir))))
+    found = memberships(dispatch(_spelt_out_for_fusion(ir)))
     return {variable: place.kernel for variable, place in found.items()}
 
 
@@ -285,8 +290,7 @@ def explain_plan(mod: StepModule) -> CastPlan:
     check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    ir = recurrence_as_calls(expand_attention(mod.ir))
-    ir = fold_casts(dispatch(fold_casts(ir)))
+    ir = fold_casts(dispatch(fold_casts(_spelt_out_for_fusion(mod.ir))))
     found = memberships(ir)
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)

@@ -89,8 +89,9 @@ class ElementWriter:
     def _hold(self, element: Any, dtype: str) -> Any:
         """Keep an element in scratch memory (a register, after compilation).
 
-        TVM's simplifier (0.27) substitutes names into their uses, so that the text of a hash, or
-        of a logarithm of an exponential, multiplies at every step; it does not look through memory.
+        TVM's simplifier (0.27), which CUDA's kernels pass, substitutes names into their uses, so
+        that the text of a hash, or of a logarithm of an exponential, multiplies at every step; it
+        does not look through memory.
         """
         count, lane = (LANES, self.lane) if self.lane is not None else (1, 0)
         word = task_buffer(count, dtype, "word")

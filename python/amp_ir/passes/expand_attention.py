@@ -8,11 +8,12 @@ from typing import Any
 
 import tvm
 from tvm import relax
-from tvm.ir import Op, Span
+from tvm.ir import Span
 
 from amp_ir.dialect import call_op, options_of
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.main_function import with_bindings, with_main
+from amp_ir.op_call import op_name
 from amp_ir.passes.attention_call import attention_library, attention_refusal, call_attention
 from amp_ir.passes.known_mask import without_known_mask
 
@@ -46,17 +47,12 @@ def expand_attention(
     """
     main = ir["main"]
     bindings = [one for block in main.body.blocks for one in block.bindings[:]]
-    if not any(_op_name(one.value) in (FORWARD, BACKWARD) for one in bindings):
+    if not any(op_name(one.value) in (FORWARD, BACKWARD) for one in bindings):
         return ir
     writer = _Writer(libraries, DispatchLog() if log is None else log)
     for binding in bindings:
         writer.add(binding)
     return with_main(ir, with_bindings(main, writer.bindings))
-
-
-def _op_name(expr: Any) -> str:
-    is_op = isinstance(expr, relax.Call) and isinstance(expr.op, Op)
-    return str(expr.op.name) if is_op else ""
 
 
 class _Writer:
@@ -77,14 +73,14 @@ class _Writer:
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._called_results:
             # A library call that reads it must see the transpose that it is.
             value = self._called_results[value.tuple_value][value.index]
-        elif _op_name(value) in (FORWARD, BACKWARD):
+        elif op_name(value) in (FORWARD, BACKWARD):
             self._span = value.span
             value = self._builder.normalize(relax.Tuple(self._replaced(binding.var, value)))
         self.bindings.append(relax.VarBinding(binding.var, value))
         self._values[binding.var] = self._values.get(value, value)
 
     def _replaced(self, variable: relax.Var, call: relax.Call) -> list[relax.Var]:
-        name = _op_name(call)
+        name = op_name(call)
         library = attention_library(name.removeprefix("amp_ir."), self._libraries)
         reason = "no library that amp_ir calls does it whole"
         if library is not None:
@@ -104,7 +100,7 @@ class _Writer:
         if not options["has_mask"]:
             return options
         q, k, mask = call.args[0], call.args[1], call.args[3]
-        if _op_name(call) == BACKWARD:
+        if op_name(call) == BACKWARD:
             q, k, mask = call.args[1], call.args[2], call.args[6]
         scores = int(q.ty.shape[-2]), int(k.ty.shape[-2])
         # Layers share a mask, and so do both directions.

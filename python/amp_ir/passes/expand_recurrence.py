@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import tvm
 from tvm import relax
-from tvm.ir import Op
 
 from amp_ir.dialect import call_op, options_of
 from amp_ir.dialect.define import LOW_DTYPES
 from amp_ir.dispatch_note import DispatchLog
 from amp_ir.main_function import with_bindings, with_main
+from amp_ir.op_call import op_name, with_arguments
 from amp_ir.passes.library_call import library_call
 from amp_ir.passes.recurrence_call import (
     call_recurrence,
@@ -68,7 +67,7 @@ def expand_recurrence(
     parts: dict[relax.Var, Mapping[int, Parts]] = {}
 
     def replaced(call: relax.Call, emit: Emit) -> Results:
-        name = _op_name(call)
+        name = op_name(call)
         library = recurrence_library(name.removeprefix("amp_ir."), libraries)
         reason = "no library that amp_ir calls does it whole"
         if library is not None:
@@ -89,12 +88,10 @@ def expand_recurrence(
 def _with_wide_cells(call: relax.Call, emit: Emit) -> relax.Call:
     """The call with cells as libraries take them, where an override has asked for low ones."""
     args = list(call.args)
-    for k in _CELLS.get(_op_name(call), ()):
+    for k in _CELLS.get(op_name(call), ()):
         if str(args[k].ty.dtype) in LOW_DTYPES:
             args[k] = emit(call_op("amp_ir.cast", [args[k]], call.span, dtype="float32"))
-    changed = relax.Call(call.op, args, call.attrs, call.ty_args, call.span)
-    relax.expr._update_type(changed, call.ty)
-    return changed
+    return with_arguments(call, args)
 
 
 def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
@@ -106,22 +103,17 @@ def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
 
     main = ir["main"]
     bindings = [one for block in main.body.blocks for one in block.bindings[:]]
-    if not any(_op_name(one.value) in _EXPANSIONS for one in bindings):
+    if not any(op_name(one.value) in _EXPANSIONS for one in bindings):
         return ir
     return with_main(ir, with_bindings(main, [_as_call(one) for one in bindings]))
 
 
 def _as_call(binding: relax.VarBinding) -> relax.VarBinding:
     value = binding.value
-    if _op_name(value) not in _EXPANSIONS:
+    if op_name(value) not in _EXPANSIONS:
         return binding
-    call = library_call(_op_name(value), list(value.args), value.ty, value.span)
+    call = library_call(op_name(value), list(value.args), value.ty, value.span)
     return relax.VarBinding(binding.var, call)
-
-
-def _op_name(expr: Any) -> str:
-    is_op = isinstance(expr, relax.Call) and isinstance(expr.op, Op)
-    return str(expr.op.name) if is_op else ""
 
 
 def _with_replaced(
@@ -130,7 +122,7 @@ def _with_replaced(
     """The module with each op as the results that `replaced` emits for it."""
     main = ir["main"]
     bindings = [one for block in main.body.blocks for one in block.bindings[:]]
-    if not any(_op_name(one.value) in _EXPANSIONS for one in bindings):
+    if not any(op_name(one.value) in _EXPANSIONS for one in bindings):
         return ir
     builder = relax.BlockBuilder()
     new: list[relax.VarBinding] = []
@@ -152,10 +144,8 @@ def _with_replaced(
             now[binding.var] = results_of[value.tuple_value][value.index]
             value = now[binding.var]
             emitted.add(binding.var)
-        elif _op_name(value) in _EXPANSIONS:
-            args = [now.get(one, one) for one in value.args]
-            call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span)
-            relax.expr._update_type(call, value.ty)
+        elif op_name(value) in _EXPANSIONS:
+            call = with_arguments(value, [now.get(one, one) for one in value.args])
             results_of[binding.var] = replaced(call, emit)
             value = builder.normalize(relax.Tuple(results_of[binding.var]))
             emitted.add(binding.var)

@@ -13,6 +13,7 @@ from tvm.ir import GenericConst
 
 from amp_ir.dialect.registry import call_op
 from amp_ir.main_function import with_bindings, with_main
+from amp_ir.op_call import with_arguments
 from amp_ir.static_shape import extents_of
 from amp_ir.variables import variables_of
 
@@ -88,7 +89,7 @@ class _Folder:
         args = [self.current(argument) for argument in old]
         if all(map(operator.is_, args, old)):
             return call
-        return _typed(call, args, call.ty)
+        return with_arguments(call, args)
 
     def current(self, expr: relax.Expr) -> relax.Expr:
         """The expression that now stands for `expr`; the object itself where nothing changed."""
@@ -116,7 +117,7 @@ class _Folder:
         narrow_dtype = str(narrow.ty.dtype)
         for view in reversed(views):
             ty = relax.TensorType(view.ty.shape, narrow_dtype)
-            narrow = self.bind_new(_typed(view, [narrow, *view.args[1:]], ty))
+            narrow = self.bind_new(with_arguments(view, [narrow, *view.args[1:]], ty))
         return narrow if narrow_dtype == dtype else _cast_like(call, narrow, dtype)
 
     def before_widening(self, source: relax.Expr) -> tuple[relax.Expr | None, list[relax.Call]]:
@@ -165,14 +166,10 @@ def live_bindings(bindings: list[relax.VarBinding], result: relax.Expr) -> list[
     return kept[::-1]
 
 
-def _typed(call: relax.Call, args: list[relax.Expr], ty: relax.Type) -> relax.Call:
-    return relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ty)
-
-
 def _cast_like(call: relax.Call, source: relax.Expr, dtype: str) -> relax.Call:
     """A cast of `source` by the same op: the user's stays the user's."""
     if call.op.name == "relax.astype":
-        return _typed(call, [source], call.ty)
+        return with_arguments(call, [source])
     new = call_op("amp_ir.cast", [source], call.span, dtype=dtype)
     relax.expr._update_type(new, call.ty)
     return new

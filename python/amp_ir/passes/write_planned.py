@@ -9,6 +9,7 @@ import attrs
 import tvm
 from tvm import relax, tirx
 
+from amp_ir.op_call import with_arguments
 from amp_ir.passes.library_scratch import with_scratch
 from amp_ir.passes.step_slots import Slot, Step, StepSlots
 
@@ -163,6 +164,4 @@ def _unshared(argument: relax.Expr) -> relax.Expr:
     """
     if not isinstance(argument, relax.Call):
         return argument
-    call = relax.Call(argument.op, argument.args, argument.attrs, argument.ty_args, argument.span)
-    relax.expr._update_type(call, argument.ty)
-    return call
+    return with_arguments(argument, argument.args)
