@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 def memory(t: torch.Tensor) -> torch.Tensor:
     """All elements from `t`'s first one on, as one dense dimension."""
     count = t.untyped_storage().nbytes() // t.element_size() - t.storage_offset()
-    return t.as_strided((count,), (1,))
+    return t.as_strided((max(count, 0),), (1,))
 
 
 def shape(values: Sequence[int]) -> tvm_ffi.Shape:

@@ -22,14 +22,12 @@ from fake_cublaslt import Fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_calls import TOLERANCE, layout, matmul, memory, relative_error, shape
+from strided_problems import DTYPE_PAIRS, DTYPES, exact_product, problems
 from test_native_matmul import EPILOGUES, LAYOUTS
 
 from amp_ir import native
 
 NAME = "amp_ir.cublaslt.matmul"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# (of the operands, of the result)
-DTYPE_PAIRS = [(d, d) for d in DTYPES] + [(d, torch.float32) for d in DTYPES[1:]]
 
 
 @pytest.fixture(scope="session")
@@ -135,38 +133,6 @@ def test_layouts(fake, name, dtype):
     assert fake.counts().launches == expected
 
 
-@st.composite
-def views(draw: st.DrawFn, dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A random tensor of `dims` that lies in memory in any order, with gaps, at any offset."""
-    order = draw(st.permutations(range(len(dims))))
-    gaps = [draw(st.integers(0, 2)) for _ in dims]
-    # The innermost dim has gaps too, in one case of four.
-    spread = 2 if draw(st.integers(0, 3)) == 0 else 1
-    whole = [dims[d] + gap for d, gap in zip(order, gaps, strict=True)]
-    t = torch.randn(*whole, spread).to(dtype)
-    for axis, (d, gap) in enumerate(zip(order, gaps, strict=True)):
-        start = draw(st.integers(0, gap))
-        t = t.narrow(axis, start, dims[d])
-    return t[..., 0].permute([order.index(d) for d in range(len(dims))])
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    m, n, k = (draw(st.sampled_from([1, 2, 3, 8])) for _ in range(3))
-    batch = draw(st.lists(st.sampled_from([1, 2, 3]), max_size=3))
-    low, out = draw(st.sampled_from(DTYPE_PAIRS))
-
-    def operand(rows: int, columns: int) -> torch.Tensor:
-        kept = draw(st.integers(0, len(batch)))
-        dims = [n if draw(st.booleans()) else 1 for n in batch[len(batch) - kept :]]
-        t = draw(views([*dims, rows, columns], low))
-        if draw(st.booleans()):
-            t = t.expand(*batch[len(batch) - kept :], rows, columns)
-        return t
-
-    return operand(m, k), operand(k, n), draw(views([*batch, m, n], out))
-
-
 @given(problem=problems(), has_bias=st.booleans(), lent=st.sampled_from([0, 1000, 1 << 21]))
 @settings(deadline=None)
 def test_any_strides_are_right_or_refused(library, problem, has_bias, lent):
@@ -184,12 +150,7 @@ def test_any_strides_are_right_or_refused(library, problem, has_bias, lent):
             assert before is None or out.untyped_storage().tolist() == before
             return
         call(NAME, scratch, *given, memory(out))
-        exact = a.double() @ b.double()
-        exact = exact if bias is None else exact + bias.double()
-        # Sums may cancel: what is rounded is as large as the largest term.
-        size = (a.double().abs() @ b.double().abs()).max() + (
-            0 if bias is None else bias.abs().max()
-        )
+        exact, size = exact_product(a, b, bias)
         assert ((out.double() - exact).abs().max() / size) <= TOLERANCE[out.dtype]
         assert fake.misuses() == []
         assert fake.counts().launches == expected
@@ -366,11 +327,18 @@ def test_messages(fake):
         assert launches(*tensors, **options) == 0
     assert message(lambda: matmul("cublaslt", a, torch.randn(5, 4), out)) == (
         f"{NAME}: a [2, 3] @ b [5, 4] does not give out [2, 4]; "
-        "expected [batch..., m, k] @ [batch..., k, n] -> [batch..., m, n] with k > 0"
+        "expected [batch..., m, k] @ [batch..., k, n] -> [batch..., m, n]"
     )
     assert message(lambda: matmul("cublaslt", a, b, out, epilogue="tanh+tf32")) == (
         f'{NAME}: epilogue "tanh"; expected none, relu, gelu or gelu_tanh'
     )
+
+
+def test_sums_of_no_terms_are_left_to_another_library(fake):
+    a, b, out = torch.empty(2, 0), torch.empty(0, 3), torch.zeros(2, 3)
+    assert launches(a, b, out) == 0
+    with pytest.raises(ValueError, match="cuBLASLt cannot multiply .*: the sums have no terms"):
+        matmul("cublaslt", a, b, out)
 
 
 def test_an_empty_result_is_left_alone(fake):

@@ -20,6 +20,13 @@ inline StridedTensor AlignBatch(const StridedTensor& t, int rank) {
   return wide;
 }
 
+// A row whose elements have gaps is a column-major matrix of one row: libraries want one stride of
+// 1 in a matrix. Requires: strides of WithoutIdleStrides.
+inline StridedTensor WithUnitStride(StridedTensor t) {
+  if (t.dims[t.rank - 2] == 1 && t.strides[t.rank - 1] != 1) t.strides[t.rank - 2] = 1;
+  return t;
+}
+
 // out [batch..., m, n] = a [batch..., m, k] @ b [batch..., k, n], all of one rank; a batch dim of 1
 // repeats. The batch dims that can be are joined: what lies behind each other with each other, and
 // the last with m where b does not depend on it ([8, 128, 768] @ [768, 768] is one matmul of 1024
@@ -31,6 +38,7 @@ struct BatchedMatrices {
                   const StridedTensor& result)
       : a(AlignBatch(left, result.rank)), b(AlignBatch(right, result.rank)), out(result) {
     Join();
+    for (StridedTensor* t : {&a, &b, &out}) *t = WithUnitStride(WithoutIdleStrides(*t));
   }
 
  private:

@@ -79,7 +79,7 @@ StridedTensor Described(const char* name, const ffi::Shape& dims, const ffi::Sha
     view.dims[i] = dims[i];
     view.strides[i] = strides[i];
   }
-  return view;
+  return amp_ir::WithoutIdleStrides(view);
 }
 
 // How many launches amp_ir.cublaslt.matmul takes for such tensors, 0 where it refuses them. Needs

@@ -104,6 +104,10 @@ std::optional<Form> FindForm(const MatmulCall& call, std::string* why) {
     *why = refusal;
     return std::nullopt;
   }
+  if (call.a.dims[call.a.rank - 1] == 0) {
+    *why = "the sums have no terms";
+    return std::nullopt;
+  }
   const BatchedMatrices p(call.a, call.b, call.out);
   for (int i = 0; i < p.out.rank; ++i) {
     if (p.out.strides[i] == 0 && p.out.dims[i] > 1) {

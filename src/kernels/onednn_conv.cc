@@ -38,7 +38,7 @@ bool KeepsChannelsLast(const StridedTensor& x, const StridedTensor& y) {
   for (int i = 2; i < y.rank; ++i) positions *= y.dims[i];
   auto channels_last = [](const StridedTensor& t) {
     for (int i = 2; i < t.rank; ++i) {
-      if (t.strides[i] < t.dims[1]) return false;
+      if (t.dims[i] != 1 && t.strides[i] < t.dims[1]) return false;
     }
     return t.dims[1] > 1 && t.strides[1] == 1;
   };

@@ -422,9 +422,34 @@ void Run(Operation operation, Problem problem, int64_t packed_nbytes, Factors fa
              problem.out.data, &factors.product, &factors.total});
 }
 
+// A zero, as often as dims say.
+StridedTensor Zeros(int64_t rows, int64_t columns) {
+  static float zero = 0.F;
+  StridedTensor zeros;
+  zeros.data = &zero;
+  zeros.dtype = kFloat32;
+  zeros.rank = 2;
+  zeros.dims = {rows, columns};
+  return zeros;
+}
+
+// What oneDNN cannot say as other products that are the same: a sum of no terms is one of a zero,
+// and a matrix that neither operand has more than once is repeated in one of them.
+BatchedMatrices Sayable(const StridedTensor& a, const StridedTensor& b, const StridedTensor& out) {
+  const bool has_terms = a.dims[a.rank - 1] != 0;
+  const int64_t rows = out.dims[out.rank - 2], columns = out.dims[out.rank - 1];
+  BatchedMatrices matrices(has_terms ? a : Zeros(rows, 1), has_terms ? b : Zeros(1, columns), out);
+  for (int i = 0; i < matrices.out.rank - 2; ++i) {
+    if (matrices.a.dims[i] != 1 || matrices.b.dims[i] != 1) continue;
+    matrices.a.dims[i] = matrices.out.dims[i];
+    if (matrices.out.dims[i] != 1) matrices.a.strides[i] = 0;
+  }
+  return matrices;
+}
+
 Problem MakeProblem(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
                     const StridedTensor& out) {
-  Problem problem{{a, b, out}, std::nullopt, Epilogue::kNone, std::nullopt, {}};
+  Problem problem{Sayable(a, b, out), std::nullopt, Epilogue::kNone, std::nullopt, {}, Way::kRules};
   if (bias != nullptr) problem.bias = *bias;
   return problem;
 }
@@ -474,6 +499,7 @@ void Pack(const StridedTensor& b, void* packed, int64_t nbytes) {
 
 void MatmulPacked(const StridedTensor& a, const StridedTensor& b, int64_t nbytes,
                   const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue) {
+  if (b.numel() == 0) return Matmul(a, RowMajor(b), bias, out, epilogue, Way::kRules);
   Problem problem = MakeProblem(a, RowMajor(b), bias, out);
   problem.epilogue = epilogue;
   Run(kMatmulPacked, problem, nbytes);

@@ -5,6 +5,7 @@
 
 #include <tvm/ffi/tvm_ffi.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
@@ -22,7 +23,10 @@ struct StridedTensor {
 
   int64_t numel() const {
     int64_t product = 1;
-    for (int i = 0; i < rank; ++i) product *= dims[i];
+    for (int i = 0; i < rank; ++i) {
+      if (dims[i] == 0) return 0;
+      product *= dims[i];
+    }
     return product;
   }
 };
@@ -56,11 +60,31 @@ inline void CheckDtype(const char* function, const char* name, DLDataType dtype)
                            << "; expected float32, bfloat16 or float16";
 }
 
+// Adds `count` times `stride` to `sum`; false where int64 does not hold what comes out.
+inline bool AddSpan(int64_t count, int64_t stride, int64_t* sum) {
+  int64_t span = 0;
+  return !__builtin_mul_overflow(count, stride, &span) && !__builtin_add_overflow(*sum, span, sum);
+}
+
+// The same elements, described in one way. An axis of one element may be said to have any stride,
+// and libraries take that for the length of a row: with 1 for [1, 8], oneDNN's gemm fails when it
+// runs. Here it gets that of memory without a gap.
+inline StridedTensor WithoutIdleStrides(StridedTensor t) {
+  for (int i = t.rank - 1; i >= 0; --i) {
+    if (t.dims[i] != 1) continue;
+    int64_t inner = 0;
+    const bool has_inner = i + 1 < t.rank && AddSpan(t.dims[i + 1], t.strides[i + 1], &inner);
+    t.strides[i] = has_inner ? std::max<int64_t>(1, inner) : 1;
+  }
+  return t;
+}
+
 // Sees `tensor`'s memory through `dims` and `strides`.
 //
 // Raises: TypeError for another dtype; ValueError for ranks that differ or exceed kMaxRank, and for
 // a
 //         view that leaves the tensor's memory: a wrong stride must not become a wild read.
+// Ensures: strides are those of WithoutIdleStrides.
 inline StridedTensor MakeStrided(const char* function, const char* name,
                                  const tvm::ffi::TensorView& tensor, tvm::ffi::ShapeView dims,
                                  tvm::ffi::ShapeView strides) {
@@ -74,8 +98,8 @@ inline StridedTensor MakeStrided(const char* function, const char* name,
   view.data = static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset();
   view.dtype = tensor.dtype();
   view.rank = static_cast<int>(dims.size());
-  int64_t last = 0;
-  bool empty = false;
+  int64_t last = 0, count = 1;
+  bool empty = false, fits = true;
   for (int i = 0; i < view.rank; ++i) {
     view.dims[i] = dims[i];
     view.strides[i] = strides[i];
@@ -85,14 +109,20 @@ inline StridedTensor MakeStrided(const char* function, const char* name,
                                 << ToString(strides);
     }
     empty = empty || dims[i] == 0;
-    last += (dims[i] - 1) * strides[i];
+    fits = fits && (empty || AddSpan(dims[i] - 1, strides[i], &last)) &&
+           !__builtin_mul_overflow(count, dims[i], &count);
+  }
+  if (!empty && !fits) {
+    TVM_FFI_THROW(ValueError) << function << ": " << name << " of " << ToString(dims)
+                              << " by strides " << ToString(strides)
+                              << " has more elements than a 64-bit number counts";
   }
   if (!empty && last >= tensor.numel()) {
     TVM_FFI_THROW(ValueError) << function << ": " << name << " of " << ToString(dims)
                               << " by strides " << ToString(strides) << " reaches element " << last
                               << " of a tensor that holds " << tensor.numel();
   }
-  return view;
+  return WithoutIdleStrides(view);
 }
 
 // The arguments of one convolution; spatial vectors have one entry a spatial dim.
@@ -154,8 +184,7 @@ inline void CheckMatmul(const char* function, const StridedTensor& a, const Stri
     return t.rank >= from_end ? t.dims[t.rank - from_end] : 1;
   };
   bool fits = a.rank >= 2 && b.rank >= 2 && out.rank >= a.rank && out.rank >= b.rank &&
-              dim(a, 2) == dim(out, 2) && dim(b, 1) == dim(out, 1) && dim(a, 1) == dim(b, 2) &&
-              dim(a, 1) > 0;
+              dim(a, 2) == dim(out, 2) && dim(b, 1) == dim(out, 1) && dim(a, 1) == dim(b, 2);
   for (int i = 3; fits && i <= out.rank; ++i) {
     fits = (dim(a, i) == dim(out, i) || dim(a, i) == 1) &&
            (dim(b, i) == dim(out, i) || dim(b, i) == 1);
@@ -164,7 +193,7 @@ inline void CheckMatmul(const char* function, const StridedTensor& a, const Stri
     TVM_FFI_THROW(ValueError) << function << ": a " << DimsToString(a) << " @ b " << DimsToString(b)
                               << " does not give out " << DimsToString(out)
                               << "; expected [batch..., m, k] @ [batch..., k, n] -> [batch..., m, "
-                                 "n] with k > 0";
+                                 "n]";
   }
   if (bias != nullptr && (bias->rank != 1 || bias->dims[0] != dim(out, 1))) {
     TVM_FFI_THROW(ValueError) << function << ": bias " << DimsToString(*bias) << "; expected ["

@@ -203,7 +203,7 @@ StridedTensor DenseLike(const StridedTensor& t, DLDataType dtype) {
     dense.strides[order[i]] = stride;
     stride *= t.dims[order[i]];
   }
-  return dense;
+  return WithoutIdleStrides(dense);
 }
 
 }  // namespace amp_ir

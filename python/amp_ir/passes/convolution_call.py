@@ -12,7 +12,7 @@ from tvm import relax
 from amp_ir.dialect.registry import options_of
 from amp_ir.image_layout import TO_FIRST, TO_LAST, moved
 from amp_ir.passes.library_call import library_call, shape_argument
-from amp_ir.passes.strided_view import StridedView, dense_strides
+from amp_ir.passes.strided_view import StridedView, dense_strides, without_idle_strides
 
 # Which of the two operands and the result are the data and the window.
 _DATA_AND_WINDOW = {
@@ -86,7 +86,7 @@ def _is_worth_it(shape: tuple[int, ...]) -> bool:
 def _last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of an image [n, channels, height, width] whose channels are last in memory."""
     inner = dense_strides(moved(shape, TO_LAST))
-    return moved(inner, TO_FIRST)
+    return without_idle_strides(shape, moved(inner, TO_FIRST))
 
 
 def _operand(

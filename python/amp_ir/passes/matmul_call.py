@@ -13,7 +13,12 @@ from tvm import relax
 
 from amp_ir import native
 from amp_ir.passes.library_call import library_call, shape_argument
-from amp_ir.passes.strided_view import StridedView, dense_strides, permutation
+from amp_ir.passes.strided_view import (
+    StridedView,
+    dense_strides,
+    permutation,
+    without_idle_strides,
+)
 
 
 @attrs.frozen
@@ -51,7 +56,8 @@ def matmul_forms(
     if transpose is not None:
         order = permutation(transpose)
         outer = dense_strides(tuple(shape[k] for k in order))
-        results.insert(0, (tuple(outer[order.index(k)] for k in range(len(shape))), True))
+        inner = tuple(outer[order.index(k)] for k in range(len(shape)))
+        results.insert(0, (without_idle_strides(shape, inner), True))
     for (i, a), (j, b), (k, (strides, is_transposed)) in itertools.product(
         enumerate(operands[0]), enumerate(operands[1]), enumerate(results)
     ):

@@ -12,7 +12,10 @@ from tvm import relax
 
 @attrs.frozen
 class StridedView:
-    """`shape` and `strides` (elements) of a view that starts where the dense `base` starts."""
+    """`shape` and `strides` (elements) of a view that starts where the dense `base` starts.
+
+    Equal views have equal strides: those of `without_idle_strides`.
+    """
 
     base: relax.Expr
     shape: tuple[int, ...]
@@ -26,21 +29,33 @@ class StridedView:
 
     def permuted(self, order: list[int]) -> StridedView:
         """The view with its dimensions in another order."""
-        return StridedView(
-            self.base,
-            tuple(self.shape[d] for d in order),
-            tuple(self.strides[d] for d in order),
-        )
+        shape = tuple(self.shape[d] for d in order)
+        strides = tuple(self.strides[d] for d in order)
+        return StridedView(self.base, shape, without_idle_strides(shape, strides))
 
     def reshaped(self, shape: tuple[int, ...]) -> StridedView | None:
         """The same elements in the same order as `shape`, or None where that needs a copy."""
         strides = _reshape_strides(self.shape, self.strides, shape)
-        return None if strides is None else StridedView(self.base, shape, strides)
+        if strides is None:
+            return None
+        return StridedView(self.base, shape, without_idle_strides(shape, strides))
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides in elements."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def without_idle_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides with those of dims of one element, which are never taken, as in dense memory.
+
+    Libraries take the stride of a single row for the distance between rows.
+    """
+    found = list(strides)
+    for d in reversed(range(len(shape))):
+        if shape[d] == 1:
+            found[d] = max(1, shape[d + 1] * found[d + 1]) if d + 1 < len(shape) else 1
+    return tuple(found)
 
 
 def view_of(expr: relax.Expr, values: Mapping[relax.Var, relax.Expr]) -> StridedView:
