@@ -149,7 +149,7 @@ def _pointwise(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 _POINTWISE: dict[str, Callable[..., torch.Tensor]] = {
     "negative": torch.neg,
     "divide": _divide,
-    "mod": torch.remainder,
+    "mod": torch.fmod,
     "floor_mod": torch.remainder,
     "power": torch.pow,
     "equal": torch.eq,

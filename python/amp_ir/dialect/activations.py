@@ -51,7 +51,7 @@ def _softplus_of(m: Any, x: Any) -> Any:
 
 def _elu(m: Any, x: Any, *, alpha: float, scale: float, input_scale: float) -> Any:
     negative = alpha * scale * _expm1(m, m.minimum(x, 0.0) * input_scale)
-    return m.select(x <= 0.0, negative, x * scale)
+    return m.select(x > 0.0, x * scale, negative)
 
 
 def _elu_backward(
@@ -69,7 +69,7 @@ def _elu_backward(
         negative = x_or_y + alpha * scale
     else:
         negative = alpha * scale * m.exp(x_or_y * input_scale)
-    return m.select(x_or_y <= 0.0, grad * input_scale * negative, grad * scale)
+    return m.select(x_or_y > 0.0, grad * scale, grad * input_scale * negative)
 
 
 def _softplus(m: Any, x: Any, *, beta: float, threshold: float) -> Any:
@@ -95,7 +95,7 @@ ACTIVATIONS: dict[str, Formula] = {
     "gelu_backward": _gelu_backward,
     "silu_backward": _silu_backward,
     "tanh_backward": lambda m, grad, y: grad * (1.0 - y * y),
-    "sigmoid_backward": lambda m, grad, y: grad * (y * (1.0 - y)),
+    "sigmoid_backward": lambda m, grad, y: grad * (1.0 - y) * y,
     "relu_backward": lambda m, grad, y_or_x, *, threshold=0.0: m.select(
         y_or_x <= threshold, 0.0, grad
     ),
@@ -110,7 +110,7 @@ ACTIVATIONS: dict[str, Formula] = {
         m, x, min_value, max_value, grad
     ),
     "hardswish_backward": lambda m, grad, x: m.select(
-        x <= -3.0, 0.0, m.select(x < 3.0, grad * (x * (1.0 / 3.0) + 0.5), grad)
+        x <= -3.0, 0.0, m.select(x >= 3.0, grad, grad * (x * (1.0 / 3.0) + 0.5))
     ),
     "hardsigmoid_backward": lambda m, grad, x: _inside(m, x, -3.0, 3.0, grad * (1.0 / 6.0)),
     "log1p": lambda m, x: m.log1p(x),

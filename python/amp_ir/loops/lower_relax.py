@@ -10,6 +10,7 @@ from typing import Any
 from tvm import relax, tirx
 
 from amp_ir.image_layout import TO_FIRST, TO_LAST
+from amp_ir.loops import division, integers
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
     Constant,
@@ -40,9 +41,12 @@ def _zero(x: Any) -> Any:
 
 
 def _sign(x: Any) -> Any:
+    """1, 0 or -1; 0 of NaN, as PyTorch has it."""
     x = bind(x)
-    signed = m.select(x > _zero(x), _one(x), m.select(x < _zero(x), -_one(x), _zero(x)))
-    return m.select(m.isnan(x), x, signed) if m.dtype_of(x).startswith("float") else signed
+    positive = m.cast(x > _zero(x), m.dtype_of(x))
+    if m.dtype_of(x).startswith("uint"):
+        return positive
+    return m.select(x < _zero(x), m.constant(-1, m.dtype_of(x)), positive)
 
 
 def _round_half_even(x: Any) -> Any:
@@ -87,9 +91,26 @@ def _cosh(x: Any) -> Any:
     return half * m.exp(x) + half * m.exp(-x)
 
 
+def _divide(a: Any, b: Any) -> Any:
+    return division.truncated(a, b) if _is_integer(a) else m.quotient(a, b)
+
+
+def _is_integer(x: Any) -> bool:
+    return integers.is_integer(m.dtype_of(x))
+
+
+def _on_integers(on_integers: Scalar, on_others: Scalar) -> Scalar:
+    """One function for integers, another for floats and bool."""
+
+    def apply(*elements: Any) -> Any:
+        return (on_integers if _is_integer(elements[0]) else on_others)(*elements)
+
+    return apply
+
+
 UNARY: dict[str, Scalar] = {
-    "relax.abs": m.absolute,
-    "relax.negative": lambda x: -x,
+    "relax.abs": _on_integers(integers.absolute, m.absolute),
+    "relax.negative": _on_integers(integers.negative, lambda x: -x),
     "relax.exp": m.exp,
     "relax.log": m.log,
     "relax.sqrt": m.sqrt,
@@ -126,25 +147,6 @@ UNARY: dict[str, Scalar] = {
 }
 
 
-def _floor_divide(a: Any, b: Any) -> Any:
-    return tirx.floor(a / b) if m.dtype_of(a).startswith("float") else tirx.floordiv(a, b)
-
-
-def _floor_mod(a: Any, b: Any) -> Any:
-    if not m.dtype_of(a).startswith("float"):
-        return tirx.floormod(a, b)
-    a, b = bind(a), bind(b)
-    return a - tirx.floor(a / b) * b
-
-
-def _divide(a: Any, b: Any) -> Any:
-    return m.quotient(a, b) if m.dtype_of(a).startswith("float") else tirx.truncdiv(a, b)
-
-
-def _power(a: Any, b: Any) -> Any:
-    return m.power(a, b)
-
-
 def _equal(a: Any, b: Any) -> Any:
     return m.equals(_number_of(a), _number_of(b))
 
@@ -168,14 +170,19 @@ def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
 
 
 BINARY: dict[str, Scalar] = {
-    "relax.add": lambda a, b: tirx.any(a, b) if m.dtype_of(a) == "bool" else a + b,
-    "relax.subtract": m.difference,
-    "relax.multiply": lambda a, b: tirx.all(a, b) if m.dtype_of(a) == "bool" else m.product(a, b),
+    "relax.add": _on_integers(
+        integers.add, lambda a, b: tirx.any(a, b) if m.dtype_of(a) == "bool" else a + b
+    ),
+    "relax.subtract": _on_integers(integers.subtract, m.difference),
+    "relax.multiply": _on_integers(
+        integers.multiply,
+        lambda a, b: tirx.all(a, b) if m.dtype_of(a) == "bool" else m.product(a, b),
+    ),
     "relax.divide": _divide,
-    "relax.floor_divide": _floor_divide,
-    "relax.mod": _floor_mod,
-    "relax.floor_mod": _floor_mod,
-    "relax.power": _power,
+    "relax.floor_divide": division.floored,
+    "relax.mod": division.remainder,
+    "relax.floor_mod": division.floor_remainder,
+    "relax.power": _on_integers(integers.power, m.power),
     "relax.maximum": m.maximum,
     "relax.minimum": m.minimum,
     "relax.equal": _equal,
@@ -190,8 +197,8 @@ BINARY: dict[str, Scalar] = {
     "relax.bitwise_and": _on_bool(lambda a, b: tirx.all(a, b), tirx.bitwise_and),
     "relax.bitwise_or": _on_bool(lambda a, b: tirx.any(a, b), tirx.bitwise_or),
     "relax.bitwise_xor": _on_bool(_not_equal, tirx.bitwise_xor),
-    "relax.left_shift": tirx.shift_left,
-    "relax.right_shift": tirx.shift_right,
+    "relax.left_shift": integers.left_shift,
+    "relax.right_shift": integers.right_shift,
 }
 
 

@@ -150,6 +150,13 @@ def _zero_beside(x: Any) -> Any:
     return tirx.reinterpret(dtype_of(x), bits)
 
 
+def signed_zero(x: Any) -> Any:
+    """0 with the sign of a float."""
+    words = _WORDS[dtype_of(x)]
+    top = tirx.const(1 << (31 if words == "uint32" else 63), words)
+    return tirx.reinterpret(dtype_of(x), tirx.bitwise_and(tirx.reinterpret(words, x), top))
+
+
 def equals(a: Any, b: Any) -> Any:
     """Whether two numbers are equal, as NaN is to none."""
     return tirx.EQ(a, opaque(b))

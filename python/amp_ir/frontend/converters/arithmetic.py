@@ -13,7 +13,6 @@ from amp_ir.frontend.converters.emitter import Emitter
 from amp_ir.frontend.converters.promotion import (
     LOW_DTYPES,
     Operand,
-    dtype_of,
     is_float,
     is_scalar,
 )
@@ -80,19 +79,13 @@ def divide_rounded(
     """x / y, rounded as `rounding_mode` says: not at all, towards zero or down."""
     if rounding_mode is None:
         return ops.divide(x, y)
-    dtype = ops.dtype
-    x, y = ops.cast(x, dtype), ops.cast(y, dtype)
-    if is_float(dtype):
-        return _divide_floats(ops, x, y, floor=rounding_mode == "floor")
+    x, y = ops.cast(x, ops.dtype), ops.cast(y, ops.dtype)
     if rounding_mode == "floor":
         return ops.emit(relax.op.floor_divide(x, y))
-    # floor(|x| / |y|) with the sign of x / y, since Relax's floor_divide is the one whose
-    # rounding of negative integers is fixed.
-    magnitude = ops.emit(
-        relax.op.floor_divide(ops.emit(relax.op.abs(x)), ops.emit(relax.op.abs(y)))
-    )
-    sign = ops.multiply(ops.emit(relax.op.sign(x)), ops.emit(relax.op.sign(y)))
-    return ops.multiply(magnitude, sign)
+    # Of integers, Relax's own division rounds towards zero.
+    if not is_float(ops.dtype):
+        return ops.emit(relax.op.divide(x, y))
+    return ops.emit(relax.op.trunc(ops.divide(x, y)))
 
 
 @converts(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -101,59 +94,18 @@ def floor_divide(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
     return divide_rounded(ops, x, y, rounding_mode="floor")
 
 
-def _divide_floats(ops: Emitter, x: relax.Expr, y: relax.Expr, *, floor: bool) -> relax.Expr:
-    if not floor:
-        return ops.emit(relax.op.trunc(ops.divide(x, y)))
-    # x - remainder is a multiple of y up to rounding, so rounding the quotient is safe where
-    # floor(x / y) is not (1.0 // 0.1 is 9). Source: div_floor_floating in c10/util/generic_math.h.
-    quotient = ops.divide(ops.subtract(x, _floor_remainder(ops, x, y)), y)
-    zero = ops.constant(0.0, dtype_of(y))
-    by_zero = ops.emit(relax.op.equal(y, zero))
-    return ops.where(by_zero, ops.divide(x, y), ops.emit(relax.op.round(quotient)))
-
-
-def _signed_remainder(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
-    """The remainder with the sign of x.
-
-    Of absolute values, since there floor and truncating division agree: Relax's `mod` is the
-    truncating one in some places and the floor one in others.
-    """
-    size = ops.emit(relax.op.mod(ops.emit(relax.op.abs(x)), ops.emit(relax.op.abs(y))))
-    negative = ops.emit(relax.op.less(x, ops.constant(0, dtype_of(x))))
-    return ops.where(negative, ops.emit(relax.op.negative(size)), size)
-
-
-def _floor_remainder(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
-    """The remainder with the sign of y."""
-    zero = ops.constant(0, dtype_of(x))
-    remainder = _signed_remainder(ops, x, y)
-    # Opposite signs: their product could underflow, so compare with zero both ways.
-    above = ops.emit(
-        relax.op.logical_and(
-            ops.emit(relax.op.greater(remainder, zero)), ops.emit(relax.op.less(y, zero))
-        )
-    )
-    below = ops.emit(
-        relax.op.logical_and(
-            ops.emit(relax.op.less(remainder, zero)), ops.emit(relax.op.greater(y, zero))
-        )
-    )
-    wrong_sign = ops.emit(relax.op.logical_or(above, below))
-    return ops.where(wrong_sign, ops.add(remainder, y), remainder)
-
-
 @converts(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
     """x modulo y, with the sign of y."""
     dtype = ops.dtype
-    return _floor_remainder(ops, ops.cast(x, dtype), ops.cast(y, dtype))
+    return ops.emit(relax.op.floor_mod(ops.cast(x, dtype), ops.cast(y, dtype)))
 
 
 @converts(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
     """x modulo y, with the sign of x."""
     dtype = ops.dtype
-    return _signed_remainder(ops, ops.cast(x, dtype), ops.cast(y, dtype))
+    return ops.emit(relax.op.mod(ops.cast(x, dtype), ops.cast(y, dtype)))
 
 
 @converts(aten.pow.Tensor_Tensor, aten.pow.Scalar)
@@ -218,21 +170,26 @@ def exp2(ops: Emitter, x: relax.Expr) -> relax.Expr:
 
 @converts(aten.hypot.default)
 def hypot(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
-    """The length of (x, y), as the longer side times sqrt(1 + ratio ** 2): nothing overflows."""
+    """The length of (x, y), as the longer side times sqrt(1 + ratio ** 2): nothing overflows.
+
+    An infinite side makes it infinite, whatever the other one is.
+    """
     sides = [ops.emit(relax.op.abs(ops.cast(one, ops.dtype))) for one in (x, y)]
     longer = ops.emit(relax.op.maximum(*sides))
     shorter = ops.emit(relax.op.minimum(*sides))
     is_point = ops.binary(relax.op.equal, longer, 0)
     ratio = ops.where(is_point, 0.0, ops.divide(shorter, longer))
     root = ops.emit(relax.op.sqrt(ops.add(ops.multiply(ratio, ratio), 1.0)))
-    return ops.multiply(longer, root)
+    endless = [ops.emit(relax.op.isinf(one)) for one in sides]
+    is_endless = ops.emit(relax.op.logical_or(*endless))
+    return ops.where(is_endless, ops.constant(math.inf, ops.dtype), ops.multiply(longer, root))
 
 
 @converts(aten.atan2.default)
 def atan2(ops: Emitter, y: relax.Expr, x: relax.Expr) -> relax.Expr:
     """The angle of (x, y), by the smaller ratio of the two: no quotient overflows.
 
-    (0, 0) and (0, -0) have the angle 0.
+    Zeros have the sides of their signs: (-0, 0) has the angle pi, (-0, -0) has -pi.
     """
     y, x = (ops.cast(one, ops.dtype) for one in (y, x))
     sides = [ops.emit(relax.op.abs(one)) for one in (y, x)]
@@ -245,6 +202,11 @@ def atan2(ops: Emitter, y: relax.Expr, x: relax.Expr) -> relax.Expr:
     ratio = ops.where(is_even, 1.0, ops.divide(shorter, longer))
     angle = ops.emit(relax.op.atan(ops.where(is_point, 0.0, ratio)))
     angle = ops.where(is_steep, ops.subtract(math.pi / 2, angle), angle)
-    is_left = ops.binary(relax.op.less, x, 0)
-    angle = ops.where(is_left, ops.subtract(math.pi, angle), angle)
-    return ops.where(ops.binary(relax.op.less, y, 0), ops.emit(relax.op.negative(angle)), angle)
+    angle = ops.where(_is_negative(ops, x), ops.subtract(math.pi, angle), angle)
+    return ops.where(_is_negative(ops, y), ops.emit(relax.op.negative(angle)), angle)
+
+
+def _is_negative(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """Whether x is below 0, or -0, whose reciprocal is."""
+    below = ops.binary(relax.op.less, x, 0)
+    return ops.emit(relax.op.logical_or(below, ops.binary(relax.op.less, ops.divide(1.0, x), 0)))

@@ -188,13 +188,13 @@ def minimum(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
 @converts(aten.fmax.default)
 def fmax(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
     """The larger of two; of a NaN and a number, the number."""
-    return _number_of(ops, x, y, _extremum(ops, relax.op.maximum, x, y))
+    return _number_of(ops, x, y, _extremum(ops, relax.op.maximum, y, x))
 
 
 @converts(aten.fmin.default)
 def fmin(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
     """The smaller of two; of a NaN and a number, the number."""
-    return _number_of(ops, x, y, _extremum(ops, relax.op.minimum, x, y))
+    return _number_of(ops, x, y, _extremum(ops, relax.op.minimum, y, x))
 
 
 def _number_of(ops: Emitter, x: relax.Expr, y: relax.Expr, both: relax.Expr) -> relax.Expr:
@@ -217,18 +217,33 @@ def _extremum(ops: Emitter, op: RelaxBinary, x: relax.Expr, y: relax.Expr) -> re
     aten.clamp.Tensor,
     aten.clamp_min.default,
     aten.clamp_min.Tensor,
-    aten.hardtanh.default,
 )
 def clamp(
     ops: Emitter, x: relax.Expr, min: Operand | None = None, max: Operand | None = None
 ) -> relax.Expr:
     """x held between min and max; where min > max the result is max."""
-    value = ops.cast(x, ops.dtype)
+    if ops.dtype == "bool":
+        # TVM has no order of bool; True is the larger.
+        held = _clamped(ops, x, min, max, "int8")
+        return ops.cast(held, "bool")
+    return _clamped(ops, x, min, max, ops.dtype)
+
+
+def _clamped(
+    ops: Emitter, x: relax.Expr, min: Operand | None, max: Operand | None, dtype: str
+) -> relax.Expr:
+    value = ops.cast(x, dtype)
     if min is not None:
-        value = ops.emit(relax.op.maximum(value, ops.cast(min, ops.dtype)))
+        value = ops.emit(relax.op.maximum(value, ops.cast(min, dtype)))
     if max is not None:
-        value = ops.emit(relax.op.minimum(value, ops.cast(max, ops.dtype)))
+        value = ops.emit(relax.op.minimum(value, ops.cast(max, dtype)))
     return value
+
+
+@converts(aten.hardtanh.default)
+def hardtanh(ops: Emitter, x: relax.Expr, min: Operand = -1, max: Operand = 1) -> relax.Expr:
+    """x held between min and max."""
+    return clamp(ops, x, min, max)
 
 
 @converts(aten.clamp_max.default, aten.clamp_max.Tensor)

@@ -10,7 +10,7 @@ import torch
 from tvm import relax
 
 from amp_ir.frontend.converters.emitter import Emitter
-from amp_ir.frontend.converters.promotion import dtype_of, shape_of
+from amp_ir.frontend.converters.promotion import dtype_of, is_float, shape_of
 from amp_ir.frontend.converters.reductions import axes_of, extremum
 from amp_ir.frontend.converters.registry import converts
 
@@ -175,15 +175,28 @@ def kthvalue(
 def median_dim(
     ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(the medians, where they came from) along one axis; of an even count the lower one."""
+    """(the medians, where they came from) along one axis; of an even count the lower one.
+
+    Where there is a NaN it is the first one.
+    """
     count = shape_of(x)[dim] if shape_of(x) else 1
-    result: tuple[relax.Expr, relax.Expr] = kthvalue(ops, x, (count + 1) // 2, dim, keepdim)
-    return result
+    values, places = kthvalue(ops, x, (count + 1) // 2, dim, keepdim)
+    if not is_float(dtype_of(x)):
+        return values, places
+    # A maximum is NaN where there is one, and its position that of the first.
+    largest, first = max_dim(ops, x, dim, keepdim)
+    no_number = ops.emit(relax.op.isnan(largest))
+    return ops.where(no_number, largest, values), ops.where(no_number, first, places)
 
 
 @converts(aten.median.default)
 def median(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """The median of all elements; of an even count the lower one."""
+    """The median of all elements; of an even count the lower one; NaN where there is one."""
     count = math.prod(shape_of(x))
     values = _sorted(ops, ops.reshape(x, [count]), 0, descending=False)[0]
-    return ops.reshape(ops.slice(values, 0, (count - 1) // 2, (count + 1) // 2), [])
+    middle = ops.reshape(ops.slice(values, 0, (count - 1) // 2, (count + 1) // 2), [])
+    if not is_float(dtype_of(x)):
+        return middle
+    # NaN is sorted to the end.
+    last = ops.reshape(ops.slice(values, 0, count - 1, count), [])
+    return ops.where(ops.emit(relax.op.isnan(last)), last, middle)

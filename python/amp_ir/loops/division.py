@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounded quotients and remainders of kernel elements as PyTorch's, of integers and of floats.
+
+No integer division traps: by 0 the quotient and the remainder are 0 (whether a step may divide by
+0 is checked elsewhere), and the lowest integer over -1 wraps around.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+
+from amp_ir.loops import integers
+from amp_ir.loops.ir import bind
+from amp_ir.loops.math import constant, difference, dtype_of, quotient, signed_zero
+
+
+def truncated(a: Any, b: Any) -> Any:
+    """a / b rounded towards 0."""
+    if not integers.is_integer(dtype_of(a)):
+        return tirx.trunc(quotient(a, b))
+    a, b = bind(a), bind(b)
+    return bind(_safe_quotient(a, b))
+
+
+def remainder(a: Any, b: Any) -> Any:
+    """What is left of a by `truncated`, with the sign of a; exact, also of floats."""
+    a, b = bind(a), bind(b)
+    if integers.is_integer(dtype_of(a)):
+        return bind(_safe_remainder(a, b))
+    return bind(tirx.Mod(a, b))
+
+
+def floor_remainder(a: Any, b: Any) -> Any:
+    """What is left of a by `floored`, with the sign of b."""
+    a, b = bind(a), bind(b)
+    rest = remainder(a, b)
+    if not integers.is_integer(dtype_of(a)):
+        return tirx.Select(_differ_in_sign(rest, b), rest + b, rest)
+    if not integers.is_signed(dtype_of(a)):
+        return rest
+    return tirx.Select(_differ_in_sign(rest, b), integers.add(rest, b), rest)
+
+
+def floored(a: Any, b: Any) -> Any:
+    """a / b rounded down."""
+    a, b = bind(a), bind(b)
+    if not integers.is_integer(dtype_of(a)):
+        return _floored_floats(a, b)
+    if not integers.is_signed(dtype_of(a)):
+        return truncated(a, b)
+    whole, below = truncated(a, b), _differ_in_sign(_safe_remainder(a, b), b)
+    return tirx.Select(below, whole - constant(1, dtype_of(a)), whole)
+
+
+def _floored_floats(a: Any, b: Any) -> Any:
+    """By the remainder, since floor(a / b) is not always right: 1.0 // 0.1 is 9.
+
+    Source: div_floor_floating in c10/util/generic_math.h.
+    """
+    zero, one, half = (constant(number, dtype_of(a)) for number in (0.0, 1.0, 0.5))
+    by_quotient = bind(quotient(a, b))
+    rest = remainder(a, b)
+    whole = bind(quotient(difference(a, rest), b))
+    whole = bind(tirx.Select(_differ_in_sign(rest, b), difference(whole, one), whole))
+    floor = bind(tirx.floor(whole))
+    floor = tirx.Select(difference(whole, floor) > half, floor + one, floor)
+    result = tirx.Select(tirx.EQ(whole, zero), signed_zero(by_quotient), floor)
+    return tirx.Select(tirx.EQ(b, zero), by_quotient, result)
+
+
+def _differ_in_sign(rest: Any, b: Any) -> Any:
+    zero = constant(0, dtype_of(b))
+    return tirx.any(tirx.all(rest > zero, b < zero), tirx.all(rest < zero, b > zero))
+
+
+def _safe_quotient(a: Any, b: Any) -> Any:
+    zero = constant(0, dtype_of(a))
+    result = tirx.truncdiv(a, _safe_divisor(b))
+    if integers.is_signed(dtype_of(a)):
+        result = tirx.Select(tirx.EQ(b, constant(-1, dtype_of(a))), integers.negative(a), result)
+    return tirx.Select(tirx.EQ(b, zero), zero, result)
+
+
+def _safe_remainder(a: Any, b: Any) -> Any:
+    # By 1, -1 and 0 nothing is left.
+    return tirx.truncmod(a, _safe_divisor(b))
+
+
+def _safe_divisor(b: Any) -> Any:
+    """b, or 1 in place of 0, and of -1, whose quotient may overflow."""
+    zero, one = constant(0, dtype_of(b)), constant(1, dtype_of(b))
+    by_nothing = tirx.EQ(b, zero)
+    if integers.is_signed(dtype_of(b)):
+        by_nothing = tirx.any(by_nothing, tirx.EQ(b, constant(-1, dtype_of(b))))
+    return bind(tirx.Select(by_nothing, one, b))

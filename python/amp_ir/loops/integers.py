@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Integer arithmetic of kernel elements as PyTorch's: it wraps around, and nothing traps.
+
+TVM's integers do not overflow: its simplifier counts on that, and so does LLVM, which is told (nsw,
+nuw) of 32 bits and more, also of unsigned ones: `a + 1 > a` is true there and `0 - a` is 0. So sums
+are made in a type that holds them, and cut off by bits. LLVM makes one instruction of it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+
+from amp_ir.loops.ir import bind
+from amp_ir.loops.math import constant, dtype_of
+
+
+def is_signed(dtype: str) -> bool:
+    """Whether a dtype is one of the signed integers."""
+    return dtype.startswith("int")
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether a dtype is one of the integers; bool is not."""
+    return dtype.startswith(("int", "uint"))
+
+
+def bits_of(dtype: str) -> int:
+    """The width of an integer dtype."""
+    return int(dtype.removeprefix("u").removeprefix("int"))
+
+
+def add(a: Any, b: Any) -> Any:
+    """a + b."""
+    return _by_halves(tirx.Add, a, b) if _is_widest(a) else _cut_off(tirx.Add, a, b)
+
+
+def subtract(a: Any, b: Any) -> Any:
+    """a - b."""
+    return _by_halves(tirx.Sub, a, b) if _is_widest(a) else _cut_off(tirx.Sub, a, b)
+
+
+def multiply(a: Any, b: Any) -> Any:
+    """a b."""
+    if not _is_widest(a):
+        return _cut_off(tirx.Mul, a, b)
+    (low, high), (other_low, other_high) = _halves(a), _halves(b)
+    across = _low_half(low * other_high) + _low_half(high * other_low)
+    # Below 2^64, which a signed product would overflow.
+    both_low = tirx.Cast("uint64", low) * tirx.Cast("uint64", other_low)
+    return add(tirx.reinterpret("int64", both_low), tirx.shift_left(across, _word(32)))
+
+
+def _is_widest(x: Any) -> bool:
+    return dtype_of(x) == "int64"
+
+
+def _cut_off(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """`function(a, b)` in a type that is at least twice as wide, and of that the low bits."""
+    dtype = dtype_of(a)
+    bits, unsigned = bits_of(dtype), dtype if dtype.startswith("u") else "u" + dtype
+    wide = "int64" if bits == 32 else "int32"
+    whole = function(tirx.Cast(wide, a), tirx.Cast(wide, b))
+    low = tirx.Cast(unsigned, tirx.bitwise_and(whole, tirx.const((1 << bits) - 1, wide)))
+    return low if dtype == unsigned else tirx.reinterpret(dtype, low)
+
+
+def _by_halves(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """A sum or difference of 64 bits as two of 32, of which the lower may carry or borrow."""
+    (low, high), (other_low, other_high) = _halves(a), _halves(b)
+    low = bind(function(low, other_low))
+    high = function(high, other_high) + tirx.shift_right(low, _word(32))
+    return tirx.bitwise_or(tirx.shift_left(high, _word(32)), _low_half(low))
+
+
+def _halves(x: Any) -> tuple[Any, Any]:
+    x = bind(x)
+    return bind(_low_half(x)), bind(tirx.shift_right(x, _word(32)))
+
+
+def _low_half(x: Any) -> Any:
+    return tirx.bitwise_and(x, _word(0xFFFFFFFF))
+
+
+def _word(number: int) -> Any:
+    return tirx.const(number, "int64")
+
+
+def negative(x: Any) -> Any:
+    """-x; the lowest integer is its own negative."""
+    return subtract(constant(0, dtype_of(x)), x)
+
+
+def absolute(x: Any) -> Any:
+    """|x|; the lowest integer stays as it is."""
+    if not is_signed(dtype_of(x)):
+        return x
+    x = bind(x)
+    return tirx.Select(x < constant(0, dtype_of(x)), negative(x), x)
+
+
+def left_shift(x: Any, y: Any) -> Any:
+    """x 2^y; 0 where y is negative or not below the width."""
+    x, y = bind(x), bind(y)
+    shifted = tirx.shift_left(x, _within_width(y))
+    return tirx.Select(_is_within_width(y), shifted, constant(0, dtype_of(x)))
+
+
+def right_shift(x: Any, y: Any) -> Any:
+    """x / 2^y, rounded down, also where y is not below the width, as which a negative y counts."""
+    x, y = bind(x), bind(y)
+    last = constant(bits_of(dtype_of(x)) - 1, dtype_of(x))
+    if is_signed(dtype_of(x)):
+        return tirx.shift_right(x, tirx.Select(_is_within_width(y), y, last))
+    shifted = tirx.shift_right(x, _within_width(y))
+    return tirx.Select(_is_within_width(y), shifted, constant(0, dtype_of(x)))
+
+
+def _is_within_width(y: Any) -> Any:
+    width = constant(bits_of(dtype_of(y)), dtype_of(y))
+    return tirx.all(y >= constant(0, dtype_of(y)), y < width)
+
+
+def _within_width(y: Any) -> Any:
+    # A shift by the width or more is undefined, even where a select drops it.
+    return tirx.bitwise_and(y, constant(bits_of(dtype_of(y)) - 1, dtype_of(y)))
+
+
+def power(x: Any, y: Any) -> Any:
+    """x^y by squaring; a negative power is 0, but of 1 and -1."""
+    x, y = bind(x), bind(y)
+    dtype = dtype_of(x)
+    zero, one = constant(0, dtype), constant(1, dtype)
+    result, square, rest = one, x, y
+    # Powers of integers by an exponent with more bits are 0, 1 or -1 modulo 2^64 or out of range.
+    for _ in range(bits_of(dtype)):
+        is_odd = tirx.NE(tirx.bitwise_and(rest, one), zero)
+        result = bind(tirx.Select(is_odd, multiply(result, square), result))
+        square = bind(multiply(square, square))
+        rest = bind(tirx.shift_right(rest, one))
+    if not is_signed(dtype):
+        return result
+    minus = constant(-1, dtype)
+    sign = tirx.Select(tirx.EQ(tirx.bitwise_and(y, one), one), minus, one)
+    inverse = tirx.Select(tirx.EQ(x, minus), sign, zero)
+    inverse = tirx.Select(tirx.EQ(x, one), one, inverse)
+    return tirx.Select(y < zero, inverse, result)
