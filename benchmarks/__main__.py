@@ -22,6 +22,7 @@ import attrs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import DeviceError
 from amp_ir.report.wide_console import wide_console
@@ -190,7 +191,7 @@ def save(rows: Sequence[Row], path: Path) -> None:
     """Write the rows and the machine's description as JSON."""
     path.parent.mkdir(exist_ok=True)
     document = {"machine": describe_machine(), "rows": [attrs.asdict(row) for row in rows]}
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_text(path, json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

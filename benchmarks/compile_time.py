@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import amp_ir
+from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
 from benchmarks.peers import cold_compiler, make_peer
 from benchmarks.record import RESULTS, describe_machine
@@ -245,7 +246,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 def save(rows: Sequence[Row], name: str) -> None:
     """Write the rows and the machine's description as JSON."""
     document = {"machine": describe_machine(), "rows": [attrs.asdict(row) for row in rows]}
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_text(RESULTS / f"{name}.json", json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

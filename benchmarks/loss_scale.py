@@ -23,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 import amp_ir
+from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS, Training
 from benchmarks.record import RESULTS, describe_machine
 
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.save:
             content = {"machine": describe_machine(), "costs": [attrs.asdict(one) for one in costs]}
             text = json.dumps(content, indent=1) + "\n"
-            (RESULTS / f"{options.save}.json").write_text(text)
+            write_text(RESULTS / f"{options.save}.json", text)
     Console(width=max(Console().width, 110)).print(table_of(costs))
 
 

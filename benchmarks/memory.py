@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import amp_ir
+from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS, Training
 from amp_ir.errors import BudgetError
 from amp_ir.module import StepModule
@@ -274,7 +275,7 @@ def save(name: str, rows: Sequence[Peak] | Sequence[Budget], chosen: argparse.Na
         return
     RESULTS.mkdir(exist_ok=True)
     document = {"machine": describe_machine(), "rows": [attrs.asdict(row) for row in rows]}
-    (RESULTS / name).write_text(json.dumps(document, indent=1) + "\n")
+    write_text(RESULTS / name, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

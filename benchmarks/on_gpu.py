@@ -27,6 +27,7 @@ import torch
 from rich.table import Table
 
 import amp_ir
+from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
 from amp_ir.machine import measure_peaks
 from benchmarks.floor import floor_milliseconds
@@ -273,4 +274,4 @@ def save(rows: Sequence[GpuRow], path: Path) -> None:
     """Write the rows and the GPU's description as JSON."""
     path.parent.mkdir(exist_ok=True)
     document = {"machine": describe_gpu(), "rows": [attrs.asdict(row) for row in rows]}
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_text(path, json.dumps(document, indent=2) + "\n")

@@ -25,6 +25,7 @@ from rich.table import Table
 
 import amp_ir
 from amp_ir.amp.plan import CastPlan
+from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
@@ -163,7 +164,7 @@ def scale(layers: int, *, amp_dtype: str) -> Scaling:
 def save(path: Path, rows: Sequence[Any]) -> None:
     """Write rows as JSON."""
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps([attrs.asdict(row) for row in rows], indent=1) + "\n")
+    write_text(path, json.dumps([attrs.asdict(row) for row in rows], indent=1) + "\n")
 
 
 def table_of_placements(rows: Sequence[Placed]) -> Table:
@@ -217,7 +218,7 @@ def show(tables: Sequence[Table], certificates: Sequence[str], path: Path) -> No
     for text in certificates:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(console.export_text(styles=False))
+    write_text(path, console.export_text(styles=False))
 
 
 def _mebibytes(nbytes: int) -> str:

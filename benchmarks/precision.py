@@ -24,6 +24,7 @@ from rich.table import Table
 from tvm import relax
 
 import amp_ir
+from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.interpreter import interpret
 from amp_ir.location import from_span
@@ -246,7 +247,7 @@ def _inputs(mod: amp_ir.StepModule, batch: tuple[object, ...]) -> Iterator[torch
 def save(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as JSON."""
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps([attrs.asdict(row) for row in rows], indent=1) + "\n")
+    write_text(path, json.dumps([attrs.asdict(row) for row in rows], indent=1) + "\n")
 
 
 def show(rows: Sequence[Row], path: Path) -> None:
@@ -269,7 +270,7 @@ def show(rows: Sequence[Row], path: Path) -> None:
     console.print(errors)
     console.print(worst)
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(console.export_text(styles=False))
+    write_text(path, console.export_text(styles=False))
 
 
 if __name__ == "__main__":

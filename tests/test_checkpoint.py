@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 import amp_ir
-from amp_ir import checkpoint
-from amp_ir.errors import ArgumentError, StateError
+from amp_ir import random_state
+from amp_ir.errors import ArgumentError, FileFormatError, StateError
 
 STEPS = 9
 OVERFLOWS = (2, 6)
@@ -228,15 +228,15 @@ def save_and_die(path: Path, run: Run, number: int, at: int) -> bool:
     if child == 0:
         random.setstate(state)  # Python seeds it anew after a fork
         tick = count_down(at)
-        write, replace, sync = checkpoint._write, os.replace, os.fsync
+        save, replace, sync = torch.save, os.replace, os.fsync
 
         def torn(states: Any, file: BinaryIO) -> None:
-            write(states, TornFile(file, tick))  # type: ignore[arg-type]
+            save(states, TornFile(file, tick))  # type: ignore[arg-type]
 
         def ticking(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *arguments: (tick(), function(*arguments), tick())
 
-        checkpoint._write = torn
+        torch.save = torn  # type: ignore[assignment]
         os.replace, os.fsync = ticking(replace), ticking(sync)  # type: ignore[assignment]
         try:
             amp_ir.save_checkpoint(path, **run.parts, number=number)
@@ -311,8 +311,9 @@ def test_a_checkpoint_that_does_not_fit_loads_nothing(tmp_path: Path):
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path):
     torch.save({"model": {}}, tmp_path / "model.pt")
-    with pytest.raises(StateError, match="no checkpoint: it has no entry for the random state"):
-        amp_ir.load_checkpoint(tmp_path / "model.pt")
+    with pytest.warns(UserWarning, match="is of amp_ir 0.1.0 and has no seal"):
+        with pytest.raises(FileFormatError, match="it has no entry for the random state"):
+            amp_ir.load_checkpoint(tmp_path / "model.pt")
 
 
 def test_no_part_may_be_named_random(tmp_path: Path):
@@ -334,9 +335,9 @@ def test_random_state_of_another_step_is_refused():
 
 
 def test_every_random_generator_is_kept():
-    state = checkpoint._random_state()
+    state = random_state.random_state()
     expected = random.random(), torch.rand(2).tolist(), numpy.random.rand()
-    checkpoint._set_random_state(state)
+    random_state.set_random_state(state)
     assert (random.random(), torch.rand(2).tolist(), numpy.random.rand()) == expected
 
 
@@ -350,3 +351,122 @@ def test_a_second_shape_draws_on_where_the_first_one_stopped(capsys: pytest.Capt
     assert "compiled again" in capsys.readouterr().err
     assert not torch.equal(first, second[0])
     assert train.state_dict()["random_state"].tolist()[1] == 2
+
+
+# All or nothing.
+
+
+class Stubborn:
+    """A part that fails after it has drawn numbers and changed itself."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        is_strange = state["value"] == 2
+        self.value = state["value"]
+        if is_strange:
+            torch.rand(3), random.random(), numpy.random.rand()
+            raise ZeroDivisionError("two")
+
+
+def test_an_error_in_the_middle_puts_everything_back(whole: Any, tmp_path: Path):
+    """The run then goes on as if the checkpoint had never been looked at."""
+    path, last = tmp_path / "run.pt", Stubborn()
+    last.value = 2
+    amp_ir.save_checkpoint(path, **Run.fresh(seed=8).parts, last=last)
+    last.value = 1
+    run = Run.fresh()
+    seed_all()
+    losses = run.go(range(4))
+    parameters = list(run.model.parameters())
+    with pytest.raises(StateError) as refused:
+        amp_ir.load_checkpoint(path, **run.parts, last=last)
+    assert str(refused.value) == (
+        "the checkpoint does not fit: its entry 'last' cannot be loaded: ZeroDivisionError: two. "
+        "Nothing was loaded"
+    )
+    assert last.value == 1
+    assert all(a is b for a, b in zip(parameters, run.model.parameters(), strict=True))
+    losses += run.go(range(4, STEPS))
+    assert_same(losses, whole[0])
+    assert_same(everything(run), whole[1])
+
+
+def test_everything_that_does_not_fit_is_listed_before_anything_is_loaded(tmp_path: Path):
+    path = tmp_path / "run.pt"
+    saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2), "c": nn.Linear(1, 1)})
+    wide = torch.optim.Adam(saved.parameters())
+    saved["a"](torch.ones(1, 2)).sum().backward()
+    wide.step()
+    amp_ir.save_checkpoint(
+        path, model=saved, adam=wide, sgd=torch.optim.SGD(saved["a"].parameters()), epoch=1
+    )
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
+    given = {
+        "model": model,
+        "adam": torch.optim.Adam(
+            [*nn.Linear(2, 2).parameters(), *saved["b"].parameters(), *saved["c"].parameters()]
+        ),
+        "sgd": torch.optim.AdamW(model["a"].parameters()),
+        "epoch": 7,
+    }
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    generator = torch.get_rng_state()
+    with pytest.raises(StateError) as refused:
+        amp_ir.load_checkpoint(path, **given)
+    assert str(refused.value) == (
+        "the checkpoint does not fit: its entry 'model' has c.weight, c.bias, which the model has "
+        "not; a.weight of its entry 'model' is float32[3, 2], and of the model float32[2, 2]; "
+        "a.bias of its entry 'model' is float32[3], and of the model float32[2]; b.weight of its "
+        "entry 'model' is float32[2, 2], and of the model float64[2, 2]; b.bias of its entry "
+        "'model' is float32[2], and of the model float64[2]; exp_avg of parameter 0 of its entry "
+        "'adam' is float32[3, 2], and the parameter float32[2, 2]; exp_avg_sq of parameter 0 of "
+        "its entry 'adam' is float32[3, 2], and the parameter float32[2, 2]; exp_avg of parameter "
+        "1 of its entry 'adam' is float32[3], and the parameter float32[2]; exp_avg_sq of "
+        "parameter 1 of its entry 'adam' is float32[3], and the parameter float32[2]; its entry "
+        "'sgd' is of SGD, and a AdamW was given; its entry 'epoch' is for an object with "
+        "load_state_dict, and got a int. Nothing was loaded"
+    )
+    assert_same(list(model.state_dict().values()), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path):
+    path = tmp_path / "run.pt"
+    amp_ir.save_checkpoint(path, epoch=1)
+    with pytest.raises(ArgumentError) as refused:
+        amp_ir.save_checkpoint(path, best=numpy.float64(0.5), epoch=2)
+    assert str(refused.value).startswith("the parts hold objects of numpy.")
+    assert amp_ir.load_checkpoint(path) == {"epoch": 1}
+    assert [one.name for one in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_a_random_state_of_another_form_is_refused(tmp_path: Path, monkeypatch: Any):
+    path, state = tmp_path / "run.pt", random_state.random_state()
+    strange = {**state, "torch": state["torch"][:-1], "python": (2, *state["python"][1:])}
+    del strange["numpy"]
+    monkeypatch.setattr("amp_ir.checkpoint.random_state", lambda: strange)
+    amp_ir.save_checkpoint(path)
+    with pytest.raises(StateError) as refused:
+        amp_ir.load_checkpoint(path)
+    assert str(refused.value) == (
+        "the checkpoint does not fit: the random state of torch is of another form than this "
+        "version's; the random state of python is of another form than this version's; the random "
+        "state of numpy is missing. Nothing was loaded"
+    )
+
+
+def test_the_digest_is_of_an_ordinary_file(tmp_path: Path):
+    """PyTorch reads it with memory mapping too, and a file saved again by PyTorch can be loaded."""
+    path = tmp_path / "run.pt"
+    amp_ir.save_checkpoint(path, model=nn.Linear(2, 2), epoch=1)
+    states = torch.load(path, weights_only=True, mmap=True)
+    assert states["model"]["weight"].shape == (2, 2)
+    del states["amp_ir"]
+    torch.save(states, tmp_path / "again.pt")
+    with pytest.warns(UserWarning, match="save it again with amp_ir.save_checkpoint"):
+        assert amp_ir.load_checkpoint(tmp_path / "again.pt", model=nn.Linear(2, 2)) == {"epoch": 1}

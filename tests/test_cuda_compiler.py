@@ -157,9 +157,9 @@ def test_what_decides_the_code_is_in_its_name():
 
 
 def test_the_cache_drops_what_was_unused_for_longest(tmp_path):
-    cache = CubinCache(tmp_path, limit_nbytes=250)
+    cache = CubinCache(tmp_path, limit_nbytes=2500)
     for age, name in enumerate("abc"):
-        cache.put(name, bytes(100))
+        cache.put(name, bytes(1000))
         os.utime(tmp_path / name, ns=(age, age)) if (tmp_path / name).exists() else None
         if name == "b":
             assert cache.get("a") is not None  # now the newest

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ import amp_ir
 from amp_ir import build, cli, export, loaded_step, native, pipeline
 from amp_ir import target as targets
 from amp_ir.demo.workloads import WORKLOADS
+from amp_ir.sealed_json import sealed
 
 STEPS = 3
 # Runs a step in a process that has neither amp_ir nor Python's torch.
@@ -164,8 +166,17 @@ def test_what_is_missing_is_told_all_at_once(tmp_path):
         {**own, "file": "libamp_ir_openmp.so", "functions": ["amp_ir.view"]},
         {**own, "file": "libamp_ir_two.so", "functions": ["amp_ir.two.view"]},
     ]
-    description = {"format": 1, "target": "cpu", "main": [], "libraries": libraries, "kernels": []}
-    (tmp_path / "step.so.json").write_text(json.dumps(description))
+    (tmp_path / "step.so").write_bytes(b"")
+    description = {
+        "kind": loaded_step.KIND,
+        "format": loaded_step.FORMAT,
+        "file": {"nbytes": 0, "sha256": hashlib.sha256().hexdigest()},
+        "target": "cpu",
+        "main": [],
+        "libraries": libraries,
+        "kernels": [],
+    }
+    (tmp_path / "step.so.json").write_text(json.dumps(sealed(description)))
     with pytest.raises(RuntimeError) as caught:
         loaded_step.LoadedStep(tmp_path / "step.so", libraries=tmp_path)
 
@@ -188,7 +199,7 @@ def test_a_file_of_another_format_is_refused(tmp_path):
     with pytest.raises(RuntimeError) as caught:
         loaded_step.LoadedStep(tmp_path / "step.so")
     assert str(caught.value) == (
-        "step.so.json has format 7, and this file reads 1; take loaded_step.py of the amp_ir that "
+        "step.so.json has format 7, and this file reads 2; take loaded_step.py of the amp_ir that "
         "compiled the step"
     )
 

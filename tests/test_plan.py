@@ -17,7 +17,7 @@ from tvm.relax import op
 from amp_ir.amp.autocast import autocast, plan_of
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.plan import CastPlan
-from amp_ir.errors import OptionError
+from amp_ir.errors import FileFormatError, OptionError
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,13 +92,16 @@ def wrong_format():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (wrong_format, "the plan has format 99; this is 1"),
-        (lambda: {"format": 1}, "this is no plan of amp_ir: 'ops'"),
-        (dict, "this is no plan of amp_ir: 'format'"),
+        (wrong_format, "the plan has format 99; expected 2; make a new plan"),
+        (
+            lambda: {"format": 2},
+            "this is no plan of amp_ir: plan has no amp_dtype, casts, cost_nbytes",
+        ),
+        (dict, "the plan has format None; expected 2"),
     ],
 )
 def test_what_is_no_plan_is_refused(data, message):
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(FileFormatError, match=message):
         CastPlan.from_json(data())
 
 

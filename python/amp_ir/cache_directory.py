@@ -1,13 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a user's caches lie."""
+"""Where a user's caches are, and what is done with an entry that is damaged."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from pathlib import Path
 
+_LOG = logging.getLogger("amp_ir")
+_TOLD: set[Path] = set()
 
-def cache_directory(name: str) -> Path:
-    """The directory for one kind of what is kept (the XDG base directory rules)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "amp_ir" / name
+
+def cache_directory(name: str) -> Path | None:
+    """Return the directory for one kind of cache (the XDG base directory rules).
+
+    None where this user has no home directory: nothing is kept then.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(given):  # the rules say to ignore another
+        return Path(given) / "amp_ir" / name
+    try:
+        return Path.home() / ".cache" / "amp_ir" / name
+    except RuntimeError:
+        return None
+
+
+def drop_damaged(path: Path, reason: str) -> None:
+    """Remove a cache's file that cannot be used, and say so once through logging."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+    if path not in _TOLD:
+        _TOLD.add(path)
+        _LOG.warning("%s is not used and is made again: %s", path, reason)

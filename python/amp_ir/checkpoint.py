@@ -8,58 +8,58 @@
 
 The file is `torch.save` of one dictionary with an entry for each name, so that
 `torch.load("run.pt")["model"]` is the model's state dictionary in plain PyTorch too. The random
-state of torch, Python and NumPy is in it as "random".
+state of torch, Python and NumPy is in it as "random", and as "amp_ir" the format and the classes of
+what was saved. A digest of all bytes stands at its end (checkpoint_file.py).
 """
 
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy
-import torch
-
-from amp_ir.errors import ArgumentError, StateError
+from amp_ir.checkpoint_file import ENTRY, FORMAT, MARK, read_states, write_states
+from amp_ir.checkpoint_parts import Part, kind_of, load_all, part_faults
+from amp_ir.errors import ArgumentError, FileFormatError, StateError
+from amp_ir.random_state import random_state, random_state_faults
 
 RANDOM = "random"
-# Beside the file itself, so that os.replace stays within one file system.
-PARTIAL_SUFFIX = ".partial"
+_RESERVED = {RANDOM: "the random state", ENTRY: "what the file says of itself"}
 
 
 def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     """Write a checkpoint; a process that is killed meanwhile leaves the one before whole.
 
-    The bytes go to `path` + ".partial" and to the disk, then take the place of `path` in one
-    operation of the file system. The next call overwrites what a killed one left behind.
-    Gradients are in no state dictionary: save where an accumulation has ended.
+    The bytes go to a temporary file beside `path` and to the disk, then take the place of `path` in
+    one operation of the file system (atomic_file.py). The next call removes what a killed one left
+    behind. Gradients are in no state dictionary: save where an accumulation has ended.
 
     Args:
-        path: the file to write.
+        path: the file to write; where it is a link, the file that it leads to.
         parts: by name, objects with `state_dict()` (models, optimizers, scalers, schedulers,
             compiled steps), lists of such, or plain values: numbers, strings, tensors and
             containers of these.
 
     Raises:
-        ArgumentError: a part is named "random".
+        ArgumentError: a part is named "random" or "amp_ir", or holds objects of other classes.
         OSError: the file cannot be written.
     """
-    if RANDOM in parts:
-        raise ArgumentError('a part is named "random", which is the random state; rename it')
+    for name, what in _RESERVED.items():
+        if name in parts:
+            raise ArgumentError(f'a part is named "{name}", which is {what}; rename it')
     states = {name: _state_of(part) for name, part in parts.items()}
-    states[RANDOM] = _random_state()
-    target = Path(path)
-    partial = target.with_name(target.name + PARTIAL_SUFFIX)
-    with open(partial, "wb") as file:
-        _write(states, file)
-    os.replace(partial, target)
-    _sync_folder(target.parent)
+    states[RANDOM] = random_state()
+    classes = {name: [kind_of(one) for one in _several(part)] for name, part in parts.items()}
+    kinds = {name: several for name, several in classes.items() if any(several)}
+    states[ENTRY] = {"mark": MARK, "format": FORMAT, "kinds": kinds}
+    write_states(path, states)
 
 
 def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
     """Load a checkpoint into objects, set the random state, and return the plain values.
+
+    Either everything is loaded, or nothing: names, shapes, dtypes and classes are checked before
+    the first object is written, and an error after that puts all of them back.
 
     Args:
         path: what `save_checkpoint` wrote.
@@ -69,17 +69,30 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
         the entries of the file that no object was given for, by name.
 
     Raises:
-        StateError: the file has no entry of a name that was given, or another number of objects
-            for it; nothing has been loaded. What `load_state_dict` raises is passed on.
+        FileFormatError: the file is damaged, is of a newer format, or is no checkpoint.
+        StateError: the file does not fit the objects; the message lists everything.
+        OSError: the file cannot be read.
     """
-    states = torch.load(path, map_location="cpu", weights_only=True)
-    _check_names(states, parts)
-    for name, part in parts.items():
-        for one, state in zip(_several(part), _several(states.pop(name)), strict=True):
-            one.load_state_dict(state)
-    # Last, since loading may draw numbers: nothing after this line may.
-    _set_random_state(states.pop(RANDOM))
+    states = read_states(path)
+    if RANDOM not in states:
+        raise FileFormatError(f"{path} is no checkpoint: it has no entry for the random state")
+    kinds = (states.pop(ENTRY, None) or {}).get("kinds", {})
+    _refuse(_name_faults(states, parts))
+    loaded = [one for name, part in parts.items() for one in _parts(name, part, states, kinds)]
+    random = states.pop(RANDOM)
+    faults = [fault for one in loaded for fault in part_faults(one)]
+    _refuse([*faults, *random_state_faults(random)])
+    load_all(loaded, random)
     return states
+
+
+def _parts(
+    name: str, given: Any, states: dict[str, Any], kinds: Mapping[str, Any]
+) -> Iterator[Part]:
+    objects, saved = _several(given), _several(states.pop(name))
+    classes = kinds.get(name, [None] * len(objects))
+    for number, (one, state, kind) in enumerate(zip(objects, saved, classes, strict=True)):
+        yield Part(f"{name}[{number}]" if len(objects) > 1 else name, one, state, kind)
 
 
 def _several(value: Any) -> Sequence[Any]:
@@ -94,55 +107,16 @@ def _state_of(part: Any) -> Any:
     return part
 
 
-def _check_names(states: Any, parts: Mapping[str, Any]) -> None:
-    if not isinstance(states, dict) or RANDOM not in states:
-        raise StateError("the file is no checkpoint: it has no entry for the random state")
-    faults = []
+def _name_faults(states: dict[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
     for name, part in parts.items():
         if name not in states or name == RANDOM:
-            faults.append(f"it has no entry {name!r}, its entries are {sorted(states)}")
+            yield f"it has no entry {name!r}, its entries are {sorted(map(str, states))}"
         elif len(_several(states[name])) != len(_several(part)):
             counts = f"{len(_several(states[name]))} states, {len(_several(part))} objects were"
-            faults.append(f"its entry {name!r} has {counts} given")
-    if faults:
-        raise StateError(f"the checkpoint does not fit: {'; '.join(faults)}. Nothing was loaded")
+            yield f"its entry {name!r} has {counts} given"
 
 
-def _write(states: dict[str, Any], file: BinaryIO) -> None:
-    torch.save(states, file)
-    file.flush()
-    # Without this a power failure could leave the new name with none of the bytes.
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put the renaming itself on the disk; where folders cannot be opened, the system does."""
-    if os.name != "posix":
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def _random_state() -> dict[str, Any]:
-    """Every generator a data loader or a step may draw from, in types that torch.load trusts."""
-    numpys: Any = numpy.random.get_state()
-    name, keys, *rest = numpys
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype("int64")), *rest),
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, words, following = state["python"]
-    random.setstate((version, tuple(words), following))
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+def _refuse(faults: Iterable[str]) -> None:
+    listed = list(faults)
+    if listed:
+        raise StateError(f"the checkpoint does not fit: {'; '.join(listed)}. Nothing was loaded")

@@ -46,6 +46,10 @@ class SkippedTooOftenError(AmpIrError, FloatingPointError):
     """More steps in a row were skipped for a gradient that is not finite than the scaler allows."""
 
 
+class FileFormatError(AmpIrError, ValueError):
+    """A file is damaged, altered, or of a format that this version does not read."""
+
+
 class DeviceError(AmpIrError, RuntimeError):
     """A device was asked for that this machine or this build does not have."""
 

@@ -5,6 +5,9 @@
 
 Beside `step.so` lies `step.so.json`, which says how to call it:
 
+    kind, format     "step of amp_ir" and 2
+    file             {"nbytes", "sha256"} of `step.so`
+    sha256           of this description itself, see sealed_json.py
     target           "cpu" or an architecture such as "sm_90"
     main             the function's arguments in order: {"name", "role", "shape", "dtype",
                      "stored_dtype", "count", "is_updated"}. Each is a flat dense tensor of `count`
@@ -29,8 +32,11 @@ Beside `step.so` lies `step.so.json`, which says how to call it:
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import math
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,12 +48,14 @@ import tvm
 from rich.table import Table
 from tvm import relax, tirx
 
+from amp_ir.atomic_file import atomic_file, write_bytes, write_text
 from amp_ir.cuda import machine_code
 from amp_ir.dispatch_note import OWN_KERNEL, DispatchNote
 from amp_ir.errors import BuildError
-from amp_ir.loaded_step import FORMAT
+from amp_ir.loaded_step import FORMAT, KIND, STATE_DIGEST, state_digest
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
+from amp_ir.sealed_json import sealed
 from amp_ir.target import CompileTarget
 from amp_ir.tensor_memory import physical_dtype
 
@@ -122,37 +130,58 @@ def export_step(
 ) -> ExportedStep:
     """Write the step to `path` and its description beside it.
 
+    Each takes its place whole. Where a kill comes between them the new file has the old
+    description, whose digest refuses it.
+
     Raises:
         BuildError: the file cannot be linked or written.
     """
-    try:
-        executable.export_library(str(path))
-    except (OSError, RuntimeError) as error:
-        raise BuildError(
-            f"{path} cannot be linked; g++ or clang++ must be on the path, and the folder must be "
-            f"writable. The linker says: {error}"
-        ) from error
+    library = _linked(executable, path)
     kernels: tuple[machine_code.KernelCode, ...] = ()
     if target.is_cuda:
         cubins = machine_code.cubins_of(executable.mod, target.arch)
         kernels = tuple(kernel for cubin in cubins for kernel in machine_code.kernels_of(cubin))
     calls = collections.Counter(_library_calls(planned.ir))
     description = {
+        "kind": KIND,
         "format": FORMAT,
+        "file": {"nbytes": len(library), "sha256": hashlib.sha256(library).hexdigest()},
         "target": str(target),
         "main": list(_arguments(planned, mod)),
         "libraries": list(_libraries(planned.ir, target)),
         "kernels": [_described(kernel) for kernel in kernels],
     }
-    beside = path.with_name(path.name + ".json")
-    beside.write_text(json.dumps(description, indent=1) + "\n")
+    description = sealed(description)
+    text = json.dumps(description, indent=1) + "\n"
+    try:
+        write_bytes(path, library)
+        write_text(path.with_name(path.name + ".json"), text)
+    except OSError as error:
+        raise BuildError(f"{path} cannot be written: {error}") from error
     count = sum(isinstance(function, tirx.PrimFunc) for function in planned.ir.functions.values())
-    nbytes = path.stat().st_size
-    return ExportedStep(path, nbytes, count, kernels, dict(calls), planned.dispatched, description)
+    return ExportedStep(
+        path, len(library), count, kernels, dict(calls), planned.dispatched, description
+    )
+
+
+def _linked(executable: relax.VMExecutable, path: Path) -> bytes:
+    """The shared library, linked where no one else looks."""
+    with tempfile.TemporaryDirectory() as folder:
+        linked = Path(folder) / "step.so"
+        try:
+            executable.export_library(str(linked))
+            return linked.read_bytes()
+        except (OSError, RuntimeError) as error:
+            raise BuildError(
+                f"{path} cannot be linked; g++ or clang++ must be on the path, and the folder for "
+                f"temporary files must be writable. The linker says: {error}"
+            ) from error
 
 
 def save_state(mod: StepModule, path: Path) -> None:
     """Write what the step's state is now to a .npz file, by the description's names.
+
+    One more entry is the digest of the others.
 
     Raises:
         BuildError: the file cannot be written.
@@ -163,9 +192,13 @@ def save_state(mod: StepModule, path: Path) -> None:
         # numpy has no bfloat16.
         is_bfloat16 = tensor.dtype is torch.bfloat16
         values[name] = (tensor.view(torch.uint16) if is_bfloat16 else tensor).numpy()
+    values[STATE_DIGEST] = np.array(state_digest(values))
     try:
-        with path.open("wb") as file:
-            np.savez(file, **values)
+        # As numpy.savez, which has arguments of its own that a parameter's name may be.
+        with atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+            for name, value in values.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, value, allow_pickle=False)
     except OSError as error:
         raise BuildError(f"{path} cannot be written: {error}") from error
 

@@ -14,6 +14,7 @@ description names (`libamp_ir_*.so` of amp_ir/lib), in the same folder:
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -23,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = 1
+KIND, FORMAT = "step of amp_ir", 2
+# The entry of a state's file that is the digest of the others.
+STATE_DIGEST = "amp_ir.sha256"
 # Dtypes that numpy does not have or kernels do not take, as numpy has the elements that are stored.
 _AS_NUMPY = {"bool": "bool", "bfloat16": "uint16"}
 # The compiled module's function that takes the thread pool of its parallel loops (build.py), and
@@ -31,6 +34,10 @@ _AS_NUMPY = {"bool": "bool", "bfloat16": "uint16"}
 SET_LAUNCH, LAUNCH_ADDRESS = "amp_ir_use_openmp", "amp_ir.openmp.launch_address"
 # TVM's numbers of devices and of its allocator that keeps what it took.
 _CPU, _CUDA, _POOLED = 1, 2, 2
+
+
+class StepFileError(RuntimeError, ValueError):
+    """A file of a step is damaged, altered, or of a format that this file does not read."""
 
 
 class LoadedStep:
@@ -47,6 +54,8 @@ class LoadedStep:
         device: the number of the GPU.
 
     Raises:
+        StepFileError: a file is damaged, or of a format that this file does not read; the step is
+            not loaded then, for a damaged one kills the process.
         RuntimeError: a library, a function of one, or a value of the state is missing; the message
             names them all and where they come from.
     """
@@ -61,12 +70,9 @@ class LoadedStep:
     ) -> None:
         # The linker looks for a bare name elsewhere, and not where we are.
         path = Path(path).resolve()
-        self.description = json.loads(path.with_name(path.name + ".json").read_text())
-        if self.description["format"] != FORMAT:
-            raise RuntimeError(
-                f"{path.name}.json has format {self.description['format']}, and this file reads "
-                f"{FORMAT}; take loaded_step.py of the amp_ir that compiled the step"
-            )
+        self.description = read_description(path)
+        given = read_state(state) if isinstance(state, (str, Path)) else dict(state or {})
+        given.pop(STATE_DIGEST, None)
         _load_libraries(self.description["libraries"], Path(libraries or path.parent).resolve())
         import tvm
 
@@ -81,7 +87,7 @@ class LoadedStep:
         devices = [(_CUDA, device), (_CPU, 0)] if is_cuda else [(_CPU, 0)]
         vm["vm_initialization"](*(x for kind, k in devices for x in (kind, k, _POOLED)))
         self._main, self._vm = vm["main"], vm
-        self._begin(dict(np.load(state)) if isinstance(state, (str, Path)) else dict(state or {}))
+        self._begin(given)
 
     def run(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """One step on `batch`; returns its results by name."""
@@ -124,6 +130,81 @@ class LoadedStep:
 
     def _names(self, role: str) -> list[str]:
         return [name for name, one in self._arguments.items() if one["role"] == role]
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Read what lies beside a step, and hold it and the step against their digests.
+
+    Raises:
+        StepFileError: they differ, or the format is another.
+    """
+    beside = path.with_name(path.name + ".json")
+    remedy = "copy both files again, or compile the step again"
+    try:
+        description = json.loads(beside.read_bytes().decode())
+        digest = json.dumps(
+            {key: value for key, value in description.items() if key != "sha256"},
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
+        )
+    except (ValueError, RecursionError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise StepFileError(f"{beside} is no description of a step: {reason}; {remedy}") from None
+    if description.get("format") != FORMAT or description.get("kind") != KIND:
+        raise StepFileError(
+            f"{beside.name} has format {description.get('format')!r}, and this file reads "
+            f"{FORMAT}; take loaded_step.py of the amp_ir that compiled the step"
+        )
+    if description.get("sha256") != hashlib.sha256(digest.encode()).hexdigest():
+        raise StepFileError(f"{beside} was altered or damaged after it was written; {remedy}")
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != description["file"]["sha256"]:
+        raise StepFileError(
+            f"{path} is damaged, or of another compilation than {beside.name}: it has "
+            f"{len(content)} bytes, expected {description['file']['nbytes']}, and another SHA-256; "
+            f"{remedy}"
+        )
+    return dict(description)
+
+
+def read_state(path: str | Path) -> dict[str, np.ndarray]:
+    """Read a .npz file of a state, and hold it against its digest if it has one.
+
+    Raises:
+        StepFileError: it is damaged, or no such file.
+    """
+    remedy = "write the state again"
+    with open(path, "rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                names = archive.files
+                values = {name: archive[name] for name in names}
+        except Exception as error:  # any, for damage reaches every part of the readers
+            reason = f"{type(error).__name__}: {error}"
+            raise StepFileError(f"{path} is no state, or damaged: {reason}; {remedy}") from error
+    digest = values.pop(STATE_DIGEST, None)
+    strange = [
+        name
+        for name, value in values.items()
+        if not isinstance(value, np.ndarray) or name.startswith(STATE_DIGEST)
+    ]
+    if len(set(names)) != len(names) or strange:
+        fault = f"entries that are no values, {strange}" if strange else "entries of the same name"
+        raise StepFileError(f"{path} is damaged: it has {fault}; {remedy}")
+    if digest is not None and str(digest) != state_digest(values):
+        raise StepFileError(f"{path} was altered or damaged after it was written; {remedy}")
+    return values
+
+
+def state_digest(values: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of arrays with their names, dtypes and shapes."""
+    digest = hashlib.sha256()
+    for name in sorted(values):
+        array = values[name]
+        digest.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _virtual_machine(path: str, is_cuda: bool) -> Any:

@@ -21,9 +21,9 @@ from typing import Any
 import attrs
 
 from amp_ir.amp.decisions import Label
+from amp_ir.amp.plan_file import FORMAT, plan_from, read_plan, write_plan
 from amp_ir.errors import OptionError
 
-FORMAT = 1
 _NBYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -136,6 +136,7 @@ class CastPlan:
     def hash(self) -> str:
         """SHA-256 of what was decided; the same for the same decisions, wherever files lie."""
         data = self.to_json()
+        del data["format"]
         for one in data["ops"]:
             del one["line"]
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -147,38 +148,28 @@ class CastPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CastPlan:
-        """The plan of what `to_json` gave.
+        """Make the plan of what `to_json` gave.
 
         Raises:
-            OptionError: another format, or a field is missing or unknown.
+            FileFormatError: another format, or a field is missing, unknown or of another type.
         """
-        try:
-            if data["format"] != FORMAT:
-                raise OptionError(f"the plan has format {data['format']}; this is {FORMAT}")
-            rest = {key: value for key, value in data.items() if key != "format"}
-            ops = tuple(PlannedOp(**_with_tuples(one)) for one in rest.pop("ops"))
-            casts = tuple(PlannedCast(**one) for one in rest.pop("casts"))
-            moved = tuple(Moved(**one) for one in rest.pop("moved", ()))
-            cost = PlanCost(**rest.pop("cost_nbytes"))
-            return cls(ops=ops, casts=casts, moved=moved, cost_nbytes=cost, **_with_tuples(rest))
-        except (KeyError, TypeError) as error:
-            raise OptionError(f"this is no plan of amp_ir: {error}") from None
+        return plan_from(cls, data)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, one op or cast a line, so that text tools can compare it."""
-        data = self.to_json()
-        ops, casts = data.pop("ops"), data.pop("casts")
-        head = json.dumps(data)[:-1]
-        lines = [",\n".join(json.dumps(one) for one in part) for part in (ops, casts)]
-        Path(path).write_text(f'{head}, "ops": [\n{lines[0]}\n], "casts": [\n{lines[1]}\n]}}\n')
+        """Write the plan as JSON, one op or cast a line, so that text tools can compare it.
+
+        The file has a digest, and a process that is killed meanwhile leaves the one before whole.
+        """
+        write_plan(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> CastPlan:
-        """Read what `save` wrote."""
-        try:
-            return cls.from_json(json.loads(Path(path).read_text()))
-        except json.JSONDecodeError as error:
-            raise OptionError(f"{path} is no plan of amp_ir: {error}") from None
+        """Read what `save` wrote.
+
+        Raises:
+            FileFormatError: the file is no plan, was altered, or is of a newer format.
+        """
+        return cls.from_json(read_plan(path))
 
     def diff(self, other: CastPlan) -> str:
         """What `other` decides differently, one line a difference; empty if nothing."""
@@ -253,10 +244,6 @@ class CastPlan:
 
 def _mebibytes(nbytes: int) -> str:
     return f"{nbytes / 2**20:9.2f} MiB"
-
-
-def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
 
 def _dtypes_in_words(one: PlannedOp) -> str:

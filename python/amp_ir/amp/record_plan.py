@@ -99,7 +99,8 @@ def replay(plan: CastPlan, graph: StepGraph, amp_dtype: str) -> list[Decision]:
         )
     decisions = []
     for planned, op in zip(plan.ops, graph.ops, strict=True):
-        if planned.name != op.name or len(planned.modes) != len(op.reads):
+        fits = len(planned.modes) == len(op.reads) and len(planned.follows) == len(op.results)
+        if planned.name != op.name or not fits:
             raise OptionError(
                 f"op {planned.id} of the plan is {planned.name}, of the step {op.name} in "
                 f"{op.location}; make a new plan"

@@ -6,16 +6,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import attrs
 
-from amp_ir.cache_directory import cache_directory
+from amp_ir.atomic_file import write_bytes
+from amp_ir.cache_directory import cache_directory, drop_damaged
 
 # A step's machine code has 0.1 to 3 MB, so this holds the last hundreds.
 LIMIT_NBYTES = 256 << 20
+# An entry is this, the digest of its name and its machine code in hexadecimal digits, a line end,
+# and the machine code. A newer format has another first line, so that each drops the other's.
+_HEAD = b"amp_ir cubin 2 sha256 "
+_HEAD_NBYTES = len(_HEAD) + 64 + 1
 
 
 def key(parts: Iterable[str]) -> str:
@@ -28,8 +32,8 @@ def key(parts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def default_directory() -> Path:
-    """Where a user's machine code is kept."""
+def default_directory() -> Path | None:
+    """Where a user's machine code is kept; None where nothing can be."""
     return cache_directory("cubin")
 
 
@@ -37,37 +41,41 @@ def default_directory() -> Path:
 class CubinCache:
     """A directory of cubins. Several processes may use it at once; none sees half a file.
 
-    A cache never makes a build fail: a directory that cannot be read or written is an empty one.
+    A cache never makes a build fail: a directory that cannot be read or written is an empty one,
+    and an entry that is damaged is dropped. What is returned is what was kept under that name.
     """
 
-    directory: Path = attrs.field(factory=default_directory)
+    directory: Path | None = attrs.field(factory=default_directory)
     limit_nbytes: int = LIMIT_NBYTES
 
     def get(self, name: str) -> bytes | None:
         """The cubin of that name, or None."""
+        if self.directory is None:
+            return None
         path = self.directory / name
         try:
             content = path.read_bytes()
-            os.utime(path)  # the oldest goes first: see `_shrink`
         except OSError:
             return None
-        return content
+        cubin = content[_HEAD_NBYTES:]
+        if content[:_HEAD_NBYTES] != _head(name, cubin):
+            drop_damaged(path, "the digest of its content is another than it says")
+            return None
+        with contextlib.suppress(OSError):  # it may be another user's, or read-only
+            os.utime(path)  # the oldest goes first: see `_shrink`
+        return cubin
 
     def put(self, name: str, cubin: bytes) -> None:
         """Keep a cubin, and drop those unused for longest while there are too many bytes."""
+        if self.directory is None:
+            return
         with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self.directory, suffix=".part")
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(cubin)
-                os.replace(temporary, self.directory / name)
-            except OSError:
-                os.unlink(temporary)
-                raise
+            write_bytes(self.directory / name, _head(name, cubin) + cubin)
             self._shrink()
 
     def _shrink(self) -> None:
+        assert self.directory is not None
         entries = []
         for path in self.directory.iterdir():
             # Another process may have dropped it since.
@@ -80,3 +88,8 @@ class CubinCache:
                 return
             path.unlink(missing_ok=True)
             excess -= nbytes
+
+
+def _head(name: str, cubin: bytes) -> bytes:
+    digest = hashlib.sha256(f"{name}:".encode() + cubin).hexdigest()
+    return _HEAD + digest.encode() + b"\n"

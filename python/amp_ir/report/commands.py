@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from amp_ir.atomic_file import write_text
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.report.step_page import step_page
@@ -79,7 +80,7 @@ def show_profile(
             "profile": json.loads(profile.to_json()),
             "memory": json.loads(memory.to_json()),
         }
-        arguments.json.write_text(json.dumps(parts, indent=1) + "\n")
+        write_text(arguments.json, json.dumps(parts, indent=1) + "\n")
         console.print(f"wrote {arguments.json}", highlight=False)
     return 0
 
@@ -94,6 +95,6 @@ def write_report(
     out: Path,
 ) -> int:
     """Write the page and say so."""
-    out.write_text(step_page(title, memory, profile, plan, machine))
+    write_text(out, step_page(title, memory, profile, plan, machine))
     wide_console().print(f"wrote {out}", highlight=False)
     return 0

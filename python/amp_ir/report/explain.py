@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from amp_ir.atomic_file import write_text
 from amp_ir.errors import OptionError
 from amp_ir.report.explain_graph_page import graph_page
 from amp_ir.report.explain_page import page
@@ -107,10 +108,10 @@ def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = No
     console.print()
     console.print("\n".join(plan.summary().splitlines()[:2]), highlight=False)
     if arguments.html is not None:
-        arguments.html.write_text(page(_title(plan, arguments), plan, rows))
+        write_text(arguments.html, page(_title(plan, arguments), plan, rows))
         console.print(f"wrote {arguments.html}", highlight=False)
     if arguments.graph is not None:
-        arguments.graph.write_text(graph_page(_title(plan, arguments), plan, rows))
+        write_text(arguments.graph, graph_page(_title(plan, arguments), plan, rows))
         console.print(f"wrote {arguments.graph}", highlight=False)
     return 0
 

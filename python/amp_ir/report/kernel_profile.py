@@ -14,6 +14,7 @@ import attrs
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 
+from amp_ir.atomic_file import write_text
 from amp_ir.dispatch_note import DispatchNote
 from amp_ir.machine import MachinePeaks
 from amp_ir.memory_plan import PlannedCall, PlannedStep
@@ -180,7 +181,7 @@ class KernelProfile:
 
         Tracks for forward, backward and optimizer, and a counter of the bytes held in the arena.
         """
-        Path(path).write_text(json.dumps(trace_events(self.calls, self.held_nbytes)))
+        write_text(path, json.dumps(trace_events(self.calls, self.held_nbytes)))
 
     def headline(self) -> str:
         """The step in a few lines."""

@@ -21,11 +21,11 @@ class MatmulTimes:
     """Milliseconds of each of a step's matmuls by the way in which it is computed.
 
     `by_matmul` goes from a matmul ("512 x 4096 x 4096, bfloat16 to float32, a transposed") to the
-    times of the ways it has; "rules" is what is done without measuring. `file` keeps them.
+    times of the ways it has; "rules" is what is done without measuring. `file` keeps them, if any.
     """
 
     by_matmul: Mapping[str, Milliseconds]
-    file: Path
+    file: Path | None
 
     @property
     def saved_share(self) -> float:
@@ -49,8 +49,10 @@ class MatmulTimes:
         console = Console(width=_WIDTH, file=io.StringIO(), highlight=False)
         console.print(table)
         text = console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        saved = f"{text}\n\nThe best ways save {self.saved_share:.1%} of these matmuls' time, each "
+        if self.file is None:
+            return f"{saved}counted once. They are not kept: there is no cache directory"
         return (
-            f"{text}\n\nThe best ways save {self.saved_share:.1%} of these matmuls' time, each "
-            "counted once. Steps compiled from now on\ntake them. To forget them, delete\n"
+            f"{saved}counted once. Steps compiled from now on\ntake them. To forget them, delete\n"
             f"{self.file}"
         )

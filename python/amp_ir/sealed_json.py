@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON files that say what they are, in which format, and the digest of their content.
+
+    {"kind": "plan", "format": 2, ..., "sha256": "5f1c..."}
+
+The digest is of the values and not of the bytes: spaces, line ends and the order of keys are free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from amp_ir.errors import FileFormatError
+
+DIGEST = "sha256"
+
+
+def digest_of(document: dict[str, Any]) -> str:
+    """Compute the SHA-256 of a document's values, without its own entry for it."""
+    content = {key: value for key, value in document.items() if key != DIGEST}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document with its digest."""
+    return {**document, DIGEST: digest_of(document)}
+
+
+def read_document(path: str | os.PathLike[str], *, what: str, remedy: str) -> dict[str, Any]:
+    """Read the JSON object in a file; whether it is sealed is not looked at.
+
+    Args:
+        path: the file.
+        what: what it should be, for the message: "plan of amp_ir".
+        remedy: what to do where it is not, for the message.
+
+    Raises:
+        FileFormatError: it is no JSON object.
+        OSError: it cannot be read.
+    """
+    content = Path(path).read_bytes()
+    try:
+        document = json.loads(content.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} is no {what}: {_reason(error)}; {remedy}") from None
+    if not isinstance(document, dict):
+        found = type(document).__name__
+        message = f"it holds a {found}, and a JSON object was expected"
+        raise FileFormatError(f"{path} is no {what}: {message}; {remedy}")
+    return document
+
+
+def check_seal(
+    document: dict[str, Any], path: str | os.PathLike[str], *, what: str, remedy: str, newest: int
+) -> None:
+    """Refuse a document that is newer than what is read, that is no `what`, or that was altered.
+
+    Raises:
+        FileFormatError: with what was found and what was expected.
+    """
+    found = document.get("format")
+    if isinstance(found, int) and found > newest:
+        raise FileFormatError(
+            f"{path} has format {found}, and this version of amp_ir reads up to {newest}; it was "
+            f"written by a newer one: use that, or {remedy}"
+        )
+    kind = document.get("kind")
+    if kind != what:
+        raise FileFormatError(
+            f"{path} is no {what}: its kind is {kind!r}, expected {what!r}; {remedy}"
+        )
+    try:
+        made = digest_of(document)
+    except (ValueError, RecursionError) as error:  # 1e999 is read as an infinity
+        made = f"undefined ({_reason(error)})"
+    if document.get(DIGEST) != made:
+        raise FileFormatError(
+            f"{path} was altered or damaged after it was written: the SHA-256 of its content is "
+            f"{made}, and it says {document.get(DIGEST)!r}; {remedy}"
+        )
+    if found != newest:
+        raise FileFormatError(f"{path} has format {found!r}, expected {newest}; {remedy}")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested more deeply than any such file is"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is no text in UTF-8 (byte {error.start})"
+    return str(error)
