@@ -341,14 +341,14 @@ def test_every_random_generator_is_kept():
     assert (random.random(), torch.rand(2).tolist(), numpy.random.rand()) == expected
 
 
-def test_a_second_shape_draws_on_where_the_first_one_stopped(capsys: pytest.CaptureFixture[str]):
+def test_a_second_shape_draws_on_where_the_first_one_stopped():
     """Compiled again, a step does not repeat the masks of its first steps."""
     torch.manual_seed(0)
     model = nn.Dropout(0.5)
     train = amp_ir.jit(lambda x: model(x), model=model)
     first = train(torch.ones(64))
     second = train(torch.ones(1, 64))
-    assert "compiled again" in capsys.readouterr().err
+    assert len(train.recompiles) == 1
     assert not torch.equal(first, second[0])
     assert train.state_dict()["random_state"].tolist()[1] == 2
 

@@ -623,23 +623,31 @@ CALL: list[Row] = [
         "device",
         lambda s: s.train(s.x.to("meta"), s.y),
         ArgumentError,
-        f"argument 0 has device meta, captured with cpu. {ANEW}",
+        "argument 0 is on the meta device and has no values; materialise it (to_empty) first",
     ),
     (
         "layout",
         lambda s: s.train(s.x.to_sparse(), s.y),
         ArgumentError,
-        f"argument 0 has layout torch.sparse_coo, captured with torch.strided. {ANEW}",
+        "argument 0 is sparse (torch.sparse_coo); only dense tensors can be captured, use "
+        ".to_dense()",
     ),
     (
         "numpy",
         lambda s: s.train(s.x.numpy(), s.y),
         ArgumentError,
-        f"argument 0 is a ndarray, expected a tensor (torch.from_numpy makes one). {ANEW}",
+        "argument 0 is a numpy.ndarray, expected a tensor; torch.from_numpy makes a tensor of an "
+        "array",
     ),
     (
         "gradient",
         lambda s: s.train(s.x.clone().requires_grad_() * 2, s.y),
+        ArgumentError,
+        "argument 0 is the result of another computation with gradients; pass it detached",
+    ),
+    (
+        "gradient of a leaf",
+        lambda s: s.train(s.x.clone().requires_grad_(), s.y),
         ArgumentError,
         f"argument 0 requires a gradient, captured without; pass it detached. {ANEW}",
     ),

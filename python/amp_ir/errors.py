@@ -30,6 +30,10 @@ class ShapeChanged(ArgumentError):
     """A batch tensor has another shape than the captured one; `jit` answers by compiling again."""
 
 
+class CopyError(AmpIrError, TypeError):
+    """A compiled step was to be copied or pickled; its model and optimizer can be."""
+
+
 class IdError(AmpIrError, IndexError):
     """The batch holds an id that lies outside of the table that it is looked up in."""
 

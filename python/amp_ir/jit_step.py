@@ -3,50 +3,78 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import collections
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from amp_ir.errors import OptionError, ShapeChanged, StateError
+from amp_ir.errors import CopyError, OptionError, StateError
+from amp_ir.fork_safe_lock import ForkSafeLock
 from amp_ir.frontend import trace
-from amp_ir.module import Role
+from amp_ir.frontend.call_signature import CallSignature
 from amp_ir.pipeline import Models, Optimizers, autocast, compile_step, trace_step
-from amp_ir.runtime.step import CompiledStep, refuse_names
+from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
 from amp_ir.step_log import StepRecord
-from amp_ir.step_options import check_budget, check_opt_level, check_rounding
+from amp_ir.step_options import check_budget, check_limit, check_opt_level, check_rounding
+from amp_ir.step_variants import DEFAULT_LIMIT, Recompile, StepVariants, Variant, log
 from amp_ir.target import target_of
+
+# A number that has changed so often is taken to change every step, and made an input.
+_CHANGES_TO_INPUT = 2
 
 
 class JitStep:
-    """A step that is captured, cast and compiled at its first call, and again for a new shape."""
+    """A step that is captured, cast and compiled at its first call, and where it changes.
+
+    What it was compiled to is kept: a step that changes back runs what was compiled before. Calls
+    from several threads run one after the other.
+    """
 
     def __init__(self, step: Callable[..., Any], **options: Any) -> None:
         self._step = step
         self._amp_dtype = options.pop("amp_dtype")
         self._compile_options = options.pop("compile_options")
+        self._variants: StepVariants[CallSignature, CompiledStep]
+        self._variants = StepVariants(options.pop("recompile_limit"))
         self._trace_options = options
-        self._compiled: list[CompiledStep] = []
-        # One for all shapes: the second shape's dropout goes on where the first one's is.
+        self._turn = ForkSafeLock("the step was running")
+        self._number_changes: collections.Counter[str] = collections.Counter()
+        # One for all programs: the second shape's dropout goes on where the first one's is.
         self._random_state: torch.Tensor | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Run one step, compiling first if no compiled one fits the batch's shapes."""
+        """Run one step, compiling first if no program fits the call.
+
+        Raises:
+            ArgumentError: an argument is no tensor or plain value that can be used.
+            What `amp_ir.trace_step` and `amp_ir.compile` raise; nothing has changed then.
+            IdError, StateError: as a CompiledStep does.
+        """
         refuse_names(named)
-        self._compiled = [one for one in self._compiled if one.module.hooks.is_current()]
-        for compiled in self._compiled:
-            with contextlib.suppress(ShapeChanged):
-                compiled.module.signature.flatten_batch(batch)
-                return compiled(*batch)
-        return self._compile(batch)(*batch)
+        with self._turn:
+            signature, tensors = CallSignature.of(batch)
+            variant = self._variants.find(signature)
+            if variant is None:
+                variant = self._compile(signature, batch)
+            return variant.program.run_current(tensors)
 
     @property
     def compiled(self) -> CompiledStep | None:
-        """The step compiled last; None before the first call."""
-        return self._compiled[-1] if self._compiled else None
+        """The program that ran last; None before the first call."""
+        last = self._variants.last
+        return None if last is None else last.program
+
+    @property
+    def recompiles(self) -> list[Recompile]:
+        """Each time the step was compiled after the first one: the reason, and the seconds."""
+        return list(self._variants.recompiles)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the capture of `compiled` decided, one sentence each; none before the first call."""
+        return () if self.compiled is None else self.compiled.module.notes
 
     @property
     def last(self) -> StepRecord:
@@ -77,9 +105,21 @@ class JitStep:
         else:
             self._random_state.copy_(state["random_state"])
 
-    def _compile(self, batch: tuple[Any, ...]) -> CompiledStep:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            CopyError: always.
+        """
+        raise CopyError(NO_COPY)
+
+    def _compile(
+        self, signature: CallSignature, batch: tuple[Any, ...]
+    ) -> Variant[CallSignature, CompiledStep]:
+        reason = self._variants.why_none(signature)
+        options = self._options(signature)
         started = time.perf_counter()
-        mod, args = trace_step(self._step, batch, **self._trace_options)
+        mod, args = trace_step(self._step, batch, **options)
         if self._random_state is None:
             self._random_state = mod.random_state
         else:
@@ -87,15 +127,21 @@ class JitStep:
         if self._amp_dtype is not None:
             mod = autocast(mod, args, amp_dtype=self._amp_dtype)
         compiled = compile_step(mod, **self._compile_options)
-        seconds = time.perf_counter() - started
-        if self._compiled:
-            shapes = [list(s.shape) for s in mod.signature.inputs if s.role is Role.BATCH]
-            print(
-                f"amp_ir: compiled again for batch shapes {shapes} ({seconds:.1f} s)",
-                file=sys.stderr,
-            )
-        self._compiled.append(compiled)
-        return compiled
+        variant = Variant(signature, mod.hooks, compiled)
+        self._variants.add(variant, reason, time.perf_counter() - started)
+        for note in mod.notes:
+            log.info("%s", note)
+        return variant
+
+    def _options(self, signature: CallSignature) -> dict[str, Any]:
+        """The options of a capture, with the numbers that it should not freeze."""
+        alike = self._variants.alike(signature)
+        if alike is not None:
+            self._number_changes.update(alike.guards.changed_numbers())
+        names = [n for n, count in self._number_changes.items() if count >= _CHANGES_TO_INPUT]
+        if not names:
+            return self._trace_options
+        return {**self._trace_options, "numbers_as_inputs": frozenset(names)}
 
 
 def jit(
@@ -109,11 +155,20 @@ def jit(
     opt_level: int = 3,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    recompile_limit: int = DEFAULT_LIMIT,
 ) -> JitStep:
-    """Capture, cast and compile `step` when it is first called.
+    """Capture, cast and compile `step` when it is first called, and again where it changes.
 
-    A batch of another shape compiles again, with a one-line notice, and is kept. `amp_dtype` is
-    "float16", "bfloat16" or None for no casts; `rounding` and `memory_budget` are as for `compile`.
+    Another shape, dtype or structure of the batch, train or eval mode, a frozen parameter, a flag:
+    each is compiled when it first comes, and kept. Python's logging tells of it: logger "amp_ir",
+    level INFO, with the reason; `train.recompiles` lists it.
+
+    Args:
+        step: as for `trace_step`, as are `model`, `optimizer` and `scaler`.
+        amp_dtype: "float16", "bfloat16", or None for no casts.
+        device: as for `compile`, as are `opt_level`, `rounding` and `memory_budget`.
+        recompile_limit: how many programs are kept for batches of the same structure, shapes and
+            dtypes; one that is compiled more often says so once, as a warning.
 
     Raises:
         OptionError, DeviceError, ArgumentError: at once, for what no batch could make right.
@@ -126,6 +181,7 @@ def jit(
     check_rounding(rounding)
     check_budget(memory_budget)
     check_opt_level(opt_level)
+    check_limit(recompile_limit)
     target_of(device)
     trace.check_training(step, model, optimizer, scaler)
     return JitStep(
@@ -134,6 +190,7 @@ def jit(
         optimizer=optimizer,
         scaler=scaler,
         amp_dtype=amp_dtype,
+        recompile_limit=recompile_limit,
         compile_options={
             "device": device,
             "opt_level": opt_level,

@@ -81,9 +81,19 @@ def _always() -> bool:
     return True
 
 
+def _never() -> bool:
+    """Do not end."""
+    return False
+
+
 def _no_change() -> str:
     """Nothing has changed."""
     return ""
+
+
+def _no_numbers() -> tuple[str, ...]:
+    """No number has changed."""
+    return ()
 
 
 def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
@@ -99,12 +109,17 @@ class StepHooks:
     `after_step(gradients)`: set or clear each `p.grad` as the step leaves it; takes the GRADIENT
     outputs that update no input, in order.
     `what_changed()`: why the capture is not current, in words; "" while it is.
+    `is_over()`: whether the capture will not be current again, as after the optimizer's first step.
+    `changed_numbers()`: the names of the Python numbers that the capture froze and that are others
+    now; `trace_step` takes them as `numbers_as_inputs`.
     """
 
     is_current: Callable[[], bool] = _always
     install_state: Callable[[], None] = _nothing
     after_step: Callable[[Sequence[torch.Tensor]], None] = _ignore
     what_changed: Callable[[], str] = _no_change
+    is_over: Callable[[], bool] = _never
+    changed_numbers: Callable[[], tuple[str, ...]] = _no_numbers
 
 
 @attrs.frozen
@@ -112,8 +127,9 @@ class StepModule:
     """A captured step.
 
     `ir` has one function `main(inputs...) -> R.Tuple(outputs...)`, a single dataflow block.
-    `state` maps the name of every state input to the user's own live tensor; a hyper-parameter or
-    scaler input maps to the function that reads its current value (a 0-d tensor).
+    `state` maps the name of every state input to the user's own live tensor; a hyper-parameter
+    maps to the function that reads its current value (a 0-d tensor), a gradient to the one that
+    gives the tensor in `p.grad` now.
     `notes` says in words what the capture decided, one sentence each.
     `hooks` connect a run to the user's model and optimizer.
     `plan` is the CastPlan of a step that went through autocast, else None.

@@ -423,10 +423,13 @@ def _program_on_copies(
     check_ids(find_bounds(mod.ir, mod.signature.inputs), batch)
     planned = lower(mod, target=target, **options)
     executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    copies = {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in mod.state.items()
-    }
+    copies = dict(mod.state)
+    for one in mod.signature.inputs:
+        held = mod.state.get(one.name)
+        if one.role is Role.GRADIENT and callable(held):
+            held = held()
+        if isinstance(held, torch.Tensor):
+            copies[one.name] = held.detach().clone()
     program = Program(executable, planned.plan, mod.signature, copies, device)
     return program, planned, batch
 

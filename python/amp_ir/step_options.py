@@ -53,3 +53,12 @@ def check_module(mod: Any, function: str) -> None:
             f"{function} takes a StepModule and got {type(mod).__name__}; make one with "
             "amp_ir.trace_step(step, example_batch, model=..., optimizer=...)"
         )
+
+
+def check_limit(recompile_limit: Any) -> None:
+    """Refuse what is no positive number of programs."""
+    is_number = isinstance(recompile_limit, int) and not isinstance(recompile_limit, bool)
+    if not (is_number and recompile_limit > 0):
+        raise OptionError(
+            f"recompile_limit={recompile_limit!r} is no number of programs; expected a positive int"
+        )

@@ -13,9 +13,9 @@ import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_ir.errors import ArgumentError
-from amp_ir.frontend.batch import PLAIN
-
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+from amp_ir.frontend.batch import leaf_fault
+from amp_ir.frontend.distribution import WRAPPER_ADVICE, group_fault, wrapper_fault
+from amp_ir.unusable_tensors import fault_of
 
 
 @attrs.frozen
@@ -63,10 +63,11 @@ def _check(
     model_faults = list(dict.fromkeys(fault for m in models for fault in _model_faults(m)))
     if not models:
         model_faults = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
-    wrong += model_faults
+    wrong += [*filter(None, [group_fault()]), *model_faults]
     if not model_faults:
         wrong += _tensor_faults(models, batch)
         wrong += _optimizer_faults(models, optimizers)
+        wrong += _state_faults(models, optimizers)
     if wrong:
         raise ArgumentError("; ".join(wrong))
     return Checked(models, optimizers, [one for one in _scalers(scaler) if one.is_enabled()])
@@ -125,43 +126,9 @@ def _batch_faults(batch: object) -> Iterator[str]:
     if not any(isinstance(leaf, torch.Tensor) for _, leaf in found):
         yield "example_batch= holds no tensor; pass an example of what the step is called with"
     for path, leaf in found:
-        fault = _leaf_fault(leaf)
+        fault = leaf_fault(leaf)
         if fault:
             yield f"example_batch{pytree.keystr(path)} {fault}"
-
-
-def _leaf_fault(leaf: object) -> str | None:
-    if not isinstance(leaf, torch.Tensor):
-        if isinstance(leaf, PLAIN):
-            return None
-        hint = "torch.from_numpy makes a tensor of an array" if _is_numpy(leaf) else (
-            "pass tensors and plain values in tuples, lists and dicts"
-        )  # fmt: skip
-        return f"is a {type(leaf).__module__}.{type(leaf).__name__}, expected a tensor; {hint}"
-    if leaf.requires_grad and not leaf.is_leaf:
-        return "is the result of another computation with gradients; pass it detached"
-    return _kind_fault(leaf)
-
-
-def _is_numpy(value: object) -> bool:
-    return type(value).__module__ == "numpy"
-
-
-def _kind_fault(tensor: torch.Tensor) -> str | None:
-    """What is wrong with the kind of a tensor, of the batch or of a model."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return "is not initialised; run the lazy module once on an example"
-    if tensor.is_nested:
-        return "is a nested tensor; pad it to a dense one"
-    if tensor.layout is not torch.strided:
-        return f"is sparse ({tensor.layout}); only dense tensors can be captured, use .to_dense()"
-    if tensor.is_quantized:
-        return "is quantized; train in floating point"
-    if tensor.is_complex():
-        return f"is complex ({tensor.dtype}); use two real tensors"
-    if tensor.is_meta:
-        return "is on the meta device and has no values; materialise it (to_empty) first"
-    return None
 
 
 def _model_faults(model: object) -> Iterator[str]:
@@ -170,8 +137,9 @@ def _model_faults(model: object) -> Iterator[str]:
         return
     for name, module in model.named_modules():
         kind, where = type(module).__name__, f"model= ({name or 'itself'})"
-        if kind in _WRAPPERS:
-            yield f"{where} is a {kind}; capture the module inside of it (.module)"
+        shared = wrapper_fault(module)
+        if shared is not None:
+            yield f"{where} {shared}; {WRAPPER_ADVICE}"
         elif kind == "OptimizedModule":
             yield f"{where} was made by torch.compile; pass the plain module (._orig_mod)"
         elif isinstance(module, torch.jit.ScriptModule):
@@ -189,7 +157,7 @@ def _tensor_faults(models: list[torch.nn.Module], batch: object) -> Iterator[str
     for index, model in enumerate(models):
         prefix = f"model{index}." if index else ""
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            fault = _kind_fault(tensor)
+            fault = fault_of(tensor)
             if fault:
                 yield f"{prefix}{name} {fault}"
                 continue
@@ -240,3 +208,22 @@ def _optimizer_faults(models: list[torch.nn.Module], optimizers: list[object]) -
                 f"{foreign} of the {len(parameters)} parameters of optimizer {index} ({kind}) are "
                 "in no model; pass every module that it trains in model=[...]"
             )
+
+
+def _state_faults(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[str]:
+    """Faults of gradients and of what optimizers keep."""
+    names: dict[int, str] = {}
+    for index, model in enumerate(models):
+        prefix = f"model{index}." if index else ""
+        for name, parameter in model.named_parameters():
+            names.setdefault(id(parameter), prefix + name)
+            if parameter.grad is not None and (fault := fault_of(parameter.grad)):
+                yield f"{prefix}{name}.grad {fault}"
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue
+        for owner, values in optimizer.state.items():
+            name = names.get(id(owner), "a parameter of another model")
+            for key, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, torch.Tensor) and (fault := fault_of(value)):
+                    yield f"{key!r} of optimizer {index} for {name} {fault}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from amp_ir.errors import ArgumentError, ShapeChanged
+from amp_ir.unusable_tensors import fault_of
 
 _ANEW = "Call it as it was captured, or capture (jit) the step again"
 PLAIN = (
@@ -35,7 +37,7 @@ class Arguments:
     def of(cls, args: tuple[Any, ...]) -> Arguments:
         """The structure of an example."""
         found, spec = pytree.tree_flatten_with_path(args)
-        paths = tuple("argument " + _path_text(path) for path, _ in found)
+        paths = tuple("argument " + path_text(path) for path, _ in found)
         return cls(spec, tuple(leaf for _, leaf in found), paths)
 
     @property
@@ -57,6 +59,8 @@ class Arguments:
             ShapeChanged: only shapes differ.
         """
         leaves, spec = pytree.tree_flatten(tuple(args))
+        if any(map(leaf_fault, leaves)):
+            raise ArgumentError("; ".join(faults_of(args, "argument ")))
         if spec != self.spec:
             raise ArgumentError(
                 f"the step was called with the structure {_structure(args)}, but was captured "
@@ -77,27 +81,67 @@ class Arguments:
         return tensors
 
 
-def _path_text(path: tuple[Any, ...]) -> str:
+def path_text(path: tuple[Any, ...]) -> str:
+    """Where a leaf is among the arguments, as "0['ids'][2]"."""
     first, *rest = path
     return str(getattr(first, "idx", first)) + pytree.keystr(tuple(rest))
 
 
-def _structure(value: Any) -> str:
-    """Nested containers in short: a tensor is `Tensor`, a plain value its type."""
+def identity_of(value: Any) -> tuple[type, str]:
+    """What a plain value is: 0.0, -0.0, 0 and False differ, and a NaN is another one's equal."""
+    return type(value), repr(value)
+
+
+def leaf_fault(leaf: object) -> str | None:
+    """Why a leaf of the arguments cannot be used; None where it can."""
+    if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, PLAIN):
+            return None
+        hint = "torch.from_numpy makes a tensor of an array" if _is_numpy(leaf) else (
+            "pass tensors and plain values in tuples, lists and dicts"
+        )  # fmt: skip
+        return f"is a {type(leaf).__module__}.{type(leaf).__name__}, expected a tensor; {hint}"
+    if leaf.requires_grad and not leaf.is_leaf:
+        return "is the result of another computation with gradients; pass it detached"
+    return fault_of(leaf)
+
+
+def faults_of(args: tuple[Any, ...], prefix: str) -> Iterator[str]:
+    """What is wrong with every leaf of the arguments, each with its place behind `prefix`."""
+    for path, leaf in pytree.tree_flatten_with_path(args)[0]:
+        fault = leaf_fault(leaf)
+        if fault:
+            yield f"{prefix}{path_text(path)} {fault}"
+
+
+def _is_numpy(value: object) -> bool:
+    return type(value).__module__ == "numpy"
+
+
+def structure_in_words(value: Any, name_of: Callable[[Any], str]) -> str:
+    """Nested containers in short; `name_of` gives the text of a leaf."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {_structure(v)}" for k, v in value.items()) + "}"
+        items = (f"{key!r}: {structure_in_words(one, name_of)}" for key, one in value.items())
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        inner = ", ".join(map(_structure, value))
+        inner = ", ".join(structure_in_words(one, name_of) for one in value)
         inner += "," if isinstance(value, tuple) and len(value) == 1 else ""
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-    return type(value).__name__ if not isinstance(value, torch.Tensor) else "Tensor"
+    return name_of(value)
+
+
+def _structure(value: Any) -> str:
+    """The containers of arguments: a tensor is `Tensor`, a plain value its type."""
+    return structure_in_words(
+        value, lambda one: "Tensor" if isinstance(one, torch.Tensor) else type(one).__name__
+    )
 
 
 def _difference(path: str, got: Any, expected: Any) -> str | None:
     """What is wrong with one leaf, shapes aside."""
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor):
-            return f"{path} is a {type(got).__name__}, expected a tensor{_from_numpy(got)}"
+            return f"{path} is a {type(got).__name__}, expected a tensor"
         for what in ("dtype", "device", "layout"):
             if getattr(got, what) != getattr(expected, what):
                 found, wanted = getattr(got, what), getattr(expected, what)
@@ -105,12 +149,8 @@ def _difference(path: str, got: Any, expected: Any) -> str | None:
         if got.requires_grad and not expected.requires_grad:
             return f"{path} requires a gradient, captured without; pass it detached"
         return None
-    same = type(got) is type(expected) and (got == expected or got is expected)
+    same = not isinstance(got, torch.Tensor) and identity_of(got) == identity_of(expected)
     return None if same else f"{path} is {got!r}, captured as the fixed value {expected!r}"
-
-
-def _from_numpy(value: Any) -> str:
-    return " (torch.from_numpy makes one)" if type(value).__module__ == "numpy" else ""
 
 
 @attrs.frozen

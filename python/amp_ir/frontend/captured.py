@@ -16,9 +16,10 @@ from amp_ir.module import Role
 class CapturedInput:
     """One placeholder of the graph, in order.
 
-    `tensor_or_reader` is the user's own live tensor for state (parameters, buffers, gradients,
-    optimizer state), a function that reads the present value as a new 0-d float64 tensor for a
-    hyper-parameter, and the example's tensor for the batch.
+    `tensor_or_reader` is the user's own live tensor for state (parameters, buffers, optimizer
+    state), a function that gives the tensor in `p.grad` now for a gradient, one that reads the
+    present value as a new 0-d float64 tensor for a hyper-parameter, and the example's tensor for
+    the batch.
     """
 
     name: str
@@ -54,6 +55,11 @@ def _no_change() -> str:
     return ""
 
 
+def _never() -> bool:
+    """Do not end."""
+    return False
+
+
 def _no_gradients(_gradients: Sequence[torch.Tensor]) -> None:
     """Do nothing."""
 
@@ -75,7 +81,8 @@ class CapturedStep:
     `is_current()` tells whether the graph still is what the step does: False when the user froze
     a parameter, changed a flag of a param group, replaced a state tensor (`load_state_dict` of an
     optimizer), left gradients where there were none, ...; then capture again. `what_changed()` is
-    the reason in words, "" while the graph is current.
+    the reason in words, "" while the graph is current. `is_over()` tells whether it will never be
+    current again.
     `install_state()` puts optimizer state that did not exist before the capture (zeros as the
     optimizer makes them; these tensors already stand in `inputs`) into `optimizer.state`. Call it
     once before the first run; calling it again changes nothing.
@@ -95,3 +102,4 @@ class CapturedStep:
         default=_no_gradients, eq=False
     )
     what_changed: Callable[[], str] = attrs.field(default=_no_change, eq=False)
+    is_over: Callable[[], bool] = attrs.field(default=_never, eq=False)

@@ -15,7 +15,6 @@ from amp_ir.frontend.interface import Interface
 from amp_ir.frontend.state import State
 from amp_ir.frontend.symbolic_float import Guard
 from amp_ir.frontend.tracing import Traced
-from amp_ir.module import Role
 
 
 class Currency:
@@ -42,15 +41,12 @@ class Currency:
             for name, module in model.named_modules()
         ]
         self._places = _places(state)
-        self._owned = _owned_state(state)
-        gradients = {
-            e.name: e.tensor_or_reader for e in interface.inputs if e.role is Role.GRADIENT
-        }
-        self._gradients: list[tuple[str, torch.Tensor, Any]] = []
-        for slot in state.parameters:
-            if id(slot.tensor) in traced.observed:
-                expected = gradients.get(f"{slot.name}.grad")
-                self._gradients.append((slot.name, slot.tensor, expected))
+        self._owned = _owned_state(state, interface)
+        self._gradients = [
+            (slot.name, slot.tensor, _kind_of_gradient(slot.tensor))
+            for slot in state.parameters
+            if id(slot.tensor) in traced.observed
+        ]
         put = {id(tensor) for tensor in (*interface.put, *interface.kept)}
         self._cleared = [s.tensor for s in state.parameters if id(s.tensor) not in put]
         self._scaler_options = [options_of(slots.scaler) for slots in state.scalers]
@@ -66,18 +62,32 @@ class Currency:
         """What makes the graph another one than the step's, in words; "" where nothing does."""
         return next(self._changes(), "")
 
+    def is_over(self) -> bool:
+        """Whether the graph is of a state of the optimizer that will not be again."""
+        return self._was_first_step() or any(self._changed_optimizer_state())
+
     def _changes(self) -> Iterator[str]:
-        if self._is_first_step_only and self._has_run:
+        if self._was_first_step():
             yield "the optimizer's first step is unlike the later ones"
         yield from self._changed_options()
         if not self._guards_hold():
             yield "a hyper-parameter has passed a value that the step decides by"
         yield from self._changed_models()
         for name, parameter, expected in self._gradients:
-            if parameter.grad is not expected:
-                yield f"the step reads {name}.grad, which was replaced, set or cleared"
+            if (now := _kind_of_gradient(parameter)) != expected:
+                yield f"the step reads {name}.grad, which {_gradient_in_words(expected, now)}"
         yield from self._changed_optimizer_state()
         yield from self._changed_scalers()
+
+    def _was_first_step(self) -> bool:
+        """Whether the graph is of the optimizer's first step, and one was made: here or eagerly."""
+        if not self._is_first_step_only:
+            return False
+        optimizers = self._state.optimizers
+        return self._has_run or any(
+            optimizers[index].state.get(parameter, {}).get(key, tensor) is not tensor
+            for index, parameter, key, tensor in self._interface.fresh
+        )
 
     def _changed_models(self) -> Iterator[str]:
         for name, tensor, before in self._kinds:
@@ -183,6 +193,22 @@ def _kind_in_words(before: _Kind, now: _Kind) -> str:
     return f"was {words[0]} and is {words[1]}"
 
 
+_KindOfGradient = tuple[torch.dtype, torch.device, torch.layout] | None
+
+
+def _kind_of_gradient(parameter: torch.Tensor) -> _KindOfGradient:
+    """What the graph depends on of a gradient beside its values; None where there is none."""
+    gradient = parameter.grad
+    return None if gradient is None else (gradient.dtype, gradient.device, gradient.layout)
+
+
+def _gradient_in_words(before: _KindOfGradient, now: _KindOfGradient) -> str:
+    if before is None or now is None:
+        return "was None and is set" if before is None else "was set and is None"
+    words = [(str(a), str(b)) for a, b in zip(before, now, strict=True) if a != b]
+    return f"was {', '.join(a for a, _ in words)} and is {', '.join(b for _, b in words)}"
+
+
 def _form(module: torch.nn.Module) -> tuple[bool, int, int]:
     """What the graph depends on of a module, its tensors apart."""
     return module.training, len(module._modules), len(module._parameters)
@@ -198,8 +224,13 @@ def _form_in_words(module: torch.nn.Module, before: tuple[bool, int, int]) -> st
 _Owned = tuple[torch.optim.Optimizer, torch.Tensor, list[tuple[str, str, torch.Tensor, bool]]]
 
 
-def _owned_state(state: State) -> list[_Owned]:
-    """For each optimizer and parameter: key, name, tensor, and whether the capture made it."""
+def _owned_state(state: State, interface: Interface) -> list[_Owned]:
+    """For each optimizer and parameter: key, name, tensor, and whether the capture made it.
+
+    Only what the graph works on: a step that calls no optimizer leaves its state alone.
+    """
+    used = {id(entry.tensor_or_reader) for entry in interface.inputs}
+    used |= {id(tensor) for _, _, _, tensor in interface.fresh}
     fresh = {(index, id(parameter), key) for index, parameter, key in state.fresh}
     parameters = {id(slot.tensor): slot.tensor for slot in state.parameters}
     return [
@@ -209,6 +240,7 @@ def _owned_state(state: State) -> list[_Owned]:
             [
                 (key, slot.name, slot.tensor, (index, parameter, key) in fresh)
                 for key, slot in slots.items()
+                if id(slot.tensor) in used
             ],
         )
         for (index, parameter), slots in state.optimizer_slots.items()

@@ -66,7 +66,11 @@ def import_step(captured: CapturedStep) -> StepModule:
         state=state,
         notes=captured.notes,
         hooks=StepHooks(
-            captured.is_current, captured.install_state, captured.after_step, captured.what_changed
+            is_current=captured.is_current,
+            install_state=captured.install_state,
+            after_step=captured.after_step,
+            what_changed=captured.what_changed,
+            is_over=captured.is_over,
         ),
     )
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_ir.frontend.captured import CapturedInput, CapturedOutput
 from amp_ir.frontend.hyper_parameters import HyperParameter
 from amp_ir.frontend.scalar_nodes import ScalarNodes
-from amp_ir.frontend.state import State
+from amp_ir.frontend.state import GradientReader, Slot, State
 from amp_ir.frontend.symbolic_float import FloatTape
 from amp_ir.frontend.tracing import Traced
 from amp_ir.location import META_KEY, Location
@@ -85,11 +85,13 @@ class _Finishing:
         self._behind_state = next(n for n in graph.nodes if n not in set(self._slot_nodes))
         self._entries: dict[torch.fx.Node, CapturedInput] = {}
         self._created: list[tuple[int, torch.Tensor, str, torch.Tensor]] = []
+        named = {id(slot.tensor): slot for slot in state.parameters}
+        self._owners = {id(gradient): named[key] for key, gradient in state.gradients.items()}
 
     def run(self, module: torch.fx.GraphModule) -> Interface:
         """Do it all."""
         for node, slot in zip(self._slot_nodes, self._state.slots, strict=True):
-            self._entries[node] = CapturedInput(slot.name, slot.role, slot.tensor)
+            self._entries[node] = CapturedInput(slot.name, slot.role, self._source_of(slot))
         for index, (node, tensor) in enumerate(zip(self._batch_nodes, self._batch, strict=True)):
             self._entries[node] = CapturedInput(f"batch{index}", Role.BATCH, tensor)
         outputs = self._collect_outputs()
@@ -114,6 +116,12 @@ class _Finishing:
             put=tuple(slot.tensor for slot in put),
             kept=tuple(by_id[key] for key in left),
         )
+
+    def _source_of(self, slot: Slot) -> torch.Tensor | GradientReader:
+        """The tensor of the slot; a gradient's is looked up at every call."""
+        if slot.role is not Role.GRADIENT:
+            return slot.tensor
+        return GradientReader(self._owners[id(slot)].name, self._owners[id(slot)].tensor)
 
     def _collect_outputs(self) -> list[_Output]:
         traced = self._traced

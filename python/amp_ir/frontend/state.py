@@ -20,6 +20,7 @@ import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_ir.errors import StateError
 from amp_ir.module import Role
 
 
@@ -31,6 +32,28 @@ class Slot:
     role: Role
     tensor: torch.Tensor
     fake: torch.Tensor = attrs.field(init=False)
+
+
+@attrs.frozen(eq=False)
+class GradientReader:
+    """Gives the gradient that a parameter has now: another tensor after every `zero_grad`."""
+
+    name: str
+    parameter: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        """The gradient.
+
+        Raises:
+            StateError: there is none.
+        """
+        gradient = self.parameter.grad
+        if gradient is None:
+            raise StateError(
+                f"the step reads {self.name}.grad, which was set at the capture and is None now; "
+                "run the backward pass that sets it, or capture the step again"
+            )
+        return gradient
 
 
 @attrs.frozen(eq=False)

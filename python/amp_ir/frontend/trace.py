@@ -80,6 +80,7 @@ def capture_step(
         is_current=currency.holds,
         after_step=currency.after_step,
         what_changed=currency.what_changed,
+        is_over=currency.is_over,
     )
 
 

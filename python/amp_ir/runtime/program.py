@@ -17,6 +17,7 @@ from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature
 from amp_ir.runtime.graph_run import GraphRun
 from amp_ir.tensor_memory import ALIGNMENT_BYTES, PHYSICAL_DTYPES
+from amp_ir.unusable_tensors import memory_fault
 
 _PHYSICAL = {getattr(torch, dtype): getattr(torch, seen) for dtype, seen in PHYSICAL_DTYPES.items()}
 
@@ -218,6 +219,9 @@ class _Input:
         assert self.source is not None
         if not isinstance(self.source, torch.Tensor):
             value = self.source()
+            if self.spec.role is Role.GRADIENT:
+                self._check(value)
+                return self._view_of(value)
             return flat_view(value) if self.device.type == "cpu" else self._on_gpu(value)
         self._check(self.source)
         return self._view_of(self.source)
@@ -241,6 +245,9 @@ class _Input:
         return self._view
 
     def _check(self, tensor: torch.Tensor) -> None:
+        fault = memory_fault(tensor)
+        if fault:
+            raise StateError(f"{self.spec.role.value} {self.spec.name} {fault}")
         if tensor.shape != self.spec.shape or tensor.dtype is not self._dtype:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise StateError(

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from amp_ir.dispatch_note import DispatchNote
-from amp_ir.errors import ArgumentError, StateError
+from amp_ir.errors import ArgumentError, CopyError, StateError
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import Role, StepModule
 from amp_ir.runtime.index_bounds import check_ids, find_bounds
@@ -29,6 +29,13 @@ class CompileReport:
     kernel_count: int
     plan: MemoryPlan
     dispatched: tuple[DispatchNote, ...] = ()
+
+
+NO_COPY = (
+    "a compiled step cannot be copied or pickled: it is machine code of this process, and works on "
+    "the tensors of its own model and optimizer. Copy these, copy.deepcopy((model, optimizer)), or "
+    "save them, amp_ir.save_checkpoint; then compile a step that uses the copies"
+)
 
 
 def refuse_names(named: dict[str, Any]) -> None:
@@ -81,6 +88,18 @@ class CompiledStep:
                 f"the step is no longer as it was captured: {change}. Call amp_ir.trace_step and "
                 "amp_ir.compile again, or use amp_ir.jit, which does"
             )
+        return self._run(tensors)
+
+    def run_current(self, tensors: list[torch.Tensor]) -> Any:
+        """As a call, with the flat batch, for one who has asked whether the step is current.
+
+        Raises:
+            IdError, StateError: as for a call.
+        """
+        check_ids(self._id_bounds, tensors)
+        return self._run(tensors)
+
+    def _run(self, tensors: list[torch.Tensor]) -> Any:
         if not self._is_installed:
             self._program.check_state()
             self.module.hooks.install_state()
@@ -153,6 +172,14 @@ class CompiledStep:
         """
         records = [log.last() for log in self.logs]
         return any(record is not None and record.skipped for record in records)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            CopyError: always.
+        """
+        raise CopyError(NO_COPY)
 
     def __repr__(self) -> str:
         """Say what was compiled, in one line."""

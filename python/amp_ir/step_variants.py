@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs that one jitted step was compiled to, and what they were compiled for.
+
+A program holds for calls of one signature (structure, shapes, dtypes), for the plain values among
+their arguments, and while what it was captured with is as it was. Programs that do not hold at the
+moment are kept: training and evaluation, or the steps of an accumulation, take turns.
+
+Like PyTorch, it tells of compiling where one looks for it, through `logging` at INFO (`logger`
+"amp_ir"), and of its own accord (WARNING) only where it goes on and on.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+import attrs
+
+log = logging.getLogger("amp_ir")
+
+# What torch.compile allows too. Four switches that users turn make eight programs: training or
+# evaluation, frozen or not, gradients there or not.
+DEFAULT_LIMIT = 8
+
+
+class Signature(Protocol):
+    """What calls are told apart by."""
+
+    @property
+    def key(self) -> Any:
+        """What programs are grouped by."""
+
+    @property
+    def values(self) -> Any:
+        """What else must be equal."""
+
+    def differences(self, earlier: Any) -> list[str]:
+        """How it differs from an earlier one, in words."""
+
+
+class Guards(Protocol):
+    """Tells whether a program still is what the step does."""
+
+    def what_changed(self) -> str:
+        """Why it is not, in words; "" where it is."""
+
+    def is_over(self) -> bool:
+        """Whether it will not be again."""
+
+    def changed_numbers(self) -> tuple[str, ...]:
+        """The Python numbers that it froze and that are others now."""
+
+
+@attrs.frozen
+class Recompile:
+    """One time that a step was compiled again: why, and how long it took."""
+
+    reason: str
+    seconds: float
+
+
+S = TypeVar("S", bound=Signature)
+P = TypeVar("P")
+
+
+@attrs.frozen(eq=False)
+class Variant(Generic[S, P]):
+    """One program, with what it holds for."""
+
+    signature: S
+    guards: Guards
+    program: P
+
+
+class StepVariants(Generic[S, P]):
+    """Programs by signature, the most recently used first.
+
+    At most `limit` are kept for one signature; beyond it the one not used for longest is dropped.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_key: dict[Any, list[Variant[S, P]]] = {}
+        self._recent: list[Variant[S, P]] = []
+        self._reasons: dict[Any, list[str]] = {}
+        self._has_warned = False
+        self.recompiles: list[Recompile] = []
+
+    @property
+    def last(self) -> Variant[S, P] | None:
+        """The one used last; None before the first."""
+        return self._recent[0] if self._recent else None
+
+    def find(self, signature: S) -> Variant[S, P] | None:
+        """The program for a call; in the common case one guard is asked."""
+        for variant in self._alike(signature):
+            if not variant.guards.what_changed():
+                if variant is not self.last:
+                    self._use(variant)
+                return variant
+        return None
+
+    def alike(self, signature: S) -> Variant[S, P] | None:
+        """The last used program for the same signature and values, whether it holds or not."""
+        return next(self._alike(signature), None)
+
+    def why_none(self, signature: S) -> str:
+        """Why no program fits a call, or what differs from the nearest; "" where there is none."""
+        alike = self.alike(signature)
+        if alike is not None:
+            return alike.guards.what_changed()
+        known = self._by_key.get(signature.key) or self._recent
+        differences = (signature.differences(one.signature) for one in known)
+        return "; ".join(min(differences, key=operator.length_hint, default=[]))
+
+    def add(self, variant: Variant[S, P], reason: str, seconds: float) -> None:
+        """Keep a new program, and tell of it; `reason` is what `why_none` said before."""
+        key = variant.signature.key
+        for one in [one for one in self._recent if one.guards.is_over()]:
+            self._drop(one)
+        self._by_key.setdefault(key, []).insert(0, variant)
+        self._recent.insert(0, variant)
+        if not reason:
+            log.info("compiled in %.1f s", seconds)
+            return
+        log.info("compiled again in %.1f s: %s", seconds, reason)
+        self.recompiles.append(Recompile(reason, seconds))
+        reasons = self._reasons.setdefault(key, [])
+        reasons.append(reason)
+        if len(self._by_key[key]) > self._limit:
+            self._drop(self._by_key[key][-1])
+        if len(reasons) >= self._limit and not self._has_warned:
+            self._has_warned = True
+            log.warning("%s", self._warning(reasons))
+
+    def _alike(self, signature: S) -> Iterator[Variant[S, P]]:
+        group = self._by_key.get(signature.key, ())
+        return (one for one in group if one.signature.values == signature.values)
+
+    def _use(self, variant: Variant[S, P]) -> None:
+        for variants in (self._recent, self._by_key[variant.signature.key]):
+            variants.remove(variant)
+            variants.insert(0, variant)
+
+    def _drop(self, variant: Variant[S, P]) -> None:
+        self._recent.remove(variant)
+        self._by_key[variant.signature.key].remove(variant)
+
+    def _warning(self, reasons: list[str]) -> str:
+        subjects = collections.Counter(map(_subject, reasons))
+        ((subject, count),) = subjects.most_common(1)
+        last = next(one for one in reversed(reasons) if _subject(one) == subject)
+        seconds = sum(one.seconds for one in self.recompiles)
+        return (
+            f"a jitted step was compiled {len(reasons)} times more for arguments of the same "
+            f"shapes and dtypes, {count} times for one reason (the last time: {last}). Compiling "
+            f"took {seconds:.1f} s so far and goes on where it changes again: results stay right, "
+            f"and {self._limit} programs are kept. Leave it as it is between steps, or make it a "
+            "tensor that the step takes as an argument or the model holds as a buffer; where all "
+            "its values come back, pass recompile_limit= of at least their number. Said once; "
+            "train.recompiles lists every time"
+        )
+
+
+def _subject(reason: str) -> str:
+    """What a reason speaks of, without what it was and is."""
+    return re.split(r",? (?:which |and )?(?:was|is|has|had|were) ", reason, maxsplit=1)[0]
