@@ -82,7 +82,7 @@ def assert_gradients_near(actual: Training, expected: Training, rtol: float) -> 
     zero but for rounding) is measured against 1 % of that.
     """
     wanted = [one.grad for model in expected.models for one in model.parameters()]
-    largest = max((float(one.abs().max()) for one in wanted if one is not None), default=0.0)
+    largest = max((_largest(one) for one in wanted if one is not None), default=0.0)
     for model, reference in zip(actual.models, expected.models, strict=True):
         others = dict(reference.named_parameters())
         for name, parameter in model.named_parameters():
@@ -95,9 +95,7 @@ def assert_gradients_near(actual: Training, expected: Training, rtol: float) -> 
 def assert_state_near(actual: Training, expected: Training, rtol: float) -> None:
     """Parameters, buffers and the optimizers' state; for small ones see `assert_gradients_near`."""
     for model, reference in zip(actual.models, expected.models, strict=True):
-        largest = max(
-            (float(one.detach().abs().max()) for one in reference.parameters()), default=0
-        )
+        largest = max((_largest(one) for one in reference.parameters()), default=0)
         for name, value in reference.state_dict().items():
             assert_near(name, model.state_dict()[name], value, rtol, floor=0.01 * largest)
     for optimizer, reference in zip(actual.optimizers, expected.optimizers, strict=True):
@@ -106,8 +104,13 @@ def assert_state_near(actual: Training, expected: Training, rtol: float) -> None
         for number, state in wanted.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    floor = 0.01 * max(float(one[key].abs().max()) for one in wanted.values())
+                    floor = 0.01 * max(_largest(one[key]) for one in wanted.values())
                     assert_near(f"state {number}.{key}", found[number][key], value, rtol, floor)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest size of an entry; 0 of none."""
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
 def assert_near(

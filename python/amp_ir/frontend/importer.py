@@ -22,7 +22,18 @@ from amp_ir.errors import UnsupportedOpError
 from amp_ir.frontend.captured import CapturedInput, CapturedStep
 from amp_ir.frontend.converters import Emitter, RefusedError, converter_of
 from amp_ir.frontend.converters.emitter import RANDOM_STATE, dtype_name
-from amp_ir.frontend.converters.promotion import DTYPE_NAMES, dtype_of, is_scalar, shape_of
+from amp_ir.frontend.converters.promotion import (
+    DTYPE_NAMES,
+    Scalar,
+    dtype_of,
+    is_scalar,
+    shape_of,
+)
+from amp_ir.frontend.empty_tensors import (
+    has_no_elements,
+    number_everywhere,
+    results_of_nothing,
+)
 from amp_ir.location import META_KEY, Location, to_span
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature, StepHooks, StepModule
 
@@ -182,6 +193,9 @@ class _Graph:
             return self._emitter.tensor(value) if isinstance(value, torch.Tensor) else value
         if node.target is operator.getitem:
             return self._lookup(node.args[0])[node.args[1]]
+        of_nothing = self._of_nothing(node)
+        if of_nothing is not None:
+            return of_nothing
         converter = converter_of(node.target)
         if converter is None:
             raise RefusedError("")
@@ -191,6 +205,33 @@ class _Graph:
         value = converter(self._emitter, *arguments, **options)
         _check(value, node.meta["val"])
         return value
+
+    def _of_nothing(self, node: fx.Node) -> Any:
+        """What a node gives that computes with tensors without elements, if that is known."""
+        expected = node.meta["val"]
+        if has_no_elements(expected):
+            several = isinstance(expected, (tuple, list))
+            values = [self._filled(one) for one in (expected if several else [expected])]
+            return tuple(values) if several else values[0]
+        results = results_of_nothing(node)
+        if results is None:
+            return None
+        known = [self._known(one) for one in results]
+        return tuple(known) if isinstance(expected, (tuple, list)) else known[0]
+
+    def _known(self, result: torch.Tensor | fx.Node | None) -> relax.Expr | None:
+        if result is None:
+            return None
+        if isinstance(result, fx.Node):
+            value: relax.Expr = self._values[result]
+            return value
+        number = number_everywhere(result) if result.numel() else 0
+        return self._emitter.tensor(result) if number is None else self._filled(result, number)
+
+    def _filled(self, like: torch.Tensor | None, number: Scalar = 0) -> relax.Expr | None:
+        if like is None:
+            return None
+        return self._emitter.full(tuple(like.shape), number, dtype_name(like.dtype))
 
     def _lookup(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):

@@ -129,6 +129,8 @@ def difference(a: Any, b: Any) -> Any:
 
 def product(a: Any, b: Any) -> Any:
     """`a` times `b`; NaN for 0 times inf."""
+    if literal(a) is not None and literal(b) is not None:
+        return _of_literals(np.multiply, a, b)
     if literal(a) == 0.0:
         a, b = b, a
     return tirx.Mul(a, _zero_beside(a)) if literal(b) == 0.0 else a * b
@@ -136,9 +138,19 @@ def product(a: Any, b: Any) -> Any:
 
 def quotient(a: Any, b: Any) -> Any:
     """`a` over `b`, floats; NaN for 0 over 0."""
+    if literal(a) is not None and literal(b) is not None:
+        return _of_literals(np.divide, a, b)
     if literal(a) == 0.0:
         return tirx.Div(_zero_beside(b), b)
     return tirx.Div(a, _zero_beside(a)) if literal(b) == 0.0 else a / b
+
+
+def _of_literals(function: Any, a: Any, b: Any) -> Any:
+    """What TVM would compute by laws of real numbers, or refuse to (1 / 0)."""
+    dtype = dtype_of(a)
+    with np.errstate(all="ignore"):
+        number = function(*(np.asarray(one.value, dtype) for one in (a, b)))
+    return constant(number.item(), dtype)
 
 
 def _zero_beside(x: Any) -> Any:

@@ -28,8 +28,9 @@ from amp_ir.loops.ir import (
     Value,
     distances_as,
 )
-from amp_ir.loops.kernel import Emitter, Kernel
+from amp_ir.loops.kernel import Emitter, GroupBuffers, Kernel
 from amp_ir.loops.kernel_template import KernelTemplate
+from amp_ir.loops.statements import sequence
 
 _NUMBERS = (bool, int, str, type(None))
 
@@ -60,6 +61,9 @@ class RememberedKernels:
         return kernel
 
     def _write(self, group: Group) -> Kernel:
+        if not any(value.size for value in group.stored):
+            # Results without elements: there is nothing to do.
+            return GroupBuffers.declare(group).finish(sequence([]))
         return self._emitter.emit_group(group, strict=self._strict)
 
     def _template(self, group: Group, distances: Sequence[Distance]) -> KernelTemplate | None:

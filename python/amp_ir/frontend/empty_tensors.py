@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that compute with tensors without elements, which need no kernel and no library.
+
+A batch of no rows, a mean over nothing, a parameter of no elements: what such an op gives has no
+elements either, or is one number everywhere (0 for a sum, NaN for a mean), or another argument as
+it was (nothing is written to it). PyTorch itself says what, on arguments made up for the others.
+So no stage behind, and no library, sees an extent of 0 but in what the step returns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Their gradients are divided by the number of elements, of fake tensors in Python (which raises).
+_LOSS_GRADIENTS = (
+    aten.mse_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
+
+
+def divides_by_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op is the gradient of a loss over no elements, with respect to `args[1]`."""
+    return func in _LOSS_GRADIENTS and has_no_elements(args[1])
+
+
+def has_no_elements(value: Any) -> bool:
+    """Whether a node's `meta["val"]` is a tensor without elements, or a tuple of only such."""
+    if isinstance(value, (tuple, list)):
+        given = [one for one in value if one is not None]
+        return bool(given) and all(has_no_elements(one) for one in given)
+    return isinstance(value, torch.Tensor) and 0 in value.shape
+
+
+def results_of_nothing(node: fx.Node) -> list[torch.Tensor | fx.Node | None] | None:
+    """What each result of a node is, tensor or argument, where an argument has no elements.
+
+    None where no argument is such a one, or where elements of others decide the result.
+    """
+    tensors = [one for one in node.all_input_nodes if _is_tensor(one)]
+    if not any(has_no_elements(one.meta["val"]) for one in tensors):
+        return None
+    if len(tensors) < len(node.all_input_nodes) or not isinstance(
+        node.target, torch._ops.OpOverload
+    ):
+        return None
+    made = [{one: _made_up(one.meta["val"], trial) for one in tensors} for trial in (0, 1)]
+    try:
+        trials = [_evaluate(node, values) for values in made]
+    except (IndexError, RuntimeError):
+        # The op does not take what was made up, such as a place outside of a table.
+        return None
+    found: list[torch.Tensor | fx.Node | None] = []
+    for first, second in zip(*trials, strict=True):
+        if first is None or _alike(first, second):
+            found.append(first)
+            continue
+        unchanged = [
+            one
+            for one in tensors
+            if all(
+                _alike(values[one], result)
+                for values, result in zip(made, (first, second), strict=True)
+            )
+        ]
+        if not unchanged:
+            return None
+        found.append(unchanged[0])
+    return found
+
+
+def number_everywhere(value: torch.Tensor) -> float | int | bool | None:
+    """The number that all elements of a tensor are; None if they differ."""
+    first = value.flatten()[0]
+    return first.item() if _alike(value, first.expand(value.shape)) else None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _made_up(like: torch.Tensor, trial: int) -> torch.Tensor:
+    """A tensor of the shape and dtype of `like`, another at each trial."""
+    shape = tuple(like.shape)
+    if like.dtype.is_floating_point:
+        numbers = torch.arange(1, math.prod(shape) + 1).reshape(shape)
+        return ((numbers % 7) * (trial + 1) / 8).to(like.dtype)
+    return torch.full(shape, trial, dtype=like.dtype)
+
+
+def _evaluate(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> list[Any]:
+    arguments, options = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    with torch.no_grad():
+        result = node.target(*arguments, **options)  # type: ignore[operator]
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
