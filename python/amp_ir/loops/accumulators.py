@@ -42,148 +42,157 @@ def combine(kind: str, a: Any, b: Any) -> Any:
     return tirx.any(a, b) if kind == "any" else tirx.all(a, b)
 
 
-@attrs.frozen(eq=False)
-class Accumulator:
-    """Partial results of one reduction: `lanes` running values, then one."""
+def wide_dtype(kind: str, dtype: str) -> str:
+    """The dtype in which blocks of running values of `dtype` are put together."""
+    return "float64" if kind in ("sum", "prod") and dtype == "float32" else dtype
 
-    value: Reduction
-    lanes: tirx.Var
-    total: tirx.Var
+
+@attrs.frozen(eq=False)
+class Running:
+    """`count` running values of one kind of reduction in memory; bool is kept as int32."""
+
+    kind: str
+    dtype: str
+    buffer: tirx.Var
     count: int
 
     @classmethod
-    def declare(cls, value: Reduction, count: int = LANES) -> Accumulator:
-        """Accumulators in registers; `count` running values."""
-        dtype = compute_dtype(value.dtype)
-        lanes = tirx.decl_buffer((count,), _local(dtype), "lanes")
-        total = tirx.decl_buffer((1,), _local(dtype), "total")
-        return cls(value, lanes, total, count)
-
-    @classmethod
-    def declare_shared(cls, value: Reduction, parts: int) -> Accumulator:
-        """One value a part, in memory that all tasks see."""
-        dtype = compute_dtype(value.dtype)
-        lanes = tirx.decl_buffer((parts,), _local(dtype), "parts")
-        return cls(value, lanes, lanes, parts)
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the running values."""
-        return compute_dtype(self.value.dtype)
-
-    def declaration(self) -> tirx.Stmt:
-        """Make the memory of the parts."""
-        return tirx.AllocBuffer(self.lanes)
-
-    def allocate(self) -> list[tirx.Stmt]:
-        """Make the registers and start every running value."""
-        start = self._keep(start_of(self.value.kind, self.dtype))
-        lane = tirx.Var("lane", "int32")
-        vector = ForKind.VECTORIZED if self.count % LANES == 0 else ForKind.SERIAL
-        clear = For(lane, 0, self.count, vector, tirx.BufferStore(self.lanes, start, [lane]))
-        return [
-            tirx.AllocBuffer(self.lanes),
-            tirx.AllocBuffer(self.total),
-            clear,
-            tirx.BufferStore(self.total, start, [0]),
-        ]
-
-    def at(self, lane: Any) -> Any:
-        """One running value."""
-        return self._take(tirx.BufferLoad(self.lanes, [lane]))
-
-    def add(self, lane: Any | None, element: Any) -> tirx.Stmt:
-        """Take `element` into a lane, or, without a lane, into the total."""
-        buffer, at = (self.total, 0) if lane is None else (self.lanes, lane)
-        known = self._take(tirx.BufferLoad(buffer, [at]))
-        return tirx.BufferStore(buffer, self._keep(combine(self.value.kind, known, element)), [at])
-
-    def put(self, part: Any, element: Any) -> tirx.Stmt:
-        """Set the value of a part."""
-        return tirx.BufferStore(self.lanes, self._keep(element), [part])
-
-    def finish(self, more: Accumulator | None = None) -> list[tirx.Stmt]:
-        """Fold the lanes (and the parts of `more`) into the total, in order."""
-        statements = []
-        for source in (self, more) if more is not None else (self,):
-            lane = tirx.Var("lane", "int32")
-            statements.append(
-                For(lane, 0, source.count, ForKind.SERIAL, self.add(None, source.at(lane)))
-            )
-        return statements
-
-    def result(self) -> Any:
-        """The finished value."""
-        return self._take(tirx.BufferLoad(self.total, [0]))
-
-    def _keep(self, element: Any) -> Any:
-        return m.cast(element, "int32") if self.dtype == "bool" else element
-
-    def _take(self, element: Any) -> Any:
-        return tirx.NE(element, m.constant(0, "int32")) if self.dtype == "bool" else element
-
-
-@attrs.define(eq=False)
-class ColumnSums:
-    """A reduction over rows: for each part of the rows, one running value a column."""
-
-    value: Reduction
-    sums: tirx.Var
-    parts: int
-    extent: int
-    part: Any = 0
-
-    @classmethod
-    def declare(cls, value: Reduction, parts: int, extent: int) -> ColumnSums:
-        """Memory for the sums of `parts` parts of the rows over `extent` columns."""
-        dtype = _local(compute_dtype(value.dtype))
-        return cls(value, tirx.decl_buffer((parts * extent,), dtype, "sums"), parts, extent)
-
-    @property
-    def kind(self) -> str:
-        """Which reduction it is."""
-        return self.value.kind
+    def declare(cls, kind: str, dtype: str, count: int, name: str) -> Running:
+        """Memory for the values."""
+        kept = "int32" if dtype == "bool" else dtype
+        return cls(kind, dtype, tirx.decl_buffer((count,), kept, name), count)
 
     def allocation(self) -> tirx.Stmt:
         """Make the memory."""
-        return tirx.AllocBuffer(self.sums)
+        return tirx.AllocBuffer(self.buffer)
 
-    def clear(self, column: Any) -> tirx.Stmt:
-        """Start this part's value of a column."""
-        start = self._keep(start_of(self.kind, compute_dtype(self.value.dtype)))
-        return tirx.BufferStore(self.sums, start, [self.part * self.extent + column])
+    def start(self, at: Any) -> tirx.Stmt:
+        """Set a value to the neutral element."""
+        return self.put(at, start_of(self.kind, self.dtype))
 
-    def add(self, column: Any, element: Any) -> tirx.Stmt:
-        """Take an element into this part's value of a column."""
-        at = self.part * self.extent + column
-        known = self._take(tirx.BufferLoad(self.sums, [at]))
-        return tirx.BufferStore(self.sums, self._keep(combine(self.kind, known, element)), [at])
+    def add(self, at: Any, element: Any) -> tirx.Stmt:
+        """Take an element into a value."""
+        return self.put(at, combine(self.kind, self.at(at), m.cast(element, self.dtype)))
 
-    def fold(self, column: Any) -> list[tirx.Stmt]:
-        """Combine the parts of a column, in order, where those of the first part are.
+    def put(self, at: Any, element: Any) -> tirx.Stmt:
+        """Set a value."""
+        return tirx.BufferStore(self.buffer, m.cast(element, str(self.buffer.ty.dtype)), [at])
 
-        Step by step in memory: as one expression a maximum, which reads its arguments three times,
-        would be written out three to the power of the parts.
-        """
-        steps = []
-        for part in range(1, self.parts):
-            known = self._take(tirx.BufferLoad(self.sums, [column]))
-            more = self._take(tirx.BufferLoad(self.sums, [part * self.extent + column]))
-            total = self._keep(combine(self.kind, known, more))
-            steps.append(tirx.BufferStore(self.sums, total, [column]))
-        return steps
-
-    def total(self, column: Any) -> Any:
-        """The finished value of a column, after `fold`."""
-        return self._take(tirx.BufferLoad(self.sums, [column]))
-
-    def _keep(self, element: Any) -> Any:
-        return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
-
-    def _take(self, element: Any) -> Any:
-        is_bool = compute_dtype(self.value.dtype) == "bool"
+    def at(self, at: Any) -> Any:
+        """A value."""
+        element = tirx.BufferLoad(self.buffer, [at])
+        is_bool = self.dtype == "bool"
         return tirx.NE(element, m.constant(0, "int32")) if is_bool else element
 
+    def flush(self, wide: Running, at: Any) -> tirx.Stmt:
+        """End a block: `wide` takes what a value holds, which starts again."""
+        return tirx.SeqStmt([wide.add(at, self.at(at)), self.start(at)])
 
-def _local(dtype: str) -> str:
-    return "int32" if dtype == "bool" else dtype
+
+def gathers_roundings(value: Reduction) -> bool:
+    """Whether a running value may be rounded at every element that it takes."""
+    return value.kind in ("sum", "prod") and compute_dtype(value.dtype).startswith("float")
+
+
+@attrs.frozen(eq=False)
+class Accumulator:
+    """Partial results of one reduction: `lanes` running values, then one.
+
+    Of a long sum, `wide` takes what the lanes hold at the end of each block, and `total`, which
+    takes what is in no lane, is wide as well: see accumulate_blocks.py.
+    """
+
+    value: Reduction
+    lanes: Running
+    wide: Running | None
+    total: Running
+    finished: Running
+
+    @classmethod
+    def declare(cls, value: Reduction, count: int = LANES, *, is_long: bool = False) -> Accumulator:
+        """Accumulators in registers; `count` running values, each for a block if it `is_long`."""
+        kind, dtype = value.kind, compute_dtype(value.dtype)
+        lanes = Running.declare(kind, dtype, count, "lanes")
+        finished = Running.declare(kind, dtype, 1, "total")
+        if not (is_long and gathers_roundings(value)):
+            return cls(value, lanes, None, finished, finished)
+        wide = Running.declare(kind, wide_dtype(kind, dtype), count, "wide")
+        total = Running.declare(kind, wide.dtype, 1, "wide_total")
+        return cls(value, lanes, wide, total, finished)
+
+    @staticmethod
+    def declare_shared(value: Reduction, parts: int) -> Running:
+        """One value a part, in memory that all tasks see."""
+        dtype = wide_dtype(value.kind, compute_dtype(value.dtype))
+        return Running.declare(value.kind, dtype, parts, "parts")
+
+    def allocate(self) -> list[tirx.Stmt]:
+        """Make the registers and start every running value."""
+        buffers = [self.lanes, self.total]
+        if self.wide is not None:
+            buffers += [self.wide, self.finished]
+        statements = [one.allocation() for one in buffers]
+        for one in buffers:
+            statements.append(over(one.count, one.start))
+        return statements
+
+    def add(self, lane: Any | None, element: Any) -> tirx.Stmt:
+        """Take `element` into a lane, or, without a lane, into the total."""
+        return self.total.add(0, element) if lane is None else self.lanes.add(lane, element)
+
+    def flush(self) -> list[tirx.Stmt]:
+        """End a block."""
+        wide = self.wide
+        if wide is None:
+            return []
+        return [over(wide.count, lambda lane: self.lanes.flush(wide, lane))]
+
+    def at(self, lane: Any) -> Any:
+        """One running value, after the last block."""
+        return m.cast((self.wide or self.lanes).at(lane), self.finished.dtype)
+
+    def finish(self, more: Running | None = None) -> list[tirx.Stmt]:
+        """Fold the lanes (and the parts of `more`) into the total, in a fixed order."""
+        statements = _fold(self.wide or self.lanes, self.total)
+        if more is not None:
+            statements += _in_order(more, self.total)
+        if self.finished is not self.total:
+            statements.append(self.finished.put(0, self.total.at(0)))
+        return statements
+
+    def sum_so_far(self) -> Any:
+        """The total, as wide as it is."""
+        return self.total.at(0)
+
+    def result(self) -> Any:
+        """The finished value."""
+        return self.finished.at(0)
+
+
+def over(count: int, body: Callable[[Any], tirx.Stmt]) -> tirx.Stmt:
+    """`body(lane)` for `count` values, in vectors if they fill some."""
+    if count == 1:
+        return body(tirx.const(0, "int32"))
+    lane = tirx.Var("lane", "int32")
+    kind = ForKind.VECTORIZED if count % LANES == 0 else ForKind.SERIAL
+    return For(lane, 0, count, kind, body(lane))
+
+
+def _in_order(source: Running, total: Running) -> list[tirx.Stmt]:
+    lane = tirx.Var("lane", "int32")
+    return [For(lane, 0, source.count, ForKind.SERIAL, total.add(0, source.at(lane)))]
+
+
+def _fold(source: Running, total: Running) -> list[tirx.Stmt]:
+    """Add the upper half of the values to the lower one until there is one: few roundings."""
+    if source.dtype == "bool" or source.count != LANES:
+        return _in_order(source, total)
+    statements: list[tirx.Stmt] = []
+    half = source.count // 2
+    while half >= 1:
+        lane: Any = tirx.Var("lane", "int32") if half > 1 else tirx.const(0, "int32")
+        halved = source.add(lane, source.at(lane + half))
+        vector = ForKind.VECTORIZED
+        statements.append(For(lane, 0, half, vector, halved) if half > 1 else halved)
+        half //= 2
+    return [*statements, total.add(0, source.at(0))]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the loops of a long sum are cut into blocks, so that no running value takes many elements.
+
+A running value of float32 that takes n elements one by one is off by up to n roundings of what it
+holds. Here it takes BLOCK elements at most and is then added to a wider one (float64), whose own
+roundings are nothing beside those of float32: the error stays that of BLOCK roundings, however
+long the sum is (blocked summation, Higham 1993). PyTorch's sums have blocks of 16 as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from tvm import tirx
+from tvm.tirx import For, ForKind
+
+from amp_ir.loops.statements import sequence
+
+# Elements that one running value takes before it is added to a wider one.
+BLOCK = 16
+
+
+@attrs.frozen
+class Cut:
+    """Which of some nested loops is cut, and how many of its iterations are a block."""
+
+    level: int
+    size: int
+
+
+def cut_of(extents: Sequence[int]) -> Cut | None:
+    """Where loops, outermost first, are cut so that a block has BLOCK innermost iterations at most.
+
+    None: they have no more than that.
+    """
+    inner = 1
+    for level in reversed(range(len(extents))):
+        if inner * extents[level] > BLOCK:
+            return Cut(level, _size(extents[level], BLOCK // inner))
+        inner *= extents[level]
+    return None
+
+
+def _size(extent: int, most: int) -> int:
+    """`most`, or a little less where that divides the loop: then its last block is no shorter."""
+    divisors = (size for size in range(most, most // 2, -1) if extent % size == 0)
+    return next(divisors, most)
+
+
+@attrs.define(eq=False)
+class Loop:
+    """A loop of `extent` iterations, of which the first `count` are run (None: all of them).
+
+    `size`: it is cut into blocks of so many; None: it is not.
+    """
+
+    name: str
+    extent: int
+    count: Any = None
+    size: int | None = None
+    outer: tirx.Var = attrs.field(init=False)
+    inner: tirx.Var = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.inner = tirx.Var(self.name, "int32")
+        self.outer = tirx.Var(f"{self.name}_block", "int32")
+
+    @property
+    def at(self) -> Any:
+        """The iteration that the body is in."""
+        return self.inner if self.size is None else self.outer * self.size + self.inner
+
+    def cut(self, most: int) -> Loop:
+        """The loop in blocks of at most `most`."""
+        return attrs.evolve(self, size=_size(self.extent, min(most, self.extent)))
+
+    def part(self) -> Loop:
+        """The loop over the iterations of one block."""
+        assert self.size is not None
+        count = None
+        if self.count is not None or self.extent % self.size:
+            left = (self.extent if self.count is None else self.count) - self.outer * self.size
+            count = tirx.min(left, self.size)
+        return Loop(self.name, self.size, count)
+
+    def around(self, body: Sequence[tirx.Stmt], flush: Sequence[tirx.Stmt] = ()) -> tirx.Stmt:
+        """The loop over `body`; each block ends with `flush`."""
+        if self.size is None:
+            count = self.extent if self.count is None else self.count
+            return For(self.inner, 0, count, ForKind.SERIAL, sequence(body))
+        part = self.part()
+        count = part.extent if part.count is None else part.count
+        inside = For(self.inner, 0, count, ForKind.SERIAL, sequence(body))
+        return self.over_blocks([inside, *flush])
+
+    def over_blocks(self, body: Sequence[tirx.Stmt]) -> tirx.Stmt:
+        """The loop over the blocks; block number `outer` is `body`."""
+        blocks = -(-self.extent // (self.size or self.extent))
+        return For(self.outer, 0, blocks, ForKind.SERIAL, sequence(body))
+
+
+def nested(names: Sequence[str], extents: Sequence[int], *, is_long: bool) -> list[Loop]:
+    """Loops inside each other, outermost first; of a long sum one of them is cut into blocks."""
+    loops = [Loop(name, extent) for name, extent in zip(names, extents, strict=True)]
+    cut = cut_of(extents) if is_long else None
+    if cut is not None:
+        loops[cut.level] = loops[cut.level].cut(cut.size)
+    return loops
