@@ -38,12 +38,12 @@ def cut_of(extents: Sequence[int]) -> Cut | None:
     inner = 1
     for level in reversed(range(len(extents))):
         if inner * extents[level] > BLOCK:
-            return Cut(level, _size(extents[level], BLOCK // inner))
+            return Cut(level, _block_size(extents[level], BLOCK // inner))
         inner *= extents[level]
     return None
 
 
-def _size(extent: int, most: int) -> int:
+def _block_size(extent: int, most: int) -> int:
     """`most`, or a little less where that divides the loop: then its last block is no shorter."""
     divisors = (size for size in range(most, most // 2, -1) if extent % size == 0)
     return next(divisors, most)
@@ -74,31 +74,18 @@ class Loop:
 
     def cut(self, most: int) -> Loop:
         """The loop in blocks of at most `most`."""
-        return attrs.evolve(self, size=_size(self.extent, min(most, self.extent)))
-
-    def part(self) -> Loop:
-        """The loop over the iterations of one block."""
-        assert self.size is not None
-        count = None
-        if self.count is not None or self.extent % self.size:
-            left = (self.extent if self.count is None else self.count) - self.outer * self.size
-            count = tirx.min(left, self.size)
-        return Loop(self.name, self.size, count)
+        return attrs.evolve(self, size=_block_size(self.extent, min(most, self.extent)))
 
     def around(self, body: Sequence[tirx.Stmt], flush: Sequence[tirx.Stmt] = ()) -> tirx.Stmt:
         """The loop over `body`; each block ends with `flush`."""
+        count: Any = self.extent if self.count is None else self.count
         if self.size is None:
-            count = self.extent if self.count is None else self.count
             return For(self.inner, 0, count, ForKind.SERIAL, sequence(body))
-        part = self.part()
-        count = part.extent if part.count is None else part.count
-        inside = For(self.inner, 0, count, ForKind.SERIAL, sequence(body))
-        return self.over_blocks([inside, *flush])
-
-    def over_blocks(self, body: Sequence[tirx.Stmt]) -> tirx.Stmt:
-        """The loop over the blocks; block number `outer` is `body`."""
-        blocks = -(-self.extent // (self.size or self.extent))
-        return For(self.outer, 0, blocks, ForKind.SERIAL, sequence(body))
+        is_whole = self.count is None and self.extent % self.size == 0
+        size = self.size if is_whole else tirx.min(count - self.outer * self.size, self.size)
+        block = For(self.inner, 0, size, ForKind.SERIAL, sequence(body))
+        blocks = -(-self.extent // self.size)
+        return For(self.outer, 0, blocks, ForKind.SERIAL, sequence([block, *flush]))
 
 
 def nested(names: Sequence[str], extents: Sequence[int], *, is_long: bool) -> list[Loop]:

@@ -42,8 +42,17 @@ def combine(kind: str, a: Any, b: Any) -> Any:
     return tirx.any(a, b) if kind == "any" else tirx.all(a, b)
 
 
+def running_dtype(kind: str, dtype: str) -> str:
+    """The dtype of running values of elements of `dtype`.
+
+    Of a product every rounding stays, as a share of it, whatever it is multiplied by later: so
+    blocks of float32 are no help, and all of it is float64.
+    """
+    return wide_dtype(kind, dtype) if kind == "prod" else dtype
+
+
 def wide_dtype(kind: str, dtype: str) -> str:
-    """The dtype in which blocks of running values of `dtype` are put together."""
+    """The dtype in which running values of elements of `dtype` are put together."""
     return "float64" if kind in ("sum", "prod") and dtype == "float32" else dtype
 
 
@@ -89,9 +98,9 @@ class Running:
         return tirx.SeqStmt([wide.add(at, self.at(at)), self.start(at)])
 
 
-def gathers_roundings(value: Reduction) -> bool:
-    """Whether a running value may be rounded at every element that it takes."""
-    return value.kind in ("sum", "prod") and compute_dtype(value.dtype).startswith("float")
+def needs_blocks(value: Reduction) -> bool:
+    """Whether a running value gathers roundings, which blocks keep few."""
+    return value.kind == "sum" and compute_dtype(value.dtype).startswith("float")
 
 
 @attrs.frozen(eq=False)
@@ -112,13 +121,14 @@ class Accumulator:
     def declare(cls, value: Reduction, count: int = LANES, *, is_long: bool = False) -> Accumulator:
         """Accumulators in registers; `count` running values, each for a block if it `is_long`."""
         kind, dtype = value.kind, compute_dtype(value.dtype)
-        lanes = Running.declare(kind, dtype, count, "lanes")
-        finished = Running.declare(kind, dtype, 1, "total")
-        if not (is_long and gathers_roundings(value)):
-            return cls(value, lanes, None, finished, finished)
-        wide = Running.declare(kind, wide_dtype(kind, dtype), count, "wide")
-        total = Running.declare(kind, wide.dtype, 1, "wide_total")
-        return cls(value, lanes, wide, total, finished)
+        running, kept = running_dtype(kind, dtype), wide_dtype(kind, dtype)
+        finished = Running.declare(kind, dtype, 1, "finished")
+        lanes = Running.declare(kind, running, count, "lanes")
+        if not (is_long and needs_blocks(value)):
+            total = finished if running == dtype else Running.declare(kind, running, 1, "total")
+            return cls(value, lanes, None, total, finished)
+        wide = Running.declare(kind, kept, count, "wide")
+        return cls(value, lanes, wide, Running.declare(kind, kept, 1, "total"), finished)
 
     @staticmethod
     def declare_shared(value: Reduction, parts: int) -> Running:
@@ -129,8 +139,8 @@ class Accumulator:
     def allocate(self) -> list[tirx.Stmt]:
         """Make the registers and start every running value."""
         buffers = [self.lanes, self.total]
-        if self.wide is not None:
-            buffers += [self.wide, self.finished]
+        buffers += [] if self.wide is None else [self.wide]
+        buffers += [] if self.finished is self.total else [self.finished]
         statements = [one.allocation() for one in buffers]
         for one in buffers:
             statements.append(over(one.count, one.start))
@@ -174,8 +184,13 @@ def over(count: int, body: Callable[[Any], tirx.Stmt]) -> tirx.Stmt:
     if count == 1:
         return body(tirx.const(0, "int32"))
     lane = tirx.Var("lane", "int32")
-    kind = ForKind.VECTORIZED if count % LANES == 0 else ForKind.SERIAL
-    return For(lane, 0, count, kind, body(lane))
+    if count % LANES:
+        return For(lane, 0, count, ForKind.SERIAL, body(lane))
+    if count == LANES:
+        return For(lane, 0, LANES, ForKind.VECTORIZED, body(lane))
+    step = tirx.Var("step", "int32")
+    vector = For(lane, 0, LANES, ForKind.VECTORIZED, body(step * LANES + lane))
+    return For(step, 0, count // LANES, ForKind.SERIAL, vector)
 
 
 def _in_order(source: Running, total: Running) -> list[tirx.Stmt]:

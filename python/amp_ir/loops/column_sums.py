@@ -9,7 +9,8 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops import math as m
-from amp_ir.loops.accumulators import Running, gathers_roundings, over, wide_dtype
+from amp_ir.loops.accumulate_blocks import BLOCK
+from amp_ir.loops.accumulators import Running, combine, needs_blocks, running_dtype, wide_dtype
 from amp_ir.loops.ir import Reduction, compute_dtype
 from amp_ir.loops.statements import sequence
 
@@ -31,23 +32,25 @@ class ColumnSums:
 
     @classmethod
     def declare(
-        cls, value: Reduction, place: tuple[int, Any], extent: int, *, is_long: bool
+        cls, value: Reduction, place: tuple[int, Any], extent: int, rows: int
     ) -> ColumnSums:
-        """Memory for `extent` columns; `place` is how many parts there are, and the one at work."""
+        """Memory for `extent` columns of parts of `rows` rows.
+
+        `place` is how many parts there are, and the one at work. Few blocks may be added up in
+        what rows are: that is less to move at the end of each.
+        """
         (parts, part), kind, dtype = place, value.kind, compute_dtype(value.dtype)
-        sums = kept = Running.declare(kind, dtype, parts * extent, "sums")
-        if is_long and gathers_roundings(value):
-            kept = Running.declare(kind, wide_dtype(kind, dtype), parts * extent, "kept")
+        running = running_dtype(kind, dtype)
+        sums = kept = Running.declare(kind, running, parts * extent, "sums")
+        if rows > BLOCK and needs_blocks(value):
+            kept_dtype = wide_dtype(kind, dtype) if rows > BLOCK * BLOCK else dtype
+            kept = Running.declare(kind, kept_dtype, parts * extent, "kept")
         return cls(value, sums, kept, parts, extent, part)
 
     @property
     def has_blocks(self) -> bool:
         """Whether rows are added in blocks."""
         return self.kept is not self.sums
-
-    def without_sums(self) -> ColumnSums:
-        """The same, to which tiles are added and not rows."""
-        return attrs.evolve(self, sums=self.kept)
 
     @property
     def buffers(self) -> list[Running]:
@@ -72,58 +75,23 @@ class ColumnSums:
         Step by step in memory: as one expression a maximum, which reads its arguments three times,
         would be written out three to the power of the parts.
         """
-        kept, extent = self.kept, self.extent
-        return [kept.add(column, kept.at(part * extent + column)) for part in range(1, self.parts)]
+        if needs_blocks(self.value):
+            return []
+        return [self.kept.add(column, self._of_part(part, column)) for part in range(1, self.parts)]
 
     def total(self, column: Any) -> Any:
         """The finished value of a column, after `fold`."""
-        return m.cast(self.kept.at(column), compute_dtype(self.value.dtype))
+        kind, dtype = self.value.kind, compute_dtype(self.value.dtype)
+        total = self._of_part(0, column)
+        if needs_blocks(self.value):
+            wide = wide_dtype(kind, dtype)
+            total = m.cast(total, wide)
+            for part in range(1, self.parts):
+                total = combine(kind, total, m.cast(self._of_part(part, column), wide))
+        return m.cast(total, dtype)
+
+    def _of_part(self, part: int, column: Any) -> Any:
+        return self.kept.at(part * self.extent + column if part else column)
 
     def _here(self, column: Any) -> Any:
         return self.part * self.extent + column
-
-
-@attrs.frozen(eq=False)
-class TileSums:
-    """The running values of a tile, some columns from `start` on, small enough for registers.
-
-    `sums` take the rows of a block, `blocks` what they hold at its end, and `whole` all that.
-    """
-
-    whole: ColumnSums
-    sums: Running
-    blocks: Running
-    start: Any
-
-    @classmethod
-    def declare(cls, whole: ColumnSums, start: Any, width: int, *, is_long: bool) -> TileSums:
-        """For `width` columns; of one block of rows unless it `is_long`."""
-        kind, dtype = whole.value.kind, compute_dtype(whole.value.dtype)
-        sums = blocks = Running.declare(kind, dtype, width, "sums")
-        if is_long and gathers_roundings(whole.value):
-            blocks = Running.declare(kind, dtype, width, "blocks")
-        return cls(whole, sums, blocks, start)
-
-    @property
-    def value(self) -> Reduction:
-        """What is reduced."""
-        return self.whole.value
-
-    def begin(self) -> list[tirx.Stmt]:
-        """Make the registers and start them."""
-        made = [self.sums] if self.blocks is self.sums else [self.sums, self.blocks]
-        return [*(one.allocation() for one in made), *(over(one.count, one.start) for one in made)]
-
-    def add(self, column: Any, element: Any) -> tirx.Stmt:
-        """Take an element into the running value of a column."""
-        return self.sums.add(column - self.start, element)
-
-    def end_block(self) -> list[tirx.Stmt]:
-        """End a block of rows."""
-        if self.blocks is self.sums:
-            return []
-        return [over(self.sums.count, lambda at: self.sums.flush(self.blocks, at))]
-
-    def end(self, column: Any) -> tirx.Stmt:
-        """End the tile in a column."""
-        return self.whole.add(column, self.blocks.at(column - self.start))

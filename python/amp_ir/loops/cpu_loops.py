@@ -17,7 +17,7 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.loops.accumulate_blocks import BLOCK, Loop, nested
 from amp_ir.loops.accumulators import Accumulator
-from amp_ir.loops.column_sums import ColumnSums, TileSums
+from amp_ir.loops.column_sums import ColumnSums
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.element_writer import ElementWriter
 from amp_ir.loops.group import Domain, Group
@@ -47,7 +47,7 @@ class GroupLoops:
     column_axes: list[Axis] = attrs.field(init=False)
     levels: list[Level] = attrs.field(init=False)
     scratch: list[tirx.Stmt] = attrs.field(factory=list)
-    column_sums: list[ColumnSums | TileSums] = attrs.field(factory=list)
+    column_sums: list[ColumnSums] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.row_axes, self.column_axes = merged_axes(self.domain)

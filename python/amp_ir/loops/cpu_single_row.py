@@ -24,10 +24,10 @@ def single_row_kernel(loops: GroupLoops) -> tirx.Stmt:
     row_elements: dict[int, Any] = {}
     statements: list[tirx.Stmt] = []
     for level in loops.levels:
-        statements += loops.start_level(level, row, row_elements)
+        statements += loops.with_scratch(loops.start_level(level, row, row_elements))
         if level.stores or level.reductions:
             statements += _parallel_level(loops, level, row, row_elements)
-    return sequence(loops.with_scratch(statements))
+    return sequence(statements)
 
 
 def _parallel_level(
@@ -54,7 +54,8 @@ def _parallel_level(
     for accumulator in rest:
         statements += accumulator.allocate()
     if bounds[1]:
-        statements += loops.column_loops(level, row, row_elements, rest, bounds)
+        left = loops.column_loops(level, row, row_elements, rest, bounds)
+        statements += loops.with_scratch(left)
     for accumulator, whole in zip(rest, shared, strict=True):
         statements += accumulator.finish(whole)
         row_elements[id(accumulator.value)] = accumulator.result()

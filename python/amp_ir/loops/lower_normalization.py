@@ -26,21 +26,41 @@ Body = Callable[..., Any]
 
 def _mean(x: Value, axes: Sequence[int], body: Body, dtype: str) -> Value:
     """The mean of `body` over `axes` of the index space of x; the axes stay."""
-    count = math.prod(x.shape[axis] for axis in axes)
+    count = m.constant(_count(x, axes), dtype)
     total = reduce("sum", x.shape, axes, body, dtype)
-    return pointwise(total.shape, dtype, lambda *i: total[i] * m.constant(1.0 / count, dtype))
+    # Not a product with 1 / count, which has a rounding of its own.
+    return pointwise(total.shape, dtype, lambda *i: total[i] / count)
+
+
+def _count(x: Value, axes: Sequence[int]) -> int:
+    return math.prod(x.shape[axis] for axis in axes)
 
 
 def statistics(x: Value, axes: Sequence[int], eps: float) -> tuple[Value, Value, Value]:
-    """(mean, variance, 1 / sqrt(variance + eps)) over `axes`, in two passes."""
+    """(mean, variance, 1 / sqrt(variance + eps)) over `axes`, in two passes.
+
+    What the mean is off by from rounding adds its square to the mean square of the distances. The
+    distances' own sum tells it: the corrected two-pass algorithm (Chan, Golub and LeVeque 1983).
+    """
     dtype = compute_dtype(x.dtype)
     mean = _mean(x, axes, lambda *i: x[i], dtype)
+    count = m.constant(_count(x, axes), dtype)
+
+    def distance(*i: Any) -> Any:
+        return bind(x[i] - mean[i])
 
     def squared(*i: Any) -> Any:
-        centered = bind(x[i] - mean[i])
+        centered = distance(*i)
         return centered * centered
 
-    variance = _mean(x, axes, squared, dtype)
+    squares = reduce("sum", x.shape, axes, squared, dtype)
+    drift = reduce("sum", x.shape, axes, distance, dtype)
+
+    def corrected(*i: Any) -> Any:
+        rest = squares[i] - drift[i] * (drift[i] / count)
+        return m.maximum(rest, m.constant(0.0, dtype)) / count
+
+    variance = pointwise(squares.shape, dtype, corrected)
     rstd = pointwise(
         variance.shape, dtype, lambda *i: m.rsqrt(variance[i] + m.constant(eps, dtype))
     )

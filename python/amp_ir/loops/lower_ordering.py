@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops import math as m
+from amp_ir.loops.accumulators import wide_dtype
 from amp_ir.loops.cuda_launch import guarded
 from amp_ir.loops.cuda_rank_sort import rank_launch
 from amp_ir.loops.ir import (
@@ -67,26 +68,31 @@ def _serial(extent: Any, name: str, body: Callable[[Any], tirx.Stmt]) -> tirx.St
 
 @lowers("relax.cumsum", "relax.cumprod")
 def scan(op: Lowering, x: Value) -> Value:
-    """Sums or products of what comes before, with the element itself unless `exclusive`."""
+    """Sums or products of what comes before, with the element itself unless `exclusive`.
+
+    The running value takes all elements of a row one by one: of float32 it is float64, as in
+    PyTorch on a CPU.
+    """
     attributes, result = op.call.attrs, op.results[0]
     source = x if attributes.axis is not None else reshape(x, (x.size,))
     axis = int(attributes.axis) % len(source.shape) if attributes.axis is not None else 0
     rows, dtype = _Rows(source.shape, axis), compute_dtype(result.dtype)
     is_sum = op.name == "relax.cumsum"
+    wide = wide_dtype("sum", dtype)
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
         def row_body(row: Any) -> list[tirx.Stmt]:
-            total = task_buffer(1, dtype, "total")
+            total = task_buffer(1, wide, "total")
             known = tirx.BufferLoad(total, [0])
 
             def visit(item: Any) -> tirx.Stmt:
                 flat = rows.flat(row, item)
-                element = m.cast(inputs[0].load(flat), dtype)
+                element = m.cast(inputs[0].load(flat), wide)
                 step = tirx.BufferStore(total, known + element if is_sum else known * element, [0])
-                store = outputs[0].store(flat, known)
+                store = outputs[0].store(flat, m.cast(known, dtype))
                 return tirx.SeqStmt([store, step] if attributes.exclusive else [step, store])
 
-            start = tirx.BufferStore(total, m.constant(0 if is_sum else 1, dtype), [0])
+            start = tirx.BufferStore(total, m.constant(0 if is_sum else 1, wide), [0])
             return [tirx.AllocBuffer(total), start, _serial(rows.length, "item", visit)]
 
         return rows.each(row_body)

@@ -398,13 +398,14 @@ def reduction(op: Lowering, x: Value) -> Value:
     dtype = compute_dtype(result.dtype)
     kind: Any = _REDUCTIONS.get(op.name, "sum")
     total = reduce(kind, x.shape, axes_tuple, lambda *i: m.cast(x[i], dtype), dtype)
-    scale = 1.0 / math.prod(x.shape[axis] for axis in axes_tuple)
+    count = math.prod(x.shape[axis] for axis in axes_tuple)
     is_mean = op.name == "relax.mean"
     if not is_mean and dtype == result.dtype:
         return reshape(total, result.shape)
 
     def finish(*i: Any) -> Any:
-        return total[i] * m.constant(scale, dtype) if is_mean else total[i]
+        # Not a product with 1 / count, which has a rounding of its own.
+        return total[i] / m.constant(count, dtype) if is_mean else total[i]
 
     return reshape(pointwise(total.shape, result.dtype, finish), result.shape)
 

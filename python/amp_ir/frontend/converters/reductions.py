@@ -184,13 +184,20 @@ def std(
 def _var_mean(
     ops: Emitter, x: relax.Expr, dims: Axes, correction: Scalar | None, *, keepdims: bool
 ) -> tuple[relax.Expr, relax.Expr]:
-    axes = axes_of(x, dims)
+    """(variance, mean), computed in float64, as PyTorch does on a CPU.
+
+    In float32 the mean of large numbers is off by more than what they differ by, and squares of
+    2e19 are infinite.
+    """
+    axes, dtype = axes_of(x, dims), dtype_of(x)
     count = math.prod(shape_of(x)[axis] for axis in axes)
+    x = ops.cast(x, "float64")
     average = reduce(ops, relax.op.mean, x, axes, keepdims=True)
     distance = ops.subtract(x, average)
     total = reduce(ops, relax.op.sum, ops.multiply(distance, distance), axes, keepdims=keepdims)
     divisor = max(0.0, count - (1 if correction is None else correction))
-    return ops.divide(total, float(divisor)), ops.reshape(average, shape_of(total))
+    variance = ops.cast(ops.divide(total, float(divisor)), dtype)
+    return variance, ops.cast(ops.reshape(average, shape_of(total)), dtype)
 
 
 @converts(aten.linalg_vector_norm.default)
