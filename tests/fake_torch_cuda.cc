@@ -9,14 +9,19 @@
 // Load:   `with fake_torch_cuda.installed(path) as fake:`, or
 //         native.function("amp_ir.torch_cuda.use")(path)
 //
-// Not imitated: streams (the last one is recorded), PyTorch's CUDA allocator, cuDNN's choices and
-// rounding, flash attention's order of summation.
+// Convolutions and attention of low dtypes are computed in float32 and rounded once, as cuDNN does.
+// PyTorch's own CPU kernels for these dtypes round between samples or groups, and elsewhere on
+// each kind of CPU.
+//
+// Not imitated: streams (the last one is recorded), PyTorch's CUDA allocator, cuDNN's choices,
+// flash attention's order of summation.
 #define USE_CUDA
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -77,6 +82,58 @@ Function* OnCpu(const char* name) {
 
 #define ON_CPU(name) OnCpu<decltype(name)>(#name)
 
+void Check(AOTITorchError error) {
+  if (error != 0) throw std::runtime_error("a call of PyTorch's C interface failed");
+}
+
+int32_t DtypeOf(AtenTensorHandle tensor) {
+  int32_t dtype = 0;
+  Check(ON_CPU(aoti_torch_get_dtype)(tensor, &dtype));
+  return dtype;
+}
+
+// A copy of `tensor` in another dtype, with its strides where these are dense.
+AtenTensorHandle Converted(AtenTensorHandle tensor, int32_t dtype) {
+  int64_t rank = 0;
+  int64_t *sizes = nullptr, *strides = nullptr;
+  Check(ON_CPU(aoti_torch_get_dim)(tensor, &rank));
+  Check(ON_CPU(aoti_torch_get_sizes)(tensor, &sizes));
+  Check(ON_CPU(aoti_torch_get_strides)(tensor, &strides));
+  AtenTensorHandle copy = nullptr;
+  Check(ON_CPU(aoti_torch_empty_strided)(rank, sizes, strides, dtype,
+                                         ON_CPU(aoti_torch_device_type_cpu)(), 0, &copy));
+  Check(ON_CPU(aoti_torch_copy_)(copy, tensor, 0));
+  return copy;
+}
+
+// An operand in float32: itself, or a copy that lives as long as this.
+class Wide {
+ public:
+  explicit Wide(AtenTensorHandle tensor) : tensor_(tensor) {
+    const int32_t full = ON_CPU(aoti_torch_dtype_float32)();
+    if (DtypeOf(tensor) != full) copy_ = Converted(tensor, full);
+  }
+  ~Wide() {
+    if (copy_ != nullptr) ON_CPU(aoti_torch_delete_tensor_object)(copy_);
+  }
+  Wide(const Wide&) = delete;
+  Wide& operator=(const Wide&) = delete;
+  AtenTensorHandle get() const { return copy_ != nullptr ? copy_ : tensor_; }
+
+ private:
+  AtenTensorHandle tensor_;
+  AtenTensorHandle copy_ = nullptr;
+};
+
+// Rounds a result of float32 to the dtype of `like`.
+void Round(AtenTensorHandle* result, AtenTensorHandle like) {
+  const int32_t dtype = DtypeOf(like);
+  if (DtypeOf(*result) == dtype) return;
+  AtenTensorHandle full = *result;
+  *result = Converted(full, dtype);
+  ON_CPU(aoti_torch_delete_tensor_object)(full);
+}
+
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -122,9 +179,12 @@ EXPORT AOTITorchError aoti_torch_cuda_convolution(
     int64_t stride_len, const int64_t* padding, int64_t padding_len, const int64_t* dilation,
     int64_t dilation_len, int32_t transposed, const int64_t* output_padding,
     int64_t output_padding_len, int64_t groups, AtenTensorHandle* result) {
-  return ON_CPU(aoti_torch_cpu_convolution)(input, weight, bias, stride, stride_len, padding,
-                                            padding_len, dilation, dilation_len, transposed,
-                                            output_padding, output_padding_len, groups, result);
+  Wide x(input), w(weight);
+  const AOTITorchError error = ON_CPU(aoti_torch_cpu_convolution)(
+      x.get(), w.get(), bias, stride, stride_len, padding, padding_len, dilation, dilation_len,
+      transposed, output_padding, output_padding_len, groups, result);
+  if (error == 0) Round(result, input);
+  return error;
 }
 
 EXPORT AOTITorchError aoti_torch_cuda_convolution_backward(
@@ -134,10 +194,14 @@ EXPORT AOTITorchError aoti_torch_cuda_convolution_backward(
     int32_t transposed, const int64_t* output_padding, int64_t output_padding_len, int64_t groups,
     const int32_t* output_mask, int64_t output_mask_len, AtenTensorHandle* of_input,
     AtenTensorHandle* of_weight, AtenTensorHandle* of_bias) {
-  return ON_CPU(aoti_torch_cpu_convolution_backward)(
-      grad_output, input, weight, bias_sizes, bias_sizes_len, stride, stride_len, padding,
+  Wide dy(grad_output), x(input), w(weight);
+  const AOTITorchError error = ON_CPU(aoti_torch_cpu_convolution_backward)(
+      dy.get(), x.get(), w.get(), bias_sizes, bias_sizes_len, stride, stride_len, padding,
       padding_len, dilation, dilation_len, transposed, output_padding, output_padding_len, groups,
       output_mask, output_mask_len, of_input, of_weight, of_bias);
+  if (error == 0 && output_mask[0] != 0) Round(of_input, input);
+  if (error == 0 && output_mask[1] != 0) Round(of_weight, weight);
+  return error;
 }
 
 EXPORT AOTITorchError aoti_torch_cuda__scaled_dot_product_flash_attention(
@@ -153,8 +217,11 @@ EXPORT AOTITorchError aoti_torch_cuda__scaled_dot_product_flash_attention(
       return error;
   }
   *max_q = *max_k = 0;
-  return ON_CPU(aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu)(
-      query, key, value, dropout_p, is_causal, nullptr, scale, out, logsumexp);
+  Wide q(query), k(key), v(value);
+  const AOTITorchError error = ON_CPU(aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu)(
+      q.get(), k.get(), v.get(), dropout_p, is_causal, nullptr, scale, out, logsumexp);
+  if (error == 0) Round(out, query);
+  return error;
 }
 
 EXPORT AOTITorchError aoti_torch_cuda__scaled_dot_product_flash_attention_backward(
@@ -172,7 +239,13 @@ EXPORT AOTITorchError aoti_torch_cuda__scaled_dot_product_flash_attention_backwa
   ON_CPU(aoti_torch_get_size)(query, 2, &rows);
   ON_CPU(aoti_torch_get_size)(key, 2, &columns);
   if (dropout_p != 0 || max_q != rows || max_k != columns) return 1;
-  return ON_CPU(aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward)(
-      grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, nullptr, scale, of_q, of_k,
-      of_v);
+  Wide dy(grad_out), q(query), k(key), v(value), y(out);
+  const AOTITorchError error =
+      ON_CPU(aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward)(
+          dy.get(), q.get(), k.get(), v.get(), y.get(), logsumexp, dropout_p, is_causal, nullptr,
+          scale, of_q, of_k, of_v);
+  for (AtenTensorHandle* result : {of_q, of_k, of_v}) {
+    if (error == 0) Round(result, query);
+  }
+  return error;
 }
