@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,10 +23,13 @@ from pathlib import Path
 import torch
 import tvm_ffi
 
-from amp_ir.errors import BuildError
+from amp_ir.errors import BuildError, OptionError
 from amp_ir.loaded_step import files_of_wheel
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
+
+# Libraries to do without, with commas in between: to test or to measure what they are worth.
+DISABLE_VARIABLE = "AMP_IR_DISABLE"
 
 # Library -> what the user loses without it.
 CONSEQUENCES = {
@@ -48,10 +52,17 @@ def load() -> dict[str, str]:
     """Load every library that exists; later calls do nothing.
 
     Returns the reason for each library that is missing, after one warning that names them all with
-    their consequences. Where PyTorch has no CUDA, nobody misses `cublaslt`.
+    their consequences. Where PyTorch has no CUDA, nobody misses `cublaslt`. A library that
+    `AMP_IR_DISABLE` names is not loaded, and not warned of.
+
+    Raises:
+        OptionError: `AMP_IR_DISABLE` names a library that there is not, or `passes`.
     """
     reasons = {}
+    disabled = _disabled()
     for name in CONSEQUENCES:
+        if name in disabled:
+            continue
         reason = _load_library(name)
         if reason is not None and (name != "cublaslt" or torch.version.cuda is not None):
             reasons[name] = reason
@@ -75,6 +86,19 @@ def function(name: str) -> tvm_ffi.Function:
     return found
 
 
+def _disabled() -> set[str]:
+    """The libraries that the user wants to do without."""
+    value = os.environ.get(DISABLE_VARIABLE, "")
+    names = {name.strip() for name in value.split(",")} - {""}
+    optional = [name for name in CONSEQUENCES if name != "passes"]
+    if not names <= set(optional):
+        raise OptionError(
+            f"{DISABLE_VARIABLE}={value} names no library that can be done without; expected some "
+            f"of {', '.join(optional)}, with commas in between"
+        )
+    return names
+
+
 def _load_library(name: str) -> str | None:
     """Load libamp_ir_<name>; the reason why not, or None."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
@@ -87,12 +111,30 @@ def _load_library(name: str) -> str | None:
         ctypes.CDLL(str(path))
     except OSError as error:
         return str(error)
+    if name == "torch":
+        set_fast = tvm_ffi.get_global_func("amp_ir.torch.set_fast_bfloat16", allow_missing=True)
+        if set_fast is not None:
+            set_fast(_has_fast_bfloat16())
     if name == "cublaslt":
         look_at = tvm_ffi.get_global_func("amp_ir.cublaslt.also_look_at")
         for wheel in _CUBLASLT_WHEELS:
             for found in files_of_wheel(wheel, "libcublasLt.so."):
                 look_at(str(found))
     return None
+
+
+def _has_fast_bfloat16() -> bool:
+    """Whether PyTorch computes in bfloat16 with instructions for it.
+
+    The CPU may have them and PyTorch not use them: `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`
+    tell it to do without.
+    """
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.cpu._is_avx512_bf16_supported()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
 
 
 def _wheel_libraries(name: str) -> Iterator[Path]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import re
 from typing import Any, Literal
@@ -15,6 +16,8 @@ import tvm
 from amp_ir.cuda import driver
 from amp_ir.errors import DeviceError, OptionError
 
+# Names the CPU that kernels are compiled for, as LLVM calls it: to build or test for a lesser one.
+CPU_VARIABLE = "AMP_IR_LLVM_CPU"
 # What a CUDA step is compiled for where nothing says otherwise and no GPU is there to ask.
 DEFAULT_ARCH = "sm_80"
 _ARCH = re.compile(r"sm_(\d+)a?")
@@ -55,8 +58,19 @@ class CompileTarget:
 
 @functools.cache
 def cpu() -> CompileTarget:
-    """This machine's own CPU."""
-    host = tvm.target.codegen.llvm_get_system_cpu()
+    """This machine's own CPU, or the lesser one that `AMP_IR_LLVM_CPU` names.
+
+    Raises:
+        OptionError: LLVM has no CPU of that name.
+    """
+    host = os.environ.get(CPU_VARIABLE) or tvm.target.codegen.llvm_get_system_cpu()
+    known = tvm.target.codegen.llvm_get_cpu_archlist(tvm.target.Target("llvm"))
+    if host not in known:
+        raise OptionError(
+            f"{CPU_VARIABLE}={host} is no CPU that LLVM knows; expected a name such as "
+            '"x86-64-v3", "haswell", "skylake-avx512" or "znver4", or no such variable for this '
+            "machine's own"
+        )
     return CompileTarget("cpu", host, ("onednn", "torch"))
 
 

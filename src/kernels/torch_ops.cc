@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "torch_ops.h"
 
+#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -9,16 +10,22 @@ namespace {
 
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 
+bool CpuHasBfloat16() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+std::atomic<bool> has_fast_bfloat16{CpuHasBfloat16()};
+
 // Whether PyTorch multiplies this dtype at the speed of the hardware, with float32 accumulation.
 // Its float16 kernels run at about 1 GFLOP/s on a CPU without float16 arithmetic (measured), and
 // bfloat16 without avx512_bf16 is no better than float32; both are then computed in float32.
 bool IsFast(const Place& place, DLDataType dtype) {
   if (place.api.is_cuda || IsFloat(dtype, 32)) return true;
-#if defined(__x86_64__)
-  return IsBfloat16(dtype) && __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
+  return IsBfloat16(dtype) && has_fast_bfloat16.load(std::memory_order_relaxed);
 }
 
 // Whether two operands are computed with as they are. On CUDA a float32 result of low operands is
@@ -107,6 +114,8 @@ struct Options {
 };
 
 }  // namespace
+
+void SetFastBfloat16(bool is_fast) { has_fast_bfloat16.store(is_fast, std::memory_order_relaxed); }
 
 void Matmul(const Place& place, const StridedTensor& a, const StridedTensor& b,
             const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue) {

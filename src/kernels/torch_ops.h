@@ -8,6 +8,11 @@
 
 namespace amp_ir::torch {
 
+// Says whether PyTorch uses this CPU's bfloat16 instructions; before, that it does where there are
+// some. Its other bfloat16 kernels are slow and round partial sums, so that without the
+// instructions the operations below compute in float32.
+void SetFastBfloat16(bool is_fast);
+
 // out [batch..., m, n] = epilogue(a [batch..., m, k] @ b [batch..., k, n] + bias [n]), rounded
 // once; on CUDA without bias and epilogue.
 void Matmul(const Place& place, const StridedTensor& a, const StridedTensor& b,

@@ -192,6 +192,7 @@ void RegisterCpu() {
   const torch::Api* api = torch::CpuApi();
   if (api == nullptr) return;
   tvm::ffi::reflection::GlobalDef functions;
+  functions.def("amp_ir.torch.set_fast_bfloat16", torch::SetFastBfloat16);
   if (api->mm != nullptr && api->bmm != nullptr) {
     functions.def("amp_ir.torch.matmul", Functions<Cpu>::Matmul);
   }
