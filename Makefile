@@ -19,11 +19,12 @@ INSTALLED := $(VENV)/.installed
 PACKAGED  := $(VENV)/.packaged
 BUILT     := python/amp_ir/lib/.built
 
-.PHONY: help demo test gpu-test setup format clean
+.PHONY: help demo test test-isa gpu-test setup format clean
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
 	@echo "make test    everything that CI runs: format, lint, types, tests, tutorials"
+	@echo "make test-isa the tests of numbers as on lesser CPUs, and without oneDNN"
 	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
 	@echo "make setup   only the environment and the native libraries"
 	@echo "make format  rewrite the sources as make test wants them"
@@ -43,6 +44,24 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_PARALLEL)
+
+# The tests of numbers as on lesser machines: PyTorch, oneDNN and our own kernels without AVX-512,
+# without bfloat16 instructions, and without oneDNN. What a machine does not have itself is no cap.
+NUMERIC := $(addprefix tests/test_, \
+	accumulate_rows.py autocast_workloads.py composed.py cpu_flash_attention.py dialect_gradients.py \
+	dialect_kernels.py kernel_floats.py kernels_of_ops.py layers_end_to_end.py long_sums.py \
+	loss_kernels.py loss_scale_training.py lower_relax.py memory_report.py models_end_to_end.py \
+	models_in_low_precision.py native*.py onednn_scratch.py random_steps_compiled.py \
+	recurrence_call.py recurrent_layers.py rounding.py sort_kernels.py special_values.py \
+	torch_cuda.py user_programs.py)
+AS_AVX2   := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 AMP_IR_LLVM_CPU=x86-64-v3
+AS_AVX512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE AMP_IR_LLVM_CPU=skylake-avx512
+NUMERIC_TESTS := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_PARALLEL) -q $(NUMERIC)
+
+test-isa: setup
+	$(AS_AVX2) $(NUMERIC_TESTS)
+	if grep -qw avx512bw /proc/cpuinfo; then $(AS_AVX512) $(NUMERIC_TESTS); fi
+	AMP_IR_DISABLE=onednn $(NUMERIC_TESTS)
 
 # The environment above has PyTorch for CPUs. On a machine with a GPU, GPU_PYTHON is a Python whose
 # PyTorch has CUDA, with what requirements-dev.txt names: the libraries are built for it, in place.

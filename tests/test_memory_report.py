@@ -203,7 +203,7 @@ MEASURE = """
     train(*batch)
     train(*batch)
     given = status("VmHWM") - before
-    print(plan.arena_bytes + plan.result_bytes, given, plan.peak_bytes)
+    print(plan.arena_bytes + plan.result_bytes + plan.library_bytes, given, plan.peak_bytes)
 """
 
 

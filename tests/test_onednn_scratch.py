@@ -93,7 +93,9 @@ def test_what_gemm_takes_from_the_system_is_in_the_plan_all_the_time() -> None:
     parts = (plan.arena_bytes, plan.state_bytes, plan.batch_bytes, plan.result_bytes)
     assert plan.peak_bytes == sum(parts) + plan.library_bytes
     short, _ = amp_ir.trace_model(_Product(weight.weight[:4096]), (x[:, :4096],))
-    assert lower(short).plan.library_bytes == 0
+    # Without AVX-512 the gemm is the first choice for any number of terms.
+    has_avx512 = "avx512" in native.function("amp_ir.onednn.isa")()
+    assert (lower(short).plan.library_bytes == 0) == has_avx512
 
 
 class _Product(torch.nn.Module):

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -34,6 +36,12 @@ constexpr int64_t kAliasedColumns = 1024, kAliasedRows = 128;
 // of its copies: measured with 2 threads as 0.6 to 1.0 of this for each row and column of the
 // result (1024 x 30522 x 768 in float32 5.9 MiB, 1024 x 16384 x 4096 18.0).
 constexpr int64_t kGemmRows = 512, kGemmTerms = 16384, kGemmBytesPerExtent = 3700;
+// Without AVX-512 the gemm is oneDNN's first choice in float32. It copies panels of at most 10000
+// columns by 192 terms and 192 terms by 384 rows of the result, unless the result is narrower than
+// 264 in either direction (gemm_info.cpp and gemm_driver.cpp of oneDNN 3.2).
+constexpr int64_t kPanelColumns = 10000, kPanelTerms = 192, kPanelRows = 384, kCopiedExtent = 264;
+// What glibc keeps free at the end of each arena beside the rest (M_TOP_PAD).
+constexpr int64_t kTopPad = 128 << 10;
 
 // Where a product is (alpha / beta) times itself for a while, up to this factor: a product of 1e32
 // does not overflow by it. Beyond, what lies at `out` is multiplied first, in a pass of its own.
@@ -134,6 +142,17 @@ bool IsRowMajor(const StridedTensor& t) { return t.strides[t.rank - 1] == 1; }
 
 bool UsesAmx(DLDataType dtype) {
   return IsBfloat16(dtype) && HasIsa(dnnl::cpu_isa::avx512_core_amx);
+}
+
+// Bytes that the gemm of a CPU without AVX-512 leaves with the process: glibc returns freed memory
+// to the system only beyond twice the largest block that it mapped, in each thread's arena
+// (mallopt(3), M_TRIM_THRESHOLD).
+int64_t KeptByPanels(const StridedTensor& out) {
+  const int64_t rows = out.dims[out.rank - 2], columns = out.dims[out.rank - 1];
+  if (HasIsa(dnnl::cpu_isa::avx512_core) || std::min(rows, columns) < kCopiedExtent) return 0;
+  const int64_t terms = kPanelTerms * static_cast<int64_t>(sizeof(float));
+  const int64_t largest = (std::min(columns, kPanelColumns) + kPanelRows) * terms;
+  return omp_get_max_threads() * (2 * largest + kTopPad);
 }
 
 // Whether oneDNN's gemm is the faster one for a [m, k] @ b [k, n].
@@ -291,7 +310,9 @@ class PlanBuilder {
       }
     }
     PrimitiveDesc pd = PrimitiveFor(LayoutOf(a), LayoutOf(b), out.view);
-    return IsUsable(pd) && AddMatmul(pd, a.id, b.id, out.id);
+    if (!IsUsable(pd)) return false;
+    if (IsGemm(pd)) plan_->CountKept(KeptByPanels(out.view));
+    return AddMatmul(pd, a.id, b.id, out.id);
   }
 
   struct Copies {
