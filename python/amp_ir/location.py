@@ -32,7 +32,14 @@ def autocast_off() -> Iterator[None]:
 
     For code inside of a model or step that is captured; elsewhere it does nothing.
     """
-    token = _is_off.set(True)
+    with autocast_switched(off=True):
+        yield
+
+
+@contextlib.contextmanager
+def autocast_switched(*, off: bool) -> Iterator[None]:
+    """Mark what is traced inside as to be left alone by autocast, or (again) not."""
+    token = _is_off.set(off)
     try:
         yield
     finally:
@@ -40,7 +47,7 @@ def autocast_off() -> Iterator[None]:
 
 
 def autocast_is_off() -> bool:
-    """Whether this is inside of `autocast_off()`."""
+    """Whether the innermost region around this is one without autocast."""
     return _is_off.get()
 
 
@@ -50,7 +57,7 @@ class Location:
 
     `module` is the dotted path as in `model.named_modules()` ("" for the root or for code outside
     of any module; the second and later models of a step are prefixed "model1.", "model2.", ...).
-    `autocast` is False inside of `autocast_off()`.
+    `autocast` is False inside of `autocast_off()` and `torch.autocast(enabled=False)`.
     """
 
     module: str = ""

@@ -22,7 +22,9 @@ class StepRecord:
 
     Attributes:
         step: its number, from 0, counted since the scaler was first compiled into a step.
-        skipped: whether a gradient was not finite, so that the step changed nothing.
+        skipped: whether a gradient was not finite, so that `scaler.step` did not step an optimizer
+            and nothing of that optimizer changed. One that the step stepped by its own
+            `optimizer.step()` is not skipped, as in PyTorch.
         scale: the loss scale that the step used.
         gradient_norm: the 2-norm of all unscaled gradients before clipping; not finite in a
             skipped step.

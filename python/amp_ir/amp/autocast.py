@@ -16,8 +16,9 @@ import tvm
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir import native
 from amp_ir.amp import placement as placing
-from amp_ir.amp.decisions import Decision, decide
+from amp_ir.amp.decisions import Decision, decide, round_after_convolution
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
+from amp_ir.amp.keep_full import Border, keep_full
 from amp_ir.amp.kernels import FindKernels, Places, kernels_from, kernels_of, places_of
 from amp_ir.amp.overrides import Override, apply_overrides, find_rule
 from amp_ir.amp.plan import CastPlan, PlanCost
@@ -205,7 +206,7 @@ def _rewritten_at_once(
     dtypes = _output_dtypes(graph, mod, choices.out_dtype)
     cost = None
     if plan is None:
-        decisions, cost = _decided(graph, places, dtypes, choices, _input_names(graph, mod))
+        decisions, cost = _decided(graph, places, dtypes, choices, mod)
     else:
         decisions, dtypes = replay(plan, graph, choices.amp_dtype), list(plan.output_dtypes)
     rewritten = rewrite(graph, decisions, places, choices.amp_dtype, dtypes)
@@ -231,13 +232,15 @@ def _decided(
     places: Places,
     output_dtypes: Sequence[str],
     choices: _Choices,
-    input_names: Sequence[str],
+    mod: StepModule | tvm.IRModule,
 ) -> tuple[list[Decision], PlanCost]:
     """Decisions by the rules and the overrides, with labels by the placement, and their cost."""
     rules = functools.partial(find_rule, find_policy(choices.policy))
     amp_dtype, on_unknown = choices.amp_dtype, choices.on_unknown
     decisions = decide(graph, rules, amp_dtype, output_dtypes, on_unknown=on_unknown)
-    apply_overrides(graph, decisions, choices.overrides, input_names)
+    keep_full(graph, decisions, amp_dtype, _border(graph, mod))
+    round_after_convolution(graph, decisions)
+    apply_overrides(graph, decisions, choices.overrides, _input_names(graph, mod))
     problem = placing.build_problem(graph, decisions, places, output_dtypes)
     greedy = placing.greedy(graph, decisions)
     best, bound = placing.solve(problem, native_cut)
@@ -282,6 +285,17 @@ def _input_names(graph: StepGraph, mod: StepModule | tvm.IRModule) -> list[str]:
     if isinstance(mod, StepModule):
         return [one.name for one in mod.signature.inputs]
     return [str(parameter.name) for parameter in graph.function.params]
+
+
+def _border(graph: StepGraph, mod: StepModule | tvm.IRModule) -> Border:
+    if not isinstance(mod, StepModule):
+        return Border()
+    outputs = zip(graph.outputs, mod.signature.outputs, strict=True)
+    inputs = zip(graph.inputs, mod.signature.inputs, strict=True)
+    return Border(
+        state=frozenset(leaf for leaf, spec in outputs if spec.role is not Role.RESULT),
+        batch=frozenset(leaf for leaf, spec in inputs if spec.role is Role.BATCH),
+    )
 
 
 def _output_dtypes(

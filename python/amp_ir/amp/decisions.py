@@ -2,10 +2,8 @@
 """What the rules say about each op of a step, before placement: `decide(graph, ...)`.
 
 A decision holds a mode for every tensor that the op reads and a label, the dtype of what it leaves:
-"low", "full", or "free" where the placement chooses. After the rules, in this order:
-optimizer ops are left alone; gradients of parameters leave in float32; constants that the low dtype
-cannot hold, and results that may grow large (powers, sums), keep the ops that carry them on in
-float32; nothing on the way to an exact argument is rounded.
+"low", "full", or "free" where the placement chooses. Optimizer ops are left alone, and gradients of
+parameters leave in float32. What else stays in float32 for what it carries is in keep_full.py.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from typing import Literal
 import attrs
 from tvm import relax
 
-from amp_ir.amp.constants import Holds, holds
 from amp_ir.amp.hints import (
     FREE,
     FULL_DTYPE,
@@ -104,9 +101,6 @@ def decide(
             decision.label = "full"
             decision.reason = "A gradient of a parameter leaves in float32, with no round trip"
         decisions.append(decision)
-    _pin_large_values(graph, decisions, amp_dtype)
-    _pin_before_exact_arguments(graph, decisions)
-    _round_after_convolution(graph, decisions)
     return decisions
 
 
@@ -296,68 +290,7 @@ def _is_gradient(graph: StepGraph, op: Op, feeds_gradients_only: Sequence[bool])
     )
 
 
-# Ops whose result may be as large as an argument, or as a product of arguments.
-_CARRIES_MAGNITUDE = frozenset(
-    f"relax.{name}"
-    for name in (
-        "add", "subtract", "multiply", "divide", "negative", "abs", "where", "maximum", "minimum",
-        "concat", "reshape", "permute_dims", "broadcast_to", "strided_slice", "expand_dims",
-        "squeeze", "flip", "take", "split", "full", "sum", "mean",
-    )
-)  # fmt: skip
-
-
-def _pin_large_values(graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str) -> None:
-    """Keep ops with constants out of the low range, and what carries large values, in float32."""
-    is_large: set[int] = set()
-    for op, decision in zip(graph.ops, decisions, strict=True):
-        if op.location.phase == "optimizer":
-            continue
-        worst = _worst_constant(graph, op, amp_dtype)
-        carries = op.name in _CARRIES_MAGNITUDE
-        reads_large = carries and any(leaf in is_large for leaf in op.reads)
-        if reads_large or decision.is_unbounded or (carries and worst is Holds.OVERFLOWS):
-            is_large.update(op.results)
-        if decision.label == "full" or op.is_view:
-            continue
-        if worst is Holds.OVERFLOWS:
-            decision.pin("constants", f"A constant here is infinite in {amp_dtype}")
-        elif worst is Holds.UNDERFLOWS:
-            decision.pin("constants", f"A constant here is below the normal range of {amp_dtype}")
-        elif reads_large:
-            decision.pin("large_values", "An argument may be out of the low range: a power, a sum")
-
-
-def _worst_constant(graph: StepGraph, op: Op, amp_dtype: str) -> Holds | None:
-    found = [
-        holds(value.expr.value.numpy(), amp_dtype)
-        for value in (graph.values[leaf] for leaf in op.reads)
-        if value.is_constant and value.dtype == FULL_DTYPE and value.expr is not None
-    ]
-    for worst in (Holds.OVERFLOWS, Holds.UNDERFLOWS):
-        if worst in found:
-            return worst
-    return None
-
-
-def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision]) -> None:
-    """Keep free ops whose result reaches an exact argument, through free ops, in float32."""
-    exact: set[int] = set()
-    for op in reversed(graph.ops):
-        decision = decisions[op.position]
-        if decision.exact:
-            exact.update(op.reads)
-        elif any(leaf in exact for leaf in op.results) and _is_transparent(op, decision):
-            exact.update(op.reads)
-            if decision.label == "free":
-                decision.pin("exact", "An exact argument (a phase, a step) depends on this")
-
-
-def _is_transparent(op: Op, decision: Decision) -> bool:
-    return op.is_view or (decision.label == "free" and not decision.sets_result)
-
-
-def _round_after_convolution(graph: StepGraph, decisions: Sequence[Decision]) -> None:
+def round_after_convolution(graph: StepGraph, decisions: Sequence[Decision]) -> None:
     """Leave convolutions in float32 where that is cheap and what follows rounds again.
 
     One that is used only to add a bias to it; and one before a batch normalization over few

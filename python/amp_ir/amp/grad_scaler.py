@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ir.dialect.loss_scale import next_scale, options_of
 from amp_ir.errors import OptionError, SkippedTooOftenError
@@ -94,21 +94,25 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        if isinstance(new_scale, float):
+            self.check_new_scale(new_scale)
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        found_inf = self._any_found(scale, list(self._per_optimizer_states.values()))
+        assert self._hysteresis_tracker is not None and self._amp_ir_log is not None
+        if found_inf is not None:
+            stepped = [
+                state
+                for state in self._per_optimizer_states.values()
+                if state["stage"] is OptState.STEPPED
+            ]
+            # An optimizer that the user stepped himself was not skipped, whatever was found.
+            skipped = self._any_found(scale, stepped)
+            skipped = torch.zeros_like(found_inf) if skipped is None else skipped
+            self._amp_ir_log.write(skipped, scale, torch.full_like(scale, math.nan))
         if new_scale is not None:
-            if isinstance(new_scale, float):
-                _raise_all([*_not_a_power("new_scale", new_scale)])
             super().update(new_scale)
             return
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
-        found = [
-            found.to(scale.device, non_blocking=True)
-            for state in self._per_optimizer_states.values()
-            for found in state["found_inf_per_device"].values()
-        ]
-        assert found, "No inf checks were recorded prior to update."
-        found_inf = torch.stack([one.reshape(()) for one in found]).sum() > 0
-        assert self._hysteresis_tracker is not None and self._amp_ir_log is not None
-        self._amp_ir_log.write(found_inf, scale, torch.full_like(scale, math.nan))
+        assert found_inf is not None, "No inf checks were recorded prior to update."
         if self.dynamic:
             values = next_scale(
                 scale, growth_tracker, self._hysteresis_tracker, found_inf, **options_of(self)
@@ -118,6 +122,21 @@ class GradScaler(torch.amp.GradScaler):
             self._hysteresis_tracker.copy_(values[2])
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self.check_limits()
+
+    @staticmethod
+    def check_new_scale(new_scale: float) -> None:
+        """Raise OptionError where `new_scale` is not a power of two."""
+        _raise_all([*_not_a_power("new_scale", new_scale)])
+
+    @staticmethod
+    def _any_found(scale: torch.Tensor, states: list[dict[str, Any]]) -> torch.Tensor | None:
+        """bool[]: whether any of these optimizers has a gradient that is not finite."""
+        found = [
+            found.to(scale.device, non_blocking=True).reshape(())
+            for state in states
+            for found in state["found_inf_per_device"].values()
+        ]
+        return torch.stack(found).sum() > 0 if found else None
 
     def check_limits(self) -> None:
         """Warn when the scale has come down to `min_scale`; raise after too many skips.

@@ -103,7 +103,10 @@ class _Analysis:
         self.solver = Solver()
         self.degrees: list[ValueDegree] = [ZERO] * len(graph.values)
         self.faults = Faults(graph, inputs, scalers, self.solver)
-        self._matters = _ops_behind(graph, outputs, _is_state)
+        self._dropped = _dropped_gradients(graph, inputs, outputs)
+        self._matters = _ops_behind(
+            graph, outputs, lambda spec: _is_state(spec) and spec.name not in self._dropped
+        )
         self._matters_beyond_gradients = _ops_behind(
             graph, outputs, lambda spec: _is_state(spec) and spec.role is not Role.GRADIENT
         )
@@ -207,14 +210,14 @@ class _Analysis:
 
     def _check_output(self, leaf: int, spec: OutputSpec) -> None:
         degree = self._resolved(leaf)
-        is_log = not _is_state(spec) and spec.role is not Role.RESULT
-        if is_log or degree is Special.WRONG or degree is Special.ANY:
+        is_free = not _is_state(spec) and spec.role is not Role.RESULT
+        if is_free or degree is Special.WRONG or degree is Special.ANY:
             return
         if isinstance(degree, Unknown):
             self.faults.unknown_output(spec, degree)
         elif spec.role is Role.RESULT:
             self.faults.scaled_result(spec, degree)
-        elif spec.updates is not None:
+        elif spec.updates is not None and spec.name not in self._dropped:
             expected = self._resolved(self.graph.inputs[spec.updates])
             assert isinstance(expected, Degree)
             if self.solver.equate(degree, expected):
@@ -226,9 +229,32 @@ class _Analysis:
 
 
 def _is_state(spec: OutputSpec) -> bool:
-    """Whether something computes with an output: it is no result, and no log of a scaler."""
-    is_log = spec.role is Role.SCALER_STATE and spec.dtype.startswith("float")
-    return spec.role is not Role.RESULT and (not is_log or spec.name.endswith(SCALE_SUFFIX))
+    """Whether something computes with an output: it is no result, and no log of a scaler.
+
+    The scale itself may become anything, as `update(new_scale)` makes it: it is the unit.
+    """
+    is_scale_or_log = spec.role is Role.SCALER_STATE and spec.dtype.startswith("float")
+    return spec.role is not Role.RESULT and not is_scale_or_log
+
+
+def _dropped_gradients(
+    graph: StepGraph, inputs: Sequence[InputSpec], outputs: Sequence[OutputSpec]
+) -> set[str]:
+    """Names of the .grad that no later call computes with: it is cleared before it is looked at.
+
+    The discriminator's, for one, to which the generator's loss adds behind its own optimizer step.
+    """
+    dropped = {spec.name for spec in outputs if spec.role is Role.GRADIENT}
+    while True:
+        kept = [_is_state(spec) and spec.name not in dropped for spec in outputs]
+        read = {leaf for leaf, is_kept in zip(graph.outputs, kept, strict=True) if is_kept}
+        for op in reversed(graph.ops):
+            if read.intersection(op.results):
+                read.update(op.reads)
+        used = {s.name for leaf, s in zip(graph.inputs, inputs, strict=True) if leaf in read}
+        if not dropped & used:
+            return dropped
+        dropped -= used
 
 
 def _ops_behind(

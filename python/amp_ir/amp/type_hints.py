@@ -415,10 +415,20 @@ def untouched(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     return [KEEP] * len(args)
 
 
-@type_hint("amp_ir.scale_loss", "amp_ir.unscale", "amp_ir.all_finite", "amp_ir.update_scale")
+@type_hint("amp_ir.unscale", "amp_ir.all_finite", "amp_ir.update_scale")
 def loss_scale(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
-    """Left as it was: a scaled loss is beyond 65504, and an unscaled gradient may underflow."""
+    """Left as it was: the scale is beyond 65504, and an unscaled gradient may underflow."""
     return [KEEP] * len(args)
+
+
+@type_hint("amp_ir.scale_loss")
+def scaled_loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Left as it was, and what carries it on: the default scale of 65536 is beyond 65504.
+
+    A gradient is stored low from the first product on, as PyTorch's is from the first op that its
+    autocast runs low.
+    """
+    return Hints([KEEP] * len(args), is_unbounded=True)
 
 
 @type_hint("relax.astype", "amp_ir.cast")

@@ -19,6 +19,7 @@ from amp_ir.dialect.loss_scale import options_of
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.refusals import Findings
 from amp_ir.frontend.state import ScalerSlots
+from amp_ir.frontend.symbolic_float import SymbolicFloat
 from amp_ir.frontend.transaction import Transaction
 from amp_ir.step_log import StepLog
 
@@ -26,6 +27,7 @@ _library = torch.library.Library("amp_ir", "FRAGMENT")
 _library.define("scale_loss(Tensor x, Tensor scale) -> Tensor")
 _library.define("unscale(Tensor grad, Tensor scale) -> Tensor")
 _library.define("all_finite(Tensor[] gradients, Tensor scale) -> (Tensor, Tensor)")
+_library.define("step_skipped(Tensor flag) -> Tensor")
 _library.define(
     "update_scale(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, "
     "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, "
@@ -59,6 +61,7 @@ for _name, _run, _types in (
     ("scale_loss", _reference("scale_loss"), lambda x, _scale: x.new_empty(x.shape)),
     ("unscale", _reference("unscale"), lambda grad, _scale: torch.empty_like(grad)),
     ("all_finite", _all_finite, _all_finite_types),
+    ("step_skipped", torch.clone, torch.empty_like),
     ("update_scale", _update_scale, _update_types),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
@@ -185,7 +188,7 @@ class CapturedScaler:
         """Step, and select back all that the optimizer owns where a gradient is not finite."""
         self._stepped.add(id(optimizer))
         found = self._checked[id(optimizer)].found_inf
-        with self._transaction.of_optimizer(optimizer, found):
+        with self._locator.optimizing(), self._transaction.of_optimizer(optimizer, found):
             optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -193,18 +196,29 @@ class CapturedScaler:
         checked = list(self._checked.values())
         with torch.no_grad(), self._locator.optimizing():
             if checked:
-                found = _any([one.found_inf for one in checked])
-                self._transaction.end(self, found)
-                self._log.write(found, self._scale, _norm([one.norm for one in checked]))
+                skipped = torch.ops.amp_ir.step_skipped(self._skipped())
+                self._transaction.end(self, skipped)
+                self._log.write(skipped, self._scale, _norm([one.norm for one in checked]))
             if new_scale is not None:
-                torch.amp.GradScaler.update(self._scaler, new_scale)
+                self._set_scale(new_scale)
             elif checked:
-                self._update(found)
+                self._update(_any([one.found_inf for one in checked]))
             else:
                 raise AssertionError("No inf checks were recorded prior to update.")
         self._scaler._per_optimizer_states.clear()
         self._checked.clear()
         self._stepped.clear()
+
+    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
+        if isinstance(new_scale, float) and not isinstance(new_scale, SymbolicFloat):
+            getattr(self._scaler, "check_new_scale", float)(new_scale)
+        torch.amp.GradScaler.update(self._scaler, new_scale)
+
+    def _skipped(self) -> torch.Tensor:
+        """Whether an optimizer was not stepped: one that the user stepped himself always is."""
+        found = [one.found_inf for key, one in self._checked.items() if key in self._stepped]
+        none = torch.zeros((), dtype=torch.bool, device=self._scale.device)
+        return _any(found) if found else none
 
     def _update(self, found: torch.Tensor) -> None:
         values = torch.ops.amp_ir.update_scale(

@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch.nn.utils import clip_grad
 
 from amp_ir.frontend.attention import scaled_dot_product_attention
+from amp_ir.frontend.autocast_regions import autocast_regions_marked
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.recording import GradientWatch
 from amp_ir.frontend.refusals import Findings, TracingStopped
@@ -49,6 +50,8 @@ def patched(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_plain_kernels())
         stack.enter_context(_quiet_fakes())
+        devices = frozenset(slot.tensor.device.type for slot in state.slots)
+        stack.enter_context(autocast_regions_marked(devices or frozenset({"cpu"})))
         stack.enter_context(torch.autograd.set_multithreading_enabled(mode=False))
         replacements: tuple[tuple[Any, str, Any], ...] = (
             (torch.nn.Module, "zero_grad", _watched_zero_grad(torch.nn.Module.zero_grad, watch)),

@@ -127,7 +127,8 @@ class StepTracer:
                 value = self._step(*self._arguments.with_tensors(batch))
                 for scaler in scalers:
                     scaler.finish()
-                self._replaced = transaction.finish()
+                with self._locator.optimizing():
+                    self._replaced = transaction.finish()
         except TracingStopped:
             raise self._findings.error() from None
         except AmpIrError:

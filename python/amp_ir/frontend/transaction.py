@@ -46,13 +46,11 @@ class Transaction:
         self._owner = _owners(state)
         # What was found for each optimizer that stepped; None for one that no scaler guards.
         self._found: dict[int, torch.Tensor | None] = {}
+        # Those that a scaler steps right now, and those that one has stepped.
+        self._guarding: set[int] = set()
+        self.guarded: set[int] = set()
         self._ended: list[tuple[object, torch.Tensor]] = []
         self._is_selecting = False
-
-    @property
-    def guarded(self) -> set[int]:
-        """The ids of the optimizers that stepped under a scaler."""
-        return {key for key, found in self._found.items() if found is not None}
 
     def before_write(self, target: torch.Tensor) -> None:
         """Keep the value of a tensor that is about to be written, if it is of the state."""
@@ -73,18 +71,26 @@ class Transaction:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step` was called; unless a scaler called it, what it owns is the user's."""
-        self._found.setdefault(id(optimizer), None)
+        if id(optimizer) not in self._guarding:
+            self._found[id(optimizer)] = None
 
     @contextlib.contextmanager
     def of_optimizer(self, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> Iterator[None]:
         """Inside, `optimizer` steps under a scaler; afterwards what it owns is selected."""
+        own = [slot for slot in self._slots if self._owner.get(id(slot.fake)) == id(optimizer)]
+        if id(optimizer) in self._found:
+            # What an earlier step of it did stays, whatever becomes of this one.
+            for slot in own:
+                self._written[id(slot.fake)].before = None
         known = self._found.get(id(optimizer))
         self._found[id(optimizer)] = found if known is None else torch.logical_or(known, found)
+        self._guarding.add(id(optimizer))
+        self.guarded.add(id(optimizer))
         yield
-        for slot in self._slots:
-            if self._owner.get(id(slot.fake)) == id(optimizer):
-                self._select(slot, found)
-                self._written[id(slot.fake)].is_settled = True
+        self._guarding.discard(id(optimizer))
+        for slot in own:
+            self._select(slot, found)
+            self._written[id(slot.fake)].is_settled = True
 
     def end(self, scaler: object, found: torch.Tensor) -> None:
         """`scaler.update` was called: select what was written since the transaction began."""

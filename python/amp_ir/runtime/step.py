@@ -166,7 +166,7 @@ class CompiledStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step changed nothing; for learning-rate schedulers.
+        """Whether `scaler.step` skipped in the last step; for learning-rate schedulers.
 
         With several scalers: whether any of them skipped. False without a loss scaler.
         """

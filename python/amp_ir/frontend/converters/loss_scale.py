@@ -32,6 +32,13 @@ def all_finite(
     return results
 
 
+@converts("amp_ir.step_skipped.default")
+def step_skipped(ops: Emitter, flag: relax.Expr) -> relax.Expr:
+    """Whether the step was skipped; random numbers of a skipped one come again."""
+    ops.skips.append(flag)
+    return flag
+
+
 @converts("amp_ir.update_scale.default")
 def update_scale(
     ops: Emitter,
@@ -46,8 +53,7 @@ def update_scale(
     min_scale: float,
     max_scale: float,
 ) -> tuple[relax.Expr, ...]:
-    """The scale and its trackers after the step; random numbers of a skipped one come again."""
-    ops.skips.append(found_inf)
+    """The scale and its trackers after the step."""
     results: tuple[relax.Expr, ...] = ops.call(
         "amp_ir.update_scale",
         scale,

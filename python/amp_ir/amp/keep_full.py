@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Free ops that stay in float32 for what they carry: `keep_full(graph, decisions, ...)`.
+
+- constants that the low dtype cannot hold, and values that may leave its range: powers, sums, what
+  the user made float32 himself, and whatever is multiplied by the loss scale;
+- an exact argument (a phase, a step), and everything on the way to it;
+- the new value of a tensor of the state, and everything on the way to it: what a low dtype rounds
+  away there is missing in every later step;
+- a number, and a gradient that has one number for many elements, as the seed of a backward pass
+  has: its one rounding falls on all that is computed from it, and no mean takes it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from amp_ir.amp.constants import Holds, holds
+from amp_ir.amp.decisions import Decision
+from amp_ir.amp.hints import FULL_DTYPE
+from amp_ir.amp.step_graph import Op, StepGraph
+
+
+@attrs.frozen
+class Border:
+    """What a step's inputs and outputs are: the values that become state, and those of a batch."""
+
+    state: frozenset[int] = frozenset()
+    batch: frozenset[int] = frozenset()
+
+
+def keep_full(
+    graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, border: Border
+) -> None:
+    """Label ops "full" for what they carry; `amp_dtype` tells what may be carried low."""
+    # The range of bfloat16 is that of float32, and a batch is not the step's own doing.
+    large = border.batch if amp_dtype == "float16" else frozenset()
+    _pin_large_values(graph, decisions, amp_dtype, large)
+    _pin_before_exact_arguments(graph, decisions)
+    _pin_state(graph, decisions, border.state)
+    _pin_numbers(graph, decisions)
+
+
+# Ops whose result may be as large as an argument, or as a product of arguments.
+_CARRIES_MAGNITUDE = frozenset(
+    f"relax.{name}"
+    for name in (
+        "add", "subtract", "multiply", "divide", "negative", "abs", "where", "maximum", "minimum",
+        "concat", "reshape", "permute_dims", "broadcast_to", "strided_slice", "expand_dims",
+        "squeeze", "flip", "take", "split", "full", "sum", "mean",
+    )
+)  # fmt: skip
+
+
+def _pin_large_values(
+    graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, large: frozenset[int]
+) -> None:
+    """Keep ops with constants out of the low range, and what carries large values, in float32."""
+    is_large: set[int] = set(large)
+    for op, decision in zip(graph.ops, decisions, strict=True):
+        if op.location.phase == "optimizer":
+            continue
+        worst = _worst_constant(graph, op, amp_dtype)
+        carries = op.name in _CARRIES_MAGNITUDE
+        reads_large = carries and any(leaf in is_large for leaf in op.reads)
+        if reads_large or decision.is_unbounded or (carries and worst is Holds.OVERFLOWS):
+            is_large.update(op.results)
+        if decision.label == "full" or op.is_view:
+            continue
+        if worst is Holds.OVERFLOWS:
+            decision.pin("constants", f"A constant here is infinite in {amp_dtype}")
+        elif worst is Holds.UNDERFLOWS:
+            decision.pin("constants", f"A constant here is below the normal range of {amp_dtype}")
+        elif reads_large:
+            reason = "An argument may be out of the low range: a power, a sum, a scaled loss"
+            decision.pin("large_values", reason)
+
+
+def _worst_constant(graph: StepGraph, op: Op, amp_dtype: str) -> Holds | None:
+    found = [
+        holds(value.expr.value.numpy(), amp_dtype)
+        for value in (graph.values[leaf] for leaf in op.reads)
+        if value.is_constant and value.dtype == FULL_DTYPE and value.expr is not None
+    ]
+    for worst in (Holds.OVERFLOWS, Holds.UNDERFLOWS):
+        if worst in found:
+            return worst
+    return None
+
+
+def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision]) -> None:
+    """Keep free ops whose result reaches an exact argument, through free ops, in float32."""
+    exact: set[int] = set()
+    for op in reversed(graph.ops):
+        decision = decisions[op.position]
+        if decision.exact:
+            exact.update(op.reads)
+        elif any(leaf in exact for leaf in op.results) and _is_transparent(op, decision):
+            exact.update(op.reads)
+            if decision.label == "free":
+                decision.pin("exact", "An exact argument (a phase, a step) depends on this")
+
+
+def _pin_state(graph: StepGraph, decisions: Sequence[Decision], state: frozenset[int]) -> None:
+    """Keep free ops whose result becomes state, through free ops, in float32.
+
+    Optimizer ops are left as they were, and are looked through too.
+    """
+    wanted = set(state)
+    for op in reversed(graph.ops):
+        decision = decisions[op.position]
+        if not any(leaf in wanted for leaf in op.results):
+            continue
+        if op.location.phase == "optimizer":
+            wanted.update(op.reads)
+        elif _is_transparent(op, decision):
+            wanted.update(op.reads)
+            if decision.label == "free":
+                decision.pin("state", "A tensor of the state becomes this, and keeps its dtype")
+
+
+def _is_transparent(op: Op, decision: Decision) -> bool:
+    return op.is_view or (decision.label == "free" and not decision.sets_result)
+
+
+# Ops whose results have few different numbers where their arguments have.
+_ELEMENTWISE = frozenset(
+    f"relax.{name}"
+    for name in (
+        "add", "subtract", "multiply", "divide", "negative", "abs", "where", "maximum", "minimum",
+        "broadcast_to", "astype", "reshape", "permute_dims", "expand_dims", "squeeze",
+    )
+)  # fmt: skip
+
+
+def _pin_numbers(graph: StepGraph, decisions: Sequence[Decision]) -> None:
+    """Keep free ops that leave one number, or a gradient of few numbers, in float32."""
+    few: set[int] = set()
+    for op in graph.ops:
+        if _leaves_few_numbers(graph, op, few):
+            few.update(op.results)
+        elif any(graph.values[leaf].size > 1 for leaf in op.results):
+            continue
+        decision = decisions[op.position]
+        if decision.label == "free" and not op.is_view and not decision.sets_result:
+            decision.pin("one_number", "One rounding would fall on all that is computed from this")
+
+
+def _leaves_few_numbers(graph: StepGraph, op: Op, few: set[int]) -> bool:
+    """Whether an op of the backward pass gives a few numbers, repeated: a seed, masked or signed.
+
+    In the forward pass such tensors are masks, of numbers that a low dtype holds.
+    """
+    if op.location.phase != "backward":
+        return False
+    if op.name == "relax.sign":
+        return True
+    return op.name in _ELEMENTWISE and all(
+        leaf in few or value.size == 1 or not value.dtype.startswith(("float", "bfloat"))
+        for leaf, value in ((leaf, graph.values[leaf]) for leaf in op.reads)
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regions of the user's step in which `torch.autocast` is switched off: their ops stay as they are.
+
+The step is traced without autocast, so such a region changes nothing there; what `amp_ir.autocast`
+does later must leave its ops alone, and their backward pass too. Two things make one:
+`torch.autocast(..., enabled=False)`, and `torch.amp.custom_fwd(cast_inputs=torch.float32)`.
+A region that is switched on needs no note: PyTorch itself writes its casts into the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from amp_ir.location import autocast_switched
+
+
+@contextlib.contextmanager
+def autocast_regions_marked(device_types: frozenset[str]) -> Iterator[None]:
+    """Mark what is traced inside regions without autocast; those of other devices mean nothing."""
+    open_regions: list[contextlib.AbstractContextManager[None]] = []
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def marked_enter(region: Any) -> Any:
+        # Inside of a custom function's backward, PyTorch repeats what its forward found.
+        mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if region.device in device_types and torch._C._current_autograd_node() is None:
+            mark = autocast_switched(off=not region._enabled)
+        result = enter(region)
+        mark.__enter__()
+        open_regions.append(mark)
+        return result
+
+    def marked_leave(region: Any, *error: Any) -> Any:
+        open_regions.pop().__exit__(*error)
+        return leave(region, *error)
+
+    with contextlib.ExitStack() as stack:
+        for name, replacement in (("__enter__", marked_enter), ("__exit__", marked_leave)):
+            stack.enter_context(mock.patch.object(torch.autocast, name, replacement))
+        applied = classmethod(_marked_apply(torch.autograd.Function.apply, device_types))
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", applied))
+        yield
+
+
+def _marked_apply(apply: Any, device_types: frozenset[str]) -> Callable[..., Any]:
+    def marked(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _runs_in_float32(function.forward, device_types):
+            return apply.__func__(function, *args, **kwargs)
+        with autocast_switched(off=True):
+            return apply.__func__(function, *args, **kwargs)
+
+    return marked
+
+
+def _runs_in_float32(forward: Callable[..., Any], device_types: frozenset[str]) -> bool:
+    """Whether a custom function's forward is decorated with custom_fwd(cast_inputs=float32)."""
+    if getattr(forward, "__module__", None) is None or not hasattr(forward, "__wrapped__"):
+        return False
+    bound = inspect.getclosurevars(forward).nonlocals
+    return bound.get("cast_inputs") is torch.float32 and bound.get("device_type") in device_types
