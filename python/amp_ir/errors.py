@@ -42,6 +42,47 @@ class StateError(AmpIrError, RuntimeError):
     """The model, optimizer or scaler is no longer as the compiled step needs it."""
 
 
+class StepFailedError(AmpIrError, RuntimeError):
+    """A call of a compiled step failed, or the state that such a failure left is not whole.
+
+    `call` is the kernel or library function, "" where it is not known; `location` is where the
+    user's program asks for it, `amp_ir.location.Location` or None. If `is_torn`, the state is
+    neither that before the step nor that after it, and steps on it are refused until it is loaded.
+    """
+
+    def __init__(
+        self, message: str, *, call: str = "", location: object = None, is_torn: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.call = call
+        self.location = location
+        self.is_torn = is_torn
+
+
+class OutOfMemoryError(AmpIrError, MemoryError):
+    """Memory that a step needs cannot be had; `nbytes` is how much was asked for, 0: not known."""
+
+    def __init__(self, message: str, nbytes: int = 0) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
+
+
+class StepOutOfMemoryError(StepFailedError, OutOfMemoryError):
+    """A call of a step could not have its memory: both kinds of error at once."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        call: str = "",
+        location: object = None,
+        is_torn: bool = False,
+        nbytes: int = 0,
+    ) -> None:
+        StepFailedError.__init__(self, message, call=call, location=location, is_torn=is_torn)
+        self.nbytes = nbytes
+
+
 class LossScaleError(AmpIrError, ValueError):
     """A step uses its loss scale wrongly; the message lists every place and its repair."""
 

@@ -98,6 +98,20 @@ class PlannedCall:
 
 
 @attrs.frozen
+class StateWrites:
+    """What a failed step can be undone by, and until when.
+
+    `kept` are the positions of the inputs whose values are kept aside before a step, in
+    `kept_nbytes` bytes. From call `first_call` on, state that is not kept is written; that is the
+    number of calls where none is.
+    """
+
+    kept: tuple[int, ...] = ()
+    kept_nbytes: int = 0
+    first_call: int = 0
+
+
+@attrs.frozen
 class RowSplit:
     """A product that is made in `blocks` blocks of its rows; `nbytes` is what all of it takes.
 
@@ -124,7 +138,8 @@ class MemoryPlan:
     `lower_bound_bytes` is the largest sum of bytes alive at once: no plan of this order is smaller.
     `intervals` are the stays in the arena; `values` is everything that is held, whatever its place;
     `calls` are what the step runs, in order; `library_bytes` is what libraries take from the system
-    themselves and keep; `splits` is what a `memory_budget` computes in blocks of rows.
+    themselves and keep; `splits` is what a `memory_budget` computes in blocks of rows; `writes` is
+    when the step writes its state.
     """
 
     arena_bytes: int
@@ -137,12 +152,13 @@ class MemoryPlan:
     values: tuple[PlannedValue, ...] = attrs.field(default=(), repr=False)
     calls: tuple[PlannedCall, ...] = attrs.field(default=(), repr=False)
     splits: tuple[RowSplit, ...] = ()
+    writes: StateWrites = attrs.field(factory=StateWrites, repr=False)
 
     @property
     def peak_bytes(self) -> int:
-        """All bytes that a step needs: state, batch, results, libraries' own and the arena."""
+        """All bytes that a step needs: state and what is kept of it, batch, results, and so on."""
         outside = self.state_bytes + self.batch_bytes + self.result_bytes + self.library_bytes
-        return self.arena_bytes + outside
+        return self.arena_bytes + outside + self.writes.kept_nbytes
 
     @functools.cached_property
     def live_bytes(self) -> tuple[int, ...]:

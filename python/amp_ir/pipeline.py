@@ -51,6 +51,7 @@ from amp_ir.loops.merged_kernel import KernelMerger
 from amp_ir.loops.share_kernels import share_kernels
 from amp_ir.machine import measure_peaks
 from amp_ir.matmul_ways import MeasuredWays
+from amp_ir.memory_limit import memory_for
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
 from amp_ir.passes.accumulate_products import accumulate_products
@@ -89,6 +90,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 @existing_objects_set_aside()
+@memory_for("the capture of the step needs")
 def trace_step(
     step: Callable[..., Any],
     example_batch: tuple[Any, ...],
@@ -210,6 +212,8 @@ def lower(
                 # A CPU's calls cost little, and casts are best read from its cache at once.
                 merger=KernelMerger(merge_launches) if target.is_cuda else None,
                 memory_budget=memory_budget,
+                # A GPU's state is written as the queue comes to it.
+                keeps_state=not target.is_cuda,
             )
         return attrs.evolve(planned, dispatched=own_log.notes)
 
@@ -299,6 +303,7 @@ def explain_plan(mod: StepModule) -> CastPlan:
 
 
 @existing_objects_set_aside()
+@memory_for("the compilation of the step needs")
 def compile_step(
     mod: StepModule,
     *,
@@ -327,6 +332,7 @@ def compile_step(
     Raises:
         OptionError, DeviceError, UnsupportedOpError.
         BudgetError: the budget cannot be held; the message says what can.
+        OutOfMemoryError: this machine does not have the memory.
     """
     check_module(mod, "compile")
     check_opt_level(opt_level)

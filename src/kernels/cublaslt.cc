@@ -7,6 +7,7 @@
 
 #include <string>
 
+#include "call_count.h"
 #include "cublaslt_api.h"
 #include "cublaslt_matmul.h"
 #include "lent_scratch.h"
@@ -14,6 +15,7 @@
 namespace {
 
 namespace ffi = tvm::ffi;
+using amp_ir::Counted;
 using amp_ir::MakeStrided;
 using amp_ir::StridedTensor;
 using amp_ir::cublaslt::MatmulCall;
@@ -119,7 +121,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   namespace cublaslt = amp_ir::cublaslt;
   refl::GlobalDef()
-      .def("amp_ir.cublaslt.matmul", Matmul)
+      .def("amp_ir.cublaslt.matmul", Counted<Matmul>::Call)
       .def("amp_ir.cublaslt.launches", Launches)
       .def_packed("amp_ir.cublaslt.scratch_nbytes", amp_ir::ScratchNbytes)
       .def_packed("amp_ir.cublaslt.with_scratch", amp_ir::WithScratch)

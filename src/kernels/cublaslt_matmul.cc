@@ -4,6 +4,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -128,6 +129,10 @@ std::optional<Form> FindForm(const MatmulCall& call, std::string* why) {
     if (!d || d->is_transposed || !left || !right) continue;
     Form form{is_swapped, *left, *right, *d, {}, {}};
     FillBatches(p, &form);
+    if (form.batch.count > std::numeric_limits<int32_t>::max()) {
+      *why = "it counts matrices in 32 bits";
+      break;
+    }
     return form;
   }
   return std::nullopt;

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "call_count.h"
 #include "lent_scratch.h"
 #include "onednn_ops.h"
 #include "onednn_plan.h"
@@ -18,6 +19,7 @@ namespace {
 
 namespace ffi = tvm::ffi;
 using amp_ir::Convolution;
+using amp_ir::Counted;
 using amp_ir::MakeStrided;
 using amp_ir::StridedTensor;
 using amp_ir::onednn::ConvKind;
@@ -139,7 +141,15 @@ void CheckPacked(const char* function, const ffi::TensorView& packed) {
 }
 
 // Two dims, rows one after the other; without memory.
-StridedTensor RowMajorMatrix(const ffi::Shape& dims, DLDataType dtype) {
+//
+// Raises: ValueError for a negative extent, or more bytes than int64 counts.
+StridedTensor RowMajorMatrix(const char* function, const ffi::Shape& dims, DLDataType dtype) {
+  int64_t nbytes = 0;
+  if (dims[0] < 0 || dims[1] < 0 || __builtin_mul_overflow(dims[0], dims[1], &nbytes) ||
+      __builtin_mul_overflow(nbytes, int64_t{4}, &nbytes)) {
+    TVM_FFI_THROW(ValueError) << function << ": b has dims " << amp_ir::ToString(dims)
+                              << "; expected extents of a matrix that fits into memory";
+  }
   StridedTensor matrix;
   matrix.dtype = dtype;
   matrix.rank = 2;
@@ -152,7 +162,7 @@ int64_t PackedBytes(const ffi::Shape& b_dims, DLDataType dtype) {
   constexpr const char* kName = "amp_ir.onednn.packed_nbytes";
   amp_ir::CheckDtype(kName, "b", dtype);
   if (b_dims.size() != 2) return 0;
-  const StridedTensor matrix = RowMajorMatrix(b_dims, dtype);
+  const StridedTensor matrix = RowMajorMatrix(kName, b_dims, dtype);
   int64_t nbytes = 0;
   Guard(kName, [&] { nbytes = amp_ir::onednn::PackedBytes(matrix); });
   return nbytes;
@@ -190,7 +200,7 @@ void MatmulPacked(const ffi::TensorView& a, const ffi::TensorView& packed,
                               << b_dims.size() << " and " << result.rank
                               << " dims; expected 2 of each";
   }
-  StridedTensor right = RowMajorMatrix(b_dims, left.dtype);
+  StridedTensor right = RowMajorMatrix(kName, b_dims, left.dtype);
   right.data = packed.data_ptr();
   const int64_t least = right.numel() * (right.dtype.bits / 8);
   if (packed.numel() < least) {
@@ -297,14 +307,14 @@ ffi::Array<ffi::String> Implementations() {
 TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   refl::GlobalDef()
-      .def("amp_ir.onednn.matmul", Matmul)
-      .def("amp_ir.onednn.matmul_accumulate", MatmulAccumulate)
+      .def("amp_ir.onednn.matmul", Counted<Matmul>::Call)
+      .def("amp_ir.onednn.matmul_accumulate", Counted<MatmulAccumulate>::Call)
       .def("amp_ir.onednn.packed_nbytes", PackedBytes)
-      .def("amp_ir.onednn.pack", Pack)
-      .def("amp_ir.onednn.matmul_packed", MatmulPacked)
-      .def("amp_ir.onednn.conv", Conv)
-      .def("amp_ir.onednn.conv_backward_input", ConvBackwardInput)
-      .def("amp_ir.onednn.conv_backward_weight", ConvBackwardWeight)
+      .def("amp_ir.onednn.pack", Counted<Pack>::Call)
+      .def("amp_ir.onednn.matmul_packed", Counted<MatmulPacked>::Call)
+      .def("amp_ir.onednn.conv", Counted<Conv>::Call)
+      .def("amp_ir.onednn.conv_backward_input", Counted<ConvBackwardInput>::Call)
+      .def("amp_ir.onednn.conv_backward_weight", Counted<ConvBackwardWeight>::Call)
       .def_packed("amp_ir.onednn.scratch_nbytes", amp_ir::ScratchNbytes)
       .def_packed("amp_ir.onednn.kept_nbytes", amp_ir::KeptNbytes)
       .def_packed("amp_ir.onednn.with_scratch", amp_ir::WithScratch)

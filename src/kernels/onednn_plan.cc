@@ -28,7 +28,12 @@ class ThreadScratch {
   char* Reserve(size_t nbytes) {
     if (nbytes > nbytes_) {
       Release();
-      data_ = static_cast<char*>(::operator new(nbytes, std::align_val_t{kAlignment}));
+      void* data = ::operator new(nbytes, std::align_val_t{kAlignment}, std::nothrow);
+      if (data == nullptr) {
+        TVM_FFI_THROW(MemoryError)
+            << "oneDNN's scratch memory of " << nbytes << " bytes cannot be had from the system";
+      }
+      data_ = static_cast<char*>(data);
       nbytes_ = nbytes;
     }
     return data_;

@@ -23,6 +23,9 @@ void Guard(const char* function, Call call) {
   try {
     call();
   } catch (const dnnl::error& error) {
+    if (error.status == dnnl_out_of_memory) {
+      TVM_FFI_THROW(MemoryError) << function << ": oneDNN is out of memory: " << error.what();
+    }
     TVM_FFI_THROW(RuntimeError) << function << ": oneDNN failed: " << error.what();
   }
 }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <type_traits>
 
 #include "onednn_plan.h"
@@ -363,11 +364,17 @@ class TeamRun {
   void ForOwn(Call call) {
     const size_t threads = omp_get_num_threads();
     for (size_t i = omp_get_thread_num(); i < executions_.size(); i += threads) {
-      call(executions_[i]);
+      try {
+        call(executions_[i]);
+      } catch (const std::bad_alloc&) {
+        Check(dnnl_out_of_memory);
+      } catch (...) {
+        Check(dnnl_runtime_error);
+      }
     }
   }
 
-  // Remembers an error, which must not leave the team.
+  // Remembers an error, which must not leave the team: that would end the process.
   void Check(dnnl_status_t status) {
     if (status != dnnl_success) status_ = status;
   }

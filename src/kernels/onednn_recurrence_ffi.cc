@@ -7,14 +7,18 @@
 
 #include <string>
 
+#include "call_count.h"
 #include "onednn_plan.h"
 #include "onednn_recurrence.h"
 
 namespace {
 
 namespace ffi = tvm::ffi;
+using amp_ir::Counted;
 using amp_ir::onednn::Guard;
 using amp_ir::onednn::RecurrentLayer;
+
+constexpr int64_t kMostSteps = int64_t{1} << 40;
 
 // The operands of one call; each is checked as it is read.
 class Operands {
@@ -28,6 +32,14 @@ class Operands {
       TVM_FFI_THROW(ValueError) << function << ": dims are " << amp_ir::ToString(dims)
                                 << "; expected [steps, samples, hidden], with steps and hidden of "
                                    "at least 1";
+    }
+    // States have a time more than there are steps, gates up to four times their width, in bytes.
+    int64_t nbytes = 16, times = dims[0] < kMostSteps ? dims[0] + 1 : -1;
+    if (times < 0 || __builtin_mul_overflow(nbytes, times, &nbytes) ||
+        (dims[1] > 0 && __builtin_mul_overflow(nbytes, dims[1], &nbytes)) ||
+        __builtin_mul_overflow(nbytes, dims[2], &nbytes)) {
+      TVM_FFI_THROW(ValueError) << function << ": dims are " << amp_ir::ToString(dims)
+                                << ", more than memory holds";
     }
     layer_ = {dims[0], dims[1], dims[2], first.dtype(), reverse != 0};
   }
@@ -161,8 +173,8 @@ void GruBackward(const ffi::TensorView& grad, const ffi::TensorView& grad_hidden
 TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   refl::GlobalDef()
-      .def("amp_ir.onednn.lstm", Lstm)
-      .def("amp_ir.onednn.lstm_backward", LstmBackward)
-      .def("amp_ir.onednn.gru", Gru)
-      .def("amp_ir.onednn.gru_backward", GruBackward);
+      .def("amp_ir.onednn.lstm", Counted<Lstm>::Call)
+      .def("amp_ir.onednn.lstm_backward", Counted<LstmBackward>::Call)
+      .def("amp_ir.onednn.gru", Counted<Gru>::Call)
+      .def("amp_ir.onednn.gru_backward", Counted<GruBackward>::Call);
 }

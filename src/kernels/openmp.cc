@@ -12,6 +12,8 @@
 #include <atomic>
 #include <vector>
 
+#include "strided_tensor.h"
+
 namespace {
 
 namespace ffi = tvm::ffi;
@@ -66,9 +68,15 @@ int64_t LaunchAddress() { return reinterpret_cast<int64_t>(&LaunchParallel); }
 // with any other byte_offset.
 ffi::Tensor View(const ffi::Tensor& arena, int64_t offset_bytes, const ffi::Shape& shape,
                  DLDataType dtype) {
-  int64_t nbytes = static_cast<int64_t>(ffi::GetDataSize(shape.Product(), dtype));
+  int64_t nbytes = (dtype.bits * dtype.lanes + 7) / 8;
+  for (int64_t extent : shape) {
+    if (extent < 0 || __builtin_mul_overflow(nbytes, extent, &nbytes)) {
+      TVM_FFI_THROW(ValueError) << "a view of " << amp_ir::ToString(shape)
+                                << " is of no tensor that fits into memory";
+    }
+  }
   int64_t arena_nbytes = static_cast<int64_t>(ffi::GetDataSize(*arena.GetDLTensorPtr()));
-  if (offset_bytes < 0 || offset_bytes + nbytes > arena_nbytes) {
+  if (offset_bytes < 0 || offset_bytes > arena_nbytes || nbytes > arena_nbytes - offset_bytes) {
     TVM_FFI_THROW(ValueError) << "a view of " << nbytes << " bytes at offset " << offset_bytes
                               << " does not lie inside an arena of " << arena_nbytes << " bytes";
   }

@@ -11,6 +11,7 @@
 #include <string>
 #include <type_traits>
 
+#include "call_count.h"
 #include "torch_ops.h"
 
 namespace {
@@ -18,6 +19,7 @@ namespace {
 namespace ffi = tvm::ffi;
 namespace torch = amp_ir::torch;
 using amp_ir::Convolution;
+using amp_ir::Counted;
 using amp_ir::MakeStrided;
 using amp_ir::SameDtype;
 using amp_ir::StridedTensor;
@@ -194,29 +196,33 @@ void RegisterCpu() {
   tvm::ffi::reflection::GlobalDef functions;
   functions.def("amp_ir.torch.set_fast_bfloat16", torch::SetFastBfloat16);
   if (api->mm != nullptr && api->bmm != nullptr) {
-    functions.def("amp_ir.torch.matmul", Functions<Cpu>::Matmul);
+    functions.def("amp_ir.torch.matmul", Counted<Functions<Cpu>::Matmul>::Call);
   }
   if (api->conv != nullptr) {
-    functions.def("amp_ir.torch.conv", Functions<Cpu>::Convolve<Of::kResult>);
+    functions.def("amp_ir.torch.conv", Counted<Functions<Cpu>::Convolve<Of::kResult>>::Call);
   }
   if (api->conv_backward != nullptr) {
-    functions.def("amp_ir.torch.conv_backward_input", Functions<Cpu>::Convolve<Of::kInput>);
-    functions.def("amp_ir.torch.conv_backward_weight", Functions<Cpu>::Convolve<Of::kWeight>);
+    functions.def("amp_ir.torch.conv_backward_input",
+                  Counted<Functions<Cpu>::Convolve<Of::kInput>>::Call);
+    functions.def("amp_ir.torch.conv_backward_weight",
+                  Counted<Functions<Cpu>::Convolve<Of::kWeight>>::Call);
   }
   if (api->cpu_attention != nullptr && api->cpu_attention_backward != nullptr) {
-    functions.def("amp_ir.torch.attention", Attention<Cpu>);
-    functions.def("amp_ir.torch.attention_backward", AttentionBackward<Cpu>);
+    functions.def("amp_ir.torch.attention", Counted<Attention<Cpu>>::Call);
+    functions.def("amp_ir.torch.attention_backward", Counted<AttentionBackward<Cpu>>::Call);
   }
 }
 
 void RegisterCuda() {
   tvm::ffi::reflection::GlobalDef()
-      .def("amp_ir.torch_cuda.matmul", Functions<Cuda>::Matmul)
-      .def("amp_ir.torch_cuda.conv", Functions<Cuda>::Convolve<Of::kResult>)
-      .def("amp_ir.torch_cuda.conv_backward_input", Functions<Cuda>::Convolve<Of::kInput>)
-      .def("amp_ir.torch_cuda.conv_backward_weight", Functions<Cuda>::Convolve<Of::kWeight>)
-      .def("amp_ir.torch_cuda.attention", Attention<Cuda>)
-      .def("amp_ir.torch_cuda.attention_backward", AttentionBackward<Cuda>)
+      .def("amp_ir.torch_cuda.matmul", Counted<Functions<Cuda>::Matmul>::Call)
+      .def("amp_ir.torch_cuda.conv", Counted<Functions<Cuda>::Convolve<Of::kResult>>::Call)
+      .def("amp_ir.torch_cuda.conv_backward_input",
+           Counted<Functions<Cuda>::Convolve<Of::kInput>>::Call)
+      .def("amp_ir.torch_cuda.conv_backward_weight",
+           Counted<Functions<Cuda>::Convolve<Of::kWeight>>::Call)
+      .def("amp_ir.torch_cuda.attention", Counted<Attention<Cuda>>::Call)
+      .def("amp_ir.torch_cuda.attention_backward", Counted<AttentionBackward<Cuda>>::Call)
       .def("amp_ir.torch_cuda.use", [](const ffi::String& path) { torch::UseCuda(path); });
 }
 

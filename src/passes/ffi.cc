@@ -3,6 +3,9 @@
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
 
+#include <limits>
+#include <vector>
+
 #include "amp_ir/memory_plan.h"
 
 namespace {
@@ -17,6 +20,21 @@ void CheckInterval(size_t index, const amp_ir::LiveInterval& interval) {
   if (interval.last_use < interval.first_use) {
     TVM_FFI_THROW(ValueError) << "interval " << index << " ends (" << interval.last_use
                               << ") before it begins (" << interval.first_use << ")";
+  }
+  if (interval.last_use == std::numeric_limits<int64_t>::max()) {
+    TVM_FFI_THROW(ValueError) << "interval " << index << " ends at the last of all 64-bit numbers";
+  }
+}
+
+// Raises: ValueError unless all intervals, rounded up, fit one above the other.
+void CheckTotal(const std::vector<amp_ir::LiveInterval>& intervals, int64_t alignment_bytes) {
+  int64_t total = 0;
+  for (const amp_ir::LiveInterval& interval : intervals) {
+    if (__builtin_add_overflow(total, interval.nbytes, &total) ||
+        __builtin_add_overflow(total, alignment_bytes, &total)) {
+      TVM_FFI_THROW(ValueError) << "the lengths of all intervals add up to more bytes than a "
+                                   "64-bit number holds";
+    }
   }
 }
 
@@ -37,6 +55,7 @@ ffi::Shape PlanMemory(const ffi::Shape& nbytes, const ffi::Shape& first_use,
     intervals.push_back({nbytes[i], first_use[i], last_use[i]});
     CheckInterval(i, intervals.back());
   }
+  CheckTotal(intervals, alignment_bytes);
   amp_ir::MemoryPlan plan = amp_ir::PlanMemory(intervals, alignment_bytes);
   std::vector<int64_t> result{plan.peak_bytes, plan.lower_bound_bytes};
   result.insert(result.end(), plan.offset_bytes.begin(), plan.offset_bytes.end());

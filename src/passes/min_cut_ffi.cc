@@ -27,6 +27,13 @@ ffi::Shape MinCut(int64_t num_vertices, const ffi::Shape& edges, int64_t source,
     TVM_FFI_THROW(ValueError) << "min_cut got " << edges.size()
                               << " numbers; give three an edge: from, to, capacity";
   }
+  constexpr int64_t kMostVertices = int64_t{1} << 30;
+  constexpr size_t kMostEdges = size_t{1} << 30;
+  if (num_vertices > kMostVertices || edges.size() / 3 >= kMostEdges) {
+    TVM_FFI_THROW(ValueError) << "min_cut got " << num_vertices << " vertices and "
+                              << edges.size() / 3 << " edges; it takes at most 2^30 of each";
+  }
+  int64_t total = 0;
   std::vector<amp_ir::CutEdge> checked;
   checked.reserve(edges.size() / 3);
   for (size_t i = 0; i < edges.size(); i += 3) {
@@ -36,6 +43,10 @@ ffi::Shape MinCut(int64_t num_vertices, const ffi::Shape& edges, int64_t source,
     if (checked.back().capacity < 0) {
       TVM_FFI_THROW(ValueError) << "edge " << i / 3 << " has capacity " << checked.back().capacity
                                 << "; a capacity cannot be negative";
+    }
+    if (__builtin_add_overflow(total, checked.back().capacity, &total)) {
+      TVM_FFI_THROW(ValueError) << "the capacities of " << i / 3 + 1
+                                << " edges add up to more than a 64-bit number holds";
     }
   }
   amp_ir::MinCut cut = amp_ir::FindMinCut(num_vertices, checked, source, sink);

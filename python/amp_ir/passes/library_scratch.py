@@ -11,6 +11,8 @@ import tvm_ffi
 from tvm import relax
 
 from amp_ir import native
+from amp_ir.memory_limit import memory_for
+from amp_ir.tensor_memory import dtype_nbytes
 
 # Libraries that tell what scratch a call needs, and take it where it is lent.
 _BORROWERS = ("onednn", "cublaslt")
@@ -80,5 +82,6 @@ def _example(argument: relax.Expr) -> Any:
 
 def _empty(type_: relax.TensorType) -> tvm.runtime.Tensor:
     # Flat, as in a planned step. The pages are never touched: this costs addresses, no memory.
-    size = math.prod(int(extent) for extent in type_.shape)
-    return tvm.runtime.empty((max(size, 1),), str(type_.dtype))
+    size, dtype = max(math.prod(int(extent) for extent in type_.shape), 1), str(type_.dtype)
+    with memory_for("a tensor of the step needs", size * dtype_nbytes(dtype)):
+        return tvm.runtime.empty((size,), dtype)

@@ -65,8 +65,12 @@ def planned_values(
     destinations: Destinations,
     in_arena: Sequence[Slot],
     specs: Sequence[InputSpec],
+    undo_nbytes: int,
 ) -> tuple[PlannedValue, ...]:
-    """Everything that is held: state, the batch and results, then what lies in the arena."""
+    """Everything that is held: state, the batch and results, then what lies in the arena.
+
+    `undo_nbytes` is what is kept of the state to undo a failed step.
+    """
     lead = len(destinations.first_copies)
     last = lead + len(program.steps) + len(destinations.last_copies) - 1
     values = [
@@ -79,6 +83,10 @@ def planned_values(
     if kept:
         workspace = MemoryRole.WORKSPACE
         values.append(PlannedValue("gemm's own", "", Location(), workspace, "uint8", kept, 0, last))
+    if undo_nbytes:
+        other = MemoryRole.OTHER_STATE
+        name = "state before the step"
+        values.append(PlannedValue(name, "", Location(), other, "uint8", undo_nbytes, 0, last))
     roles = _Roles(program)
     taken_at = {id(slot.over): slot.first_use for slot in in_arena if slot.over is not None}
     for slot in in_arena:

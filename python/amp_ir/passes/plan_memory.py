@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import tvm
 import tvm_ffi
@@ -17,6 +19,7 @@ from amp_ir.passes.merge_ready_calls import KernelMerger, merge_ready_calls
 from amp_ir.passes.order_calls import order_calls
 from amp_ir.passes.overwritten_state import overwrites_of
 from amp_ir.passes.rematerialize import Rematerialization
+from amp_ir.passes.state_writes import state_writes
 from amp_ir.passes.step_slots import (
     Slot,
     StepSlots,
@@ -36,6 +39,7 @@ def plan_memory(
     copy_kernel: CopyKernel,
     merger: KernelMerger | None = None,
     memory_budget: int | None = None,
+    keeps_state: bool = True,
 ) -> PlannedStep:
     """Fix where every value lies and pass it there by destination.
 
@@ -49,7 +53,8 @@ def plan_memory(
     Ensures:  values alive at the same time never share a byte, except an output that a kernel may
               write over an input it reads for the last time; a state input is overwritten only
               after its last reader; one arena holds everything else, scratch that oneDNN needs
-              included; with `memory_budget`, all bytes of the step are at most that many.
+              included; with `memory_budget`, all bytes of the step are at most that many; with
+              `keeps_state`, little state that is written early is said to be kept aside before.
     Errors:   BudgetError where the budget cannot be held.
     Source:   offsets by src/passes/memory_plan.cc.
     """
@@ -57,18 +62,19 @@ def plan_memory(
     order_calls(program, outputs)
     if memory_budget is None and merger is not None:
         ir = merge_ready_calls(ir, program, outputs, merger)
-    planner = _Planner(program, inputs, outputs)
+    new_planner = functools.partial(_Planner, program, inputs, outputs, keeps_state=keeps_state)
+    planner = new_planner()
     plan = planner.run()
     if memory_budget is not None and plan.peak_bytes > memory_budget:
-        planner, plan = _plan_within(program, inputs, outputs, plan, memory_budget)
+        planner, plan = _plan_within(program, outputs, new_planner, plan, memory_budget)
     planned = write_planned(ir, program, planner.destinations, plan.arena_bytes, copy_kernel)
     return PlannedStep(planned, plan)
 
 
 def _plan_within(
     program: StepSlots,
-    inputs: tuple[InputSpec, ...],
     outputs: tuple[OutputSpec, ...],
+    new_planner: Callable[[], _Planner],
     plan: MemoryPlan,
     budget: int,
 ) -> tuple[_Planner, MemoryPlan]:
@@ -84,7 +90,7 @@ def _plan_within(
     again = Rematerialization(program, outputs)
     while True:
         is_reached = again.reach(target)
-        planner = _Planner(program, inputs, outputs)
+        planner = new_planner()
         plan = planner.run()
         if plan.peak_bytes <= budget:
             return planner, plan
@@ -115,9 +121,15 @@ def _budget_message(least: MemoryPlan, budget: int) -> str:
 
 class _Planner:
     def __init__(
-        self, program: StepSlots, inputs: tuple[InputSpec, ...], outputs: tuple[OutputSpec, ...]
+        self,
+        program: StepSlots,
+        inputs: tuple[InputSpec, ...],
+        outputs: tuple[OutputSpec, ...],
+        *,
+        keeps_state: bool = True,
     ) -> None:
         self.program = program
+        self.keeps_state = keeps_state
         self.inputs = inputs
         self.outputs = outputs
         self.steps = program.steps
@@ -205,6 +217,9 @@ class _Planner:
             Interval(s.name, s.nbytes, s.first_use, ends[id(s)], s.offset_bytes, s.dtype, s.span)
             for s in slots
         )
+        writes = state_writes(
+            self.program, self.destinations, self.inputs, keeps_state=self.keeps_state
+        )
         return MemoryPlan(
             arena_bytes=int(peak),
             lower_bound_bytes=int(lower_bound),
@@ -214,9 +229,15 @@ class _Planner:
             library_bytes=max((step.kept_nbytes for step in self.steps), default=0),
             result_bytes=sum(_nbytes(spec) for spec in self.outputs if spec.updates is None),
             values=planned_values(
-                self.program, self.outputs, self.destinations, produced, self.inputs
+                self.program,
+                self.outputs,
+                self.destinations,
+                produced,
+                self.inputs,
+                writes.kept_nbytes,
             ),
             calls=planned_calls(self.program, self.destinations),
+            writes=writes,
         )
 
 

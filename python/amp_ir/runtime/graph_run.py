@@ -10,6 +10,12 @@ from typing import Any
 import torch
 import tvm_ffi
 
+from amp_ir.runtime.step_run import StepRun
+
+
+def _nothing() -> None:
+    pass
+
 
 class GraphRun:
     """Calls `main` with tensors on a GPU; from the second call with the same memory on, by a graph.
@@ -19,8 +25,9 @@ class GraphRun:
     elsewhere than in the recording, the next two calls do the same again.
     """
 
-    def __init__(self, main: Callable[..., Any], device: torch.device) -> None:
+    def __init__(self, main: Callable[..., Any], device: torch.device, step_run: StepRun) -> None:
         self._main = main
+        self._step_run = step_run
         self._device = device
         self._addresses: tuple[int, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -38,7 +45,7 @@ class GraphRun:
             if self._graph is None:
                 self.launch(arguments)
             else:
-                self._graph.replay()
+                self._replay(self._graph)
 
     @property
     def is_recorded(self) -> bool:
@@ -48,7 +55,14 @@ class GraphRun:
     def launch(self, arguments: Sequence[Any]) -> None:
         """Run launch by launch; what is recorded stays."""
         with torch.cuda.device(self._device), tvm_ffi.use_torch_stream():
-            self._main(*arguments)
+            self._step_run(arguments, _nothing)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Launch the graph; of a launch that fails nothing is known but that it failed."""
+        try:
+            graph.replay()
+        except RuntimeError as error:
+            self._step_run.fail_as_a_whole(error)
 
     def _record(self, arguments: Sequence[Any]) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -4,24 +4,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import tvm
 
-from amp_ir.errors import DeviceError, StateError
+from amp_ir.errors import AmpIrError, DeviceError, StateError
 from amp_ir.executable import Executable
+from amp_ir.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature
+from amp_ir.runtime import torn_state
 from amp_ir.runtime.graph_run import GraphRun
+from amp_ir.runtime.step_run import StepRun
 from amp_ir.tensor_memory import ALIGNMENT_BYTES, PHYSICAL_DTYPES
 from amp_ir.unusable_tensors import memory_fault
 
 _PHYSICAL = {getattr(torch, dtype): getattr(torch, seen) for dtype, seen in PHYSICAL_DTYPES.items()}
 
+T = TypeVar("T")
 State = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
+
+
+def _as_it_is(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    return results
 
 
 def flat_view(tensor: torch.Tensor) -> tvm.runtime.Tensor:
@@ -70,6 +79,7 @@ class Program:
             nbytes = max(plan.arena_bytes, 1)
             self._arena = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self._arena_view = flat_view(self._arena)
+            self._step_run = StepRun(self._main, plan, self._written)
             self._graph_run = self._runs_on_gpu()
 
     def _runs_on_gpu(self) -> _OnGpu | None:
@@ -86,23 +96,53 @@ class Program:
             if one.source is not None:
                 one.current_view()
 
-    def run(self, batch: Sequence[torch.Tensor], *, in_graph: bool = True) -> list[torch.Tensor]:
-        """One step; returns the outputs that update no input, in order.
+    def run(
+        self,
+        batch: Sequence[torch.Tensor],
+        *,
+        in_graph: bool = True,
+        finish: Callable[[list[torch.Tensor]], T] = _as_it_is,  # type: ignore[assignment]
+    ) -> T:
+        """One step; returns `finish` of the outputs that update no input, in order.
 
         On a GPU it is one graph once that is recorded; without `in_graph` it is launched call by
-        call, for measurements.
+        call, for measurements. `finish` is part of the step: an interruption, after which it may be
+        called again, does not keep it from being done.
+
+        Raises:
+            StepFailedError: the state is torn by an earlier failure, or a call failed.
+            OutOfMemoryError: there is none for the batch or the results; nothing has changed.
         """
         with self._lock:
+            torn_state.refuse_torn(self.state())
             if self._graph_run is not None:
-                return self._graph_run.run(batch, in_graph=in_graph)
-            results = self.empty_results()
-            tensors = iter(batch)
-            arguments = [
-                flat_view(_placed(next(tensors))) if one.source is None else one.current_view()
-                for one in self._inputs
-            ]
-            self._main(self._arena_view, *arguments, *map(flat_view, results))
-        return results
+                return finish(self._graph_run.run(batch, in_graph=in_graph))
+            try:
+                results = self.empty_results()
+                tensors = iter(batch)
+                arguments = [self._arena_view]
+                arguments += [
+                    flat_view(_placed(next(tensors))) if one.source is None else one.current_view()
+                    for one in self._inputs
+                ]
+                arguments += map(flat_view, results)
+            except (MemoryError, RuntimeError) as error:
+                if isinstance(error, AmpIrError) or not is_out_of_memory(error):
+                    raise
+                raise out_of_memory("the batch and the results of a step need", error) from error
+            return self._step_run(arguments, functools.partial(finish, results))
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the step works on, by name; what is read as a number is none."""
+        for one in self._inputs:
+            if isinstance(one.source, torch.Tensor):
+                yield one.spec.name, one.source
+
+    def _written(self) -> dict[int, torch.Tensor]:
+        """The state that the step updates, by the position of the input."""
+        updated = {spec.updates for spec in self.signature.outputs if spec.updates is not None}
+        sources = {k: self._inputs[k].source for k in sorted(updated)}
+        return {k: one for k, one in sources.items() if isinstance(one, torch.Tensor)}
 
     @property
     def is_graph(self) -> bool:
@@ -138,7 +178,7 @@ class _OnGpu:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._run = GraphRun(program._main, program.device)
+        self._run = GraphRun(program._main, program.device, program._step_run)
         specs = [one.spec for one in program._inputs if one.source is None]
         self._batch = [
             torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=program.device)
@@ -178,10 +218,16 @@ def _with_index(device: torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def _room_for(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
-    """Say what a GPU without room for the arena, the batch and the results would need."""
+    """Say what a device without room for the arena, the batch and the results would need."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if device.type != "cuda":
+            raise out_of_memory(
+                "the step, beside its state, needs", error, plan.arena_bytes
+            ) from error
         free, _ = torch.cuda.mem_get_info(device)
         needed = plan.peak_bytes - plan.state_bytes
         raise DeviceError(

@@ -13,6 +13,7 @@ from amp_ir.dispatch_note import DispatchNote
 from amp_ir.errors import ArgumentError, CopyError, StateError
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import Role, StepModule
+from amp_ir.runtime import torn_state
 from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.program import Program
 from amp_ir.step_log import StepLog, StepRecord
@@ -78,6 +79,9 @@ class CompiledStep:
             ArgumentError: the batch does not fit what was captured; nothing has changed.
             IdError: an id or a class of the batch lies outside of its table; nothing has changed.
             StateError: model or optimizer changed in a way that needs a new capture.
+            StepFailedError: a call of the step failed, or an earlier failure left the state torn;
+                the message says whether anything has changed.
+            OutOfMemoryError: there is no memory for the step; see there, too.
         """
         refuse_names(named)
         tensors = self.module.signature.flatten_batch(batch)
@@ -102,12 +106,26 @@ class CompiledStep:
     def _run(self, tensors: list[torch.Tensor]) -> Any:
         if not self._is_installed:
             self._program.check_state()
-            self.module.hooks.install_state()
-            self._is_installed = True
-        outputs = self._program.run(tensors)
+        try:
+            results = self._program.run(tensors, finish=self._finish)
+        except BaseException:
+            # What a torn step wrote is the optimizer's, so that loading replaces it.
+            if torn_state.is_torn(self._program.state()):
+                self._install()
+            raise
+        return self.module.signature.unflatten_results(results)
+
+    def _finish(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What belongs to the step behind its last call; returns the results."""
+        self._install()
         results, gradients = self._program.results_of(outputs)
         self.module.hooks.after_step(gradients)
-        return self.module.signature.unflatten_results(results)
+        return results
+
+    def _install(self) -> None:
+        if not self._is_installed:
+            self.module.hooks.install_state()
+            self._is_installed = True
 
     @property
     def program(self) -> Program:
