@@ -42,7 +42,8 @@ WHOLE = frozenset(
     adaptive_max_pool2d adaptive_max_pool2d_backward
     gelu gelu_backward silu silu_backward tanh_backward sigmoid_backward threshold_backward relu
     leaky_relu leaky_relu_backward elu elu_backward softplus softplus_backward
-    hardtanh hardtanh_backward
+    hardtanh hardtanh_backward hardswish hardswish_backward hardsigmoid hardsigmoid_backward
+    celu softshrink mish mish_backward log_sigmoid_forward log_sigmoid_backward
     native_dropout native_dropout_backward
     mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss
     huber_loss_backward binary_cross_entropy binary_cross_entropy_backward
