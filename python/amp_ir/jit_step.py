@@ -50,7 +50,7 @@ class JitStep:
         Raises:
             ArgumentError: an argument is no tensor or plain value that can be used.
             What `amp_ir.trace_step` and `amp_ir.compile` raise; nothing has changed then.
-            IdError, StateError: as a CompiledStep does.
+            IndexOutOfRangeError, StateError: as a CompiledStep does.
         """
         refuse_names(named)
         with self._turn:

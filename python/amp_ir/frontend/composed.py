@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from amp_ir.frontend.composed_indexing import COMPOSED_BY_INDEX
+
 # More rows than this, and PyTorch computes Euclidean distances by a matrix product.
 _ROWS_WITHOUT_PRODUCT = 25
 
@@ -164,7 +166,8 @@ def _taken(x: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
     is_within = torch.ones_like(places[0], dtype=torch.bool)
     for place, extent in zip(places, extents, strict=True):
         is_within = is_within & (place >= 0) & (place < extent)
-        flat = flat * extent + place.clamp(0, extent - 1).long()
+        # Clamped as an integer, since a NaN is in no range.
+        flat = flat * extent + place.long().clamp(0, extent - 1)
     ids = flat.flatten(1).unsqueeze(1).expand(-1, x.shape[1], -1)
     taken = x.flatten(2).gather(2, ids).unflatten(2, flat.shape[1:])
     return torch.where(is_within.unsqueeze(1), taken, 0.0)
@@ -228,4 +231,5 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
+    **COMPOSED_BY_INDEX,
 }

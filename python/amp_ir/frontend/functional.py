@@ -48,7 +48,7 @@ WHOLE = frozenset(
     mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss
     huber_loss_backward binary_cross_entropy binary_cross_entropy_backward
     soft_margin_loss soft_margin_loss_backward
-    index index_put scatter gather scatter_add
+    index index_put index_add index_copy index_fill scatter gather scatter_add
     upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward
     cumsum sort topk
     """.split()
