@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._decomp import decompositions
 
 from amp_ir.frontend.composed_indexing import COMPOSED_BY_INDEX
 
@@ -34,6 +35,32 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(tensors[0].device.type):
         return tensors
     return tuple(tensor.float() for tensor in tensors)
+
+
+def _without_cudnn(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A normalization whose last argument tells whether cuDNN's kernel is wanted."""
+
+    def plain(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "cudnn_enabled" in kwargs:
+            return norm(*args, **{**kwargs, "cudnn_enabled": False})
+        return norm(*args[:-1], False, **kwargs)
+
+    return plain
+
+
+def _rnn(whole: Callable[..., Any], spelt_out: Callable[..., Any]) -> Callable[..., Any]:
+    """A stack of plain recurrent layers, step by step; cuDNN has it whole."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        is_on_gpu = args[0].device.type == "cuda"
+        return (spelt_out if is_on_gpu and not _is_packed(args) else whole)(*args, **kwargs)
+
+    return plain
+
+
+def _is_packed(args: tuple[Any, ...]) -> bool:
+    """Whether a recurrent layer gets packed sequences: the parameters are its fourth argument."""
+    return len(args) > 3 and isinstance(args[3], (list, tuple))
 
 
 def _cdist(
@@ -232,4 +259,8 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     **COMPOSED_BY_INDEX,
+    torch.batch_norm: _without_cudnn(torch.batch_norm),
+    torch.instance_norm: _without_cudnn(torch.instance_norm),
+    torch.rnn_tanh: _rnn(torch.rnn_tanh, decompositions.rnn_tanh_input),
+    torch.rnn_relu: _rnn(torch.rnn_relu, decompositions.rnn_relu_input),
 }

@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_ir.frontend.layouts import view
+from amp_ir.frontend.module_methods import ModuleMethods
 from amp_ir.frontend.replay import Replay
+from amp_ir.frontend.restores import restoring
 from amp_ir.frontend.symbolic_float import FloatTape
 
 aten = torch.ops.aten
@@ -132,8 +134,13 @@ def make_functional(
 
     without_names(traced)
 
+    modules = ModuleMethods.now()
+
     def replay(*flat: torch.Tensor) -> Any:
-        return Replay(traced).run(*flat)
+        with restoring() as restores:
+            modules.patch_call(restores)
+            modules.patch_lookup(restores)
+            return Replay(traced).run(*flat)
 
     with mode, torch.no_grad(), torch._C._DisableAutocast(), uncompiled_graphs():
         functional = make_fx(
