@@ -42,7 +42,7 @@ def mark_autocast_regions(restores: Restores, device_types: frozenset[str]) -> N
 
     patch_function(restores, torch.autocast, "__enter__", marked_enter)
     patch_function(restores, torch.autocast, "__exit__", marked_leave)
-    apply = torch.autograd.Function.apply
+    apply: Any = torch.autograd.Function.apply
     marked = here(_marked_apply(apply, device_types), apply.__func__)
     patch(restores, torch.autograd.Function, "apply", classmethod(marked))
 

@@ -75,21 +75,30 @@ def restoring() -> Iterator[Restores]:
         restores.run(keep)
 
 
-def alone(capture: Callable[P, R]) -> Callable[P, R]:
-    """A function that captures, made to run in one thread at a time and to leave nothing behind."""
+def alone(
+    prepare: Callable[[Restores], None],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function that captures run in one thread at a time and leave nothing behind.
 
-    @functools.wraps(capture)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _one_capture:
-            restores = _current()
-            keep = len(restores)
-            try:
+    `prepare(restores)` is called before it.
+    """
+
+    def decorate(capture: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(capture)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _one_capture:
+                restores = _current()
+                keep = len(restores)
                 try:
-                    return capture(*args, **kwargs)
+                    try:
+                        prepare(restores)
+                        return capture(*args, **kwargs)
+                    finally:
+                        restores.run(keep)
                 finally:
+                    # An interrupt may have come before the line above had begun.
                     restores.run(keep)
-            finally:
-                # An interrupt may have come before the line above had begun.
-                restores.run(keep)
 
-    return run
+        return run
+
+    return decorate

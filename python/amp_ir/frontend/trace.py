@@ -28,6 +28,7 @@ from amp_ir.frontend.notes import capture_notes
 from amp_ir.frontend.restores import alone, restoring
 from amp_ir.frontend.scaler_state import find_scaler_state
 from amp_ir.frontend.state import State, find_state, move_counters
+from amp_ir.frontend.trace_leftovers import clear_leftovers
 from amp_ir.frontend.tracing import StepTracer
 
 __all__ = ["capture_model", "capture_step", "check_training"]
@@ -36,7 +37,7 @@ Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-@alone
+@alone(clear_leftovers)
 def capture_step(
     step: Callable[..., Any],
     example_batch: tuple[Any, ...],
