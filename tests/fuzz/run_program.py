@@ -12,7 +12,7 @@ import contextlib
 import copy
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -26,7 +26,7 @@ ERROR_FACTOR = 8.0
 # Units in the last place of a tensor's largest number, where PyTorch's error is 0 by luck.
 FEW_ULP = 32.0
 _UNIT = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-Tensors = list[torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 @attrs.frozen
@@ -90,18 +90,14 @@ class _Limit:
     most: float | None
 
 
-def _limits(program: Program, scope: dict[str, Any]) -> list[list[_Limit]]:
-    """For each step, of each tensor that `_seen` lists."""
+def _limits(program: Program, scope: dict[str, Any]) -> list[dict[str, _Limit]]:
+    """For each step, of each tensor that `_seen` names."""
     unit = _UNIT[str(program.jit.get("amp_dtype", program.dtype))]
     oracle = _eager(program, scope, torch.float64)
     own = _eager(program, scope, getattr(torch, program.dtype), is_autocast=True)
     moved = [_eager(program, scope, torch.float64, unit=unit, seed=seed) for seed in (1, 2, 3)]
-    own_unit = _UNIT[program.dtype]
     return [
-        [
-            _limit(values, own_unit if program.jit.get("amp_dtype") is None else unit)
-            for values in zip(*runs, strict=True)
-        ]
+        {name: _limit(tuple(run[name] for run in runs), unit) for name in runs[0]}
         for runs in zip(oracle, own, *moved, strict=True)
     ]
 
@@ -148,28 +144,27 @@ def _moved(tensor: torch.Tensor, unit: float, generator: torch.Generator) -> tor
 
 
 def _seen(results: Any, model: Any, optimizer: Any, scaler: Any) -> Tensors:
-    """Copies of everything that a step gives or leaves behind, in a fixed order."""
+    """Copies of everything that a step gives or leaves behind, by name."""
     loss, values = results
-    found = [loss, *values, *model.parameters(), *model.buffers()]
-    for one in optimizer.param_groups[0]["params"]:
-        found += [
-            value for value in optimizer.state[one].values() if isinstance(value, torch.Tensor)
-        ]
+    found = {"loss": loss, **{f"values[{k}]": one for k, one in enumerate(values)}}
+    found |= _state(model, optimizer)
     if scaler is not None:
-        found.append(torch.tensor(scaler.get_scale()))
-    return [one.detach().clone() for one in found]
+        found["scale"] = torch.tensor(scaler.get_scale())
+    return {name: one.detach().clone() for name, one in found.items()}
 
 
 def _state(model: Any, optimizer: Any) -> Tensors:
-    found = [*model.parameters(), *model.buffers()]
-    found += [one.grad for one in model.parameters() if one.grad is not None]
-    for one in optimizer.param_groups[0]["params"]:
-        state = optimizer.state.get(one, {})
-        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return [one.detach().clone() for one in found]
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, one in model.named_parameters():
+        for key, value in optimizer.state.get(one, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}.{key}"] = value
+        if one.grad is not None:
+            found[f"{name}.grad"] = one.grad
+    return {name: one.detach().clone() for name, one in found.items()}
 
 
-def _compare(program: Program, scope: dict[str, Any], limits: list[list[_Limit]]) -> None:
+def _compare(program: Program, scope: dict[str, Any], limits: list[dict[str, _Limit]]) -> None:
     nbytes = _compare_once(program, scope, limits, {})
     if program.budget_share:
         from amp_ir.errors import BudgetError
@@ -180,7 +175,7 @@ def _compare(program: Program, scope: dict[str, Any], limits: list[list[_Limit]]
 
 
 def _compare_once(
-    program: Program, scope: dict[str, Any], limits: list[list[_Limit]], budget: dict[str, int]
+    program: Program, scope: dict[str, Any], limits: list[dict[str, _Limit]], budget: dict[str, int]
 ) -> int:
     """Returns the bytes of the arena."""
     import amp_ir
@@ -196,47 +191,53 @@ def _compare_once(
         except amp_ir.errors.AmpIrError:
             _check_same(before, _state(model, optimizer), f"step {number} was refused, and state")
             raise
-        _check_same(list(copied), list(batch), f"step {number}: the batch")
+        _check_same(dict(enumerate(copied)), dict(enumerate(batch)), f"step {number}: the batch")
         if scaler is not None and train.skipped:
-            # A gradient that was not there before is set to zero or None like the others.
+            # Its gradients are those of this step, as in PyTorch; state that is made is of zeros.
+            kept = {key: one for key, one in before.items() if not key.endswith(".grad")}
             after = _state(model, optimizer)
-            if len(after) == len(before) and program.zero_grad.endswith("None)"):
-                _check_same(before, after, f"step {number} was skipped, and state")
+            _check_same(kept, {key: after[key] for key in kept}, f"skipped step {number}: state")
         _check_near(_seen(results, model, optimizer, scaler), expected, number)
     return int(train.compiled.report.plan.arena_bytes)
 
 
-def _check_same(before: Tensors, after: Tensors, what: str) -> None:
-    same = len(before) == len(after) and all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
-    )
-    if not same:
-        raise Wrong(f"{what} changed")
-
-
-def _check_near(found: Tensors, limits: list[_Limit], step: int) -> None:
-    if len(found) != len(limits):
-        raise Wrong(f"step {step}: {len(found)} tensors, PyTorch has {len(limits)}")
-    faults = [
-        text for k, (a, b) in enumerate(zip(found, limits, strict=True)) for text in _far(a, b, k)
+def _check_same(before: Mapping[Any, Any], after: Mapping[Any, Any], what: str) -> None:
+    wrong = [
+        str(key)
+        for key in before.keys() | after.keys()
+        if key not in before or key not in after or not _is_same(before[key], after[key])
     ]
+    if wrong:
+        raise Wrong(f"{what} changed: {sorted(wrong)}")
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _check_near(found: Tensors, limits: dict[str, _Limit], step: int) -> None:
+    """What PyTorch does not have, such as the state of an optimizer that it skipped, is free."""
+    faults = [f"{name} is missing" for name in limits if name not in found]
+    for name, limit in limits.items():
+        if name in found:
+            faults += _far(found[name], limit, name)
     if faults:
         raise Wrong(f"step {step}: " + "; ".join(faults[:4]))
 
 
-def _far(found: torch.Tensor, limit: _Limit, number: int) -> Iterator[str]:
+def _far(found: torch.Tensor, limit: _Limit, name: str) -> Iterator[str]:
     expected = limit.expected
     if found.shape != expected.shape:
-        yield f"tensor {number} is {list(found.shape)}, expected {list(expected.shape)}"
+        yield f"{name} is {list(found.shape)}, expected {list(expected.shape)}"
     elif limit.most is not None and expected.isfinite().all():
         error = (found.double() - expected).abs()
         worst = float(error.max()) if error.numel() else 0.0
         if not worst <= limit.most:
             at = int(error.nan_to_num(float("inf")).argmax())
             yield (
-                f"tensor {number} {list(found.shape)} is off by {worst:.3g}, at most "
+                f"{name} {list(found.shape)} is off by {worst:.3g}, at most "
                 f"{limit.most:.3g}: {float(found.flatten()[at]):.9g}, expected "
                 f"{float(expected.flatten()[at]):.9g}"
             )
     elif limit.most is not None and bool(found.isfinite().any()):
-        yield f"tensor {number} {list(found.shape)} is finite, expected none to be"
+        yield f"{name} {list(found.shape)} is finite, expected none to be"
