@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from fuzz.expressions import EXPRESSIONS
 from fuzz.layers import LAYERS
 from fuzz.program import Program, Statement
 
-# A value of more elements makes a program slow and finds nothing more; larger ones overflow float16.
+# More elements make a program slow and find nothing more; larger numbers overflow float16.
 MOST_ELEMENTS, LARGEST = 4096, 100.0
 _EXTENTS = (1, 2, 3, 4, 5, 7, 8, 16, 17)
 _TRIES = 40
@@ -85,6 +86,12 @@ class Writer:
 
 def write_program(seed: int) -> Program:
     """The program of a seed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers without elements
+        return _written(seed)
+
+
+def _written(seed: int) -> Program:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     writer = Writer(rng)

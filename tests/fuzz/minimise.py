@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a failing program small: what can be left out while it fails in the same way is left out."""
+"""Makes a failing program small: leaves out what it still fails without, in the same way."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator
 
@@ -118,7 +117,9 @@ class Program:
         floats = [name for name, text in self.batch.items() if "randint" not in text]
         spoil = ""
         if self.overflow_at >= 0 and floats:
-            spoil = f"        if k == {self.overflow_at}:\n            {floats[0]}.fill_(float('inf'))\n"
+            spoil = (
+                f"        if k == {self.overflow_at}:\n{' ' * 12}{floats[0]}.fill_(float('inf'))\n"
+            )
         made = "".join(f"        {name} = {text}\n" for name, text in self.batch.items())
         cast = ", ".join(f"{n}.to(dtype)" if n in floats else n for n in self.batch)
         return (
@@ -126,7 +127,3 @@ class Program:
             f"        torch.manual_seed(100 + k)\n{made}{spoil}"
             f"        found.append(({cast},))\n    return found\n"
         )
-
-    def uses(self, text: str) -> set[str]:
-        """The names of values that a text reads."""
-        return set(re.findall(r"\bv\d+\b", text))

@@ -34,7 +34,7 @@ class Worker:
     """Runs one program at a time; a new process takes the place of one that dies or hangs."""
 
     def __init__(self, seconds: float = SECONDS_A_PROGRAM) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._process: Any = None
         self._done = 0
 
@@ -56,9 +56,9 @@ class Worker:
         self._done += 1
         try:
             self._pipe.send(program)
-            if not self._pipe.poll(self._seconds):
+            if not self._pipe.poll(self.seconds):
                 self._end()
-                return Outcome("timeout", "timeout", f"no result after {self._seconds:.0f} s")
+                return Outcome("timeout", "timeout", f"no result after {self.seconds:.0f} s")
             return self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
