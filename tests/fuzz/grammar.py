@@ -133,7 +133,7 @@ _LOSSES = (
     "{v}.abs().mean()",
     "-F.log_softmax({v}, -1).mean()",
     "F.l1_loss({v}, torch.ones_like({v}), reduction='sum') * 0.01",
-    "F.cross_entropy({v}, torch.zeros({v}.shape[0], dtype=torch.long))",
+    "F.cross_entropy({v}, torch.zeros_like({v}.argmax(min(1, {v}.dim() - 1))))",
     "F.softplus({v}).mean()",
     "torch.logsumexp({v}, dim=-1).mean()",
 )
