@@ -47,10 +47,15 @@ class IndexCheck:
         smallest, largest = (int(one) for one in counted.aminmax())
         return smallest, largest
 
-    def describe(self, subject: str, wrong: int) -> str:
-        """Say what was got and expected, for which op and where: "batch0 holds the index 7 ..."."""
+    @property
+    def expectation(self) -> str:
+        """What was expected, for which op and where: "expected 0 to 6, for amp_ir.index in ..."."""
         expected = f"{self.least} to {self.extent - 1}"
         if self.extent <= 0:
             expected = "none, since the axis has no elements"
         but = f" (or {self.ignored}, which is ignored)" if self.ignored is not None else ""
-        return f"{subject} {wrong}, expected {expected}{but}, for {self.op} in {self.location}"
+        return f"expected {expected}{but}, for {self.op} in {self.location}"
+
+    def describe(self, subject: str, wrong: int) -> str:
+        """Say what was got and expected: "batch0 holds the index 7, expected 0 to 6, for ..."."""
+        return f"{subject} {wrong}, {self.expectation}"
