@@ -34,15 +34,13 @@ def fixed_seeds() -> None:
     torch.manual_seed(0)
 
 
-AS_IT_WAS = pytorch_state()
-
-
 @pytest.fixture(autouse=True)
 def pytorch_is_as_it_was() -> Iterator[None]:
     """Whatever a test does, and however its captures end, PyTorch is the same afterwards."""
+    before = pytorch_state()
     yield
     now = pytorch_state()
-    changed = {name: (AS_IT_WAS[name], now[name]) for name in now if now[name] != AS_IT_WAS[name]}
+    changed = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
     assert not changed
 
 

@@ -23,7 +23,6 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.utils.checkpoint, "CheckpointFunction"),
     (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
     (torch.optim.lr_scheduler.LRScheduler, "step"),
-    (torch.distributions.Distribution, "_validate_args"),
     (torch.amp.GradScaler, "scale"),
     (torch.backends.mha, "get_fastpath_enabled"),
     (torch.autocast, "__enter__"),
@@ -50,6 +49,8 @@ def pytorch_state() -> dict[str, Any]:
     """By name, every attribute and flag; takes some microseconds."""
     state = {f"{owner.__name__}.{name}": vars(owner).get(name) for owner, name in _ATTRIBUTES}
     state |= {
+        # Which of the two it is, torch.compile changes for good.
+        "checks": type(vars(torch.distributions.Distribution)["_validate_args"]),
         "mkldnn": torch._C._get_mkldnn_enabled(),
         "cudnn": torch._C._get_cudnn_enabled(),
         "default dtype": torch.get_default_dtype(),
