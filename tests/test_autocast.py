@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 
 import pytest
@@ -196,6 +197,38 @@ def test_results_take_out_dtype():
     out = autocast(mod, amp_dtype="float16", out_dtype="float16")
     assert [str(field.dtype) for field in out["main"].ret_ty.fields] == ["float16", "float16"]
     assert dtypes_of(out, "relax.matmul")[0][1] == "float16"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("placement", ["cut", "greedy"])
+def test_every_pair_of_amp_dtype_and_out_dtype_works(policy, placement):
+    mod = program(
+        lambda e, x, w: [e(op.matmul(x, w)), e(op.exp(op.nn.relu(x))), e(op.argmax(x, 1))], X, W
+    )
+    inputs = [torch.randn(X) / 4, torch.randn(W)]
+    true = interpret(mod, inputs, float_dtype=torch.float64)
+    for amp_dtype, out_dtype in itertools.product((*LOW, "float32"), (None, *LOW, "float32")):
+        out = autocast(
+            mod, amp_dtype=amp_dtype, out_dtype=out_dtype, policy=policy, placement=placement
+        )
+        relax.analysis.well_formed(out)
+        found = interpret(out, inputs)
+        assert [str(one.dtype)[6:] for one in found[:2]] == [out_dtype or "float32"] * 2
+        for mine, exact in zip(found[:2], true, strict=False):
+            # Three roundings to bfloat16, of 2^-9 each.
+            assert (mine.double() - exact).norm() <= 3 * 2.0**-9 * exact.norm()
+        assert torch.equal(found[2], true[2])
+
+
+def test_an_out_dtype_behind_autocast_is_refused():
+    once = autocast(program(lambda e, x, w: e(op.matmul(x, w)), X, W), amp_dtype="bfloat16")
+    assert autocast(once, amp_dtype="bfloat16", out_dtype="float32") is once
+    with pytest.raises(OptionError) as error:
+        autocast(once, amp_dtype="bfloat16", out_dtype="float16")
+    assert str(error.value) == (
+        "the module went through autocast already, with float32 results; apply "
+        "out_dtype='float16' to the module before that"
+    )
 
 
 def test_casts_carry_the_place_of_their_consumer():

@@ -117,7 +117,7 @@ def test_what_is_computed_from_channels_last_has_them_last() -> None:
 
 def test_a_sum_over_pixels_keeps_the_channels_where_they_are() -> None:
     x = channels_first(image(2, 4, 5, 8))
-    total = reduce("sum", x.shape, (2, 3), lambda *i: x[i])
+    total = reduce("sum", x.shape, (2, 3), lambda *i: x[i], "float32")
     inner = channels_last(total)
     assert total.shape == (2, 8, 1, 1)
     assert isinstance(inner, Reduction) and inner.axes == (1, 2)

@@ -92,6 +92,7 @@ def autocast(
     if amp_dtype == FULL_DTYPE and out_dtype in (None, FULL_DTYPE):
         return mod
     if _went_through(ir, amp_dtype):
+        _check_output_dtype(mod, ir, out_dtype)
         return mod
     new_ir, made, dtypes = _rewritten(mod, ir, choices, plan, find_kernels)
     if not isinstance(mod, StepModule):
@@ -270,6 +271,19 @@ def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:
             f"apply {amp_dtype!r} to the module before that"
         )
     return before is not None
+
+
+def _check_output_dtype(
+    mod: StepModule | tvm.IRModule, ir: tvm.IRModule, out_dtype: str | None
+) -> None:
+    graph = read_step(ir)
+    wanted = _output_dtypes(graph, mod, out_dtype)
+    now = [graph.values[leaf].dtype for leaf in graph.outputs]
+    if wanted != now:
+        raise OptionError(
+            f"the module went through autocast already, with float32 results; apply out_dtype="
+            f"{out_dtype!r} to the module before that"
+        )
 
 
 def native_cut(

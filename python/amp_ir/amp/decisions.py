@@ -126,7 +126,7 @@ def _check_all_known(graph: StepGraph, find_rule: FindRule, on_unknown: str) -> 
 def _by_rule(graph: StepGraph, op: Op, rule: Rule | None, amp_dtype: str) -> Decision:
     castable = [graph.values[leaf].dtype == FULL_DTYPE for leaf in op.reads]
     follows = [graph.values[leaf].dtype == FULL_DTYPE for leaf in op.results]
-    untouched = _why_untouched(op, rule)
+    untouched = _why_untouched(op, amp_dtype)
     if rule is None or untouched is not None:
         name, reason = untouched or ("on_unknown", 'No rule, and on_unknown="float32"')
         return Decision(name, reason, [Mode.KEEP] * len(castable), "full", follows)
@@ -144,7 +144,9 @@ def _by_rule(graph: StepGraph, op: Op, rule: Rule | None, amp_dtype: str) -> Dec
     return decision
 
 
-def _why_untouched(op: Op, rule: Rule | None) -> tuple[str, str] | None:
+def _why_untouched(op: Op, amp_dtype: str) -> tuple[str, str] | None:
+    if amp_dtype == FULL_DTYPE:
+        return "amp_dtype", "Left as it was: amp_dtype is float32"
     if op.location.phase == "optimizer":
         return "optimizer", "Left as it was: the optimizer and its state stay in float32"
     if not op.location.autocast:

@@ -230,7 +230,11 @@ class _Rewriter:
         if value.root != leaf and value.dtype == FULL_DTYPE:
             return self._look_through(leaf, dtype, consumer, span)
         from_dtype = self.amp_dtype if dtype == value.dtype else value.dtype
-        source = self.have[leaf, from_dtype]
+        if dtype not in (self.amp_dtype, value.dtype):
+            # A result in another low dtype than that of the step.
+            source = self.read(leaf, from_dtype, consumer, span)
+        else:
+            source = self.have[leaf, from_dtype]
         # Widening is a read of the consumer's own; narrowing an input is paid once and shared.
         narrows = dtype != FULL_DTYPE
         return self.cast(leaf, source, dtype, consumer, span, is_shared=narrows)

@@ -25,11 +25,16 @@ _library.define(_SCHEMA)
 _library.define(_BACKWARD_SCHEMA)
 
 
+def _wide(q: torch.Tensor) -> torch.dtype:
+    """The dtype in which scores and their logarithms are kept."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
 def _scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float
 ) -> torch.Tensor:
     """Scaled and masked products f32[b, h, s, t] (f64 for f64 arguments)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = _wide(q)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -66,13 +71,13 @@ def attention(
         mask: broadcasts to [b, h, s, t]; bool (True: look at) or floating (added).
 
     Returns:
-        out [b, h, s, e] of q's dtype, lse f32[b, h, s]. A row that may look at nothing is zero
-        with lse -inf.
+        out [b, h, s, e] of q's dtype, lse f32[b, h, s] (f64 for f64). A row that may look at
+        nothing is zero with lse -inf.
     """
     scores = _scores(q, k, mask, is_causal, scale)
     lse = torch.logsumexp(scores, -1)
     weights = _probabilities(scores, lse) * _kept(scores, dropout_p)
-    return (weights @ v.to(weights.dtype)).to(q.dtype).contiguous(), lse.to(torch.float32)
+    return (weights @ v.to(weights.dtype)).to(q.dtype).contiguous(), lse.to(_wide(q))
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -108,7 +113,7 @@ def attention_backward(
 
 def _attention_types(q: Any, k: Any, v: Any, *_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return out, q.new_empty(q.shape[:-1], dtype=_wide(q))
 
 
 def _backward_types(_grad: Any, q: Any, k: Any, v: Any, *_options: Any) -> tuple[Any, Any, Any]:

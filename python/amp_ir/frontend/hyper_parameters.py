@@ -12,14 +12,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
 
 from amp_ir.errors import StateError
-from amp_ir.frontend.restores import restoring
 from amp_ir.frontend.symbolic_float import FloatTape, SymbolicFloat
-from amp_ir.frontend.thread_patches import patch_function
 
 # Flags that choose an implementation, not a result: the plain loop is what can be traced.
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable")
@@ -155,10 +154,11 @@ def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) ->
 
         return function
 
-    with restoring() as restores:
+    with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
-                patch_function(restores, module, "_get_value", get_value)
+                stack.enter_context(mock.patch.object(module, "_get_value", get_value))
         for name in ("sqrt", "exp", "log", "pow"):
-            patch_function(restores, math, name, follow(name, getattr(math, name)))
+            function = follow(name, getattr(math, name))
+            stack.enter_context(mock.patch.object(math, name, function))
         yield

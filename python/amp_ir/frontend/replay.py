@@ -125,6 +125,14 @@ class Replay(torch.fx.Interpreter):
                 return out
         return super().run_node(n)
 
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A constant as functionalize has its own tensors: what is computed from it may be written.
+
+        Ops with plain tensors alone do not pass through functionalize, and would stay in place.
+        """
+        value = super().get_attr(target, args, kwargs)
+        return aten.lift_fresh.default(value) if isinstance(value, torch.Tensor) else value
+
     def _strided(self, n: torch.fx.Node) -> torch.Tensor | None:
         """`as_strided` by views that no longer speak of the layout, which may have changed."""
         source, *geometry = n.args

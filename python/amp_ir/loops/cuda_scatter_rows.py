@@ -14,7 +14,7 @@ from tvm import tirx
 
 from amp_ir.loops import math as m
 from amp_ir.loops.cuda_launch import THREADS, ThreadAccumulator, guarded, launch, loop
-from amp_ir.loops.ir import TensorSpec
+from amp_ir.loops.ir import TensorSpec, compute_dtype
 from amp_ir.loops.kernel_buffers import FlatBuffer
 
 # Threads of a block: the ids are looked through in as many steps as they are more than this.
@@ -30,15 +30,16 @@ def scatter_rows(
 ) -> list[tirx.Stmt]:
     """The table of `out`: `base`, or zeros, with the rows of `grad` added at `ids`.
 
-    Sums are kept in float32: a table of another dtype is rounded at the end, once.
+    Sums are kept in float32 or wider: a table of a low dtype is rounded at the end, once.
     """
     total, statements = out, []
-    if out.spec.dtype != "float32":
-        total = FlatBuffer.declare(TensorSpec(out.spec.shape, "float32"), "total")
+    dtype = compute_dtype(out.spec.dtype)
+    if out.spec.dtype != dtype:
+        total = FlatBuffer.declare(TensorSpec(out.spec.shape, dtype), "total")
         statements.append(tirx.AllocBuffer(total.buffer))
 
     def start(at: Any) -> tirx.Stmt:
-        return total.store(at, m.constant(0.0) if base is None else base.load(at))
+        return total.store(at, m.constant(0.0, dtype) if base is None else base.load(at))
 
     statements += [_for_each(out.spec.size, start), _add_rows(grad, ids, total, padding_idx)]
     if total is not out:
@@ -103,7 +104,7 @@ def _add_columns(
 
     def column(step: Any) -> list[tirx.Stmt]:
         at = tirx.Var("column", "int32")
-        running = ThreadAccumulator.declare("sum", "float32")
+        running = ThreadAccumulator.declare("sum", total.spec.dtype)
         other = tirx.Var("other", "int32")
         is_same = tirx.EQ(tirx.Cast("int32", ids.load(other)), own)
         take = running.add(grad.load(other * width + at))

@@ -336,7 +336,7 @@ def reduce(
     source_shape: Sequence[int],
     axes: Sequence[int],
     body: Element,
-    dtype: str = "float32",
+    dtype: str,
     *,
     is_gate: bool = False,
 ) -> Value:

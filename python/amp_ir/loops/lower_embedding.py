@@ -16,6 +16,7 @@ from amp_ir.loops.ir import (
     Opaque,
     TensorSpec,
     Value,
+    compute_dtype,
     lowers,
     opaque,
     pointwise,
@@ -72,13 +73,13 @@ def _scatter_rows(
 ) -> tirx.Stmt:
     rows, width = out.spec.shape
     statements: list[tirx.Stmt] = []
-    total = out
-    if out.spec.dtype != "float32":
-        total = FlatBuffer.declare(TensorSpec(out.spec.shape, "float32"), "total")
+    total, dtype = out, compute_dtype(out.spec.dtype)
+    if out.spec.dtype != dtype:
+        total = FlatBuffer.declare(TensorSpec(out.spec.shape, dtype), "total")
         statements.append(tirx.AllocBuffer(total.buffer))
 
     def start(flat: Any) -> tirx.Stmt:
-        return total.store(flat, tirx.const(0.0, "float32") if base is None else base.load(flat))
+        return total.store(flat, m.constant(0.0, dtype) if base is None else base.load(flat))
 
     statements.append(for_each(rows, width, start))
     statements.append(_add_rows(grad, ids, total, width, padding_idx))

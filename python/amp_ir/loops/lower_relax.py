@@ -62,19 +62,36 @@ def _isfinite(x: Any) -> Any:
 
 
 def gelu(x: Any) -> Any:
-    """x Phi(x), Phi that of the normal distribution."""
+    """x Phi(x) with the error function."""
     x = bind(x)
-    half = m.constant(-0.5, m.dtype_of(x))
-    return x * m.normal_cdf(x, m.exp(x * x * half))
+    half, scale = (m.constant(number, m.dtype_of(x)) for number in (0.5, math.sqrt(0.5)))
+    return half * x * (_one(x) + m.erf(x * scale))
 
 
 def gelu_tanh(x: Any) -> Any:
-    """GELU by the tanh approximation (Hendrycks and Gimpel 2016): (1 + tanh y) / 2 = sigmoid 2y."""
+    """GELU by the tanh approximation (Hendrycks and Gimpel 2016)."""
     x = bind(x)
-    scale, cubic = (
-        m.constant(number, m.dtype_of(x)) for number in (math.sqrt(8 / math.pi), 0.044715)
+    half, scale, cubic = (
+        m.constant(number, m.dtype_of(x)) for number in (0.5, math.sqrt(2 / math.pi), 0.044715)
     )
-    return x * m.sigmoid(scale * (x + cubic * x * x * x))
+    return half * x * (_one(x) + m.tanh(scale * (x + cubic * x * x * x)))
+
+
+def _sinh(x: Any) -> Any:
+    """(e^x - e^-x) / 2; by its series near 0, where that cancels."""
+    x = bind(x)
+    half = m.constant(0.5, m.dtype_of(x))
+    square = bind(x * x)
+    series = x * (_one(x) + square * (m.constant(1 / 6, m.dtype_of(x)) + square
+                  * m.constant(1 / 120, m.dtype_of(x))))  # fmt: skip
+    return m.select(m.absolute(x) < m.constant(0.25, m.dtype_of(x)), series,
+                    half * m.exp(x) - half * m.exp(-x))  # fmt: skip
+
+
+def _cosh(x: Any) -> Any:
+    x = bind(x)
+    half = m.constant(0.5, m.dtype_of(x))
+    return half * m.exp(x) + half * m.exp(-x)
 
 
 def _divide(a: Any, b: Any) -> Any:
@@ -107,11 +124,11 @@ UNARY: dict[str, Scalar] = {
     "relax.asin": m.libm(tirx.asin),
     "relax.acos": m.libm(tirx.acos),
     "relax.atan": m.libm(tirx.atan),
-    "relax.sinh": m.sinh,
-    "relax.cosh": m.cosh,
+    "relax.sinh": _sinh,
+    "relax.cosh": _cosh,
     "relax.asinh": m.libm(tirx.asinh),
     "relax.acosh": m.libm(tirx.acosh),
-    "relax.atanh": m.atanh,
+    "relax.atanh": m.libm(tirx.atanh),
     "relax.tanh": m.tanh,
     "relax.sigmoid": m.sigmoid,
     "relax.erf": m.erf,
@@ -126,7 +143,7 @@ UNARY: dict[str, Scalar] = {
     "relax.isfinite": _isfinite,
     "relax.isinf": _isinf,
     "relax.isnan": lambda x: m.isnan(bind(x)),
-    "relax.nn.relu": m.relu,
+    "relax.nn.relu": lambda x: m.maximum(x, _zero(x)),
     "relax.nn.silu": lambda x: bind(x) * m.sigmoid(x),
     "relax.nn.gelu": gelu,
     "relax.nn.gelu_tanh": gelu_tanh,
@@ -208,7 +225,9 @@ def leaky_relu(op: Lowering, x: Value) -> Value:
 
     def body(*i: Any) -> Any:
         element = bind(x[i])
-        return m.select(element > _zero(element), element, element * m.constant(alpha))
+        return m.select(
+            element > _zero(element), element, element * m.constant(alpha, m.dtype_of(element))
+        )
 
     return pointwise(x.shape, op.results[0].dtype, body)
 
@@ -400,14 +419,14 @@ def reduction(op: Lowering, x: Value) -> Value:
 def softmax(op: Lowering, x: Value) -> Value:
     """exp(x - max) / sum, or x - max - log(sum), along one axis."""
     axis = int(op.call.attrs.axis) % len(x.shape)
-    peak = reduce("max", x.shape, (axis,), lambda *i: x[i])
-    total = reduce("sum", x.shape, (axis,), lambda *i: m.exp(x[i] - peak[i]))
-    dtype = op.results[0].dtype
+    dtype, wide = op.results[0].dtype, compute_dtype(x.dtype)
+    peak = reduce("max", x.shape, (axis,), lambda *i: x[i], wide)
+    total = reduce("sum", x.shape, (axis,), lambda *i: m.exp(x[i] - peak[i]), wide)
     if op.name == "relax.nn.softmax":
-        scale = pointwise(total.shape, "float32", lambda *i: m.constant(1.0) / total[i])
+        scale = pointwise(total.shape, wide, lambda *i: m.constant(1.0, wide) / total[i])
         return pointwise(x.shape, dtype, lambda *i: m.exp(x[i] - peak[i]) * scale[i])
     # Not x - (peak + log): near the peak the sum of the two would round away the difference.
-    log_total = pointwise(total.shape, "float32", lambda *i: m.log(total[i]))
+    log_total = pointwise(total.shape, wide, lambda *i: m.log(total[i]))
     return pointwise(x.shape, dtype, lambda *i: (x[i] - peak[i]) - log_total[i])
 
 
