@@ -19,13 +19,14 @@ INSTALLED := $(VENV)/.installed
 PACKAGED  := $(VENV)/.packaged
 BUILT     := python/amp_ir/lib/.built
 
-.PHONY: help demo test test-isa gpu-test setup format clean
+.PHONY: help demo test test-isa gpu-test fuzz setup format clean
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
 	@echo "make test    everything that CI runs: format, lint, types, tests, tutorials"
 	@echo "make test-isa the tests of numbers as on lesser CPUs, and without oneDNN"
 	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
+	@echo "make fuzz MINUTES=30 SEED=0  random training steps against PyTorch, failures made small"
 	@echo "make setup   only the environment and the native libraries"
 	@echo "make format  rewrite the sources as make test wants them"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -71,6 +72,12 @@ NO_ONEDNN := -W 'ignore:some native libraries of amp_ir are missing:RuntimeWarni
 gpu-test:
 	$(GPU_PYTHON) setup.py -q build_ext --inplace
 	PYTHONPATH=python:$(PYTHONPATH) $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(NO_ONEDNN)
+
+# Writes programs for MINUTES, the first from SEED, and prints those that fail, made small.
+MINUTES ?= 30
+SEED    ?= 0
+fuzz: setup
+	PYTHONPATH=tests OMP_WAIT_POLICY=passive $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED)
 
 setup: $(BUILT)
 

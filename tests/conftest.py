@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from hypothesis import settings
+from pytorch_as_it_was import pytorch_state
 
 from amp_ir import matmul_ways
 
@@ -30,6 +32,16 @@ def fixed_seeds() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def pytorch_is_as_it_was() -> Iterator[None]:
+    """Whatever a test does, and however its captures end, PyTorch is the same afterwards."""
+    before = pytorch_state()
+    yield
+    now = pytorch_state()
+    changed = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
+    assert not changed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,12 +33,12 @@ def test_ids_and_classes_outside_of_their_tables_are_named_at_once() -> None:
     train, model = compiled()
     before = [p.detach().clone() for p in model.parameters()]
     ids, labels = torch.full((2, 3), 7), torch.tensor([0, -2])
-    with pytest.raises(amp_ir.errors.IdError) as refused:
+    with pytest.raises(amp_ir.errors.IndexOutOfRangeError) as refused:
         train(ids, labels)
     message = re.sub(r", \S+\.py:\d+", "", str(refused.value))
     assert message == (
-        "batch0 holds the id 7, expected ids from 0 to 6, for amp_ir.embedding in 0 (forward); "
-        "batch1 holds the id -2, expected ids from 0 to 4 (or -100, which is ignored), for "
+        "batch0 holds the index 7, expected 0 to 6, for amp_ir.embedding in 0 (forward); "
+        "batch1 holds the index -2, expected 0 to 4 (or -100, which is ignored), for "
         "amp_ir.nll_loss in step (forward). Nothing was run and nothing has changed"
     )
     assert isinstance(refused.value, IndexError)

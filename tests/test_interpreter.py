@@ -100,12 +100,12 @@ RELAX_CASES: dict[str, tuple[Callable[..., Any], list[torch.Tensor], torch.Tenso
     "take": (lambda x, i: R.take(x, i, 1), [X, IDS], X[:, IDS]),
     "gather": (
         lambda x, i: R.gather_elements(x, i, 0),
-        [X[0, :, :2], IDS],
+        [X[0, :, :2], IDS % 3],
         X[0, :, :2].gather(0, IDS % 3),
     ),
     "scatter": (
         lambda x, i, u: R.scatter_elements(x, i, u, 0, "add"),
-        [X[0, :, :2], IDS, X[1, :2, :2]],
+        [X[0, :, :2], IDS % 3, X[1, :2, :2]],
         X[0, :, :2].scatter_add(0, IDS % 3, X[1, :2, :2]),
     ),
     "where": (

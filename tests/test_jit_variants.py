@@ -230,7 +230,7 @@ def test_programs_share_the_state_of_the_optimizer(make: Any, between: str) -> N
 
     (model, optimizer, train), (peer, peer_optimizer, peer_step) = run(True), run(False)
     # Compiled, but not run: nothing of the state that its capture made may come in later.
-    with pytest.raises(errors.IdError):
+    with pytest.raises(errors.IndexOutOfRangeError):
         train(torch.tensor([0, 3]))
     for index, ids in enumerate(([0, 1, 2], [2, 0], [0, 1, 1], [1, 0], [1, 1], [2, 0, 0])):
         torch.testing.assert_close(train(torch.tensor(ids)), peer_step(torch.tensor(ids)), **CLOSE)

@@ -269,5 +269,7 @@ def test_the_gradient_of_the_logits_takes_their_place() -> None:
 
 def test_labels_are_still_checked() -> None:
     _, train = _trainer(compiles=True)
-    with pytest.raises(amp_ir.errors.IdError, match="holds the id 11, expected ids from 0 to 10"):
+    with pytest.raises(
+        amp_ir.errors.IndexOutOfRangeError, match="holds the index 11, expected 0 to 10"
+    ):
         train(torch.full((3, 7), 11))

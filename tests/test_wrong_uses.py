@@ -24,7 +24,7 @@ from amp_ir.errors import (
     ArgumentError,
     CaptureError,
     DeviceError,
-    IdError,
+    IndexOutOfRangeError,
     OptionError,
     RuleError,
     ShapeChanged,
@@ -574,7 +574,7 @@ COMPILE: list[Row] = [
     (
         "profile of ids outside",
         lambda s: amp_ir.profile_vm_model(s.mod, "cpu", (s.x, s.y + 3)),
-        IdError,
+        IndexOutOfRangeError,
         "",
     ),
     (
@@ -658,7 +658,7 @@ CALL: list[Row] = [
         "the step was called with y=, but arguments have no names after the capture; pass them by "
         "position, in the order of the example batch",
     ),
-    ("ids outside", lambda s: s.train(s.x, s.y + 3), IdError, ""),
+    ("ids outside", lambda s: s.train(s.x, s.y + 3), IndexOutOfRangeError, ""),
 ]
 
 ROWS = [*TRACE, *AUTOCAST, *COMPILE, *CALL]
@@ -670,10 +670,10 @@ ROWS = [*TRACE, *AUTOCAST, *COMPILE, *CALL]
 def test_wrong_uses(
     trained: Setting, use: Callable[[Setting], Any], error: type[AmpIrError], message: str
 ) -> None:
-    if error is IdError:
+    if error is IndexOutOfRangeError:
         largest = int((trained.y + 3).max())
         message = (
-            f"batch1 holds the id {largest}, expected ids from 0 to 2 (or -100, which is ignored), "
+            f"batch1 holds the index {largest}, expected 0 to 2 (or -100, which is ignored), "
             f"for amp_ir.nll_loss in step (forward), {place('loss', Setting)}. Nothing was run and "
             "nothing has changed"
         )

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every exception class of amp_ir; each is also the builtin that it specialises."""
 
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
 
 class AmpIrError(Exception):
     """Anything that amp_ir raises on purpose."""
@@ -34,8 +39,8 @@ class CopyError(AmpIrError, TypeError):
     """A compiled step was to be copied or pickled; its model and optimizer can be."""
 
 
-class IdError(AmpIrError, IndexError):
-    """The batch holds an id that lies outside of the table that it is looked up in."""
+class IndexOutOfRangeError(AmpIrError, IndexError):
+    """An index lies outside of the axis that it reads or writes; the step has changed nothing."""
 
 
 class StateError(AmpIrError, RuntimeError):
@@ -112,3 +117,20 @@ class BudgetError(AmpIrError, MemoryError):
     def __init__(self, message: str, least_bytes: int = 0) -> None:
         super().__init__(message)
         self.least_bytes = least_bytes
+
+
+# Names of 0.1 -> what they are called now.
+_RENAMED = {"IdError": "IndexOutOfRangeError"}
+
+
+def __getattr__(name: str) -> Any:
+    """Give a class by the name that it had in the last minor version."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"amp_ir.errors.{name} is called amp_ir.errors.{_RENAMED[name]} now; the old name goes in "
+        "the next minor version",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return globals()[_RENAMED[name]]

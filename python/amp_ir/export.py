@@ -22,6 +22,13 @@ Beside `step.so` lies `step.so.json`, which says how to call it:
                                          an overflow), "hysteresis_tracker", and its log of steps
                        random_state      the seed, and the number of the next step
                        batch, result     what a call takes and gives
+                       index_extremes    where the step computes indices that may be out of range:
+                                         int64[2 * checks], the smallest index of each of them,
+                                         then the largest; if one is wrong, no state has changed
+    indices          what must hold: {"input", "least", "extent", "ignored", "expectation"}. Indices
+                     that batch tensor `input` holds are at least `least` and below `extent`, or
+                     `ignored` if that is a number; without `input` it is about the extremes, in
+                     order. `expectation` says so in words
     libraries        what must be loaded before: {"file", "wheel", "functions", "needs"}; "wheel" is
                      the package on PyPI that has it, or null for a library of amp_ir/lib; `needs`
                      are libraries to load before it, {"file", "wheel"}: null is the system's
@@ -55,6 +62,7 @@ from amp_ir.errors import BuildError
 from amp_ir.loaded_step import FORMAT, KIND, STATE_DIGEST, state_digest
 from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
+from amp_ir.planned_checks import PlannedChecks
 from amp_ir.sealed_json import sealed
 from amp_ir.target import CompileTarget
 from amp_ir.tensor_memory import physical_dtype
@@ -148,6 +156,7 @@ def export_step(
         "file": {"nbytes": len(library), "sha256": hashlib.sha256(library).hexdigest()},
         "target": str(target),
         "main": list(_arguments(planned, mod)),
+        "indices": list(_index_checks(planned.checks)),
         "libraries": list(_libraries(planned.ir, target)),
         "kernels": [_described(kernel) for kernel in kernels],
     }
@@ -211,7 +220,7 @@ def _tensor_of(mod: StepModule, name: str) -> torch.Tensor:
 
 def _arguments(planned: PlannedStep, mod: StepModule) -> Iterator[dict[str, Any]]:
     """What `main` takes, in order: the arena, the inputs, the results that update none of them."""
-    signature = mod.signature
+    signature = planned.signature(mod.signature)
     yield _argument("arena", "arena", (planned.plan.arena_bytes,), "uint8", is_updated=False)
     updated = {one.updates for one in signature.outputs}
     for k, given in enumerate(signature.inputs):
@@ -224,6 +233,25 @@ def _arguments(planned: PlannedStep, mod: StepModule) -> Iterator[dict[str, Any]
     for made in signature.outputs:
         if made.updates is None:
             yield _argument(made.name, made.role.value, made.shape, made.dtype, is_updated=True)
+
+
+def _index_checks(checks: PlannedChecks) -> Iterator[dict[str, Any]]:
+    """What must hold of the batch's indices, then of those whose extremes the step gives.
+
+    Raises:
+        BuildError: the host is to compute indices, which what runs the file cannot.
+    """
+    if any(one.bindings for one in checks.on_host):
+        raise BuildError('a step for a file is planned with lower(..., host_checks="batch")')
+    held = [(one.names[0], one.check) for one in checks.on_host]
+    for name, check in [*held, *((None, check) for check in checks.in_step)]:
+        yield {
+            "input": name,
+            "least": check.least,
+            "extent": check.extent,
+            "ignored": check.ignored,
+            "expectation": check.expectation,
+        }
 
 
 def _argument(

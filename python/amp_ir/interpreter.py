@@ -10,7 +10,7 @@ the dtype that the IR declares: what a kernel of one op may do at best.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,7 +20,9 @@ from tvm import relax
 
 from amp_ir.dialect import DECLARATIONS, options_of
 from amp_ir.dialect.define import LOW_DTYPES, dtype_name
-from amp_ir.errors import ArgumentError, UnsupportedOpError
+from amp_ir.errors import ArgumentError, IndexOutOfRangeError, UnsupportedOpError
+from amp_ir.index_check import IndexCheck
+from amp_ir.index_uses import index_uses
 from amp_ir.location import from_span
 from amp_ir.module import StepModule
 from amp_ir.relax_reference import RELAX_OPS
@@ -49,6 +51,7 @@ def interpret(
     Raises:
         ArgumentError: number, shape or dtype of the inputs do not fit the parameters.
         UnsupportedOpError: ops without an entry; the message lists all of them.
+        IndexOutOfRangeError: an op reads or writes by an index out of range; names index and op.
     """
     ir = mod.ir if isinstance(mod, StepModule) else mod
     main = ir["main"]
@@ -66,6 +69,19 @@ def interpret(
                 run.values.pop(var, None)  # dead: a step's peak is what is alive, not all of it
     result = run.evaluate(main.body.body)
     return list(result) if isinstance(result, tuple) else [result]
+
+
+def evaluate(
+    expr: relax.Expr,
+    bindings: Sequence[relax.Binding],
+    values: Mapping[relax.Var, torch.Tensor],
+) -> torch.Tensor:
+    """The value of `expr` after `bindings`, all of whose other variables `values` holds."""
+    run = _Run(None, None, dict(values))
+    for binding in bindings:
+        run.bind(binding.var, run.evaluate(binding.value))
+    found: torch.Tensor = run.evaluate(expr)
+    return found
 
 
 @attrs.frozen(eq=False)
@@ -103,6 +119,8 @@ class _Run:
     def _call(self, call: relax.Call) -> Any:
         arguments = [_widen(self.evaluate(argument)) for argument in call.args]
         name = call.op.name
+        for use in index_uses(call):
+            _check_index(use.check, arguments[use.position])
         if name in DECLARATIONS:
             value = DECLARATIONS[name].reference(*arguments, **options_of(call))
         else:
@@ -123,6 +141,12 @@ class _Run:
         if self.float_dtype is not None and target.is_floating_point:
             target = self.float_dtype
         return value.to(target)
+
+
+def _check_index(check: IndexCheck, indices: torch.Tensor) -> None:
+    wrong = check.wrong_value(check.extremes_of(indices))
+    if wrong is not None:
+        raise IndexOutOfRangeError(check.describe("the step computed the index", wrong))
 
 
 def _bind_inputs(run: _Run, params: Sequence[relax.Var], inputs: Sequence[torch.Tensor]) -> None:

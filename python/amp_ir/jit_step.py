@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from amp_ir.errors import CopyError, OptionError, StateError
+from amp_ir.capturing import captured_scalers
+from amp_ir.errors import ArgumentError, CopyError, OptionError, StateError
 from amp_ir.fork_safe_lock import ForkSafeLock
 from amp_ir.frontend import trace
+from amp_ir.frontend.arguments import NESTED
 from amp_ir.frontend.call_signature import CallSignature
 from amp_ir.pipeline import Models, Optimizers, autocast, compile_step, trace_step
 from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
@@ -50,9 +52,12 @@ class JitStep:
         Raises:
             ArgumentError: an argument is no tensor or plain value that can be used.
             What `amp_ir.trace_step` and `amp_ir.compile` raise; nothing has changed then.
-            IdError, StateError: as a CompiledStep does.
+            IndexOutOfRangeError, StateError: as a CompiledStep does.
         """
         refuse_names(named)
+        if captured_scalers.get() is not None:
+            # Its lock may be another thread's, which waits for the capture.
+            raise ArgumentError(NESTED)
         with self._turn:
             signature, tensors = CallSignature.of(batch)
             variant = self._variants.find(signature)

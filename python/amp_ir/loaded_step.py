@@ -18,7 +18,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ _AS_NUMPY = {"bool": "bool", "bfloat16": "uint16"}
 # The compiled module's function that takes the thread pool of its parallel loops (build.py), and
 # the one that gives OpenMP's, which the libraries use too.
 SET_LAUNCH, LAUNCH_ADDRESS = "amp_ir_use_openmp", "amp_ir.openmp.launch_address"
+# Roles of what a run gives, and the next one does not go on from.
+_RESULTS = ("result", "index_extremes")
 # TVM's numbers of devices and of its allocator that keeps what it took.
 _CPU, _CUDA, _POOLED = 1, 2, 2
 
@@ -90,10 +92,22 @@ class LoadedStep:
         self._begin(given)
 
     def run(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """One step on `batch`; returns its results by name."""
+        """One step on `batch`; returns its results by name.
+
+        Raises IndexError for an index out of range, of the batch or computed; nothing has changed.
+        """
+        self._check_batch(batch)
         for name, value in batch.items():
             self.write(name, value)
+        checks = [one for one in self.description["indices"] if one["input"] is None]
+        # State is kept by the step itself; gradients that it leaves are new tensors of it.
+        left = {name: self.tensors[name].numpy() for name in self._names("gradient") if checks}
         self._main(*self.tensors.values())
+        faults = self._computed_faults(checks) if checks else []
+        if faults:
+            for name, before in left.items():
+                self.tensors[name].copyfrom(before)
+            raise IndexError("; ".join(faults) + ". The step was rolled back: nothing has changed")
         return {name: self.read(name) for name in self._names("result")}
 
     def write(self, name: str, value: Any) -> None:
@@ -123,13 +137,38 @@ class LoadedStep:
         for name, one in self._arguments.items():
             if name in state:
                 self.write(name, state.pop(name))
-            elif one["role"] not in ("arena", "batch", "result"):
+            elif one["role"] not in ("arena", "batch", *_RESULTS):
                 self.write(name, np.full(one["shape"], one.get("value", 0)))
         if state:
             raise RuntimeError(f"the step has no {', '.join(sorted(state))}, which its state names")
 
+    def _check_batch(self, batch: Mapping[str, np.ndarray]) -> None:
+        faults = []
+        for check in self.description["indices"]:
+            if check["input"] in batch:
+                held = np.asarray(batch[check["input"]])
+                held = held[held != check["ignored"]] if check["ignored"] is not None else held
+                extremes = (int(held.min()), int(held.max())) if held.size else ()
+                what = f"{check['input']} holds the index"
+                faults += _faults(check, extremes, what)
+        if faults:
+            raise IndexError("; ".join(faults) + ". Nothing was run and nothing has changed")
+
+    def _computed_faults(self, checks: list[dict[str, Any]]) -> list[str]:
+        extremes = self.read(self._names("index_extremes")[0]).reshape(2, len(checks)).T
+        faults = []
+        for check, pair in zip(checks, extremes.tolist(), strict=True):
+            faults += _faults(check, pair, "the step computed the index")
+        return faults
+
     def _names(self, role: str) -> list[str]:
         return [name for name, one in self._arguments.items() if one["role"] == role]
+
+
+def _faults(check: dict[str, Any], extremes: Iterable[int], what: str) -> list[str]:
+    """The first of the extremes that is out of range, in words."""
+    wrong = [one for one in extremes if not check["least"] <= one < check["extent"]]
+    return [f"{what} {one}, {check['expectation']}" for one in wrong[:1]]
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -220,7 +259,7 @@ def _virtual_machine(path: str, is_cuda: bool) -> Any:
 
 
 def _is_kept(argument: dict[str, Any]) -> bool:
-    return bool(argument["is_updated"]) and argument["role"] != "result"
+    return bool(argument["is_updated"]) and argument["role"] not in _RESULTS
 
 
 def _load_libraries(libraries: list[dict[str, Any]], folder: Path) -> None:

@@ -11,7 +11,8 @@ import tvm
 
 from amp_ir.dispatch_note import DispatchNote
 from amp_ir.location import Location
-from amp_ir.module import Role
+from amp_ir.module import OutputSpec, Role, Signature
+from amp_ir.planned_checks import PlannedChecks
 
 
 class MemoryRole(enum.Enum):
@@ -181,9 +182,16 @@ class PlannedStep:
 
     `ir` has `main(arena, inputs..., results...)`: all tensors flat and of physical dtype
     (bfloat16 as uint16, bool as uint8); it returns nothing and writes state inputs in place.
-    `dispatched` says which library each heavy op went to.
+    `dispatched` says which library each heavy op went to. `checks` are those of its indices; with
+    some in the step, `outputs` are its signature's and one more, else they are None.
     """
 
     ir: tvm.IRModule
     plan: MemoryPlan
     dispatched: tuple[DispatchNote, ...] = ()
+    checks: PlannedChecks = attrs.field(factory=PlannedChecks)
+    outputs: tuple[OutputSpec, ...] | None = None
+
+    def signature(self, captured: Signature) -> Signature:
+        """The signature of the planned step, given that of the captured one."""
+        return captured if self.outputs is None else attrs.evolve(captured, outputs=self.outputs)

@@ -24,6 +24,7 @@ class Role(enum.Enum):
     RANDOM_STATE = "random_state"
     BATCH = "batch"
     RESULT = "result"
+    INDEX_EXTREMES = "index_extremes"
 
 
 @attrs.frozen

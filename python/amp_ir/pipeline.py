@@ -6,6 +6,7 @@
     check      amp/        every use of a loss scale has the right degree
     merge      passes/     sums of products of one weight -> one product; sliced losses -> whole
     autocast   amp/        rules and placement choose dtypes -> casts
+    check      passes/     indices that may be out of range are checked, on the host or in the step
     tidy       passes/     fold casts, drop dead code
     dispatch   passes/     matmul and convolution -> library calls
     fuse       loops/      everything else -> few kernels
@@ -56,6 +57,7 @@ from amp_ir.memory_plan import PlannedStep
 from amp_ir.module import Role, StepModule
 from amp_ir.passes.accumulate_products import accumulate_products
 from amp_ir.passes.call_cost import flop_of_calls
+from amp_ir.passes.check_indices import HostChecks, check_indices
 from amp_ir.passes.choose_ways import choose_ways, product_label, products_of
 from amp_ir.passes.dispatch import dispatch
 from amp_ir.passes.expand_attention import expand_attention
@@ -70,7 +72,6 @@ from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.report.matmul_times import MatmulTimes
 from amp_ir.report.memory import MemoryReport, report_memory
 from amp_ir.runtime.call_times import time_calls
-from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.launch_times import time_launches, time_whole_steps
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
@@ -169,27 +170,34 @@ def lower(
     rounding: str = "fast",
     memory_budget: int | None = None,
     seconds: dict[str, float] | None = None,
+    host_checks: HostChecks | None = None,
 ) -> PlannedStep:
     """Take a step from ops to planned kernels and library calls; `seconds` gets each stage's time.
 
-    `target` is what the kernels are for; None: this machine's CPU.
+    `target` is what the kernels are for; None: this machine's CPU. `host_checks` says which indices
+    the caller checks before a step; None: all that it can on a CPU, and none on a GPU.
 
     Ensures: the user's state is untouched, and nothing has been executed.
 
     Raises:
         OptionError: `rounding` is neither "strict" nor "fast"; see `compile_step`.
         BudgetError: `memory_budget` bytes cannot be held.
+        IndexOutOfRangeError: an index is out of range whatever the batch is.
     """
     check_rounding(rounding)
     check_budget(memory_budget)
     target = target or cpu()
     emitter: Emitter = emit_cuda if target.is_cuda else emit_cpu
     seconds = {} if seconds is None else seconds
-    ir, log = mod.ir, DispatchLog()
+    log = DispatchLog()
     with _timed(seconds, "tidy"):
+        # From here on a step whose indices are not all known is a transaction.
+        on_host = host_checks or ("none" if target.is_cuda else "all")
+        checked = check_indices(mod.ir, mod.signature, on_host=on_host)
+        mod = attrs.evolve(mod, ir=checked.ir, signature=checked.signature)
         # What no library has whole is spelt out: attention as matmuls around softmax-like kernels,
         # recurrent layers step by step. Casts that change nothing go.
-        ir = fold_casts(_expanded(ir, target, log))
+        ir = fold_casts(_expanded(mod.ir, target, log))
 
     def plan(ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
         own_log = copy.deepcopy(log)
@@ -218,7 +226,9 @@ def lower(
         return attrs.evolve(planned, dispatched=own_log.notes)
 
     # Only where running calls again cannot hold the budget is a loss computed in blocks of rows.
-    return plan(ir, in_blocks=False) if memory_budget is None else plan_in_blocks(ir, plan)
+    planned = plan(ir, in_blocks=False) if memory_budget is None else plan_in_blocks(ir, plan)
+    outputs = mod.signature.outputs if checked.checks.in_step else None
+    return attrs.evolve(planned, checks=checked.checks, outputs=outputs)
 
 
 def _expanded(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
@@ -333,6 +343,7 @@ def compile_step(
         OptionError, DeviceError, UnsupportedOpError.
         BudgetError: the budget cannot be held; the message says what can.
         OutOfMemoryError: this machine does not have the memory.
+        IndexOutOfRangeError: an index is out of range whatever the batch is.
     """
     check_module(mod, "compile")
     check_opt_level(opt_level)
@@ -343,7 +354,7 @@ def compile_step(
     )
     with _timed(seconds, "build"):
         executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    program = Program(executable, planned.plan, mod.signature, mod.state, device)
+    program = _program(executable, planned, mod, mod.state, device)
     report = CompileReport(seconds, executable.kernel_count, planned.plan, planned.dispatched)
     return CompiledStep(mod, program, report)
 
@@ -403,7 +414,7 @@ def profile_kernels(
         memory_budget: as for `compile`.
 
     Raises:
-        OptionError, DeviceError, ArgumentError, IdError, BudgetError.
+        OptionError, DeviceError, ArgumentError, IndexOutOfRangeError, BudgetError.
     """
     check_module(mod, "profile_kernels")
     program, planned, batch = _program_on_copies(
@@ -426,7 +437,6 @@ def _program_on_copies(
     check_opt_level(opt_level)
     target = target_of(device)
     batch = batch_of(mod, args)
-    check_ids(find_bounds(mod.ir, mod.signature.inputs), batch)
     planned = lower(mod, target=target, **options)
     executable = build_stage.build(planned, target, device, opt_level=opt_level)
     copies = dict(mod.state)
@@ -436,8 +446,16 @@ def _program_on_copies(
             held = held()
         if isinstance(held, torch.Tensor):
             copies[one.name] = held.detach().clone()
-    program = Program(executable, planned.plan, mod.signature, copies, device)
+    program = _program(executable, planned, mod, copies, device)
+    program.check_inputs(batch)
     return program, planned, batch
+
+
+def _program(
+    executable: Any, planned: PlannedStep, mod: StepModule, state: Any, device: str
+) -> Program:
+    signature = planned.signature(mod.signature)
+    return Program(executable, planned.plan, signature, state, device, checks=planned.checks)
 
 
 def get_peak_memory(

@@ -91,7 +91,7 @@ def _take(attributes: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _gather(attributes: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     axis = int(attributes.axis)
-    return x.gather(axis, _from_front(x, ids, axis))
+    return x.gather(axis, ids.long())
 
 
 _SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
@@ -101,7 +101,7 @@ def _scatter(
     attributes: Any, x: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor
 ) -> torch.Tensor:
     axis, reduction = int(attributes.axis), str(attributes.reduction)
-    places = _from_front(x, ids, axis)
+    places = ids.long()
     if reduction == "update":
         return x.scatter(axis, places, updates)
     return x.scatter_reduce(axis, places, updates, _SCATTER_REDUCTIONS[reduction])

@@ -22,9 +22,9 @@ class GraphedProgram(steps.EmulatedProgram):
     """Runs as a program on a GPU does: its own batch and results, and a CUDA graph."""
 
     def __init__(
-        self, executable: Any, plan: Any, signature: Any, state: Any, _device: Any
+        self, executable: Any, plan: Any, signature: Any, state: Any, _device: Any, **options: Any
     ) -> None:
-        super().__init__(executable, plan, signature, state)
+        super().__init__(executable, plan, signature, state, **options)
 
     def _runs_on_gpu(self) -> Any:
         return program._OnGpu(self)
@@ -32,6 +32,7 @@ class GraphedProgram(steps.EmulatedProgram):
     def synchronise(self) -> None:
         """Wait for the emulated device."""
         device.synchronise()
+        super().synchronise()
 
 
 def _build(planned: Any, target: Any, _device: str, *, opt_level: int) -> Executable:

@@ -38,16 +38,17 @@ def load_step(mod: amp_ir.StepModule, planned: PlannedStep, built: Any) -> Compi
     """A compiled step, ready to run."""
     vm = tvm.relax.VirtualMachine(built, device.device())
     executable = Executable(vm, device.device(), 0, 0.0, built)
-    running = EmulatedProgram(executable, planned.plan, mod.signature, mod.state)
+    signature = planned.signature(mod.signature)
+    running = EmulatedProgram(executable, planned.plan, signature, mod.state, checks=planned.checks)
     return CompiledStep(mod, running, CompileReport({}, 0, planned.plan, planned.dispatched))
 
 
 class EmulatedProgram(program.Program):
     """A program that lends its tensors' memory to the emulated device; its arena starts as NaN."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         with mock.patch.object(program, "flat_view", lent):
-            super().__init__(*arguments)
+            super().__init__(*arguments, **options)
         self._arena.fill_(0xFF)
 
     def run(self, batch: Any, **options: Any) -> list[torch.Tensor]:

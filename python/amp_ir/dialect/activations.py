@@ -24,9 +24,8 @@ Formula = Callable[..., Any]
 def _gelu_backward(m: Any, grad: Any, x: Any, *, approximate: str) -> Any:
     """`approximate` is "none" (by erf) or "tanh" (Hendrycks and Gimpel 2016)."""
     if approximate == "none":
-        cdf = 0.5 * (1.0 + m.erf(x * math.sqrt(0.5)))
-        density = m.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
-        return grad * (cdf + x * density)
+        bell = m.exp(-0.5 * x * x)
+        return grad * (m.normal_cdf(x, bell) + x * bell * (1.0 / math.sqrt(2.0 * math.pi)))
     scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
     t = m.tanh(scale * x * (1.0 + cubic * x * x))
     slope = scale * (1.0 + 3.0 * cubic * x * x)
@@ -76,6 +75,18 @@ def _softplus(m: Any, x: Any, *, beta: float, threshold: float) -> Any:
     return m.select(x * beta > threshold, x, _softplus_of(m, x * beta) / beta)
 
 
+def _softplus_backward(m: Any, grad: Any, x: Any, *, beta: float, threshold: float) -> Any:
+    """By e^x, which is a number where e^-x is infinite."""
+    z = m.exp(m.minimum(x * beta, threshold))
+    return m.select(x * beta > threshold, grad, grad * z / (z + 1.0))
+
+
+def _log_sigmoid_backward(m: Any, grad: Any, x: Any) -> Any:
+    z = m.exp(-m.absolute(x))
+    share = z / (1.0 + z)
+    return grad * m.select(x < 0.0, 1.0 - share, share)
+
+
 def _mish_backward(m: Any, grad: Any, x: Any) -> Any:
     t = m.tanh(_softplus_of(m, x))
     return grad * (t + x * m.sigmoid(x) * (1.0 - t * t))
@@ -103,22 +114,23 @@ ACTIVATIONS: dict[str, Formula] = {
     "elu": _elu,
     "elu_backward": _elu_backward,
     "softplus": _softplus,
-    "softplus_backward": lambda m, grad, x, *, beta, threshold: m.select(
-        x * beta > threshold, grad, grad * m.sigmoid(x * beta)
-    ),
+    "softplus_backward": _softplus_backward,
     "hardtanh_backward": lambda m, grad, x, *, min_value, max_value: _inside(
         m, x, min_value, max_value, grad
     ),
     "hardswish_backward": lambda m, grad, x: m.select(
-        x <= -3.0, 0.0, m.select(x >= 3.0, grad, grad * (x * (1.0 / 3.0) + 0.5))
+        x <= -3.0, 0.0, m.select(x >= 3.0, grad, grad * (x / 3.0 + 0.5))
     ),
-    "hardsigmoid_backward": lambda m, grad, x: _inside(m, x, -3.0, 3.0, grad * (1.0 / 6.0)),
+    # 0 at NaN, unlike the others.
+    "hardsigmoid_backward": lambda m, grad, x: m.select(
+        m.absolute(x) < 3.0, grad * (1.0 / 6.0), 0.0
+    ),
     "log1p": lambda m, x: m.log1p(x),
     "expm1": lambda m, x: m.select(x > 1.0, m.exp(x) - 1.0, _expm1(m, m.minimum(x, 1.0))),
     "mish": lambda m, x: x * m.tanh(_softplus_of(m, x)),
     "mish_backward": _mish_backward,
-    "log_sigmoid": lambda m, x: -_softplus_of(m, -x),
-    "log_sigmoid_backward": lambda m, grad, x: grad * m.sigmoid(-x),
+    "log_sigmoid": lambda m, x: m.minimum(x, 0.0) - m.log1p(m.exp(-m.absolute(x))),
+    "log_sigmoid_backward": _log_sigmoid_backward,
     "softshrink": lambda m, x, *, bound: m.select(
         x > bound, x - bound, m.select(x < -bound, x + bound, x - x)
     ),

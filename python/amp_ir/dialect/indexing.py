@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing elements at computed places.
 
-Indices are int32 or int64 and may be negative, counting from the end. An index out of range is
-the caller's error: the kernels do not check it.
+Indices are int32 or int64. Negative ones count from the end, where PyTorch's op lets them (`wraps`;
+`scatter_add` counts from 0). What is out of range is checked by `passes/check_indices.py`, which
+refuses or rolls back the step; the kernels clamp it, so that no access is wild.
 """
 
 from __future__ import annotations
@@ -52,16 +53,17 @@ def _places(x: torch.Tensor, ids: tuple[torch.Tensor, ...], axes: Shape) -> list
     return places
 
 
-def _index(x: torch.Tensor, *ids: torch.Tensor, axes: Shape) -> torch.Tensor:
+def _index(x: torch.Tensor, *ids: torch.Tensor, axes: Shape, wraps: bool) -> torch.Tensor:
     return x[tuple(_places(x, ids, axes))]
 
 
 @define("amp_ir.index", "x", "ids...", meaning=_index)
-def index(x: Tensor, *ids: Tensor, axes: Shape) -> Tensor:
+def index(x: Tensor, *ids: Tensor, axes: Shape, wraps: bool = True) -> Tensor:
     """x[..., ids, ...] as NumPy has it: x any[...], ids int[...] that broadcast -> any[...].
 
     `axes[k]` is the axis that `ids[k]` indexes; ascending. The broadcast shape of the indices
-    stands at the first indexed axis when these are neighbours, else in front.
+    stands at the first indexed axis when these are neighbours, else in front. Without `wraps` a
+    negative index is out of range, as it is for `index_select`.
     """
     return x.with_shape(_check("amp_ir.index", x, ids, axes))
 
@@ -72,6 +74,7 @@ def _index_put(
     *ids: torch.Tensor,
     axes: Shape,
     accumulate: bool,
+    wraps: bool,
 ) -> torch.Tensor:
     places = [None if isinstance(place, slice) else place for place in _places(x, ids, axes)]
     return torch.ops.aten.index_put(x, places, values.to(x.dtype), accumulate)
@@ -79,12 +82,18 @@ def _index_put(
 
 @define("amp_ir.index_put", "x", "values", "ids...", meaning=_index_put)
 def index_put(
-    x: Tensor, values: Tensor, *ids: Tensor, axes: Shape, accumulate: bool = False
+    x: Tensor,
+    values: Tensor,
+    *ids: Tensor,
+    axes: Shape,
+    accumulate: bool = False,
+    wraps: bool = True,
 ) -> Tensor:
     """A copy of x with x[..., ids, ...] replaced by values, or values added to it.
 
     values any[...] broadcasts to the shape that `index` with the same options gives. Duplicates:
-    with `accumulate` all are added, in float32 and in order; without, the last one stays.
+    with `accumulate` all are added, in float32 and in order; without, the last one stays. Without
+    `wraps` a negative index is out of range, as it is for `index_copy`.
     """
     shape = _check("amp_ir.index_put", x, ids, axes)
     values.expect_dtype(x.dtype)
@@ -96,7 +105,7 @@ def _scatter_add(
     x: torch.Tensor, ids: torch.Tensor, src: torch.Tensor, *, axis: int
 ) -> torch.Tensor:
     within = src[tuple(slice(0, extent) for extent in ids.shape)]
-    return x.scatter_add(axis, torch.where(ids < 0, ids + x.shape[axis], ids).long(), within)
+    return x.scatter_add(axis, ids.long(), within)
 
 
 @define("amp_ir.scatter_add", "x", "ids", "src", meaning=_scatter_add)

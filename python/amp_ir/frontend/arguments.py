@@ -17,6 +17,8 @@ from amp_ir.frontend.batch import leaf_fault
 from amp_ir.frontend.distribution import WRAPPER_ADVICE, group_fault, wrapper_fault
 from amp_ir.unusable_tensors import fault_of
 
+NESTED = "this is already inside of a capture; capture the outermost step only"
+
 
 @attrs.frozen
 class Checked:
@@ -36,7 +38,7 @@ def check_arguments(
         ArgumentError: listing everything that is wrong.
     """
     if get_proxy_mode() is not None:
-        raise ArgumentError("this is already inside of a capture; capture the outermost step only")
+        raise ArgumentError(NESTED)
     batch_faults = [*_batch_faults(example_batch)]
     wrong = [*_step_faults(step), *batch_faults, *_scaler_faults(scaler)]
     if not wrong:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 
+from amp_ir.frontend.restores import Restores
+from amp_ir.frontend.thread_patches import here, patch, patch_function
 from amp_ir.location import autocast_switched
 
 
-@contextlib.contextmanager
-def autocast_regions_marked(device_types: frozenset[str]) -> Iterator[None]:
+def mark_autocast_regions(restores: Restores, device_types: frozenset[str]) -> None:
     """Mark what is traced inside regions without autocast; those of other devices mean nothing."""
     open_regions: list[contextlib.AbstractContextManager[None]] = []
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
@@ -40,12 +40,11 @@ def autocast_regions_marked(device_types: frozenset[str]) -> Iterator[None]:
         open_regions.pop().__exit__(*error)
         return leave(region, *error)
 
-    with contextlib.ExitStack() as stack:
-        for name, replacement in (("__enter__", marked_enter), ("__exit__", marked_leave)):
-            stack.enter_context(mock.patch.object(torch.autocast, name, replacement))
-        applied = classmethod(_marked_apply(torch.autograd.Function.apply, device_types))
-        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", applied))
-        yield
+    patch_function(restores, torch.autocast, "__enter__", marked_enter)
+    patch_function(restores, torch.autocast, "__exit__", marked_leave)
+    apply: Any = torch.autograd.Function.apply
+    marked = here(_marked_apply(apply, device_types), apply.__func__)
+    patch(restores, torch.autograd.Function, "apply", classmethod(marked))
 
 
 def _marked_apply(apply: Any, device_types: frozenset[str]) -> Callable[..., Any]:

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._decomp import decompositions
+
+from amp_ir.frontend.composed_indexing import COMPOSED_BY_INDEX
 
 # More rows than this, and PyTorch computes Euclidean distances by a matrix product.
 _ROWS_WITHOUT_PRODUCT = 25
@@ -32,6 +35,32 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(tensors[0].device.type):
         return tensors
     return tuple(tensor.float() for tensor in tensors)
+
+
+def _without_cudnn(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A normalization whose last argument tells whether cuDNN's kernel is wanted."""
+
+    def plain(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "cudnn_enabled" in kwargs:
+            return norm(*args, **{**kwargs, "cudnn_enabled": False})
+        return norm(*args[:-1], False, **kwargs)
+
+    return plain
+
+
+def _rnn(whole: Callable[..., Any], spelt_out: Callable[..., Any]) -> Callable[..., Any]:
+    """A stack of plain recurrent layers, step by step; cuDNN has it whole."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        is_on_gpu = args[0].device.type == "cuda"
+        return (spelt_out if is_on_gpu and not _is_packed(args) else whole)(*args, **kwargs)
+
+    return plain
+
+
+def _is_packed(args: tuple[Any, ...]) -> bool:
+    """Whether a recurrent layer gets packed sequences: the parameters are its fourth argument."""
+    return len(args) > 3 and isinstance(args[3], (list, tuple))
 
 
 def _cdist(
@@ -164,7 +193,8 @@ def _taken(x: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
     is_within = torch.ones_like(places[0], dtype=torch.bool)
     for place, extent in zip(places, extents, strict=True):
         is_within = is_within & (place >= 0) & (place < extent)
-        flat = flat * extent + place.clamp(0, extent - 1).long()
+        # Clamped as an integer, since a NaN is in no range.
+        flat = flat * extent + place.long().clamp(0, extent - 1)
     ids = flat.flatten(1).unsqueeze(1).expand(-1, x.shape[1], -1)
     taken = x.flatten(2).gather(2, ids).unflatten(2, flat.shape[1:])
     return torch.where(is_within.unsqueeze(1), taken, 0.0)
@@ -228,4 +258,9 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
+    **COMPOSED_BY_INDEX,
+    torch.batch_norm: _without_cudnn(torch.batch_norm),
+    torch.instance_norm: _without_cudnn(torch.instance_norm),
+    torch.rnn_tanh: _rnn(torch.rnn_tanh, decompositions.rnn_tanh_input),
+    torch.rnn_relu: _rnn(torch.rnn_relu, decompositions.rnn_relu_input),
 }

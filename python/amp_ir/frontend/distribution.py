@@ -8,14 +8,12 @@ models would drift apart without a word.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def wrapper_fault(module: Any) -> str | None:
+def wrapper_fault(module: torch.nn.Module) -> str | None:
     """What is wrong with a module that shares its training; None for any other."""
     names = {kind.__name__ for kind in type(module).__mro__}
     wrapper = next((name for name in _WRAPPERS if name in names), None)

@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_ir.frontend.layouts import view
+from amp_ir.frontend.module_methods import ModuleMethods
 from amp_ir.frontend.replay import Replay
+from amp_ir.frontend.restores import restoring
 from amp_ir.frontend.symbolic_float import FloatTape
 
 aten = torch.ops.aten
@@ -42,12 +44,13 @@ WHOLE = frozenset(
     adaptive_max_pool2d adaptive_max_pool2d_backward
     gelu gelu_backward silu silu_backward tanh_backward sigmoid_backward threshold_backward relu
     leaky_relu leaky_relu_backward elu elu_backward softplus softplus_backward
-    hardtanh hardtanh_backward
+    hardtanh hardtanh_backward hardswish hardswish_backward hardsigmoid hardsigmoid_backward
+    celu softshrink mish mish_backward log_sigmoid_forward log_sigmoid_backward
     native_dropout native_dropout_backward
     mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss
     huber_loss_backward binary_cross_entropy binary_cross_entropy_backward
     soft_margin_loss soft_margin_loss_backward
-    index index_put scatter gather scatter_add
+    index index_put index_add index_copy index_fill scatter gather scatter_add
     upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward
     cumsum sort topk
     """.split()
@@ -131,8 +134,13 @@ def make_functional(
 
     without_names(traced)
 
+    modules = ModuleMethods.now()
+
     def replay(*flat: torch.Tensor) -> Any:
-        return Replay(traced).run(*flat)
+        with restoring() as restores:
+            modules.patch_call(restores)
+            modules.patch_lookup(restores)
+            return Replay(traced).run(*flat)
 
     with mode, torch.no_grad(), torch._C._DisableAutocast(), uncompiled_graphs():
         functional = make_fx(

@@ -12,13 +12,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import attrs
 import torch
 
 from amp_ir.errors import StateError
+from amp_ir.frontend.restores import restoring
 from amp_ir.frontend.symbolic_float import FloatTape, SymbolicFloat
+from amp_ir.frontend.thread_patches import patch_function
 
 # Flags that choose an implementation, not a result: the plain loop is what can be traced.
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable")
@@ -154,11 +155,10 @@ def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) ->
 
         return function
 
-    with contextlib.ExitStack() as stack:
+    with restoring() as restores:
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
-                stack.enter_context(mock.patch.object(module, "_get_value", get_value))
+                patch_function(restores, module, "_get_value", get_value)
         for name in ("sqrt", "exp", "log", "pow"):
-            function = follow(name, getattr(math, name))
-            stack.enter_context(mock.patch.object(math, name, function))
+            patch_function(restores, math, name, follow(name, getattr(math, name)))
         yield

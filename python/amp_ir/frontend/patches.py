@@ -4,22 +4,24 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch.nn.utils import clip_grad
 
 from amp_ir.frontend.attention import scaled_dot_product_attention
-from amp_ir.frontend.autocast_regions import autocast_regions_marked
+from amp_ir.frontend.autocast_regions import mark_autocast_regions
+from amp_ir.frontend.distribution import WRAPPER_ADVICE, wrapper_fault
 from amp_ir.frontend.locations import Locator
+from amp_ir.frontend.module_methods import ModuleMethods
 from amp_ir.frontend.recording import GradientWatch
 from amp_ir.frontend.refusals import Findings, TracingStopped
+from amp_ir.frontend.restores import restoring
 from amp_ir.frontend.state import State
 from amp_ir.frontend.symbolic_float import SymbolicFloat
+from amp_ir.frontend.thread_patches import ValueHere, here, patch, patch_function, silence
 from amp_ir.frontend.transaction import Transaction
 
 
@@ -30,6 +32,7 @@ def patched(
     watch: GradientWatch,
     findings: Findings,
     transaction: Transaction,
+    modules: ModuleMethods,
 ) -> Iterator[list[torch.optim.Optimizer]]:
     """Change PyTorch so that a step can be traced.
 
@@ -47,66 +50,40 @@ def patched(
         vars(optimizer)["step"] = _located_step(optimizer, locator, findings, on_step)
         # Fused kernels would unscale by themselves; the captured step is the plain one.
         vars(optimizer)["_step_supports_amp_scaling"] = False
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_plain_kernels())
-        stack.enter_context(_quiet_fakes())
-        devices = frozenset(slot.tensor.device.type for slot in state.slots)
-        stack.enter_context(autocast_regions_marked(devices or frozenset({"cpu"})))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(mode=False))
-        replacements: tuple[tuple[Any, str, Any], ...] = (
-            (torch.nn.Module, "zero_grad", _watched_zero_grad(torch.nn.Module.zero_grad, watch)),
-            (
-                torch.optim.Optimizer,
-                "zero_grad",
-                _watched_zero_grad(torch.optim.Optimizer.zero_grad, watch),
-            ),
-            (torch.nn.Module, "__call__", locator.wrap_call(torch.nn.Module.__call__)),
-            (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
-            (torch.utils.checkpoint, "CheckpointFunction", _NoCheckpoint),
-            (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
-            (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
-            # Checks of a distribution's arguments look at values, which do not exist yet.
-            (torch.distributions.Distribution, "_validate_args", False),
-            (torch.amp.GradScaler, "scale", _refused_scaler(locator, findings)),
-        )
-        for owner, name, replacement in replacements:
-            stack.enter_context(mock.patch.object(owner, name, replacement))
-        # The functions of this module convert their threshold, which may hang on the loss scale.
-        stack.enter_context(mock.patch.object(clip_grad, "float", _float_of, create=True))
-        yield stepped
-
-
-@contextlib.contextmanager
-def _plain_kernels() -> Iterator[None]:
-    """Switch off kernels that hide many ops in one that only one library has.
-
-    oneDNN and cuDNN have whole LSTMs; nn.TransformerEncoderLayer has an inference kernel.
-    """
-    switches: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
-        (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-        (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-        (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (torch.nn.Module, "zero_grad", _watched_zero_grad(torch.nn.Module.zero_grad, watch)),
+        (
+            torch.optim.Optimizer,
+            "zero_grad",
+            _watched_zero_grad(torch.optim.Optimizer.zero_grad, watch),
+        ),
+        (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
+        (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
+        (torch.amp.GradScaler, "scale", _refused_scaler(locator, findings)),
+        # nn.TransformerEncoderLayer has an inference kernel that hides many ops in one.
+        (torch.backends.mha, "get_fastpath_enabled", lambda: False),
     )
-    before = [get() for get, _ in switches]
-    for _, switch in switches:
-        switch(False)
-    try:
-        yield
-    finally:
-        for (_, switch), value in zip(switches, before, strict=True):
-            switch(value)
-
-
-@contextlib.contextmanager
-def _quiet_fakes() -> Iterator[None]:
-    """Let an error of the user's step be raised only, not logged by the fake tensors as well."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    # A thread's own, as is all below.
+    with torch.autograd.set_multithreading_enabled(mode=False), restoring() as restores:
+        for owner, name, replacement in replacements:
+            patch_function(restores, owner, name, replacement)
+        call = _checked_call(locator.wrap_call(modules.call), locator, findings)
+        patch(restores, torch.nn.Module, "__call__", here(call, modules.call))
+        modules.patch_lookup(restores)
+        devices = frozenset(slot.tensor.device.type for slot in state.slots)
+        mark_autocast_regions(restores, devices or frozenset({"cpu"}))
+        patch(restores, torch.utils.checkpoint, "CheckpointFunction", _checkpoint_function())
+        # Checks of a distribution's arguments look at values, which do not exist yet.
+        distribution = torch.distributions.Distribution
+        checks = ValueHere(value=False, elsewhere=distribution._validate_args)
+        patch(restores, distribution, "_validate_args", checks)
+        # The functions of this module convert their threshold, which may hang on the loss scale.
+        # For a number that is not followed it is Python's own `float`.
+        patch(restores, clip_grad, "float", _float_of)
+        # An error of the user's step is raised; the fake tensors would log it as well.
+        silence(restores, "torch._subclasses.fake_tensor")
+        yield stepped
 
 
 def _located_step(
@@ -177,13 +154,30 @@ def _refused_scaler(locator: Locator, findings: Findings) -> Callable[..., Any]:
     return refuse
 
 
-class _NoCheckpoint:
+def _checked_call(
+    call: Callable[..., Any], locator: Locator, findings: Findings
+) -> Callable[..., Any]:
+    """A `torch.nn.Module.__call__` that refuses modules which share their training."""
+
+    def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        fault = wrapper_fault(module)
+        if fault is not None:
+            advice = WRAPPER_ADVICE[0].upper() + WRAPPER_ADVICE[1:]
+            findings.add(f"the step calls a module that {fault}", locator.here(), advice)
+            raise TracingStopped
+        return call(module, *args, **kwargs)
+
+    return checked
+
+
+def _checkpoint_function() -> type:
     """Activation checkpointing changes memory, not results; memory is planned by the compiler."""
 
-    @staticmethod
-    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:  # noqa: FBT001
-        """Call the function."""
+    def plain(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:  # noqa: FBT001
         return function(*args)
+
+    apply = here(plain, torch.utils.checkpoint.CheckpointFunction.apply)
+    return type("CheckpointFunction", (), {"apply": staticmethod(apply)})
 
 
 def _no_checkpoint(*_args: Any, **_kwargs: Any) -> Iterator[None]:

@@ -11,9 +11,7 @@ import collections
 import contextlib
 import functools
 import inspect
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -21,6 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_ir.errors import StateError
+from amp_ir.frontend.generators import keep_generators
+from amp_ir.frontend.restores import restoring
 from amp_ir.module import Role
 
 
@@ -237,33 +237,16 @@ def kept(state: State) -> Iterator[None]:
         containers += [_Contents(group) for group in optimizer.param_groups]
         containers += [_Contents(values) for values in optimizer.state.values()]
     containers += [_Contents(vars(slots.scaler)) for slots in state.scalers]
-    restores = _random_states()
-    records_gradients = torch.is_grad_enabled()
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
+    with restoring() as restores:
+        keep_generators(restores)
+        restores.add(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        for container in reversed(containers):
+            restores.add(container.restore)
+        # Casts of fakes must not stay, nor those of parameters come in. The cache is the process's;
+        # PyTorch empties it too, wherever a thread leaves its outermost autocast.
+        restores.add(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
-        for container in containers:
-            container.restore()
-        torch.set_grad_enabled(records_gradients)
-        for restore in restores:
-            restore()
-
-
-def _random_states() -> list[Callable[[], object]]:
-    """Functions that set every random generator a step may use back to where it is now."""
-    restores: list[Callable[[], object]] = [
-        functools.partial(torch.set_rng_state, torch.get_rng_state()),
-        functools.partial(random.setstate, random.getstate()),
-    ]
-    if torch.cuda.is_initialized():
-        states = torch.cuda.get_rng_state_all()
-        restores.append(functools.partial(torch.cuda.set_rng_state_all, states))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        restores.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
-    return restores
+        yield
 
 
 class _Contents:

@@ -25,8 +25,10 @@ from amp_ir.frontend.functional import make_functional
 from amp_ir.frontend.hyper_parameters import find_hyper_parameters
 from amp_ir.frontend.interface import finish
 from amp_ir.frontend.notes import capture_notes
+from amp_ir.frontend.restores import alone, restoring
 from amp_ir.frontend.scaler_state import find_scaler_state
 from amp_ir.frontend.state import State, find_state, move_counters
+from amp_ir.frontend.trace_leftovers import clear_leftovers
 from amp_ir.frontend.tracing import StepTracer
 
 __all__ = ["capture_model", "capture_step", "check_training"]
@@ -35,6 +37,7 @@ Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
+@alone(clear_leftovers)
 def capture_step(
     step: Callable[..., Any],
     example_batch: tuple[Any, ...],
@@ -100,14 +103,15 @@ def _device_of(state: State) -> torch.device:
 
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """No garbage collection: a trace's many objects live to its end, and are searched in vain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    """No garbage collection: a trace's many objects live to its end, and are searched in vain.
+
+    Other threads' garbage stays as long; nothing else of them changes.
+    """
+    with restoring() as restores:
+        if gc.isenabled():
+            restores.add(gc.enable)
+        gc.disable()
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def capture_model(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> CapturedStep:

@@ -20,6 +20,7 @@ from amp_ir.frontend.functional import uncompiled_graphs
 from amp_ir.frontend.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.loss_scaling import CapturedScaler
+from amp_ir.frontend.module_methods import ModuleMethods
 from amp_ir.frontend.patches import patched
 from amp_ir.frontend.recording import GradientWatch, Recorder, Substitution
 from amp_ir.frontend.refusals import Findings, TracingStopped
@@ -96,6 +97,7 @@ class StepTracer:
             slot.fake = fake_of(slot.tensor, self._mode)
         batch = [fake_of(tensor, self._mode) for tensor in self._arguments.tensors]
         inputs = [*(slot.fake for slot in self._state.slots), *batch]
+        self._modules = ModuleMethods.now()
         with self._mode, kept(self._state), uncompiled_graphs():
             graph = make_fx(
                 lambda *_flat: self._run(batch),
@@ -117,7 +119,7 @@ class StepTracer:
             with contextlib.ExitStack() as stack:
                 stack.callback(captured_scalers.reset, given)
                 stepped = stack.enter_context(
-                    patched(state, self._locator, watch, self._findings, transaction)
+                    patched(state, self._locator, watch, self._findings, transaction, self._modules)
                 )
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
                 stack.enter_context(

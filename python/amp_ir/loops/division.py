@@ -12,8 +12,8 @@ from typing import Any
 from tvm import tirx
 
 from amp_ir.loops import integers
+from amp_ir.loops.elements import constant, difference, dtype_of, quotient, signed_zero
 from amp_ir.loops.ir import bind
-from amp_ir.loops.math import constant, difference, dtype_of, quotient, signed_zero
 
 
 def truncated(a: Any, b: Any) -> Any:

@@ -32,9 +32,9 @@ def tanh(x: Any) -> Any:
     return bind(m.tanh(x))
 
 
-def erf(x: Any) -> Any:
-    """Error function."""
-    return bind(m.erf(x))
+def normal_cdf(x: Any, bell: Any) -> Any:
+    """How much of the normal distribution lies below x, whose `bell` is e^(-x^2 / 2)."""
+    return bind(m.normal_cdf(x, bell))
 
 
 def sigmoid(x: Any) -> Any:
@@ -49,14 +49,14 @@ def absolute(x: Any) -> Any:
 
 def maximum(x: Any, bound: float) -> Any:
     """The larger of an element and a number; NaN if the element is."""
-    x = bind(x)
-    return bind(m.maximum(x, m.constant(bound, m.dtype_of(x))))
+    x, bound = bind(x), m.constant(bound, m.dtype_of(x))
+    return bind(m.select(x < bound, bound, x))
 
 
 def minimum(x: Any, bound: float) -> Any:
     """The smaller of an element and a number; NaN if the element is."""
-    x = bind(x)
-    return bind(m.minimum(x, m.constant(bound, m.dtype_of(x))))
+    x, bound = bind(x), m.constant(bound, m.dtype_of(x))
+    return bind(m.select(x > bound, bound, x))
 
 
 def select(condition: Any, chosen: Any, other: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 
 from tvm import tirx
 
+from amp_ir.loops.elements import constant, dtype_of
 from amp_ir.loops.ir import bind
-from amp_ir.loops.math import constant, dtype_of
 
 
 def is_signed(dtype: str) -> bool:

@@ -33,7 +33,7 @@ from amp_ir.loops.lower_relax import row_index
 
 
 @lowers("amp_ir.index")
-def index(op: Lowering, x: Value, *ids: Value, axes: Sequence[int]) -> Value:
+def index(op: Lowering, x: Value, *ids: Value, axes: Sequence[int], wraps: bool = True) -> Value:
     """Each element from the place that its indices name."""
     result = op.results[0]
     shapes = tuple(one.shape for one in ids)
@@ -99,6 +99,7 @@ def index_put(
     *ids: Value,
     axes: Sequence[int],
     accumulate: bool = False,
+    wraps: bool = True,
 ) -> Value:
     """A copy of x, then the writes in order; see the top of the file."""
     shapes = tuple(one.shape for one in ids)

@@ -62,15 +62,21 @@ def _isfinite(x: Any) -> Any:
 
 
 def gelu(x: Any) -> Any:
-    """x Phi(x) with the error function."""
+    """x Phi(x), Phi that of the normal distribution."""
     x = bind(x)
+<<<<<<< ours
     half, scale = (m.constant(number, m.dtype_of(x)) for number in (0.5, math.sqrt(0.5)))
     return half * x * (_one(x) + m.erf(x * scale))
+=======
+    half = m.constant(-0.5, m.dtype_of(x))
+    return x * m.normal_cdf(x, m.exp(x * x * half))
+>>>>>>> theirs
 
 
 def gelu_tanh(x: Any) -> Any:
-    """GELU by the tanh approximation (Hendrycks and Gimpel 2016)."""
+    """GELU by the tanh approximation (Hendrycks and Gimpel 2016): (1 + tanh y) / 2 = sigmoid 2y."""
     x = bind(x)
+<<<<<<< ours
     half, scale, cubic = (
         m.constant(number, m.dtype_of(x)) for number in (0.5, math.sqrt(2 / math.pi), 0.044715)
     )
@@ -92,6 +98,12 @@ def _cosh(x: Any) -> Any:
     x = bind(x)
     half = m.constant(0.5, m.dtype_of(x))
     return half * m.exp(x) + half * m.exp(-x)
+=======
+    scale, cubic = (
+        m.constant(number, m.dtype_of(x)) for number in (math.sqrt(8 / math.pi), 0.044715)
+    )
+    return x * m.sigmoid(scale * (x + cubic * x * x * x))
+>>>>>>> theirs
 
 
 def _divide(a: Any, b: Any) -> Any:
@@ -124,11 +136,11 @@ UNARY: dict[str, Scalar] = {
     "relax.asin": m.libm(tirx.asin),
     "relax.acos": m.libm(tirx.acos),
     "relax.atan": m.libm(tirx.atan),
-    "relax.sinh": _sinh,
-    "relax.cosh": _cosh,
+    "relax.sinh": m.sinh,
+    "relax.cosh": m.cosh,
     "relax.asinh": m.libm(tirx.asinh),
     "relax.acosh": m.libm(tirx.acosh),
-    "relax.atanh": m.libm(tirx.atanh),
+    "relax.atanh": m.atanh,
     "relax.tanh": m.tanh,
     "relax.sigmoid": m.sigmoid,
     "relax.erf": m.erf,
@@ -143,7 +155,7 @@ UNARY: dict[str, Scalar] = {
     "relax.isfinite": _isfinite,
     "relax.isinf": _isinf,
     "relax.isnan": lambda x: m.isnan(bind(x)),
-    "relax.nn.relu": lambda x: m.maximum(x, _zero(x)),
+    "relax.nn.relu": m.relu,
     "relax.nn.silu": lambda x: bind(x) * m.sigmoid(x),
     "relax.nn.gelu": gelu,
     "relax.nn.gelu_tanh": gelu_tanh,

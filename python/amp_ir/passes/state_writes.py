@@ -35,7 +35,8 @@ def state_writes(
     nbytes = sum(program.inputs[k].nbytes for k in kept)
     room = max(_LEAST, min(_MOST, _moved(program) // _MOVED_A_BYTE)) if keeps_state else -1
     for call, position in order:
-        if position in kept:
+        # A tensor without elements has nothing to keep; its memory has one, which nobody reads.
+        if position in kept or not program.inputs[position].nbytes:
             continue
         room -= program.inputs[position].nbytes
         if room < 0:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,7 +16,9 @@ from amp_ir.executable import Executable
 from amp_ir.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature
+from amp_ir.planned_checks import PlannedChecks
 from amp_ir.runtime import torn_state
+from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
 from amp_ir.runtime.step_run import StepRun
 from amp_ir.tensor_memory import ALIGNMENT_BYTES, PHYSICAL_DTYPES
@@ -66,7 +67,10 @@ class Program:
         signature: Signature,
         state: State,
         device: Any = "cpu",
+        *,
+        checks: PlannedChecks | None = None,
     ) -> None:
+        self.checks = PlannedChecks() if checks is None else checks
         self.executable = executable
         self.plan = plan
         self.signature = signature
@@ -96,6 +100,18 @@ class Program:
             if one.source is not None:
                 one.current_view()
 
+    def check_inputs(self, batch: Sequence[torch.Tensor]) -> None:
+        """Look at the indices that the batch and the state bring.
+
+        Raises:
+            IndexOutOfRangeError: one is out of range; nothing has changed.
+        """
+        if self.checks.on_host:
+            tensors = iter(batch)
+            self.checks.check_inputs(
+                [next(tensors) if one.source is None else one.source for one in self._inputs]
+            )
+
     def run(
         self,
         batch: Sequence[torch.Tensor],
@@ -112,6 +128,8 @@ class Program:
         Raises:
             StepFailedError: the state is torn by an earlier failure, or a call failed.
             OutOfMemoryError: there is none for the batch or the results; nothing has changed.
+            IndexOutOfRangeError: the step computed an index out of range; it has changed nothing.
+                On a GPU it is raised by a later run, or by `synchronise`.
         """
         with self._lock:
             torn_state.refuse_torn(self.state())
@@ -130,7 +148,14 @@ class Program:
                 if isinstance(error, AmpIrError) or not is_out_of_memory(error):
                     raise
                 raise out_of_memory("the batch and the results of a step need", error) from error
-            return self._step_run(arguments, functools.partial(finish, results))
+            return self._step_run(arguments, lambda: self._finished(results, finish))
+
+    def _finished(
+        self, results: list[torch.Tensor], finish: Callable[[list[torch.Tensor]], T]
+    ) -> T:
+        if self.checks.in_step:
+            self.checks.check_extremes(results[-1])
+        return finish(results)
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that the step works on, by name; what is read as a number is none."""
@@ -158,9 +183,15 @@ class Program:
         ]
 
     def synchronise(self) -> None:
-        """Wait until the runs so far are done."""
+        """Wait until the runs so far are done.
+
+        Raises:
+            IndexOutOfRangeError: one of them computed an index out of range.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self._graph_run is not None:
+            self._graph_run.found.check(all_steps=True)
 
     def results_of(
         self, outputs: list[torch.Tensor]
@@ -187,6 +218,7 @@ class _OnGpu:
         self._results = program.empty_results()
         self._batch_views = [flat_view(one) for one in self._batch]
         self._result_views = [flat_view(one) for one in self._results]
+        self.found = FoundIndices(program.checks)
 
     @property
     def is_recorded(self) -> bool:
@@ -194,6 +226,7 @@ class _OnGpu:
 
     def run(self, batch: Sequence[torch.Tensor], *, in_graph: bool) -> list[torch.Tensor]:
         """One step; copies from host memory are asynchronous where it is pinned."""
+        self.found.check()
         for target, source in zip(self._batch, batch, strict=True):
             target.copy_(source, non_blocking=True)
         program, views = self._program, iter(self._batch_views)
@@ -206,6 +239,8 @@ class _OnGpu:
             self._run(arguments, state)
         else:
             self._run.launch(arguments)
+        if program.checks.in_step:
+            self.found.add(self._results[-1])
         return [result.clone() for result in self._results]
 
 

@@ -14,7 +14,6 @@ from amp_ir.errors import ArgumentError, CopyError, StateError
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import Role, StepModule
 from amp_ir.runtime import torn_state
-from amp_ir.runtime.index_bounds import check_ids, find_bounds
 from amp_ir.runtime.program import Program
 from amp_ir.step_log import StepLog, StepRecord
 
@@ -68,7 +67,6 @@ class CompiledStep:
         self._is_installed = False
         inputs = module.signature.inputs
         self._scaler_inputs = [one.name for one in inputs if one.role is Role.SCALER_STATE]
-        self._id_bounds = find_bounds(module.ir, module.signature.inputs)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Run one step on `batch` and return what the captured step returns.
@@ -77,7 +75,8 @@ class CompiledStep:
 
         Raises:
             ArgumentError: the batch does not fit what was captured; nothing has changed.
-            IdError: an id or a class of the batch lies outside of its table; nothing has changed.
+            IndexOutOfRangeError: an index lies outside of the axis that it reads or writes; nothing
+                has changed. On a GPU a later call raises it, or `synchronise`.
             StateError: model or optimizer changed in a way that needs a new capture.
             StepFailedError: a call of the step failed, or an earlier failure left the state torn;
                 the message says whether anything has changed.
@@ -85,7 +84,7 @@ class CompiledStep:
         """
         refuse_names(named)
         tensors = self.module.signature.flatten_batch(batch)
-        check_ids(self._id_bounds, tensors)
+        self._program.check_inputs(tensors)
         change = self.module.hooks.what_changed()
         if change:
             raise StateError(
@@ -98,9 +97,9 @@ class CompiledStep:
         """As a call, with the flat batch, for one who has asked whether the step is current.
 
         Raises:
-            IdError, StateError: as for a call.
+            IndexOutOfRangeError, StateError: as for a call.
         """
-        check_ids(self._id_bounds, tensors)
+        self._program.check_inputs(tensors)
         return self._run(tensors)
 
     def _run(self, tensors: list[torch.Tensor]) -> Any:
@@ -117,6 +116,7 @@ class CompiledStep:
 
     def _finish(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """What belongs to the step behind its last call; returns the results."""
+        # Behind the run: a first step that fails leaves the optimizer without state, as it was.
         self._install()
         results, gradients = self._program.results_of(outputs)
         self.module.hooks.after_step(gradients)
@@ -126,6 +126,14 @@ class CompiledStep:
         if not self._is_installed:
             self.module.hooks.install_state()
             self._is_installed = True
+
+    def synchronise(self) -> None:
+        """Wait until all steps so far are done; on a CPU they are.
+
+        Raises:
+            IndexOutOfRangeError: a step computed an index out of range, and was rolled back.
+        """
+        self._program.synchronise()
 
     @property
     def program(self) -> Program:

@@ -110,11 +110,9 @@ def _masked_put(
 def index_select(ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr) -> relax.Expr:
     """The elements of one axis at the ids, in their order."""
     rank = len(shape_of(x))
-    if rank == 0:
-        return x
-    return ops.call(
-        "amp_ir.index", x, ops.reshape(ids, [math.prod(shape_of(ids))]), axes=(dim % rank,)
-    )
+    source, axis = (x, dim % rank) if rank else (_flat(ops, x), 0)
+    taken = ops.call("amp_ir.index", source, _flat(ops, ids), axes=(axis,), wraps=False)
+    return ops.reshape(taken, ops.shape)
 
 
 @converts(aten.index_add.default)
@@ -128,12 +126,43 @@ def index_add(
     alpha: Operand = 1,
 ) -> relax.Expr:
     """x with alpha * source added at the ids of one axis; source has the ids' count there."""
-    axis = dim % len(shape_of(x))
     scaled = source if alpha == 1 else ops.cast(ops.multiply(source, alpha), dtype_of(x))
-    where = [1] * len(shape_of(x))
-    where[axis] = math.prod(shape_of(ids))
-    spread = ops.broadcast(ops.reshape(ids, where), shape_of(source))
-    return ops.call("amp_ir.scatter_add", x, spread, scaled, axis=axis)
+    return _put_along(ops, x, dim, ids, scaled, accumulate=True)
+
+
+@converts(aten.index_copy.default)
+def index_copy(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr
+) -> relax.Expr:
+    """x with source written at the ids of one axis; source has the ids' count there."""
+    return _put_along(ops, x, dim, ids, source, accumulate=False)
+
+
+@converts(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, value: Operand
+) -> relax.Expr:
+    """x with one value at the ids of one axis, which may count from the end."""
+    shape = list(shape_of(x)) or [1]
+    axis = dim % len(shape)
+    places = ops.full(
+        [math.prod(shape_of(ids)), *[1] * (len(shape) - axis - 1)], value, dtype_of(x)
+    )
+    whole, at = ops.reshape(x, shape), _flat(ops, ids)
+    return ops.reshape(ops.call("amp_ir.index_put", whole, places, at, axes=(axis,)), shape_of(x))
+
+
+def _put_along(
+    ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr, *, accumulate: bool
+) -> relax.Expr:
+    """Slices of one axis written or added; ids count from 0."""
+    count = math.prod(shape_of(ids))
+    shape = list(shape_of(x)) or [1]
+    axis = dim % len(shape)
+    values = ops.reshape(source, [*shape[:axis], count, *shape[axis + 1 :]])
+    options = {"axes": (axis,), "accumulate": accumulate, "wraps": False}
+    put = ops.call("amp_ir.index_put", ops.reshape(x, shape), values, _flat(ops, ids), **options)
+    return ops.reshape(put, shape_of(x))
 
 
 @converts(aten.gather.default)
@@ -142,9 +171,15 @@ def gather(
 ) -> relax.Expr:
     """result[i, j, ...] = x[ids[i, j, ...], j, ...] for dim 0."""
     if not shape_of(x):
-        return ops.reshape(x, shape_of(ids))
+        x, ids = _flat(ops, x), _flat(ops, ids)
     axis = dim % len(shape_of(x))
-    return ops.emit(relax.op.gather_elements(_covered(ops, x, ids, axis), ids, axis))
+    found = ops.emit(relax.op.gather_elements(_covered(ops, x, ids, axis), ids, axis))
+    return ops.reshape(found, ops.shape)
+
+
+def _flat(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """All elements on one axis; of a tensor of 0 axes the one."""
+    return ops.reshape(x, [math.prod(shape_of(x))])
 
 
 def _covered(ops: Emitter, x: relax.Expr, ids: relax.Expr, axis: int | None) -> relax.Expr:
@@ -160,10 +195,11 @@ def scatter_add(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr
 ) -> relax.Expr:
     """x with source[i, j, ...] added at x[ids[i, j, ...], j, ...] for dim 0."""
-    if not shape_of(x):
-        return ops.add(x, ops.reshape(source, []))
+    shape = shape_of(x)
+    if not shape:
+        x, ids, source = (_flat(ops, one) for one in (x, ids, source))
     axis = dim % len(shape_of(x))
-    return ops.call("amp_ir.scatter_add", x, ids, source, axis=axis)
+    return ops.reshape(ops.call("amp_ir.scatter_add", x, ids, source, axis=axis), shape)
 
 
 @converts(aten.scatter.src)
@@ -246,8 +282,7 @@ def _scatter(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr, reduction: str
 ) -> relax.Expr:
     if not shape_of(x):
-        # One element; the ids can only be 0.
-        x, ids, source = (ops.reshape(one, [1]) for one in (x, ids, source))
+        x, ids, source = (_flat(ops, one) for one in (x, ids, source))
     source = _covered(ops, source, ids, None)
     axis = dim % len(shape_of(x))
     written = ops.emit(relax.op.scatter_elements(x, ids, source, axis, reduction))

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elements of kernels as numbers: literals, comparisons, arithmetic that takes floats as floats."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+
+from amp_ir.loops.ir import bind, scalar_loop
+
+# The integers of a float's bits.
+_WORDS = {"float32": "uint32", "float64": "uint64"}
+
+
+def constant(number: float, dtype: str = "float32") -> Any:
+    """A literal of `dtype`."""
+    return tirx.const(number, dtype)
+
+
+def libm(function: Any) -> Any:
+    """A TIR function that only exists for one element at a time."""
+
+    def call(*elements: Any) -> Any:
+        scalar_loop()
+        return function(*elements)
+
+    return call
+
+
+def dtype_of(element: Any) -> str:
+    """The dtype of an element expression."""
+    return str(element.ty.dtype)
+
+
+def select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """`if_true` where `condition` holds; both sides are evaluated."""
+    return tirx.Select(condition, if_true, if_false)
+
+
+def clamp(index: Any, extent: int) -> Any:
+    """The index in [0, extent) nearest to `index`: for reads whose value a `select` then drops."""
+    return tirx.max(tirx.min(index, tirx.const(extent - 1, "int32")), tirx.const(0, "int32"))
+
+
+def inside(index: Any, extent: int) -> Any:
+    """Whether `index` lies in [0, extent)."""
+    return tirx.all(index >= tirx.const(0, "int32"), index < tirx.const(extent, "int32"))
+
+
+def relu(x: Any) -> Any:
+    """x, or 0 where it is below: NaN and -0 stay."""
+    x = bind(x)
+    return tirx.Select(x < constant(0, dtype_of(x)), constant(0, dtype_of(x)), x)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger one; NaN if either is NaN, as PyTorch's maximum."""
+    a, b = bind(a), bind(b)
+    larger = tirx.Select(a > b, a, b)
+    return _nan_from(a, larger) if dtype_of(a).startswith("float") else larger
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller one; NaN if either is NaN, as PyTorch's minimum."""
+    a, b = bind(a), bind(b)
+    smaller = tirx.Select(a < b, a, b)
+    return _nan_from(a, smaller) if dtype_of(a).startswith("float") else smaller
+
+
+def _nan_from(a: Any, otherwise: Any) -> Any:
+    # A comparison with NaN fails, so `otherwise` is b already where b is NaN.
+    return tirx.Select(isnan(a), a, otherwise)
+
+
+def opaque(x: Any) -> Any:
+    """`x`, of which TVM's simplifier sees nothing; for float32 and float64, but no literals.
+
+    It takes floats for real numbers: (x + y) - y becomes x, which is no rounding of x to what y
+    leaves of it; x - x and 0 x become 0, and x == x true, also of NaN. A CPU's kernels are compiled
+    without it; the code generation for CUDA needs it, for its indices.
+    """
+    words = _WORDS.get(dtype_of(x))
+    if words is None or literal(x) is not None:
+        return x
+    return tirx.reinterpret(dtype_of(x), tirx.reinterpret(words, x))
+
+
+def difference(a: Any, b: Any) -> Any:
+    """`a` less `b`, whatever either is made of."""
+    return opaque(a) - b if literal(b) is not None else a - opaque(b)
+
+
+def product(a: Any, b: Any) -> Any:
+    """`a` times `b`; NaN for 0 times inf."""
+    if literal(a) is not None and literal(b) is not None:
+        return _of_literals(np.multiply, a, b)
+    if literal(a) == 0.0:
+        a, b = b, a
+    return tirx.Mul(a, _zero_beside(a)) if literal(b) == 0.0 else a * b
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """`a` over `b`, floats; NaN for 0 over 0."""
+    if literal(a) is not None and literal(b) is not None:
+        return _of_literals(np.divide, a, b)
+    if literal(a) == 0.0:
+        return tirx.Div(_zero_beside(b), b)
+    return tirx.Div(a, _zero_beside(a)) if literal(b) == 0.0 else a / b
+
+
+def _of_literals(function: Any, a: Any, b: Any) -> Any:
+    """What TVM would compute by laws of real numbers, or refuse to (1 / 0)."""
+    dtype = dtype_of(a)
+    with np.errstate(all="ignore"):
+        number = function(*(np.asarray(one.value, dtype) for one in (a, b)))
+    return constant(number.item(), dtype)
+
+
+def _zero_beside(x: Any) -> Any:
+    """0 in the dtype of `x`, by way of its bits where TVM would conclude from a literal 0."""
+    words = _WORDS.get(dtype_of(x))
+    if words is None or literal(x) is not None:
+        return constant(0, dtype_of(x))
+    bits = tirx.bitwise_and(tirx.reinterpret(words, x), tirx.const(0, words))
+    return tirx.reinterpret(dtype_of(x), bits)
+
+
+def signed_zero(x: Any) -> Any:
+    """0 with the sign of a float."""
+    words = _WORDS[dtype_of(x)]
+    top = tirx.const(1 << (31 if words == "uint32" else 63), words)
+    return tirx.reinterpret(dtype_of(x), tirx.bitwise_and(tirx.reinterpret(words, x), top))
+
+
+def equals(a: Any, b: Any) -> Any:
+    """Whether two numbers are equal, as NaN is to none."""
+    return tirx.EQ(a, opaque(b))
+
+
+def differs(a: Any, b: Any) -> Any:
+    """Whether two numbers are not equal, as NaN is to all: TVM's `!=` says no of NaN on a CPU."""
+    return tirx.Not(equals(a, b))
+
+
+def isnan(x: Any) -> Any:
+    """Whether x is NaN; never, for integers.
+
+    By its bits in float32, which a CPU compares in fewer steps.
+    """
+    number = literal(x)
+    if number is not None:
+        return constant(math.isnan(number), "bool")
+    if dtype_of(x) == "float32":
+        bits = tirx.bitwise_and(tirx.reinterpret("int32", x), tirx.const(0x7FFFFFFF, "int32"))
+        return bits > tirx.const(0x7F800000, "int32")
+    return differs(x, x) if dtype_of(x) == "float64" else constant(False, "bool")
+
+
+def sqrt(x: Any) -> Any:
+    """Square root."""
+    return tirx.sqrt(x)
+
+
+def rsqrt(x: Any) -> Any:
+    """1 / sqrt(x)."""
+    return constant(1.0, dtype_of(x)) / tirx.sqrt(x)
+
+
+def absolute(x: Any) -> Any:
+    """|x|, of a float."""
+    words = _WORDS[dtype_of(x)]
+    mask = tirx.const((1 << (31 if words == "uint32" else 63)) - 1, words)
+    return tirx.reinterpret(dtype_of(x), tirx.bitwise_and(tirx.reinterpret(words, x), mask))
+
+
+def power(x: Any, y: Any) -> Any:
+    """x^y. Small constant integer and half-integer exponents are multiplications and roots."""
+    exponent = literal(y)
+    dtype = dtype_of(x)
+    if exponent is not None and -2 <= exponent <= 4 and float(exponent).is_integer():
+        return _integer_power(x, int(exponent))
+    return tirx.power(x, y if dtype_of(y) == dtype else tirx.Cast(dtype, y))
+
+
+def _integer_power(x: Any, exponent: int) -> Any:
+    x, one = bind(x), constant(1, dtype_of(x))
+    result = one
+    for k in range(abs(exponent)):
+        result = x if k == 0 else result * x
+    return one / result if exponent < 0 else result
+
+
+def literal(x: Any) -> float | None:
+    """The number that `x` is a literal of, or None."""
+    if isinstance(x, (int, float)):
+        return float(x)
+    value = getattr(x, "value", None)
+    return float(value) if isinstance(value, (int, float, np.number)) else None
+
+
+def cast(x: Any, dtype: str) -> Any:
+    """Convert an element to `dtype` as PyTorch's `.to` does."""
+    if dtype_of(x) == dtype:
+        return x
+    if dtype == "bool":
+        return differs(x, constant(0, dtype_of(x)))
+    if dtype_of(x) == "bool":
+        return tirx.Select(x, constant(1, dtype), constant(0, dtype))
+    if dtype_of(x).startswith("float") and dtype.startswith(("int", "uint")):
+        return _truncated(x, dtype)
+    return tirx.Cast(dtype, x)
+
+
+def _truncated(x: Any, dtype: str) -> Any:
+    """A float as an integer, towards 0; what no integer is, is the lowest, as on x86.
+
+    PyTorch converts to 32 or 64 bits, of which narrower integers are the low ones.
+    """
+    wide = "int64" if dtype == "int64" else "int32"
+    x = bind(x)
+    bound = 2.0 ** (63 if wide == "int64" else 31)
+    held = absolute(x) < constant(bound, dtype_of(x))
+    whole = tirx.Cast(wide, tirx.Select(held, x, constant(-bound, dtype_of(x))))
+    return whole if wide == dtype else tirx.Cast(dtype, whole)

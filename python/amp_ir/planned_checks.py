@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of a compiled step's indices: what the host looks at, and what the step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from tvm import relax
+
+from amp_ir.errors import IndexOutOfRangeError
+from amp_ir.index_check import IndexCheck
+from amp_ir.interpreter import evaluate
+
+
+@attrs.frozen(eq=False)
+class HostCheck:
+    """A check of indices that inputs bring, made before the step.
+
+    `names` and `positions` are those inputs; `bindings` compute `ids` from `parameters`, which
+    stand for them. Without bindings `ids` is the one parameter.
+    """
+
+    check: IndexCheck
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+    parameters: tuple[relax.Var, ...]
+    bindings: Sequence[relax.Binding]
+    ids: relax.Var
+
+    def fault(self, inputs: Sequence[Any]) -> str | None:
+        """What is wrong with the inputs, all of the step's; None where nothing is."""
+        given = [inputs[position] for position in self.positions]
+        indices = given[0]
+        if self.bindings:
+            values = dict(zip(self.parameters, given, strict=True))
+            indices = evaluate(self.ids, self.bindings, values)
+        wrong = self.check.wrong_value(self.check.extremes_of(indices))
+        if wrong is None:
+            return None
+        names = " and ".join(self.names)
+        subject = (
+            f"an index computed from {names} is" if self.bindings else f"{names} holds the index"
+        )
+        return self.check.describe(subject, wrong)
+
+
+@attrs.frozen
+class PlannedChecks:
+    """All checks of a step: before it on the host, and those whose extremes it returns."""
+
+    on_host: tuple[HostCheck, ...] = attrs.field(default=(), eq=False)
+    in_step: tuple[IndexCheck, ...] = ()
+
+    def check_inputs(self, inputs: Sequence[Any]) -> None:
+        """Refuse inputs (all of the step's, in order) with indices out of range.
+
+        Raises:
+            IndexOutOfRangeError: names every such input, the index, what was expected, and the op.
+        """
+        faults = [fault for one in self.on_host if (fault := one.fault(inputs)) is not None]
+        if faults:
+            raise IndexOutOfRangeError(
+                "; ".join(faults) + ". Nothing was run and nothing has changed"
+            )
+
+    def check_extremes(self, extremes: torch.Tensor) -> None:
+        """Raise what a step that ran has found: `extremes` int64[2 * checks], on the host.
+
+        Raises:
+            IndexOutOfRangeError: the step used an index out of range, and was rolled back.
+        """
+        numbers = extremes.tolist()
+        pairs = zip(numbers[: len(self.in_step)], numbers[len(self.in_step) :], strict=True)
+        faults = [
+            check.describe("the step computed the index", wrong)
+            for check, pair in zip(self.in_step, pairs, strict=True)
+            if (wrong := check.wrong_value(pair)) is not None
+        ]
+        if faults:
+            raise IndexOutOfRangeError(
+                "; ".join(faults) + ". The step was rolled back: nothing has changed"
+            )

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the steps on a GPU found of their indices: read when it is there, never waited for."""
+
+from __future__ import annotations
+
+import collections
+
+import torch
+
+from amp_ir.planned_checks import PlannedChecks
+
+# A step's finding is waited for when so many later ones are under way; a queue is never longer.
+_MOST_PENDING = 64
+
+
+class FoundIndices:
+    """The extremes of indices that steps return, on their way from a GPU to the host.
+
+    A step with an index out of range has rolled itself back there, and so needs no hurry.
+    """
+
+    def __init__(self, checks: PlannedChecks) -> None:
+        self._checks = checks
+        self._pending: collections.deque[tuple[torch.Tensor, torch.cuda.Event | None]] = (
+            collections.deque()
+        )
+
+    def add(self, extremes: torch.Tensor) -> None:
+        """Send the extremes of the step that was just launched, int64[2 * checks], to the host."""
+        is_on_gpu = extremes.device.type == "cuda"
+        copy = torch.empty(extremes.shape, dtype=extremes.dtype, pin_memory=is_on_gpu)
+        copy.copy_(extremes, non_blocking=True)
+        event = None
+        if is_on_gpu:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(extremes.device))
+        self._pending.append((copy, event))
+
+    def check(self, *, all_steps: bool = False) -> None:
+        """Raise what the steps have found that are done; with `all_steps`, wait for the others.
+
+        Raises:
+            IndexOutOfRangeError: a step used an index out of range, and was rolled back.
+        """
+        while self._pending:
+            copy, event = self._pending[0]
+            if event is not None and not event.query():
+                if not all_steps and len(self._pending) <= _MOST_PENDING:
+                    return
+                event.synchronize()
+            self._pending.popleft()
+            self._checks.check_extremes(copy)
