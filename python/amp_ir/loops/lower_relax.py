@@ -64,46 +64,17 @@ def _isfinite(x: Any) -> Any:
 def gelu(x: Any) -> Any:
     """x Phi(x), Phi that of the normal distribution."""
     x = bind(x)
-<<<<<<< ours
-    half, scale = (m.constant(number, m.dtype_of(x)) for number in (0.5, math.sqrt(0.5)))
-    return half * x * (_one(x) + m.erf(x * scale))
-=======
     half = m.constant(-0.5, m.dtype_of(x))
     return x * m.normal_cdf(x, m.exp(x * x * half))
->>>>>>> theirs
 
 
 def gelu_tanh(x: Any) -> Any:
     """GELU by the tanh approximation (Hendrycks and Gimpel 2016): (1 + tanh y) / 2 = sigmoid 2y."""
     x = bind(x)
-<<<<<<< ours
-    half, scale, cubic = (
-        m.constant(number, m.dtype_of(x)) for number in (0.5, math.sqrt(2 / math.pi), 0.044715)
-    )
-    return half * x * (_one(x) + m.tanh(scale * (x + cubic * x * x * x)))
-
-
-def _sinh(x: Any) -> Any:
-    """(e^x - e^-x) / 2; by its series near 0, where that cancels."""
-    x = bind(x)
-    half = m.constant(0.5, m.dtype_of(x))
-    square = bind(x * x)
-    series = x * (_one(x) + square * (m.constant(1 / 6, m.dtype_of(x)) + square
-                  * m.constant(1 / 120, m.dtype_of(x))))  # fmt: skip
-    return m.select(m.absolute(x) < m.constant(0.25, m.dtype_of(x)), series,
-                    half * m.exp(x) - half * m.exp(-x))  # fmt: skip
-
-
-def _cosh(x: Any) -> Any:
-    x = bind(x)
-    half = m.constant(0.5, m.dtype_of(x))
-    return half * m.exp(x) + half * m.exp(-x)
-=======
     scale, cubic = (
         m.constant(number, m.dtype_of(x)) for number in (math.sqrt(8 / math.pi), 0.044715)
     )
     return x * m.sigmoid(scale * (x + cubic * x * x * x))
->>>>>>> theirs
 
 
 def _divide(a: Any, b: Any) -> Any:
