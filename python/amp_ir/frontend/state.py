@@ -22,6 +22,7 @@ from amp_ir.errors import StateError
 from amp_ir.frontend.generators import keep_generators
 from amp_ir.frontend.restores import restoring
 from amp_ir.module import Role
+from amp_ir.unusable_tensors import fault_of
 
 
 @attrs.define(eq=False)
@@ -45,7 +46,7 @@ class GradientReader:
         """The gradient.
 
         Raises:
-            StateError: there is none.
+            StateError: there is none, or its memory does not hold its values.
         """
         gradient = self.parameter.grad
         if gradient is None:
@@ -53,6 +54,9 @@ class GradientReader:
                 f"the step reads {self.name}.grad, which was set at the capture and is None now; "
                 "run the backward pass that sets it, or capture the step again"
             )
+        fault = fault_of(gradient)
+        if fault:
+            raise StateError(f"{self.name}.grad {fault}")
         return gradient
 
 
