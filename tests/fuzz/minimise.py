@@ -24,6 +24,8 @@ def minimise(
     program: Program, outcome: Outcome, run: Callable[[Program], Outcome], *, seconds: float = 90.0
 ) -> tuple[Program, Outcome]:
     """The smallest program found that fails with the same kind and key, and its outcome."""
+    if outcome.kind == "timeout":  # each smaller one might take as long
+        return program, outcome
     end = time.monotonic() + seconds
     is_smaller = True
     while is_smaller and time.monotonic() < end:

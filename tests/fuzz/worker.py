@@ -11,7 +11,8 @@ from typing import Any
 from fuzz.program import Program
 from fuzz.run_program import Outcome, run_program
 
-SECONDS_A_PROGRAM = 120.0
+# A program takes one to three; a machine may be loaded.
+SECONDS_A_PROGRAM = 240.0
 # Compiled programs are never unloaded, so a worker grows with each.
 PROGRAMS_A_WORKER = 150
 
