@@ -388,9 +388,19 @@ def window_mean(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     return each(args, FREE)
 
 
+@type_hint("relax.equal", "relax.not_equal")
+def equality(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Float32, and nothing on the way rounded: a rounded number equals no number it came from.
+
+    The gradient of a maximum divides by the count of elements that equal it: 0 otherwise.
+    """
+    is_float = [gen_hint_helper(argument.ty, "float32") != KEEP for argument in args]
+    return [EXACT if one else KEEP for one in is_float]
+
+
 @type_hint(
-    "relax.equal", "relax.not_equal", "relax.less", "relax.less_equal", "relax.greater",
-    "relax.greater_equal", "relax.isfinite", "relax.isinf", "relax.isnan",
+    "relax.less", "relax.less_equal", "relax.greater", "relax.greater_equal", "relax.isfinite",
+    "relax.isinf", "relax.isnan",
 )  # fmt: skip
 def comparison(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     """Either dtype: comparing two stored numbers is exact; the result is bool."""
