@@ -10,6 +10,7 @@ import torch
 
 from amp_ir.dialect.loss_scale import options_of
 from amp_ir.errors import StateError
+from amp_ir.frontend.distribution import process_count
 from amp_ir.frontend.hyper_parameters import HyperParameter, frozen_options
 from amp_ir.frontend.interface import Interface
 from amp_ir.frontend.state import State
@@ -69,6 +70,8 @@ class Currency:
     def _changes(self) -> Iterator[str]:
         if self._was_first_step():
             yield "the optimizer's first step is unlike the later ones"
+        if (count := process_count()) > 1:
+            yield f"torch.distributed has a group of {count} processes now"
         yield from self._changed_options()
         if not self._guards_hold():
             yield "a hyper-parameter has passed a value that the step decides by"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ import tvm
 
 from amp_ir.errors import AmpIrError, DeviceError, StateError
 from amp_ir.executable import Executable
+from amp_ir.fork_safe_lock import ForkSafeLock
 from amp_ir.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import InputSpec, OutputSpec, Role, Signature
@@ -77,7 +77,7 @@ class Program:
         self.device = _with_index(torch.device(device))
         self._main = executable.vm["main"]
         self._inputs = [_Input.bind(spec, state, self.device) for spec in signature.inputs]
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock("the step was running")
         self.check_state()
         with _room_for(plan, self.device):
             nbytes = max(plan.arena_bytes, 1)

@@ -11,6 +11,7 @@ import torch
 
 from amp_ir.dispatch_note import DispatchNote
 from amp_ir.errors import ArgumentError, CopyError, StateError
+from amp_ir.forked_threads import use_threads_that_exist
 from amp_ir.memory_plan import MemoryPlan
 from amp_ir.module import Role, StepModule
 from amp_ir.runtime import torn_state
@@ -83,6 +84,7 @@ class CompiledStep:
             OutOfMemoryError: there is no memory for the step; see there, too.
         """
         refuse_names(named)
+        use_threads_that_exist()
         tensors = self.module.signature.flatten_batch(batch)
         self._program.check_inputs(tensors)
         change = self.module.hooks.what_changed()
@@ -99,6 +101,7 @@ class CompiledStep:
         Raises:
             IndexOutOfRangeError, StateError: as for a call.
         """
+        use_threads_that_exist()
         self._program.check_inputs(tensors)
         return self._run(tensors)
 
