@@ -388,22 +388,32 @@ def window_mean(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     return each(args, FREE)
 
 
+def _are_float(args: Args) -> list[bool]:
+    return [gen_hint_helper(argument.ty, "float32") != KEEP for argument in args]
+
+
 @type_hint("relax.equal", "relax.not_equal")
 def equality(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     """Float32, and nothing on the way rounded: a rounded number equals no number it came from.
 
     The gradient of a maximum divides by the count of elements that equal it: 0 otherwise.
     """
-    is_float = [gen_hint_helper(argument.ty, "float32") != KEEP for argument in args]
-    return [EXACT if one else KEEP for one in is_float]
+    return [EXACT if one else KEEP for one in _are_float(args)]
 
 
-@type_hint(
-    "relax.less", "relax.less_equal", "relax.greater", "relax.greater_equal", "relax.isfinite",
-    "relax.isinf", "relax.isnan",
-)  # fmt: skip
-def comparison(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
-    """Either dtype: comparing two stored numbers is exact; the result is bool."""
+@type_hint("relax.less", "relax.less_equal", "relax.greater", "relax.greater_equal")
+def order(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype beside a constant; two tensors are compared before either is rounded.
+
+    A score beside the k-th largest of its row is below that where only one of them was rounded.
+    """
+    are_tensors = sum(isinstance(arg, relax.Var) for arg in args) > 1
+    return equality(args, ret_type, amp_dtype) if are_tensors else each(args, FREE)
+
+
+@type_hint("relax.isfinite", "relax.isinf", "relax.isnan")
+def kind_of_number(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+    """Either dtype: the result is bool, and a stored number is what is asked about."""
     return each(args, FREE)
 
 

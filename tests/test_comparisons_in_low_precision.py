@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that ask which elements equal a maximum: autocast rounds neither side of that."""
+"""Comparisons of two tensors, the user's and those of gradients: autocast rounds neither side."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ FUNCTIONS: dict[str, Function] = {
     "infinity norm": lambda v: v / (v.norm(float("inf"), dim=1, keepdim=True) + 1),
     "maximum": lambda v: torch.maximum(v, v.mean(1, keepdim=True)) * v,
     "ties": lambda v: torch.maximum(v, v.clone()) * v,
+    "the largest three": lambda v: torch.where(v < v.topk(3).values[..., -1:], 0.0, v),
     "a comparison of the user's": lambda v: torch.where(
         v == v.amax(1, keepdim=True), v * v, 0.5 * v
     ),
