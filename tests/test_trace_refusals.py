@@ -133,8 +133,9 @@ IN_A_LINE = [
     (loop, f"{READS}. {KEEP}"),
     (
         write_outside,
-        "aten.add_.Tensor writes to a tensor outside of the model and the optimizer. Register it "
-        "as a buffer of the model, pass its optimizer in optimizer=, or update it after the step",
+        "aten.add_.Tensor writes to a tensor outside of the model and the optimizer. Pass its "
+        "module in model=[...], register it as a buffer of the model, pass its optimizer in "
+        "optimizer=, or update it after the step",
     ),
     (
         write_batch,

@@ -400,9 +400,9 @@ def test_a_model_alone_is_captured_forward_only() -> None:
     torch.testing.assert_close(CapturedRunner(captured)(normal(3, 4, 6)), model(normal(3, 4, 6)))
 
 
-def test_notes_name_constants() -> None:
+def test_notes_name_tensors_from_outside() -> None:
     notes = classifier(RunningMean).capture(batch(0)).notes
     assert notes[0] == (
-        "Tensors that are no parameter or buffer are constants (shapes (3,)): later changes to "
-        "them are not seen."
+        "1 tensors from outside of the model are read at every call: attribute 'scale' of module "
+        "(the model itself)."
     )

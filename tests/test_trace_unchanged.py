@@ -27,7 +27,10 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
 }
-FAULTS = ("none", "item", "raise", "interrupt", "write", "closure", "object", "lr")
+FAULTS = (
+    "none", "item", "raise", "interrupt", "write", "closure", "object", "lr", "counter", "list",
+    "leak", "draw", "array draw", "toggle",
+)  # fmt: skip
 outside = torch.zeros(3)
 
 
@@ -42,13 +45,18 @@ class Remembering(torch.nn.Module):
         self.head = torch.nn.Linear(8, 3)
         self.register_buffer("mean", torch.zeros(3))
         self.calls, self.history, self.last = 0, [], None
+        self.fault, self.batch_size = "none", 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head(self.layers(x))
         self.mean = self.mean * 0.9 + y.detach().mean(0)
-        self.calls += 1
-        self.history.append(y)
-        self.last = y
+        self.batch_size = len(x)
+        if self.fault == "counter":
+            self.calls += 1
+        if self.fault == "list":
+            self.history.append(y)
+        if self.fault == "leak":
+            self.last = y
         return y
 
 
@@ -103,24 +111,32 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def disturb(fault: str, model: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    """What a step should not do, after its backward pass."""
+    if fault == "item":
+        loss.item()
+    elif fault == "raise":
+        raise ValueError("the user's own")
+    elif fault == "interrupt":
+        raise KeyboardInterrupt
+    elif fault == "write":
+        outside.add_(1.0)
+    elif fault == "lr":
+        optimizer.param_groups[0]["lr"] = 3.0
+    elif fault == "draw":
+        random.random()
+    elif fault == "array draw":
+        numpy.random.rand()
+    elif fault == "toggle":
+        model.train(mode=not model.training)
+
+
 def make_step(model: Any, optimizer: Any, fault: str, clears: bool) -> Any:
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         torch.rand(2)
-        random.random()
-        numpy.random.rand()
-        model.train(mode=not model.training)
         loss = torch.nn.functional.cross_entropy(model(x), y)
         loss.backward()
-        if fault == "item":
-            loss.item()
-        if fault == "raise":
-            raise ValueError("the user's own")
-        if fault == "interrupt":
-            raise KeyboardInterrupt
-        if fault == "write":
-            outside.add_(1.0)
-        if fault == "lr":
-            optimizer.param_groups[0]["lr"] = 3.0
+        disturb(fault, model, optimizer, loss)
         optimizer.step(*((lambda: loss,) if fault == "closure" else ()))
         if clears:
             optimizer.zero_grad()
@@ -143,6 +159,7 @@ def test_nothing_is_changed_by_a_capture(
     kind: str, fault: str, eager_steps: int, clears: bool, frozen: bool, holds_graph: bool
 ) -> None:
     model = Remembering()
+    model.fault = fault
     model.head.bias.requires_grad_(not frozen)
     optimizer = OPTIMIZERS[kind](model.parameters())
     batch = normal(0, 4, 6), integers(0, 3, 4)

@@ -40,7 +40,7 @@ from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.amp.scale_degree import check_scale_degrees
 from amp_ir.amp.scale_loss import scalers_of
 from amp_ir.dispatch_note import DispatchLog
-from amp_ir.errors import OptionError
+from amp_ir.errors import OptionError, UnsupportedOpError
 from amp_ir.existing_objects import existing_objects_set_aside
 from amp_ir.frontend import importer, trace
 from amp_ir.loops import emit_cpu, emit_cuda, merge_launches, merge_tasks
@@ -99,6 +99,7 @@ def trace_step(
     model: Models,
     optimizer: Optimizers = None,
     scaler: Any = None,
+    numbers_as_inputs: frozenset[str] = frozenset(),
 ) -> tuple[StepModule, tuple[Any, ...]]:
     """Capture a training step as you wrote it; nothing is run and nothing changes.
 
@@ -110,6 +111,8 @@ def trace_step(
         optimizer: the optimizer or optimizers that the step calls.
         scaler: the `amp_ir.GradScaler` that the step uses, or a list of them; by default those
             that `amp_ir.scale_loss` made for the optimizers.
+        numbers_as_inputs: names of Python numbers outside of the step, as the `changed_numbers` of
+            an earlier capture's hooks gives them, that are to be read at every call.
 
     Returns:
         The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
@@ -121,10 +124,9 @@ def trace_step(
     """
     if scaler is None:
         scaler = scalers_of(_optimizers(optimizer))
-    captured = trace.capture_step(
-        step, example_batch, model=model, optimizer=optimizer, scaler=scaler
+    mod = _imported(
+        step, example_batch, numbers_as_inputs, model=model, optimizer=optimizer, scaler=scaler
     )
-    mod = importer.import_step(captured)
     if mod.random_state is not None:
         mod = mod.with_random_state(mod.random_state.to(_device_of(mod)))
     degrees = check_scale_degrees(mod)
@@ -132,6 +134,20 @@ def trace_step(
     ir = mask_loss_rows(merge_products(mod.ir))
     mod = attrs.evolve(mod, ir=ir, notes=(*mod.notes, *degrees.notes))
     return mod, example_batch
+
+
+def _imported(
+    step: Callable[..., Any], example_batch: Any, numbers: frozenset[str], **owners: Any
+) -> StepModule:
+    """Capture and import; numbers that an op takes as a constant only stay guards."""
+    captured = trace.capture_step(step, example_batch, numbers_as_inputs=numbers, **owners)
+    try:
+        return importer.import_step(captured)
+    except UnsupportedOpError:
+        if not numbers:
+            raise
+    captured = trace.capture_step(step, example_batch, unfollowed=numbers, **owners)
+    return importer.import_step(captured)
 
 
 @existing_objects_set_aside()

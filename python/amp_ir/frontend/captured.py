@@ -60,6 +60,11 @@ def _never() -> bool:
     return False
 
 
+def _no_numbers() -> tuple[str, ...]:
+    """No number has changed."""
+    return ()
+
+
 def _no_gradients(_gradients: Sequence[torch.Tensor]) -> None:
     """Do nothing."""
 
@@ -83,6 +88,8 @@ class CapturedStep:
     optimizer), left gradients where there were none, ...; then capture again. `what_changed()` is
     the reason in words, "" while the graph is current. `is_over()` tells whether it will never be
     current again.
+    the reason in words, "" while the graph is current. `changed_numbers()` names the Python numbers
+    outside of the step that have another value now and could be inputs (`numbers_as_inputs`).
     `install_state()` puts optimizer state that did not exist before the capture (zeros as the
     optimizer makes them; these tensors already stand in `inputs`) into `optimizer.state`. Call it
     once before the first run; calling it again changes nothing.
@@ -103,3 +110,4 @@ class CapturedStep:
     )
     what_changed: Callable[[], str] = attrs.field(default=_no_change, eq=False)
     is_over: Callable[[], bool] = attrs.field(default=_never, eq=False)
+    changed_numbers: Callable[[], tuple[str, ...]] = attrs.field(default=_no_numbers, eq=False)

@@ -3,57 +3,114 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from operator import attrgetter
 
 import torch
 
 from amp_ir.dialect.loss_scale import options_of
 from amp_ir.errors import StateError
 from amp_ir.frontend.distribution import process_count
+from amp_ir.frontend.ambient import Ambient
+from amp_ir.frontend.followed_numbers import FollowedNumber
+from amp_ir.frontend.guarded_modules import GuardedModules, GuardedParameters
+from amp_ir.frontend.guarded_objects import GuardedObjects, Tier, Versions
 from amp_ir.frontend.hyper_parameters import HyperParameter, frozen_options
 from amp_ir.frontend.interface import Interface
+from amp_ir.frontend.observer import Observer
 from amp_ir.frontend.state import State
 from amp_ir.frontend.symbolic_float import Guard
-from amp_ir.frontend.tracing import Traced
+from amp_ir.frontend.traced import Traced
+
+_gradient_of = attrgetter("grad")
 
 
 class Currency:
-    """Compares the user's models and optimizers with what the capture saw."""
+    """Compares the user's models, optimizers and objects with what the capture saw.
+
+    `unfollowed` are the names of numbers that were to be inputs and cannot be.
+    """
 
     def __init__(
         self,
         state: State,
         hypers: list[HyperParameter],
+        numbers: list[FollowedNumber],
+        unfollowed: frozenset[str],
         traced: Traced,
         interface: Interface,
         guards: list[Guard],
+        observer: Observer,
+        ambient: Ambient,
     ) -> None:
         self._state = state
         self._hypers = hypers
+        self._numbers = numbers
         self._guards = guards
         self._interface = interface
         self._stepped = traced.stepped
         self._frozen = frozen_options(state.optimizers, hypers)
-        self._kinds = [(slot.name, slot.tensor, _kind(slot.tensor)) for slot in state.parameters]
-        self._modules = [
-            (name, module, _form(module))
-            for model in state.models
-            for name, module in model.named_modules()
-        ]
-        self._places = _places(state)
         self._owned = _owned_state(state, interface)
-        self._gradients = [
-            (slot.name, slot.tensor, _kind_of_gradient(slot.tensor))
-            for slot in state.parameters
-            if id(slot.tensor) in traced.observed
-        ]
+        self._find_gradients(traced)
         put = {id(tensor) for tensor in (*interface.put, *interface.kept)}
         self._cleared = [s.tensor for s in state.parameters if id(s.tensor) not in put]
         self._scaler_options = [options_of(slots.scaler) for slots in state.scalers]
         self._is_first_step_only = bool(traced.created)
         self._has_run = False
         self._installed: set[int] = set()
+        self._objects = GuardedObjects(
+            observer, frozenset(number.name for number in numbers), unfollowed
+        )
+        self._watch_state()
+        self._tiers = self._make_tiers(observer, ambient)
+
+    def _make_tiers(self, observer: Observer, ambient: Ambient) -> list[Tier]:
+        groups = [group for one in self._state.optimizers for group in one.param_groups]
+        options = Versions(groups)
+        # A value that is a tensor, or a Python number of the step's, changes without a trace.
+        always = bool(self._numbers and self._guards) or any(
+            isinstance(value, torch.Tensor) for group in groups for value in group.values()
+        )
+
+        def options_hold() -> bool:
+            lists = [group for one in self._state.optimizers for group in one.param_groups]
+            same = len(lists) == len(groups) and all(map(operator.is_, lists, groups))
+            return same and not always and options.hold()
+
+        return [
+            Tier(lambda: not self._was_first_step(), self._first_step),
+            Tier(ambient.holds, lambda: iter(ambient.changes())),
+            Tier(options_hold, self._changed_options, options.refresh),
+            GuardedParameters(self._state.parameters).tier(),
+            GuardedModules(list(observer.modules.values())).tier(),
+            self._objects.tier(),
+            Tier(self._gradients_hold, self._changed_gradients),
+            Tier(self._state_holds, self._changed_optimizer_state, self._watch_state),
+            Tier(lambda: not self._state.scalers, self._changed_scalers),
+        ]
+
+    def _watch_state(self) -> None:
+        """Watch the dictionaries in which the optimizers keep their state now."""
+        self._states = [optimizer.state for optimizer in self._state.optimizers]
+        inner = [optimizer.state.get(parameter) for optimizer, parameter, _ in self._owned]
+        self._state_versions = Versions([*self._states, *(one for one in inner if one is not None)])
+
+    def _state_holds(self) -> bool:
+        now = [optimizer.state for optimizer in self._state.optimizers]
+        return all(map(operator.is_, now, self._states)) and self._state_versions.hold()
+
+    def _find_gradients(self, traced: Traced) -> None:
+        self._gradients = [
+            (slot.name, slot.tensor, _kind_of_gradient(slot.tensor))
+            for slot in self._state.parameters
+            if id(slot.tensor) in traced.observed
+        ]
+        self._without_gradient = [tensor for _, tensor, kind in self._gradients if kind is None]
+        self._with_gradient = [
+            (tensor, kind) for _, tensor, kind in self._gradients if kind is not None
+        ]
 
     def holds(self) -> bool:
         """Whether the graph is what the step would do now."""
@@ -61,53 +118,29 @@ class Currency:
 
     def what_changed(self) -> str:
         """What makes the graph another one than the step's, in words; "" where nothing does."""
-        return next(self._changes(), "")
+        for tier in self._tiers:
+            if not tier.holds():
+                change = next(tier.changes(), "")
+                if change:
+                    return change
+                tier.refresh()
+        return ""
 
     def is_over(self) -> bool:
         """Whether the graph is of a state of the optimizer that will not be again."""
         return self._was_first_step() or any(self._changed_optimizer_state())
 
-    def _changes(self) -> Iterator[str]:
-        if self._was_first_step():
-            yield "the optimizer's first step is unlike the later ones"
-        if (count := process_count()) > 1:
-            yield f"torch.distributed has a group of {count} processes now"
-        yield from self._changed_options()
-        if not self._guards_hold():
-            yield "a hyper-parameter has passed a value that the step decides by"
-        yield from self._changed_models()
-        for name, parameter, expected in self._gradients:
-            if (now := _kind_of_gradient(parameter)) != expected:
-                yield f"the step reads {name}.grad, which {_gradient_in_words(expected, now)}"
-        yield from self._changed_optimizer_state()
-        yield from self._changed_scalers()
-
-    def _was_first_step(self) -> bool:
-        """Whether the graph is of the optimizer's first step, and one was made: here or eagerly."""
-        if not self._is_first_step_only:
-            return False
-        optimizers = self._state.optimizers
-        return self._has_run or any(
-            optimizers[index].state.get(parameter, {}).get(key, tensor) is not tensor
-            for index, parameter, key, tensor in self._interface.fresh
-        )
-
-    def _changed_models(self) -> Iterator[str]:
-        for name, tensor, before in self._kinds:
-            if (now := _kind(tensor)) != before:
-                yield f"parameter {name} {_kind_in_words(before, now)}"
-        for name, module, form in self._modules:
-            if _form(module) != form:
-                yield f"module {name or '(the model itself)'} {_form_in_words(module, form)}"
-        for owner, key, name, tensor in self._places:
-            if owner.get(key) is not tensor:
-                yield f"{name} was replaced by another tensor"
+    def changed_numbers(self) -> tuple[str, ...]:
+        """The names of guarded Python numbers that differ now, and could be inputs."""
+        return self._objects.changed_numbers()
 
     def install_state(self) -> None:
         """Put the optimizer state that the capture made where the optimizer keeps it."""
         for index, parameter, key, tensor in self._interface.fresh:
             self._state.optimizers[index].state[parameter].setdefault(key, tensor)
             self._installed.add(id(tensor))
+        if not next(self._changed_optimizer_state(), ""):
+            self._watch_state()
 
     def after_step(self, gradients: Sequence[torch.Tensor]) -> None:
         """Set or clear every `grad` as the step leaves it.
@@ -128,15 +161,31 @@ class Currency:
         for parameter in self._cleared:
             parameter.grad = None
         for optimizer in self._stepped:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask for it
+            if not getattr(optimizer, "_opt_called", False):
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask
         self._has_run = True
         for slots in self._state.scalers:
             # On a GPU this would wait for the step.
             if hasattr(slots.scaler, "check_limits") and slots.scale.tensor.device.type == "cpu":
                 slots.scaler.check_limits()
 
+    @staticmethod
+    def _first_step() -> Iterator[str]:
+        yield "the optimizer's first step is unlike the later ones"
+
+    def _was_first_step(self) -> bool:
+        """Whether the graph is of the optimizer's first step, and one was made: here or eagerly."""
+        if not self._is_first_step_only:
+            return False
+        optimizers = self._state.optimizers
+        return self._has_run or any(
+            optimizers[index].state.get(parameter, {}).get(key, tensor) is not tensor
+            for index, parameter, key, tensor in self._interface.fresh
+        )
+
     def _guards_hold(self) -> bool:
-        values = [hyper.value() for hyper in self._hypers]
+        values = [one.value() for one in self._hypers]
+        values += [one.value() for one in self._numbers]
         return all(guard.holds(values) for guard in self._guards)
 
     def _changed_options(self) -> Iterator[str]:
@@ -151,6 +200,19 @@ class Currency:
                 if key == "params":
                     yield f"param group {number} has other parameters"
                 yield f"{key} of param group {number} was {was!r} and is {is_now!r}"
+        if not self._guards_hold():
+            yield "a hyper-parameter has passed a value that the step decides by"
+
+    def _gradients_hold(self) -> bool:
+        present = map(_gradient_of, self._without_gradient)
+        return all(map(operator.is_, present, itertools.repeat(None))) and all(
+            _kind_of_gradient(tensor) == kind for tensor, kind in self._with_gradient
+        )
+
+    def _changed_gradients(self) -> Iterator[str]:
+        for name, parameter, expected in self._gradients:
+            if (now := _kind_of_gradient(parameter)) != expected:
+                yield f"the step reads {name}.grad, which {_gradient_in_words(expected, now)}"
 
     def _changed_optimizer_state(self) -> Iterator[str]:
         for optimizer, parameter, owned in self._owned:
@@ -175,53 +237,6 @@ class Currency:
                 yield f"the scale of scaler {index} was replaced by another tensor"
             if len(slots.scaler._per_optimizer_states) > 0:
                 yield f"scaler {index} is in the middle of an iteration; call update() on it"
-
-
-_Kind = tuple[bool, torch.dtype, torch.device, torch.Size]
-
-
-def _kind(tensor: torch.Tensor) -> _Kind:
-    """What the graph depends on and the user may change."""
-    return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape
-
-
-def _kind_in_words(before: _Kind, now: _Kind) -> str:
-    """What differs, as "was ... and is ..."."""
-    words = []
-    for kind, other in ((before, now), (now, before)):
-        requires_grad, dtype, device, shape = kind
-        texts = ("trained" if requires_grad else "frozen", dtype, f"on {device}", tuple(shape))
-        differing = [str(t) for t, a, b in zip(texts, kind, other, strict=True) if a != b]
-        words.append(", ".join(differing))
-    return f"was {words[0]} and is {words[1]}"
-
-
-_KindOfGradient = tuple[torch.dtype, torch.device, torch.layout] | None
-
-
-def _kind_of_gradient(parameter: torch.Tensor) -> _KindOfGradient:
-    """What the graph depends on of a gradient beside its values; None where there is none."""
-    gradient = parameter.grad
-    return None if gradient is None else (gradient.dtype, gradient.device, gradient.layout)
-
-
-def _gradient_in_words(before: _KindOfGradient, now: _KindOfGradient) -> str:
-    if before is None or now is None:
-        return "was None and is set" if before is None else "was set and is None"
-    words = [(str(a), str(b)) for a, b in zip(before, now, strict=True) if a != b]
-    return f"was {', '.join(a for a, _ in words)} and is {', '.join(b for _, b in words)}"
-
-
-def _form(module: torch.nn.Module) -> tuple[bool, int, int]:
-    """What the graph depends on of a module, its tensors apart."""
-    return module.training, len(module._modules), len(module._parameters)
-
-
-def _form_in_words(module: torch.nn.Module, before: tuple[bool, int, int]) -> str:
-    if module.training != before[0]:
-        modes = ("train", "eval") if module.training else ("eval", "train")
-        return f"is in {modes[0]} mode now, and was in {modes[1]} mode"
-    return "has other submodules or parameters"
 
 
 _Owned = tuple[torch.optim.Optimizer, torch.Tensor, list[tuple[str, str, torch.Tensor, bool]]]
@@ -250,12 +265,17 @@ def _owned_state(state: State, interface: Interface) -> list[_Owned]:
     ]
 
 
-def _places(state: State) -> list[tuple[dict[str, Any], str, str, Any]]:
-    """Every place of a parameter or buffer in a module, with its name and the tensor in it."""
-    return [
-        (owner, key, f"{name}.{key}" if name else key, tensor)
-        for model in state.models
-        for name, module in model.named_modules()
-        for owner in (module._parameters, module._buffers)
-        for key, tensor in owner.items()
-    ]
+_KindOfGradient = tuple[torch.dtype, torch.device, torch.layout] | None
+
+
+def _kind_of_gradient(parameter: torch.Tensor) -> _KindOfGradient:
+    """What the graph depends on of a gradient beside its values; None where there is none."""
+    gradient = parameter.grad
+    return None if gradient is None else (gradient.dtype, gradient.device, gradient.layout)
+
+
+def _gradient_in_words(before: _KindOfGradient, now: _KindOfGradient) -> str:
+    if before is None or now is None:
+        return "was None and is set" if before is None else "was set and is None"
+    words = [(str(a), str(b)) for a, b in zip(before, now, strict=True) if a != b]
+    return f"was {', '.join(a for a, _ in words)} and is {', '.join(b for _, b in words)}"

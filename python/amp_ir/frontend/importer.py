@@ -82,6 +82,7 @@ def import_step(captured: CapturedStep) -> StepModule:
             after_step=captured.after_step,
             what_changed=captured.what_changed,
             is_over=captured.is_over,
+            changed_numbers=captured.changed_numbers,
         ),
     )
 

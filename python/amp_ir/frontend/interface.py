@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_ir.frontend.captured import CapturedInput, CapturedOutput
+from amp_ir.frontend.followed_numbers import FollowedNumber
 from amp_ir.frontend.hyper_parameters import HyperParameter
+from amp_ir.frontend.outside_tensors import DenseReader, is_dense
 from amp_ir.frontend.scalar_nodes import ScalarNodes
 from amp_ir.frontend.state import GradientReader, Slot, State
 from amp_ir.frontend.symbolic_float import FloatTape
-from amp_ir.frontend.tracing import Traced
+from amp_ir.frontend.traced import Traced
 from amp_ir.location import META_KEY, Location
 from amp_ir.module import Role
 
@@ -47,7 +51,7 @@ def finish(
     module: torch.fx.GraphModule,
     traced: Traced,
     state: State,
-    hypers: list[HyperParameter],
+    hypers: Sequence[HyperParameter | FollowedNumber],
     batch: list[torch.Tensor],
     tape: FloatTape,
     mode: FakeTensorMode,
@@ -67,7 +71,7 @@ class _Finishing:
         graph: torch.fx.Graph,
         traced: Traced,
         state: State,
-        hypers: list[HyperParameter],
+        hypers: Sequence[HyperParameter | FollowedNumber],
         batch: list[torch.Tensor],
         tape: FloatTape,
         mode: FakeTensorMode,
@@ -117,8 +121,10 @@ class _Finishing:
             kept=tuple(by_id[key] for key in left),
         )
 
-    def _source_of(self, slot: Slot) -> torch.Tensor | GradientReader:
+    def _source_of(self, slot: Slot) -> torch.Tensor | GradientReader | DenseReader:
         """The tensor of the slot; a gradient's is looked up at every call."""
+        if slot in self._state.outside and not is_dense(slot.tensor):
+            return DenseReader(slot.tensor)
         if slot.role is not Role.GRADIENT:
             return slot.tensor
         return GradientReader(self._owners[id(slot)].name, self._owners[id(slot)].tensor)

@@ -11,6 +11,21 @@ from amp_ir.frontend.interface import Interface
 from amp_ir.frontend.state import State
 from amp_ir.module import Role
 
+_MOST = 5
+
+
+def number_notes(followed: frozenset[str], unfollowed: frozenset[str]) -> tuple[str, ...]:
+    """What became of the numbers that were to be inputs."""
+    notes = []
+    if followed:
+        notes.append(f"Python numbers that are read at every call: {', '.join(sorted(followed))}.")
+    if unfollowed:
+        notes.append(
+            "Python numbers that stay guards, since they decide a branch, a size or what is not "
+            f"computed with tensors: {', '.join(sorted(unfollowed))}."
+        )
+    return tuple(notes)
+
 
 def capture_notes(
     graph: torch.fx.GraphModule, state: State, interface: Interface
@@ -20,12 +35,12 @@ def capture_notes(
 
 
 def _notes(graph: torch.fx.GraphModule, state: State, interface: Interface) -> Iterator[str]:
-    constants = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
-    if constants:
-        shapes = ", ".join(sorted(str(tuple(getattr(graph, str(c)).shape)) for c in constants))
+    outside = [slot.name for slot in state.outside]
+    if outside:
+        more = f" and {len(outside) - _MOST} more" if len(outside) > _MOST else ""
         yield (
-            f"Tensors that are no parameter or buffer are constants (shapes {shapes}): later "
-            "changes to them are not seen."
+            f"{len(outside)} tensors from outside of the model are read at every call: "
+            f"{', '.join(outside[:_MOST])}{more}."
         )
     if interface.fresh:
         yield (

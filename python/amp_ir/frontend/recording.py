@@ -27,6 +27,7 @@ from amp_ir.frontend.composed import composed
 from amp_ir.frontend.empty_tensors import divides_by_nothing
 from amp_ir.frontend.foreach import call_foreach, is_foreach
 from amp_ir.frontend.locations import Locator, NodeMarker
+from amp_ir.frontend.observer import Observer
 from amp_ir.frontend.recurrent_cells import FUSED_CELLS
 from amp_ir.frontend.recurrent_layers import layers_of
 from amp_ir.frontend.refusals import Findings, TracingStopped
@@ -70,8 +71,10 @@ class Recorder(TorchDispatchMode):
         batch: list[torch.Tensor],
         transaction: Transaction,
         mode: FakeTensorMode,
+        observer: Observer,
     ) -> None:
         super().__init__()
+        self._observer = observer
         self._transaction = transaction
         self._locator = locator
         self._findings = findings
@@ -87,7 +90,13 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Trace one op."""
-        kwargs = kwargs or {}
+        self._observer.pause()
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        finally:
+            self._observer.go_on()
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _DEVICE:
             # PyTorch asks for it twice an op; the modes below would answer the same.
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
@@ -99,8 +108,8 @@ class Recorder(TorchDispatchMode):
             return self._read(args[0])
         self._check_writes(func, args, kwargs)
         if func is aten.native_batch_norm.default:
-            # It updates its running statistics, and its schema does not say so.
-            self._note_writes(args[3:5])
+            # It updates its running statistics in training, and its schema does not say so.
+            self._check_targets(func, [one for one in args[3:5] if one is not None and args[5]])
         try:
             out = self._traced(func, args, kwargs)
             if func is aten.zero_.default:
@@ -144,12 +153,15 @@ class Recorder(TorchDispatchMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for target in self._targets(func, args, kwargs):
+        self._check_targets(func, self._targets(func, args, kwargs))
+
+    def _check_targets(self, func: Any, targets: Iterable[torch.Tensor]) -> None:
+        for target in targets:
             if not isinstance(target, FakeTensor):
                 what = f"{func} writes to a tensor outside of the model and the optimizer"
                 advice = (
-                    "Register it as a buffer of the model, pass its optimizer in optimizer=, or "
-                    "update it after the step"
+                    "Pass its module in model=[...], register it as a buffer of the model, pass "
+                    "its optimizer in optimizer=, or update it after the step"
                 )
             elif _storage(target) in self._batch_storages:
                 what = f"{func} writes to a tensor of the batch"
@@ -159,11 +171,6 @@ class Recorder(TorchDispatchMode):
                 continue
             self._findings.add(what, self._locator.here(), advice)
             raise TracingStopped
-
-    def _note_writes(self, targets: Iterable[torch.Tensor | None]) -> None:
-        for target in targets:
-            if target is not None:
-                self._transaction.before_write(target)
 
     def _targets(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -323,7 +330,9 @@ class Substitution(TorchFunctionMode):
             fake = self._fakes.get(id(value))
             if fake is not None:
                 return fake
-            return self._outside(value) if value.requires_grad else value
+            if value.requires_grad and torch.is_grad_enabled():
+                return self._outside(value)
+            return value
         if type(value) in (tuple, list):
             return type(value)(self._replace(item) for item in value)
         return value

@@ -83,7 +83,8 @@ class State:
 
     `optimizer_slots` maps (optimizer position, id of the parameter) to the slots by key; `fresh`
     are those that did not exist before the capture, as (optimizer position, parameter, key).
-    `plain_values` is the optimizer state that is no tensor.
+    `plain_values` is the optimizer state that is no tensor. `outside` are the tensors that the step
+    reads from elsewhere, known once it is traced.
     """
 
     models: list[torch.nn.Module]
@@ -95,13 +96,21 @@ class State:
     fresh: list[tuple[int, torch.Tensor, str]]
     plain_values: dict[tuple[int, int], dict[str, Any]]
     scalers: list[ScalerSlots] = attrs.field(factory=list)
+    outside: list[Slot] = attrs.field(factory=list)
 
     @property
     def slots(self) -> list[Slot]:
         """All slots in the order of the graph's inputs."""
         owned = [slot for slots in self.optimizer_slots.values() for slot in slots.values()]
         scaling = [slot for scaler in self.scalers for slot in scaler.all]
-        return [*self.parameters, *self.buffers, *self.gradients.values(), *owned, *scaling]
+        return [
+            *self.parameters,
+            *self.buffers,
+            *self.gradients.values(),
+            *owned,
+            *scaling,
+            *self.outside,
+        ]
 
 
 def find_state(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> State:

@@ -91,20 +91,25 @@ def evaluate(expression: Expression, inputs: list[float]) -> float:
 class FloatTape:
     """All symbolic floats of one capture.
 
-    `guards` are the comparisons made so far; `on_refusal(reason)` is told when the step asks for
-    something that cannot be followed.
+    `inputs` are the true values of the inputs; `guards` the comparisons made so far;
+    `on_refusal(reason)` is told when the step asks for something that cannot be followed.
     """
 
     def __init__(self, inputs: list[float], on_refusal: Callable[[str], None]) -> None:
         self.guards: list[Guard] = []
-        self._inputs = inputs
+        self.inputs = inputs
         self._refuse = on_refusal
         self._by_value: dict[float, SymbolicFloat] = {}
         self._random = random.Random(20)
 
     def input(self, index: int) -> SymbolicFloat:
         """The hyper-parameter at a position."""
-        return self._new(Expression("input", (index,)), self._inputs[index])
+        return self._new(Expression("input", (index,)), self.inputs[index])
+
+    def add_input(self, value: float) -> SymbolicFloat:
+        """One more input behind the others."""
+        self.inputs.append(value)
+        return self.input(len(self.inputs) - 1)
 
     def tensor(self, index: int) -> SymbolicFloat:
         """The value of the 0-d tensor at a position; near 7, a step count like any other."""
@@ -134,7 +139,7 @@ class FloatTape:
         """Compare as the true values do, and remember the outcome."""
         expressions = self.expression_of(left), self.expression_of(right)
         try:
-            outcome = COMPARE[op](*(evaluate(side, self._inputs) for side in expressions))
+            outcome = COMPARE[op](*(evaluate(side, self.inputs) for side in expressions))
         except LookupError:
             self._refuse(
                 "compares a tensor's value (a loss scale, a step count of an optimizer) in Python"
@@ -152,7 +157,7 @@ class FloatTape:
     def true_value(self, value: SymbolicFloat) -> float:
         """What the user would see."""
         try:
-            return evaluate(value.expression, self._inputs)
+            return evaluate(value.expression, self.inputs)
         except LookupError:
             return _plain(value)
 

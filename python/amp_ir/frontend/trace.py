@@ -14,21 +14,27 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_ir.errors import CaptureError
+from amp_ir.frontend.ambient import Ambient
 from amp_ir.frontend.arguments import check_arguments, check_training
 from amp_ir.frontend.batch import Arguments
 from amp_ir.frontend.captured import CapturedStep
 from amp_ir.frontend.currency import Currency
+from amp_ir.frontend.followed_numbers import is_followed, is_same_graph
 from amp_ir.frontend.functional import make_functional
-from amp_ir.frontend.hyper_parameters import find_hyper_parameters
+from amp_ir.frontend.hyper_parameters import HyperParameter, find_hyper_parameters
 from amp_ir.frontend.interface import finish
-from amp_ir.frontend.notes import capture_notes
+from amp_ir.frontend.notes import capture_notes, number_notes
+from amp_ir.frontend.outside_tensors import lift_outside_tensors
 from amp_ir.frontend.restores import alone, restoring
 from amp_ir.frontend.scaler_state import find_scaler_state
 from amp_ir.frontend.state import State, find_state, move_counters
 from amp_ir.frontend.trace_leftovers import clear_leftovers
+from amp_ir.frontend.traced import Traced
 from amp_ir.frontend.tracing import StepTracer
 
 __all__ = ["capture_model", "capture_step", "check_training"]
@@ -45,6 +51,8 @@ def capture_step(
     model: Models,
     optimizer: Optimizers = None,
     scaler: object = None,
+    numbers_as_inputs: frozenset[str] = frozenset(),
+    unfollowed: frozenset[str] = frozenset(),
 ) -> CapturedStep:
     """Capture a training step; the model and the optimizer are left exactly as they were.
 
@@ -54,6 +62,10 @@ def capture_step(
         model: every module that the step trains or writes buffers of.
         optimizer: every optimizer whose step() it calls.
         scaler: every enabled GradScaler that it uses (amp_ir's or torch.amp's), or None.
+        numbers_as_inputs: names, as `changed_numbers` gives them, of Python numbers outside of the
+            step that are to be read at every call instead of guarded; those that decide a branch
+            or a size stay guards, and a note says so.
+        unfollowed: names of those that are known to be no inputs.
 
     Raises:
         ArgumentError: an argument is not what it must be; all that is wrong is listed.
@@ -65,26 +77,96 @@ def capture_step(
     state = find_state(checked.models, checked.optimizers)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
     hypers = find_hyper_parameters(checked.optimizers)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = StepTracer(step, arguments, state, hypers, mode)
+    ambient = Ambient()
     with _garbage_kept():
-        traced = tracer.trace()
-        graph = make_functional(traced.graph, traced.inputs, tracer.tape, mode)
-        interface = finish(graph, traced, state, hypers, arguments.tensors, tracer.tape, mode)
-    currency = Currency(state, hypers, traced, interface, tracer.tape.guards)
+        trace = _Tracing(step, arguments, state, hypers)
+        numbers = trace.followable(numbers_as_inputs)
+        tracer, traced = trace.run(numbers)
+        mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
+        traced = lift_outside_tensors(traced, state, observer.tensors, mode)
+        graph = make_functional(traced.graph, traced.inputs, tape, mode)
+        found = tracer.numbers.found
+        interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)
+    followed = frozenset(number.name for number in found)
+    unfollowed |= numbers_as_inputs - followed
+    currency = Currency(
+        state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient
+    )
     return CapturedStep(
         graph=graph,
         inputs=interface.inputs,
         outputs=interface.outputs,
         flatten_batch=arguments.flatten,
         unflatten_results=traced.results.build,
-        notes=(*capture_notes(graph, state, interface), *_notes_on(moved)),
+        notes=(
+            *capture_notes(graph, state, interface),
+            *number_notes(followed, unfollowed),
+            *_notes_on(moved),
+        ),
         install_state=currency.install_state,
         is_current=currency.holds,
         after_step=currency.after_step,
         what_changed=currency.what_changed,
         is_over=currency.is_over,
+        changed_numbers=currency.changed_numbers,
     )
+
+
+@attrs.frozen
+class _Tracing:
+    """Traces a step as often as it takes to know which numbers can be inputs."""
+
+    step: Callable[..., Any]
+    arguments: Arguments
+    state: State
+    hypers: list[HyperParameter]
+
+    def run(self, numbers: frozenset[str], *, symbolic: bool = True) -> tuple[StepTracer, Traced]:
+        """A trace that stands; with `symbolic` the numbers are inputs, else have other values.
+
+        Raises:
+            CaptureError: the step has Python state, or cannot be traced.
+        """
+        tracer, traced = self._once(numbers, symbolic=symbolic)
+        effects = tracer.effects
+        if effects.left:
+            with effects.again():
+                other, second = self._once(numbers, symbolic=symbolic)
+            if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
+                raise effects.findings_of_left.error()
+        return tracer, traced
+
+    def _once(self, numbers: frozenset[str], *, symbolic: bool) -> tuple[StepTracer, Traced]:
+        tracer = StepTracer(
+            self.step,
+            self.arguments,
+            self.state,
+            self.hypers,
+            FakeTensorMode(allow_non_fake_inputs=True),
+            numbers,
+            symbolic=symbolic,
+        )
+        return tracer, tracer.trace()
+
+    def followable(self, numbers: frozenset[str]) -> frozenset[str]:
+        """Those of the numbers that the step uses in ways that can be followed."""
+        if not numbers or self._agree(numbers):
+            return numbers
+        alone = [name for name in sorted(numbers) if self._agree(frozenset({name}))]
+        return frozenset(alone) if self._agree(frozenset(alone)) else frozenset()
+
+    def _agree(self, numbers: frozenset[str]) -> bool:
+        if not numbers:
+            return True
+        try:
+            tracer, symbolic = self.run(numbers)
+            other, plain = self.run(numbers, symbolic=False)
+        except CaptureError:
+            return False  # if the numbers are not why, the capture will say so
+        found = tracer.numbers.found
+        if [one.name for one in found] != [one.name for one in other.numbers.found]:
+            return False
+        return is_followed(symbolic, tracer.tape, found, plain, other.tape)
 
 
 def _notes_on(moved: int) -> tuple[str, ...]:

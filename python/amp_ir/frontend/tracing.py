@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import attrs
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -16,52 +15,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_ir.capturing import captured_scalers
 from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.frontend.batch import Arguments, Results, unusable_result
+from amp_ir.frontend.followed_numbers import Numbers
 from amp_ir.frontend.functional import uncompiled_graphs
 from amp_ir.frontend.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.loss_scaling import CapturedScaler
 from amp_ir.frontend.module_methods import ModuleMethods
+from amp_ir.frontend.observer import Observer
 from amp_ir.frontend.patches import patched
 from amp_ir.frontend.recording import GradientWatch, Recorder, Substitution
 from amp_ir.frontend.refusals import Findings, TracingStopped
+from amp_ir.frontend.side_effects import SideEffects
 from amp_ir.frontend.state import Slot, State, fake_of, kept, put_fakes
 from amp_ir.frontend.symbolic_float import FloatTape, SymbolicFloat
+from amp_ir.frontend.traced import Created, Traced
 from amp_ir.frontend.transaction import Transaction
 from amp_ir.location import Location
 from amp_ir.module import Role
-
-
-@attrs.frozen(eq=False)
-class Created:
-    """A tensor that the step itself put into an optimizer's state."""
-
-    optimizer: int
-    parameter: torch.Tensor
-    key: str
-    value: torch.Tensor
-
-
-@attrs.frozen(eq=False)
-class Traced:
-    """What one run of the step left.
-
-    `graph` takes `inputs` (the fakes of the slots, then of the batch) and returns, in order:
-    `result_count` results, the new values of all slots, the gradient of each slot of `gradients`
-    (the parameters that have one at the end), the values of `created`, and `read_count` tensors
-    f64[] whose values the step computed with as floats.
-    `observed` are the ids of the parameters whose gradient before the step made a difference.
-    """
-
-    graph: torch.fx.GraphModule
-    inputs: list[torch.Tensor]
-    results: Results
-    symbols: list[SymbolicFloat]
-    result_count: int
-    gradients: list[Slot]
-    created: list[Created]
-    read_count: int
-    observed: set[int]
-    stepped: list[torch.optim.Optimizer]
 
 
 class StepTracer:
@@ -74,15 +44,22 @@ class StepTracer:
         state: State,
         hypers: list[HyperParameter],
         mode: FakeTensorMode,
+        numbers: frozenset[str] = frozenset(),
+        *,
+        symbolic: bool = True,
     ) -> None:
         self._step = step
         self._arguments = arguments
         self._state = state
         self._hypers = hypers
-        self._mode = mode
+        self.mode = mode
         self._findings = Findings()
         self._locator = Locator(state.models)
         self.tape = FloatTape([hyper.value() for hyper in hypers], self._refuse_float)
+        self.numbers = Numbers(numbers, self.tape if symbolic else None)
+        opaque = [*state.optimizers, *(slots.scaler for slots in state.scalers)]
+        self.observer = Observer(self._locator, self._findings, opaque, self.numbers.replace)
+        self.effects = SideEffects(self.observer, self.numbers.put)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
         self._replaced: dict[int, torch.Tensor] = {}
@@ -94,11 +71,11 @@ class StepTracer:
             CaptureError: the step does what a compiled step cannot do, or fails itself.
         """
         for slot in self._state.slots:
-            slot.fake = fake_of(slot.tensor, self._mode)
-        batch = [fake_of(tensor, self._mode) for tensor in self._arguments.tensors]
+            slot.fake = fake_of(slot.tensor, self.mode)
+        batch = [fake_of(tensor, self.mode) for tensor in self._arguments.tensors]
         inputs = [*(slot.fake for slot in self._state.slots), *batch]
         self._modules = ModuleMethods.now()
-        with self._mode, kept(self._state), uncompiled_graphs():
+        with self.mode, kept(self._state), uncompiled_graphs(), self._effects_undone():
             graph = make_fx(
                 lambda *_flat: self._run(batch),
                 tracing_mode="real",
@@ -106,6 +83,13 @@ class StepTracer:
                 _disable_torch_fn_metadata_mode=True,
             )(*inputs)
         return Traced(graph=graph, inputs=inputs, read_count=len(self._read), **self._left)
+
+    @contextlib.contextmanager
+    def _effects_undone(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.effects.restore()
 
     def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         state = self._state
@@ -123,10 +107,21 @@ class StepTracer:
                 )
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
                 stack.enter_context(
-                    Recorder(self._locator, self._findings, batch, transaction, self._mode)
+                    Recorder(
+                        self._locator,
+                        self._findings,
+                        batch,
+                        transaction,
+                        self.mode,
+                        self.observer,
+                    )
                 )
                 stack.enter_context(Substitution(fakes, watch, self._locator, self._findings))
-                value = self._step(*self._arguments.with_tensors(batch))
+                self.observer.add_models(state.models)
+                self.observer.add_step(self._step)
+                arguments = self._arguments.with_tensors(batch)
+                with self.observer.watching():
+                    value = self._step(*arguments)
                 for scaler in scalers:
                     scaler.finish()
                 with self._locator.optimizing():
@@ -137,6 +132,7 @@ class StepTracer:
             raise
         except Exception as error:  # the user's code may raise anything
             raise self._failure(error) from error
+        self.effects.refuse(self._findings)
         for key in overwritten():
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's settings of a thread or process that change what a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_MODULE = torch.nn.modules.module
+_HOOK_TABLES = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+    "_global_backward_pre_hooks", "_global_buffer_registration_hooks",
+    "_global_module_registration_hooks", "_global_parameter_registration_hooks",
+)  # fmt: skip
+
+
+def _global_hooks() -> tuple[int, ...]:
+    return tuple(id(hook) for name in _HOOK_TABLES for hook in getattr(_MODULE, name, {}).values())
+
+
+def _default_device() -> str:
+    return str(torch.get_default_device())
+
+
+def _autocast_of(device: str) -> Callable[[], Any]:
+    def state() -> Any:
+        enabled = torch.is_autocast_enabled(device)
+        return str(torch.get_autocast_dtype(device)) if enabled else "off"
+
+    return state
+
+
+# (name in a message, what gives the value now).
+_SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("torch.autocast of the CPU", _autocast_of("cpu")),
+    ("torch.autocast of the GPU", _autocast_of("cuda")),
+    ("the cache of torch.autocast", torch.is_autocast_cache_enabled),
+    ("the recording of gradients", torch.is_grad_enabled),
+    ("the inference mode", torch.is_inference_mode_enabled),
+    ("the default dtype", torch.get_default_dtype),
+    ("the default device", _default_device),
+    ("the use of deterministic algorithms", torch.are_deterministic_algorithms_enabled),
+    ("the matmul precision of float32", torch.get_float32_matmul_precision),
+    ("the number of hooks of all modules", _global_hooks),
+)
+_READERS = tuple(read for _, read in _SETTINGS)
+
+
+class Ambient:
+    """The settings as they were when it was made."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> list[Any]:
+        return [read() for read in _READERS]
+
+    def holds(self) -> bool:
+        """Whether all settings are as they were."""
+        return self._now() == self._before
+
+    def changes(self) -> list[str]:
+        """What differs, in words."""
+        return [
+            f"{name} was {before} and is {now}"
+            for (name, _), before, now in zip(_SETTINGS, self._before, self._now(), strict=True)
+            if now != before
+        ]

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a function's bytecode names: the attributes, globals and entries that it may touch."""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import attrs
+
+_ATTRIBUTE_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_ATTRIBUTE_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR"})
+_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+_ENTRY_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
+# With these, code reaches attributes whose names are strings, or modules it does not name.
+_BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter"})
+_TRAVERSALS = frozenset(
+    {"children", "named_children", "modules", "named_modules", "get_submodule", *_BY_STRING}
+)
+
+
+@attrs.define
+class CodeReads:
+    """Names by what the code does with them, those of functions defined inside included.
+
+    The values of the `*_stores` are the lines of the first store. `stored_first` are the attributes
+    and globals that are stored before any load of them in the order of the code. `constants` are
+    the strings and integers that may be keys of entries.
+    """
+
+    attributes: set[str] = attrs.Factory(set)
+    attribute_stores: dict[str, int] = attrs.Factory(dict)
+    global_names: set[str] = attrs.Factory(set)
+    global_stores: dict[str, int] = attrs.Factory(dict)
+    cell_loads: set[str] = attrs.Factory(set)
+    cell_stores: dict[str, int] = attrs.Factory(dict)
+    stored_first: set[str] = attrs.Factory(set)
+    lines: dict[str, int] = attrs.Factory(dict)
+    entry_lines: list[int] = attrs.Factory(list)
+    optional: frozenset[str] = frozenset()
+    traverses: bool = False
+    inner: frozenset[CodeType] = frozenset()
+
+    @property
+    def touched(self) -> set[str]:
+        """Attributes that are loaded or stored."""
+        return self.attributes | self.attribute_stores.keys()
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_of(code: CodeType) -> CodeReads:
+    """What the code, and the functions defined in it, name."""
+    found = CodeReads()
+    inner: set[CodeType] = set()
+    strings: set[str] = set()
+    _add(found, code, inner, strings)
+    found.inner = frozenset(inner)
+    names = found.global_names | found.attributes
+    found.traverses = bool(names & _TRAVERSALS)
+    if names & _BY_STRING:
+        found.optional = frozenset(strings)
+        found.attributes |= strings
+    return found
+
+
+def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[str]) -> None:
+    for name, argument, line in _instructions(code):
+        _add_one(found, name, argument, line)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner.add(constant)
+            _add(found, constant, inner, strings)
+        elif isinstance(constant, str) and constant.isidentifier():
+            strings.add(constant)
+
+
+def _add_one(found: CodeReads, name: str, argument: Any, line: int) -> None:
+    if name in _ENTRY_STORES:
+        found.entry_lines.append(line)
+    elif name in _ATTRIBUTE_LOADS:
+        found.attributes.add(argument)
+        found.lines.setdefault(argument, line)
+    elif name in _GLOBAL_LOADS:
+        found.global_names.add(argument)
+        found.lines.setdefault(argument, line)
+    elif name == "LOAD_DEREF":
+        found.cell_loads.add(argument)
+    else:
+        for opcodes, stores, loads in (
+            (_ATTRIBUTE_STORES, found.attribute_stores, found.attributes),
+            (_GLOBAL_STORES, found.global_stores, found.global_names),
+            (_CELL_STORES, found.cell_stores, found.cell_loads),
+        ):
+            if name in opcodes:
+                stores.setdefault(argument, line)
+                if argument not in loads:
+                    found.stored_first.add(argument)
+
+
+def _instructions(code: CodeType) -> Iterator[tuple[str, Any, int]]:
+    """(opcode, argument, line) of each instruction."""
+    starts = dict(dis.findlinestarts(code))
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        yield instruction.opname, instruction.argval, line
