@@ -43,9 +43,15 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("the default device", _default_device),
     ("the use of deterministic algorithms", torch.are_deterministic_algorithms_enabled),
     ("the matmul precision of float32", torch.get_float32_matmul_precision),
-    ("the number of hooks of all modules", _global_hooks),
+    ("the global hooks of modules", _global_hooks),
 )
 _READERS = tuple(read for _, read in _SETTINGS)
+
+
+def _in_words(name: str, before: Any, now: Any) -> str:
+    if isinstance(now, tuple):
+        return f"{name} changed: {len(before)} then, {len(now)} now"
+    return f"{name} was {before} and is {now}"
 
 
 class Ambient:
@@ -65,7 +71,7 @@ class Ambient:
     def changes(self) -> list[str]:
         """What differs, in words."""
         return [
-            f"{name} was {before} and is {now}"
+            _in_words(name, before, now)
             for (name, _), before, now in zip(_SETTINGS, self._before, self._now(), strict=True)
             if now != before
         ]

@@ -94,6 +94,7 @@ class GuardedObjects:
         self._lists = [c for c in self._contents if not isinstance(c.target, dict)]
         self._ignored = {(id(p.holder), p.key) for p in self.followed.values()}
         self._arrays = list(observer.arrays.values())
+        self._read_values = list(observer.read_values.values())
         holders = [one.holder for one in places if isinstance(one.holder, dict)]
         self._versions = Versions([*holders, *(c.target for c in self._dictionaries)])
 
@@ -105,6 +106,7 @@ class GuardedObjects:
         return (
             self._versions.hold()
             and not self._arrays
+            and not self._read_values
             and all(type(p.now()) is type(p.before) for p in self.followed.values())
             and all(place.now() is place.before for place in self._others)
             and all(_is_untouched(contents) for contents in self._lists)
@@ -122,6 +124,9 @@ class GuardedObjects:
         for array, before, name_of in self._arrays:
             if not numpy.array_equal(array, before, equal_nan=array.dtype.kind in "fc"):
                 yield f"the array in {name_of()} has other values"
+        for tensor, value, name_of in self._read_values:
+            if not is_same(tensor.tolist(), value):
+                yield f"the value of {name_of()} {change_in_words(value, tensor.tolist())}"
 
     def changed_numbers(self) -> tuple[str, ...]:
         """The numbers that could be inputs and have another value now."""

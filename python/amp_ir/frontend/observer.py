@@ -24,6 +24,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_ir.frontend.advancing_objects import Advancing, advancing
 from amp_ir.frontend.code_reads import CodeReads, reads_of
 from amp_ir.frontend.locations import Locator, is_users_file
 from amp_ir.frontend.places import (
@@ -83,6 +84,8 @@ class Observer:
         self.tensors: dict[int, tuple[torch.Tensor, Name]] = {}
         self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
         self.caches: dict[int, tuple[Any, int]] = {}
+        self.advancing: dict[int, Advancing] = {}
+        self.read_values: dict[int, tuple[torch.Tensor, Any, Name]] = {}
         self.numpy_line: tuple[str, int] = ("", 0)
         self.has_drawn = False
         self._locator = locator
@@ -257,6 +260,14 @@ class Observer:
         self.has_drawn = True
         self._findings.add(*draw(what, self._locator.here()))
 
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """The step reads the value of a tensor of the user's in Python."""
+        if id(tensor) not in self.read_values:
+            _, name = self.tensors.get(
+                id(tensor), (tensor, lambda: "a tensor outside of the model")
+            )
+            self.read_values[id(tensor)] = tensor, tensor.tolist(), name
+
     # What a function holds.
 
     def _held(self, frame: FrameType) -> list[tuple[Any, Name]]:
@@ -336,6 +347,10 @@ class Observer:
                 continue
             self._looked.add(at)
             self._known.setdefault(id(value), (value, name))
+            if id(value) not in self.advancing:
+                moving = advancing(value, name)
+                if moving is not None:
+                    self.advancing[id(value)] = moving
             stack += self._members(value, name, reads, code, is_users=is_users)
 
     def _note_values(self, value: Any, name: Name) -> None:
@@ -364,7 +379,7 @@ class Observer:
             yield from self._items(value, name, reads, code)
         if isinstance(value, torch.nn.Module):
             yield from self._submodules(value, name, reads)
-        if not isinstance(value, (tuple, list, set, FunctionType, MethodType)):
+        if not isinstance(value, (tuple, list, set, FunctionType, MethodType, Iterator)):
             yield from self._attributes(value, name, reads, code, is_users=is_users)
 
     def _function(self, function: FunctionType, name: Name) -> Iterator[tuple[Any, Name]]:

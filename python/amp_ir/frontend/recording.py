@@ -104,8 +104,11 @@ class Recorder(TorchDispatchMode):
             with self:
                 return call_foreach(func, args, kwargs)
         location = self._locator.here()
-        if func is _READ and not _is_known(args[0]):
-            return self._read(args[0])
+        if func is _READ:
+            if not _is_known(args[0]):
+                return self._read(args[0])
+            if not isinstance(args[0], FakeTensor):
+                self._observer.note_read(args[0])
         self._check_writes(func, args, kwargs)
         if func is aten.native_batch_norm.default:
             # It updates its running statistics in training, and its schema does not say so.

@@ -30,6 +30,7 @@ _MOVE = (
     "A compiled step changes tensors only: change it after the call, or make it a tensor that is a "
     "buffer of the model"
 )
+_PASS = "Use it outside of the step, and pass what it gives as an argument"
 _RETURN = "Return the tensor from the step, and keep it after the call"
 
 
@@ -58,10 +59,10 @@ class SideEffects:
                 continue
             reported.add((id(place.holder), place.key))
             if _holds_result(now):
-                findings.add(*_kept(place.name(), now, place.line))
+                findings.add(*_kept(place.name(), now, self._line(place)))
             elif place.is_loaded and not _is_constant_tensor(now):
                 self.left.append((place, now))
-                self.findings_of_left.add(*_changed(place, now))
+                self.findings_of_left.add(*_changed(place, now, self._line(place)))
         for contents in self.observer.contents.values():
             self._refuse_contents(contents, reported, findings)
         self._refuse_draws(findings)
@@ -77,6 +78,9 @@ class SideEffects:
         for place in self.observer.places.values():
             if place.now() is not place.before:
                 place.put(place.before)
+        for moving in self.observer.advancing.values():
+            if moving.has_moved():
+                moving.move_back()
         for cache, size in self.observer.caches.values():
             if cache.cache_info().currsize != size:
                 # It may have kept fake tensors, and makes what it forgets again.
@@ -116,8 +120,18 @@ class SideEffects:
         self.left.append((contents, contents.now()))
         self.findings_of_left.add(what, _at(contents.line), _MOVE)
 
+    def _line(self, place: Place) -> tuple[str, int]:
+        contents = self.observer.contents.get(id(place.holder))
+        return place.line if place.line[1] or contents is None else contents.line
+
     def _refuse_draws(self, findings: Findings) -> None:
         """Draws that were not seen as calls: their line is where the generator is named."""
+        for moving in self.observer.advancing.values():
+            if moving.has_moved() and not self.observer.has_drawn:
+                what = (
+                    f"moves {moving.name()} on, {moving.word}, which a compiled step would not do"
+                )
+                findings.add(what, Location(), _PASS)
         if random.getstate() != self.random_before and not self.observer.has_drawn:
             findings.add(*draw("the step", Location()))
         before, now = self.numpy_before, numpy.random.get_state()
@@ -139,9 +153,9 @@ def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
             yield key, new.get(key, ABSENT), old.get(key, ABSENT)
 
 
-def _changed(place: Place, now: Any) -> tuple[str, Location, str]:
+def _changed(place: Place, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:
     what = f"changes {place.name()}, which was {in_words(place.before)} and becomes {in_words(now)}"
-    return what, _at(place.line), _MOVE
+    return what, _at(line), _MOVE
 
 
 def _kept(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:

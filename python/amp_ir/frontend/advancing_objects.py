@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random generators and iterators: every use moves them on, and a compiled step would not."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from types import GeneratorType
+from typing import Any
+
+import attrs
+import numpy
+
+
+@attrs.frozen(eq=False)
+class Advancing:
+    """An object, where it was when the step came by, and how it is moved back if it can be."""
+
+    name: Callable[[], str]
+    word: str
+    position: Callable[[], Any]
+    before: Any
+    move_back: Callable[[], object] = lambda: None
+
+    def has_moved(self) -> bool:
+        """Whether the step moved it on."""
+        return bool(self.position() != self.before)
+
+
+def advancing(value: Any, name: Callable[[], str]) -> Advancing | None:
+    """The object as one that moves on; None for others, and where that cannot be seen."""
+    position: Callable[[], Any]
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        back = functools.partial(value.setstate, state)
+        return Advancing(name, "a random generator", value.getstate, state, back)
+    if isinstance(value, numpy.random.Generator):
+        bits: Any = value.bit_generator
+        state = bits.state
+        return Advancing(
+            name,
+            "a random generator",
+            lambda: repr(bits.state),
+            repr(state),
+            lambda: setattr(bits, "state", state),
+        )
+    if isinstance(value, numpy.random.RandomState):
+        whole = value.get_state()
+        back = functools.partial(value.set_state, whole)
+        position = functools.partial(_repr_of, value.get_state)
+        return Advancing(name, "a random generator", position, repr(whole), back)
+    if isinstance(value, Iterator) and not hasattr(value, "fileno"):
+        position = functools.partial(_position, value)
+        return Advancing(name, "an iterator", position, position())
+    return None
+
+
+def _repr_of(read: Callable[[], Any]) -> str:
+    return repr(read())
+
+
+def _position(iterator: Any) -> Any:
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, frame.f_lineno)
+    try:
+        with warnings.catch_warnings():
+            # Iterators of itertools are to lose it in Python 3.14.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return repr(iterator.__reduce__())
+    except TypeError:
+        return None
