@@ -8,17 +8,6 @@ from typing import Any
 
 import torch
 
-_MODULE = torch.nn.modules.module
-_HOOK_TABLES = (
-    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
-    "_global_backward_pre_hooks", "_global_buffer_registration_hooks",
-    "_global_module_registration_hooks", "_global_parameter_registration_hooks",
-)  # fmt: skip
-
-
-def _global_hooks() -> tuple[int, ...]:
-    return tuple(id(hook) for name in _HOOK_TABLES for hook in getattr(_MODULE, name, {}).values())
-
 
 def _default_device() -> str:
     return str(torch.get_default_device())
@@ -43,15 +32,8 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("the default device", _default_device),
     ("the use of deterministic algorithms", torch.are_deterministic_algorithms_enabled),
     ("the matmul precision of float32", torch.get_float32_matmul_precision),
-    ("the global hooks of modules", _global_hooks),
 )
 _READERS = tuple(read for _, read in _SETTINGS)
-
-
-def _in_words(name: str, before: Any, now: Any) -> str:
-    if isinstance(now, tuple):
-        return f"{name} changed: {len(before)} then, {len(now)} now"
-    return f"{name} was {before} and is {now}"
 
 
 class Ambient:
@@ -71,7 +53,7 @@ class Ambient:
     def changes(self) -> list[str]:
         """What differs, in words."""
         return [
-            _in_words(name, before, now)
+            f"{name} was {before} and is {now}"
             for (name, _), before, now in zip(_SETTINGS, self._before, self._now(), strict=True)
             if now != before
         ]

@@ -84,12 +84,26 @@ class Currency:
             Tier(ambient.holds, lambda: iter(ambient.changes())),
             Tier(options_hold, self._changed_options, options.refresh),
             GuardedParameters(self._state.parameters).tier(),
-            GuardedModules(list(observer.modules.values())).tier(),
-            self._objects.tier(),
+            self._python_tier(GuardedModules(list(observer.modules.values()))),
             Tier(self._gradients_hold, self._changed_gradients),
             Tier(self._state_holds, self._changed_optimizer_state, self._watch_state),
             Tier(lambda: not self._state.scalers, self._changed_scalers),
         ]
+
+    def _python_tier(self, modules: GuardedModules) -> Tier:
+        """Modules and objects, whose dictionaries are watched once."""
+        objects = self._objects
+        versions = Versions([*modules.dictionaries, *objects.dictionaries])
+
+        def refresh() -> None:
+            versions.refresh()
+            modules.refresh()
+
+        return Tier(
+            lambda: versions.hold() and modules.hold() and objects.hold(),
+            lambda: itertools.chain(modules.changes(), objects.changes()),
+            refresh,
+        )
 
     def _watch_state(self) -> None:
         """Watch the dictionaries in which the optimizers keep their state now."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import attrs
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from amp_ir.frontend.guarded_objects import Tier, Versions
+from amp_ir.frontend.guarded_objects import Tier
 from amp_ir.frontend.state import Slot
 
 try:
@@ -18,6 +19,18 @@ try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
+
+_MODULE = torch.nn.modules.module
+_HOOK_TABLES = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+    "_global_backward_pre_hooks", "_global_buffer_registration_hooks",
+    "_global_module_registration_hooks", "_global_parameter_registration_hooks",
+)  # fmt: skip
+
+
+def _global_hooks() -> tuple[int, ...]:
+    return tuple(id(hook) for name in _HOOK_TABLES for hook in getattr(_MODULE, name, {}).values())
+
 
 _HOOKS = {
     "_forward_hooks": "forward hooks",
@@ -31,6 +44,24 @@ _OF_TENSORS = {
 }
 _TENSOR_GETTERS = tuple(attrgetter(name) for name in _OF_TENSORS)
 _forward_of = attrgetter("forward")
+
+
+class HookCount:
+    """How many hooks the process had registered when all were last found unchanged.
+
+    Whatever registers one, of modules or tensors, makes a RemovableHandle, which counts them.
+    """
+
+    def __init__(self) -> None:
+        self.refresh()
+
+    def holds(self) -> bool:
+        """Whether no hook was added anywhere since."""
+        return RemovableHandle.next_id == self._count
+
+    def refresh(self) -> None:
+        """Take all hooks as unchanged."""
+        self._count = RemovableHandle.next_id
 
 
 @attrs.frozen(eq=False)
@@ -84,36 +115,39 @@ def _form(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 class GuardedModules:
-    """The modules of the models, and those that ran."""
+    """The modules of the models, and those that ran.
+
+    `dictionaries` are those to watch, which tell that something may have changed.
+    """
 
     def __init__(self, modules: list[tuple[torch.nn.Module, Callable[[], str]]]) -> None:
         self._seen = [_Seen.of(module, name) for module, name in modules]
-        kinds = list({id(one.kind): one.kind for one in self._seen}.values())
-        self._kinds = kinds
-        self._forwards = list(map(_forward_of, kinds))
-        tables = [vars(one.module).get(key, {}) for one in self._seen for key in _HOOKS]
-        self._empty = [table for table in tables if not table]
-        dictionaries: list[dict[Any, Any]] = [vars(one.module) for one in self._seen]
+        self._kinds = list({id(one.kind): one.kind for one in self._seen}.values())
+        self._forwards = list(map(_forward_of, self._kinds))
+        self._global_hooks = _global_hooks()
+        self._count = HookCount()
+        self.dictionaries: list[dict[Any, Any]] = [vars(one.module) for one in self._seen]
         for one in self._seen:
             module = one.module
-            owned: tuple[Any, ...] = (module._modules, module._parameters, module._buffers)
-            dictionaries += [table for table in owned if table]
-        self._versions = Versions([*dictionaries, *(table for table in tables if table)])
+            tables: list[Any] = [module._modules, module._parameters, module._buffers]
+            tables += [vars(module).get(key) for key in _HOOKS]
+            self.dictionaries += [table for table in tables if table]
 
-    def tier(self) -> Tier:
-        """These guards."""
-        return Tier(self._hold, self._changes, self._versions.refresh)
+    def hold(self) -> bool:
+        """Whether nothing differs, as long as nothing was written to `dictionaries`."""
+        return self._count.holds() and list(map(_forward_of, self._kinds)) == self._forwards
 
-    def _hold(self) -> bool:
-        return (
-            self._versions.hold()
-            and not any(self._empty)
-            and list(map(_forward_of, self._kinds)) == self._forwards
-        )
+    def refresh(self) -> None:
+        """Take everything as unchanged."""
+        self._count.refresh()
 
-    def _changes(self) -> Iterator[str]:
+    def changes(self) -> Iterator[str]:
+        """What differs, in words."""
         for one in self._seen:
             yield from one.changes()
+        hooks = _global_hooks()
+        if hooks != self._global_hooks:
+            yield f"modules have {len(hooks)} global hooks, and had {len(self._global_hooks)}"
 
 
 _Kind = tuple[bool, torch.dtype, torch.device, torch.Size]
@@ -127,10 +161,7 @@ class GuardedParameters:
         self._tensors = [slot.tensor for slot in parameters]
         self._kinds = [_kind(tensor) for tensor in self._tensors]
         self._hooks = [_hooks(tensor) for tensor in self._tensors]
-        # Of those without hooks, each getter must go on giving none.
-        self._without = [
-            [tensor for tensor in self._tensors if not getter(tensor)] for getter in _TENSOR_GETTERS
-        ]
+        self._count = HookCount()
         self._with = [
             (tensor, hooks)
             for tensor, hooks in zip(self._tensors, self._hooks, strict=True)
@@ -143,6 +174,7 @@ class GuardedParameters:
         return Tier(self._hold, self._changes, self._refresh)
 
     def _refresh(self) -> None:
+        self._count.refresh()
         if TensorGuards is None:
             self._check = lambda *tensors: list(map(_kind, tensors)) == self._kinds
         else:
@@ -154,8 +186,7 @@ class GuardedParameters:
     def _hold(self) -> bool:
         return (
             self._check(*self._tensors)
-            and not any(map(_TENSOR_GETTERS[0], self._without[0]))
-            and not any(map(_TENSOR_GETTERS[1], self._without[1]))
+            and self._count.holds()
             and all(_hooks(tensor) == hooks for tensor, hooks in self._with)
         )
 

@@ -49,12 +49,6 @@ class Versions:
         """Whether nothing was written to any of them since."""
         return list(map(dict_version, self.dictionaries)) == self._known
 
-    def changed(self) -> set[int]:
-        """The ids of those that were written to."""
-        now = map(dict_version, self.dictionaries)
-        triples = zip(self.dictionaries, now, self._known, strict=True)
-        return {id(one) for one, version, known in triples if version != known}
-
     def refresh(self) -> None:
         """Take them all as unchanged."""
         self._known = list(map(dict_version, self.dictionaries))
@@ -86,7 +80,7 @@ class GuardedObjects:
         self._entries: dict[int, list[Place]] = {}
         self._others: list[Place] = []
         for place in places:
-            if isinstance(place.holder, dict):
+            if isinstance(place.holder, dict) and "__builtins__" not in place.holder:
                 self._entries.setdefault(id(place.holder), []).append(place)
             elif id(place.holder) not in whole:
                 self._others.append(place)
@@ -95,17 +89,13 @@ class GuardedObjects:
         self._ignored = {(id(p.holder), p.key) for p in self.followed.values()}
         self._arrays = list(observer.arrays.values())
         self._read_values = list(observer.read_values.values())
-        holders = [one.holder for one in places if isinstance(one.holder, dict)]
-        self._versions = Versions([*holders, *(c.target for c in self._dictionaries)])
+        holders = [holder[0].holder for holder in self._entries.values()]
+        self.dictionaries = [*holders, *(c.target for c in self._dictionaries)]
 
-    def tier(self) -> Tier:
-        """These guards."""
-        return Tier(self._hold, self.changes, self._versions.refresh)
-
-    def _hold(self) -> bool:
+    def hold(self) -> bool:
+        """Whether nothing differs, as long as nothing was written to `dictionaries`."""
         return (
-            self._versions.hold()
-            and not self._arrays
+            not self._arrays
             and not self._read_values
             and all(type(p.now()) is type(p.before) for p in self.followed.values())
             and all(place.now() is place.before for place in self._others)
@@ -140,10 +130,8 @@ class GuardedObjects:
         )
 
     def _changed_places(self) -> Iterator[Place]:
-        changed = self._versions.changed()
-        for holder, places in self._entries.items():
-            if holder in changed:
-                yield from (one for one in places if not is_same(one.now(), one.before))
+        for places in self._entries.values():
+            yield from (one for one in places if not is_same(one.now(), one.before))
         for place in self._others:
             if not is_same(place.now(), place.before):
                 yield place
