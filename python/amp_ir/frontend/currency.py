@@ -12,8 +12,8 @@ import torch
 
 from amp_ir.dialect.loss_scale import options_of
 from amp_ir.errors import StateError
-from amp_ir.frontend.distribution import process_count
 from amp_ir.frontend.ambient import Ambient
+from amp_ir.frontend.distribution import process_count
 from amp_ir.frontend.followed_numbers import FollowedNumber
 from amp_ir.frontend.guarded_modules import GuardedModules, GuardedParameters
 from amp_ir.frontend.guarded_objects import GuardedObjects, Tier, Versions
@@ -81,6 +81,7 @@ class Currency:
 
         return [
             Tier(lambda: not self._was_first_step(), self._first_step),
+            Tier(lambda: process_count() <= 1, self._several_processes),
             Tier(ambient.holds, lambda: iter(ambient.changes())),
             Tier(options_hold, self._changed_options, options.refresh),
             GuardedParameters(self._state.parameters).tier(),
@@ -182,6 +183,10 @@ class Currency:
             # On a GPU this would wait for the step.
             if hasattr(slots.scaler, "check_limits") and slots.scale.tensor.device.type == "cpu":
                 slots.scaler.check_limits()
+
+    @staticmethod
+    def _several_processes() -> Iterator[str]:
+        yield f"torch.distributed has a group of {process_count()} processes now"
 
     @staticmethod
     def _first_step() -> Iterator[str]:
