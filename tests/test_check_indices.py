@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,10 @@ def checked(
 
     mod, _ = amp_ir.trace_step(step, batch or (IDS, X), model=model, optimizer=optimizer)
     return check_indices(mod.ir, mod.signature, on_host=on_host)
+
+
+def _as_int8(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int8).long()
 
 
 # Everything that these compute is in range, whatever ids and x are.
@@ -111,6 +116,8 @@ def test_a_step_with_nothing_to_check_in_it_keeps_its_ir() -> None:
         (lambda w, i, x: w[i.clamp(max=4)] + w[x.long() % 6], 1, 1),
         # Overflow: 2**62 * 4 is 0, and the product of two of these is anything.
         (lambda w, i, x: (lambda k: w.index_select(0, (k * k) % 2**62))(x.long()), 0, 1),
+        # 254 is -2 in int8.
+        (lambda w, i, x: w.index_select(0, _as_int8((x > 0).long() + 254).clamp(max=4)), 0, 1),
     ],
 )
 def test_what_may_be_out_of_range_is_checked(
@@ -300,6 +307,17 @@ def test_ignore_index_may_be_any_number() -> None:
     expected, expected_gradients = trained(False)
     torch.testing.assert_close(found, expected, equal_nan=True)
     torch.testing.assert_close(gradients, expected_gradients, equal_nan=True)
+
+
+def test_one_hot_without_a_number_of_classes_is_refused_by_name() -> None:
+    with pytest.raises(amp_ir.errors.CaptureError) as caught:
+        checked(lambda w, i, x: F.one_hot(i).float() @ w[:3])
+    message = re.sub(r", \S+\.py:\d+", "", str(caught.value))
+    assert message == (
+        "this step cannot be captured, 1 place:\n"
+        "  1. step (forward): one_hot without num_classes has as many columns as the largest class "
+        "says, and a compiled step has fixed shapes. Pass num_classes="
+    )
 
 
 # Other ways to run a step.

@@ -14,12 +14,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from amp_ir.frontend.refusals import UnfitCall
+
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """1 at each class and 0 elsewhere, int64[...] -> int64[..., num_classes]."""
-    if num_classes <= 0:
-        # As many as the largest class: a shape that depends on values.
-        return F.one_hot(tensor, num_classes)
+    if num_classes == -1:
+        raise UnfitCall(
+            "one_hot without num_classes has as many columns as the largest class says, and a "
+            "compiled step has fixed shapes",
+            "Pass num_classes=",
+        )
+    if num_classes <= 0 or tensor.dtype != torch.int64:
+        return F.one_hot(tensor, num_classes)  # which says what is wrong
     classes = torch.arange(num_classes, device=tensor.device)
     known = classes.index_select(0, tensor.reshape(-1)).reshape(tensor.shape)
     return (known.unsqueeze(-1) == classes).long()

@@ -30,7 +30,7 @@ from amp_ir.frontend.locations import Locator, NodeMarker
 from amp_ir.frontend.observer import Observer
 from amp_ir.frontend.recurrent_cells import FUSED_CELLS
 from amp_ir.frontend.recurrent_layers import layers_of
-from amp_ir.frontend.refusals import Findings, TracingStopped
+from amp_ir.frontend.refusals import Findings, TracingStopped, UnfitCall
 from amp_ir.frontend.repeated_ops import RepeatedOps
 from amp_ir.frontend.transaction import Transaction
 
@@ -318,7 +318,11 @@ class Substitution(TorchFunctionMode):
         layers = layers_of(func, args, kwargs)
         if layers is not None:
             return layers()
-        out = composed(func, args, kwargs)
+        try:
+            out = composed(func, args, kwargs)
+        except UnfitCall as unfit:
+            self._findings.add(unfit.what, self._locator.here(), unfit.advice)
+            raise TracingStopped from unfit
         if out is not NotImplemented:
             return out
         out = func(*args, **kwargs)

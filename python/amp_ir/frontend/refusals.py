@@ -54,3 +54,12 @@ class Findings:
 
 class TracingStopped(Exception):
     """Tracing cannot go on after a finding; never leaves the capture."""
+
+
+class UnfitCall(Exception):
+    """A call of PyTorch's cannot be captured with these arguments; never leaves the capture."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.advice = advice
