@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 PACKAGED  := $(VENV)/.packaged
 BUILT     := python/amp_ir/lib/.built
 
-.PHONY: help demo test test-isa gpu-test fuzz setup format clean
+.PHONY: help demo test test-isa gpu-test fuzz sanitize setup format clean
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-isa the tests of numbers as on lesser CPUs, and without oneDNN"
 	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
 	@echo "make fuzz MINUTES=30 SEED=0  random training steps against PyTorch, failures made small"
+	@echo "make sanitize the tests of the native libraries, built with AddressSanitizer and UBSan"
 	@echo "make setup   only the environment and the native libraries"
 	@echo "make format  rewrite the sources as make test wants them"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -78,6 +79,29 @@ MINUTES ?= 30
 SEED    ?= 0
 fuzz: setup
 	PYTHONPATH=tests OMP_WAIT_POLICY=passive $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED)
+
+# Native libraries that check themselves, and the tests of these. They lie apart, beside links to the
+# Python files of the package, which finds its libraries next to itself. Python is not instrumented:
+# the checks are loaded before it, with the C++ library whose exceptions they watch, and leaks are
+# not looked for, since Python and PyTorch keep much until the end.
+#
+# SANITIZE=thread watches Python threads that share a library. With one OpenMP thread: libgomp's
+# barriers are made of futexes that ThreadSanitizer cannot see, so that every team would be a race.
+SANITIZE := address,undefined
+SANITIZED := build/sanitize/python/amp_ir
+SANITIZED_TESTS := $(wildcard tests/test_native*.py) tests/test_memory_plan.py tests/test_min_cut.py
+SANITIZED_TESTS += tests/test_cublaslt.py tests/test_onednn_scratch.py
+RUNTIMES := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so libubsan.so) libstdc++.so.6
+PRELOADED = $(foreach one,$(RUNTIMES),$(shell $(CXX) -print-file-name=$(one)))
+SANITIZE_OPTIONS := ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+SANITIZE_OPTIONS += TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1
+SANITIZE_OPTIONS += OMP_NUM_THREADS=$(if $(findstring thread,$(SANITIZE)),1,2)
+sanitize: $(INSTALLED)
+	mkdir -p $(SANITIZED)
+	ln -sfn $(filter-out %/lib,$(wildcard $(CURDIR)/python/amp_ir/*)) $(SANITIZED)
+	AMP_IR_SANITIZE=$(SANITIZE) $(BIN)/python setup.py --quiet build_ext --inplace
+	$(SANITIZE_OPTIONS) OMP_WAIT_POLICY=passive LD_PRELOAD="$(PRELOADED)" \
+	  PYTHONPATH=build/sanitize/python $(BIN)/python -m pytest -p no:cacheprovider $(SANITIZED_TESTS)
 
 setup: $(BUILT)
 

@@ -4,6 +4,7 @@
 Everything else about the package is in pyproject.toml.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,17 @@ class CMakeBuild(build_ext):
     """Runs CMake in place of a compiler; the one extension stands for all the libraries."""
 
     def run(self) -> None:
-        """Configure and build into python/amp_ir/lib (editable) or the wheel's amp_ir/lib."""
+        """Configure and build into python/amp_ir/lib (editable) or the wheel's amp_ir/lib.
+
+        With AMP_IR_SANITIZE=address,undefined in the environment, libraries that check themselves
+        are built into build/sanitize instead; see `make sanitize`.
+        """
         package_parent = ROOT / "python" if self.inplace else Path(self.build_lib).resolve()
         build_dir = ROOT / "build" / ("editable" if self.inplace else "wheel")
+        sanitize = os.environ.get("AMP_IR_SANITIZE", "")
+        if sanitize:
+            build_dir = ROOT / "build" / "sanitize"
+            package_parent = build_dir / "python"
         _drop_foreign_cache(build_dir)
         configure = [
             _cmake(),
@@ -29,6 +38,7 @@ class CMakeBuild(build_ext):
             f"-B{build_dir}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DAMP_IR_LIBRARY_DIR={package_parent / 'amp_ir' / 'lib'}",
+            f"-DAMP_IR_SANITIZE={sanitize}",
         ]
         ninja = _beside_python("ninja")
         if ninja is not None:

@@ -158,3 +158,71 @@ def test_extents_past_64_bits_are_refused(library):
     layouts = (huge, shape((0, 0)), one, one, one, one)
     with pytest.raises(ValueError, match="has more elements than a 64-bit number counts"):
         native.function(name)(a, a, None, *layouts, "none", torch.zeros(1))
+
+
+_LARGEST = 2**63 - 1
+_HALF = 2**62
+
+# Numbers that a 64-bit sum or product of theirs does not hold, and what is said of them.
+OVERFLOWS = {
+    "lengths to plan": (
+        "amp_ir.plan_memory",
+        lambda: (shape((_HALF, _HALF)), shape((0, 0)), shape((1, 1)), 64),
+        "the lengths of all intervals add up to more bytes than a 64-bit number holds",
+    ),
+    "lengths that are rounded up": (
+        "amp_ir.plan_memory",
+        lambda: (shape((_LARGEST,)), shape((0,)), shape((1,)), 64),
+        "the lengths of all intervals add up to more bytes than a 64-bit number holds",
+    ),
+    "the last time there is": (
+        "amp_ir.plan_memory",
+        lambda: (shape((1,)), shape((0,)), shape((_LARGEST,)), 64),
+        "interval 0 ends at the last of all 64-bit numbers",
+    ),
+    "capacities": (
+        "amp_ir.min_cut",
+        lambda: (3, shape((0, 1, _HALF, 1, 2, _HALF)), 0, 2),
+        "the capacities of 2 edges add up to more than a 64-bit number holds",
+    ),
+    "vertices": (
+        "amp_ir.min_cut",
+        lambda: (2**31, shape(()), 0, 1),
+        "min_cut got 2147483648 vertices and 0 edges; it takes at most 2^30 of each",
+    ),
+    "a view": (
+        "amp_ir.view",
+        lambda: (torch.zeros(64, dtype=torch.uint8), 0, shape((2**40, 2**40)), "float32"),
+        "a view of [1099511627776, 1099511627776] is of no tensor that fits into memory",
+    ),
+    "a view with a negative extent": (
+        "amp_ir.view",
+        lambda: (torch.zeros(64, dtype=torch.uint8), 0, shape((-1,)), "float32"),
+        "a view of [-1] is of no tensor that fits into memory",
+    ),
+    "an offset": (
+        "amp_ir.view",
+        lambda: (torch.zeros(64, dtype=torch.uint8), _LARGEST, shape((1,)), "float32"),
+        f"a view of 4 bytes at offset {_LARGEST} does not lie inside an arena of 64 bytes",
+    ),
+    "a packed matrix": (
+        "amp_ir.onednn.packed_nbytes",
+        lambda: (shape((2**40, 2**40)), "float32"),
+        "amp_ir.onednn.packed_nbytes: b has dims [1099511627776, 1099511627776]; expected extents "
+        "of a matrix that fits into memory",
+    ),
+    "a recurrent layer": (
+        "amp_ir.onednn.lstm",
+        lambda: (*[torch.zeros(1)] * 4, shape((1, 2**40, 2**40)), 0, *[torch.zeros(1)] * 3),
+        "amp_ir.onednn.lstm: dims are [1, 1099511627776, 1099511627776], more than memory holds",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_numbers_that_overflow_are_refused(name):
+    function, arguments, expected = OVERFLOWS[name]
+    needs(function)
+    with pytest.raises(ValueError) as caught:
+        native.function(function)(*arguments())
+    assert str(caught.value).splitlines()[0] == expected

@@ -14,7 +14,7 @@ from amp_ir.passes.write_planned import Destinations
 _ALWAYS = (Role.SCALER_STATE, Role.RANDOM_STATE)
 # One byte is kept where the step reads and writes so many, so that copying is not to be measured.
 _MOVED_A_BYTE = 100
-_LEAST, _MOST = 2**14, 2**20
+_LEAST, _MOST = 2**12, 2**20
 
 
 def state_writes(
