@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
             program = write_program(seed)
             outcome = worker.run(program)
             counts[outcome.kind] += 1
+            if counts.total() % 25 == 0:
+                print(f"seed {seed}: {dict(counts)}", flush=True)
             if outcome.kind == "refused":
                 refusals[f"{outcome.key}: {outcome.text[:160]}"] += 1
             if not outcome.is_failure:
