@@ -10,8 +10,18 @@ from typing import Any
 import attrs
 from tvm import tirx
 
+from amp_ir.loops import math as m
+from amp_ir.loops.accumulate_blocks import BLOCK
+from amp_ir.loops.accumulators import running_dtype, wide_dtype
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
-from amp_ir.loops.cuda_launch import WARP, ThreadAccumulator, guarded, kept_dtype, loop, unrolled
+from amp_ir.loops.cuda_launch import (
+    WARP,
+    ThreadAccumulator,
+    blocked,
+    guarded,
+    kept_dtype,
+    unrolled,
+)
 from amp_ir.loops.group import Domain, Group
 from amp_ir.loops.ir import Reduction, TensorSpec, compute_dtype
 from amp_ir.loops.kernel import unflatten_axes
@@ -108,7 +118,7 @@ class GroupElements:
     def tile_width(self, extent: int, reductions: list[Reduction]) -> int:
         """The width at which a tile's sums still fit into shared memory."""
         width = self.vector_width(extent)
-        sizes = sum(dtype_nbytes(kept_dtype_of(value)) for value in reductions)
+        sizes = sum(dtype_nbytes(kept_dtype_of(value, is_long=True)) for value in reductions)
         while width > 1 and sizes * TILE_ROWS * WARP * width > SHARED_NBYTES:
             width //= 2
         return width
@@ -138,10 +148,12 @@ class GroupElements:
         takes: list[tuple[Reduction, Take]],
         share: tuple[Any, int],
         sums: Callable[..., Any] | None = None,
+        flush: list[tirx.Stmt] | None = None,
     ) -> list[tirx.Stmt]:
-        """Every `threads`-th chunk of a row, by this thread."""
+        """Every `threads`-th chunk of a row, by this thread; `flush` ends a block of elements."""
         thread, threads = share
         steps = -(-self.chunks // threads)
+        flushes = [] if flush is None else flush
 
         def visit(step: Any) -> list[tirx.Stmt]:
             chunk = tirx.Var("chunk", "int32")
@@ -153,7 +165,15 @@ class GroupElements:
 
         if sums is not None and steps * self.width <= MAX_RUNNING:
             return unrolled(steps, "step", visit)
-        return loop(steps, "step", visit)
+        return blocked(steps, max(1, BLOCK // self.width), visit, flushes)
+
+    def has_long_shares(self, threads: int, *, is_summed: bool = False) -> bool:
+        """Whether a thread of `threads` takes more of a row's elements than a block has.
+
+        `is_summed`: the rows are added up too, with running values for each column in registers.
+        """
+        taken = -(-self.chunks // threads) * self.width
+        return taken > (MAX_RUNNING if is_summed else BLOCK)
 
     def chunk(
         self,
@@ -207,19 +227,34 @@ class GroupElements:
         return buffer
 
 
-def accumulator_of(value: Reduction, count: int = 1) -> ThreadAccumulator:
+def accumulator_of(value: Reduction, count: int = 1, *, is_long: bool = False) -> ThreadAccumulator:
     """Registers for the running values of a reduction."""
-    return ThreadAccumulator.declare(value.kind, compute_dtype(value.dtype), count)
+    return ThreadAccumulator.declare(value.kind, compute_dtype(value.dtype), count, is_long=is_long)
+
+
+def wide_accumulator_of(value: Reduction) -> ThreadAccumulator:
+    """A register for what parts of a reduction add up to."""
+    return ThreadAccumulator.declare(value.kind, wide_dtype(value.kind, compute_dtype(value.dtype)))
 
 
 def accumulator_in(value: Reduction, buffer: tirx.Var) -> ThreadAccumulator:
     """Running values of a reduction that lie in `buffer`."""
-    return ThreadAccumulator(value.kind, compute_dtype(value.dtype), buffer, 0)
+    dtype = compute_dtype(value.dtype)
+    return ThreadAccumulator(
+        value.kind, "bool" if dtype == "bool" else str(buffer.ty.dtype), buffer, 0
+    )
 
 
-def kept_dtype_of(value: Reduction) -> str:
-    """The dtype of a reduction's running values in memory."""
-    return kept_dtype(compute_dtype(value.dtype))
+def kept_dtype_of(value: Reduction, *, is_long: bool = False) -> str:
+    """The dtype of a reduction's running values in memory; of a long one they are wide."""
+    dtype = compute_dtype(value.dtype)
+    dtype_of = wide_dtype if is_long else running_dtype
+    return kept_dtype(dtype_of(value.kind, dtype))
+
+
+def result_of(value: Reduction, accumulator: ThreadAccumulator, at: Any = 0) -> Any:
+    """A finished value, in the compute dtype."""
+    return m.cast(accumulator.totals.result(at), compute_dtype(value.dtype))
 
 
 def adding(accumulator: ThreadAccumulator, start: Any = None) -> Take:

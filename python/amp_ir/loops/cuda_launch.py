@@ -16,7 +16,8 @@ from tvm import ir, tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops import math as m
-from amp_ir.loops.accumulators import combine, start_of
+from amp_ir.loops.accumulate_blocks import Loop
+from amp_ir.loops.accumulators import combine, running_dtype, start_of
 from amp_ir.loops.ir import ReduceKind
 from amp_ir.loops.statements import sequence
 
@@ -77,23 +78,47 @@ def local_buffer(count: int, dtype: str, name: str) -> tirx.Var:
 class ThreadAccumulator:
     """The running values of one reduction in a thread: `count` of them, side by side.
 
-    `dtype` is the compute dtype; bool is kept as int32.
+    Bool is kept as int32. Of a long sum, `wide` takes what the running values hold at the end of
+    each block (`flush`): see accumulate_blocks.py.
     """
 
     kind: ReduceKind
     dtype: str
     running: tirx.Var
     count: int
+    wide: ThreadAccumulator | None = None
 
     @classmethod
-    def declare(cls, kind: ReduceKind, dtype: str, count: int = 1) -> ThreadAccumulator:
-        """Registers for `count` running values."""
-        return cls(kind, dtype, local_buffer(count, kept_dtype(dtype), "running"), count)
+    def declare(
+        cls, kind: ReduceKind, dtype: str, count: int = 1, *, is_long: bool = False
+    ) -> ThreadAccumulator:
+        """Registers for `count` running values of elements of `dtype`."""
+        running = running_dtype(kind, dtype)
+        buffer = local_buffer(count, kept_dtype(running), "running")
+        wide = None
+        if is_long and kind == "sum" and dtype.startswith("float"):
+            wide = cls(kind, "float64", local_buffer(count, "float64", "wide"), count)
+        return cls(kind, running, buffer, count, wide)
+
+    @property
+    def totals(self) -> ThreadAccumulator:
+        """What holds all that was taken, after the last block."""
+        return self if self.wide is None else self.wide
 
     def start(self) -> list[tirx.Stmt]:
         """Make the registers and set every running value to the neutral element."""
         clears = unrolled(self.count, "at", lambda at: [self.clear(at)])
-        return [tirx.AllocBuffer(self.running), *clears]
+        more = [] if self.wide is None else self.wide.start()
+        return [tirx.AllocBuffer(self.running), *clears, *more]
+
+    def flush(self) -> list[tirx.Stmt]:
+        """End a block."""
+        wide = self.wide
+        if wide is None:
+            return []
+        return unrolled(
+            self.count, "at", lambda at: [wide.add(self.result(at), at), self.clear(at)]
+        )
 
     def clear(self, at: Any) -> tirx.Stmt:
         """Set a running value to the neutral element."""
@@ -101,15 +126,15 @@ class ThreadAccumulator:
 
     def add(self, element: Any, at: Any = 0) -> tirx.Stmt:
         """Take an element into a running value."""
-        return self.put(combine(self.kind, self.result(at), element), at)
+        return self.put(combine(self.kind, self.result(at), m.cast(element, self.dtype)), at)
 
     def put(self, element: Any, at: Any = 0) -> tirx.Stmt:
         """Set a running value."""
-        kept = m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
+        kept = m.cast(element, kept_dtype(self.dtype))
         return tirx.BufferStore(self.running, kept, [at])
 
     def result(self, at: Any = 0) -> Any:
-        """A running value, in the compute dtype."""
+        """A running value."""
         return self.taken(tirx.BufferLoad(self.running, [at]))
 
     def taken(self, element: Any) -> Any:
@@ -162,6 +187,16 @@ def loop(steps: int, name: str, body: Callable[[Any], list[tirx.Stmt]]) -> list[
         return body(tirx.const(0, "int32"))
     at = tirx.Var(name, "int32")
     return [For(at, 0, steps, ForKind.SERIAL, sequence(body(at)))]
+
+
+def blocked(
+    steps: int, size: int, body: Callable[[Any], list[tirx.Stmt]], flush: list[tirx.Stmt]
+) -> list[tirx.Stmt]:
+    """`body(step)` for each step, with `flush` after every `size` of them and at the end."""
+    if not flush:
+        return loop(steps, "step", body)
+    steps_loop = Loop("step", steps).cut(size)
+    return [steps_loop.around(body(steps_loop.at), flush)]
 
 
 def _masks(threads: int) -> list[int]:

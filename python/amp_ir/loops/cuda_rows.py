@@ -16,14 +16,18 @@ from tvm import tirx
 from amp_ir.loops.cuda_elements import (
     MANY_BLOCKS,
     GroupElements,
+    Take,
+    accumulator_in,
     accumulator_of,
     adding,
     both,
     kept_dtype_of,
     named,
     power_of_two,
+    result_of,
+    wide_accumulator_of,
 )
-from amp_ir.loops.cuda_launch import THREADS, WARP, guarded, launch
+from amp_ir.loops.cuda_launch import THREADS, WARP, ThreadAccumulator, guarded, launch
 from amp_ir.loops.ir import Reduction
 from amp_ir.loops.kernel import unflatten_axes
 from amp_ir.loops.kernel_buffers import FlatBuffer
@@ -106,16 +110,18 @@ def row_body(
     is_first = tirx.EQ(thread, tirx.const(0, "int32"))
     for level in elements.levels:
         statements += elements.start_level(level, parts, row_elements, both(is_first, inside))
-        accumulators = {id(value): accumulator_of(value) for value in level.reductions}
-        for accumulator in accumulators.values():
+        is_long = elements.has_long_shares(threads, is_summed=sums is not None)
+        accumulators = [accumulator_of(value, is_long=is_long) for value in level.reductions]
+        for accumulator in accumulators:
             statements += accumulator.start()
         if level.stores or level.reductions or level.columns:
-            takes = [(value, adding(accumulators[id(value)])) for value in level.reductions]
-            passes = elements.shared_row(level, parts, row_elements, takes, share, sums)
+            takes = _taking(level.reductions, accumulators)
+            flush = ends_of_block(accumulators)
+            passes = elements.shared_row(level, parts, row_elements, takes, share, sums, flush)
             statements += guarded(inside, passes)
-        for key, accumulator in accumulators.items():
-            statements += accumulator.over_threads(threads, thread)
-            row_elements[key] = named(statements, accumulator.result())
+        for value, accumulator in zip(level.reductions, accumulators, strict=True):
+            statements += accumulator.totals.over_threads(threads, thread)
+            row_elements[id(value)] = named(statements, result_of(value, accumulator))
     return statements
 
 
@@ -124,8 +130,11 @@ def split_launches(elements: GroupElements) -> list[tirx.Stmt]:
     threads = THREADS
     most = -(-elements.chunks // threads)
     parts = max(1, min(-(-MANY_BLOCKS // elements.rows), most, THREADS))
+    is_long = elements.has_long_shares(threads * parts)
     partial = {
-        id(value): elements.make_scratch(elements.rows * parts, kept_dtype_of(value))
+        id(value): elements.make_scratch(
+            elements.rows * parts, kept_dtype_of(value, is_long=is_long)
+        )
         for level in elements.levels
         for value in level.reductions
     }
@@ -157,19 +166,20 @@ def _split_launch(
         rows = unflatten_axes(row, elements.row_axes)
         is_first = tirx.all(tirx.EQ(part, 0), tirx.EQ(thread, 0))
         statements += elements.start_level(level, rows, row_elements, is_first)
-        accumulators = {id(value): accumulator_of(value) for value in level.reductions}
-        for accumulator in accumulators.values():
+        is_long = elements.has_long_shares(threads * parts)
+        accumulators = [accumulator_of(value, is_long=is_long) for value in level.reductions]
+        for accumulator in accumulators:
             statements += accumulator.start()
         if is_shared:
-            mine = part * threads + thread
-            takes = [(value, adding(accumulators[id(value)])) for value in level.reductions]
-            share = (mine, threads * parts)
-            statements += elements.shared_row(level, rows, row_elements, takes, share)
-        for key, accumulator in accumulators.items():
-            statements += accumulator.over_threads(threads, thread)
+            share = (part * threads + thread, threads * parts)
+            takes, flush = _taking(level.reductions, accumulators), ends_of_block(accumulators)
+            statements += elements.shared_row(level, rows, row_elements, takes, share, flush=flush)
+        for value, accumulator in zip(level.reductions, accumulators, strict=True):
+            totals = accumulator.totals
+            statements += totals.over_threads(threads, thread)
             put = tirx.BufferStore(
-                partial[key].buffer,
-                tirx.BufferLoad(accumulator.running, [0]), [row * parts + part],
+                partial[id(value)].buffer,
+                tirx.BufferLoad(totals.running, [0]), [row * parts + part],
             )  # fmt: skip
             statements += guarded(tirx.EQ(thread, 0), [put])
         return statements
@@ -186,12 +196,22 @@ def _finish(
     row_elements: dict[int, Any],
 ) -> list[tirx.Stmt]:
     """Put together what the parts of a row found; every thread gets the result."""
-    accumulator = accumulator_of(value)
+    accumulator = wide_accumulator_of(value)
     statements = accumulator.start()
-    load = tirx.BufferStore(
-        accumulator.running, tirx.BufferLoad(buffer, [row * parts + thread]), [0]
-    )
+    load = accumulator.put(accumulator_in(value, buffer).result(row * parts + thread))
     statements += guarded(thread < parts, [load])
     statements += accumulator.over_threads(THREADS, thread)
-    row_elements[id(value)] = named(statements, accumulator.result())
+    row_elements[id(value)] = named(statements, result_of(value, accumulator))
     return statements
+
+
+def _taking(
+    reductions: list[Reduction], accumulators: list[ThreadAccumulator]
+) -> list[tuple[Reduction, Take]]:
+    pairs = zip(reductions, accumulators, strict=True)
+    return [(value, adding(accumulator)) for value, accumulator in pairs]
+
+
+def ends_of_block(accumulators: list[ThreadAccumulator]) -> list[tirx.Stmt]:
+    """What ends a block in each of them."""
+    return [statement for accumulator in accumulators for statement in accumulator.flush()]

@@ -30,7 +30,7 @@ def scatter_rows(
 ) -> list[tirx.Stmt]:
     """The table of `out`: `base`, or zeros, with the rows of `grad` added at `ids`.
 
-    Sums are kept in float32 or wider: a table of a low dtype is rounded at the end, once.
+    A table is kept in float32 or wider: one of a low dtype is rounded at the end, once.
     """
     total, statements = out, []
     dtype = compute_dtype(out.spec.dtype)
@@ -104,7 +104,8 @@ def _add_columns(
 
     def column(step: Any) -> list[tirx.Stmt]:
         at = tirx.Var("column", "int32")
-        running = ThreadAccumulator.declare("sum", total.spec.dtype)
+        # In order, however many there are: so float64, as in no other order roundings stay few.
+        running = ThreadAccumulator.declare("sum", "float64")
         other = tirx.Var("other", "int32")
         is_same = tirx.EQ(tirx.Cast("int32", ids.load(other)), own)
         take = running.add(grad.load(other * width + at))
@@ -117,7 +118,7 @@ def _add_columns(
             tirx.AllocBuffer(running.running),
             running.put(total.load(to)),
             rows,
-            total.store(to, running.result()),
+            total.store(to, m.cast(running.result(), total.spec.dtype)),
         ]
         inside = at < width if width % _SEARCHERS else None
         return [tirx.Bind(at, step * _SEARCHERS + thread), *guarded(inside, added)]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from tvm import tirx
-from tvm.tirx import For, ForKind
 
+from amp_ir.loops.accumulate_blocks import BLOCK, Loop
 from amp_ir.loops.cuda_elements import (
     MANY_BLOCKS,
     MAX_RUNNING,
@@ -33,7 +33,6 @@ from amp_ir.loops.cuda_tiles import combine_parts
 from amp_ir.loops.ir import Reduction
 from amp_ir.loops.kernel_buffers import FlatBuffer
 from amp_ir.loops.levels import Level
-from amp_ir.loops.statements import sequence
 
 
 def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
@@ -45,7 +44,11 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
     steps = -(-elements.chunks // threads)
     extent = elements.chunks * elements.width
     sums = [value for value in elements.group.column if isinstance(value, Reduction)]
-    stored = {id(s): elements.make_scratch(blocks * extent, kept_dtype_of(s)) for s in sums}
+    is_long = share > BLOCK
+    stored = {
+        id(s): elements.make_scratch(blocks * extent, kept_dtype_of(s, is_long=is_long))
+        for s in sums
+    }
     in_registers = steps * elements.width <= MAX_RUNNING
 
     def body(block: Any, thread: Any) -> list[tirx.Stmt]:
@@ -56,7 +59,7 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
         if in_registers:
             for one in running.values():
                 statements += one.start()
-        else:
+        if is_long or not in_registers:
             statements += _clear(sums, stored, (block, extent), (thread, threads))
 
         def takes(level: Level, step: Any, chunk: Any) -> list[tuple[Reduction, Take]]:
@@ -65,23 +68,26 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
             start = block * extent + chunk * elements.width
             return [(s, adding_to(s, stored[id(s)].buffer, start)) for s in level.columns]
 
-        item = tirx.Var("item", "int32")
+        def put_sums() -> list[tirx.Stmt]:
+            puts: list[tirx.Stmt] = []
+            for s in sums if in_registers else ():
+                target = (accumulator_in(s, stored[id(s)].buffer), block * extent)
+                puts += _put_sums(
+                    elements, running[id(s)], target, steps, threads, thread, adds=is_long
+                )
+            return puts
+
+        item = Loop("item", share, _rows_of(elements, block, share))
+        item = item.cut(BLOCK) if is_long else item
         row = tirx.Var("row", "int32")
         inner = [
-            tirx.Bind(row, block * share + item),
+            tirx.Bind(row, block * share + item.at),
             *row_body(elements, row, (thread, threads), None, takes),
             # The next row's sums go through the same shared memory.
             synchronise(),
         ]
-        count = tirx.const(share, "int32")
-        if elements.rows % share:
-            count = tirx.min(count, elements.rows - block * share)
-        statements.append(For(item, 0, count, ForKind.SERIAL, sequence(inner)))
-        if in_registers:
-            for s in sums:
-                target = (stored[id(s)].buffer, block * extent)
-                statements += _put_sums(elements, running[id(s)], target, steps, threads, thread)
-        return statements
+        statements.append(item.around(inner, put_sums() if is_long else ()))
+        return statements if is_long else [*statements, *put_sums()]
 
     def finished(value: Reduction) -> tirx.Stmt:
         buffer = elements.buffers[id(value)]
@@ -90,23 +96,35 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
     return [launch(blocks, threads, body), *(finished(s) for s in sums)]
 
 
+def _rows_of(elements: GroupElements, block: Any, share: int) -> Any:
+    """How many rows a block has; None: all that it can have."""
+    if elements.rows % share == 0:
+        return None
+    return tirx.min(tirx.const(share, "int32"), elements.rows - block * share)
+
+
 def _put_sums(
     elements: GroupElements,
     running: ThreadAccumulator,
-    target: tuple[Any, Any],
+    target: tuple[ThreadAccumulator, Any],
     steps: int,
     threads: int,
     thread: Any,
+    *,
+    adds: bool,
 ) -> list[tirx.Stmt]:
-    buffer, start = target
+    """Store a thread's sums, from a start on; or add them there, and start again."""
+    stored, start = target
 
     def put(step: Any) -> list[tirx.Stmt]:
         chunk = step * threads + thread
 
         def one(lane: Any) -> list[tirx.Stmt]:
-            element = tirx.BufferLoad(running.running, [step * elements.width + lane])
-            at = start + chunk * elements.width + lane
-            return [tirx.BufferStore(buffer, element, [at])]
+            own = step * elements.width + lane
+            element, at = running.result(own), start + chunk * elements.width + lane
+            if not adds:
+                return [stored.put(element, at)]
+            return [stored.add(element, at), running.clear(own)]
 
         inside = chunk < elements.chunks if elements.chunks % threads else None
         return guarded(inside, unrolled(elements.width, "lane", one))

@@ -10,20 +10,25 @@ from typing import Any
 import attrs
 from tvm import tirx
 
+from amp_ir.loops.accumulate_blocks import BLOCK
 from amp_ir.loops.coordinates import Axis
 from amp_ir.loops.cuda_elements import (
     MANY_BLOCKS,
     TILE_ROWS,
     GroupElements,
     Take,
+    accumulator_in,
     accumulator_of,
     adding,
     both,
     kept_dtype_of,
+    result_of,
+    wide_accumulator_of,
 )
 from amp_ir.loops.cuda_launch import (
     WARP,
     ThreadAccumulator,
+    blocked,
     guarded,
     kept_dtype,
     launch,
@@ -31,6 +36,7 @@ from amp_ir.loops.cuda_launch import (
     synchronise,
     unrolled,
 )
+from amp_ir.loops.cuda_rows import ends_of_block
 from amp_ir.loops.ir import Reduction
 from amp_ir.loops.kernel import unflatten_axes
 from amp_ir.loops.kernel_buffers import FlatBuffer
@@ -106,8 +112,11 @@ def columns_launches(elements: GroupElements) -> list[tirx.Stmt]:
     parts = max(1, min(parts, -(-tile.depth // (4 * TILE_ROWS))))
     stored = [elements.buffers.get(id(value)) for value in tile.reductions]
     results = outer * chunks * elements.width
+    is_long = -(-tile.depth // (parts * TILE_ROWS)) > BLOCK
     partial = [
-        elements.make_scratch(parts * results, kept_dtype_of(value)) if parts > 1 else None
+        elements.make_scratch(parts * results, kept_dtype_of(value, is_long=is_long))
+        if parts > 1
+        else None
         for value in tile.reductions
     ]
 
@@ -123,7 +132,9 @@ def columns_launches(elements: GroupElements) -> list[tirx.Stmt]:
             ),
             tirx.Bind(names["line"], tirx.floordiv(thread, WARP)),
         ]
-        accumulators = [accumulator_of(value, elements.width) for value in tile.reductions]
+        accumulators = [
+            accumulator_of(value, elements.width, is_long=is_long) for value in tile.reductions
+        ]
         for accumulator in accumulators:
             statements += accumulator.start()
         inside = names["chunk"] < chunks if chunks % WARP else None
@@ -131,13 +142,17 @@ def columns_launches(elements: GroupElements) -> list[tirx.Stmt]:
             (value, adding(accumulator))
             for value, accumulator in zip(tile.reductions, accumulators, strict=True)
         ]
-        statements += guarded(inside, _tile_column(elements, level, tile, takes, names, parts))
+        flush = ends_of_block(accumulators)
+        column = _tile_column(elements, level, tile, takes, names, parts, flush)
+        statements += guarded(inside, column)
         # One result after the other through the same shared memory.
         shared = TileMemory(names["line"], tirx.floormod(thread, WARP), elements.width)
         start = (names["group"] * chunks + names["chunk"]) * elements.width
-        for accumulator, whole, some in zip(accumulators, stored, partial, strict=True):
-            put = _putting(accumulator, whole, some, start, names["part"] * results)
-            statements += shared.combine(accumulator, inside, put)
+        for (value, _), accumulator, whole, some in zip(
+            takes, accumulators, stored, partial, strict=True
+        ):
+            put = _putting(value, accumulator, whole, some, start, names["part"] * results)
+            statements += shared.combine(accumulator.totals, inside, put)
         return statements
 
     launches = [launch(outer * parts * tiles, WARP * TILE_ROWS, body)]
@@ -160,6 +175,7 @@ def _tile_column(
     takes: list[tuple[Reduction, Take]],
     names: dict[str, Any],
     parts: int,
+    flush: list[tirx.Stmt],
 ) -> list[tirx.Stmt]:
     """What a thread of a tile adds up: every so many-th line of its columns."""
     stride = parts * TILE_ROWS
@@ -178,7 +194,7 @@ def _tile_column(
         inside = at < tile.depth if tile.depth % stride else None
         return [tirx.Bind(at, place), *guarded(inside, writer.statements())]
 
-    return loop(steps, "step", visit)
+    return blocked(steps, BLOCK, visit, flush)
 
 
 def combine_parts(
@@ -190,17 +206,18 @@ def combine_parts(
     def body(block: Any, thread: Any) -> list[tirx.Stmt]:
         line, lane = tirx.floordiv(thread, WARP), tirx.floormod(thread, WARP)
         column = tirx.Var("column", "int32")
-        accumulator = accumulator_of(value)
+        accumulator = wide_accumulator_of(value)
+        kept = accumulator_in(value, partial)
         inside = column < extent if extent % WARP else None
 
         def visit(step: Any) -> list[tirx.Stmt]:
             part = step * TILE_ROWS + line
-            element = accumulator.taken(tirx.BufferLoad(partial, [part * extent + column]))
+            element = kept.result(part * extent + column)
             is_there = part < parts if parts % TILE_ROWS else None
             return guarded(both(inside, is_there), [accumulator.add(element)])
 
         def put(_at: Any) -> list[tirx.Stmt]:
-            return [out.store(column, accumulator.result())]
+            return [out.store(column, result_of(value, accumulator))]
 
         return [
             tirx.Bind(column, block * WARP + lane),
@@ -213,6 +230,7 @@ def combine_parts(
 
 
 def _putting(
+    value: Reduction,
     accumulator: ThreadAccumulator,
     whole: FlatBuffer | None,
     partial: FlatBuffer | None,
@@ -223,8 +241,9 @@ def _putting(
 
     def put(at: Any) -> list[tirx.Stmt]:
         if partial is not None:
-            element = tirx.BufferLoad(accumulator.running, [at])
+            element = tirx.BufferLoad(accumulator.totals.running, [at])
             return [tirx.BufferStore(partial.buffer, element, [part_start + start + at])]
-        return [whole.store(start + at, accumulator.result(at))] if whole is not None else []
+        element = result_of(value, accumulator, at)
+        return [whole.store(start + at, element)] if whole is not None else []
 
     return put
