@@ -103,6 +103,16 @@ def needs_blocks(value: Reduction) -> bool:
     return value.kind == "sum" and compute_dtype(value.dtype).startswith("float")
 
 
+def result_of(value: Reduction, total: Any) -> Any:
+    """The result, in compute dtype, of which `total` has taken all elements: rounded once."""
+    if value.divisor == 0:
+        total = m.constant(math.nan, m.dtype_of(total))
+    elif value.divisor != 1:
+        # Not a product with 1 / divisor, which has a rounding of its own.
+        total = total / m.constant(value.divisor, m.dtype_of(total))
+    return m.cast(total, compute_dtype(value.dtype))
+
+
 @attrs.frozen(eq=False)
 class Accumulator:
     """Partial results of one reduction: `lanes` running values, then one.
@@ -158,20 +168,24 @@ class Accumulator:
         return [over(wide.count, lambda lane: self.lanes.flush(wide, lane))]
 
     def at(self, lane: Any) -> Any:
-        """One running value, after the last block."""
-        return m.cast((self.wide or self.lanes).at(lane), self.finished.dtype)
+        """The result of one lane, after the last block."""
+        return result_of(self.value, (self.wide or self.lanes).at(lane))
+
+    def gather(self) -> list[tirx.Stmt]:
+        """Fold the lanes into the total, in a fixed order."""
+        return _fold(self.wide or self.lanes, self.total)
 
     def finish(self, more: Running | None = None) -> list[tirx.Stmt]:
-        """Fold the lanes (and the parts of `more`) into the total, in a fixed order."""
-        statements = _fold(self.wide or self.lanes, self.total)
+        """Fold the lanes (and the parts of `more`) into the total, and make it the result."""
+        statements = self.gather()
         if more is not None:
             statements += _in_order(more, self.total)
-        if self.finished is not self.total:
-            statements.append(self.finished.put(0, self.total.at(0)))
+        if self.finished is not self.total or self.value.divisor != 1:
+            statements.append(self.finished.put(0, result_of(self.value, self.total.at(0))))
         return statements
 
     def sum_so_far(self) -> Any:
-        """The total, as wide as it is."""
+        """The total of `gather`, as wide as it is."""
         return self.total.at(0)
 
     def result(self) -> Any:

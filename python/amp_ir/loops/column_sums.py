@@ -9,8 +9,15 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops import math as m
-from amp_ir.loops.accumulate_blocks import BLOCK
-from amp_ir.loops.accumulators import Running, combine, needs_blocks, running_dtype, wide_dtype
+from amp_ir.loops.accumulate_blocks import COLUMN_BLOCK
+from amp_ir.loops.accumulators import (
+    Running,
+    combine,
+    needs_blocks,
+    result_of,
+    running_dtype,
+    wide_dtype,
+)
 from amp_ir.loops.ir import Reduction, compute_dtype
 from amp_ir.loops.statements import sequence
 
@@ -42,8 +49,8 @@ class ColumnSums:
         (parts, part), kind, dtype = place, value.kind, compute_dtype(value.dtype)
         running = running_dtype(kind, dtype)
         sums = kept = Running.declare(kind, running, parts * extent, "sums")
-        if rows > BLOCK and needs_blocks(value):
-            kept_dtype = wide_dtype(kind, dtype) if rows > BLOCK * BLOCK else dtype
+        if rows > COLUMN_BLOCK and needs_blocks(value):
+            kept_dtype = wide_dtype(kind, dtype) if rows > COLUMN_BLOCK * COLUMN_BLOCK else dtype
             kept = Running.declare(kind, kept_dtype, parts * extent, "kept")
         return cls(value, sums, kept, parts, extent, part)
 
@@ -88,7 +95,7 @@ class ColumnSums:
             total = m.cast(total, wide)
             for part in range(1, self.parts):
                 total = combine(kind, total, m.cast(self._of_part(part, column), wide))
-        return m.cast(total, dtype)
+        return result_of(self.value, total)
 
     def _of_part(self, part: int, column: Any) -> Any:
         return self.kept.at(part * self.extent + column if part else column)

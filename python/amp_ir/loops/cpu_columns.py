@@ -9,7 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
-from amp_ir.loops.accumulate_blocks import BLOCK, nested
+from amp_ir.loops.accumulate_blocks import COLUMN_BLOCK, nested
 from amp_ir.loops.accumulators import Accumulator
 from amp_ir.loops.cpu_loops import (
     COLUMN_BLOCKS,
@@ -51,14 +51,16 @@ def _column_block(loops: GroupLoops, outer: list[Any], start: Any, block: int) -
     level = loops.levels[0]
     extents = [axis.extent for axis in loops.column_axes]
     accumulators = [
-        Accumulator.declare(value, block, is_long=math.prod(extents) > BLOCK)
+        Accumulator.declare(value, block, is_long=math.prod(extents) > COLUMN_BLOCK)
         for value in level.reductions
     ]
     statements: list[tirx.Stmt] = []
     for accumulator in accumulators:
         statements += accumulator.allocate()
     is_long = any(accumulator.wide is not None for accumulator in accumulators)
-    columns = nested([f"r{d}" for d in range(len(extents))], extents, is_long=is_long)
+    columns = nested(
+        [f"r{d}" for d in range(len(extents))], extents, COLUMN_BLOCK if is_long else None
+    )
 
     def visit(offset: Any, lane: Any) -> tuple[tirx.Stmt, bool]:
         place = [loop.at for loop in columns]

@@ -118,7 +118,7 @@ class GroupLoops:
         extents = [*(axis.extent for axis in self.column_axes[:-1]), steps]
         is_long = any(accumulator.wide is not None for accumulator in accumulators)
         names = [*(f"c{d}" for d in range(len(extents) - 1)), "step"]
-        return nested(names, extents, is_long=is_long)
+        return nested(names, extents, BLOCK if is_long else None)
 
     def accumulators(
         self, level: Level, extent: int | None = None, *, is_shared: bool = False

@@ -44,7 +44,7 @@ def _parallel_level(
         body += accumulator.allocate()
     body += loops.column_loops(level, row, row_elements, partial, (part * size, size))
     for accumulator, whole in zip(partial, shared, strict=True):
-        body += accumulator.finish()
+        body += accumulator.gather()
         body.append(whole.put(part, accumulator.sum_so_far()))
     body = loops.with_scratch(body)
     statements: list[tirx.Stmt] = [whole.allocation() for whole in shared]

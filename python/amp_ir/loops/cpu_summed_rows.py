@@ -11,7 +11,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
-from amp_ir.loops.accumulate_blocks import BLOCK, Loop
+from amp_ir.loops.accumulate_blocks import COLUMN_BLOCK, Loop
 from amp_ir.loops.column_sums import ColumnSums
 from amp_ir.loops.cpu_loops import GRAIN, Body, GroupLoops, block_loops
 from amp_ir.loops.ir import Reduction
@@ -37,7 +37,7 @@ def summed_rows_kernel(loops: GroupLoops, rows: int) -> tirx.Stmt:
     ]
     loops.column_sums = sums
     long = [one for one in sums if one.has_blocks]
-    row = row.cut(BLOCK) if long else row
+    row = row.cut(COLUMN_BLOCK) if long else row
     body = loops.row_body(unflatten_axes(place[1] * share + row.at, loops.row_axes))
     ends = [loop for one in long for loop in block_loops(0, extent, _flush(one))]
     clears = [loop for one in sums for loop in block_loops(0, extent, _clear(one))]

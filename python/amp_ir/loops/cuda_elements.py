@@ -10,9 +10,8 @@ from typing import Any
 import attrs
 from tvm import tirx
 
-from amp_ir.loops import math as m
 from amp_ir.loops.accumulate_blocks import BLOCK
-from amp_ir.loops.accumulators import running_dtype, wide_dtype
+from amp_ir.loops.accumulators import result_of, running_dtype, wide_dtype
 from amp_ir.loops.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.cuda_launch import (
     WARP,
@@ -252,9 +251,9 @@ def kept_dtype_of(value: Reduction, *, is_long: bool = False) -> str:
     return kept_dtype(dtype_of(value.kind, dtype))
 
 
-def result_of(value: Reduction, accumulator: ThreadAccumulator, at: Any = 0) -> Any:
-    """A finished value, in the compute dtype."""
-    return m.cast(accumulator.totals.result(at), compute_dtype(value.dtype))
+def result_in(value: Reduction, accumulator: ThreadAccumulator, at: Any = 0) -> Any:
+    """The result of what an accumulator has taken, in the compute dtype."""
+    return result_of(value, accumulator.totals.result(at))
 
 
 def adding(accumulator: ThreadAccumulator, start: Any = None) -> Take:

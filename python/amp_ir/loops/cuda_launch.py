@@ -144,33 +144,36 @@ class ThreadAccumulator:
     def over_threads(self, threads: int, thread: Any) -> list[tirx.Stmt]:
         """Combine the single running values of `threads` threads; all of them get the result.
 
-        In a fixed order: a butterfly within each warp, then the warps one after the other. Needs
-        `threads` to be a power of two; below 32 it is that many neighbours.
+        In a fixed order: a butterfly within each warp, then one over the warps, in which each warp
+        finds the same. Needs `threads` to be a power of two; below 32 it is that many neighbours.
         """
         # A maximum reads the other's value twice, once under a condition: a shuffle must not be.
         other = local_buffer(1, kept_dtype(self.dtype), "other")
         theirs = self.taken(tirx.BufferLoad(other, [0]))
         statements: list[tirx.Stmt] = [tirx.AllocBuffer(other)]
-        for mask in _masks(min(threads, WARP)):
-            exchange = tirx.BufferStore(other, shuffle_xor(self._raw(), mask), [0])
-            statements += [exchange, self.add(theirs)]
+
+        def butterfly(count: int) -> list[tirx.Stmt]:
+            exchanges = [
+                tirx.BufferStore(other, shuffle_xor(self._raw(), mask), [0])
+                for mask in _masks(count)
+            ]
+            return [step for exchange in exchanges for step in (exchange, self.add(theirs))]
+
+        statements += butterfly(min(threads, WARP))
         warps = threads // WARP
         if warps <= 1:
             return statements
         shared = tirx.decl_buffer((warps,), kept_dtype(self.dtype), "warps", scope="shared")
         mine = tirx.BufferStore(shared, self._raw(), [tirx.floordiv(thread, WARP)])
         is_first = tirx.EQ(tirx.floormod(thread, WARP), tirx.const(0, "int32"))
+        its = tirx.floormod(thread, warps)
         statements += [
             tirx.AllocBuffer(shared),
             *guarded(is_first, [mine]),
             synchronise(),
-            tirx.BufferStore(self.running, tirx.BufferLoad(shared, [0]), [0]),
+            tirx.BufferStore(self.running, tirx.BufferLoad(shared, [its]), [0]),
         ]
-
-        def take(at: Any) -> list[tirx.Stmt]:
-            return [self.add(self.taken(tirx.BufferLoad(shared, [at + 1])))]
-
-        return statements + unrolled(warps - 1, "warp", take)
+        return statements + butterfly(warps)
 
     def _raw(self) -> Any:
         return tirx.BufferLoad(self.running, [0])

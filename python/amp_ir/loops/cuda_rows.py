@@ -24,7 +24,7 @@ from amp_ir.loops.cuda_elements import (
     kept_dtype_of,
     named,
     power_of_two,
-    result_of,
+    result_in,
     wide_accumulator_of,
 )
 from amp_ir.loops.cuda_launch import THREADS, WARP, ThreadAccumulator, guarded, launch
@@ -121,7 +121,7 @@ def row_body(
             statements += guarded(inside, passes)
         for value, accumulator in zip(level.reductions, accumulators, strict=True):
             statements += accumulator.totals.over_threads(threads, thread)
-            row_elements[id(value)] = named(statements, result_of(value, accumulator))
+            row_elements[id(value)] = named(statements, result_in(value, accumulator))
     return statements
 
 
@@ -201,7 +201,7 @@ def _finish(
     load = accumulator.put(accumulator_in(value, buffer).result(row * parts + thread))
     statements += guarded(thread < parts, [load])
     statements += accumulator.over_threads(THREADS, thread)
-    row_elements[id(value)] = named(statements, result_of(value, accumulator))
+    row_elements[id(value)] = named(statements, result_in(value, accumulator))
     return statements
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm import tirx
 
-from amp_ir.loops.accumulate_blocks import BLOCK, Loop
+from amp_ir.loops.accumulate_blocks import COLUMN_BLOCK, Loop
 from amp_ir.loops.cuda_elements import (
     MANY_BLOCKS,
     MAX_RUNNING,
@@ -44,7 +44,7 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
     steps = -(-elements.chunks // threads)
     extent = elements.chunks * elements.width
     sums = [value for value in elements.group.column if isinstance(value, Reduction)]
-    is_long = share > BLOCK
+    is_long = share > COLUMN_BLOCK
     stored = {
         id(s): elements.make_scratch(blocks * extent, kept_dtype_of(s, is_long=is_long))
         for s in sums
@@ -78,7 +78,7 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
             return puts
 
         item = Loop("item", share, _rows_of(elements, block, share))
-        item = item.cut(BLOCK) if is_long else item
+        item = item.cut(COLUMN_BLOCK) if is_long else item
         row = tirx.Var("row", "int32")
         inner = [
             tirx.Bind(row, block * share + item.at),

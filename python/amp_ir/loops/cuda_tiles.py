@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 from tvm import tirx
 
-from amp_ir.loops.accumulate_blocks import BLOCK
+from amp_ir.loops.accumulate_blocks import COLUMN_BLOCK
 from amp_ir.loops.coordinates import Axis
 from amp_ir.loops.cuda_elements import (
     MANY_BLOCKS,
@@ -22,7 +22,7 @@ from amp_ir.loops.cuda_elements import (
     adding,
     both,
     kept_dtype_of,
-    result_of,
+    result_in,
     wide_accumulator_of,
 )
 from amp_ir.loops.cuda_launch import (
@@ -112,7 +112,7 @@ def columns_launches(elements: GroupElements) -> list[tirx.Stmt]:
     parts = max(1, min(parts, -(-tile.depth // (4 * TILE_ROWS))))
     stored = [elements.buffers.get(id(value)) for value in tile.reductions]
     results = outer * chunks * elements.width
-    is_long = -(-tile.depth // (parts * TILE_ROWS)) > BLOCK
+    is_long = -(-tile.depth // (parts * TILE_ROWS)) > COLUMN_BLOCK
     partial = [
         elements.make_scratch(parts * results, kept_dtype_of(value, is_long=is_long))
         if parts > 1
@@ -194,7 +194,7 @@ def _tile_column(
         inside = at < tile.depth if tile.depth % stride else None
         return [tirx.Bind(at, place), *guarded(inside, writer.statements())]
 
-    return blocked(steps, BLOCK, visit, flush)
+    return blocked(steps, COLUMN_BLOCK, visit, flush)
 
 
 def combine_parts(
@@ -217,7 +217,7 @@ def combine_parts(
             return guarded(both(inside, is_there), [accumulator.add(element)])
 
         def put(_at: Any) -> list[tirx.Stmt]:
-            return [out.store(column, result_of(value, accumulator))]
+            return [out.store(column, result_in(value, accumulator))]
 
         return [
             tirx.Bind(column, block * WARP + lane),
@@ -243,7 +243,7 @@ def _putting(
         if partial is not None:
             element = tirx.BufferLoad(accumulator.totals.running, [at])
             return [tirx.BufferStore(partial.buffer, element, [part_start + start + at])]
-        element = result_of(value, accumulator, at)
+        element = result_in(value, accumulator, at)
         return [whole.store(start + at, element)] if whole is not None else []
 
     return put

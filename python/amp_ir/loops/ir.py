@@ -148,10 +148,12 @@ class Reduction(Value):
     """`kind` over `axes` of `source_shape`; the reduced dimensions stay, with extent 1.
 
     `is_gate`: what reads the same tensor waits for the result (an update for its gradient's
-    check), so in one kernel with it would have to be stored for later.
+    check), so in one kernel with it would have to be stored for later. `divisor`: what a sum is
+    divided by before it is rounded; 1 where nothing asks for a mean.
     """
 
     is_gate: bool = attrs.field(default=False, kw_only=True)
+    divisor: int = attrs.field(default=1, kw_only=True)
     kind: ReduceKind = attrs.field(kw_only=True)
     source_shape: tuple[int, ...] = attrs.field(kw_only=True)
     axes: tuple[int, ...] = attrs.field(kw_only=True)
@@ -337,22 +339,24 @@ def reduce(
     axes: Sequence[int],
     body: Element,
     dtype: str,
-    *,
-    is_gate: bool = False,
+    **flags: Any,
 ) -> Value:
-    """`kind` of `body(*i)` over `axes` of an index space of `source_shape`; extents stay as 1."""
+    """`kind` of `body(*i)` over `axes` of an index space of `source_shape`; extents stay as 1.
+
+    `flags` are `is_gate` and `divisor`: see `Reduction`.
+    """
     source = tuple(int(n) for n in source_shape)
     kept = tuple(sorted(axis % len(source) for axis in axes)) if source else ()
     reads, reads_last = _reads_of(source, body, None)
     if not reads_last:
-        return _reduction(kind, source, kept, (body, reads), dtype, is_gate)
+        return _reduction(kind, source, kept, (body, reads), dtype, flags)
 
     def body_of_last(*index: Any) -> Any:
         return body(*moved(index, TO_FIRST))
 
     source, kept = moved(source, TO_LAST), tuple(sorted(TO_FIRST[axis] for axis in kept))
     reads, _ = _reads_of(source, body_of_last, None)
-    return channels_first(_reduction(kind, source, kept, (body_of_last, reads), dtype, is_gate))
+    return channels_first(_reduction(kind, source, kept, (body_of_last, reads), dtype, flags))
 
 
 def _reduction(
@@ -361,12 +365,12 @@ def _reduction(
     axes: tuple[int, ...],
     body: tuple[Element, list[Read]],
     dtype: str,
-    is_gate: bool,
+    flags: dict[str, Any],
 ) -> Reduction:
     shape = tuple(1 if d in axes else n for d, n in enumerate(source))
     return Reduction(
         TensorSpec(shape, dtype), body[1], kind=kind,
-        source_shape=source, axes=axes, body=body[0], is_gate=is_gate,
+        source_shape=source, axes=axes, body=body[0], **flags,
     )  # fmt: skip
 
 

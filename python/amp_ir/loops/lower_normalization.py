@@ -26,10 +26,7 @@ Body = Callable[..., Any]
 
 def _mean(x: Value, axes: Sequence[int], body: Body, dtype: str) -> Value:
     """The mean of `body` over `axes` of the index space of x; the axes stay."""
-    count = m.constant(_count(x, axes), dtype)
-    total = reduce("sum", x.shape, axes, body, dtype)
-    # Not a product with 1 / count, which has a rounding of its own.
-    return pointwise(total.shape, dtype, lambda *i: total[i] / count)
+    return reduce("sum", x.shape, axes, body, dtype, divisor=_count(x, axes))
 
 
 def _count(x: Value, axes: Sequence[int]) -> int:
@@ -39,28 +36,28 @@ def _count(x: Value, axes: Sequence[int]) -> int:
 def statistics(x: Value, axes: Sequence[int], eps: float) -> tuple[Value, Value, Value]:
     """(mean, variance, 1 / sqrt(variance + eps)) over `axes`, in two passes.
 
-    What the mean is off by from rounding adds its square to the mean square of the distances. The
-    distances' own sum tells it: the corrected two-pass algorithm (Chan, Golub and LeVeque 1983).
+    What the first mean is off by adds its square to the mean square of the distances from it. Their
+    own mean tells it: the corrected two-pass algorithm (Chan, Golub and LeVeque 1983).
     """
     dtype = compute_dtype(x.dtype)
-    mean = _mean(x, axes, lambda *i: x[i], dtype)
-    count = m.constant(_count(x, axes), dtype)
+    first = _mean(x, axes, lambda *i: x[i], dtype)
+    count = _count(x, axes)
 
     def distance(*i: Any) -> Any:
-        return bind(x[i] - mean[i])
+        return bind(x[i] - first[i])
 
     def squared(*i: Any) -> Any:
         centered = distance(*i)
         return centered * centered
 
-    squares = reduce("sum", x.shape, axes, squared, dtype)
-    drift = reduce("sum", x.shape, axes, distance, dtype)
+    square = reduce("sum", x.shape, axes, squared, dtype, divisor=count)
+    drift = reduce("sum", x.shape, axes, distance, dtype, divisor=count)
 
     def corrected(*i: Any) -> Any:
-        rest = squares[i] - drift[i] * (drift[i] / count)
-        return m.maximum(rest, m.constant(0.0, dtype)) / count
+        return m.maximum(square[i] - drift[i] * drift[i], m.constant(0.0, dtype))
 
-    variance = pointwise(squares.shape, dtype, corrected)
+    mean = pointwise(first.shape, dtype, lambda *i: first[i] + drift[i])
+    variance = pointwise(square.shape, dtype, corrected)
     rstd = pointwise(
         variance.shape, dtype, lambda *i: m.rsqrt(variance[i] + m.constant(eps, dtype))
     )

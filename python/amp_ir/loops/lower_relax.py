@@ -385,17 +385,14 @@ def reduction(op: Lowering, x: Value) -> Value:
         return reshape(x, result.shape)
     dtype = compute_dtype(result.dtype)
     kind: Any = _REDUCTIONS.get(op.name, "sum")
-    total = reduce(kind, x.shape, axes_tuple, lambda *i: m.cast(x[i], dtype), dtype)
-    count = math.prod(x.shape[axis] for axis in axes_tuple)
-    is_mean = op.name == "relax.mean"
-    if not is_mean and dtype == result.dtype:
+    flags = {}
+    if op.name == "relax.mean":
+        flags["divisor"] = math.prod(x.shape[axis] for axis in axes_tuple)
+    total = reduce(kind, x.shape, axes_tuple, lambda *i: m.cast(x[i], dtype), dtype, **flags)
+    if dtype == result.dtype:
         return reshape(total, result.shape)
-
-    def finish(*i: Any) -> Any:
-        # Not a product with 1 / count, which has a rounding of its own.
-        return total[i] / m.constant(count, dtype) if is_mean else total[i]
-
-    return reshape(pointwise(total.shape, result.dtype, finish), result.shape)
+    rounded = pointwise(total.shape, result.dtype, lambda *i: total[i])
+    return reshape(rounded, result.shape)
 
 
 @lowers("relax.nn.softmax", "relax.nn.log_softmax")

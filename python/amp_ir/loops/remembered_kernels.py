@@ -192,7 +192,8 @@ class _Writer:
                 ]  # fmt: skip
                 self._add_all(value.parts)
             else:
-                self.tokens += [value.kind, value.source_shape, value.axes, value.is_gate]
+                self.tokens += [value.kind, value.source_shape, value.axes]
+                self.tokens += [value.is_gate, value.divisor]
             self.tokens.append(len(value.reads))
             for read in value.reads:
                 self.tokens.append(read.place)
