@@ -15,7 +15,6 @@ from cuda_emulator import in_emulator
 from import_checks import import_step, traced
 from kernel_check import module_of, run_cuda_modules, run_kernels
 from test_lower_relax import build
-from tvm import relax
 from tvm.relax import op as R
 
 import amp_ir
@@ -316,15 +315,15 @@ def averages(x: Any) -> Any:
 
 # By what a thread has much of.
 ON_A_GPU: dict[str, tuple[Function, Callable[[], torch.Tensor]]] = {
-    "a row": (lambda x: R.sum(x, axis=[1]), lambda: even(530, 9000)),
-    "a row that blocks share": (R.mean, lambda: even(1500000)),
-    "lines of a tile": (lambda x: R.sum(x, axis=[0]), lambda: even(60000, 33)),
-    "lines of several tiles": (lambda x: R.mean(x, axis=[1]), lambda: even(2, 30000, 40)),
+    "a row": (lambda x: R.sum(x, axis=[1]), lambda: even(40, 1100)),
+    "a row that blocks share": (R.mean, lambda: even(800000)),
+    "lines of a tile": (lambda x: R.sum(x, axis=[0]), lambda: even(70000, 5)),
+    "lines of several tiles": (lambda x: R.mean(x, axis=[1]), lambda: even(2, 35000, 5)),
     "rows that are added up too": (averages, lambda: even(5000, 40)),
     "rows that are added up too, wide ones": (
-        lambda x: (R.sum(x, axis=[1]), R.sum(x, axis=[0])), lambda: even(600, 9000)
+        lambda x: (R.sum(x, axis=[1]), R.sum(x, axis=[0])), lambda: even(600, 1100)
     ),
-    "factors": (lambda x: R.prod(x, axis=[1]), lambda: near_one(300, 3000)),
+    "factors": (lambda x: R.prod(x, axis=[1]), lambda: near_one(30, 3000)),
 }  # fmt: skip
 
 
