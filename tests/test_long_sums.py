@@ -58,6 +58,11 @@ def gradients(forward: Function) -> Function:
     return backward
 
 
+def with_gradient(x: torch.Tensor) -> list[torch.Tensor]:
+    """A gradient and what it is for: not so independent that the weight's gradient cancels out."""
+    return [torch.rand(x.shape) + 0.1 * x, x]
+
+
 def confident() -> Sequence[torch.Tensor]:
     """Logits of a loss of about 1e-6."""
     target = torch.arange(4)
@@ -135,23 +140,23 @@ MOMENTS: dict[str, tuple[Function, Inputs]] = {
     "rms norm": (lambda x: F.rms_norm(x, (8192,)), lambda: [normal(16, 8192)]),
     "batch norm's gradients": (
         gradients(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True)),
-        lambda: [uniform(32, 4, 28, 28), normal(32, 4, 28, 28), uniform(4), uniform(4)],
+        lambda: [*with_gradient(normal(32, 4, 28, 28)), uniform(4), uniform(4)],
     ),
     "layer norm's gradients": (
         gradients(lambda x, w, b: F.layer_norm(x, (24,), w, b)),
-        lambda: [uniform(20000, 24), normal(20000, 24), uniform(24), uniform(24)],
+        lambda: [*with_gradient(normal(20000, 24)), uniform(24), uniform(24)],
     ),
     "layer norm's weight gradients": (
         lambda g, x: gradients(lambda w, b: F.layer_norm(x, (24,), w, b))(g, x[0], x[1]),
-        lambda: [uniform(20000, 24), normal(20000, 24)],
+        lambda: with_gradient(normal(20000, 24)),
     ),
     "group norm's gradients": (
         gradients(lambda x, w, b: F.group_norm(x, 2, w, b)),
-        lambda: [uniform(32, 4, 28, 28), normal(32, 4, 28, 28), uniform(4), uniform(4)],
+        lambda: [*with_gradient(normal(32, 4, 28, 28)), uniform(4), uniform(4)],
     ),
     "rms norm's gradients": (
         gradients(lambda x, w: F.rms_norm(x, (24,), w)),
-        lambda: [uniform(20000, 24), normal(20000, 24), uniform(24)],
+        lambda: [*with_gradient(normal(20000, 24)), uniform(24)],
     ),
 }  # fmt: skip
 LOSSES: dict[str, tuple[Function, Inputs]] = {
