@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,10 +175,6 @@ def test_little_state_that_is_written_early_is_kept_aside() -> None:
         assert plan.writes.kept_nbytes <= 2**14 + 20000 + plan.state_bytes // 2
 
 
-def library_calls(case: Case) -> list[int]:
-    return [k for k, call in enumerate(case.calls) if call.symbol.startswith("amp_ir.")]
-
-
 @pytest.fixture
 def failing_matmul() -> Iterator[dict[str, Any]]:
     """oneDNN's matmul as a function that raises at its call number `at["count"]`."""
@@ -272,10 +271,8 @@ def test_after_loading_a_checkpoint_training_goes_on_as_if_nothing_had_failed(tm
     train = amp_ir.jit(step, model=model, optimizer=optimizer)
     train(x)
     amp_ir.save_checkpoint(tmp_path / "run.pt", model=model, optimizer=optimizer, train=train)
-    expected_model, expected_optimizer = copy.deepcopy(model), None
     train(x)
     expected = copy.deepcopy(model.state_dict())
-    del expected_model, expected_optimizer
     case = Case(train.compiled, (x,), model, optimizer)
     fail_at(case, len(case.calls) - 1, InjectedError("no more"))
     with pytest.raises(StepFailedError):
@@ -340,17 +337,43 @@ def test_an_interruption_inside_of_a_step_is_passed_on(share: float) -> None:
     case.put_back(before)
 
 
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timer")
+def test_a_signal_at_any_time_leaves_the_step_done_or_not_begun() -> None:
+    """Python looks at signals when native code has returned; until then the step goes on."""
+    step, model, optimizer = linear_step()
+    case = compiled(step, (torch.randn(4, 300),), model, optimizer)
+    before = case.bits()
+    case.train(*case.batch)
+    after = case.bits()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for microseconds in (20, 30, 50, 80, 100, 120, 150, 200, 300, 500, 800, 1200):
+            case.put_back(before)
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, microseconds * 1e-6)
+                case.train(*case.batch)
+                time.sleep(1)
+            found = case.bits()
+            assert not different(before, found) or not different(after, found)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    case.train(*case.batch)
+
+
 def test_an_interruption_behind_the_last_call_leaves_a_whole_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step, model, optimizer = linear_step()
     case = compiled(step, (torch.randn(4, 300),), model, optimizer)
-    expected = copy.deepcopy((model, optimizer.state_dict()))
     before = case.bits()
     case.train(*case.batch)
     after = case.bits()
     case.put_back(before)
-    del expected
     hooks, times = case.train.module.hooks, []
     real = hooks.after_step
 

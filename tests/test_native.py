@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import textwrap
@@ -184,5 +185,5 @@ def test_a_cpu_without_low_arithmetic_computes_in_float32():
         pytest.skip("onednn is not in this build")
     if "avx512" not in native.function("amp_ir.onednn.isa")():
         pytest.skip("this CPU cannot be told to be a lesser one")
-    environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": ":".join(sys.path)}
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": ":".join(sys.path)}
     subprocess.run([sys.executable, "-c", LOW_ISA_PROGRAM], env=environment, check=True)
