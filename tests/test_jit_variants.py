@@ -41,7 +41,7 @@ class Run:
     @classmethod
     def make(cls, make_step: Callable[[Any, Any], Any], *, jits: bool, **options: Any) -> Run:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         run = cls(model, optimizer, make_step(model, optimizer))
         if jits:
@@ -151,12 +151,12 @@ def test_arguments_that_take_turns_compile_twice(argument: str) -> None:
 
 
 def test_a_random_walk_through_all_switches_compiles_once_for_each_place() -> None:
-    """Sixteen steps, each with another switch turned, as eager makes them."""
+    """Twelve steps, each with another switch turned, as eager makes them."""
     draw = random.Random(1)
     ours, eager = both(trains)
     at = dict.fromkeys(("mode", "frozen"), True)
     places = set()
-    for step in range(16):
+    for step in range(12):
         switch = draw.choice(sorted(at))
         at[switch] = not at[switch]
         for run in (ours, eager):
@@ -205,7 +205,7 @@ def test_a_gradient_that_was_put_there_between_two_steps_is_read() -> None:
     ],
     ids=["dampened", "adamw"],
 )
-@pytest.mark.parametrize("between", ["nothing", "eager step", "forget", "reload"])
+@pytest.mark.parametrize("between", ["eager step", "forget", "reload"])
 def test_programs_share_the_state_of_the_optimizer(make: Any, between: str) -> None:
     """Two shapes: each program is captured with, or without, the state that the other one made."""
 

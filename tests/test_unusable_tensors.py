@@ -279,6 +279,32 @@ def test_a_step_inside_of_a_function_transform_is_refused() -> None:
     )
 
 
+def test_a_gradient_left_in_the_batch_is_refused_and_the_advice_works() -> None:
+    model = nn.Linear(4, 1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def advised(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        model(x).square().mean().backward()
+        assert x.grad is not None
+        return x.grad
+
+    x = torch.randn(3, 4)
+    with pytest.raises(errors.CaptureError) as refused:
+        amp_ir.jit(step, model=model)(x.clone().requires_grad_())
+    assert str(refused.value).endswith(
+        "the backward pass leaves a gradient in argument 0 (its .grad). Pass it detached. Where "
+        "the step needs its gradient, let it begin with x = x.detach().requires_grad_(), and "
+        "return x.grad or use it"
+    )
+    amp_ir.jit(step, model=model)(x.clone().requires_grad_().detach())
+    torch.testing.assert_close(amp_ir.jit(advised, model=model)(x), advised(x))
+
+
 def test_parameters_with_a_class_of_their_own_and_buffers_are_usable() -> None:
     class Named(nn.Parameter):
         pass

@@ -45,6 +45,12 @@ class Arguments:
         """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
+    @property
+    def tensor_paths(self) -> list[str]:
+        """Where each of the tensors is, in words."""
+        leaves = zip(self.paths, self.leaves, strict=True)
+        return [path for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
     def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         """The arguments with other tensors in the places of the example's."""
         rest = iter(tensors)

@@ -136,6 +136,7 @@ class StepTracer:
         for key in overwritten():
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)
+        self._refuse_gradients_of(batch)
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
         self._left.update(observed=observed, stepped=stepped)
         outputs = self._outputs(value)
@@ -254,6 +255,16 @@ class StepTracer:
                         "which an overflow may skip",
                         "Run one step in plain PyTorch first, so that the state exists",
                     )
+
+    def _refuse_gradients_of(self, batch: list[torch.Tensor]) -> None:
+        """A backward pass writes to a tensor of the batch that requires a gradient."""
+        for path, fake in zip(self._arguments.tensor_paths, batch, strict=True):
+            if fake.grad is not None:
+                self._refuse(
+                    f"the backward pass leaves a gradient in {path} (its .grad)",
+                    "Pass it detached. Where the step needs its gradient, let it begin with "
+                    "x = x.detach().requires_grad_(), and return x.grad or use it",
+                )
 
     def _read_value(self, tensor: torch.Tensor) -> int:
         self._read.append(tensor.detach().to(torch.float64, copy=True))
