@@ -198,7 +198,7 @@ class Observer:
         self._looked.add((id(_CALL), id(module)))
         self.modules.setdefault(id(module), (module, name))
         self._index_class(kind, frozenset({"forward"}))
-        if kind.__module__.partition(".")[0] == "torch":
+        if str(kind.__module__).partition(".")[0] == "torch":
             own = vars(module)
             for key in own.keys() - _INTERNAL:
                 if not is_plain(own[key]):
@@ -388,7 +388,7 @@ class Observer:
             return
         known.append(function)
         if not is_users_file(function.__code__.co_filename):
-            if function.__module__.partition(".")[0] == "torch" and not function.__closure__:
+            if str(function.__module__).partition(".")[0] == "torch" and not function.__closure__:
                 return
         of = functools.partial(describe_function, function)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -477,7 +477,7 @@ class Observer:
     def _index_class(self, kind: type, names: frozenset[str] | set[str]) -> None:
         """Know the functions of a class by their code, to find the closures of those that run."""
         for owner in kind.__mro__:
-            if owner.__module__.partition(".")[0] in ("torch", "builtins"):
+            if str(owner.__module__).partition(".")[0] in ("torch", "builtins"):
                 continue
             for key in names & vars(owner).keys():
                 function = _unwrapped(vars(owner)[key])
@@ -625,7 +625,7 @@ def _is_library(value: Any) -> bool:
 
 
 def _is_library_class(owner: type) -> bool:
-    root = owner.__module__.partition(".")[0]
+    root = str(owner.__module__).partition(".")[0]
     return root in ("torch", "amp_ir", "numpy") or (
         root in sys.stdlib_module_names and root != "__main__"
     )
