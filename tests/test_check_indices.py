@@ -106,6 +106,7 @@ def test_a_step_with_nothing_to_check_in_it_keeps_its_ir() -> None:
         (lambda w, i, x: w[i], 1, 0),
         (lambda w, i, x: w[i[1:]] + w[i[:-1].int()], 2, 0),
         (lambda w, i, x: w[where(i == 255, 0, i)] + w[torch.cat([i, i + 1])].sum(), 3, 0),
+        (lambda w, i, x: w[i[i]], 2, 0),
         (lambda w, i, x: w[x.long()], 0, 1),
         # A NaN is clamped to itself.
         (lambda w, i, x: w[x.clamp(0, 4).long()], 0, 1),
@@ -127,6 +128,55 @@ def test_what_may_be_out_of_range_is_checked(
     assert (len(found.on_host), len(found.in_step)) == (on_host, in_step)
     nowhere = checked(function, on_host="none").checks
     assert nowhere.on_host == () and len(nowhere.in_step) == on_host + in_step
+
+
+def test_an_index_of_an_index_is_told_once() -> None:
+    table = nn.Embedding(5, 4)
+    mod, _ = amp_ir.trace_model(_Twice(table), (IDS,))
+    run = amp_ir.compile(mod)
+    torch.testing.assert_close(run(IDS), table(IDS[IDS]))
+    for bad, message in (
+        ([0, 3, 1], "batch0 holds the index 3, expected -3 to 2, for amp_ir.index"),
+        ([0, 7, 1], "batch0 holds the index 7, expected -3 to 2, for amp_ir.index"),
+        ([0, 1, -1], "an index computed from batch0 is -1, expected 0 to 4, for amp_ir.embedding"),
+    ):
+        with pytest.raises(IndexOutOfRangeError) as caught:
+            run(torch.tensor(bad))
+        assert str(caught.value).startswith(message)
+        assert str(caught.value).count("expected") == 1
+
+
+def test_a_buffer_is_looked_at_again_when_it_has_changed() -> None:
+    model = _Positions()
+    run = amp_ir.compile(amp_ir.trace_model(model, (torch.ones(3, 4),))[0])
+    for _ in range(2):
+        torch.testing.assert_close(run(torch.ones(3, 4)), model.table.weight[:3] + 1)
+        # In no way that PyTorch counts.
+        model.places.data[1] = 5
+        with pytest.raises(IndexOutOfRangeError, match="from places is 5, expected 0 to 4"):
+            run(torch.ones(3, 4))
+        model.places.data[1] = 1
+
+
+class _Positions(nn.Module):
+    places: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.register_buffer("places", torch.arange(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(self.places[:3])
+
+
+class _Twice(nn.Module):
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids[ids])
 
 
 def test_an_index_that_is_always_out_of_range_is_refused_when_compiled() -> None:

@@ -38,7 +38,7 @@ EXTREMES = "index_extremes"
 # Each element of the result is one of the argument's, and none is lost.
 _SAME_VALUES = ("relax.reshape", "relax.permute_dims", "relax.broadcast_to", "relax.flip")
 _CASTS = ("relax.astype", "amp_ir.cast")
-# What the host computes exactly as the kernels do, of integers: views, and what masks and shifts.
+# What the host computes exactly as the kernels do, of integers: views, look-ups, arithmetic.
 _ON_HOST = frozenset(
     (
         *_SAME_VALUES, *_CASTS, "relax.strided_slice", "relax.concat", "relax.full",
@@ -47,7 +47,7 @@ _ON_HOST = frozenset(
         "relax.floor_mod", "relax.floor_divide", "relax.equal", "relax.not_equal", "relax.less",
         "relax.less_equal", "relax.greater", "relax.greater_equal", "relax.logical_and",
         "relax.logical_or", "relax.logical_xor", "relax.logical_not", "relax.sum", "relax.cumsum",
-        "relax.max", "relax.min",
+        "relax.max", "relax.min", "relax.take", "relax.gather_elements", "amp_ir.index",
     )
 )  # fmt: skip
 _DIVISIONS = ("relax.mod", "relax.floor_mod", "relax.floor_divide")
@@ -177,8 +177,10 @@ class _Finder:
             check_known(check, ids, needed)
         elif self._is_for_host(needed, inputs):
             positions = tuple(self._position[one] for one in inputs)
-            names = tuple(self._inputs[position].name for position in positions)
-            self.on_host.append(HostCheck(check, names, positions, tuple(inputs), needed, ids))
+            specs = [self._inputs[position] for position in positions]
+            names, is_of_state = tuple(one.name for one in specs), all(s.is_state for s in specs)
+            found = HostCheck(check, names, positions, tuple(inputs), needed, ids, is_of_state)
+            self.on_host.append(found)
         else:
             self.in_step.append(_InStep(ids, check))
 
