@@ -61,6 +61,12 @@ def _cross_entropy(m: Any, pred: Any, target: Any) -> Any:
     return (target - 1.0) * no - target * yes
 
 
+def _sigmoid(m: Any, x: Any) -> Any:
+    """sigmoid(x) by e^-|x|, which does not overflow: its smallest numbers are there too."""
+    z = m.exp(-m.absolute(x))
+    return m.select(x < 0.0, z / (1.0 + z), 1.0 / (1.0 + z))
+
+
 LOSSES: dict[str, Loss] = {
     "mse_loss": Loss(
         lambda m, pred, target: (pred - target) * (pred - target),
@@ -81,7 +87,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "soft_margin_loss": Loss(
         lambda m, pred, target: m.log1p(m.exp(-target * pred)),
-        lambda m, pred, target: -target * m.sigmoid(-target * pred),
+        lambda m, pred, target: -target * _sigmoid(m, -target * pred),
     ),
 }
 

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 exp = torch.exp
@@ -21,7 +23,8 @@ absolute = torch.abs
 
 def normal_cdf(x: torch.Tensor, bell: torch.Tensor) -> torch.Tensor:
     """How much of the normal distribution lies below x, whose `bell` is e^(-x^2 / 2)."""
-    return torch.special.ndtr(x)
+    # torch.special.ndtr has no digits left below -8.
+    return 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
 
 
 def power(base: torch.Tensor, exponent: float) -> torch.Tensor:

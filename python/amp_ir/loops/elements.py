@@ -88,8 +88,22 @@ def opaque(x: Any) -> Any:
     return tirx.reinterpret(dtype_of(x), tirx.reinterpret(words, x))
 
 
+def total(a: Any, b: Any) -> Any:
+    """`a` plus `b`, floats; -0 + 0 is 0."""
+    if _is_zero(a, 1.0):
+        a, b = b, a
+    return tirx.Add(a, _zero_beside(a, b)) if _is_zero(b, 1.0) else a + b
+
+
+def _is_zero(x: Any, sign: float) -> bool:
+    number = literal(x)
+    return number == 0.0 and math.copysign(1.0, number) == sign
+
+
 def difference(a: Any, b: Any) -> Any:
     """`a` less `b`, whatever either is made of."""
+    if _is_zero(b, -1.0) and literal(a) is None:
+        return tirx.Sub(a, _zero_beside(a, b))
     return opaque(a) - b if literal(b) is not None else a - opaque(b)
 
 
@@ -99,7 +113,7 @@ def product(a: Any, b: Any) -> Any:
         return _of_literals(np.multiply, a, b)
     if literal(a) == 0.0:
         a, b = b, a
-    return tirx.Mul(a, _zero_beside(a)) if literal(b) == 0.0 else a * b
+    return tirx.Mul(a, _zero_beside(a, b)) if literal(b) == 0.0 else a * b
 
 
 def quotient(a: Any, b: Any) -> Any:
@@ -107,8 +121,8 @@ def quotient(a: Any, b: Any) -> Any:
     if literal(a) is not None and literal(b) is not None:
         return _of_literals(np.divide, a, b)
     if literal(a) == 0.0:
-        return tirx.Div(_zero_beside(b), b)
-    return tirx.Div(a, _zero_beside(a)) if literal(b) == 0.0 else a / b
+        return tirx.Div(_zero_beside(b, a), b)
+    return tirx.Div(a, _zero_beside(a, b)) if literal(b) == 0.0 else a / b
 
 
 def _of_literals(function: Any, a: Any, b: Any) -> Any:
@@ -119,12 +133,15 @@ def _of_literals(function: Any, a: Any, b: Any) -> Any:
     return constant(number.item(), dtype)
 
 
-def _zero_beside(x: Any) -> Any:
-    """0 in the dtype of `x`, by way of its bits where TVM would conclude from a literal 0."""
+def _zero_beside(x: Any, zero: Any) -> Any:
+    """A literal 0 or -0 by way of the bits of `x`, where TVM would conclude from the literal."""
     words = _WORDS.get(dtype_of(x))
     if words is None or literal(x) is not None:
         return constant(0, dtype_of(x))
+    is_negative = math.copysign(1.0, float(zero.value)) < 0
+    top = 1 << (31 if words == "uint32" else 63)
     bits = tirx.bitwise_and(tirx.reinterpret(words, x), tirx.const(0, words))
+    bits = tirx.bitwise_or(bits, tirx.const(top, words)) if is_negative else bits
     return tirx.reinterpret(dtype_of(x), bits)
 
 
@@ -182,7 +199,9 @@ def power(x: Any, y: Any) -> Any:
     dtype = dtype_of(x)
     if exponent is not None and -2 <= exponent <= 4 and float(exponent).is_integer():
         return _integer_power(x, int(exponent))
-    return tirx.power(x, y if dtype_of(y) == dtype else tirx.Cast(dtype, y))
+    # Not tirx.power, which warns of literal exponents.
+    y = y if dtype_of(y) == dtype else tirx.Cast(dtype, y)
+    return tirx.call_intrin(dtype, "tirx.pow", x, y)
 
 
 def _integer_power(x: Any, exponent: int) -> Any:

@@ -146,6 +146,17 @@ def _number_of(a: Any) -> Any:
     return m.cast(a, "int32") if m.dtype_of(a) == "bool" else a
 
 
+def _ordered(compare: Scalar) -> Scalar:
+    """A comparison; TVM's simplifier ends the process over some of unsigned numbers (0.27)."""
+
+    def apply(a: Any, b: Any) -> Any:
+        if m.dtype_of(a).startswith("uint"):
+            a, b = tirx.Cast("int32", a), tirx.Cast("int32", b)
+        return compare(a, b)
+
+    return apply
+
+
 def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
     """PyTorch's `&` and `|` are logical on bool tensors, bitwise on integers."""
 
@@ -157,7 +168,7 @@ def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
 
 BINARY: dict[str, Scalar] = {
     "relax.add": _on_integers(
-        integers.add, lambda a, b: tirx.any(a, b) if m.dtype_of(a) == "bool" else a + b
+        integers.add, lambda a, b: tirx.any(a, b) if m.dtype_of(a) == "bool" else m.total(a, b)
     ),
     "relax.subtract": _on_integers(integers.subtract, m.difference),
     "relax.multiply": _on_integers(
@@ -173,10 +184,10 @@ BINARY: dict[str, Scalar] = {
     "relax.minimum": m.minimum,
     "relax.equal": _equal,
     "relax.not_equal": _not_equal,
-    "relax.less": tirx.LT,
-    "relax.less_equal": tirx.LE,
-    "relax.greater": tirx.GT,
-    "relax.greater_equal": tirx.GE,
+    "relax.less": _ordered(tirx.LT),
+    "relax.less_equal": _ordered(tirx.LE),
+    "relax.greater": _ordered(tirx.GT),
+    "relax.greater_equal": _ordered(tirx.GE),
     "relax.logical_and": lambda a, b: tirx.all(a, b),
     "relax.logical_or": lambda a, b: tirx.any(a, b),
     "relax.logical_xor": _not_equal,

@@ -37,6 +37,7 @@ from amp_ir.loops.elements import (
     select,
     signed_zero,
     sqrt,
+    total,
 )
 from amp_ir.loops.ir import bind
 
@@ -74,6 +75,7 @@ __all__ = [
     "sinh",
     "sqrt",
     "tanh",
+    "total",
 ]
 
 # e^r for |r| <= ln 2 / 2 from the highest power on; the first two terms are exact, the others those

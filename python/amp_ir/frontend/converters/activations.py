@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from tvm import relax
 
 from amp_ir.frontend.converters.emitter import Emitter
-from amp_ir.frontend.converters.promotion import Operand, Scalar, dtype_of, is_float, shape_of
+from amp_ir.frontend.converters.promotion import (
+    Operand,
+    Scalar,
+    dtype_of,
+    is_float,
+    is_scalar,
+    shape_of,
+)
 from amp_ir.frontend.converters.registry import Converter, converts
 
 aten = torch.ops.aten
@@ -61,6 +70,9 @@ def threshold_backward(
 @converts(aten.threshold.default)
 def threshold(ops: Emitter, x: relax.Expr, bound: Operand, value: Operand) -> relax.Expr:
     """x where it is above the bound, else the value."""
+    if is_scalar(bound) and not is_float(dtype_of(x)):
+        # An integer is at most the bound where it is at most the integer below that.
+        bound = math.floor(bound)
     low = ops.binary(relax.op.less_equal, x, ops.cast(bound, dtype_of(x)))
     return ops.where(low, ops.cast(value, dtype_of(x)), x)
 

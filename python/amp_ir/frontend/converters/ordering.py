@@ -132,7 +132,9 @@ def bucketize(
 ) -> relax.Expr:
     """How many of the sorted boundaries lie below each element (at or below it with `right`)."""
     each = ops.reshape(x, [*shape_of(x), 1])
-    passed = ops.binary(relax.op.greater_equal if right else relax.op.greater, each, boundaries)
+    # NaN is above all boundaries: it is not below one.
+    not_passed = ops.binary(relax.op.less if right else relax.op.less_equal, each, boundaries)
+    passed = ops.emit(relax.op.logical_not(not_passed))
     return ops.emit(relax.op.sum(ops.cast(passed, ops.dtype), [len(shape_of(x))]))
 
 
