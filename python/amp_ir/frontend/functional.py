@@ -45,7 +45,7 @@ WHOLE = frozenset(
     gelu gelu_backward silu silu_backward tanh_backward sigmoid_backward threshold_backward relu
     leaky_relu leaky_relu_backward elu elu_backward softplus softplus_backward
     hardtanh hardtanh_backward hardswish hardswish_backward hardsigmoid hardsigmoid_backward
-    celu softshrink mish mish_backward log_sigmoid_forward log_sigmoid_backward
+    celu softshrink mish mish_backward log_sigmoid_forward log_sigmoid_backward threshold
     native_dropout native_dropout_backward
     mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss
     huber_loss_backward binary_cross_entropy binary_cross_entropy_backward

@@ -79,13 +79,15 @@ def divide_rounded(
     """x / y, rounded as `rounding_mode` says: not at all, towards zero or down."""
     if rounding_mode is None:
         return ops.divide(x, y)
-    x, y = ops.cast(x, ops.dtype), ops.cast(y, ops.dtype)
+    # A number beside a tensor of a low dtype is not rounded to that.
+    dtype = "float32" if ops.dtype in LOW_DTYPES else ops.dtype
+    x, y = ops.cast(x, dtype), ops.cast(y, dtype)
     if rounding_mode == "floor":
-        return ops.emit(relax.op.floor_divide(x, y))
+        return ops.cast(ops.emit(relax.op.floor_divide(x, y)), ops.dtype)
     # Of integers, Relax's own division rounds towards zero.
     if not is_float(ops.dtype):
         return ops.emit(relax.op.divide(x, y))
-    return ops.emit(relax.op.trunc(ops.divide(x, y)))
+    return ops.cast(ops.emit(relax.op.trunc(ops.divide(x, y))), ops.dtype)
 
 
 @converts(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -127,7 +129,8 @@ def power_scalar(ops: Emitter, x: relax.Expr, exponent: Operand) -> relax.Expr:
     if exponent in (2, 3):
         square = ops.multiply(x, x)
         return square if exponent == 2 else ops.multiply(square, x)
-    if exponent in (0.5, -0.5):
+    # PyTorch's float16 has no roots here: -inf to the power 0.5 is inf.
+    if exponent in (0.5, -0.5) and ops.dtype != "float16":
         return ops.emit(relax.op.sqrt(x) if exponent > 0 else relax.op.rsqrt(x))
     if exponent in (-1, -2):
         return ops.divide(1.0, x if exponent == -1 else ops.multiply(x, x))
