@@ -65,6 +65,7 @@ def reads_of(code: CodeType) -> CodeReads:
     if names & _BY_STRING:
         found.optional = frozenset(strings)
         found.attributes |= strings
+        found.stored_first -= strings
     return found
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,7 +56,7 @@ class ScalarNodes:
         """A placeholder for each hyper-parameter."""
         with self._graph.inserting_before(before):
             for name in names:
-                node = self._graph.placeholder(name.replace(".", "_"))
+                node = self._graph.placeholder(re.sub(r"\W", "_", name))
                 self._inputs.append(self._noted(node, Location()))
         return self._inputs
 
