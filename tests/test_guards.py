@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import random
 import time
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from step_comparison import Training, assert_trains_alike, integers, normal
 from torch import nn
 
 import amp_ir
+from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import CaptureError
 from amp_ir.frontend.places import describe_function
 from amp_ir.frontend.trace import capture_step
+from amp_ir.module import Role
 
 Loss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 SETTING = 1.0
@@ -294,7 +297,43 @@ def a_function_of_the_step() -> Program:
     return program(loss, change)
 
 
+class Trainer:
+    """A step that is a method, with a property and a default of the class."""
+
+    _scale = 1.0
+
+    def __init__(self) -> None:
+        self.options = {"nested": {"weight": 0.5}}
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    def loss(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return entropy(model, x, y) * self.scale * self.options["nested"]["weight"]
+
+
+def an_attribute_before_the_classes() -> Program:
+    trainer = Trainer()
+    return program(trainer.loss, lambda _m: setattr(trainer, "_scale", trainer._scale + 0.25))
+
+
+def a_nested_entry() -> Program:
+    trainer = Trainer()
+    nested = trainer.options["nested"]
+    return program(trainer.loss, lambda _m: nested.update(weight=nested["weight"] + 0.25))
+
+
 GUARDED = [
+    (
+        an_attribute_before_the_classes,
+        "attribute '_scale' of closure variable 'loss' of {s} was absent and is 1.25",
+    ),
+    (
+        a_nested_entry,
+        "entry 'weight' of entry 'nested' of attribute 'options' of closure variable 'loss' of "
+        "{s} was 0.5 and is 0.75",
+    ),
     (a_closures_number, "closure variable 'weight' of {f} was 0.5 and is 0.75"),
     (a_closures_entry, "entry 'weight' of closure variable 'config' of {f} was 0.5 and is 0.75"),
     (an_item_of_a_list, "item 0 of closure variable 'weights' of {f} was 0.5 and is 0.75"),
@@ -348,7 +387,7 @@ def test_a_change_is_seen_and_captured_again(build: Callable[[], Program], reaso
     setting = SETTING
     made.change()
     words = {
-        "f": describe_function(made.function) if made.function else "",
+        "f": describe_function(getattr(made.function, "__func__", made.function)),
         "s": describe_function(made.step),
         "setting": setting,
         "more": setting + 0.25,
@@ -567,6 +606,16 @@ def test_settings_of_the_process_are_guarded() -> None:
     assert captured.what_changed() == "modules have 1 global hooks, and had 0"
     handle.remove()
     assert captured.what_changed() == ""
+
+
+def test_the_environment_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return entropy(model, x, y) * float(os.environ.get("SCALE_OF_A_TEST", "1"))
+
+    captured = program(loss, lambda _m: None).capture(batch(0))
+    assert captured.what_changed() == ""
+    monkeypatch.setenv("SCALE_OF_A_TEST", "2")
+    assert captured.what_changed() == "os.environ has other keys"
 
 
 # What is refused.
@@ -818,3 +867,15 @@ def test_jit_guards_a_probability_that_an_op_takes_as_a_constant() -> None:
         options["p"] = p
         assert bool(train(*batch(0)).isfinite())
     assert len(train.recompiles) == 2
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_demo_is_captured_again(name: str) -> None:
+    made = WORKLOADS[name].make(small=True)
+    captured = capture_step(made.step, made.batch, model=made.model, optimizer=made.optimizer)
+    captured.install_state()
+    parameters = {f"{key}.grad": value for key, value in made.model.named_parameters()}
+    left = [one.name for one in captured.outputs if one.role is Role.GRADIENT]
+    for _ in range(5):
+        assert captured.what_changed() == ""
+        captured.after_step([torch.zeros_like(parameters[name]) for name in left])

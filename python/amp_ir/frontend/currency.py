@@ -223,8 +223,9 @@ class Currency:
             yield "a hyper-parameter has passed a value that the step decides by"
 
     def _gradients_hold(self) -> bool:
-        present = map(_gradient_of, self._without_gradient)
-        return all(map(operator.is_, present, itertools.repeat(None))) and all(
+        # A tensor is not equal to None.
+        present = list(map(_gradient_of, self._without_gradient))
+        return present == [None] * len(present) and all(
             _kind_of_gradient(tensor) == kind for tensor, kind in self._with_gradient
         )
 

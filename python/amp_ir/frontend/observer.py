@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import inspect
+import os
 import random
 import sys
 import time
@@ -52,6 +54,7 @@ _CLOCKS = frozenset(
     for name in dir(time)
     if isinstance(getattr(time, name), BuiltinFunctionType) and not name.endswith("sleep")
 )
+_NOTHING = CodeReads()
 _NOW = ("now", "utcnow", "today")
 _CONTAINERS = (list, dict, set)
 _TORCH_CONTAINERS = (
@@ -97,6 +100,8 @@ class Observer:
         self._kinds: dict[str, int] = {}
         self._looked: set[tuple[int, int]] = set()
         self._made: dict[int, object] = {}
+        self._codes: dict[int, CodeReads] = {}
+        self._inner: set[CodeType] = set()
         self._hook = self._on_event
         self._is_watching = False
 
@@ -108,14 +113,18 @@ class Observer:
                 name = _of_path(path)
                 self._known.setdefault(id(module), (module, name))
                 self.modules.setdefault(id(module), (module, name))
+                for key, hooks in vars(module).items():
+                    if key.endswith("_hooks") and isinstance(hooks, dict):
+                        part = _part("a hook", None, name)
+                        found = [(hook, part) for hook in hooks.values()]
+                        self._reach(_NOTHING, found, is_users=True)
 
     def add_step(self, step: Any) -> None:
         """Let the step's function, what it is bound to and its arguments be known."""
-        reads = CodeReads()
         if not isinstance(step, (FunctionType, MethodType, functools.partial)):
             self._known.setdefault(id(step), (step, lambda: f"the {type(step).__name__}"))
             self._index_class(type(step), frozenset({"__call__"}))
-        self._reach(reads, [(step, lambda: "the step")], is_users=True)
+        self._reach(_NOTHING, [(step, lambda: "the step")], is_users=True)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -208,6 +217,8 @@ class Observer:
     def _on_call(self, frame: FrameType, *, is_users: bool) -> None:
         code = frame.f_code
         reads = reads_of(code)
+        self._codes.setdefault(id(reads), reads)
+        self._inner |= reads.inner
         cached = frame.f_globals.get(code.co_name)
         if isinstance(cached, functools._lru_cache_wrapper):
             self.caches[id(cached)] = cached, -1
@@ -218,6 +229,8 @@ class Observer:
         if is_users:
             found += self._globals(frame, reads)
             found += self._cells(frame, reads)
+            if reads.attributes & {"environ", "getenv"}:
+                found.append((vars(os.environ)["_data"], lambda: "os.environ"))
         self._reach(reads, found, is_users=is_users, code=code)
 
     def _on_return(self, frame: FrameType, value: Any, *, is_users: bool) -> None:
@@ -309,6 +322,11 @@ class Observer:
                 continue
             for key, cell in cells.items():
                 found.append(self._cell(frame, function, key, cell, reads))
+        if not found and code not in self._inner:
+            # A function that no place led to; what its closure holds is seen, not the cell.
+            of = functools.partial(str, code.co_name)
+            keys = [key for key in code.co_freevars if key in held]
+            found += [(held[key], _part("closure variable", key, of)) for key in keys]
         return found
 
     def _cell(
@@ -445,25 +463,25 @@ class Observer:
         if isinstance(value, torch.nn.Module):
             keys -= _INTERNAL - {"training"}
         if own is not None and not isinstance(value, ModuleType):
-            # What is stored but not there yet, and what is asked for with getattr.
-            keys |= (reads.attribute_stores.keys() | reads.optional) - own.keys() - _INTERNAL
+            # What is stored but not there yet, what is asked for with getattr, and what the class
+            # has for all: an object's own would come before it.
+            absent = reads.attribute_stores.keys() | reads.optional
+            absent |= touched & _names_of_class(type(value)) if is_users else set()
+            keys |= absent - own.keys() - _INTERNAL
         for key in keys:
             part = _part("attribute", key, name)
-            if key in own or not hasattr(type(value), key):  # type: ignore[operator]
-                if own is not None and not _is_library(own.get(key)):
+            if own is not None and not _is_library(own.get(key)):
+                if not hasattr(inspect.getattr_static(type(value), key, None), "__set__"):
                     yield self._touch(own, "entry", key, part, reads, code), part
         if is_users or own is None:
-            yield from self._class_attributes(value, touched - keys, name, reads, code)
+            yield from self._class_attributes(value, touched, name, reads, code)
         else:
             self._index_class(type(value), touched)
 
     def _class_attributes(
         self, value: Any, names: set[str], name: Name, reads: CodeReads, code: CodeType | None
     ) -> Iterator[tuple[Any, Name]]:
-        classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
-        for owner in classes:
-            if _is_library_class(owner):
-                continue
+        for owner in _users_classes(value if isinstance(value, type) else type(value)):
             for key in names & vars(owner).keys():
                 found = vars(owner)[key]
                 if type(found).__name__ in ("member_descriptor", "getset_descriptor"):
@@ -622,6 +640,14 @@ def _is_library(value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType):
         return not isinstance(getattr(value, "__self__", None), _CONTAINERS)
     return False
+
+
+def _users_classes(kind: type) -> list[type]:
+    return [owner for owner in kind.__mro__ if not _is_library_class(owner)]
+
+
+def _names_of_class(kind: type) -> set[str]:
+    return {name for owner in _users_classes(kind) for name in vars(owner)}
 
 
 def _is_library_class(owner: type) -> bool:
