@@ -4,7 +4,8 @@
 A Relax op is an entry of `relax_reference.RELAX_OPS`, an `amp_ir` op the reference of its
 declaration.
 bfloat16 and float16 arguments are computed in float32, and each op's results are rounded once, to
-the dtype that the IR declares: what a kernel of one op may do at best.
+the dtype that the IR declares: what a kernel of one op may do at best. An op that is several
+kernels (attention) also rounds what one of them leaves for the next.
 """
 
 from __future__ import annotations
@@ -117,14 +118,14 @@ class _Run:
         return self.to_dtype(_from_tvm(value), str(value.dtype))
 
     def _call(self, call: relax.Call) -> Any:
-        arguments = [_widen(self.evaluate(argument)) for argument in call.args]
+        arguments = [self.evaluate(argument) for argument in call.args]
         name = call.op.name
         for use in index_uses(call):
             _check_index(use.check, arguments[use.position])
         if name in DECLARATIONS:
             value = DECLARATIONS[name].reference(*arguments, **options_of(call))
         else:
-            value = RELAX_OPS[name](call.attrs, *arguments)
+            value = RELAX_OPS[name](call.attrs, *map(_widen, arguments))
         return self._round(value, call.ty)
 
     def _round(self, value: Any, ty: relax.Type) -> Any:

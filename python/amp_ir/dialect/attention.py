@@ -7,6 +7,8 @@ row i see columns 0 to i. With w = softmax(scale * q k^T + mask):
 
     out = (keep / (1 - p) * w) v,     lse = log sum exp(scale * q k^T + mask)   (f32[*batch, s])
 
+Where q is low, w and the gradient of the scores are rounded to its dtype before they are
+multiplied.
 A row that sees nothing has w = 0 and lse = 0, so that its gradients are 0 too. The dropout mask is
 drawn from (random_state, index) over [*batch, s, t] and never stored.
 
@@ -15,6 +17,7 @@ Source: Vaswani et al. 2017, 3.2.1; the gradient from lse is Dao et al. 2022, al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,13 +31,20 @@ from amp_ir.dialect.attention_parts import (
 )
 from amp_ir.dialect.define import Shape, Tensor, define, expect_rest
 
+Stored = Callable[[torch.Tensor], torch.Tensor]
+
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *rest: torch.Tensor,
+    stored: Stored,
+    **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     scores = q @ k.mT
     weights, lse = attention_probabilities_of(scores, *rest, out_dtype=None, **options)
-    return weights @ v, lse
+    return stored(weights) @ v, lse
 
 
 def _attention_backward(
@@ -45,12 +55,15 @@ def _attention_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     *rest: torch.Tensor,
+    stored: Stored,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     scores = q @ k.mT
-    weights = attention_weights_of(scores, lse, *rest, out_dtype=None, **options)
-    grad_scores = attention_score_gradient_of(
-        scores, lse, grad @ v.mT, grad, out, *rest, out_dtype=None, **options
+    weights = stored(attention_weights_of(scores, lse, *rest, out_dtype=None, **options))
+    grad_scores = stored(
+        attention_score_gradient_of(
+            scores, lse, grad @ v.mT, grad, out, *rest, out_dtype=None, **options
+        )
     )
     return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad
 
@@ -69,7 +82,10 @@ def _check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> Shape:
     return (*q.shape[:-1], k.shape[-2])
 
 
-@define("amp_ir.attention", "q", "k", "v", "mask?", "random_state?", meaning=_attention)
+@define(
+    "amp_ir.attention", "q", "k", "v", "mask?", "random_state?", meaning=_attention,
+    stores_inside=True,
+)  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
@@ -95,7 +111,7 @@ def attention(
 @define(
     "amp_ir.attention_backward",
     "grad", "q", "k", "v", "out", "lse", "mask?", "random_state?",
-    meaning=_attention_backward,
+    meaning=_attention_backward, stores_inside=True,
 )  # fmt: skip
 def attention_backward(
     grad: Tensor,

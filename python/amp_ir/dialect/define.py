@@ -11,6 +11,7 @@ with PyTorch on arguments that are float32 or wider and need not think of dtypes
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -107,12 +108,17 @@ class Tensor:
 ShapeRule = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
 
-def define(name: str, *arguments: str, meaning: Meaning) -> Callable[[ShapeRule], ShapeRule]:
+def define(
+    name: str, *arguments: str, meaning: Meaning, stores_inside: bool = False
+) -> Callable[[ShapeRule], ShapeRule]:
     """Declare the op `name`; decorates its shape rule.
 
     `arguments` are names for errors; one that ends in "?" may be absent, one that ends in "..."
     stands for any number. Options are the keyword-only parameters of the shape rule, with their
     defaults, and both the rule and the meaning receive all of them.
+
+    An op that `stores_inside`, in the dtype of its first argument, is several kernels. Its meaning
+    receives `stored`, which rounds to that dtype what one kernel leaves for the next.
     """
 
     def register(rule: ShapeRule) -> ShapeRule:
@@ -140,7 +146,10 @@ def define(name: str, *arguments: str, meaning: Meaning) -> Callable[[ShapeRule]
             ]
             applied = apply(specs, options)
             exact = any(spec.dtype == "float64" for spec in specs)
-            values = meaning(*(_widen(tensor) for tensor in tensors), **applied.options)
+            taken = applied.options
+            if stores_inside:
+                taken = {**taken, "stored": functools.partial(_stored, tensors[0].dtype)}
+            values = meaning(*(_widen(tensor) for tensor in tensors), **taken)
             return _round_all(values, applied.results, exact=exact)
 
         infer.__doc__ = rule.__doc__
@@ -243,6 +252,10 @@ def _to_type(results: Tensor | tuple[Tensor, ...]) -> relax.Type:
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if dtype_name(tensor) in LOW_DTYPES else tensor
+
+
+def _stored(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    return value.to(dtype).to(value.dtype)
 
 
 def _round_all(

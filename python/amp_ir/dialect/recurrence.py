@@ -10,6 +10,7 @@ outside, as one matmul for all steps, and so are the gradients of weights and bi
 - `activated` f[t, n, 4h] is what a step keeps for its gradient. LSTM: input, forget, new cell and
   output gate after their functions. GRU: reset, update, new state after their functions, and what
   the previous state gives to the new one, W_n h + b_n.
+- A matmul reads states and gradients of gates as they are stored: `stored` rounds them.
 - Cells and their gradients are float32 (float64 for float64) whatever the rest is, since they are
   sums over time; a kernel carries the gradient of the state from step to step in float32 too.
 
@@ -19,13 +20,14 @@ order of the gates and where a GRU's reset gate applies are those of ATen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from amp_ir.dialect.define import Tensor, define
 
 _Tensors = tuple[torch.Tensor, ...]
+_Stored = Callable[[torch.Tensor], torch.Tensor]
 LSTM_GATES, GRU_GATES, ACTIVATED = 4, 3, 4
 
 
@@ -49,6 +51,10 @@ def last_index(*, reverse: bool) -> int:
     return 0 if reverse else -1
 
 
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
 def _in_time(walked: Sequence[torch.Tensor], *, reverse: bool) -> torch.Tensor:
     """What the steps made, in the order in which they were walked, by time."""
     return torch.stack(list(reversed(walked)) if reverse else list(walked))
@@ -61,11 +67,12 @@ def lstm_of(
     cell: torch.Tensor,
     *,
     reverse: bool,
+    stored: _Stored = _as_it_is,
 ) -> _Tensors:
     """Meaning of `amp_ir.lstm`; can be differentiated."""
     states, cells, activated = [hidden], [cell], []
     for k in time_steps(len(gates), reverse=reverse):
-        into, forget, made, out = (gates[k] + states[-1] @ weight.mT).chunk(4, -1)
+        into, forget, made, out = (gates[k] + stored(states[-1]) @ weight.mT).chunk(4, -1)
         into, forget, made, out = into.sigmoid(), forget.sigmoid(), made.tanh(), out.sigmoid()
         cells.append(forget * cells[-1] + into * made)
         states.append(out * cells[-1].tanh())
@@ -82,6 +89,7 @@ def lstm_backward_of(
     weight: torch.Tensor,
     *,
     reverse: bool,
+    stored: _Stored = _as_it_is,
 ) -> _Tensors:
     """Meaning of `amp_ir.lstm_backward`; can be differentiated."""
     new, before = cells[output_slice(reverse=reverse)], cells[previous_slice(reverse=reverse)]
@@ -103,7 +111,7 @@ def lstm_backward_of(
             )
         )
         grad_cell = of_cell * forget
-        grad_hidden = walked[-1] @ weight
+        grad_hidden = stored(walked[-1]) @ weight
     return _in_time(walked, reverse=not reverse), grad_hidden, grad_cell
 
 
@@ -114,13 +122,14 @@ def gru_of(
     hidden: torch.Tensor,
     *,
     reverse: bool,
+    stored: _Stored = _as_it_is,
 ) -> _Tensors:
     """Meaning of `amp_ir.gru`; can be differentiated."""
     states, activated = [hidden], []
     for k in time_steps(len(gates), reverse=reverse):
         before = states[-1]
         from_input = gates[k].chunk(3, -1)
-        from_state = (before @ weight.mT + bias).chunk(3, -1)
+        from_state = (stored(before) @ weight.mT + bias).chunk(3, -1)
         reset = (from_input[0] + from_state[0]).sigmoid()
         update = (from_input[1] + from_state[1]).sigmoid()
         made = (from_input[2] + reset * from_state[2]).tanh()
@@ -137,6 +146,7 @@ def gru_backward_of(
     weight: torch.Tensor,
     *,
     reverse: bool,
+    stored: _Stored = _as_it_is,
 ) -> _Tensors:
     """Meaning of `amp_ir.gru_backward`; can be differentiated."""
     before = states[previous_slice(reverse=reverse)]
@@ -149,7 +159,7 @@ def gru_backward_of(
         of_reset = of_made * from_state * reset * (1 - reset)
         of_gates.append(torch.cat([of_reset, of_update, of_made], -1))
         of_recurrent.append(torch.cat([of_reset, of_update, of_made * reset], -1))
-        grad_hidden = of_state * update + of_recurrent[-1] @ weight
+        grad_hidden = of_state * update + stored(of_recurrent[-1]) @ weight
     gradients = (_in_time(one, reverse=not reverse) for one in (of_gates, of_recurrent))
     return *gradients, grad_hidden
 
@@ -186,7 +196,7 @@ def _check_forward(gates: Tensor, weight: Tensor, hidden: Tensor, count: int) ->
     return steps, rows, of_state
 
 
-@define("amp_ir.lstm", "gates", "weight", "hidden", "cell", meaning=lstm_of)
+@define("amp_ir.lstm", "gates", "weight", "hidden", "cell", meaning=lstm_of, stores_inside=True)
 def lstm(
     gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor, *, reverse: bool
 ) -> tuple[Tensor, ...]:
@@ -206,7 +216,7 @@ def lstm(
 @define(
     "amp_ir.lstm_backward",
     "grad", "grad_hidden", "grad_cell", "activated", "cells", "weight",
-    meaning=lstm_backward_of,
+    meaning=lstm_backward_of, stores_inside=True,
 )  # fmt: skip
 def lstm_backward(
     grad: Tensor,
@@ -239,7 +249,7 @@ def lstm_backward(
     )
 
 
-@define("amp_ir.gru", "gates", "weight", "bias", "hidden", meaning=gru_of)
+@define("amp_ir.gru", "gates", "weight", "bias", "hidden", meaning=gru_of, stores_inside=True)
 def gru(
     gates: Tensor, weight: Tensor, bias: Tensor, hidden: Tensor, *, reverse: bool
 ) -> tuple[Tensor, ...]:
@@ -257,7 +267,7 @@ def gru(
 @define(
     "amp_ir.gru_backward",
     "grad", "grad_hidden", "activated", "states", "weight",
-    meaning=gru_backward_of,
+    meaning=gru_backward_of, stores_inside=True,
 )  # fmt: skip
 def gru_backward(
     grad: Tensor,
