@@ -436,6 +436,37 @@ def test_a_number_that_changes_twice_becomes_an_input(monkeypatch: pytest.Monkey
     assert asked == [[], [], ["a.temperature"], ["a.temperature", "b.p"]]
 
 
+def test_a_number_that_changes_at_every_step_compiles_three_times() -> None:
+    """Once, again for its first change, and at the second as an input."""
+
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.temperature = nn.Linear(6, 3), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x) / self.temperature
+
+    def run(jits: bool) -> Run:
+        torch.manual_seed(0)
+        model = Tempered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        step = trains(model, optimizer)
+        train = amp_ir.jit(step, model=model, optimizer=optimizer) if jits else step
+        return Run(model, optimizer, train)
+
+    ours, eager = run(jits=True), run(jits=False)
+    for step in range(6):
+        for one in (ours, eager):
+            one.model.temperature = 1.0 + 0.5 * step
+        torch.testing.assert_close(ours.train(*batch(step)), eager.train(*batch(step)), **CLOSE)
+        assert_alike(ours, eager)
+    assert [one.reason for one in ours.train.recompiles] == [
+        "attribute 'temperature' of module (the model itself) was 1.0 and is 1.5",
+        "attribute 'temperature' of module (the model itself) was 1.5 and is 2.0",
+    ]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_step_is_not_copied_and_the_advice_works(copied: Any, compiles: bool) -> None:

@@ -111,8 +111,6 @@ class StepHooks:
     outputs that update no input, in order.
     `what_changed()`: why the capture is not current, in words; "" while it is.
     `is_over()`: whether the capture will not be current again, as after the optimizer's first step.
-    `changed_numbers()`: the names of the Python numbers that the capture froze and that are others
-    now; `trace_step` takes them as `numbers_as_inputs`.
     `changed_numbers()`: the names of the Python numbers outside of the step that are guarded, have
     another value now, and can be inputs of the next capture (`trace_step(numbers_as_inputs=...)`).
     """

@@ -24,8 +24,8 @@ def clear_leftovers(restores: Restores) -> None:
     def clear() -> None:
         patcher = vars(_symbolic_trace).get("CURRENT_PATCHER")
         if patcher is not before and patcher is not None:
+            # The name itself is taken back when PyTorch's generator is closed, which expects it.
             patcher.revert_all_patches()
-            _symbolic_trace.CURRENT_PATCHER = before
         if _functorch.get_dynamic_layer_stack_depth() > depth:
             _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         while torch._C._len_torch_function_stack() > functions:
