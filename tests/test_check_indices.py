@@ -359,6 +359,32 @@ def test_ignore_index_may_be_any_number() -> None:
     torch.testing.assert_close(gradients, expected_gradients, equal_nan=True)
 
 
+class _Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(5, 4)
+
+    def forward(self, offsets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        bags = self.table(torch.tensor([4, 1, 1, 0]), offsets)
+        return bags.masked_scatter(mask, torch.ones(3))
+
+
+def test_offsets_of_bags_and_what_a_mask_takes_are_bounded_as_in_pytorch() -> None:
+    model = _Bags()
+    few, many = torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 4, dtype=torch.bool)
+    few[0, :3], many[:, 1:3] = True, True
+    good = torch.tensor([0, 2])
+    run = amp_ir.compile(amp_ir.trace_model(model, (good, few))[0])
+    for offsets in (good, torch.tensor([0, 4]), torch.tensor([0, 0])):
+        torch.testing.assert_close(run(offsets, few), model(offsets, few))
+    for offsets, mask in ((torch.tensor([1, 2]), few), (torch.tensor([0, 5]), few), (good, many)):
+        with pytest.raises(RuntimeError):
+            model(offsets, mask)
+        with pytest.raises(IndexOutOfRangeError):
+            run(offsets, mask)
+    torch.testing.assert_close(run(good, few), model(good, few))
+
+
 def test_one_hot_without_a_number_of_classes_is_refused_by_name() -> None:
     with pytest.raises(amp_ir.errors.CaptureError) as caught:
         checked(lambda w, i, x: F.one_hot(i).float() @ w[:3])

@@ -125,9 +125,11 @@ def _embedding_bag(
 
 
 def _bags(offsets: torch.Tensor, count: int) -> torch.Tensor:
-    """The bag of each of `count` ids, the first offset being 0: int64[count]."""
+    """The bag of each of `count` ids, int64[count]; bad offsets are indices out of range."""
+    # Read by the first offset, so that one other than 0 is out of range.
+    zero = offsets.new_zeros(1).index_select(0, offsets[:1])
     begins = offsets.new_zeros(count + 1).index_add(0, offsets[1:], torch.ones_like(offsets[1:]))
-    return begins.cumsum(0)[:count].long()
+    return begins.cumsum(0)[:count].long() + zero
 
 
 def _grid_sample(

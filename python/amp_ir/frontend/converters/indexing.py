@@ -294,10 +294,20 @@ def masked_scatter(ops: Emitter, x: relax.Expr, mask: relax.Expr, source: relax.
     """x with the next element of source, in order, wherever the mask holds."""
     shape = ops.shape
     flat_mask = ops.reshape(ops.broadcast(mask, shape), [math.prod(shape)])
-    place = _order_of_masked(ops, flat_mask, math.prod(shape_of(source)))
-    flat = ops.reshape(source, [math.prod(shape_of(source))])
+    count = math.prod(shape_of(source))
+    place = _order_of_masked(ops, flat_mask, count)
+    if count < math.prod(shape):
+        place = ops.add(place, _zero_if_enough(ops, flat_mask, count))
+    flat = _flat(ops, source)
     values = ops.emit(relax.op.take(ops.cast(flat, dtype_of(x)), place, 0))
     return ops.where(ops.reshape(flat_mask, shape), ops.reshape(values, shape), x)
+
+
+def _zero_if_enough(ops: Emitter, flat_mask: relax.Expr, count: int) -> relax.Expr:
+    """0, int64[1], read by the number of masked elements: out of range if it is above `count`."""
+    number = ops.emit(relax.op.sum(ops.cast(flat_mask, "int64"), [0], keepdims=True))
+    zeros = ops.full([count + 1], 0, "int64")
+    return ops.call("amp_ir.index", zeros, number, axes=(0,), wraps=False)
 
 
 @converts(aten.masked_scatter_backward.default)
