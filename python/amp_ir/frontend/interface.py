@@ -123,8 +123,12 @@ class _Finishing:
 
     def _source_of(self, slot: Slot) -> torch.Tensor | GradientReader | DenseReader:
         """The tensor of the slot; a gradient's is looked up at every call."""
-        if slot in self._state.outside and not is_dense(slot.tensor):
-            return DenseReader(slot.tensor)
+        if slot in self._state.outside:
+            # PyTorch takes a number of the host among tensors of a GPU.
+            devices = {one.tensor.device for one in self._state.parameters}
+            is_here = not devices or slot.tensor.device in devices
+            if not is_dense(slot.tensor) or (slot.tensor.dim() == 0 and not is_here):
+                return DenseReader(slot.tensor)
         if slot.role is not Role.GRADIENT:
             return slot.tensor
         return GradientReader(self._owners[id(slot)].name, self._owners[id(slot)].tensor)

@@ -309,6 +309,8 @@ class _Input:
 
     def _on_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
         """A number, written to the GPU when it has changed: a launch, nothing to wait for."""
+        if value.dim():
+            return self._copied_to_gpu(value)
         number = float(value)
         if self._number is None:
             self._number = torch.full(value.shape, number, dtype=self._dtype, device=self.device)
@@ -316,6 +318,13 @@ class _Input:
         if number != self._last_number:
             self._number.fill_(number)
             self._last_number = number
+        return self._view_of(self._number)
+
+    def _copied_to_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
+        """A tensor that kernels cannot read where it is, in memory that stays for the graph."""
+        if self._number is None:
+            self._number = torch.empty(value.shape, dtype=self._dtype, device=self.device)
+        self._number.copy_(value)
         return self._view_of(self._number)
 
     def _view_of(self, tensor: torch.Tensor) -> tvm.runtime.Tensor:
