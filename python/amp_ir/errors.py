@@ -43,6 +43,10 @@ class IndexOutOfRangeError(AmpIrError, IndexError):
     """An index lies outside of the axis that it reads or writes; the step has changed nothing."""
 
 
+class DivisionByZeroError(AmpIrError, ZeroDivisionError, RuntimeError):
+    """A step divides an integer by 0, as PyTorch refuses to; the step has changed nothing."""
+
+
 class StateError(AmpIrError, RuntimeError):
     """The model, optimizer or scaler is no longer as the compiled step needs it."""
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
+from amp_ir.errors import DivisionByZeroError, IndexOutOfRangeError
 from amp_ir.location import Location
 
 
@@ -59,3 +62,18 @@ class IndexCheck:
     def describe(self, subject: str, wrong: int) -> str:
         """Say what was got and expected: "batch0 holds the index 7, expected 0 to 6, for ..."."""
         return f"{subject} {wrong}, {self.expectation}"
+
+
+@attrs.frozen
+class DivisorCheck(IndexCheck):
+    """Where an integer divisor is 0, a flag is 1; it must lie in [0, 1)."""
+
+    def describe(self, subject: str, wrong: int) -> str:
+        """Say that the step divides by 0, and where."""
+        return f"the step divides an integer by 0 in {self.location}; PyTorch refuses that too"
+
+
+def error_of(checks: Sequence[IndexCheck], message: str) -> Exception:
+    """The error for checks that failed: about divisors alone, or about indices."""
+    of_divisors = all(isinstance(one, DivisorCheck) for one in checks)
+    return (DivisionByZeroError if of_divisors else IndexOutOfRangeError)(message)

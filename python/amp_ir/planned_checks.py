@@ -11,7 +11,7 @@ import torch
 from tvm import relax
 
 from amp_ir.errors import IndexOutOfRangeError
-from amp_ir.index_check import IndexCheck
+from amp_ir.index_check import IndexCheck, error_of
 from amp_ir.interpreter import evaluate
 
 
@@ -71,27 +71,31 @@ class PlannedChecks:
 
         Raises:
             IndexOutOfRangeError: names every such input, the index, what was expected, and the op.
+            DivisionByZeroError: an integer divisor holds 0.
         """
-        faults = [fault for one in self.on_host if (fault := one.fault(inputs)) is not None]
+        faults = [
+            (one.check, fault) for one in self.on_host if (fault := one.fault(inputs)) is not None
+        ]
         if faults:
-            raise IndexOutOfRangeError(
-                "; ".join(faults) + ". Nothing was run and nothing has changed"
-            )
+            what = "; ".join(dict.fromkeys(fault for _, fault in faults))
+            message = f"{what}. Nothing was run and nothing has changed"
+            raise error_of([check for check, _ in faults], message)
 
     def check_extremes(self, extremes: torch.Tensor) -> None:
         """Raise what a step that ran has found: `extremes` int64[2 * checks], on the host.
 
         Raises:
             IndexOutOfRangeError: the step used an index out of range, and was rolled back.
+            DivisionByZeroError: it divided an integer by 0, and was rolled back.
         """
         numbers = extremes.tolist()
         pairs = zip(numbers[: len(self.in_step)], numbers[len(self.in_step) :], strict=True)
         faults = [
-            check.describe("the step computed the index", wrong)
+            (check, check.describe("the step computed the index", wrong))
             for check, pair in zip(self.in_step, pairs, strict=True)
             if (wrong := check.wrong_value(pair)) is not None
         ]
         if faults:
-            raise IndexOutOfRangeError(
-                "; ".join(faults) + ". The step was rolled back: nothing has changed"
-            )
+            what = "; ".join(dict.fromkeys(fault for _, fault in faults))
+            message = f"{what}. The step was rolled back: nothing has changed"
+            raise error_of([check for check, _ in faults], message)

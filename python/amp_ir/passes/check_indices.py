@@ -18,13 +18,14 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
-from amp_ir.errors import IndexOutOfRangeError
-from amp_ir.index_check import IndexCheck
+from amp_ir.index_check import DivisorCheck, IndexCheck, error_of
 from amp_ir.index_uses import index_uses
 from amp_ir.interpreter import evaluate
+from amp_ir.location import from_span
 from amp_ir.main_function import with_main
 from amp_ir.module import OutputSpec, Role, Signature
 from amp_ir.op_call import op_name
+from amp_ir.passes.divisor_flags import with_divisor_flags
 from amp_ir.passes.fold_casts import live_bindings
 from amp_ir.passes.number_range import range_of_dtype
 from amp_ir.passes.value_ranges import ValueRanges
@@ -85,15 +86,17 @@ def check_indices(ir: tvm.IRModule, signature: Signature, *, on_host: HostChecks
     Requires: one function `main`, one dataflow block that ends in the tuple of the outputs.
     Ensures:  a step with nothing to check in it keeps its IR and signature; indices whose ops are
               dead are not checked.
-    Errors:   IndexOutOfRangeError where an index is out of range whatever the batch is.
+    Errors:   IndexOutOfRangeError where an index is out of range whatever the batch is, and
+              DivisionByZeroError where an integer divisor is 0.
     """
-    finder = _Finder(ir, signature, on_host=on_host)
-    finder.run()
+    flagged, flags = with_divisor_flags(ir)
+    finder = _Finder(flagged, signature, on_host=on_host)
+    finder.run(flags)
     checks = PlannedChecks(tuple(finder.on_host), tuple(one.check for one in finder.in_step))
     if not finder.in_step:
         return CheckedStep(ir, signature, checks)
     outputs = (*signature.outputs, _output(len(finder.in_step)))
-    guarded = _Guard(ir["main"], signature.outputs).run(finder.in_step)
+    guarded = _Guard(flagged["main"], signature.outputs).run(finder.in_step)
     return CheckedStep(with_main(ir, guarded), attrs.evolve(signature, outputs=outputs), checks)
 
 
@@ -121,8 +124,18 @@ class _Finder:
         self.on_host: list[HostCheck] = []
         self.in_step: list[_InStep] = []
 
-    def run(self) -> None:
+    def run(self, divisor_flags: dict[relax.Var, relax.Var]) -> None:
         """Fill `on_host` and `in_step`, in the order of the ops."""
+        self._check_indices()
+        for quotient, flag in divisor_flags.items():
+            call = self._values[quotient]
+            known = self._ranges.of(call.args[1])
+            if known is None or known.low <= 0 <= known.high:
+                check = DivisorCheck("an integer division", from_span(call.span), 0, 1)
+                if math.prod(shape_of(flag)):
+                    self._place(flag, check)
+
+    def _check_indices(self) -> None:
         made: dict[relax.Expr, list[IndexCheck]] = {}
         for binding in self._bindings:
             if not isinstance(binding.value, relax.Call):
@@ -234,7 +247,7 @@ def check_known(check: IndexCheck, ids: relax.Expr, bindings: Sequence[relax.Bin
     wrong = check.wrong_value(check.extremes_of(indices))
     if wrong is not None:
         what = check.describe("the step always uses the index", wrong)
-        raise IndexOutOfRangeError(f"{what}. Nothing was run and nothing has changed")
+        raise error_of([check], f"{what}. Nothing was run and nothing has changed")
 
 
 class _Guard:
