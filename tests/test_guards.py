@@ -580,7 +580,9 @@ AMBIENT = [
 ]
 
 
-@pytest.mark.parametrize(("context", "reason"), AMBIENT, ids=lambda one: str(one)[:30])
+@pytest.mark.parametrize(
+    ("context", "reason"), AMBIENT, ids=["autocast", "no_grad", "inference_mode", "device"]
+)
 def test_settings_around_the_call_are_guarded(context: Any, reason: str) -> None:
     captured = program(entropy, lambda _m: None).capture(batch(0))
     with context():
