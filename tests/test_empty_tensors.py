@@ -206,3 +206,30 @@ def test_a_norm_over_nothing_in_low_precision() -> None:
     model = nn.RMSNorm(0).bfloat16()
     mod, args = amp_ir.trace_model(model, (x,))
     assert amp_ir.compile(mod)(*args).shape == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 2])
+def test_gradients_without_elements_are_unscaled(dtype: torch.dtype, rows: int) -> None:
+    def build(*, is_compiled: bool) -> tuple[nn.Module, Callable[..., Any]]:
+        model = nn.ParameterList([torch.ones(0), torch.ones(rows, 3)]).to(dtype)
+        opt = torch.optim.Adam(model.parameters(), lr=0.25)
+        scaler = amp_ir.GradScaler("cpu", init_scale=8.0)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = sum((one.square().sum() for one in model), x.sum())
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            return loss.detach()
+
+        if not is_compiled:
+            return model, step
+        return model, amp_ir.jit(step, model=model, optimizer=opt, scaler=scaler)
+
+    (model, step), (other, train) = build(is_compiled=False), build(is_compiled=True)
+    for _ in range(3):
+        x = torch.ones(2, dtype=dtype)
+        torch.testing.assert_close(train(x), step(x))
+    torch.testing.assert_close(list(other.parameters()), list(model.parameters()))

@@ -69,7 +69,8 @@ def run_program(program: Program) -> Outcome:
         try:
             _compare(program, scope, limits)
         except AmpIrError as error:
-            return Outcome("refused", type(error).__name__, str(error))
+            kind = "internal" if "fault of amp_ir" in str(error) else "refused"
+            return Outcome(kind, type(error).__name__, str(error))
         except Wrong as error:
             return Outcome("wrong", "wrong", str(error))
         except Exception as error:
@@ -133,8 +134,14 @@ def _eager(
         context: Any = contextlib.nullcontext()
         if low is not None:
             context = torch.autocast("cpu", getattr(torch, str(low)))
+        buffers = {name: one.clone() for name, one in model.named_buffers()}
+        scale = scaler.get_scale() if scaler is not None else 0.0
         with context:
             results = step(*batch)
+        if scaler is not None and scaler.get_scale() < scale:
+            # Ours leaves running statistics as they were, too.
+            for name, one in model.named_buffers():
+                one.copy_(buffers[name])
         found.append(_seen(results, model, optimizer, scaler))
     return found
 

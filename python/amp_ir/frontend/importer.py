@@ -196,6 +196,7 @@ class _Graph:
             return self._lookup(node.args[0])[node.args[1]]
         of_nothing = self._of_nothing(node)
         if of_nothing is not None:
+            _check(of_nothing, node.meta["val"])
             return of_nothing
         converter = converter_of(node.target)
         if converter is None:
