@@ -34,8 +34,14 @@ def test_reference_is_the_same_in_float64_and_rounds_once(case: Case):
     exact = _tuple(reference(*wide, **case.options))
     for rounded, value in zip(low, exact, strict=True):
         tolerance = TOLERANCE.get(rounded.dtype, 0.0)
+        noise = NOISE
+        if case.op in EXPANDED:
+            # These store what one of their kernels leaves for the next: scores, weights and their
+            # gradients, or gates and states of a few time steps, each rounded by half of 2^-8 of
+            # ordinary numbers. Eight of them reach a result.
+            noise = 8 * 2**-9 * float(value.abs().max())
         torch.testing.assert_close(
-            rounded.double(), value.double(), rtol=tolerance, atol=NOISE, equal_nan=True
+            rounded.double(), value.double(), rtol=tolerance, atol=noise, equal_nan=True
         )
 
 

@@ -113,7 +113,9 @@ RELAX_CASES: dict[str, tuple[Callable[..., Any], list[torch.Tensor], torch.Tenso
         [X > 0, X, -X],
         X.abs(),
     ),
-    "mod": (lambda x, y: R.mod(x, y), [X, X * 0 + 0.7], X % 0.7),
+    # As C's: the sign of the dividend; floor_mod has the divisor's, as Python's.
+    "mod": (lambda x, y: R.mod(x, y), [X, X * 0 + 0.7], X.fmod(0.7)),
+    "floor_mod": (lambda x, y: R.floor_mod(x, y), [X, X * 0 + 0.7], X % 0.7),
     "divide-int": (
         lambda x, y: R.divide(x, y),
         [torch.tensor([-7, 7]), torch.tensor([2, 2])],
