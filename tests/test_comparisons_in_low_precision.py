@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons of two tensors, the user's and those of gradients: autocast rounds neither side."""
+"""Comparisons of two tensors, the user's and those of gradients.
+
+Autocast rounds neither side; in a model of low precision both are as PyTorch's memory has them.
+"""
 
 from __future__ import annotations
 
@@ -52,3 +55,50 @@ def test_gradients_are_those_of_float32(name: str, amp_dtype: str) -> None:
     scale = float((x * weight.detach()).abs().amax().square() + 1)
     torch.testing.assert_close(values, expected, rtol=0, atol=4 * unit * scale)
     torch.testing.assert_close(found, weight.grad, rtol=0, atol=15 * unit * scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.float16, "fast"), (torch.bfloat16, "fast"), (torch.bfloat16, "strict")],
+    ids=str,
+)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_low_model_compares_what_memory_holds(
+    name: str, dtype: torch.dtype, rounding: str
+) -> None:
+    """The product is computed again where it is compared; its maximum comes from memory."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(1, 1, 8, dtype=dtype))
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        values = FUNCTIONS[name](x * weight)
+        values.sum().backward()
+        optimizer.step()
+        return values.detach()
+
+    x = torch.randn(3, 5, 8, dtype=dtype)
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, rounding=rounding)
+    values = train(x)
+    assert weight.grad is not None
+    found = weight.grad.clone()
+    expected = step(x)
+    # Each of 15 terms is rounded a few times on either side, and up to the square of the largest.
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    scale = float((x * weight.detach()).abs().amax().square() + 1)
+    torch.testing.assert_close(values, expected, rtol=0, atol=4 * unit * scale)
+    torch.testing.assert_close(found, weight.grad, rtol=0, atol=30 * unit * scale)
+
+
+@pytest.mark.parametrize("function", [torch.isinf, torch.isfinite])
+def test_what_is_infinite_in_float16_only(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(function(x * 300), x, 0.5)
+
+    x = torch.tensor([1.0, 200.0, 300.0, -300.0], dtype=torch.float16)
+    model = nn.Module()
+    model.forward = forward
+    mod, args = amp_ir.trace_model(model, (x,))
+    torch.testing.assert_close(amp_ir.compile(mod)(*args), forward(x))

@@ -13,9 +13,11 @@ from amp_ir.image_layout import TO_FIRST, TO_LAST
 from amp_ir.loops import division, integers
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
+    Buffer,
     Constant,
     Distance,
     Lowering,
+    Opaque,
     TensorSpec,
     Value,
     bind,
@@ -28,6 +30,7 @@ from amp_ir.loops.ir import (
     reduce,
     reshape,
 )
+from amp_ir.loops.kernel_buffers import round_to
 
 Scalar = Callable[..., Any]
 
@@ -123,9 +126,6 @@ UNARY: dict[str, Scalar] = {
     "relax.square": lambda x: m.power(x, 2),
     "relax.logical_not": lambda x: tirx.Not(x),
     "relax.bitwise_not": lambda x: tirx.Not(x) if m.dtype_of(x) == "bool" else tirx.bitwise_not(x),
-    "relax.isfinite": _isfinite,
-    "relax.isinf": _isinf,
-    "relax.isnan": lambda x: m.isnan(bind(x)),
     "relax.nn.relu": m.relu,
     "relax.nn.silu": lambda x: bind(x) * m.sigmoid(x),
     "relax.nn.gelu": gelu,
@@ -166,6 +166,17 @@ def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
     return apply
 
 
+PREDICATES: dict[str, Scalar] = {
+    "relax.isfinite": _isfinite,
+    "relax.isinf": _isinf,
+    "relax.isnan": lambda x: m.isnan(bind(x)),
+    "relax.equal": _equal,
+    "relax.not_equal": _not_equal,
+    "relax.less": _ordered(tirx.LT),
+    "relax.less_equal": _ordered(tirx.LE),
+    "relax.greater": _ordered(tirx.GT),
+    "relax.greater_equal": _ordered(tirx.GE),
+}
 BINARY: dict[str, Scalar] = {
     "relax.add": _on_integers(
         integers.add, lambda a, b: tirx.any(a, b) if m.dtype_of(a) == "bool" else m.total(a, b)
@@ -182,12 +193,6 @@ BINARY: dict[str, Scalar] = {
     "relax.power": _on_integers(integers.power, m.power),
     "relax.maximum": m.maximum,
     "relax.minimum": m.minimum,
-    "relax.equal": _equal,
-    "relax.not_equal": _not_equal,
-    "relax.less": _ordered(tirx.LT),
-    "relax.less_equal": _ordered(tirx.LE),
-    "relax.greater": _ordered(tirx.GT),
-    "relax.greater_equal": _ordered(tirx.GE),
     "relax.logical_and": lambda a, b: tirx.all(a, b),
     "relax.logical_or": lambda a, b: tirx.any(a, b),
     "relax.logical_xor": _not_equal,
@@ -210,6 +215,33 @@ def _lower_elementwise(name: str, scalar: Scalar) -> None:
 
 for _name, _scalar in {**UNARY, **BINARY}.items():
     _lower_elementwise(_name, _scalar)
+
+
+def _lower_predicate(name: str, predicate: Scalar) -> None:
+    @lowers(name)
+    def lower(op: Lowering, *arguments: Value) -> Value:
+        return elementwise(
+            op.results[0].shape,
+            "bool",
+            arguments,
+            lambda *i: predicate(*(_as_stored(a, i) for a in arguments)),
+        )
+
+
+def _as_stored(value: Value, index: Any) -> Any:
+    """An element as memory of its dtype holds it, also where it never gets there.
+
+    One side may come from memory and the other be computed again, unrounded: without this no
+    element would equal its maximum, and what is infinite in float16 would be finite.
+    """
+    element = value[index]
+    if isinstance(value, (Buffer, Constant, Opaque)) or compute_dtype(value.dtype) == value.dtype:
+        return element
+    return round_to(bind(element), value.dtype)
+
+
+for _name, _scalar in PREDICATES.items():
+    _lower_predicate(_name, _scalar)
 
 
 @lowers("relax.nn.leakyrelu")
