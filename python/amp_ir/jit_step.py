@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from amp_ir.capturing import captured_scalers
@@ -16,6 +17,7 @@ from amp_ir.fork_safe_lock import ForkSafeLock
 from amp_ir.frontend import trace
 from amp_ir.frontend.arguments import NESTED
 from amp_ir.frontend.call_signature import CallSignature
+from amp_ir.frontend.changing_arguments import ChangingArguments
 from amp_ir.pipeline import Models, Optimizers, autocast, compile_step, trace_step
 from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
 from amp_ir.step_log import StepRecord
@@ -43,6 +45,7 @@ class JitStep:
         self._trace_options = options
         self._turn = ForkSafeLock("the step was running")
         self._number_changes: collections.Counter[str] = collections.Counter()
+        self._changing_arguments = ChangingArguments()
         # One for all programs: the second shape's dropout goes on where the first one's is.
         self._random_state: torch.Tensor | None = None
 
@@ -132,7 +135,9 @@ class JitStep:
         if self._amp_dtype is not None:
             mod = autocast(mod, args, amp_dtype=self._amp_dtype)
         compiled = compile_step(mod, **self._compile_options)
-        variant = Variant(signature, mod.hooks, compiled)
+        self._changing_arguments.add(signature)
+        followed = attrs.evolve(signature, followed=mod.hooks.followed)
+        variant = Variant(followed, mod.hooks, compiled)
         self._variants.add(variant, reason, time.perf_counter() - started)
         for note in mod.notes:
             log.info("%s", note)
@@ -143,7 +148,8 @@ class JitStep:
         alike = self._variants.alike(signature)
         if alike is not None:
             self._number_changes.update(alike.guards.changed_numbers())
-        names = [n for n, count in self._number_changes.items() if count >= _CHANGES_TO_INPUT]
+        changes = self._number_changes + self._changing_arguments.counts(signature)
+        names = [name for name, count in changes.items() if count >= _CHANGES_TO_INPUT]
         if not names:
             return self._trace_options
         return {**self._trace_options, "numbers_as_inputs": frozenset(names)}

@@ -97,6 +97,10 @@ def _no_numbers() -> tuple[str, ...]:
     return ()
 
 
+def _take_none(_plain: Sequence[Any]) -> None:
+    """Read no numbers."""
+
+
 def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
     """Do nothing."""
 
@@ -113,6 +117,8 @@ class StepHooks:
     `is_over()`: whether the capture will not be current again, as after the optimizer's first step.
     `changed_numbers()`: the names of the Python numbers outside of the step that are guarded, have
     another value now, and can be inputs of the next capture (`trace_step(numbers_as_inputs=...)`).
+    `take_numbers(plain)`: told the plain values among the arguments of a call, in order, before
+    `what_changed` is asked; `followed` are the positions of those that are read from there.
     """
 
     is_current: Callable[[], bool] = _always
@@ -121,6 +127,8 @@ class StepHooks:
     what_changed: Callable[[], str] = _no_change
     is_over: Callable[[], bool] = _never
     changed_numbers: Callable[[], tuple[str, ...]] = _no_numbers
+    take_numbers: Callable[[Sequence[Any]], None] = _take_none
+    followed: frozenset[int] = frozenset()
 
 
 @attrs.frozen

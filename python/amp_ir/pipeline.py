@@ -112,7 +112,8 @@ def trace_step(
         scaler: the `amp_ir.GradScaler` that the step uses, or a list of them; by default those
             that `amp_ir.scale_loss` made for the optimizers.
         numbers_as_inputs: names of Python numbers outside of the step, as the `changed_numbers` of
-            an earlier capture's hooks gives them, that are to be read at every call.
+            an earlier capture's hooks gives them, and paths ("argument 2") of those among the
+            arguments, that are to be read at every call.
 
     Returns:
         The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
@@ -143,9 +144,9 @@ def _imported(
     captured = trace.capture_step(step, example_batch, numbers_as_inputs=numbers, **owners)
     try:
         return importer.import_step(captured)
-    except UnsupportedOpError:
+    except (UnsupportedOpError, TypeError, ValueError):
         if not numbers:
-            raise
+            raise  # else the second capture tells of what has nothing to do with them
     captured = trace.capture_step(step, example_batch, unfollowed=numbers, **owners)
     return importer.import_step(captured)
 

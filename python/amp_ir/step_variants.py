@@ -15,7 +15,7 @@ import collections
 import logging
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
@@ -35,8 +35,11 @@ class Signature(Protocol):
         """What programs are grouped by."""
 
     @property
-    def values(self) -> Any:
-        """What else must be equal."""
+    def plain(self) -> Sequence[Any]:
+        """The plain values, in order."""
+
+    def fits(self, call: Any) -> bool:
+        """Whether a program for this is one for a call of the same key."""
 
     def differences(self, earlier: Any) -> list[str]:
         """How it differs from an earlier one, in words."""
@@ -44,6 +47,9 @@ class Signature(Protocol):
 
 class Guards(Protocol):
     """Tells whether a program still is what the step does."""
+
+    def take_numbers(self, plain: Sequence[Any], /) -> None:
+        """The plain values of the call that is asked about next."""
 
     def what_changed(self) -> str:
         """Why it is not, in words; "" where it is."""
@@ -98,6 +104,7 @@ class StepVariants(Generic[S, P]):
     def find(self, signature: S) -> Variant[S, P] | None:
         """The program for a call; in the common case one guard is asked."""
         for variant in self._alike(signature):
+            variant.guards.take_numbers(signature.plain)
             if not variant.guards.what_changed():
                 if variant is not self.last:
                     self._use(variant)
@@ -139,7 +146,7 @@ class StepVariants(Generic[S, P]):
 
     def _alike(self, signature: S) -> Iterator[Variant[S, P]]:
         group = self._by_key.get(signature.key, ())
-        return (one for one in group if one.signature.values == signature.values)
+        return (one for one in group if one.signature.fits(signature))
 
     def _use(self, variant: Variant[S, P]) -> None:
         for variants in (self._recent, self._by_key[variant.signature.key]):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from amp_ir.errors import ArgumentError, ShapeChanged
 from amp_ir.unusable_tensors import fault_of
 
+_LARGEST = 2**52  # float64 holds every integer twice as large
 _ANEW = "Call it as it was captured, or capture (jit) the step again"
 PLAIN = (
     int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device,
@@ -26,19 +27,29 @@ class Arguments:
     """The structure of the captured arguments.
 
     `leaves` holds a tensor (its shape, dtype and device count) or the plain value that is frozen
-    into the graph; `paths` says in words where each leaf is.
+    into the graph; `paths` says in words where each leaf is. `plain` are the plain values of the
+    present call in order, and `followed` the positions of those that are read from it at each call.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...] = attrs.field(eq=False)
     paths: tuple[str, ...]
+    plain: list[Any] = attrs.field(eq=False, factory=list)
+    followed: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> Arguments:
         """The structure of an example."""
         found, spec = pytree.tree_flatten_with_path(args)
         paths = tuple("argument " + path_text(path) for path, _ in found)
-        return cls(spec, tuple(leaf for _, leaf in found), paths)
+        leaves = tuple(leaf for _, leaf in found)
+        plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        return cls(spec, leaves, paths, plain)
+
+    def take(self, plain: Sequence[Any]) -> None:
+        """Let these be the plain values of the present call."""
+        if self.followed:
+            self.plain[:] = plain
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -51,10 +62,18 @@ class Arguments:
         leaves = zip(self.paths, self.leaves, strict=True)
         return [path for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-        """The arguments with other tensors in the places of the example's."""
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+    @property
+    def plain_paths(self) -> list[str]:
+        """Where each of the plain values is, in words."""
+        leaves = zip(self.paths, self.leaves, strict=True)
+        return [path for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(
+        self, tensors: list[torch.Tensor], plain: Sequence[Any] | None = None
+    ) -> tuple[Any, ...]:
+        """The arguments with other tensors, and plain values, in the places of the example's."""
+        rest, values = iter(tensors), iter(self.plain if plain is None else plain)
+        leaves = [next(rest if isinstance(x, torch.Tensor) else values) for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def flatten(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -72,7 +91,13 @@ class Arguments:
                 f"the step was called with the structure {_structure(args)}, but was captured "
                 f"with {_structure(self.with_tensors(self.tensors))}. {_ANEW}"
             )
-        places = list(zip(self.paths, leaves, self.leaves, strict=True))
+        paths = self.plain_paths if self.followed else []
+        followed = {paths[position] for position in self.followed}
+        places = [
+            place
+            for place in zip(self.paths, leaves, self.leaves, strict=True)
+            if place[0] not in followed or not can_follow(*place[1:])
+        ]
         wrong = [text for place in places if (text := _difference(*place))]
         if wrong:
             raise ArgumentError(f"{'; '.join(wrong)}. {_ANEW}")
@@ -84,6 +109,7 @@ class Arguments:
         ]
         if shapes:
             raise ShapeChanged(f"{'; '.join(shapes)}. {_ANEW}")
+        self.take([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)])
         return tensors
 
 
@@ -96,6 +122,11 @@ def path_text(path: tuple[Any, ...]) -> str:
 def identity_of(value: Any) -> tuple[type, str]:
     """What a plain value is: 0.0, -0.0, 0 and False differ, and a NaN is another one's equal."""
     return type(value), repr(value)
+
+
+def can_follow(now: Any, before: Any) -> bool:
+    """Whether a number can be read as float64 where `before` was one at the capture."""
+    return type(now) is type(before) and (type(now) is float or abs(now) <= _LARGEST)
 
 
 def leaf_fault(leaf: object) -> str | None:

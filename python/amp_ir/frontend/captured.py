@@ -65,6 +65,10 @@ def _no_numbers() -> tuple[str, ...]:
     return ()
 
 
+def _take_none(_plain: Sequence[Any]) -> None:
+    """Read no numbers."""
+
+
 def _no_gradients(_gradients: Sequence[torch.Tensor]) -> None:
     """Do nothing."""
 
@@ -90,6 +94,8 @@ class CapturedStep:
     current again.
     the reason in words, "" while the graph is current. `changed_numbers()` names the Python numbers
     outside of the step that have another value now and could be inputs (`numbers_as_inputs`).
+    `take_numbers(plain)` is told the plain values among the arguments, in order, before that;
+    `followed` are the positions of those that are read at every call.
     `install_state()` puts optimizer state that did not exist before the capture (zeros as the
     optimizer makes them; these tensors already stand in `inputs`) into `optimizer.state`. Call it
     once before the first run; calling it again changes nothing.
@@ -111,3 +117,5 @@ class CapturedStep:
     what_changed: Callable[[], str] = attrs.field(default=_no_change, eq=False)
     is_over: Callable[[], bool] = attrs.field(default=_never, eq=False)
     changed_numbers: Callable[[], tuple[str, ...]] = attrs.field(default=_no_numbers, eq=False)
+    take_numbers: Callable[[Sequence[Any]], None] = attrs.field(default=_take_none, eq=False)
+    followed: frozenset[int] = frozenset()

@@ -16,8 +16,9 @@ import attrs
 import torch
 
 from amp_ir.errors import StateError
+from amp_ir.frontend.batch import Arguments, can_follow
 from amp_ir.frontend.places import Place, in_words, is_number
-from amp_ir.frontend.symbolic_float import BINARY, UNARY, Expression, FloatTape
+from amp_ir.frontend.symbolic_float import BINARY, UNARY, Expression, FloatTape, inputs_of
 from amp_ir.frontend.traced import Traced
 
 _CLOSE = 1e-9  # two ways to compute a float64 of a few operations differ by less
@@ -63,15 +64,32 @@ class Numbers:
 
     def replace(self, place: Place) -> Any:
         """What is to stand in the place of a number while the step runs."""
+        other = self.instead_of(place)
+        if other is not place.before:
+            self.put[id(other)] = other
+        return other
+
+    def instead_of(self, place: Place) -> Any:
+        """As `replace`, for what the step may store elsewhere no more than any other value."""
         name = place.name()
         if name not in self._wanted or any(one.name == name for one in self.found):
             return place.before
         self.found.append(FollowedNumber(name, place))
         other = another(place.before)
         if self._tape is not None:
-            other = self._tape.add_input(float(place.before))
-        self.put[id(other)] = other
+            other = self._tape.add_input(place.before)
         return other
+
+    def arguments(self, arguments: Arguments) -> list[Any]:
+        """The plain values of the arguments as the step is to take them."""
+        return [
+            self.instead_of(Place(arguments.plain, "entry", position, path.__str__, value))
+            if is_number(value) and can_follow(value, value)
+            else value
+            for position, (path, value) in enumerate(
+                zip(arguments.plain_paths, arguments.plain, strict=True)
+            )
+        ]
 
 
 def another(value: float) -> float:
@@ -88,7 +106,10 @@ def is_followed(
 ) -> bool:
     """Whether a graph with symbols is the `other` graph, where their values are put in."""
     inputs = [*tape.inputs]
-    for number, index in zip(numbers, range(len(inputs) - len(numbers), len(inputs)), strict=True):
+    positions = range(len(inputs) - len(numbers), len(inputs))
+    if any(not inputs_of(one).isdisjoint(positions) for one in tape.shown):
+        return False
+    for number, index in zip(numbers, positions, strict=True):
         inputs[index] = float(another(number.place.before))
     comparison = _Comparison(tape, inputs, plain, symbolic.graph, other.graph)
     return comparison.graphs_agree() and _same_constants(symbolic, other)

@@ -22,6 +22,7 @@ from amp_ir.frontend.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.frontend.thread_patches import patch_function
 
 # Flags that choose an implementation, not a result: the plain loop is what can be traced.
+_FOLLOWED_BY_MATH = ("sqrt", "exp", "log", "pow")
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable")
 
 
@@ -147,18 +148,27 @@ def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) ->
     def get_value(x: Any) -> Any:
         return tape.tensor(read(x)) if isinstance(x, torch.Tensor) else x
 
-    def follow(op: str, plain: Callable[..., float]) -> Callable[..., float]:
-        def function(*values: float) -> float:
-            if any(isinstance(value, SymbolicFloat) for value in values):
-                return tape.derive(op, *values)
-            return plain(*values)
-
-        return function
-
     with restoring() as restores:
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
                 patch_function(restores, module, "_get_value", get_value)
-        for name in ("sqrt", "exp", "log", "pow"):
-            patch_function(restores, math, name, follow(name, getattr(math, name)))
+        for name, plain in list(vars(math).items()):
+            if callable(plain) and not name.startswith("_"):
+                patch_function(restores, math, name, _of_symbols(name, plain, tape))
         yield
+
+
+def _of_symbols(name: str, plain: Callable[..., Any], tape: FloatTape) -> Callable[..., Any]:
+    """A function of `math` that follows symbolic floats, or refuses them."""
+
+    def function(*values: Any, **named: Any) -> Any:
+        if not any(isinstance(value, SymbolicFloat) for value in values):
+            return plain(*values, **named)
+        if name == "log" and len(values) > 1:
+            return tape.derive("div", *(tape.derive("log", value) for value in values))
+        if name in _FOLLOWED_BY_MATH:
+            return tape.derive(name, *values)
+        tape.refuse_function(name)
+        return plain(*values, **named)
+
+    return function

@@ -83,6 +83,8 @@ def import_step(captured: CapturedStep) -> StepModule:
             what_changed=captured.what_changed,
             is_over=captured.is_over,
             changed_numbers=captured.changed_numbers,
+            take_numbers=captured.take_numbers,
+            followed=captured.followed,
         ),
     )
 

@@ -31,6 +31,9 @@ BINARY: Mapping[str, Callable[[float, float], float]] = {
     "div": operator.truediv,
     "pow": operator.pow,
 }
+_INTEGER_OPS = ("neg", "abs", "add", "sub", "mul", "pow")
+_EXACT = 2**53  # float64 holds every integer up to here
+_SMALL = 2**32
 COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "eq": operator.eq,
     "ne": operator.ne,
@@ -69,6 +72,14 @@ class Guard:
         return COMPARE[self.compare](left, right) == self.outcome
 
 
+def inputs_of(expression: Expression) -> frozenset[int]:
+    """The positions of the inputs that an expression depends on."""
+    if expression.op == "input":
+        return frozenset(expression.args)
+    inner = (one for one in expression.args if isinstance(one, Expression))
+    return frozenset().union(*map(inputs_of, inner))
+
+
 def evaluate(expression: Expression, inputs: list[float]) -> float:
     """The value of an expression of hyper-parameters alone; NaN where it has none.
 
@@ -92,12 +103,14 @@ class FloatTape:
     """All symbolic floats of one capture.
 
     `inputs` are the true values of the inputs; `guards` the comparisons made so far;
+    `shown` are those that the step made text of, which is frozen;
     `on_refusal(reason)` is told when the step asks for something that cannot be followed.
     """
 
     def __init__(self, inputs: list[float], on_refusal: Callable[[str], None]) -> None:
         self.guards: list[Guard] = []
         self.inputs = inputs
+        self.shown: list[Expression] = []
         self._refuse = on_refusal
         self._by_value: dict[float, SymbolicFloat] = {}
         self._random = random.Random(20)
@@ -108,8 +121,10 @@ class FloatTape:
 
     def add_input(self, value: float) -> SymbolicFloat:
         """One more input behind the others."""
-        self.inputs.append(value)
-        return self.input(len(self.inputs) - 1)
+        self.inputs.append(float(value))
+        added = self.input(len(self.inputs) - 1)
+        added.is_integer_valued = isinstance(value, int)
+        return added
 
     def tensor(self, index: int) -> SymbolicFloat:
         """The value of the 0-d tensor at a position; near 7, a step count like any other."""
@@ -133,7 +148,13 @@ class FloatTape:
             value = function(*map(_plain, operands))
         except (ZeroDivisionError, OverflowError, ValueError):
             value = math.nan
-        return self._new(expression, value)
+        made = self._new(expression, value)
+        if op in _INTEGER_OPS and all(map(_is_integer, operands)):
+            made.is_integer_valued = True
+            # Python's integers are exact, also where float64 rounds.
+            if not _stays_exact(op, operands) and not self.compare("le", abs(made), _EXACT):
+                self.refuse_function("an integer beyond 2**53")
+        return made
 
     def compare(self, op: str, left: float, right: float) -> bool:
         """Compare as the true values do, and remember the outcome."""
@@ -154,8 +175,13 @@ class FloatTape:
         """Arithmetic on a converted value could not be followed."""
         self._refuse("converts a hyper-parameter with float() or int()")
 
+    def refuse_function(self, name: str) -> None:
+        """A function of a value has no op that computes it at each call."""
+        self._refuse(f"computes {name} of a hyper-parameter in Python")
+
     def true_value(self, value: SymbolicFloat) -> float:
         """What the user would see."""
+        self.shown.append(value.expression)
         try:
             return evaluate(value.expression, self.inputs)
         except LookupError:
@@ -174,8 +200,31 @@ class FloatTape:
         return symbolic
 
 
+def _is_integer(value: float) -> bool:
+    return value.is_integer_valued if isinstance(value, SymbolicFloat) else isinstance(value, int)
+
+
+def _stays_exact(op: str, operands: tuple[float, ...]) -> bool:
+    """Whether the result is exact without a check: inputs are half as large as what float64 holds.
+
+    A million small constants can be added to one.
+    """
+    small = [not isinstance(one, SymbolicFloat) and abs(one) <= _SMALL for one in operands]
+    return op in ("neg", "abs") or (op in ("add", "sub") and any(small))
+
+
 def _plain(value: float) -> float:
     return float.__add__(value, 0.0) if isinstance(value, SymbolicFloat) else float(value)
+
+
+def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose result jumps: one that is frozen may be right for all other values tried."""
+
+    def method(self: SymbolicFloat, *operands: Any) -> Any:
+        self.tape.refuse_function(function.__name__)
+        return function(_plain(self), *operands)
+
+    return method
 
 
 def _unary(op: str) -> Callable[..., Any]:
@@ -208,6 +257,7 @@ class SymbolicFloat(float):
 
     expression: Expression
     tape: FloatTape
+    is_integer_valued = False  # as a Python int: followed where float64 holds it exactly
 
     __neg__, __abs__ = _unary("neg"), _unary("abs")
     __add__, __radd__ = _binary("add"), _binary("add", swapped=True)
@@ -219,6 +269,13 @@ class SymbolicFloat(float):
     __lt__, __le__ = _comparison("lt"), _comparison("le")
     __gt__, __ge__ = _comparison("gt"), _comparison("ge")
     __hash__ = float.__hash__
+    __floordiv__, __rfloordiv__ = _refused(float.__floordiv__), _refused(float.__rfloordiv__)
+    __mod__, __rmod__ = _refused(float.__mod__), _refused(float.__rmod__)
+    __divmod__, __rdivmod__ = _refused(float.__divmod__), _refused(float.__rdivmod__)
+    __round__, __trunc__ = _refused(round), _refused(math.trunc)
+    __floor__, __ceil__ = _refused(math.floor), _refused(math.ceil)
+    is_integer, hex = _refused(float.is_integer), _refused(float.hex)
+    as_integer_ratio = _refused(float.as_integer_ratio)
 
     def __bool__(self) -> bool:
         """Whether the true value is not zero."""

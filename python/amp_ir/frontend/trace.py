@@ -63,8 +63,9 @@ def capture_step(
         optimizer: every optimizer whose step() it calls.
         scaler: every enabled GradScaler that it uses (amp_ir's or torch.amp's), or None.
         numbers_as_inputs: names, as `changed_numbers` gives them, of Python numbers outside of the
-            step that are to be read at every call instead of guarded; those that decide a branch
-            or a size stay guards, and a note says so.
+            step, or paths ("argument 2") of those among its arguments, that are to be read at every
+            call instead of guarded; those that decide a branch or a size stay guards, and a note
+            says so.
         unfollowed: names of those that are known to be no inputs.
 
     Raises:
@@ -89,6 +90,8 @@ def capture_step(
         interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)
     followed = frozenset(number.name for number in found)
     unfollowed |= numbers_as_inputs - followed
+    positions = (i for i, path in enumerate(arguments.plain_paths) if path in followed)
+    arguments = attrs.evolve(arguments, followed=frozenset(positions))
     currency = Currency(
         state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient
     )
@@ -109,6 +112,8 @@ def capture_step(
         what_changed=currency.what_changed,
         is_over=currency.is_over,
         changed_numbers=currency.changed_numbers,
+        take_numbers=arguments.take,
+        followed=arguments.followed,
     )
 
 

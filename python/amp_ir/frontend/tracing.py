@@ -119,7 +119,9 @@ class StepTracer:
                 stack.enter_context(Substitution(fakes, watch, self._locator, self._findings))
                 self.observer.add_models(state.models)
                 self.observer.add_step(self._step)
-                arguments = self._arguments.with_tensors(batch)
+                arguments = self._arguments.with_tensors(
+                    batch, self.numbers.arguments(self._arguments)
+                )
                 with self.observer.watching():
                     value = self._step(*arguments)
                 for scaler in scalers:
