@@ -161,6 +161,15 @@ def dropped(z: torch.Tensor, y: torch.Tensor, p: float) -> torch.Tensor:
     return F.cross_entropy(z + 0 * F.dropout(z.detach(), p), y)
 
 
+def spaced(z: torch.Tensor, y: torch.Tensor, end: float) -> torch.Tensor:
+    """PyTorch's decomposition divides by the number of steps, in Python."""
+    return F.cross_entropy(z * torch.linspace(0.1, end, 3), y)
+
+
+def normed(z: torch.Tensor, y: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.cross_entropy(F.layer_norm(z, (3,), eps=eps), y)
+
+
 def halved(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
     """Integers of 2^54 and more: what float64 makes of them differs by more than their distance."""
     return F.cross_entropy(z, y) * (count * count - (count * count - 1))
@@ -173,6 +182,7 @@ def halved(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
         (cut, (1, 2, 3, 4)), (added_to_integers, (1, 2, 3, 4)), (by_tens, (1, 4, 8, 12)),
         (floored, (0.25, 0.5, 0.75, 1.25)), (signed, (1.5, 1.0, 0.5, -0.5)),
         (by_its_text, (0.8, 0.9, 1.0, 0.2)), (dropped, (0.1, 0.2, 0.3, 0.4)),
+        (spaced, (0.5, 1.0, 1.5, 3.0)), (normed, (0.5, 1.0, 1.5, 3.0)),
         (halved, (2**27 + 1, 2**27 + 3, 2**27 + 5, 2**27 + 7)),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

@@ -144,7 +144,7 @@ def _imported(
     captured = trace.capture_step(step, example_batch, numbers_as_inputs=numbers, **owners)
     try:
         return importer.import_step(captured)
-    except (UnsupportedOpError, TypeError, ValueError):
+    except (UnsupportedOpError, TypeError, ValueError, RuntimeError):
         if not numbers:
             raise  # else the second capture tells of what has nothing to do with them
     captured = trace.capture_step(step, example_batch, unfollowed=numbers, **owners)

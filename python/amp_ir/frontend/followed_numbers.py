@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python numbers outside of the step that are inputs, as hyper-parameters are.
 
-Whether a number can be followed is found out by tracing the step twice: with symbolic floats, and
+Whether a number can be followed is found out by tracing the step again: with symbolic floats, and
 plainly with other values. Where the first graph, computed with the other values, is the second one,
 the number reaches the step only in ways that are followed: as a scalar of tensor ops, through
-arithmetic. Sizes, branches, strings and C functions show as a difference.
+arithmetic. Sizes, branches, strings and C functions show as a difference. What PyTorch's
+decompositions compute of a scalar shows in the functional graph, of symbols with other values.
 """
 
 from __future__ import annotations
@@ -51,13 +52,16 @@ class FollowedNumber:
 
 
 class Numbers:
-    """The numbers of one trace that are replaced while it runs: by symbols, or by other values.
+    """The numbers of one trace that are replaced: by symbols, by other values, or both.
 
     `put` are the objects that stand in their places, by id.
     """
 
-    def __init__(self, wanted: frozenset[str], tape: FloatTape | None) -> None:
+    def __init__(
+        self, wanted: frozenset[str], tape: FloatTape | None, *, others: bool = False
+    ) -> None:
         self._wanted = wanted
+        self._others = others
         self._tape = tape
         self.found: list[FollowedNumber] = []
         self.put: dict[int, Any] = {}
@@ -75,10 +79,8 @@ class Numbers:
         if name not in self._wanted or any(one.name == name for one in self.found):
             return place.before
         self.found.append(FollowedNumber(name, place))
-        other = another(place.before)
-        if self._tape is not None:
-            other = self._tape.add_input(place.before)
-        return other
+        value = another(place.before) if self._others else place.before
+        return value if self._tape is None else self._tape.add_input(value)
 
     def arguments(self, arguments: Arguments) -> list[Any]:
         """The plain values of the arguments as the step is to take them."""

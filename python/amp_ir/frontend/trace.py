@@ -126,30 +126,27 @@ class _Tracing:
     state: State
     hypers: list[HyperParameter]
 
-    def run(self, numbers: frozenset[str], *, symbolic: bool = True) -> tuple[StepTracer, Traced]:
-        """A trace that stands; with `symbolic` the numbers are inputs, else have other values.
+    def run(
+        self, numbers: frozenset[str], *, symbolic: bool = True, others: bool = False
+    ) -> tuple[StepTracer, Traced]:
+        """A trace that stands; the numbers are symbolic or plain, of their values or of `others`.
 
         Raises:
             CaptureError: the step has Python state, or cannot be traced.
         """
-        tracer, traced = self._once(numbers, symbolic=symbolic)
+        tracer, traced = self._once(numbers, symbolic=symbolic, others=others)
         effects = tracer.effects
         if effects.left:
             with effects.again():
-                other, second = self._once(numbers, symbolic=symbolic)
+                other, second = self._once(numbers, symbolic=symbolic, others=others)
             if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
                 raise effects.findings_of_left.error()
         return tracer, traced
 
-    def _once(self, numbers: frozenset[str], *, symbolic: bool) -> tuple[StepTracer, Traced]:
+    def _once(self, numbers: frozenset[str], **how: bool) -> tuple[StepTracer, Traced]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         tracer = StepTracer(
-            self.step,
-            self.arguments,
-            self.state,
-            self.hypers,
-            FakeTensorMode(allow_non_fake_inputs=True),
-            numbers,
-            symbolic=symbolic,
+            self.step, self.arguments, self.state, self.hypers, mode, numbers, **how
         )
         return tracer, tracer.trace()
 
@@ -164,14 +161,34 @@ class _Tracing:
         if not numbers:
             return True
         try:
-            tracer, symbolic = self.run(numbers)
-            other, plain = self.run(numbers, symbolic=False)
+            first = self.run(numbers)
+            plain = self.run(numbers, symbolic=False, others=True)
+            if not self._is_same(first, plain):
+                return False
+            second = self.run(numbers, others=True)
+            return self._is_same(self._functional(*first), self._functional(*second))
         except CaptureError:
             return False  # if the numbers are not why, the capture will say so
-        found = tracer.numbers.found
-        if [one.name for one in found] != [one.name for one in other.numbers.found]:
+
+    @staticmethod
+    def _is_same(symbolic: tuple[StepTracer, Traced], other: tuple[StepTracer, Traced]) -> bool:
+        """Whether the trace of symbols is the other one where its values are put in."""
+        (one, traced), (two, second) = symbolic, other
+        found = one.numbers.found
+        if [number.name for number in found] != [number.name for number in two.numbers.found]:
             return False
-        return is_followed(symbolic, tracer.tape, found, plain, other.tape)
+        return is_followed(traced, one.tape, found, second, two.tape)
+
+    def _functional(self, tracer: StepTracer, traced: Traced) -> tuple[StepTracer, Traced]:
+        """The trace with its functional graph; the state is as before."""
+        outside = list(self.state.outside)
+        try:
+            tensors = tracer.observer.tensors
+            traced = lift_outside_tensors(traced, self.state, tensors, tracer.mode)
+            graph = make_functional(traced.graph, traced.inputs, tracer.tape, tracer.mode)
+        finally:
+            self.state.outside[:] = outside
+        return tracer, attrs.evolve(traced, graph=graph)
 
 
 def _notes_on(moved: int) -> tuple[str, ...]:

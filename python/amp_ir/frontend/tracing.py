@@ -47,6 +47,7 @@ class StepTracer:
         numbers: frozenset[str] = frozenset(),
         *,
         symbolic: bool = True,
+        others: bool = False,
     ) -> None:
         self._step = step
         self._arguments = arguments
@@ -56,7 +57,7 @@ class StepTracer:
         self._findings = Findings()
         self._locator = Locator(state.models)
         self.tape = FloatTape([hyper.value() for hyper in hypers], self._refuse_float)
-        self.numbers = Numbers(numbers, self.tape if symbolic else None)
+        self.numbers = Numbers(numbers, self.tape if symbolic else None, others=others)
         opaque = [*state.optimizers, *(slots.scaler for slots in state.scalers)]
         self.observer = Observer(self._locator, self._findings, opaque, self.numbers.replace)
         self.effects = SideEffects(self.observer, self.numbers.put)

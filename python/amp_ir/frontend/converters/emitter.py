@@ -77,6 +77,9 @@ class Emitter:
 
     def call(self, name: str, *args: relax.Expr, **options: Any) -> Any:
         """Bind a call of an `amp_ir.*` op; a tuple of expressions when it has several results."""
+        for option, value in options.items():
+            if isinstance(value, relax.Expr):
+                self.refuse(f"takes {option} as a constant, and it is computed at each call")
         bound = self._builder.emit(call_op(name, list(args), self.span, **options))
         return self.fields(bound) if isinstance(bound.ty, relax.TupleType) else bound
 
