@@ -111,11 +111,13 @@ class _Limit:
 def _limits(program: Program, scope: dict[str, Any], roundings: int) -> list[dict[str, _Limit]]:
     """For each step, of each tensor that `_seen` names."""
     unit = _UNIT[str(program.jit.get("amp_dtype", program.dtype))]
+    # What rounding to nearest moves a number by, at most, is half of this.
+    eps = torch.finfo(getattr(torch, str(program.jit.get("amp_dtype", program.dtype)))).eps
     oracle = _eager(program, scope, torch.float64)
     own = _eager(program, scope, getattr(torch, program.dtype), is_autocast=True)
     many = roundings > FEW_ROUNDINGS
     others = [
-        _eager(program, scope, torch.float64, unit=unit, seed=1 + k, rounds_all=many)
+        _eager(program, scope, torch.float64, unit=eps, seed=1 + k, rounds_all=many)
         for k in range(roundings)
     ]
     return [
