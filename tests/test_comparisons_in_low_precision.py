@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import amp_ir
@@ -23,6 +24,9 @@ FUNCTIONS: dict[str, Function] = {
     "infinity norm": lambda v: v / (v.norm(float("inf"), dim=1, keepdim=True) + 1),
     "maximum": lambda v: torch.maximum(v, v.mean(1, keepdim=True)) * v,
     "ties": lambda v: torch.maximum(v, v.clone()) * v,
+    "place of the largest": lambda v: v * torch.take_along_dim(v, v.argmax(1, keepdim=True), 1),
+    "place of the smallest": lambda v: v.min(1, keepdim=True)[0] * v,
+    "large pools": lambda v: v * F.max_pool2d(v, (5, 5), 1, 2),
     "the largest three": lambda v: torch.where(v < v.topk(3).values[..., -1:], 0.0, v),
     "a comparison of the user's": lambda v: torch.where(
         v == v.amax(1, keepdim=True), v * v, 0.5 * v

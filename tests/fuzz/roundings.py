@@ -11,8 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Not what must give exactly an argument of its own (max, where, index), for gradients compare.
 ARITHMETIC = frozenset(
     "add sub rsub mul div reciprocal pow sqrt rsqrt exp log tanh sigmoid sin cos sinc mm addmm bmm "
-    "baddbmm convolution sum mean addcmul addcdiv lerp _softmax _log_softmax "
-    "_softmax_backward_data _log_softmax_backward_data".split()
+    "baddbmm convolution sum mean addcmul addcdiv lerp _softmax _log_softmax logsumexp var std "
+    "linalg_vector_norm cumsum prod gelu silu softplus elu mse_loss smooth_l1_loss huber_loss "
+    "native_batch_norm native_layer_norm native_group_norm avg_pool2d tanh_backward "
+    "native_batch_norm_backward native_layer_norm_backward native_group_norm_backward "
+    "_softmax_backward_data _log_softmax_backward_data mse_loss_backward sigmoid_backward "
+    "smooth_l1_loss_backward huber_loss_backward gelu_backward silu_backward softplus_backward "
+    "elu_backward convolution_backward avg_pool2d_backward".split()
 )
 
 
@@ -27,8 +32,13 @@ class RandomRounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, then move what it made."""
         result = func(*args, **(kwargs or {}))
-        if func._schema.name.removeprefix("aten::") in ARITHMETIC:
-            result.copy_(moved(result, self._unit, self._generator))
+        name = func._schema.name.removeprefix("aten::")
+        if name in ARITHMETIC:
+            results = result if isinstance(result, tuple) else (result,)
+            # Statistics, which follow the result of a normalization, are not low.
+            for one in results if name.endswith("_backward") else results[:1]:
+                if isinstance(one, torch.Tensor):
+                    one.copy_(moved(one, self._unit, self._generator))
         return result
 
 

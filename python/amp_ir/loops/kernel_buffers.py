@@ -17,7 +17,16 @@ import attrs
 import torch
 from tvm import tirx
 
-from amp_ir.loops.ir import TensorSpec, compute_dtype
+from amp_ir.loops.ir import (
+    Buffer,
+    Constant,
+    Index,
+    Opaque,
+    TensorSpec,
+    Value,
+    bind,
+    compute_dtype,
+)
 from amp_ir.tensor_memory import physical_dtype
 
 # "global" on a CPU: only then does TVM keep it on the stack, where LLVM makes it registers; "local"
@@ -83,6 +92,18 @@ def _bfloat16_bits(element: Any) -> Any:
 def round_to(element: Any, dtype: str) -> Any:
     """`element` rounded to what `dtype` can hold, still in its compute dtype."""
     return widen(narrow(element, dtype), dtype) if compute_dtype(dtype) != dtype else element
+
+
+def stored_element(value: Value, index: Index) -> Any:
+    """An element as memory of its dtype holds it, also where it never gets there.
+
+    For comparisons: one side may come from memory and the other be computed again, unrounded. No
+    element would equal its maximum then, and what is infinite in float16 would be finite.
+    """
+    element = value[index]
+    if isinstance(value, (Buffer, Constant, Opaque)):
+        return element
+    return round_to(bind(element), value.dtype)
 
 
 @attrs.frozen(eq=False)

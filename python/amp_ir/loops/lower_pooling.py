@@ -26,6 +26,7 @@ from amp_ir.loops.ir import (
     reduce,
     reshape,
 )
+from amp_ir.loops.kernel_buffers import stored_element
 from amp_ir.loops.pooling_windows import Adaptive, Sliding, number
 
 _FAR = 2**31 - 1
@@ -102,15 +103,19 @@ def _max_pool(op: Lowering, x: Value, axes: Axes) -> tuple[Value, Value]:
     dtype, n = compute_dtype(x.dtype), len(axes)
     plane = x.shape[len(x.shape) - n :]
     lowest = m.constant(float("-inf"), dtype)
-    space, largest = _windows(x, axes, lambda at, valid, _i: _guarded(valid, x[at], lowest))
+
+    def read(at: Any, valid: Any, _i: Any) -> Any:
+        return _guarded(valid, stored_element(x, at), lowest)
+
+    space, largest = _windows(x, axes, read)
     best = reduce("max", space, _last(space, n), largest, dtype)
     has_nan = reduce(
         "max", space, _last(space, n),
-        _windows(x, axes, lambda at, valid, _i: _is_nan(valid, x[at]))[1], "int32",
+        _windows(x, axes, lambda at, valid, _i: _is_nan(valid, stored_element(x, at)))[1], "int32",
     )  # fmt: skip
 
     def first(at: Any, valid: Any, i: Any) -> Any:
-        element = bind(x[at])
+        element = bind(stored_element(x, at))
         peak = best[(*i, *(0,) * n)]
         is_nan = element != element
         wanted = m.select(has_nan[(*i, *(0,) * n)] > number(0), is_nan, element == peak)

@@ -13,11 +13,9 @@ from amp_ir.image_layout import TO_FIRST, TO_LAST
 from amp_ir.loops import division, integers
 from amp_ir.loops import math as m
 from amp_ir.loops.ir import (
-    Buffer,
     Constant,
     Distance,
     Lowering,
-    Opaque,
     TensorSpec,
     Value,
     bind,
@@ -30,7 +28,7 @@ from amp_ir.loops.ir import (
     reduce,
     reshape,
 )
-from amp_ir.loops.kernel_buffers import round_to
+from amp_ir.loops.kernel_buffers import stored_element
 
 Scalar = Callable[..., Any]
 
@@ -224,20 +222,8 @@ def _lower_predicate(name: str, predicate: Scalar) -> None:
             op.results[0].shape,
             "bool",
             arguments,
-            lambda *i: predicate(*(_as_stored(a, i) for a in arguments)),
+            lambda *i: predicate(*(stored_element(a, i) for a in arguments)),
         )
-
-
-def _as_stored(value: Value, index: Any) -> Any:
-    """An element as memory of its dtype holds it, also where it never gets there.
-
-    One side may come from memory and the other be computed again, unrounded: without this no
-    element would equal its maximum, and what is infinite in float16 would be finite.
-    """
-    element = value[index]
-    if isinstance(value, (Buffer, Constant, Opaque)) or compute_dtype(value.dtype) == value.dtype:
-        return element
-    return round_to(bind(element), value.dtype)
 
 
 for _name, _scalar in PREDICATES.items():
@@ -512,11 +498,15 @@ def arg_reduction(op: Lowering, x: Value) -> Value:
     d = int(axis) % len(x.shape) if axis is not None else 0
     is_max = op.name == "relax.argmax"
     dtype = compute_dtype(x.dtype)
-    best = reduce("max" if is_max else "min", source.shape, (d,), lambda *i: source[i], dtype)
+
+    def read(*i: Any) -> Any:
+        return stored_element(source, i)
+
+    best = reduce("max" if is_max else "min", source.shape, (d,), read, dtype)
     far = m.constant(2**31 - 1, "int32")
 
     def position(*i: Any) -> Any:
-        element, extreme = bind(source[i]), bind(best[i])
+        element, extreme = bind(read(*i)), bind(best[i])
         hit = tirx.any(tirx.EQ(element, extreme), m.isnan(element))
         return m.select(hit, i[d], far)
 
