@@ -118,6 +118,8 @@ def test_numbers_that_change_at_every_call_are_compiled_three_times(
     for index in range(7):
         pair.call(*numbers_of(index), seed=index, **(CLOSE if amp_dtype is None else CLOSE_LOW))
     assert len(pair.reasons) == 2
+    from_groups = "Read from param_groups at every step: optimizer0.group0.lr, "
+    assert f"{from_groups}optimizer0.group0.momentum." in pair.train.notes
 
 
 def reasons(*values: Any) -> list[str]:
@@ -125,7 +127,7 @@ def reasons(*values: Any) -> list[str]:
     return [f"argument 2 was {was!r} and is {now!r}" for was, now in pairs]
 
 
-PASSED = "a hyper-parameter has passed a value that the step decides by"
+PASSED = "argument 2 has passed a value that the step decides by"
 FOLLOWED = "Python numbers that are read at every call: argument 2."
 GUARDED = (
     "Python numbers that stay guards, since they decide a branch, a size or what is not computed "

@@ -21,7 +21,7 @@ from amp_ir.frontend.hyper_parameters import HyperParameter, frozen_options
 from amp_ir.frontend.interface import Interface
 from amp_ir.frontend.observer import Observer
 from amp_ir.frontend.state import State
-from amp_ir.frontend.symbolic_float import Guard
+from amp_ir.frontend.symbolic_float import Guard, inputs_of
 from amp_ir.frontend.traced import Traced
 
 _gradient_of = attrgetter("grad")
@@ -202,10 +202,15 @@ class Currency:
             for index, parameter, key, tensor in self._interface.fresh
         )
 
-    def _guards_hold(self) -> bool:
-        values = [one.value() for one in self._hypers]
-        values += [one.value() for one in self._numbers]
-        return all(guard.holds(values) for guard in self._guards)
+    def _passed(self) -> Iterator[str]:
+        """What decides otherwise now than in the capture."""
+        inputs: list[HyperParameter | FollowedNumber] = [*self._hypers, *self._numbers]
+        values = [one.value() for one in inputs]
+        for guard in self._guards:
+            if not guard.holds(values):
+                positions = sorted(inputs_of(guard.left) | inputs_of(guard.right))
+                names = [inputs[i].name for i in positions if i >= len(self._hypers)]
+                yield " and ".join(names) or "a hyper-parameter"
 
     def _changed_options(self) -> Iterator[str]:
         now = frozen_options(self._state.optimizers, self._hypers)
@@ -219,8 +224,8 @@ class Currency:
                 if key == "params":
                     yield f"param group {number} has other parameters"
                 yield f"{key} of param group {number} was {was!r} and is {is_now!r}"
-        if not self._guards_hold():
-            yield "a hyper-parameter has passed a value that the step decides by"
+        for name in self._passed():
+            yield f"{name} has passed a value that the step decides by"
 
     def _gradients_hold(self) -> bool:
         # A tensor is not equal to None.

@@ -28,13 +28,18 @@ def number_notes(followed: frozenset[str], unfollowed: frozenset[str]) -> tuple[
 
 
 def capture_notes(
-    graph: torch.fx.GraphModule, state: State, interface: Interface
+    graph: torch.fx.GraphModule, state: State, interface: Interface, followed: frozenset[str]
 ) -> tuple[str, ...]:
-    """One sentence a decision; nothing about what goes without saying."""
-    return tuple(_notes(graph, state, interface))
+    """One sentence a decision; nothing about what goes without saying.
+
+    `followed` are the names of the inputs that are no hyper-parameters but Python numbers.
+    """
+    return tuple(_notes(graph, state, interface, followed))
 
 
-def _notes(graph: torch.fx.GraphModule, state: State, interface: Interface) -> Iterator[str]:
+def _notes(
+    graph: torch.fx.GraphModule, state: State, interface: Interface, followed: frozenset[str]
+) -> Iterator[str]:
     outside = [slot.name for slot in state.outside]
     if outside:
         more = f" and {len(outside) - _MOST} more" if len(outside) > _MOST else ""
@@ -50,7 +55,11 @@ def _notes(graph: torch.fx.GraphModule, state: State, interface: Interface) -> I
     put = len(interface.put)
     if put:
         yield f"{put} parameters keep a gradient after the step, since it does not clear them."
-    hypers = [entry.name for entry in interface.inputs if entry.role is Role.HYPER_PARAMETER]
+    hypers = [
+        entry.name
+        for entry in interface.inputs
+        if entry.role is Role.HYPER_PARAMETER and entry.name not in followed
+    ]
     if hypers:
         yield f"Read from param_groups at every step: {', '.join(hypers)}."
     if any(module.training for model in state.models for module in model.modules()):

@@ -102,7 +102,7 @@ def capture_step(
         flatten_batch=arguments.flatten,
         unflatten_results=traced.results.build,
         notes=(
-            *capture_notes(graph, state, interface),
+            *capture_notes(graph, state, interface, followed),
             *number_notes(followed, unfollowed),
             *_notes_on(moved),
         ),
