@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_steps import random_inputs, random_step
@@ -321,3 +323,45 @@ def test_the_bytes_counted_before_placing_are_those_of_the_plan(name: str) -> No
         plan = lower(mod).plan
     assert seen == [plan.lower_bound_bytes]
     assert plan.peak_bytes <= 1.05 * (plan.peak_bytes - plan.arena_bytes + plan.lower_bound_bytes)
+
+
+def test_values_smaller_than_their_alignment_end_the_search() -> None:
+    """Gaps of up to 63 bytes stay between values of a few bytes, however little is held at once."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, 1))
+            self.slope = nn.PReLU()
+            self.least = nn.Parameter(torch.zeros(1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.scale
+            pooled = torch.maximum(F.adaptive_avg_pool1d(x, 2), self.least)
+            return self.slope(x.expand(3, 4, 1)).square().mean() + pooled.square().mean()
+
+    def build() -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
+        model = Model().bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step, {"model": model, "optimizer": optimizer}
+
+    x = torch.ones(4, 1, dtype=torch.bfloat16)
+    step, objects = build()
+    train = amp_ir.jit(step, **objects)
+    loss = train(x)
+    needed = train.compiled.report.plan.peak_bytes
+    for share in (0.5, 0.75, 0.95):
+        step, objects = build()
+        with pytest.raises(BudgetError, match=r"Pass memory_budget=(\d+) or more") as refused:
+            amp_ir.jit(step, **objects, memory_budget=int(share * needed))(x)
+        enough = int(re.search(r"Pass memory_budget=(\d+)", str(refused.value))[1])
+        step, objects = build()
+        assert torch.equal(amp_ir.jit(step, **objects, memory_budget=enough)(x), loss)

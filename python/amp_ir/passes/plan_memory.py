@@ -30,6 +30,10 @@ from amp_ir.passes.step_slots import (
 from amp_ir.passes.write_planned import CopyKernel, Destinations, write_planned
 from amp_ir.tensor_memory import ALIGNMENT_BYTES, dtype_nbytes
 
+# Where values are small beside the alignment of their places, running calls again can go on
+# without end: each run lowers one call and adds another.
+_MOST_ROUNDS_IN_VAIN = 40
+
 
 def plan_memory(
     ir: tvm.IRModule,
@@ -88,12 +92,14 @@ def _plan_within(
     least = plan
     order_calls(program, outputs, together=True)
     again = Rematerialization(program, outputs)
-    while True:
+    rounds_in_vain = 0
+    while rounds_in_vain < _MOST_ROUNDS_IN_VAIN:
         is_reached = again.reach(target)
         planner = new_planner()
         plan = planner.run()
         if plan.peak_bytes <= budget:
             return planner, plan
+        rounds_in_vain = 0 if plan.peak_bytes < least.peak_bytes else rounds_in_vain + 1
         least = min(least, plan, key=lambda one: one.peak_bytes)
         if is_reached:
             target = min(target - (plan.peak_bytes - budget), plan.lower_bound_bytes - 1)
