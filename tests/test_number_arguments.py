@@ -159,6 +159,10 @@ def by_its_text(z: torch.Tensor, y: torch.Tensor, weight: float) -> torch.Tensor
     return F.cross_entropy(z, y) * {"0": 2.0, "1": 3.0}[f"{weight:.0f}"]
 
 
+def at_a_milestone(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    return F.cross_entropy(z, y) * (2.0 if count in {2, 9} else 1.0)
+
+
 def dropped(z: torch.Tensor, y: torch.Tensor, p: float) -> torch.Tensor:
     return F.cross_entropy(z + 0 * F.dropout(z.detach(), p), y)
 
@@ -183,7 +187,8 @@ def halved(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
     [
         (cut, (1, 2, 3, 4)), (added_to_integers, (1, 2, 3, 4)), (by_tens, (1, 4, 8, 12)),
         (floored, (0.25, 0.5, 0.75, 1.25)), (signed, (1.5, 1.0, 0.5, -0.5)),
-        (by_its_text, (0.8, 0.9, 1.0, 0.2)), (dropped, (0.1, 0.2, 0.3, 0.4)),
+        (by_its_text, (0.8, 0.9, 1.0, 0.2)), (at_a_milestone, (4, 5, 6, 9)),
+        (dropped, (0.1, 0.2, 0.3, 0.4)),
         (spaced, (0.5, 1.0, 1.5, 3.0)), (normed, (0.5, 1.0, 1.5, 3.0)),
         (halved, (2**27 + 1, 2**27 + 3, 2**27 + 5, 2**27 + 7)),
     ],

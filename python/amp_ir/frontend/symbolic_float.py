@@ -103,7 +103,7 @@ class FloatTape:
     """All symbolic floats of one capture.
 
     `inputs` are the true values of the inputs; `guards` the comparisons made so far;
-    `shown` are those that the step made text of, which is frozen;
+    `shown` are those that the step made text or a key of, which is frozen;
     `on_refusal(reason)` is told when the step asks for something that cannot be followed.
     """
 
@@ -268,7 +268,6 @@ class SymbolicFloat(float):
     __eq__, __ne__ = _comparison("eq"), _comparison("ne")
     __lt__, __le__ = _comparison("lt"), _comparison("le")
     __gt__, __ge__ = _comparison("gt"), _comparison("ge")
-    __hash__ = float.__hash__
     __floordiv__, __rfloordiv__ = _refused(float.__floordiv__), _refused(float.__rfloordiv__)
     __mod__, __rmod__ = _refused(float.__mod__), _refused(float.__rmod__)
     __divmod__, __rdivmod__ = _refused(float.__divmod__), _refused(float.__rdivmod__)
@@ -276,6 +275,11 @@ class SymbolicFloat(float):
     __floor__, __ceil__ = _refused(math.floor), _refused(math.ceil)
     is_integer, hex = _refused(float.is_integer), _refused(float.hex)
     as_integer_ratio = _refused(float.as_integer_ratio)
+
+    def __hash__(self) -> int:
+        """As a key it is found, or not, once for all."""
+        self.tape.shown.append(self.expression)
+        return float.__hash__(self)
 
     def __bool__(self) -> bool:
         """Whether the true value is not zero."""
