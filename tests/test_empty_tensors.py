@@ -233,3 +233,36 @@ def test_gradients_without_elements_are_unscaled(dtype: torch.dtype, rows: int) 
         x = torch.ones(2, dtype=dtype)
         torch.testing.assert_close(train(x), step(x))
     torch.testing.assert_close(list(other.parameters()), list(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_a_scaled_loss_of_nothing(shape: tuple[int, ...]) -> None:
+    """Some gradients have no elements, others are NaN, or sums of nothing."""
+
+    def build(*, is_compiled: bool) -> tuple[nn.Module, Any, Callable[..., Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(shape[-1], 2), nn.Linear(2, 1))
+        model.register_parameter("weight", nn.Parameter(torch.ones(1)))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = amp_ir.GradScaler("cpu", init_scale=8.0)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            x = x * model.weight
+            loss = F.softplus(model(x)).mean() + x.mean()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            return loss.detach()
+
+        if not is_compiled:
+            return model, scaler, step
+        return model, scaler, amp_ir.jit(step, model=model, optimizer=opt, scaler=scaler)
+
+    model, scaler, step = build(is_compiled=False)
+    other, other_scaler, train = build(is_compiled=True)
+    x = torch.ones(shape)
+    torch.testing.assert_close(train(x), step(x), equal_nan=True)
+    torch.testing.assert_close(list(other.parameters()), list(model.parameters()), equal_nan=True)
+    assert other_scaler.get_scale() == scaler.get_scale()

@@ -35,8 +35,8 @@ class RandomRounding(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in ARITHMETIC:
             results = result if isinstance(result, tuple) else (result,)
-            # Statistics, which follow the result of a normalization, are not low.
-            for one in results if name.endswith("_backward") else results[:1]:
+            # The mean and deviation that a normalization keeps for its gradient are low, too.
+            for one in results:
                 if isinstance(one, torch.Tensor):
                     one.copy_(moved(one, self._unit, self._generator))
         return result

@@ -40,8 +40,9 @@ class Domain:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
-        return self.size // self.columns
+        """Number of rows; of rows without elements, too."""
+        columns = self.axes or ()
+        return math.prod(n for d, n in enumerate(self.shape) if d not in columns)
 
     @property
     def is_trailing(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tvm import relax
 
 from amp_ir.frontend.converters.emitter import Emitter
+from amp_ir.frontend.converters.promotion import shape_of
 from amp_ir.frontend.converters.registry import converts
 
 
@@ -28,7 +29,8 @@ def all_finite(
     ops: Emitter, gradients: Sequence[relax.Expr], scale: relax.Expr
 ) -> tuple[relax.Expr, ...]:
     """Whether all are finite, and their norm without the scale."""
-    results: tuple[relax.Expr, ...] = ops.call("amp_ir.all_finite", *gradients, scale)
+    some = [one for one in gradients if 0 not in shape_of(one)]
+    results: tuple[relax.Expr, ...] = ops.call("amp_ir.all_finite", *some, scale)
     return results
 
 
