@@ -106,3 +106,22 @@ def test_what_is_infinite_in_float16_only(function: Callable[[torch.Tensor], tor
     model.forward = forward
     mod, args = amp_ir.trace_model(model, (x,))
     torch.testing.assert_close(amp_ir.compile(mod)(*args), forward(x))
+
+
+def test_the_place_of_the_largest_of_low_rows_that_are_widened() -> None:
+    """Autocast makes the rows bfloat16; a value that is only widened is as low as they are."""
+    torch.manual_seed(0)
+    model = nn.Embedding(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        rows = model(ids)
+        values = torch.take_along_dim(rows, rows.argmax(0, keepdim=True), 0)
+        values.square().sum().backward()
+        optimizer.step()
+        return values.detach()
+
+    ids = torch.tensor([2, 0])
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype="bfloat16")
+    torch.testing.assert_close(train(ids), step(ids), rtol=2.0**-8, atol=0)

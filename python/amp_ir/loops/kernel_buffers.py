@@ -22,6 +22,7 @@ from amp_ir.loops.ir import (
     Constant,
     Index,
     Opaque,
+    Pointwise,
     TensorSpec,
     Value,
     bind,
@@ -101,6 +102,9 @@ def stored_element(value: Value, index: Index) -> Any:
     element would equal its maximum then, and what is infinite in float16 would be finite.
     """
     element = value[index]
+    # A low value that is only widened or moved is as low as before.
+    while isinstance(value, Pointwise) and value.is_view and len(value.reads) == 1:
+        value = value.reads[0].value
     if isinstance(value, (Buffer, Constant, Opaque)):
         return element
     return round_to(bind(element), value.dtype)
