@@ -26,8 +26,12 @@ _device.amp_ir_use_fake_guard()
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import amp_ir  # noqa: E402
-from amp_ir import pipeline, target  # noqa: E402
+from amp_ir import pipeline, target, unusable_tensors  # noqa: E402
 from amp_ir.demo.workloads import WORKLOADS, Training  # noqa: E402
+
+# The GPU's tensors are fakes here, which users are refused.
+unusable_tensors._faults = lambda _tensor: iter(())
+unusable_tensors._needed_bytes = lambda _tensor: 0
 
 
 class Recurrent(torch.nn.Module):

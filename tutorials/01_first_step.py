@@ -149,8 +149,8 @@ assert train(*make_batch()).isfinite()
 
 # %%
 try:
-    train(torch.randn(128, 64, dtype=torch.float64), torch.randn(128, 8))
+    train(torch.randn(128, 64, device="meta"), torch.randn(128, 8))
 except amp_ir.errors.ArgumentError as error:
     print(error)
 else:
-    raise AssertionError("a float64 batch was taken for a float32 one")
+    raise AssertionError("a batch without values was taken for one with values")

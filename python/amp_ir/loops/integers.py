@@ -50,7 +50,7 @@ def multiply(a: Any, b: Any) -> Any:
     across = _low_half(low * other_high) + _low_half(high * other_low)
     # Below 2^64, which a signed product would overflow.
     both_low = tirx.Cast("uint64", low) * tirx.Cast("uint64", other_low)
-    return add(tirx.reinterpret("int64", both_low), tirx.shift_left(across, _word(32)))
+    return add(tirx.reinterpret("int64", both_low), _up(across))
 
 
 def _is_widest(x: Any) -> bool:
@@ -71,13 +71,27 @@ def _by_halves(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     """A sum or difference of 64 bits as two of 32, of which the lower may carry or borrow."""
     (low, high), (other_low, other_high) = _halves(a), _halves(b)
     low = bind(function(low, other_low))
-    high = function(high, other_high) + tirx.shift_right(low, _word(32))
-    return tirx.bitwise_or(tirx.shift_left(high, _word(32)), _low_half(low))
+    high = function(high, other_high) + _down(low)
+    return tirx.bitwise_or(_up(high), _low_half(low))
 
 
 def _halves(x: Any) -> tuple[Any, Any]:
     x = bind(x)
-    return bind(_low_half(x)), bind(tirx.shift_right(x, _word(32)))
+    return bind(_low_half(x)), bind(_down(x))
+
+
+def _up(x: Any) -> Any:
+    """x 2^32.
+
+    In two shifts, as below: TVM makes what indexes a buffer 32 bits wide, where the numbers fit,
+    and knows no shift by 32 of these. Two by 16 give the same there.
+    """
+    return tirx.shift_left(tirx.shift_left(x, _word(16)), _word(16))
+
+
+def _down(x: Any) -> Any:
+    """x / 2^32, rounded down."""
+    return tirx.shift_right(tirx.shift_right(x, _word(16)), _word(16))
 
 
 def _low_half(x: Any) -> Any:

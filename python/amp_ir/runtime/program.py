@@ -259,7 +259,8 @@ def _room_for(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        if device.type != "cuda":
+        # Of a GPU's allocator; a host's raises a RuntimeError.
+        if not isinstance(error, torch.OutOfMemoryError):
             raise out_of_memory(
                 "the step, beside its state, needs", error, plan.arena_bytes
             ) from error
