@@ -33,6 +33,7 @@ from amp_ir.frontend.places import (
     ABSENT,
     Contents,
     Place,
+    cell_value,
     describe_function,
     flat,
     is_number,
@@ -317,7 +318,7 @@ class Observer:
         held = frame.f_locals
         for function in self._functions.get(id(code), ()):
             cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-            values = {key: _content(cell) for key, cell in cells.items()}
+            values = {key: cell_value(cell) for key, cell in cells.items()}
             if any(value is not held.get(key, ABSENT) for key, value in values.items()):
                 continue
             for key, cell in cells.items():
@@ -335,7 +336,7 @@ class Observer:
         def name() -> str:
             return f"closure variable {key!r} of {describe_function(function)}"
 
-        before = _content(cell)
+        before = cell_value(cell)
         is_loaded = key in reads.cell_loads and key not in reads.stored_first
         line = frame.f_code.co_filename, reads.cell_stores.get(key, 0)
         value = self._place(cell, "cell", "", name, is_loaded=is_loaded, line=line)
@@ -416,7 +417,7 @@ class Observer:
             function.__code__.co_freevars, function.__closure__ or (), strict=False
         ):
             # What a decorator wraps; a cell itself is a place once its function runs.
-            value = _content(cell)
+            value = cell_value(cell)
             if isinstance(value, (FunctionType, MethodType, functools.partial)):
                 yield value, _part("closure variable", key, of)
         if function.__dict__:
@@ -599,13 +600,6 @@ def _of_class(module: torch.nn.Module) -> Name:
 
 def _class_name(owner: type) -> str:
     return f"class {owner.__name__}"
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT
 
 
 def _unwrapped(found: Any) -> Any:
