@@ -178,6 +178,9 @@ def scaled_dot_product_attention(
     A mask that needs a gradient (a learnt bias) has none in that op: then it is plain PyTorch.
     """
     query, key, value, attn_mask = _under_autocast(query, key, value, attn_mask)
+    if query.shape[-1] == 0:
+        # Scores of no numbers are 0, whatever their scale, as of one number that is 0.
+        query, key, scale = query.sum(-1, keepdim=True), key.sum(-1, keepdim=True), 1.0
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)

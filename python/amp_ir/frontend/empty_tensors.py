@@ -17,7 +17,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-# Their gradients are divided by the number of elements, of fake tensors in Python (which raises).
+# They divide by a number of elements, of fake tensors in Python (which raises).
 _LOSS_GRADIENTS = (
     aten.mse_loss_backward.default,
     aten.huber_loss_backward.default,
@@ -27,9 +27,26 @@ _LOSS_GRADIENTS = (
 )
 
 
-def divides_by_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an op is the gradient of a loss over no elements, with respect to `args[1]`."""
-    return func in _LOSS_GRADIENTS and has_no_elements(args[1])
+def gradient_over_nothing(func: Any, args: tuple[Any, ...]) -> Any:
+    """What an op gives that PyTorch's tracing would divide by 0 for; None for other ops.
+
+    These are the gradient of a loss over no elements, with respect to `args[1]`, and that of a
+    group normalization of groups without elements.
+    """
+    if func in _LOSS_GRADIENTS and has_no_elements(args[1]):
+        return torch.empty_like(args[1])
+    if func is aten.native_group_norm_backward.default and has_no_elements(args[1]):
+        return _group_norm_gradients(*args)
+    return None
+
+
+def _group_norm_gradients(
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
+    weight: torch.Tensor | None, n: int, channels: int, *_options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dx, dweight, dbias): the mean of no elements is NaN, and dweight a multiple of it."""
+    dweight = mean.new_full([channels], math.nan if n else 0.0)
+    return torch.empty_like(x), dweight, torch.zeros_like(dweight)
 
 
 def has_no_elements(value: Any) -> bool:

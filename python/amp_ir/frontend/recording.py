@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_ir.frontend.composed import composed
-from amp_ir.frontend.empty_tensors import divides_by_nothing
+from amp_ir.frontend.empty_tensors import gradient_over_nothing
 from amp_ir.frontend.foreach import call_foreach, is_foreach
 from amp_ir.frontend.locations import Locator, NodeMarker
 from amp_ir.frontend.observer import Observer
@@ -130,8 +130,9 @@ class Recorder(TorchDispatchMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        if divides_by_nothing(func, args):
-            return torch.empty_like(args[1])
+        of_nothing = gradient_over_nothing(func, args)
+        if of_nothing is not None:
+            return of_nothing
         detached = self._repeated.renamed(func, args)
         if detached is not None:
             return detached
