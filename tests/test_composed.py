@@ -16,6 +16,8 @@ from step_comparison import Training, integers, normal
 from torch import nn
 
 import amp_ir
+from amp_ir.errors import CaptureError
+from amp_ir.frontend import batch_statistics
 from amp_ir.frontend.composed import composed
 
 
@@ -241,3 +243,60 @@ def test_distributions_check_their_arguments_after_a_capture() -> None:
     trainings(Policy)().capture(PROGRAMS[Policy](0))
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
+
+
+def cumulative() -> Training:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 1))
+    opt = torch.optim.SGD(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return Training(model, opt, step)
+
+
+def test_a_cumulative_average_of_statistics() -> None:
+    """The share of each batch is 1 / n, from the count of batches: three steps in a row."""
+    assert_compiled_alike(cumulative, lambda k: (normal(k, 5, 4),), steps=3)
+
+
+def test_a_cumulative_average_goes_on_from_its_count() -> None:
+    """The count is read at every call, so that a state which is loaded counts."""
+    training, other = cumulative(), cumulative()
+    train = amp_ir.jit(training.step, model=training.model, optimizer=training.optimizer)
+    train(normal(0, 5, 4))
+    other.step(normal(0, 5, 4))
+    for model in (training.model, other.model):
+        model[1].num_batches_tracked.fill_(9)
+    train(normal(1, 5, 4))
+    other.step(normal(1, 5, 4))
+    assert not train.recompiles
+    for found, expected in zip(training.model[1].buffers(), other.model[1].buffers(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_without_elements_leaves_a_cumulative_average() -> None:
+    model = nn.BatchNorm1d(3, momentum=None)
+    amp_ir.jit(lambda x: model(x), model=model)(torch.zeros(2, 3, 0))
+    assert model.running_var.tolist() == [1.0, 1.0, 1.0] and int(model.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_normalizations_are_captured_without_cudnn(kind: Any, monkeypatch: Any) -> None:
+    """Its kernels are ops of their own, which keep what only they can read."""
+    name = {nn.BatchNorm1d: "_batch_norm", nn.InstanceNorm1d: "_instance_norm"}[kind]
+    plain = getattr(batch_statistics, name)
+
+    def checked(*args: Any) -> Any:
+        assert args[-1] is False
+        raise RuntimeError("it is called without cuDNN")
+
+    monkeypatch.setattr(batch_statistics, name, checked)
+    with pytest.raises(CaptureError, match="it is called without cuDNN"):
+        amp_ir.trace_model(kind(3), (torch.ones(2, 3, 4),))
+    assert getattr(torch, name[1:]) is plain

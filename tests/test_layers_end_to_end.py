@@ -92,6 +92,8 @@ def norms(d: int) -> dict[str, Case]:
         "batch": layer(batch, 3, x=x),
         "batch_bare": layer(batch, 3, affine=False, track_running_stats=False, x=x),
         "batch_eval": (lambda: batch(3).eval(), (x,)),
+        "batch_cumulative": layer(batch, 3, momentum=None, x=x),
+        "batch_cumulative_eval": (lambda: batch(3, momentum=None).eval(), (x,)),
         "instance": layer(instance, 3, x=x),
         "instance_tracking": layer(instance, 3, affine=True, track_running_stats=True, x=x),
         "padded": layer(of_dimension("ReflectionPad", d), 1, x=x),

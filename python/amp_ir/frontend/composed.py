@@ -37,17 +37,6 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.float() for tensor in tensors)
 
 
-def _without_cudnn(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A normalization whose last argument tells whether cuDNN's kernel is wanted."""
-
-    def plain(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if "cudnn_enabled" in kwargs:
-            return norm(*args, **{**kwargs, "cudnn_enabled": False})
-        return norm(*args[:-1], False, **kwargs)
-
-    return plain
-
-
 def _rnn(whole: Callable[..., Any], spelt_out: Callable[..., Any]) -> Callable[..., Any]:
     """A stack of plain recurrent layers, step by step; cuDNN has it whole."""
 
@@ -261,8 +250,6 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     **COMPOSED_BY_INDEX,
-    torch.batch_norm: _without_cudnn(torch.batch_norm),
-    torch.instance_norm: _without_cudnn(torch.instance_norm),
     torch.rnn_tanh: _rnn(torch.rnn_tanh, decompositions.rnn_tanh_input),
     torch.rnn_relu: _rnn(torch.rnn_relu, decompositions.rnn_relu_input),
 }

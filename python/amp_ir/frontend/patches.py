@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import batchnorm
 from torch.nn.utils import clip_grad
 
 from amp_ir.frontend.attention import scaled_dot_product_attention
 from amp_ir.frontend.autocast_regions import mark_autocast_regions
+from amp_ir.frontend.batch_statistics import batch_norm, instance_norm
 from amp_ir.frontend.distribution import WRAPPER_ADVICE, wrapper_fault
 from amp_ir.frontend.locations import Locator
 from amp_ir.frontend.module_methods import ModuleMethods
@@ -58,6 +61,8 @@ def patched(
             _watched_zero_grad(torch.optim.Optimizer.zero_grad, watch),
         ),
         (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+        (torch, "batch_norm", batch_norm),
+        (torch, "instance_norm", instance_norm),
         (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
         (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
         (torch.amp.GradScaler, "scale", _refused_scaler(locator, findings)),
@@ -78,9 +83,11 @@ def patched(
         distribution = torch.distributions.Distribution
         checks = ValueHere(value=False, elsewhere=distribution._validate_args)
         patch(restores, distribution, "_validate_args", checks)
-        # The functions of this module convert their threshold, which may hang on the loss scale.
-        # For a number that is not followed it is Python's own `float`.
-        patch(restores, clip_grad, "float", _float_of)
+        # The functions of clip_grad convert their threshold, which may depend on the loss scale;
+        # a BatchNorm without a momentum converts its count of batches. For a number that is not
+        # followed it is Python's own `float`.
+        for module in (clip_grad, batchnorm):
+            patch(restores, module, "float", _float_of)
         # An error of the user's step is raised; the fake tensors would log it as well.
         silence(restores, "torch._subclasses.fake_tensor")
         yield stepped
@@ -121,8 +128,10 @@ def _watched_zero_grad(zero_grad: Callable[..., None], watch: GradientWatch) -> 
     return watched
 
 
-def _float_of(value: Any) -> float:
-    """`float` that leaves a number which is followed as it is: it is a float already."""
+def _float_of(value: Any) -> Any:
+    """`float` that leaves a number which is followed as it is, and makes a tensor a float64."""
+    if isinstance(value, FakeTensor):
+        return value.double()
     return value if isinstance(value, SymbolicFloat) else float(value)
 
 
