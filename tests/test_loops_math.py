@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -68,3 +69,24 @@ def test_a_second_lowering_of_an_op_is_refused() -> None:
 
     with pytest.raises(ValueError, match="relax.exp has a lowering already"):
         lowers("relax.exp")(again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_products_of_a_choice_between_two_numbers(dtype: torch.dtype) -> None:
+    """TVM's interval analysis fails on these under a name, which equal ones are given."""
+
+    def function(x: Any, y: Any, z: Any) -> Any:
+        a, b, z = R.multiply(x, y), R.add(x, y), R.multiply(z, z)
+        chosen, larger = R.where(R.greater(a, b), a, b), R.maximum(a, z)
+        results = [R.multiply(one, z) for one in (chosen, chosen, larger, larger)]
+        results += [R.divide(one, z) for one in (chosen, chosen)]
+        results = [R.multiply(one, x) for one in results]
+        return functools.reduce(R.add, results)
+
+    name = str(dtype).removeprefix("torch.")
+    x, y = torch.linspace(-2, 2, 37, dtype=dtype), torch.linspace(3, -3, 37, dtype=dtype)
+    z = x.abs() + 1
+    (got,) = run_kernels(build([((37,), name)] * 3, function), [x, y, z])
+    a, b, z = x * y, x + y, z * z
+    chosen, larger = torch.where(a > b, a, b), torch.maximum(a, z)
+    torch.testing.assert_close(got, 2 * x * (chosen * z + larger * z + chosen / z))

@@ -12,7 +12,14 @@ from typing import Any
 from tvm import tirx
 
 from amp_ir.loops import integers
-from amp_ir.loops.elements import constant, difference, dtype_of, quotient, signed_zero
+from amp_ir.loops.elements import (
+    constant,
+    difference,
+    dtype_of,
+    quotient,
+    select,
+    signed_zero,
+)
 from amp_ir.loops.ir import bind
 
 
@@ -37,10 +44,10 @@ def floor_remainder(a: Any, b: Any) -> Any:
     a, b = bind(a), bind(b)
     rest = remainder(a, b)
     if not integers.is_integer(dtype_of(a)):
-        return tirx.Select(_differ_in_sign(rest, b), rest + b, rest)
+        return select(_differ_in_sign(rest, b), rest + b, rest)
     if not integers.is_signed(dtype_of(a)):
         return rest
-    return tirx.Select(_differ_in_sign(rest, b), integers.add(rest, b), rest)
+    return select(_differ_in_sign(rest, b), integers.add(rest, b), rest)
 
 
 def floored(a: Any, b: Any) -> Any:
@@ -51,7 +58,7 @@ def floored(a: Any, b: Any) -> Any:
     if not integers.is_signed(dtype_of(a)):
         return truncated(a, b)
     whole, below = truncated(a, b), _differ_in_sign(_safe_remainder(a, b), b)
-    return tirx.Select(below, whole - constant(1, dtype_of(a)), whole)
+    return select(below, whole - constant(1, dtype_of(a)), whole)
 
 
 def _floored_floats(a: Any, b: Any) -> Any:
@@ -63,11 +70,11 @@ def _floored_floats(a: Any, b: Any) -> Any:
     by_quotient = bind(quotient(a, b))
     rest = remainder(a, b)
     whole = bind(quotient(difference(a, rest), b))
-    whole = bind(tirx.Select(_differ_in_sign(rest, b), difference(whole, one), whole))
+    whole = bind(select(_differ_in_sign(rest, b), difference(whole, one), whole))
     floor = bind(tirx.floor(whole))
-    floor = tirx.Select(difference(whole, floor) > half, floor + one, floor)
-    result = tirx.Select(tirx.EQ(whole, zero), signed_zero(by_quotient), floor)
-    return tirx.Select(tirx.EQ(b, zero), by_quotient, result)
+    floor = select(difference(whole, floor) > half, floor + one, floor)
+    result = select(tirx.EQ(whole, zero), signed_zero(by_quotient), floor)
+    return select(tirx.EQ(b, zero), by_quotient, result)
 
 
 def _differ_in_sign(rest: Any, b: Any) -> Any:
@@ -79,8 +86,8 @@ def _safe_quotient(a: Any, b: Any) -> Any:
     zero = constant(0, dtype_of(a))
     result = tirx.truncdiv(a, _safe_divisor(b))
     if integers.is_signed(dtype_of(a)):
-        result = tirx.Select(tirx.EQ(b, constant(-1, dtype_of(a))), integers.negative(a), result)
-    return tirx.Select(tirx.EQ(b, zero), zero, result)
+        result = select(tirx.EQ(b, constant(-1, dtype_of(a))), integers.negative(a), result)
+    return select(tirx.EQ(b, zero), zero, result)
 
 
 def _safe_remainder(a: Any, b: Any) -> Any:
@@ -94,4 +101,4 @@ def _safe_divisor(b: Any) -> Any:
     by_nothing = tirx.EQ(b, zero)
     if integers.is_signed(dtype_of(b)):
         by_nothing = tirx.any(by_nothing, tirx.EQ(b, constant(-1, dtype_of(b))))
-    return bind(tirx.Select(by_nothing, one, b))
+    return bind(select(by_nothing, one, b))

@@ -36,8 +36,15 @@ def dtype_of(element: Any) -> str:
 
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """`if_true` where `condition` holds; both sides are evaluated."""
-    return tirx.Select(condition, if_true, if_false)
+    """`if_true` where `condition` holds; both sides are evaluated.
+
+    TVM's interval analysis (0.27) gives up on a product of a choice between two floats that it
+    knows nothing of ("IntImm supports only int"), under whatever name: it must not see the choice.
+    """
+    chosen = tirx.Select(condition, if_true, if_false)
+    return (
+        chosen if literal(if_true) is not None or literal(if_false) is not None else opaque(chosen)
+    )
 
 
 def clamp(index: Any, extent: int) -> Any:
@@ -59,20 +66,20 @@ def relu(x: Any) -> Any:
 def maximum(a: Any, b: Any) -> Any:
     """The larger one; NaN if either is NaN, as PyTorch's maximum."""
     a, b = bind(a), bind(b)
-    larger = tirx.Select(a > b, a, b)
+    larger = select(a > b, a, b)
     return _nan_from(a, larger) if dtype_of(a).startswith("float") else larger
 
 
 def minimum(a: Any, b: Any) -> Any:
     """The smaller one; NaN if either is NaN, as PyTorch's minimum."""
     a, b = bind(a), bind(b)
-    smaller = tirx.Select(a < b, a, b)
+    smaller = select(a < b, a, b)
     return _nan_from(a, smaller) if dtype_of(a).startswith("float") else smaller
 
 
 def _nan_from(a: Any, otherwise: Any) -> Any:
     # A comparison with NaN fails, so `otherwise` is b already where b is NaN.
-    return tirx.Select(isnan(a), a, otherwise)
+    return select(isnan(a), a, otherwise)
 
 
 def opaque(x: Any) -> Any:

@@ -98,7 +98,7 @@ def exp(x: Any, *, halvings: int = 0) -> Any:
         return tirx.exp(x) * constant(0.5**halvings, dtype_of(x)) if halvings else tirx.exp(x)
     x = bind(x)
     low = constant(_EXP_LOW)
-    y = bind(tirx.Select(x < low, low, x))
+    y = bind(select(x < low, low, x))
     # y = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite). A number this large
     # has no bits below 1, so that the sum rounds, and its last bits are n.
     rounder = constant(1.5 * 2.0**23)
@@ -114,10 +114,10 @@ def exp(x: Any, *, halvings: int = 0) -> Any:
     more = tirx.Select(is_tiny, _int(64 - halvings), _int(-halvings))
     power = tirx.shift_left(shifted + more, _int(23))
     result = tirx.reinterpret("float32", tirx.reinterpret("int32", series) + power)
-    result = result * tirx.Select(is_tiny, constant(2.0**-64), constant(1.0))
+    result = result * select(is_tiny, constant(2.0**-64), constant(1.0))
     # NaN is in no range, and x + inf is NaN for it.
     high = constant(_EXP_HIGH + halvings * math.log(2))
-    return tirx.Select(x < high, result, x + constant(math.inf))
+    return select(x < high, result, x + constant(math.inf))
 
 
 def _int(number: int) -> Any:
@@ -130,12 +130,12 @@ def log(x: Any) -> Any:
         return tirx.log(x)
     x = bind(x)
     tiny = bind(x < constant(1.17549435e-38))
-    scaled = tirx.Select(tiny, x * constant(2.0**24), x)
+    scaled = select(tiny, x * constant(2.0**24), x)
     bits = tirx.reinterpret("int32", scaled)
     # m in [sqrt(1/2), sqrt(2)): subtract the bits of sqrt(1/2) so that the exponent rounds there.
     shifted = bind(bits - tirx.const(0x3F3504F3, "int32"))
     exponent = tirx.Cast("float32", tirx.shift_right(shifted, tirx.const(23, "int32")))
-    exponent = bind(exponent - tirx.Select(tiny, constant(24.0), constant(0.0)))
+    exponent = bind(exponent - select(tiny, constant(24.0), constant(0.0)))
     mantissa_bits = tirx.bitwise_and(shifted, tirx.const(0x007FFFFF, "int32")) + tirx.const(
         0x3F3504F3, "int32"
     )
@@ -150,9 +150,9 @@ def log(x: Any) -> Any:
     low = exponent * constant(-2.12194440054690583e-4)
     result = f - (half_square - (s * (half_square + series * z) + low))
     result = exponent * constant(0.693359375) + result
-    result = tirx.Select(tirx.EQ(x, constant(0.0)), constant(-math.inf), result)
-    result = tirx.Select(x < constant(0.0), constant(math.nan), result)
-    return tirx.Select(tirx.any(isnan(x), tirx.EQ(x, constant(math.inf))), x, result)
+    result = select(tirx.EQ(x, constant(0.0)), constant(-math.inf), result)
+    result = select(x < constant(0.0), constant(math.nan), result)
+    return select(tirx.any(isnan(x), tirx.EQ(x, constant(math.inf))), x, result)
 
 
 def log1p(x: Any) -> Any:
@@ -164,7 +164,7 @@ def log1p(x: Any) -> Any:
     corrected = log(u) * (x / difference(u, constant(1.0)))
     is_one = tirx.EQ(u, constant(1.0))
     exact = tirx.any(is_one, tirx.EQ(u, constant(math.inf)))
-    return tirx.Select(exact, tirx.Select(is_one, x, u), corrected)
+    return select(exact, select(is_one, x, u), corrected)
 
 
 def _extern(name: str) -> Any:
@@ -185,7 +185,7 @@ def tanh(x: Any) -> Any:
         series = series * z + constant(c)
     small = series * z * magnitude + magnitude
     large = constant(1.0) - constant(2.0) / (exp(magnitude + magnitude) + constant(1.0))
-    return _with_sign(x, tirx.Select(magnitude < constant(0.625), small, large))
+    return _with_sign(x, select(magnitude < constant(0.625), small, large))
 
 
 def _with_sign(x: Any, magnitude: Any) -> Any:
@@ -204,7 +204,7 @@ def sinh(x: Any) -> Any:
     series = constant(1 / 6) + square * (constant(1 / 120) + square * constant(1 / 5040))
     near = x + x * (square * series)
     # 0 has the sign of x by way of x + x 0.
-    return tirx.Select(absolute(x) < constant(0.5), near, exp(x, halvings=1) - exp(-x, halvings=1))
+    return select(absolute(x) < constant(0.5), near, exp(x, halvings=1) - exp(-x, halvings=1))
 
 
 def cosh(x: Any) -> Any:
@@ -258,12 +258,12 @@ def normal_cdf(x: Any, bell: Any) -> Any:
         return half * _extern("erfc")(x * constant(-math.sqrt(0.5), dtype_of(x)))
     x = bind(x)
     tail = bind(_scaled_tail(absolute(x)) * bell)
-    return tirx.Select(x > constant(0.0), constant(1.0) - tail, tail)
+    return select(x > constant(0.0), constant(1.0) - tail, tail)
 
 
 def _scaled_tail(a: Any) -> Any:
     # There the bell is 0; the polynomials would overflow far beyond. NaN is not below 15.
-    a = bind(tirx.Select(a > constant(15.0), constant(15.0), a))
+    a = bind(select(a > constant(15.0), constant(15.0), a))
     return _polynomial(_TAIL_TOP, a) / _polynomial(_TAIL_BOTTOM, a)
 
 
@@ -283,4 +283,4 @@ def erf(x: Any) -> Any:
     near = bind(size * _polynomial(_ERF_SERIES, square))
     tail = _scaled_tail(size * constant(math.sqrt(2.0))) * exp(-square)
     far = constant(1.0) - constant(2.0) * tail
-    return _with_sign(x, bind(tirx.Select(size < constant(1.0), near, far)))
+    return _with_sign(x, bind(select(size < constant(1.0), near, far)))
