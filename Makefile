@@ -49,13 +49,17 @@ test: setup
 
 # The tests of numbers as on lesser machines: PyTorch, oneDNN and our own kernels without AVX-512,
 # without bfloat16 instructions, and without oneDNN. What a machine does not have itself is no cap.
-NUMERIC := $(addprefix tests/test_, \
-	accumulate_rows.py autocast_workloads.py composed.py cpu_flash_attention.py dialect_gradients.py \
-	dialect_kernels.py kernel_floats.py kernels_of_ops.py layers_end_to_end.py long_sums.py \
-	loss_kernels.py loss_scale_training.py lower_relax.py memory_report.py models_end_to_end.py \
-	models_in_low_precision.py native*.py onednn_scratch.py random_steps_compiled.py \
-	recurrence_call.py recurrent_layers.py rounding.py sort_kernels.py special_values.py \
-	torch_cuda.py user_programs.py)
+NUMERIC := $(addprefix tests/, \
+	amp/test_autocast_workloads.py amp/test_kernels_of_ops.py capture/test_composed.py \
+	capture/test_recurrent_layers.py dialect/test_dialect_gradients.py \
+	dialect/test_dialect_kernels.py dispatch/test_cpu_flash_attention.py \
+	dispatch/test_recurrence_call.py end_to_end/test_layers.py end_to_end/test_models.py \
+	end_to_end/test_models_in_low_precision.py end_to_end/test_random_steps.py \
+	end_to_end/test_rounding.py end_to_end/test_special_values.py end_to_end/test_user_programs.py \
+	loops/test_accumulate_rows.py loops/test_kernel_floats.py loops/test_long_sums.py \
+	loops/test_loss_kernels.py loops/test_relax_lowerings.py loops/test_sort_kernels.py \
+	loss_scaling/test_loss_scale_training.py memory/test_memory_report.py \
+	memory/test_onednn_workspace.py native/test_native*.py native/test_torch_cuda.py)
 AS_AVX2   := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 AMP_IR_LLVM_CPU=x86-64-v3
 AS_AVX512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE AMP_IR_LLVM_CPU=skylake-avx512
 NUMERIC_TESTS := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_PARALLEL) -q $(NUMERIC)
@@ -78,7 +82,7 @@ gpu-test:
 MINUTES ?= 30
 SEED    ?= 0
 fuzz: setup
-	PYTHONPATH=tests OMP_WAIT_POLICY=passive $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED)
+	PYTHONPATH=tests/support OMP_WAIT_POLICY=passive $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED)
 
 # Native libraries that check themselves, and the tests of these. They lie apart, beside links to the
 # Python files of the package, which finds its libraries next to itself. Python is not instrumented:
@@ -89,8 +93,9 @@ fuzz: setup
 # barriers are made of futexes that ThreadSanitizer cannot see, so that every team would be a race.
 SANITIZE := address,undefined
 SANITIZED := build/sanitize/python/amp_ir
-SANITIZED_TESTS := $(wildcard tests/test_native*.py) tests/test_memory_plan.py tests/test_min_cut.py
-SANITIZED_TESTS += tests/test_cublaslt.py tests/test_onednn_scratch.py
+SANITIZED_TESTS := tests/host/test_native.py $(wildcard tests/native/test_native*.py)
+SANITIZED_TESTS += tests/native/test_cublaslt.py
+SANITIZED_TESTS += $(addprefix tests/memory/test_, memory_plan.py min_cut.py onednn_workspace.py)
 RUNTIMES := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so libubsan.so) libstdc++.so.6
 PRELOADED = $(foreach one,$(RUNTIMES),$(shell $(CXX) -print-file-name=$(one)))
 SANITIZE_OPTIONS := ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1

@@ -22,11 +22,11 @@ import attrs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import DeviceError
+from amp_ir.files.atomic_file import write_text
+from amp_ir.ir.target import target_of
 from amp_ir.report.wide_console import wide_console
-from amp_ir.target import target_of
 from benchmarks import on_gpu
 from benchmarks.record import RESULTS, describe_machine
 from benchmarks.step_row import COLUMNS, Asked, Row, measure

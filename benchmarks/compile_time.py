@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 import amp_ir
-from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
+from amp_ir.files.atomic_file import write_text
 from benchmarks.peers import cold_compiler, make_peer
 from benchmarks.record import RESULTS, describe_machine
 from benchmarks.resident import rise_of_peak, tensors_of

@@ -23,8 +23,8 @@ from rich.progress import track
 from rich.table import Table
 
 import amp_ir
-from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS, Training
+from amp_ir.files.atomic_file import write_text
 from benchmarks.record import RESULTS, describe_machine
 
 # Small enough that no workload overflows: a skipped step would do less work in PyTorch.

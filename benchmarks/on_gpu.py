@@ -27,9 +27,9 @@ import torch
 from rich.table import Table
 
 import amp_ir
-from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
-from amp_ir.machine import measure_peaks
+from amp_ir.files.atomic_file import write_text
+from amp_ir.host.peak_rates import measure_peaks
 from benchmarks.floor import floor_milliseconds
 from benchmarks.host_waits import host_waits
 from benchmarks.loss_scale import eager, scaled_step

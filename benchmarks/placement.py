@@ -25,8 +25,8 @@ from rich.table import Table
 
 import amp_ir
 from amp_ir.amp.plan import CastPlan
-from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS
+from amp_ir.files.atomic_file import write_text
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = ("bert1", "gpt2", "resnet50", "ssd", "lstm")

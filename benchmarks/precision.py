@@ -24,10 +24,10 @@ from rich.table import Table
 from tvm import relax
 
 import amp_ir
-from amp_ir.atomic_file import write_text
 from amp_ir.demo.workloads import WORKLOADS
-from amp_ir.interpreter import interpret
-from amp_ir.location import from_span
+from amp_ir.files.atomic_file import write_text
+from amp_ir.ir.interpreter import interpret
+from amp_ir.ir.location import from_span
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = ("bfloat16", "float16")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import amp_ir
-from amp_ir.build import host_description
-from amp_ir.machine import measure_peaks
+from amp_ir.host.peak_rates import measure_peaks
+from amp_ir.vm.build import host_description
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -13,7 +13,7 @@ import attrs
 
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
-from amp_ir.module import StepModule
+from amp_ir.ir.step_module import StepModule
 from amp_ir.runtime.call_times import time_calls
 from benchmarks.compiled_error import CompiledError, compiled_error
 from benchmarks.floor import floor_milliseconds, peak_trials, peaks_of

@@ -11,9 +11,9 @@ import numpy
 import pytest
 import torch
 from hypothesis import settings
-from pytorch_as_it_was import pytorch_state
 
-from amp_ir import matmul_ways
+from amp_ir.ir import tuning_cache
+from pytorch_as_it_was import pytorch_state
 
 # Examples build and run kernels, whose first call is slow; and a run must be repeatable.
 settings.register_profile("amp_ir", deadline=None, derandomize=True, max_examples=50)
@@ -23,7 +23,7 @@ settings.load_profile("amp_ir")
 @pytest.fixture(autouse=True)
 def untuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Compile as where `amp_ir.tune` has not run, whatever this machine's user did."""
-    monkeypatch.setattr(matmul_ways, "default_directory", lambda: tmp_path / "matmuls")
+    monkeypatch.setattr(tuning_cache, "default_directory", lambda: tmp_path / "matmuls")
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ from typing import Any
 import attrs
 import pytest
 import torch
+
+import amp_ir
 from fuzz.grammar import write_program
 from fuzz.minimise import minimise
 from fuzz.program import Program, Statement
 from fuzz.run_program import Outcome, run_program
 from fuzz.worker import Worker
-
-import amp_ir
 
 # `make fuzz` goes on from here. A seed that fails is a fault of amp_ir: mend it, keep the seed.
 SEEDS = range(1, 17)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import amp_ir
-from amp_ir.interpreter import interpret
+from amp_ir.ir.interpreter import interpret
 
 torch.manual_seed(0)
 model = nn.Sequential()

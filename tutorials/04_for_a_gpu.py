@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn import functional
 
 import amp_ir
-from amp_ir import target
-from amp_ir.build import compile_executable
+from amp_ir.ir import target
 from amp_ir.pipeline import lower
+from amp_ir.vm.build import compile_executable
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"

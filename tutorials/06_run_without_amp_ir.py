@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import amp_ir
-from amp_ir import cli, loaded_step
+from amp_ir import cli, standalone
 
 Path("train.py").write_text(
     """
@@ -56,13 +56,13 @@ for one in description["libraries"]:
 # %% [markdown]
 # ## Run it elsewhere
 #
-# One file of amp_ir, `loaded_step.py`, does all of this with numpy and TVM's runtime; it is made to
+# One file of amp_ir, `standalone.py`, does all of this with numpy and TVM's runtime; it is made to
 # be copied. Put it, the step and the libraries of amp_ir that the description names into a folder:
 
 # %%
 away = Path("away")
 away.mkdir()
-shutil.copy(loaded_step.__file__, away)
+shutil.copy(standalone.__file__, away)
 for name in ("step.so", "step.so.json", "state.npz"):
     shutil.copy(name, away)
 for one in description["libraries"]:
@@ -76,7 +76,7 @@ program = """
 import sys
 sys.modules["torch"] = None  # as if PyTorch were not installed
 import numpy as np
-from loaded_step import LoadedStep
+from standalone import LoadedStep
 
 step = LoadedStep("step.so", state="state.npz")
 batch = dict(np.load("batch.npz"))

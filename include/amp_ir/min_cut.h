@@ -31,7 +31,7 @@ struct MinCut {
 // edges
 //           from a vertex on the source's side to one that is not.
 // Cost:     O(V^2 E) in the worst case, near linear on the shallow graphs of a training step:
-//           100 000 vertices in well under a second, measured in tests/test_min_cut.py.
+//           100 000 vertices in well under a second, measured in tests/memory/test_min_cut.py.
 // Source:   Dinic 1970; the cut is read off as in Ford and Fulkerson 1956.
 MinCut FindMinCut(int64_t num_vertices, const std::vector<CutEdge>& edges, int64_t source,
                   int64_t sink);

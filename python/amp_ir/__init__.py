@@ -9,19 +9,19 @@
 `pipeline.py` is the map of what happens in between.
 """
 
-# torch comes first: our libraries use the OpenMP runtime that it brings (native.py).
+# torch comes first: our libraries use the OpenMP runtime that it brings (host/native.py).
 import torch  # noqa: F401
 
 from amp_ir import amp, errors
-from amp_ir.amp.grad_scaler import GradScaler
 from amp_ir.amp.overrides import CustomTypeHint, Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
-from amp_ir.amp.scale_loss import scale_loss
-from amp_ir.checkpoint import load_checkpoint, save_checkpoint
+from amp_ir.ir.location import autocast_off
+from amp_ir.ir.step_log import StepLog, StepRecord
+from amp_ir.ir.step_module import Role, Signature, StepModule
 from amp_ir.jit_step import jit
-from amp_ir.location import autocast_off
-from amp_ir.module import Role, Signature, StepModule
+from amp_ir.loss_scaling.grad_scaler import GradScaler
+from amp_ir.loss_scaling.scale_loss import scale_loss
 from amp_ir.pipeline import (
     autocast,
     explain_plan,
@@ -35,10 +35,10 @@ from amp_ir.pipeline import (
 )
 from amp_ir.pipeline import compile_step as compile  # noqa: A004  (torch.compile's name)
 from amp_ir.report.kernel_profile import KernelProfile
-from amp_ir.report.matmul_times import MatmulTimes
 from amp_ir.report.memory import MemoryReport
+from amp_ir.report.tuning_times import MatmulTimes
+from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.runtime.step import CompiledStep
-from amp_ir.step_log import StepLog, StepRecord
 
 __version__ = "0.1.0"
 

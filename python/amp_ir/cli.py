@@ -28,14 +28,14 @@ import torch
 from rich.console import Console
 
 import amp_ir
-from amp_ir.build import compile_executable, host_description
 from amp_ir.cuda.compiler import check_architecture
 from amp_ir.demo.comparison import Report, compare
 from amp_ir.demo.low_dtype import LOW_DTYPES, choose_low_dtype
+from amp_ir.demo.stage_progress import spent, stages
 from amp_ir.demo.table import comparison_table, footnote, summary
 from amp_ir.demo.training_file import load_training
 from amp_ir.demo.workloads import WORKLOADS, MissingPackage
-from amp_ir.export import export_step, save_state
+from amp_ir.ir.target import parse_target, target_of, with_libraries
 from amp_ir.pipeline import lower
 from amp_ir.report import explain as explain_report
 from amp_ir.report.commands import (
@@ -46,8 +46,8 @@ from amp_ir.report.commands import (
     write_report,
 )
 from amp_ir.report.wide_console import wide_console
-from amp_ir.stage_progress import spent, stages
-from amp_ir.target import parse_target, target_of, with_libraries
+from amp_ir.vm.build import compile_executable, host_description
+from amp_ir.vm.export import export_step, save_state
 
 WRONG_USE = 2
 INTERRUPTED = 130
@@ -231,7 +231,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    """Needs neither the GPU nor the libraries that the step calls; see `amp_ir.export`."""
+    """Needs neither the GPU nor the libraries that the step calls; see `amp_ir.vm.export`."""
     target = with_libraries(parse_target(arguments.target), arguments.libraries)
     # Before anything that takes long.
     if target.is_cuda:

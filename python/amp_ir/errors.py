@@ -55,7 +55,7 @@ class StepFailedError(AmpIrError, RuntimeError):
     """A call of a compiled step failed, or the state that such a failure left is not whole.
 
     `call` is the kernel or library function, "" where it is not known; `location` is where the
-    user's program asks for it, `amp_ir.location.Location` or None. If `is_torn`, the state is
+    user's program asks for it, `amp_ir.ir.location.Location` or None. If `is_torn`, the state is
     neither that before the step nor that after it, and steps on it are refused until it is loaded.
     """
 

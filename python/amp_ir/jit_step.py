@@ -11,19 +11,19 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.capturing import captured_scalers
+from amp_ir.capture import trace
+from amp_ir.capture.arguments import NESTED
+from amp_ir.capture.guards.call_signature import CallSignature
+from amp_ir.capture.guards.changing_arguments import ChangingArguments
 from amp_ir.errors import ArgumentError, CopyError, OptionError, StateError
-from amp_ir.fork_safe_lock import ForkSafeLock
-from amp_ir.frontend import trace
-from amp_ir.frontend.arguments import NESTED
-from amp_ir.frontend.call_signature import CallSignature
-from amp_ir.frontend.changing_arguments import ChangingArguments
+from amp_ir.host.fork_safe_lock import ForkSafeLock
+from amp_ir.ir.capturing import captured_scalers
+from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
+from amp_ir.ir.step_log import StepRecord
+from amp_ir.ir.target import target_of
 from amp_ir.pipeline import Models, Optimizers, autocast, compile_step, trace_step
 from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
-from amp_ir.step_log import StepRecord
-from amp_ir.step_options import check_budget, check_limit, check_opt_level, check_rounding
-from amp_ir.step_variants import DEFAULT_LIMIT, Recompile, StepVariants, Variant, log
-from amp_ir.target import target_of
+from amp_ir.runtime.step_variants import DEFAULT_LIMIT, Recompile, StepVariants, Variant, log
 
 # A number that has changed so often is taken to change every step, and made an input.
 _CHANGES_TO_INPUT = 2

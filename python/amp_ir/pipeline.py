@@ -11,7 +11,7 @@
     dispatch   passes/     matmul and convolution -> library calls
     fuse       loops/      everything else -> few kernels
     plan       passes/     one arena of bytes; results written where they belong
-    build      build.py    -> executable of TVM's virtual machine
+    build      vm/build.py    -> executable of TVM's virtual machine
     run        runtime/    on the user's own tensors
 
 Stages do not know each other; this file is the only one that joins them.
@@ -31,60 +31,58 @@ import tvm
 from tvm import relax
 
 import amp_ir.dialect  # noqa: F401  (registers the ops)
-from amp_ir import build as build_stage
-from amp_ir import native
 from amp_ir.amp import autocast as autocast_stage
-from amp_ir.amp.certificate import account
+from amp_ir.amp.cast_traffic import account
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
-from amp_ir.amp.scale_degree import check_scale_degrees
-from amp_ir.amp.scale_loss import scalers_of
-from amp_ir.dispatch_note import DispatchLog
+from amp_ir.capture import trace
+from amp_ir.dispatch.accumulate_matmuls import accumulate_products
+from amp_ir.dispatch.choose_algorithms import choose_ways, product_label, products_of
+from amp_ir.dispatch.decompose_attention import expand_attention
+from amp_ir.dispatch.decompose_recurrence import expand_recurrence, recurrence_as_calls
+from amp_ir.dispatch.dispatch import dispatch
+from amp_ir.dispatch.prepack_weights import pack_operands
 from amp_ir.errors import OptionError, UnsupportedOpError
-from amp_ir.existing_objects import existing_objects_set_aside
-from amp_ir.frontend import importer, trace
-from amp_ir.loops import emit_cpu, emit_cuda, merge_launches, merge_tasks
-from amp_ir.loops.fuse import fuse_loops
-from amp_ir.loops.horizontal import merge_horizontally
-from amp_ir.loops.kernel import Emitter
-from amp_ir.loops.membership import memberships, stored_tensors
-from amp_ir.loops.merged_kernel import KernelMerger
-from amp_ir.loops.share_kernels import share_kernels
-from amp_ir.machine import measure_peaks
-from amp_ir.matmul_ways import MeasuredWays
-from amp_ir.memory_limit import memory_for
-from amp_ir.memory_plan import PlannedStep
-from amp_ir.module import Role, StepModule
-from amp_ir.passes.accumulate_products import accumulate_products
-from amp_ir.passes.call_cost import flop_of_calls
-from amp_ir.passes.check_indices import HostChecks, check_indices
-from amp_ir.passes.choose_ways import choose_ways, product_label, products_of
-from amp_ir.passes.dispatch import dispatch
-from amp_ir.passes.expand_attention import expand_attention
-from amp_ir.passes.expand_recurrence import expand_recurrence, recurrence_as_calls
-from amp_ir.passes.fold_casts import fold_casts
-from amp_ir.passes.mask_loss_rows import mask_loss_rows
-from amp_ir.passes.merge_products import merge_products
-from amp_ir.passes.pack_operands import pack_operands
-from amp_ir.passes.plan_memory import plan_memory
-from amp_ir.passes.split_rows import plan_in_blocks
+from amp_ir.host import native
+from amp_ir.host.memory_limit import memory_for
+from amp_ir.host.paused_garbage_collection import existing_objects_set_aside
+from amp_ir.host.peak_rates import measure_peaks
+from amp_ir.importer import import_step as importer
+from amp_ir.ir.dispatch_log import DispatchLog
+from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.ir.options import batch_of, check_budget, check_module, check_opt_level, check_rounding
+from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.ir.target import CompileTarget, cpu, parse_target, target_of
+from amp_ir.ir.tuning_cache import MeasuredWays
+from amp_ir.loops.codegen.kernel import Emitter
+from amp_ir.loops.cpu import emit_cpu
+from amp_ir.loops.cuda import emit_cuda
+from amp_ir.loops.fusion import cpu_tasks as merge_tasks
+from amp_ir.loops.fusion import cuda_launches as merge_launches
+from amp_ir.loops.fusion.fuse import fuse_loops
+from amp_ir.loops.fusion.horizontal import merge_horizontally
+from amp_ir.loops.fusion.kernel_assignment import memberships, stored_tensors
+from amp_ir.loops.fusion.merged_kernel import KernelMerger
+from amp_ir.loops.fusion.share_kernels import share_kernels
+from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
+from amp_ir.loss_scaling.scale_loss import scalers_of
+from amp_ir.memory.call_cost import flop_of_calls
+from amp_ir.memory.chunking.chunk_loss import plan_in_blocks
+from amp_ir.memory.plan_memory import plan_memory
 from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
-from amp_ir.report.matmul_times import MatmulTimes
 from amp_ir.report.memory import MemoryReport, report_memory
+from amp_ir.report.tuning_times import MatmulTimes
+from amp_ir.rewrites.check_indices import HostChecks, check_indices
+from amp_ir.rewrites.concat_matmuls import merge_products
+from amp_ir.rewrites.fold_casts import fold_casts
+from amp_ir.rewrites.unslice_loss import mask_loss_rows
 from amp_ir.runtime.call_times import time_calls
 from amp_ir.runtime.launch_times import time_launches, time_whole_steps
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
-from amp_ir.runtime.time_ways import measure_ways, this_machine
-from amp_ir.step_options import (
-    batch_of,
-    check_budget,
-    check_module,
-    check_opt_level,
-    check_rounding,
-)
-from amp_ir.target import CompileTarget, cpu, parse_target, target_of
+from amp_ir.runtime.time_algorithms import measure_ways, this_machine
+from amp_ir.vm import build as build_stage
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

@@ -14,7 +14,6 @@ import attrs
 import tvm
 
 import amp_ir.dialect  # noqa: F401  (registers the ops)
-from amp_ir import native
 from amp_ir.amp import placement as placing
 from amp_ir.amp.decisions import Decision, decide, round_after_convolution
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
@@ -26,9 +25,10 @@ from amp_ir.amp.policies import find_policy
 from amp_ir.amp.real_kernels import without_optimizer
 from amp_ir.amp.record_plan import make_plan, replay
 from amp_ir.amp.rewrite import ATTRIBUTE, rewrite
-from amp_ir.amp.step_graph import StepGraph, read_step
 from amp_ir.errors import OptionError, UnsupportedOpError
-from amp_ir.module import Role, StepModule
+from amp_ir.host import native
+from amp_ir.ir.step_graph import StepGraph, read_step
+from amp_ir.ir.step_module import Role, StepModule
 
 Module = TypeVar("Module", StepModule, tvm.IRModule)
 PLACEMENTS = ("cut", "greedy")

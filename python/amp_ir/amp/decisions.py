@@ -27,9 +27,9 @@ from amp_ir.amp.hints import (
     answer_of,
     reason_of,
 )
-from amp_ir.amp.step_graph import Op, StepGraph, Tree, leaves
 from amp_ir.dialect.registry import DECLARATIONS, options_of
 from amp_ir.errors import RuleError
+from amp_ir.ir.step_graph import Op, StepGraph, Tree, leaves
 
 # Rules that never look at the dtypes of arguments.
 _OWN_RULES = ("amp_ir.amp.type_hints", "amp_ir.amp.policies")

@@ -19,7 +19,7 @@ import attrs
 from amp_ir.amp.constants import Holds, holds
 from amp_ir.amp.decisions import Decision
 from amp_ir.amp.hints import FULL_DTYPE
-from amp_ir.amp.step_graph import Op, StepGraph
+from amp_ir.ir.step_graph import Op, StepGraph
 
 
 @attrs.frozen

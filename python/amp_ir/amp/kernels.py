@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tvm
 from tvm import relax
 
-from amp_ir.amp.step_graph import Op, StepGraph
+from amp_ir.ir.step_graph import Op, StepGraph
 
 # Tells for a module, without optimizer, the kernel or library call that computes each variable. One
 # that is missing is computed anew by the kernels that read it, or by the library call that follows.

@@ -16,8 +16,8 @@ import tvm
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE, RULES, Rule
 from amp_ir.amp.policies import Policy
-from amp_ir.amp.step_graph import Op, StepGraph, leaves
 from amp_ir.errors import OptionError, RuleError
+from amp_ir.ir.step_graph import Op, StepGraph, leaves
 
 PHASES = ("forward", "backward", "optimizer")
 _MODES = {

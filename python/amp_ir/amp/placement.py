@@ -37,7 +37,7 @@ import attrs
 
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.kernels import Kind, Places, kind_of
-from amp_ir.amp.step_graph import StepGraph, Value
+from amp_ir.ir.step_graph import StepGraph, Value
 
 LOW_NBYTES = 2
 FULL_NBYTES = 4

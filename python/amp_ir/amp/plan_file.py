@@ -15,9 +15,9 @@ from typing import Any
 
 from amp_ir.amp.decisions import Mode
 from amp_ir.amp.plan_fields import from_fields
-from amp_ir.atomic_file import write_text
 from amp_ir.errors import FileFormatError
-from amp_ir.sealed_json import check_seal, read_document, sealed
+from amp_ir.files.atomic_file import write_text
+from amp_ir.files.sealed_json import check_seal, read_document, sealed
 
 FORMAT = 2
 _OLD_FORMAT = 1

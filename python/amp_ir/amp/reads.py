@@ -17,8 +17,8 @@ from amp_ir.amp.constants import Holds, holds
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE
 from amp_ir.amp.kernels import Kind, Places, kind_of
-from amp_ir.amp.step_graph import Op, StepGraph
 from amp_ir.dialect.registry import DECLARATIONS
+from amp_ir.ir.step_graph import Op, StepGraph
 
 
 @attrs.define(eq=False)

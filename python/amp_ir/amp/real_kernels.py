@@ -10,8 +10,8 @@ import tvm
 from tvm import relax
 
 from amp_ir.amp.plan import CastPlan, Moved
-from amp_ir.location import from_span
-from amp_ir.variables import variables_of
+from amp_ir.ir.dataflow import variables_of
+from amp_ir.ir.location import from_span
 
 
 def with_real_kernels(

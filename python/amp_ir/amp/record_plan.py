@@ -10,8 +10,8 @@ from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.kernels import Kind, kind_of
 from amp_ir.amp.plan import CastPlan, PlannedCast, PlannedOp
 from amp_ir.amp.rewrite import CastRecord, Rewritten
-from amp_ir.amp.step_graph import Op, StepGraph, Value
 from amp_ir.errors import OptionError
+from amp_ir.ir.step_graph import Op, StepGraph, Value
 
 
 def make_plan(

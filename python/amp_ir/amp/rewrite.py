@@ -25,9 +25,9 @@ from amp_ir.amp.decisions import Decision
 from amp_ir.amp.hints import FULL_DTYPE
 from amp_ir.amp.kernels import Places
 from amp_ir.amp.reads import Reads, fits_low_exactly, plan_reads
-from amp_ir.amp.step_graph import Op, StepGraph, Tree, leaves
 from amp_ir.dialect.registry import DECLARATIONS, call_op, options_of
 from amp_ir.errors import RuleError
+from amp_ir.ir.step_graph import Op, StepGraph, Tree, leaves
 
 # Marks a function that went through autocast, with its low dtype.
 ATTRIBUTE = "amp_ir.amp_dtype"

@@ -16,15 +16,7 @@ from collections.abc import Sequence
 
 from tvm import relax
 
-from amp_ir.amp.hints import (
-    FREE,
-    Answer,
-    Hint,
-    Hints,
-    PrimType,
-    gen_hint_helper,
-    type_hint,
-)
+from amp_ir.amp.hints import FREE, Answer, Hint, Hints, PrimType, gen_hint_helper, type_hint
 
 FULL = PrimType("float32")
 KEEP = PrimType(None)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import attrs
 
-from amp_ir.atomic_file import write_bytes
-from amp_ir.cache_directory import cache_directory, drop_damaged
+from amp_ir.files.atomic_file import write_bytes
+from amp_ir.files.cache_directory import cache_directory, drop_damaged
 
 # A step's machine code has 0.1 to 3 MB, so this holds the last hundreds.
 LIMIT_NBYTES = 256 << 20

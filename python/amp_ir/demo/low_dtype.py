@@ -6,7 +6,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from amp_ir import native
+from amp_ir.host import native
 
 LOW_DTYPES = ("bfloat16", "float16")
 _QUERY = "amp_ir.onednn.is_native"

@@ -12,14 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.dialect.define import (
-    FLOAT_DTYPES,
-    Shape,
-    Tensor,
-    check_choice,
-    define,
-    expect_rest,
-)
+from amp_ir.dialect.define import FLOAT_DTYPES, Shape, Tensor, check_choice, define, expect_rest
 from amp_ir.dialect.random import check_probability, check_state, keep_mask, survivor_scale
 from amp_ir.errors import OptionError
 

@@ -2,7 +2,7 @@
 """Reading and writing elements at computed places.
 
 Indices are int32 or int64. Negative ones count from the end, where PyTorch's op lets them (`wraps`;
-`scatter_add` counts from 0). What is out of range is checked by `passes/check_indices.py`, which
+`scatter_add` counts from 0). What is out of range is checked by `rewrites/check_indices.py`, which
 refuses or rolls back the step; the kernels clamp it, so that no access is wild.
 """
 

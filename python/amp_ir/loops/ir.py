@@ -32,7 +32,7 @@ import attrs
 from tvm import relax, tirx
 
 from amp_ir.errors import BuildError
-from amp_ir.image_layout import TO_FIRST, TO_LAST, moved
+from amp_ir.ir.image_layout import TO_FIRST, TO_LAST, moved
 
 Index = tuple[Any, ...]
 Element = Callable[..., Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from amp_ir.atomic_file import write_text
+from amp_ir.files.atomic_file import write_text
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.report.step_page import step_page

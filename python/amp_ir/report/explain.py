@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from amp_ir.atomic_file import write_text
 from amp_ir.errors import OptionError
+from amp_ir.files.atomic_file import write_text
 from amp_ir.report.explain_graph_page import graph_page
 from amp_ir.report.explain_page import page
 from amp_ir.report.wide_console import wide_console

@@ -14,10 +14,10 @@ import attrs
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 
-from amp_ir.atomic_file import write_text
-from amp_ir.dispatch_note import DispatchNote
-from amp_ir.machine import MachinePeaks
-from amp_ir.memory_plan import PlannedCall, PlannedStep
+from amp_ir.files.atomic_file import write_text
+from amp_ir.host.peak_rates import MachinePeaks
+from amp_ir.ir.dispatch_log import DispatchNote
+from amp_ir.ir.memory_plan import PlannedCall, PlannedStep
 from amp_ir.report.kernel_table import headline, kernel_table
 from amp_ir.report.trace import trace_events
 from amp_ir.report.wide_console import FILE_COLUMNS

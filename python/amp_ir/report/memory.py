@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from amp_ir.memory_plan import MemoryPlan, MemoryRole, PlannedValue, RowSplit
+from amp_ir.ir.memory_plan import MemoryPlan, MemoryRole, PlannedValue, RowSplit
 
 _SHOWN_VALUES = 12
 _TIMELINE_BARS = 24

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from amp_ir.memory_plan import MemoryRole
+from amp_ir.ir.memory_plan import MemoryRole
 from amp_ir.report.memory import MemoryReport, Moment, mebibytes
 
 # From the bottom up: what is always there first. Colours are variables of the page's style.

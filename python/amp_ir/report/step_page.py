@@ -9,14 +9,7 @@ from html import escape
 from typing import Any
 
 from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
-from amp_ir.report.kernel_table import (
-    how_timed,
-    kernel_time,
-    rate,
-    rate_unit,
-    shortened,
-    step_time,
-)
+from amp_ir.report.kernel_table import how_timed, kernel_time, rate, rate_unit, shortened, step_time
 from amp_ir.report.memory import HeldValue, MemoryReport, mebibytes
 from amp_ir.report.memory_chart import colour_class, memory_chart
 from amp_ir.report.step_style import SCRIPT, STYLE

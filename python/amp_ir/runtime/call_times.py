@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir import native
 from amp_ir.errors import BuildError
+from amp_ir.host import native
 from amp_ir.runtime.profile import check_counts
 from amp_ir.runtime.program import Program
 

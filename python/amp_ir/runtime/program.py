@@ -11,18 +11,18 @@ import torch
 import tvm
 
 from amp_ir.errors import AmpIrError, DeviceError, StateError
-from amp_ir.executable import Executable
-from amp_ir.fork_safe_lock import ForkSafeLock
-from amp_ir.memory_limit import is_out_of_memory, out_of_memory
-from amp_ir.memory_plan import MemoryPlan
-from amp_ir.module import InputSpec, OutputSpec, Role, Signature
-from amp_ir.planned_checks import PlannedChecks
+from amp_ir.host.fork_safe_lock import ForkSafeLock
+from amp_ir.host.memory_limit import is_out_of_memory, out_of_memory
+from amp_ir.ir.executable import Executable
+from amp_ir.ir.memory_plan import MemoryPlan
+from amp_ir.ir.planned_checks import PlannedChecks
+from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature
+from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, PHYSICAL_DTYPES
+from amp_ir.ir.unusable_tensors import memory_fault
 from amp_ir.runtime import torn_state
 from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
 from amp_ir.runtime.step_run import StepRun
-from amp_ir.tensor_memory import ALIGNMENT_BYTES, PHYSICAL_DTYPES
-from amp_ir.unusable_tensors import memory_fault
 
 _PHYSICAL = {getattr(torch, dtype): getattr(torch, seen) for dtype, seen in PHYSICAL_DTYPES.items()}
 

@@ -9,14 +9,14 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.dispatch_note import DispatchNote
 from amp_ir.errors import ArgumentError, CopyError, StateError
-from amp_ir.forked_threads import use_threads_that_exist
-from amp_ir.memory_plan import MemoryPlan
-from amp_ir.module import Role, StepModule
+from amp_ir.host.forked_threads import use_threads_that_exist
+from amp_ir.ir.dispatch_log import DispatchNote
+from amp_ir.ir.memory_plan import MemoryPlan
+from amp_ir.ir.step_log import StepLog, StepRecord
+from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.runtime import torn_state
 from amp_ir.runtime.program import Program
-from amp_ir.step_log import StepLog, StepRecord
 
 
 @attrs.frozen

@@ -16,15 +16,15 @@ import torch
 import tvm
 import tvm_ffi
 
-from amp_ir import native
 from amp_ir.errors import StepFailedError, StepOutOfMemoryError
-from amp_ir.memory_limit import ADVICE, asked_nbytes, is_out_of_memory
-from amp_ir.memory_plan import MemoryPlan, PlannedCall
+from amp_ir.host import native
+from amp_ir.host.memory_limit import ADVICE, asked_nbytes, is_out_of_memory
+from amp_ir.ir.memory_plan import MemoryPlan, PlannedCall
 from amp_ir.runtime import torn_state
 
 T = TypeVar("T")
 
-# The libraries whose functions are counted as they begin and end (src/kernels/call_count.h).
+# The libraries whose functions are counted as they begin and end (src/kernels/step/call_count.h).
 _COUNTED = ("amp_ir.onednn.", "amp_ir.torch.", "amp_ir.torch_cuda.", "amp_ir.cublaslt.")
 _LIBRARY = "amp_ir."
 # What a function of Python's raises inside of `main` comes out as its own class where that is

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Undo autocast: the proof that it changed dtypes and nothing else.
+
+`erase_casts(autocast(mod))` computes, bit for bit, what `mod` computes: every inserted cast is
+dropped, every result that was stored low is float32 again. What the user cast stays cast.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst
+
+from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
+from amp_ir.amp.rewrite import ATTRIBUTE, attribute_fields
+from amp_ir.ir.step_module import StepModule
+
+Module = TypeVar("Module", StepModule, tvm.IRModule)
+
+
+def erase_casts(mod: Module) -> Module:
+    """The module with float32 wherever autocast put a low dtype (for tests and comparisons)."""
+    if isinstance(mod, StepModule):
+        return mod.with_ir(erase_casts(mod.ir))
+    function = mod["main"]
+    eraser = _Eraser()
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            eraser.bind(binding.var, binding.value)
+    output = eraser.read(function.body.body)
+    last = relax.Var("outputs", output.ty)
+    eraser.bindings.append(relax.VarBinding(last, output))
+    body = relax.SeqExpr([relax.DataflowBlock(eraser.bindings)], last)
+    relax.expr._update_type(body, last.ty)
+    erased = relax.Function(function.params, body, last.ty, function.is_pure, function.attrs)
+    erased = erased.without_attr(ATTRIBUTE)
+    new = tvm.IRModule({gv: mod[gv] for gv in mod.get_global_vars()}, attrs=mod.attrs)
+    new.update_func(new.get_global_var("main"), erased)
+    return new
+
+
+class _Eraser:
+    def __init__(self) -> None:
+        self.bindings: list[relax.Binding] = []
+        self.now: dict[relax.Var, relax.Expr] = {}
+        self.builder = relax.BlockBuilder()
+
+    def bind(self, variable: relax.Var, value: relax.Expr) -> None:
+        if isinstance(value, relax.Call) and value.op.name == "amp_ir.cast":
+            self.now[variable] = self.read(value.args[0])
+            return
+        new = self.call(value) if isinstance(value, relax.Call) else self.read(value)
+        bound = relax.DataflowVar(variable.name, new.ty)
+        self.bindings.append(relax.VarBinding(bound, new))
+        self.now[variable] = bound
+
+    def call(self, call: relax.Call) -> relax.Call:
+        args = [self.read(argument) for argument in call.args]
+        was_low = any(
+            before.ty.dtype != after.ty.dtype
+            for before, after in zip(call.args, args, strict=True)
+            if isinstance(before.ty, relax.TensorType)
+        )
+        if was_low:
+            args = [_widen_constant(argument) for argument in args]
+        attributes = call.attrs
+        if str(getattr(attributes, "out_dtype", "") or "") in LOW_DTYPES and was_low:
+            attributes = _with_full_result(call)
+        new = relax.Call(call.op, args, attributes, list(call.ty_args), call.span)
+        return self.builder.normalize(new)
+
+    def read(self, expr: relax.Expr) -> relax.Expr:
+        if isinstance(expr, relax.Var):
+            return self.now.get(expr, expr)
+        if isinstance(expr, relax.Tuple) and all(isinstance(f, relax.Expr) for f in expr.fields):
+            return relax.Tuple([self.read(field) for field in expr.fields])
+        if isinstance(expr, relax.TupleGetItem):
+            return relax.TupleGetItem(self.read(expr.tuple_value), expr.index)
+        return expr
+
+
+def _widen_constant(expr: relax.Expr) -> relax.Expr:
+    """A float32 constant again: autocast narrows only constants that the low dtype holds."""
+    if isinstance(expr, GenericConst) and str(expr.ty.dtype) in LOW_DTYPES:
+        return relax.const(expr.value.numpy().astype(FULL_DTYPE), FULL_DTYPE)
+    return expr
+
+
+def _with_full_result(call: relax.Call) -> tvm.ir.Attrs:
+    """The attributes of a call with a float32 result."""
+    kind, fields = attribute_fields(call.attrs)
+    return tvm.ir.make_node(kind, **{**fields, "out_dtype": FULL_DTYPE})

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a capture, checked before anything is traced; all that is wrong at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from amp_ir.capture.batch import leaf_fault
+from amp_ir.capture.distribution import WRAPPER_ADVICE, group_fault, wrapper_fault
+from amp_ir.errors import ArgumentError
+from amp_ir.ir.unusable_tensors import fault_of
+
+NESTED = "this is already inside of a capture; capture the outermost step only"
+
+
+@attrs.frozen
+class Checked:
+    """Models, optimizers and enabled scalers as lists."""
+
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    scalers: list[torch.amp.GradScaler]
+
+
+def check_arguments(
+    step: object, example_batch: object, model: object, optimizer: object, scaler: object
+) -> Checked:
+    """Make lists of the models and optimizers, and refuse what cannot be captured.
+
+    Raises:
+        ArgumentError: listing everything that is wrong.
+    """
+    if get_proxy_mode() is not None:
+        raise ArgumentError(NESTED)
+    batch_faults = [*_batch_faults(example_batch)]
+    wrong = [*_step_faults(step), *batch_faults, *_scaler_faults(scaler)]
+    if not wrong:
+        wrong += _call_faults(step, example_batch)
+    return _check(wrong, model, optimizer, scaler, example_batch)
+
+
+def check_training(step: object, model: object, optimizer: object, scaler: object) -> None:
+    """Refuse what cannot be captured whatever the batch is.
+
+    Raises:
+        ArgumentError: listing everything that is wrong.
+    """
+    _check([*_step_faults(step), *_scaler_faults(scaler)], model, optimizer, scaler, ())
+
+
+def _check(
+    wrong: list[str], model: object, optimizer: object, scaler: object, batch: object
+) -> Checked:
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if optimizer is None:
+        optimizers = []
+    model_faults = list(dict.fromkeys(fault for m in models for fault in _model_faults(m)))
+    if not models:
+        model_faults = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
+    wrong += [*filter(None, [group_fault()]), *model_faults]
+    if not model_faults:
+        wrong += _tensor_faults(models, batch)
+        wrong += _optimizer_faults(models, optimizers)
+        wrong += _state_faults(models, optimizers)
+    if wrong:
+        raise ArgumentError("; ".join(wrong))
+    return Checked(models, optimizers, [one for one in _scalers(scaler) if one.is_enabled()])
+
+
+def _step_faults(step: object) -> Iterator[str]:
+    if not callable(step):
+        yield f"step= is a {type(step).__name__}, expected a function that makes one training step"
+    elif isinstance(step, torch.nn.Module) or hasattr(step, "_torchdynamo_orig_callable"):
+        if hasattr(step, "_orig_mod") or hasattr(step, "_torchdynamo_orig_callable"):
+            yield "step= was made by torch.compile; pass the plain function instead"
+
+
+def _call_faults(step: Any, batch: Any) -> Iterator[str]:
+    """Whether the step can be called with as many arguments as the batch has."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a builtin, which cannot be asked
+        return
+    try:
+        signature.bind(*batch)
+    except TypeError as error:
+        count = "1 argument" if len(batch) == 1 else f"{len(batch)} arguments"
+        yield f"step= takes {signature} and example_batch= has {count}: {error}"
+
+
+def _scaler_faults(scaler: object) -> Iterator[str]:
+    seen: set[int] = set()
+    for one in _scalers(scaler):
+        if not isinstance(one, torch.amp.GradScaler):
+            yield f"scaler= has {_in_words(one)}, expected an amp_ir.GradScaler"
+        elif id(one) in seen:
+            yield f"scaler= holds the same {type(one).__name__} twice"
+        elif one.is_enabled() and len(one._per_optimizer_states) > 0:
+            yield (
+                "scaler= is in the middle of an iteration: unscale_ or step was called on it, and "
+                "update was not; call scaler.update() first"
+            )
+        seen.add(id(one))
+
+
+def _scalers(scaler: object) -> list[Any]:
+    if scaler is None:
+        return []
+    return list(scaler) if isinstance(scaler, (list, tuple)) else [scaler]
+
+
+def _batch_faults(batch: object) -> Iterator[str]:
+    if not isinstance(batch, tuple):
+        yield (
+            f"example_batch= is a {type(batch).__name__}, expected the tuple of the step's "
+            "arguments: (inputs, targets), or (batch,) for a single one"
+        )
+        return
+    found, _ = pytree.tree_flatten_with_path(batch)
+    if not any(isinstance(leaf, torch.Tensor) for _, leaf in found):
+        yield "example_batch= holds no tensor; pass an example of what the step is called with"
+    for path, leaf in found:
+        fault = leaf_fault(leaf)
+        if fault:
+            yield f"example_batch{pytree.keystr(path)} {fault}"
+
+
+def _model_faults(model: object) -> Iterator[str]:
+    if not isinstance(model, torch.nn.Module):
+        yield f"model= has {_in_words(model)}, expected torch.nn.Module"
+        return
+    for name, module in model.named_modules():
+        kind, where = type(module).__name__, f"model= ({name or 'itself'})"
+        shared = wrapper_fault(module)
+        if shared is not None:
+            yield f"{where} {shared}; {WRAPPER_ADVICE}"
+        elif kind == "OptimizedModule":
+            yield f"{where} was made by torch.compile; pass the plain module (._orig_mod)"
+        elif isinstance(module, torch.jit.ScriptModule):
+            yield f"{where} is a TorchScript module; pass the Python module"
+        elif "quantized" in type(module).__module__ and "torch" in type(module).__module__:
+            yield f"{where} is the quantized module {kind}; train in floating point"
+        elif isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            yield f"{where} has sparse gradients; make the {kind} with sparse=False"
+
+
+def _tensor_faults(models: list[torch.nn.Module], batch: object) -> Iterator[str]:
+    """Faults of parameters and buffers: kinds, devices, memory shared behind PyTorch's back."""
+    owners: dict[int, tuple[str, torch.Tensor]] = {}
+    devices: dict[torch.device, str] = {}
+    for index, model in enumerate(models):
+        prefix = f"model{index}." if index else ""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            fault = fault_of(tensor)
+            if fault:
+                yield f"{prefix}{name} {fault}"
+                continue
+            devices.setdefault(tensor.device, prefix + name)
+            owner = owners.setdefault(_address(tensor), (prefix + name, tensor))
+            if owner[1] is not tensor and tensor.numel() and owner[1].numel():
+                yield (
+                    f"{prefix}{name} and {owner[0]} share memory but are two tensors; "
+                    "tie them by assigning the same Parameter to both"
+                )
+    leaves = pytree.tree_leaves(batch)
+    for tensor in (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        # A batch may come from the host: the step itself then moves it to the model's GPU.
+        if tensor.device.type != "cpu":
+            devices.setdefault(tensor.device, "the example batch")
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        yield f"tensors are on different devices ({places}); move all to one with .to(device)"
+
+
+def _in_words(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _optimizer_faults(models: list[torch.nn.Module], optimizers: list[object]) -> Iterator[str]:
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    seen: set[int] = set()
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            yield f"optimizer= has {_in_words(optimizer)}, expected torch.optim.Optimizer"
+            continue
+        kind = type(optimizer).__name__
+        if id(optimizer) in seen:
+            yield f"optimizer= holds the same {kind} twice"
+        seen.add(id(optimizer))
+        if isinstance(optimizer, torch.optim.LBFGS):
+            yield f"{kind} calls the step as a closure several times; use SGD, Adam or another"
+        elif isinstance(optimizer, torch.optim.SparseAdam):
+            yield f"{kind} needs sparse gradients; use Adam"
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = sum(id(parameter) not in known for parameter in parameters)
+        if foreign:
+            yield (
+                f"{foreign} of the {len(parameters)} parameters of optimizer {index} ({kind}) are "
+                "in no model; pass every module that it trains in model=[...]"
+            )
+
+
+def _state_faults(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[str]:
+    """Faults of gradients and of what optimizers keep."""
+    names: dict[int, str] = {}
+    for index, model in enumerate(models):
+        prefix = f"model{index}." if index else ""
+        for name, parameter in model.named_parameters():
+            names.setdefault(id(parameter), prefix + name)
+            if parameter.grad is not None and (fault := fault_of(parameter.grad)):
+                yield f"{prefix}{name}.grad {fault}"
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue
+        for owner, values in optimizer.state.items():
+            name = names.get(id(owner), "a parameter of another model")
+            for key, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, torch.Tensor) and (fault := fault_of(value)):
+                    yield f"{key!r} of optimizer {index} for {name} {fault}"

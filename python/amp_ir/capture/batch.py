@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a step as a flat list of tensors, and its results built up again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+
+from amp_ir.errors import ArgumentError, ShapeChanged
+from amp_ir.ir.unusable_tensors import fault_of
+
+_LARGEST = 2**52  # float64 holds every integer twice as large
+_ANEW = "Call it as it was captured, or capture (jit) the step again"
+PLAIN = (
+    int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device,
+    torch.memory_format, torch.Size, slice, type(Ellipsis),
+)  # fmt: skip
+
+
+@attrs.frozen
+class Arguments:
+    """The structure of the captured arguments.
+
+    `leaves` holds a tensor (its shape, dtype and device count) or the plain value that is frozen
+    into the graph; `paths` says in words where each leaf is. `plain` are the plain values of the
+    present call in order, and `followed` the positions of those that are read from it at each call.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...] = attrs.field(eq=False)
+    paths: tuple[str, ...]
+    plain: list[Any] = attrs.field(eq=False, factory=list)
+    followed: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> Arguments:
+        """The structure of an example."""
+        found, spec = pytree.tree_flatten_with_path(args)
+        paths = tuple("argument " + path_text(path) for path, _ in found)
+        leaves = tuple(leaf for _, leaf in found)
+        plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        return cls(spec, leaves, paths, plain)
+
+    def take(self, plain: Sequence[Any]) -> None:
+        """Let these be the plain values of the present call."""
+        if self.followed:
+            self.plain[:] = plain
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def tensor_paths(self) -> list[str]:
+        """Where each of the tensors is, in words."""
+        leaves = zip(self.paths, self.leaves, strict=True)
+        return [path for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def plain_paths(self) -> list[str]:
+        """Where each of the plain values is, in words."""
+        leaves = zip(self.paths, self.leaves, strict=True)
+        return [path for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(
+        self, tensors: list[torch.Tensor], plain: Sequence[Any] | None = None
+    ) -> tuple[Any, ...]:
+        """The arguments with other tensors, and plain values, in the places of the example's."""
+        rest, values = iter(tensors), iter(self.plain if plain is None else plain)
+        leaves = [next(rest if isinstance(x, torch.Tensor) else values) for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def flatten(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """The tensors of a call, in order.
+
+        Raises:
+            ArgumentError: structure, dtype, device or a plain value differs.
+            ShapeChanged: only shapes differ.
+        """
+        leaves, spec = pytree.tree_flatten(tuple(args))
+        if any(map(leaf_fault, leaves)):
+            raise ArgumentError("; ".join(faults_of(args, "argument ")))
+        if spec != self.spec:
+            raise ArgumentError(
+                f"the step was called with the structure {_structure(args)}, but was captured "
+                f"with {_structure(self.with_tensors(self.tensors))}. {_ANEW}"
+            )
+        paths = self.plain_paths if self.followed else []
+        followed = {paths[position] for position in self.followed}
+        places = [
+            place
+            for place in zip(self.paths, leaves, self.leaves, strict=True)
+            if place[0] not in followed or not can_follow(*place[1:])
+        ]
+        wrong = [text for place in places if (text := _difference(*place))]
+        if wrong:
+            raise ArgumentError(f"{'; '.join(wrong)}. {_ANEW}")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        shapes = [
+            f"{path} has shape {tuple(got.shape)}, captured with {tuple(expected.shape)}"
+            for path, got, expected in places
+            if isinstance(expected, torch.Tensor) and got.shape != expected.shape
+        ]
+        if shapes:
+            raise ShapeChanged(f"{'; '.join(shapes)}. {_ANEW}")
+        self.take([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)])
+        return tensors
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """Where a leaf is among the arguments, as "0['ids'][2]"."""
+    first, *rest = path
+    return str(getattr(first, "idx", first)) + pytree.keystr(tuple(rest))
+
+
+def identity_of(value: Any) -> tuple[type, str]:
+    """What a plain value is: 0.0, -0.0, 0 and False differ, and a NaN is another one's equal."""
+    return type(value), repr(value)
+
+
+def can_follow(now: Any, before: Any) -> bool:
+    """Whether a number can be read as float64 where `before` was one at the capture."""
+    return type(now) is type(before) and (type(now) is float or abs(now) <= _LARGEST)
+
+
+def leaf_fault(leaf: object) -> str | None:
+    """Why a leaf of the arguments cannot be used; None where it can."""
+    if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, PLAIN):
+            return None
+        hint = "torch.from_numpy makes a tensor of an array" if _is_numpy(leaf) else (
+            "pass tensors and plain values in tuples, lists and dicts"
+        )  # fmt: skip
+        return f"is a {type(leaf).__module__}.{type(leaf).__name__}, expected a tensor; {hint}"
+    if leaf.requires_grad and not leaf.is_leaf:
+        return "is the result of another computation with gradients; pass it detached"
+    return fault_of(leaf)
+
+
+def faults_of(args: tuple[Any, ...], prefix: str) -> Iterator[str]:
+    """What is wrong with every leaf of the arguments, each with its place behind `prefix`."""
+    for path, leaf in pytree.tree_flatten_with_path(args)[0]:
+        fault = leaf_fault(leaf)
+        if fault:
+            yield f"{prefix}{path_text(path)} {fault}"
+
+
+def _is_numpy(value: object) -> bool:
+    return type(value).__module__ == "numpy"
+
+
+def structure_in_words(value: Any, name_of: Callable[[Any], str]) -> str:
+    """Nested containers in short; `name_of` gives the text of a leaf."""
+    if isinstance(value, dict):
+        items = (f"{key!r}: {structure_in_words(one, name_of)}" for key, one in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        inner = ", ".join(structure_in_words(one, name_of) for one in value)
+        inner += "," if isinstance(value, tuple) and len(value) == 1 else ""
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    return name_of(value)
+
+
+def _structure(value: Any) -> str:
+    """The containers of arguments: a tensor is `Tensor`, a plain value its type."""
+    return structure_in_words(
+        value, lambda one: "Tensor" if isinstance(one, torch.Tensor) else type(one).__name__
+    )
+
+
+def _difference(path: str, got: Any, expected: Any) -> str | None:
+    """What is wrong with one leaf, shapes aside."""
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(got, torch.Tensor):
+            return f"{path} is a {type(got).__name__}, expected a tensor"
+        for what in ("dtype", "device", "layout"):
+            if getattr(got, what) != getattr(expected, what):
+                found, wanted = getattr(got, what), getattr(expected, what)
+                return f"{path} has {what} {found}, captured with {wanted}"
+        if got.requires_grad and not expected.requires_grad:
+            return f"{path} requires a gradient, captured without; pass it detached"
+        return None
+    same = not isinstance(got, torch.Tensor) and identity_of(got) == identity_of(expected)
+    return None if same else f"{path} is {got!r}, captured as the fixed value {expected!r}"
+
+
+@attrs.frozen
+class Results:
+    """How the results of the step are built from its RESULT outputs.
+
+    `places` has an entry a leaf: the position of its tensor among the outputs, or None for a
+    constant. `numbers` are the leaves that the step returned as Python floats.
+    """
+
+    spec: pytree.TreeSpec
+    places: tuple[int | None, ...]
+    constants: tuple[Any, ...] = attrs.field(eq=False)
+    numbers: frozenset[int] = frozenset()
+
+    def build(self, tensors: list[torch.Tensor]) -> Any:
+        """What the user's step returns."""
+        leaves = list(self.constants)
+        for index, place in enumerate(self.places):
+            if place is not None:
+                leaves[index] = tensors[place]
+            if index in self.numbers:
+                leaves[index] = float(leaves[index])
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def unusable_result(leaf: Any) -> str | None:
+    """Why a leaf of the results cannot be returned by a compiled step, if so."""
+    if isinstance(leaf, (torch.Tensor, *PLAIN)):
+        return None
+    kind = type(leaf).__name__
+    if dataclasses.is_dataclass(leaf):
+        return f"the step returns the dataclass {kind}, which torch's pytree does not know"
+    return f"the step returns an object of type {kind}"

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of PyTorch that are composed of others while a step is traced.
+
+ATen has each of them as one op, or checks values on the way. Composed before PyTorch
+differentiates, their gradients are composed of the same few ops: reads and additive writes at
+places, and arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._decomp import decompositions
+
+from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
+
+# More rows than this, and PyTorch computes Euclidean distances by a matrix product.
+_ROWS_WITHOUT_PRODUCT = 25
+
+
+def composed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives if it is composed here; NotImplemented if PyTorch is to make it."""
+    function = _COMPOSED.get(func)
+    return NotImplemented if function is None else function(*args, **kwargs)
+
+
+def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in float32 inside of an autocast region, where PyTorch computes so."""
+    if not torch.is_autocast_enabled(tensors[0].device.type):
+        return tensors
+    return tuple(tensor.float() for tensor in tensors)
+
+
+def _rnn(whole: Callable[..., Any], spelt_out: Callable[..., Any]) -> Callable[..., Any]:
+    """A stack of plain recurrent layers, step by step; cuDNN has it whole."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        is_on_gpu = args[0].device.type == "cuda"
+        return (spelt_out if is_on_gpu and not _is_packed(args) else whole)(*args, **kwargs)
+
+    return plain
+
+
+def _is_packed(args: tuple[Any, ...]) -> bool:
+    """Whether a recurrent layer gets packed sequences: the parameters are its fourth argument."""
+    return len(args) > 3 and isinstance(args[3], (list, tuple))
+
+
+def _cdist(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    p: float = 2.0,
+    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+) -> torch.Tensor:
+    """Distances of rows, f32[..., n, d] and f32[..., m, d] -> f32[..., n, m]; 0 has gradient 0."""
+    is_many = max(x1.shape[-2], x2.shape[-2]) > _ROWS_WITHOUT_PRODUCT
+    by_product = {
+        "use_mm_for_euclid_dist_if_necessary": is_many,
+        "use_mm_for_euclid_dist": True,
+    }
+    if p == 2 and by_product.get(compute_mode, False):
+        return torch.cdist(x1, x2, p, compute_mode)
+    x1, x2 = _wide(x1, x2)
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+
+
+def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """Distances of each two rows, f32[n, d] -> f32[n * (n - 1) / 2]."""
+    (input,) = _wide(input)
+    first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
+    return torch.linalg.vector_norm(input[first] - input[second], p, dim=-1)
+
+
+def _embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,  # noqa: FBT001, FBT002 - torch's own signature
+    mode: str = "mean",
+    sparse: bool = False,  # noqa: FBT001, FBT002
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,  # noqa: FBT001, FBT002
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Sums or means of rows of the weight, a bag each: ids int[bags, n] or int[n] and offsets."""
+    is_plain = max_norm is None and not scale_grad_by_freq and not sparse
+    if not is_plain or mode not in ("sum", "mean") or (input.ndim == 1) == (offsets is None):
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
+            per_sample_weights, include_last_offset, padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input, weight)
+    counted = torch.ones_like(input, dtype=rows.dtype)
+    if padding_idx is not None:
+        counted = (input != padding_idx % len(weight)).to(rows.dtype)
+    shares = counted if per_sample_weights is None else counted * per_sample_weights
+    rows = rows * shares.unsqueeze(-1)
+    if offsets is None:
+        sums, counts = rows.sum(1), counted.sum(1)
+    else:
+        count = len(offsets) - 1 if include_last_offset else len(offsets)
+        bag = _bags(offsets[:count], len(input))
+        sums = rows.new_zeros(count, weight.shape[1]).index_add(0, bag, rows)
+        counts = rows.new_zeros(count).index_add(0, bag, counted)
+    return sums if mode == "sum" else sums / counts.clamp(min=1).unsqueeze(-1)
+
+
+def _bags(offsets: torch.Tensor, count: int) -> torch.Tensor:
+    """The bag of each of `count` ids, int64[count]; bad offsets are indices out of range."""
+    # Read by the first offset, so that one other than 0 is out of range.
+    zero = offsets.new_zeros(1).index_select(0, offsets[:1])
+    begins = offsets.new_zeros(count + 1).index_add(0, offsets[1:], torch.ones_like(offsets[1:]))
+    return begins.cumsum(0)[:count].long() + zero
+
+
+def _grid_sample(
+    input: torch.Tensor,
+    grid: torch.Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,  # noqa: FBT001 - torch's own signature
+) -> torch.Tensor:
+    """Elements of f32[n, c, *space] at computed places, f32[n, *out, axes], the last axis first."""
+    if mode not in ("bilinear", "nearest"):
+        return F.grid_sample(input, grid, mode, padding_mode, align_corners)
+    input, grid = _wide(input, grid)
+    extents = input.shape[2:]
+    places = [
+        _inside(_unnormalized(one, extent, align_corners), extent, padding_mode, align_corners)
+        for one, extent in zip(reversed(grid.unbind(-1)), extents, strict=True)
+    ]
+    if mode == "nearest":
+        return _taken(input, [one.detach().round() for one in places])
+    lower = [one.detach().floor() for one in places]
+    result = None
+    for corner in itertools.product((0, 1), repeat=len(places)):
+        parts = zip(places, lower, corner, strict=True)
+        shares = [place - low if up else low + 1 - place for place, low, up in parts]
+        at = [low + up for low, up in zip(lower, corner, strict=True)]
+        term = _taken(input, at) * functools.reduce(torch.mul, shares).unsqueeze(1)
+        result = term if result is None else result + term
+    assert result is not None
+    return result
+
+
+def _unnormalized(place: torch.Tensor, extent: int, align_corners: bool | None) -> torch.Tensor:  # noqa: FBT001
+    """From -1 to 1 between the outermost elements' centres (or their outer edges) to positions."""
+    return (place + 1) / 2 * (extent - 1) if align_corners else ((place + 1) * extent - 1) / 2
+
+
+def _inside(
+    place: torch.Tensor,
+    extent: int,
+    padding_mode: str,
+    align_corners: bool | None,  # noqa: FBT001
+) -> torch.Tensor:
+    """Places outside moved to the border or reflected; on the border the gradient is 0."""
+    if padding_mode == "zeros":
+        return place
+    if padding_mode == "reflection":
+        first, span = (0.0, extent - 1) if align_corners else (-0.5, extent)
+        if span == 0:
+            return torch.zeros_like(place)
+        away = torch.where(place < first, first - place, place - first)
+        rest, is_odd = away.fmod(span), (away / span).detach().floor() % 2 == 1
+        place = torch.where(is_odd, span - rest, rest) + first
+    last = extent - 1
+    is_within = (place > 0) & (place < last)
+    return torch.where(is_within, place, place.detach().clamp(0, last))
+
+
+def _taken(x: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
+    """The elements at whole places f32[n, *out], and 0 for places outside: f32[n, c, *out]."""
+    extents = x.shape[2:]
+    flat = torch.zeros_like(places[0], dtype=torch.int64)
+    is_within = torch.ones_like(places[0], dtype=torch.bool)
+    for place, extent in zip(places, extents, strict=True):
+        is_within = is_within & (place >= 0) & (place < extent)
+        # Clamped as an integer, since a NaN is in no range.
+        flat = flat * extent + place.long().clamp(0, extent - 1)
+    ids = flat.flatten(1).unsqueeze(1).expand(-1, x.shape[1], -1)
+    taken = x.flatten(2).gather(2, ids).unflatten(2, flat.shape[1:])
+    return torch.where(is_within.unsqueeze(1), taken, 0.0)
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,  # noqa: FBT001, FBT002 - torch's own signature
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """As PyTorch has it, but that no negative variance is looked for."""
+    if not isinstance(var, torch.Tensor):
+        var = input.new_full(input.shape, var)
+    elif var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    elif var.shape != input.shape and var.shape != (*input.shape[:-1], 1):
+        raise ValueError(f"var is of shape {tuple(var.shape)}, input of {tuple(input.shape)}")
+    # The gradient passes the lower limit, as PyTorch has it.
+    var = var + (var.detach().clamp(min=eps) - var.detach())
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    reductions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "mean": torch.mean,
+        "sum": torch.sum,
+        "none": lambda each: each,
+    }
+    return reductions[reduction](loss)
+
+
+def _multinomial(
+    input: torch.Tensor,
+    num_samples: int,
+    replacement: bool = False,  # noqa: FBT001, FBT002 - torch's own signature
+    *,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Positions drawn by their weights, f32[..., n] -> int64[..., num_samples].
+
+    Times drawn from exponential distributions: the shorter one of two is the first with a chance
+    in proportion to its rate, which is how PyTorch draws one, or several without replacement.
+    """
+    if generator is not None:
+        return torch.multinomial(input, num_samples, replacement, generator=generator)
+    weights = input.detach()
+    if not replacement:
+        return (weights / torch.empty_like(weights).exponential_()).topk(num_samples).indices
+    weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
+    times = torch.empty(weights.shape, dtype=input.dtype, device=input.device).exponential_()
+    return (weights / times).argmax(-1)
+
+
+_COMPOSED: dict[Any, Callable[..., Any]] = {
+    torch.cdist: _cdist,
+    F.pdist: _pdist,
+    F.embedding_bag: _embedding_bag,
+    F.grid_sample: _grid_sample,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.multinomial: _multinomial,
+    torch.Tensor.multinomial: _multinomial,
+    **COMPOSED_BY_INDEX,
+    torch.rnn_tanh: _rnn(torch.rnn_tanh, decompositions.rnn_tanh_input),
+    torch.rnn_relu: _rnn(torch.rnn_relu, decompositions.rnn_relu_input),
+}

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around the runs of a captured step: whether it still holds, and what to set after it."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+import torch
+
+from amp_ir.capture.distribution import process_count
+from amp_ir.capture.guards.ambient import Ambient
+from amp_ir.capture.guards.followed_numbers import FollowedNumber
+from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
+from amp_ir.capture.guards.objects import GuardedObjects, Tier, Versions
+from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.hyper_parameters import HyperParameter, frozen_options
+from amp_ir.capture.interface import Interface
+from amp_ir.capture.state import State
+from amp_ir.capture.symbolic_float import Guard, inputs_of
+from amp_ir.capture.traced import Traced
+from amp_ir.dialect.loss_scale import options_of
+from amp_ir.errors import StateError
+
+_gradient_of = attrgetter("grad")
+
+
+class Currency:
+    """Compares the user's models, optimizers and objects with what the capture saw.
+
+    `unfollowed` are the names of numbers that were to be inputs and cannot be.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        hypers: list[HyperParameter],
+        numbers: list[FollowedNumber],
+        unfollowed: frozenset[str],
+        traced: Traced,
+        interface: Interface,
+        guards: list[Guard],
+        observer: Observer,
+        ambient: Ambient,
+    ) -> None:
+        self._state = state
+        self._hypers = hypers
+        self._numbers = numbers
+        self._guards = guards
+        self._interface = interface
+        self._stepped = traced.stepped
+        self._frozen = frozen_options(state.optimizers, hypers)
+        self._owned = _owned_state(state, interface)
+        self._find_gradients(traced)
+        put = {id(tensor) for tensor in (*interface.put, *interface.kept)}
+        self._cleared = [s.tensor for s in state.parameters if id(s.tensor) not in put]
+        self._scaler_options = [options_of(slots.scaler) for slots in state.scalers]
+        self._is_first_step_only = bool(traced.created)
+        self._has_run = False
+        self._installed: set[int] = set()
+        self._objects = GuardedObjects(
+            observer, frozenset(number.name for number in numbers), unfollowed
+        )
+        self._watch_state()
+        self._tiers = self._make_tiers(observer, ambient)
+
+    def _make_tiers(self, observer: Observer, ambient: Ambient) -> list[Tier]:
+        groups = [group for one in self._state.optimizers for group in one.param_groups]
+        options = Versions(groups)
+        # A value that is a tensor, or a Python number of the step's, changes without a trace.
+        always = bool(self._numbers and self._guards) or any(
+            isinstance(value, torch.Tensor) for group in groups for value in group.values()
+        )
+
+        def options_hold() -> bool:
+            lists = [group for one in self._state.optimizers for group in one.param_groups]
+            same = len(lists) == len(groups) and all(map(operator.is_, lists, groups))
+            return same and not always and options.hold()
+
+        return [
+            Tier(lambda: not self._was_first_step(), self._first_step),
+            Tier(lambda: process_count() <= 1, self._several_processes),
+            Tier(ambient.holds, lambda: iter(ambient.changes())),
+            Tier(options_hold, self._changed_options, options.refresh),
+            GuardedParameters(self._state.parameters).tier(),
+            self._python_tier(GuardedModules(list(observer.modules.values()))),
+            Tier(self._gradients_hold, self._changed_gradients),
+            Tier(self._state_holds, self._changed_optimizer_state, self._watch_state),
+            Tier(lambda: not self._state.scalers, self._changed_scalers),
+        ]
+
+    def _python_tier(self, modules: GuardedModules) -> Tier:
+        """Modules and objects, whose dictionaries are watched once."""
+        objects = self._objects
+        versions = Versions([*modules.dictionaries, *objects.dictionaries])
+
+        def refresh() -> None:
+            versions.refresh()
+            modules.refresh()
+
+        return Tier(
+            lambda: versions.hold() and modules.hold() and objects.hold(),
+            lambda: itertools.chain(modules.changes(), objects.changes()),
+            refresh,
+        )
+
+    def _watch_state(self) -> None:
+        """Watch the dictionaries in which the optimizers keep their state now."""
+        self._states = [optimizer.state for optimizer in self._state.optimizers]
+        inner = [optimizer.state.get(parameter) for optimizer, parameter, _ in self._owned]
+        self._state_versions = Versions([*self._states, *(one for one in inner if one is not None)])
+
+    def _state_holds(self) -> bool:
+        now = [optimizer.state for optimizer in self._state.optimizers]
+        return all(map(operator.is_, now, self._states)) and self._state_versions.hold()
+
+    def _find_gradients(self, traced: Traced) -> None:
+        self._gradients = [
+            (slot.name, slot.tensor, _kind_of_gradient(slot.tensor))
+            for slot in self._state.parameters
+            if id(slot.tensor) in traced.observed
+        ]
+        self._without_gradient = [tensor for _, tensor, kind in self._gradients if kind is None]
+        self._with_gradient = [
+            (tensor, kind) for _, tensor, kind in self._gradients if kind is not None
+        ]
+
+    def holds(self) -> bool:
+        """Whether the graph is what the step would do now."""
+        return not self.what_changed()
+
+    def what_changed(self) -> str:
+        """What makes the graph another one than the step's, in words; "" where nothing does."""
+        for tier in self._tiers:
+            if not tier.holds():
+                change = next(tier.changes(), "")
+                if change:
+                    return change
+                tier.refresh()
+        return ""
+
+    def is_over(self) -> bool:
+        """Whether the graph is of a state of the optimizer that will not be again."""
+        return self._was_first_step() or any(self._changed_optimizer_state())
+
+    def changed_numbers(self) -> tuple[str, ...]:
+        """The names of guarded Python numbers that differ now, and could be inputs."""
+        return self._objects.changed_numbers()
+
+    def install_state(self) -> None:
+        """Put the optimizer state that the capture made where the optimizer keeps it."""
+        for index, parameter, key, tensor in self._interface.fresh:
+            self._state.optimizers[index].state[parameter].setdefault(key, tensor)
+            self._installed.add(id(tensor))
+        if not next(self._changed_optimizer_state(), ""):
+            self._watch_state()
+
+    def after_step(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Set or clear every `grad` as the step leaves it.
+
+        Raises:
+            StateError: not as many gradients as the graph has GRADIENT outputs without `updates`.
+            SkippedTooOftenError: a scaler's `max_consecutive_skips` was passed.
+        """
+        parameters = self._interface.put
+        if len(gradients) != len(parameters):
+            raise StateError(
+                f"after_step got {len(gradients)} gradients, expected {len(parameters)}: the "
+                "values of the GRADIENT outputs that have updates=None"
+            )
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        for parameter in self._cleared:
+            parameter.grad = None
+        for optimizer in self._stepped:
+            if not getattr(optimizer, "_opt_called", False):
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask
+        self._has_run = True
+        for slots in self._state.scalers:
+            # On a GPU this would wait for the step.
+            if hasattr(slots.scaler, "check_limits") and slots.scale.tensor.device.type == "cpu":
+                slots.scaler.check_limits()
+
+    @staticmethod
+    def _several_processes() -> Iterator[str]:
+        yield f"torch.distributed has a group of {process_count()} processes now"
+
+    @staticmethod
+    def _first_step() -> Iterator[str]:
+        yield "the optimizer's first step is unlike the later ones"
+
+    def _was_first_step(self) -> bool:
+        """Whether the graph is of the optimizer's first step, and one was made: here or eagerly."""
+        if not self._is_first_step_only:
+            return False
+        optimizers = self._state.optimizers
+        return self._has_run or any(
+            optimizers[index].state.get(parameter, {}).get(key, tensor) is not tensor
+            for index, parameter, key, tensor in self._interface.fresh
+        )
+
+    def _passed(self) -> Iterator[str]:
+        """What decides otherwise now than in the capture."""
+        inputs: list[HyperParameter | FollowedNumber] = [*self._hypers, *self._numbers]
+        values = [one.value() for one in inputs]
+        for guard in self._guards:
+            if not guard.holds(values):
+                positions = sorted(inputs_of(guard.left) | inputs_of(guard.right))
+                names = [inputs[i].name for i in positions if i >= len(self._hypers)]
+                yield " and ".join(names) or "a hyper-parameter"
+
+    def _changed_options(self) -> Iterator[str]:
+        now = frozen_options(self._state.optimizers, self._hypers)
+        if len(now) != len(self._frozen):
+            yield f"the optimizer had {len(self._frozen)} param groups and has {len(now)}"
+        for number, (group, before) in enumerate(zip(now, self._frozen, strict=False)):
+            for key in {**before, **group}:
+                was, is_now = before.get(key), group.get(key)
+                if was == is_now:
+                    continue
+                if key == "params":
+                    yield f"param group {number} has other parameters"
+                yield f"{key} of param group {number} was {was!r} and is {is_now!r}"
+        for name in self._passed():
+            yield f"{name} has passed a value that the step decides by"
+
+    def _gradients_hold(self) -> bool:
+        # A tensor is not equal to None.
+        present = list(map(_gradient_of, self._without_gradient))
+        return present == [None] * len(present) and all(
+            _kind_of_gradient(tensor) == kind for tensor, kind in self._with_gradient
+        )
+
+    def _changed_gradients(self) -> Iterator[str]:
+        for name, parameter, expected in self._gradients:
+            if (now := _kind_of_gradient(parameter)) != expected:
+                yield f"the step reads {name}.grad, which {_gradient_in_words(expected, now)}"
+
+    def _changed_optimizer_state(self) -> Iterator[str]:
+        for optimizer, parameter, owned in self._owned:
+            present = optimizer.state.get(parameter, {})
+            for key, name, tensor, is_fresh in owned:
+                value = present.get(key)
+                if value is tensor:
+                    continue
+                if value is not None:
+                    yield f"{name} was replaced by another tensor, as load_state_dict does"
+                elif not is_fresh or id(tensor) in self._installed:
+                    yield f"{name} was removed"
+
+    def _changed_scalers(self) -> Iterator[str]:
+        for index, (slots, before) in enumerate(
+            zip(self._state.scalers, self._scaler_options, strict=True)
+        ):
+            for key, value in options_of(slots.scaler).items():
+                if value != before[key]:
+                    yield f"{key} of scaler {index} was {before[key]:g} and is {value:g}"
+            if slots.scaler._scale is not slots.scale.tensor:
+                yield f"the scale of scaler {index} was replaced by another tensor"
+            if len(slots.scaler._per_optimizer_states) > 0:
+                yield f"scaler {index} is in the middle of an iteration; call update() on it"
+
+
+_Owned = tuple[torch.optim.Optimizer, torch.Tensor, list[tuple[str, str, torch.Tensor, bool]]]
+
+
+def _owned_state(state: State, interface: Interface) -> list[_Owned]:
+    """For each optimizer and parameter: key, name, tensor, and whether the capture made it.
+
+    Only what the graph works on: a step that calls no optimizer leaves its state alone.
+    """
+    used = {id(entry.tensor_or_reader) for entry in interface.inputs}
+    used |= {id(tensor) for _, _, _, tensor in interface.fresh}
+    fresh = {(index, id(parameter), key) for index, parameter, key in state.fresh}
+    parameters = {id(slot.tensor): slot.tensor for slot in state.parameters}
+    return [
+        (
+            state.optimizers[index],
+            parameters[parameter],
+            [
+                (key, slot.name, slot.tensor, (index, parameter, key) in fresh)
+                for key, slot in slots.items()
+                if id(slot.tensor) in used
+            ],
+        )
+        for (index, parameter), slots in state.optimizer_slots.items()
+    ]
+
+
+_KindOfGradient = tuple[torch.dtype, torch.device, torch.layout] | None
+
+
+def _kind_of_gradient(parameter: torch.Tensor) -> _KindOfGradient:
+    """What the graph depends on of a gradient beside its values; None where there is none."""
+    gradient = parameter.grad
+    return None if gradient is None else (gradient.dtype, gradient.device, gradient.layout)
+
+
+def _gradient_in_words(before: _KindOfGradient, now: _KindOfGradient) -> str:
+    if before is None or now is None:
+        return "was None and is set" if before is None else "was set and is None"
+    words = [(str(a), str(b)) for a, b in zip(before, now, strict=True) if a != b]
+    return f"was {', '.join(a for a, _ in words)} and is {', '.join(b for _, b in words)}"

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program depends on of the arguments of its call, as something to look programs up by.
+
+Two calls with equal signatures run the same program, whatever their tensors hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+
+from amp_ir.capture.batch import (
+    can_follow,
+    faults_of,
+    identity_of,
+    leaf_fault,
+    path_text,
+    structure_in_words,
+)
+from amp_ir.capture.guards.places import is_number
+from amp_ir.errors import ArgumentError
+
+
+@attrs.frozen
+class TensorKind:
+    """What a program depends on of one tensor of the batch.
+
+    `strides` is None for a contiguous tensor: a step may ask for it, and decide by the answer.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    strides: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorKind:
+        """The kind of a tensor."""
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        return cls(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, strides)
+
+    def in_words(self, other: TensorKind) -> str:
+        """What the other one has otherwise."""
+        words = []
+        if self.shape != other.shape:
+            words.append(f"of shape {tuple(self.shape)}")
+        if self.dtype != other.dtype:
+            words.append(str(self.dtype))
+        if self.device != other.device:
+            words.append(f"on {self.device}")
+        if self.requires_grad != other.requires_grad:
+            words.append("with" + ("" if self.requires_grad else "out") + " requires_grad")
+        if self.strides != other.strides:
+            words.append("contiguous" if self.strides is None else f"of strides {self.strides}")
+        return ", ".join(words)
+
+
+@attrs.frozen
+class CallSignature:
+    """The arguments of one call without the values of their tensors.
+
+    `kinds` has an entry a leaf, None for a plain value; `values` are the plain values in order, as
+    `identity_of` gives them, and `plain` as they are. `followed` are the positions among them of
+    the numbers that a program of this signature reads at each call.
+    """
+
+    spec: pytree.TreeSpec
+    kinds: tuple[TensorKind | None, ...]
+    values: tuple[tuple[type, str], ...]
+    plain: tuple[Any, ...] = attrs.field(eq=False, repr=False, default=())
+    followed: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> tuple[CallSignature, list[torch.Tensor]]:
+        """The signature of a call, and its tensors in order.
+
+        Raises:
+            ArgumentError: leaves that are neither usable tensors nor plain values, all of them.
+        """
+        leaves, spec = pytree.tree_flatten(args)
+        if any(map(leaf_fault, leaves)):
+            raise ArgumentError("; ".join(faults_of(args, "argument ")))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        kinds = tuple(
+            TensorKind.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+        )
+        plain = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        return cls(spec, kinds, tuple(map(identity_of, plain)), plain), tensors
+
+    @property
+    def key(self) -> Any:
+        """All but the plain values: what programs are grouped by."""
+        return self.spec, self.kinds
+
+    def fits(self, call: CallSignature) -> bool:
+        """Whether a program of this signature is one for a call of the same key."""
+        return self.values == call.values or (bool(self.followed) and not call._changed(self))
+
+    def changed_numbers(self, earlier: CallSignature) -> list[str]:
+        """Where numbers of the same type are that differ, if the structure is the same."""
+        plain, was_plain = ([kind is None for kind in one.kinds] for one in (self, earlier))
+        if self.spec != earlier.spec or plain != was_plain:
+            return []
+        paths = [path for path, kind in zip(self._paths(), self.kinds, strict=True) if kind is None]
+        return [
+            paths[position]
+            for position in self._changed(earlier)
+            if is_number(now := self.plain[position]) and can_follow(now, earlier.plain[position])
+        ]
+
+    def _changed(self, program: CallSignature) -> list[int]:
+        """The positions of the plain values that are others than a program's."""
+        pairs = zip(self.values, program.values, strict=True)
+        return [
+            position
+            for position, (now, was) in enumerate(pairs)
+            if now != was
+            and not (
+                position in program.followed
+                and can_follow(self.plain[position], program.plain[position])
+            )
+        ]
+
+    def _paths(self) -> list[str]:
+        found = pytree.tree_flatten_with_path(self._unflatten(range(len(self.kinds))))[0]
+        return ["argument " + path_text(path) for path, _ in found]
+
+    def differences(self, earlier: CallSignature) -> list[str]:
+        """How this call differs from an earlier one, in words."""
+        if self.spec != earlier.spec:
+            was, now = earlier._structure(), self._structure()
+            return [f"the structure of the arguments was {was} and is {now}"]
+        values = list(self.values)
+        if self.key == earlier.key:
+            # Numbers that the earlier one's program reads at each call are no difference.
+            changed = self._changed(earlier)
+            values = [values[i] if i in changed else was for i, was in enumerate(earlier.values)]
+        pairs = zip(self._leaves(values), earlier._leaves(earlier.values), strict=True)
+        return [
+            f"{path} {text}"
+            for path, (now, was) in zip(self._paths(), pairs, strict=True)
+            if (text := _difference(was, now))
+        ]
+
+    def _leaves(self, plain: Iterable[tuple[type, str]]) -> Iterator[TensorKind | str]:
+        """Each leaf: its kind, or its value as text."""
+        values = iter(plain)
+        return (next(values)[1] if kind is None else kind for kind in self.kinds)
+
+    def _unflatten(self, leaves: Any) -> Any:
+        return pytree.tree_unflatten(list(leaves), self.spec)
+
+    def _structure(self) -> str:
+        values = iter(self.values)
+        names = ("Tensor" if kind else next(values)[0].__name__ for kind in self.kinds)
+        return structure_in_words(self._unflatten(names), str)
+
+
+def _difference(was: TensorKind | str, now: TensorKind | str) -> str:
+    """What differs of one leaf, as "was ... and is ..."; "" where nothing does."""
+    if was == now:
+        return ""
+    if isinstance(was, str) or isinstance(now, str):
+        texts = ["a tensor" if isinstance(one, TensorKind) else one for one in (was, now)]
+        return f"was {texts[0]} and is {texts[1]}"
+    return f"was {was.in_words(now)} and is {now.in_words(was)}"

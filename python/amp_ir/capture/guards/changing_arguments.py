@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers among the arguments of a step that change from call to call."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from amp_ir.capture.guards.call_signature import CallSignature
+
+
+class ChangingArguments:
+    """By the structure of the arguments: how often each number has changed, and from what.
+
+    Calls of other shapes count together: the last batch of an epoch has fewer rows.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[Any, collections.Counter[str]] = {}
+        self._last: dict[Any, CallSignature] = {}
+
+    def counts(self, signature: CallSignature) -> collections.Counter[str]:
+        """How often each number will have changed with this call, by its path."""
+        counts = collections.Counter(self._counts.get(signature.spec, ()))
+        last = self._last.get(signature.spec)
+        if last is not None:
+            counts.update(signature.changed_numbers(last))
+        return counts
+
+    def add(self, signature: CallSignature) -> None:
+        """Count a call that was compiled for."""
+        self._counts[signature.spec] = self.counts(signature)
+        self._last[signature.spec] = signature

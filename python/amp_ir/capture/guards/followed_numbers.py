@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python numbers outside of the step that are inputs, as hyper-parameters are.
+
+Whether a number can be followed is found out by tracing the step again: with symbolic floats, and
+plainly with other values. Where the first graph, computed with the other values, is the second one,
+the number reaches the step only in ways that are followed: as a scalar of tensor ops, through
+arithmetic. Sizes, branches, strings and C functions show as a difference. What PyTorch's
+decompositions compute of a scalar shows in the functional graph, of symbols with other values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import torch
+
+from amp_ir.capture.batch import Arguments, can_follow
+from amp_ir.capture.guards.places import Place, in_words, is_number
+from amp_ir.capture.symbolic_float import BINARY, UNARY, Expression, FloatTape, inputs_of
+from amp_ir.capture.traced import Traced
+from amp_ir.errors import StateError
+
+_CLOSE = 1e-9  # two ways to compute a float64 of a few operations differ by less
+
+
+@attrs.frozen(eq=False)
+class FollowedNumber:
+    """One number, by the place that it is read from at each call."""
+
+    name: str
+    place: Place
+
+    def value(self) -> float:
+        """The value now.
+
+        Raises:
+            StateError: there is no number any more.
+        """
+        now = self.place.now()
+        if not is_number(now) and not isinstance(now, float):
+            raise StateError(
+                f"{self.name} is an input of the compiled step, but is now {in_words(now)}; "
+                "expected a number. Restore it, or capture the step again"
+            )
+        return float(now)
+
+    def read(self) -> torch.Tensor:
+        """The value now as a new float64 tensor of shape []."""
+        return torch.tensor(self.value(), dtype=torch.float64)
+
+
+class Numbers:
+    """The numbers of one trace that are replaced: by symbols, by other values, or both.
+
+    `put` are the objects that stand in their places, by id.
+    """
+
+    def __init__(
+        self, wanted: frozenset[str], tape: FloatTape | None, *, others: bool = False
+    ) -> None:
+        self._wanted = wanted
+        self._others = others
+        self._tape = tape
+        self.found: list[FollowedNumber] = []
+        self.put: dict[int, Any] = {}
+
+    def replace(self, place: Place) -> Any:
+        """What is to stand in the place of a number while the step runs."""
+        other = self.instead_of(place)
+        if other is not place.before:
+            self.put[id(other)] = other
+        return other
+
+    def instead_of(self, place: Place) -> Any:
+        """As `replace`, for what the step may store elsewhere no more than any other value."""
+        name = place.name()
+        if name not in self._wanted or any(one.name == name for one in self.found):
+            return place.before
+        self.found.append(FollowedNumber(name, place))
+        value = another(place.before) if self._others else place.before
+        return value if self._tape is None else self._tape.add_input(value)
+
+    def arguments(self, arguments: Arguments) -> list[Any]:
+        """The plain values of the arguments as the step is to take them."""
+        return [
+            self.instead_of(Place(arguments.plain, "entry", position, path.__str__, value))
+            if is_number(value) and can_follow(value, value)
+            else value
+            for position, (path, value) in enumerate(
+                zip(arguments.plain_paths, arguments.plain, strict=True)
+            )
+        ]
+
+
+def another(value: float) -> float:
+    """A number that is unlike `value`, but of its type and sign."""
+    return value + 1 if isinstance(value, int) else value * 1.25 + math.copysign(0.125, value)
+
+
+def is_followed(
+    symbolic: Traced,
+    tape: FloatTape,
+    numbers: list[FollowedNumber],
+    other: Traced,
+    plain: FloatTape,
+) -> bool:
+    """Whether a graph with symbols is the `other` graph, where their values are put in."""
+    inputs = [*tape.inputs]
+    positions = range(len(inputs) - len(numbers), len(inputs))
+    if any(not inputs_of(one).isdisjoint(positions) for one in tape.shown):
+        return False
+    for number, index in zip(numbers, positions, strict=True):
+        inputs[index] = float(another(number.place.before))
+    comparison = _Comparison(tape, inputs, plain, symbolic.graph, other.graph)
+    return comparison.graphs_agree() and _same_constants(symbolic, other)
+
+
+def is_same_graph(one: Traced, tape: FloatTape, two: Traced, other: FloatTape) -> bool:
+    """Whether two traces are of one step."""
+    comparison = _Comparison(tape, tape.inputs, other, one.graph, two.graph)
+    return comparison.graphs_agree() and _same_constants(one, two)
+
+
+def _same_constants(symbolic: Traced, other: Traced) -> bool:
+    mine, others = symbolic.results, other.results
+    if len(mine.places) != len(others.places):
+        return False
+    pairs = zip(mine.places, mine.constants, others.constants, strict=True)
+    return all(place is not None or a is b or a == b for place, a, b in pairs)
+
+
+@attrs.define
+class _Comparison:
+    tape: FloatTape
+    inputs: list[float]
+    plain: FloatTape
+    module: torch.fx.GraphModule
+    other: torch.fx.GraphModule
+    _partner: dict[torch.fx.Node, torch.fx.Node] = attrs.field(init=False, factory=dict)
+
+    def graphs_agree(self) -> bool:
+        nodes, others = list(self.module.graph.nodes), list(self.other.graph.nodes)
+        if len(nodes) != len(others):
+            return False
+        return all(map(self._same_node, nodes, others))
+
+    def _same_node(self, node: torch.fx.Node, other: torch.fx.Node) -> bool:
+        self._partner[node] = other
+        if node.op == "get_attr" and other.op == "get_attr":
+            one, two = (
+                getattr(self.module, str(node.target)),
+                getattr(self.other, str(other.target)),
+            )
+            return one is two or _equal(one, two)
+        if (node.op, node.target) != (other.op, other.target) and node.op != "placeholder":
+            return False
+        if _kinds(node.meta.get("val")) != _kinds(other.meta.get("val")):
+            return False
+        return self._same((node.args, node.kwargs), (other.args, other.kwargs))
+
+    def _same(self, one: Any, two: Any) -> bool:
+        if isinstance(one, torch.fx.Node):
+            return self._partner.get(one) is two
+        if isinstance(one, (tuple, list)):
+            return (
+                isinstance(two, (tuple, list))
+                and len(one) == len(two)
+                and all(map(self._same, one, two))
+            )
+        if isinstance(one, dict):
+            return (
+                isinstance(two, dict)
+                and one.keys() == two.keys()
+                and all(self._same(one[key], two[key]) for key in one)
+            )
+        mine = self._value(one, self.tape, self.inputs)
+        others = self._value(two, self.plain, self.plain.inputs)
+        if isinstance(mine, float) and isinstance(others, (float, int)):
+            return mine == others or math.isclose(mine, others, rel_tol=_CLOSE)
+        return type(mine) is type(others) and bool(mine == others)
+
+    @staticmethod
+    def _value(scalar: Any, tape: FloatTape, inputs: list[float]) -> Any:
+        symbol = tape.find(scalar)
+        return scalar if symbol is None else _evaluated(symbol.expression, inputs)
+
+
+def _evaluated(expression: Expression, inputs: list[float]) -> float:
+    """As `evaluate`, with a value for what a tensor holds."""
+    if expression.op == "input":
+        return inputs[expression.args[0]]
+    if expression.op == "constant":
+        return float(expression.args[0])
+    if expression.op == "tensor":
+        return 7.0 + float(expression.args[0])
+    function: Any = UNARY.get(expression.op) or BINARY[expression.op]
+    try:
+        return float(function(*(_evaluated(one, inputs) for one in expression.args)))
+    except (ZeroDivisionError, OverflowError, ValueError):
+        return math.inf
+
+
+def _kinds(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.stride()
+    if isinstance(value, (tuple, list)):
+        return [_kinds(one) for one in value]
+    return type(value)
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
+        return False
+    return one.dtype == two.dtype and one.shape == two.shape and bool(torch.equal(one, two))

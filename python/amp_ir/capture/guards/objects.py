@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards on the Python objects that a step read: compared at every call, in words if one differs.
+
+The fast way asks each dictionary for its version, which PyTorch counts; only dictionaries with
+another version are looked into.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attrs
+import numpy
+
+from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.guards.places import (
+    ABSENT,
+    Contents,
+    Place,
+    change_in_words,
+    flat,
+    in_words,
+    is_number,
+    is_same,
+)
+
+try:
+    # Not part of PyTorch's public interface; without it, every guard is compared at every call.
+    from torch._C._dynamo.guards import dict_version
+except ImportError:
+    _ticks = itertools.count()
+
+    def dict_version(d: dict[Any, Any]) -> int:
+        """Nothing is known: no two versions are equal."""
+        return next(_ticks)
+
+
+class Versions:
+    """The versions of dictionaries when they were last found unchanged."""
+
+    def __init__(self, dictionaries: Iterable[dict[Any, Any]]) -> None:
+        self.dictionaries = list({id(one): one for one in dictionaries}.values())
+        self.refresh()
+
+    def hold(self) -> bool:
+        """Whether nothing was written to any of them since."""
+        return list(map(dict_version, self.dictionaries)) == self._known
+
+    def refresh(self) -> None:
+        """Take them all as unchanged."""
+        self._known = list(map(dict_version, self.dictionaries))
+
+
+@attrs.frozen
+class Tier:
+    """Guards that are compared together.
+
+    `holds` is quick, and may be False where nothing differs; `changes` says what does, and
+    `refresh` makes `holds` True again after it has found nothing.
+    """
+
+    holds: Callable[[], bool]
+    changes: Callable[[], Iterator[str]]
+    refresh: Callable[[], None] = lambda: None
+
+
+class GuardedObjects:
+    """What the observer saw that is compared: `followed` names numbers that are inputs instead."""
+
+    def __init__(self, observer: Observer, followed: frozenset[str], fixed: frozenset[str]) -> None:
+        self._fixed = fixed
+        places = [place for place in observer.places.values() if place.is_loaded]
+        self.followed = {one.name(): one for one in places if one.name() in followed}
+        self._contents = list(observer.contents.values())
+        whole = {id(contents.target) for contents in self._contents}
+        places = [one for one in places if one.name() not in followed]
+        self._entries: dict[int, list[Place]] = {}
+        self._others: list[Place] = []
+        for place in places:
+            if isinstance(place.holder, dict) and "__builtins__" not in place.holder:
+                self._entries.setdefault(id(place.holder), []).append(place)
+            elif id(place.holder) not in whole:
+                self._others.append(place)
+        self._dictionaries = [c for c in self._contents if isinstance(c.target, dict)]
+        self._lists = [c for c in self._contents if not isinstance(c.target, dict)]
+        self._ignored = {(id(p.holder), p.key) for p in self.followed.values()}
+        self._arrays = list(observer.arrays.values())
+        self._read_values = list(observer.read_values.values())
+        holders = [holder[0].holder for holder in self._entries.values()]
+        self.dictionaries = [*holders, *(c.target for c in self._dictionaries)]
+
+    def hold(self) -> bool:
+        """Whether nothing differs, as long as nothing was written to `dictionaries`."""
+        return (
+            not self._arrays
+            and not self._read_values
+            and all(type(p.now()) is type(p.before) for p in self.followed.values())
+            and all(place.now() is place.before for place in self._others)
+            and all(_is_untouched(contents) for contents in self._lists)
+        )
+
+    def changes(self) -> Iterator[str]:
+        """What differs, in words."""
+        for name, place in self.followed.items():
+            if type(place.now()) is not type(place.before):
+                yield f"{name} {change_in_words(place.before, place.now())}"
+        for place in self._changed_places():
+            yield f"{place.name()} {change_in_words(place.before, place.now())}"
+        for contents in self._contents:
+            yield from self._changed_contents(contents)
+        for array, before, name_of in self._arrays:
+            if not numpy.array_equal(array, before, equal_nan=array.dtype.kind in "fc"):
+                yield f"the array in {name_of()} has other values"
+        for tensor, value, name_of in self._read_values:
+            if not is_same(tensor.tolist(), value):
+                yield f"the value of {name_of()} {change_in_words(value, tensor.tolist())}"
+
+    def changed_numbers(self) -> tuple[str, ...]:
+        """The numbers that could be inputs and have another value now."""
+        return tuple(
+            name
+            for place in self._changed_places()
+            if is_number(place.before)
+            and type(place.now()) is type(place.before)
+            and is_number(place.now())
+            and (name := place.name()) not in self._fixed
+        )
+
+    def _changed_places(self) -> Iterator[Place]:
+        for places in self._entries.values():
+            yield from (one for one in places if not is_same(one.now(), one.before))
+        for place in self._others:
+            if not is_same(place.now(), place.before):
+                yield place
+        # Numbers in lists; that something differs is told by the contents.
+        for contents in self._lists:
+            if isinstance(contents.target, list) and not _is_untouched(contents):
+                for key, before in enumerate(contents.before):
+                    if (id(contents.target), key) in self._ignored:
+                        continue
+                    now = contents.target[key] if key < len(contents.target) else ABSENT
+                    if not is_same(now, before):
+                        yield self._item(contents, key, before)
+
+    @staticmethod
+    def _item(contents: Contents, key: int, before: Any) -> Place:
+        def name() -> str:
+            return f"item {key!r} of {contents.name()}"
+
+        return Place(contents.target, "entry", key, name, before)
+
+    def _changed_contents(self, contents: Contents) -> Iterator[str]:
+        target = contents.target
+        if isinstance(target, dict):
+            if list(target) != list(contents.before[::2]):
+                yield f"{contents.name()} has other keys"
+                return
+            values = zip(target, target.values(), contents.before[1::2], strict=True)
+            for key, now, before in values:
+                at = (id(target), key)
+                if at not in self._ignored and not is_same(now, before):
+                    yield f"entry {key!r} of {contents.name()} {change_in_words(before, now)}"
+        elif len(target) != len(contents.before):
+            now_count, count = len(target), len(contents.before)
+            yield f"{contents.name()} had {count} items and has {now_count}"
+        elif isinstance(target, set) and target != set(contents.before):
+            yield f"{contents.name()} has other items: {in_words(frozenset(target))}"
+
+
+def _is_untouched(contents: Contents) -> bool:
+    now = flat(contents.target)
+    return len(now) == len(contents.before) and all(map(operator.is_, now, contents.before))

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places in the user's Python objects that a step may read: where they are, what is in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any
+
+import attrs
+import numpy
+import torch
+
+from amp_ir.capture.batch import PLAIN
+
+_NUMPY_PLAIN = (numpy.generic, numpy.dtype)
+_SHOWN = 60
+
+
+class _Absent:
+    """Stands for a value where there is none."""
+
+    def __repr__(self) -> str:
+        """Say so."""
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
+@attrs.define(eq=False)
+class Place:
+    """One entry of a dictionary, attribute of an object or content of a closure's cell.
+
+    `holder` is the dictionary, object or cell; `kind` is "entry", "attribute" or "cell".
+    `before` is what stood there when the step came by for the first time. `is_loaded` says that
+    the step may have read it before it wrote it, and `line` is (file, line) of a store, if any.
+    """
+
+    holder: Any
+    kind: str
+    key: Any
+    name: Callable[[], str]
+    before: Any
+    is_loaded: bool = False
+    line: tuple[str, int] = ("", 0)
+
+    def now(self) -> Any:
+        """What stands there now; ABSENT for nothing."""
+        if self.kind == "entry":
+            if isinstance(self.holder, list):
+                return self.holder[self.key] if self.key < len(self.holder) else ABSENT
+            return self.holder.get(self.key, ABSENT)
+        if self.kind == "cell":
+            try:
+                return self.holder.cell_contents
+            except ValueError:
+                return ABSENT
+        return getattr(self.holder, self.key, ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Let `value` stand there; ABSENT removes what does."""
+        if self.kind == "cell":
+            if value is ABSENT:
+                del self.holder.cell_contents
+            else:
+                self.holder.cell_contents = value
+        elif self.kind == "attribute":
+            if value is ABSENT:
+                delattr(self.holder, self.key)
+            else:
+                setattr(self.holder, self.key, value)
+        elif value is ABSENT:
+            del self.holder[self.key]
+        else:
+            self.holder[self.key] = value
+
+
+@attrs.define(eq=False)
+class Contents:
+    """A list, dictionary or set as a whole: its length, order and what is in it."""
+
+    target: Any
+    name: Callable[[], str]
+    before: tuple[Any, ...]
+    is_loaded: bool = True
+    line: tuple[str, int] = ("", 0)
+
+    def now(self) -> tuple[Any, ...]:
+        """What is in it, flat."""
+        return flat(self.target)
+
+    def holds(self) -> bool:
+        """Whether the same objects, or equal plain values, are in it."""
+        now = self.now()
+        return len(now) == len(self.before) and all(map(is_same, now, self.before))
+
+    def put(self, items: tuple[Any, ...]) -> None:
+        """Let these items, as `now` gives them, be in it."""
+        target = self.target
+        if isinstance(target, list):
+            target[:] = items
+            return
+        target.clear()
+        if isinstance(target, dict):
+            target.update(zip(items[::2], items[1::2], strict=True))
+        else:
+            target.update(items)
+
+
+def flat(container: Any) -> tuple[Any, ...]:
+    """The items of a list or set; keys and values of a dictionary in turn."""
+    if isinstance(container, dict):
+        return tuple(part for pair in container.items() for part in pair)
+    return tuple(container)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is compared rather than told by which object it is."""
+    if isinstance(value, (tuple, frozenset)) and not hasattr(value, "_fields"):
+        return all(map(is_plain, value))
+    return isinstance(value, (*PLAIN, *_NUMPY_PLAIN, range))
+
+
+def is_number(value: object) -> bool:
+    """Whether a value can become an input that is read at each call."""
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Whether a graph that saw `before` would see the same in `now`."""
+    if now is before:
+        return True
+    if type(now) is not type(before) or not is_plain(before):
+        return False
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(is_same, now, before))
+    if isinstance(now, (float, numpy.floating)):
+        # Tells 0.0 from -0.0, and takes a NaN for itself.
+        return repr(now) == repr(before)
+    return bool(now == before)
+
+
+def in_words(value: object) -> str:
+    """A value for a message: itself if it is plain and short, else what it is."""
+    if value is ABSENT:
+        return "absent"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if is_plain(value) and len(repr(value)) <= _SHOWN:
+        return repr(value)
+    if isinstance(value, FunctionType):
+        return f"the function {describe_function(value)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    article = "an" if type(value).__name__[0] in "AEIOUaeiou" else "a"
+    return f"{article} {type(value).__name__}"
+
+
+def change_in_words(before: object, now: object) -> str:
+    """What was and what is."""
+    was, is_now = in_words(before), in_words(now)
+    if was == is_now:
+        return f"was {was} and is another one"
+    return f"was {was} and is {is_now}"
+
+
+def describe_function(function: FunctionType) -> str:
+    """A function by its name and place: `step (train.py:12)`."""
+    code = function.__code__
+    name = function.__qualname__.rsplit("<locals>.", 1)[-1]
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def cell_value(cell: CellType) -> Any:
+    """What is in a cell; ABSENT for an empty one."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT

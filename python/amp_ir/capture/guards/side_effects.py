@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a traced step changed in the user's Python objects: put back, and refused where it matters.
+
+A compiled step changes tensors only. A counter, a list that grows or an attribute that keeps a
+tensor would stay as it is; the capture says so. What it may drop: attributes that are written
+before they are read and hold no tensor, and tensors that hang on nothing that the step is given
+(caches of positions and masks), which are computed in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from amp_ir.capture.guards.observer import Observer, draw
+from amp_ir.capture.guards.places import ABSENT, Contents, Place, flat, in_words, is_same
+from amp_ir.capture.refusals import Findings
+from amp_ir.ir.location import Location
+
+_MOST_DEEP = 4
+_MOVE = (
+    "A compiled step changes tensors only: change it after the call, or make it a tensor that is a "
+    "buffer of the model"
+)
+_PASS = "Use it outside of the step, and pass what it gives as an argument"
+_RETURN = "Return the tensor from the step, and keep it after the call"
+
+
+@attrs.define(eq=False)
+class SideEffects:
+    """What one traced step did beside computing; `put` are the objects that the capture put.
+
+    `left` are the plain values that it left, with their places. A step that would leave the same
+    again, and be the same, has only made up its mind (`if self.kind is None: ...`); one that would
+    not has state, which `findings_of_left` are for.
+    """
+
+    observer: Observer
+    put: dict[int, Any]
+    left: list[tuple[Place | Contents, Any]] = attrs.Factory(list)
+    findings_of_left: Findings = attrs.Factory(Findings)
+    random_before: Any = attrs.Factory(random.getstate)
+    numpy_before: Any = attrs.Factory(numpy.random.get_state)
+
+    def refuse(self, findings: Findings) -> None:
+        """Note everything that a compiled step would not do again; inside of the trace."""
+        reported: set[tuple[int, Any]] = set()
+        for place in self.observer.places.values():
+            now = place.now()
+            if now is place.before or id(now) in self.put or is_same(now, place.before):
+                continue
+            reported.add((id(place.holder), place.key))
+            if _holds_result(now):
+                findings.add(*_kept(place.name(), now, self._line(place)))
+            elif place.is_loaded and not _is_constant_tensor(now):
+                self.left.append((place, now))
+                self.findings_of_left.add(*_changed(place, now, self._line(place)))
+        for contents in self.observer.contents.values():
+            self._refuse_contents(contents, reported, findings)
+        self._refuse_draws(findings)
+
+    def restore(self) -> None:
+        """Put everything back as it was before the step."""
+        for contents in self.observer.contents.values():
+            now = flat(contents.target)
+            if len(now) != len(contents.before) or any(
+                one is not other for one, other in zip(now, contents.before, strict=True)
+            ):
+                contents.put(contents.before)
+        for place in self.observer.places.values():
+            if place.now() is not place.before:
+                place.put(place.before)
+        for moving in self.observer.advancing.values():
+            if moving.has_moved():
+                moving.move_back()
+        for cache, size in self.observer.caches.values():
+            if cache.cache_info().currsize != size:
+                # It may have kept fake tensors, and makes what it forgets again.
+                cache.cache_clear()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the user's objects hold what the step left."""
+        for place, value in self.left:
+            place.put(value)
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def _refuse_contents(
+        self, contents: Contents, reported: set[tuple[int, Any]], findings: Findings
+    ) -> None:
+        """Entries that are places are reported as such."""
+        changed = [
+            (key, now)
+            for key, now, before in _differences(contents)
+            if (id(contents.target), key) not in reported
+            and id(now) not in self.put
+            and not is_same(now, before)
+            and not _is_constant_tensor(now)
+        ]
+        if not changed:
+            return
+        kept = [now for _, now in changed if _holds_result(now)]
+        kind = type(contents.target).__name__
+        if kept:
+            findings.add(*_kept(f"{contents.name()} (a {kind})", kept[0], contents.line))
+            return
+        keys = ", ".join(repr(key) for key, _ in changed[:3])
+        what = f"changes {contents.name()} (a {kind}, at {keys})"
+        self.left.append((contents, contents.now()))
+        self.findings_of_left.add(what, _at(contents.line), _MOVE)
+
+    def _line(self, place: Place) -> tuple[str, int]:
+        contents = self.observer.contents.get(id(place.holder))
+        return place.line if place.line[1] or contents is None else contents.line
+
+    def _refuse_draws(self, findings: Findings) -> None:
+        """Draws that were not seen as calls: their line is where the generator is named."""
+        for moving in self.observer.advancing.values():
+            if moving.has_moved() and not self.observer.has_drawn:
+                what = (
+                    f"moves {moving.name()} on, {moving.word}, which a compiled step would not do"
+                )
+                findings.add(what, Location(), _PASS)
+        if random.getstate() != self.random_before and not self.observer.has_drawn:
+            findings.add(*draw("the step", Location()))
+        before, now = self.numpy_before, numpy.random.get_state()
+        if any(not numpy.array_equal(a, b) for a, b in zip(before, now, strict=True)):
+            findings.add(*draw("numpy.random", _at(self.observer.numpy_line)))
+
+
+def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
+    """(key or position, value now, value before) of what differs; ABSENT where there is none."""
+    now, before = flat(contents.target), contents.before
+    if isinstance(contents.target, dict):
+        new, old = (dict(zip(one[::2], one[1::2], strict=True)) for one in (now, before))
+    elif isinstance(contents.target, list):
+        new, old = dict(enumerate(now)), dict(enumerate(before))
+    else:
+        new, old = ({one: one for one in side} for side in (now, before))
+    for key in {**old, **new}:
+        if new.get(key, ABSENT) is not old.get(key, ABSENT):
+            yield key, new.get(key, ABSENT), old.get(key, ABSENT)
+
+
+def _changed(place: Place, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:
+    what = f"changes {place.name()}, which was {in_words(place.before)} and becomes {in_words(now)}"
+    return what, _at(line), _MOVE
+
+
+def _kept(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:
+    tensor = next(_tensors(now, 0))
+    what = (
+        f"keeps a tensor of shape {tuple(tensor.shape)} in {name}, where a compiled step puts none"
+    )
+    return what, _at(line), _RETURN
+
+
+def _at(line: tuple[str, int]) -> Location:
+    return Location(file=line[0], line=line[1]) if line[1] else Location()
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The fake tensors in a value, a few containers and objects deep."""
+    if isinstance(value, FakeTensor):
+        yield value
+    elif depth < _MOST_DEEP and not isinstance(value, (type, torch.nn.Module)):
+        inner: Any = getattr(value, "__dict__", None)
+        if isinstance(value, dict):
+            inner = value
+        if isinstance(inner, dict):
+            inner = list(inner.values())
+        elif isinstance(value, (list, tuple, set)):
+            inner = list(value)
+        for one in inner or ():
+            yield from _tensors(one, depth + 1)
+
+
+def _holds_result(value: Any) -> bool:
+    """Whether a value holds a tensor that hangs on what the step is given, or on chance."""
+    return any(not _is_constant(tensor) for tensor in _tensors(value, 0))
+
+
+def _is_constant_tensor(value: Any) -> bool:
+    return any(True for _ in _tensors(value, 0)) and not _holds_result(value)
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the trace is the same at every call."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    if slot is None:
+        return False
+    nodes: list[torch.fx.Node] = [slot.proxy.node]
+    seen: set[torch.fx.Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        tags: Any = getattr(node.target, "tags", ())
+        if node.op == "placeholder" or torch.Tag.nondeterministic_seeded in tags:
+            return False
+        nodes += node.all_input_nodes
+    return True

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-parameters of optimizers: read from `param_groups` at every call, never frozen.
+
+A float in a param group (lr, weight_decay, betas, ...) is an input of the step. Everything else
+there (flags, integers, None) is frozen into the graph and watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from amp_ir.capture.patches.restores import restoring
+from amp_ir.capture.patches.thread_patches import patch_function
+from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
+from amp_ir.errors import StateError
+
+# Flags that choose an implementation, not a result: the plain loop is what can be traced.
+_FOLLOWED_BY_MATH = ("sqrt", "exp", "log", "pow")
+_IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable")
+
+
+@attrs.frozen
+class HyperParameter:
+    """One float of one param group; `item` is its position when the entry is a tuple (betas)."""
+
+    name: str
+    optimizer: torch.optim.Optimizer = attrs.field(eq=False)
+    group: int
+    key: str
+    item: int | None = None
+
+    def value(self) -> float:
+        """The value now.
+
+        Raises:
+            StateError: the entry is gone, or is no number any more.
+        """
+        groups = self.optimizer.param_groups
+        entry = groups[self.group].get(self.key) if self.group < len(groups) else None
+        if self.item is not None and isinstance(entry, (tuple, list)):
+            entry = entry[self.item] if self.item < len(entry) else None
+        if entry is None or not _is_number(entry):
+            where = f"param_groups[{self.group}][{self.key!r}]"
+            raise StateError(
+                f"{self.name} is an input of the compiled step, but {where} is now {entry!r}; "
+                "expected a number. Restore it, or capture the step again"
+            )
+        return float(entry)
+
+    def read(self) -> torch.Tensor:
+        """The value now as a new float64 tensor of shape []."""
+        return torch.tensor(self.value(), dtype=torch.float64)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dtype.is_floating_point
+    return isinstance(value, (float, int)) and not isinstance(value, bool)
+
+
+def _is_input(key: str, value: object) -> bool:
+    """Floats are inputs; integers stay as they are, save a learning rate written as 1."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return _is_number(value) and (not isinstance(value, int) or key == "lr")
+
+
+def find_hyper_parameters(optimizers: list[torch.optim.Optimizer]) -> list[HyperParameter]:
+    """Every float of every param group, in order."""
+    found = []
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                name = f"optimizer{index}.group{number}.{key}"
+                if _is_input(key, value):
+                    found.append(HyperParameter(name, optimizer, number, key))
+                elif key != "params" and isinstance(value, (tuple, list)):
+                    found += [
+                        HyperParameter(f"{name}.{item}", optimizer, number, key, item)
+                        for item, entry in enumerate(value)
+                        if _is_input(key, entry)
+                    ]
+    return found
+
+
+def frozen_options(
+    optimizers: list[torch.optim.Optimizer], inputs: list[HyperParameter]
+) -> list[dict[str, Any]]:
+    """What is frozen into the graph: the other entries of every group, its parameters by id.
+
+    Entries that the optimizer has no default for are not its own: schedulers keep notes there
+    (`initial_lr`), also after the capture.
+    """
+    dynamic = {(id(h.optimizer), h.group, h.key) for h in inputs}
+    frozen = []
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            entries = {
+                key: value
+                for key, value in group.items()
+                if key in optimizer.defaults and (id(optimizer), number, key) not in dynamic
+            }
+            entries["params"] = [id(parameter) for parameter in group["params"]]
+            frozen.append(entries)
+    return frozen
+
+
+def put_symbols(inputs: list[HyperParameter], tape: FloatTape) -> Callable[[], list[str]]:
+    """Let the param groups hold symbolic floats, and choose the plain implementation.
+
+    Returns:
+        a function that names the entries which the step has overwritten since.
+    """
+    put: dict[tuple[int, int, str], tuple[dict[str, Any], Any]] = {}
+    for index, hyper in enumerate(inputs):
+        group = hyper.optimizer.param_groups[hyper.group]
+        if hyper.item is None:
+            group[hyper.key] = tape.input(index)
+        else:
+            entries = list(group[hyper.key])
+            entries[hyper.item] = tape.input(index)
+            group[hyper.key] = tuple(entries)
+        put[id(hyper.optimizer), hyper.group, hyper.key] = group, group[hyper.key]
+    for optimizer in {id(h.optimizer): h.optimizer for h in inputs}.values():
+        for group in optimizer.param_groups:
+            group.update({flag: False for flag in _IMPLEMENTATION_FLAGS if flag in group})
+
+    def overwritten() -> list[str]:
+        return [key for (_, _, key), (group, value) in put.items() if group.get(key) is not value]
+
+    return overwritten
+
+
+@contextlib.contextmanager
+def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) -> Iterator[None]:
+    """Let optimizers see step counters, and `math`'s functions, as symbolic floats.
+
+    `read(tensor)` makes a 0-d tensor an output of the graph as float64, and gives its position.
+    """
+
+    def get_value(x: Any) -> Any:
+        return tape.tensor(read(x)) if isinstance(x, torch.Tensor) else x
+
+    with restoring() as restores:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
+                patch_function(restores, module, "_get_value", get_value)
+        for name, plain in list(vars(math).items()):
+            if callable(plain) and not name.startswith("_"):
+                patch_function(restores, math, name, _of_symbols(name, plain, tape))
+        yield
+
+
+def _of_symbols(name: str, plain: Callable[..., Any], tape: FloatTape) -> Callable[..., Any]:
+    """A function of `math` that follows symbolic floats, or refuses them."""
+
+    def function(*values: Any, **named: Any) -> Any:
+        if not any(isinstance(value, SymbolicFloat) for value in values):
+            return plain(*values, **named)
+        if name == "log" and len(values) > 1:
+            return tape.derive("div", *(tape.derive("log", value) for value in values))
+        if name in _FOLLOWED_BY_MATH:
+            return tape.derive(name, *values)
+        tape.refuse_function(name)
+        return plain(*values, **named)
+
+    return function

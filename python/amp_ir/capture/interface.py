@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs and outputs of a captured graph: what is really used, under which name and role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_ir.capture.guards.followed_numbers import FollowedNumber
+from amp_ir.capture.hyper_parameters import HyperParameter
+from amp_ir.capture.outside_tensors import DenseReader, is_dense
+from amp_ir.capture.scalar_nodes import ScalarNodes
+from amp_ir.capture.state import GradientReader, Slot, State
+from amp_ir.capture.symbolic_float import FloatTape
+from amp_ir.capture.traced import Traced
+from amp_ir.ir.captured_step import CapturedInput, CapturedOutput
+from amp_ir.ir.location import META_KEY, Location
+from amp_ir.ir.step_module import Role
+
+_ALWAYS_INPUTS = (Role.PARAMETER, Role.BUFFER, Role.BATCH)
+
+
+@attrs.define(eq=False)
+class _Output:
+    node: torch.fx.Node
+    name: str
+    role: Role
+    updates: torch.fx.Node | None = None
+
+
+@attrs.frozen(eq=False)
+class Interface:
+    """The signature of a finished graph.
+
+    `fresh` is the optimizer state to install before the first run: (optimizer position,
+    parameter, key, tensor). `put` are the parameters whose gradients `after_step` receives, in
+    order; `kept` those whose `grad` stays or is updated in place.
+    """
+
+    inputs: tuple[CapturedInput, ...]
+    outputs: tuple[CapturedOutput, ...]
+    fresh: tuple[tuple[int, torch.Tensor, str, torch.Tensor], ...]
+    put: tuple[torch.Tensor, ...]
+    kept: tuple[torch.Tensor, ...]
+
+
+def finish(
+    module: torch.fx.GraphModule,
+    traced: Traced,
+    state: State,
+    hypers: Sequence[HyperParameter | FollowedNumber],
+    batch: list[torch.Tensor],
+    tape: FloatTape,
+    mode: FakeTensorMode,
+) -> Interface:
+    """Give the graph its final placeholders and output tuple.
+
+    Before: placeholders are all slots, then the batch; outputs as `Traced` lists them.
+    After:  placeholders are parameters, buffers, used gradients and optimizer state, used
+            hyper-parameters, batch; outputs are results, changed state, gradients.
+    """
+    return _Finishing(module.graph, traced, state, hypers, batch, tape, mode).run(module)
+
+
+class _Finishing:
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        traced: Traced,
+        state: State,
+        hypers: Sequence[HyperParameter | FollowedNumber],
+        batch: list[torch.Tensor],
+        tape: FloatTape,
+        mode: FakeTensorMode,
+    ) -> None:
+        self._graph = graph
+        self._traced = traced
+        self._state = state
+        self._hypers = hypers
+        self._batch = batch
+        self._tape = tape
+        self._mode = mode
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._slot_nodes = placeholders[: len(state.slots)]
+        self._batch_nodes = placeholders[len(state.slots) :]
+        self._behind_state = next(n for n in graph.nodes if n not in set(self._slot_nodes))
+        self._entries: dict[torch.fx.Node, CapturedInput] = {}
+        self._created: list[tuple[int, torch.Tensor, str, torch.Tensor]] = []
+        named = {id(slot.tensor): slot for slot in state.parameters}
+        self._owners = {id(gradient): named[key] for key, gradient in state.gradients.items()}
+
+    def run(self, module: torch.fx.GraphModule) -> Interface:
+        """Do it all."""
+        for node, slot in zip(self._slot_nodes, self._state.slots, strict=True):
+            self._entries[node] = CapturedInput(slot.name, slot.role, self._source_of(slot))
+        for index, (node, tensor) in enumerate(zip(self._batch_nodes, self._batch, strict=True)):
+            self._entries[node] = CapturedInput(f"batch{index}", Role.BATCH, tensor)
+        outputs = self._collect_outputs()
+        self._set_outputs(outputs)
+        self._graph.eliminate_dead_code()
+        inputs = self._keep_used_inputs(outputs)
+        module.recompile()
+        position = {node: index for index, node in enumerate(inputs)}
+        final = tuple(
+            CapturedOutput(o.name, o.role, None if o.updates is None else position[o.updates])
+            for o in outputs
+        )
+        entries = tuple(self._entries[node] for node in inputs)
+        by_id = {id(slot.tensor): slot.tensor for slot in self._state.parameters}
+        assigned = {output.name for output in final if output.updates is None}
+        put = [s for s in self._traced.gradients if f"{s.name}.grad" in assigned]
+        left = {id(s.tensor) for s in self._traced.gradients} - {id(s.tensor) for s in put}
+        return Interface(
+            inputs=entries,
+            outputs=final,
+            fresh=self._fresh(entries),
+            put=tuple(slot.tensor for slot in put),
+            kept=tuple(by_id[key] for key in left),
+        )
+
+    def _source_of(self, slot: Slot) -> torch.Tensor | GradientReader | DenseReader:
+        """The tensor of the slot; a gradient's is looked up at every call."""
+        if slot in self._state.outside:
+            # PyTorch takes a number of the host among tensors of a GPU.
+            devices = {one.tensor.device for one in self._state.parameters}
+            is_here = not devices or slot.tensor.device in devices
+            if not is_dense(slot.tensor) or (slot.tensor.dim() == 0 and not is_here):
+                return DenseReader(slot.tensor)
+        if slot.role is not Role.GRADIENT:
+            return slot.tensor
+        return GradientReader(self._owners[id(slot)].name, self._owners[id(slot)].tensor)
+
+    def _collect_outputs(self) -> list[_Output]:
+        traced = self._traced
+        output_node = next(iter(reversed(self._graph.nodes)))
+        flat = iter(output_node.args[0])
+        results = [next(flat) for _ in range(traced.result_count)]
+        values = [next(flat) for _ in self._slot_nodes]
+        gradients = [next(flat) for _ in traced.gradients]
+        created = [next(flat) for _ in traced.created]
+        created_inputs = self._add_created_inputs()
+        results += self._replace_scalars(list(flat), output_node)
+        outputs = [_Output(node, f"result{i}", Role.RESULT) for i, node in enumerate(results)]
+        outputs += self._changed_state(values)
+        outputs += [
+            _Output(value, self._entries[node].name, Role.OPTIMIZER_STATE, node)
+            for value, node in zip(created, created_inputs, strict=True)
+        ]
+        return outputs + self._gradients_left(gradients)
+
+    def _replace_scalars(
+        self, read: list[torch.fx.Node], output_node: torch.fx.Node
+    ) -> list[torch.fx.Node]:
+        """Make inputs of the hyper-parameters; returns the nodes of those among the results."""
+        scalars = ScalarNodes(self._graph, self._tape, read, self._mode)
+        names = [hyper.name for hyper in self._hypers]
+        nodes = scalars.add_inputs(names, before=self._behind_state)
+        for node, hyper in zip(nodes, self._hypers, strict=True):
+            self._entries[node] = CapturedInput(hyper.name, Role.HYPER_PARAMETER, hyper.read)
+        scalars.replace_all()
+        return scalars.nodes_of(self._traced.symbols, before=output_node)
+
+    def _changed_state(self, values: list[torch.fx.Node]) -> list[_Output]:
+        """The state that the step changes; gradients are told by what is left in `grad`."""
+        changed = []
+        for node, value in zip(self._slot_nodes, values, strict=True):
+            entry = self._entries[node]
+            if value is not node and entry.role is not Role.GRADIENT:
+                changed.append(_Output(value, entry.name, entry.role, node))
+        return changed
+
+    def _gradients_left(self, values: list[torch.fx.Node]) -> list[_Output]:
+        """What is in `grad` at the end; a gradient nothing happened to is no output."""
+        before = {self._entries[node].name: node for node in self._slot_nodes}
+        left = []
+        for slot, value in zip(self._traced.gradients, values, strict=True):
+            name = f"{slot.name}.grad"
+            node = before.get(name)
+            if value is not node:
+                updated = node if node is not None and self._is_used(node) else None
+                left.append(_Output(value, name, Role.GRADIENT, updated))
+        return left
+
+    def _is_used(self, node: torch.fx.Node) -> bool:
+        return any(user.op != "output" for user in node.users)
+
+    def _add_created_inputs(self) -> list[torch.fx.Node]:
+        """Placeholders (unused) for the state that the first step makes: the tensors to fill."""
+        nodes = []
+        names = {id(slot.tensor): slot.name for slot in self._state.parameters}
+        for made in self._traced.created:
+            name = f"optimizer{made.optimizer}.{names[id(made.parameter)]}.{made.key}"
+            value = made.value
+            tensor = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            with self._graph.inserting_before(self._behind_state):
+                node = self._graph.placeholder(name.replace(".", "_"))
+            node.meta.update({"val": value.detach(), META_KEY: Location()})
+            self._entries[node] = CapturedInput(name, Role.OPTIMIZER_STATE, tensor)
+            self._created.append((made.optimizer, made.parameter, made.key, tensor))
+            nodes.append(node)
+        return nodes
+
+    def _set_outputs(self, outputs: list[_Output]) -> None:
+        """The output tuple; a value that is an input, or stands there twice, is copied."""
+        output_node = next(iter(reversed(self._graph.nodes)))
+        seen: set[torch.fx.Node] = set()
+        for output in outputs:
+            if output.node in seen or output.node.op in ("placeholder", "get_attr"):
+                with self._graph.inserting_before(output_node):
+                    copy = self._graph.call_function(torch.ops.aten.clone.default, (output.node,))
+                copy.meta.update(output.node.meta)
+                copy.meta.setdefault(META_KEY, Location())
+                output.node = copy
+            seen.add(output.node)
+        output_node.args = (tuple(output.node for output in outputs),)
+
+    def _keep_used_inputs(self, outputs: list[_Output]) -> list[torch.fx.Node]:
+        updated = {output.updates for output in outputs}
+        kept = []
+        for node, entry in sorted_by_graph(self._graph, self._entries):
+            if entry.role in _ALWAYS_INPUTS or node.users or node in updated:
+                kept.append(node)
+            else:
+                self._graph.erase_node(node)
+        return kept
+
+    def _fresh(
+        self, entries: tuple[CapturedInput, ...]
+    ) -> tuple[tuple[int, torch.Tensor, str, torch.Tensor], ...]:
+        """The new optimizer state of every parameter that uses any of it."""
+        used = {id(entry.tensor_or_reader) for entry in entries}
+        slots = self._state.optimizer_slots
+        fresh = [
+            (index, parameter, key, slots[index, id(parameter)][key].tensor)
+            for index, parameter, key in self._state.fresh
+        ]
+        users = {(index, id(p)) for index, p, _, tensor in fresh if id(tensor) in used}
+        return (*(f for f in fresh if (f[0], id(f[1])) in users), *self._created)
+
+
+def sorted_by_graph(
+    graph: torch.fx.Graph, entries: dict[torch.fx.Node, CapturedInput]
+) -> list[tuple[torch.fx.Node, CapturedInput]]:
+    """The entries in the order of their placeholders."""
+    return [(node, entries[node]) for node in list(graph.nodes) if node in entries]

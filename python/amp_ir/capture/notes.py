@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a capture decided, in words for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from amp_ir.capture.interface import Interface
+from amp_ir.capture.state import State
+from amp_ir.ir.step_module import Role
+
+_MOST = 5
+
+
+def number_notes(followed: frozenset[str], unfollowed: frozenset[str]) -> tuple[str, ...]:
+    """What became of the numbers that were to be inputs."""
+    notes = []
+    if followed:
+        notes.append(f"Python numbers that are read at every call: {', '.join(sorted(followed))}.")
+    if unfollowed:
+        notes.append(
+            "Python numbers that stay guards, since they decide a branch, a size or what is not "
+            f"computed with tensors: {', '.join(sorted(unfollowed))}."
+        )
+    return tuple(notes)
+
+
+def capture_notes(
+    graph: torch.fx.GraphModule, state: State, interface: Interface, followed: frozenset[str]
+) -> tuple[str, ...]:
+    """One sentence a decision; nothing about what goes without saying.
+
+    `followed` are the names of the inputs that are no hyper-parameters but Python numbers.
+    """
+    return tuple(_notes(graph, state, interface, followed))
+
+
+def _notes(
+    graph: torch.fx.GraphModule, state: State, interface: Interface, followed: frozenset[str]
+) -> Iterator[str]:
+    outside = [slot.name for slot in state.outside]
+    if outside:
+        more = f" and {len(outside) - _MOST} more" if len(outside) > _MOST else ""
+        yield (
+            f"{len(outside)} tensors from outside of the model are read at every call: "
+            f"{', '.join(outside[:_MOST])}{more}."
+        )
+    if interface.fresh:
+        yield (
+            f"{len(interface.fresh)} tensors of optimizer state were made; they are put into "
+            "optimizer.state before the first compiled step."
+        )
+    put = len(interface.put)
+    if put:
+        yield f"{put} parameters keep a gradient after the step, since it does not clear them."
+    hypers = [
+        entry.name
+        for entry in interface.inputs
+        if entry.role is Role.HYPER_PARAMETER and entry.name not in followed
+    ]
+    if hypers:
+        yield f"Read from param_groups at every step: {', '.join(hypers)}."
+    if any(module.training for model in state.models for module in model.modules()):
+        return
+    yield "The model is in eval mode."

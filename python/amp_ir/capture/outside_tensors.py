@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that a step reaches outside of models, optimizers and batch: inputs, read at every call.
+
+A frozen teacher, class weights, a mask of a closure. In the traced graph each is a constant, the
+user's own tensor; here it becomes one more input by reference, so that what is written to it
+between calls is seen. Tensors that the step itself makes (`torch.tensor([1.0])`) stay constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_ir.capture.refusals import Findings
+from amp_ir.capture.state import Slot, State, fake_of
+from amp_ir.capture.traced import Traced
+from amp_ir.ir.location import META_KEY, Location
+from amp_ir.ir.step_module import Role
+from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES
+
+aten = torch.ops.aten
+_LITERALS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+Names = Mapping[int, tuple[torch.Tensor, Callable[[], str]]]
+
+
+@attrs.frozen(eq=False)
+class DenseReader:
+    """Reads a tensor as kernels take it, whose own memory they cannot."""
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        """The values now, dense and aligned."""
+        dense = self.tensor.detach().contiguous()
+        return dense.clone() if dense.data_ptr() % ALIGNMENT_BYTES else dense
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether kernels can read a tensor where it is."""
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def lift_outside_tensors(
+    traced: Traced, state: State, names: Names, mode: FakeTensorMode
+) -> Traced:
+    """Make inputs of the user's tensors that the graph has as constants.
+
+    Before: placeholders are the slots of `state`, then the batch.
+    After:  `state.outside` are the new slots; their placeholders follow those of the others, and
+            their values, unchanged, follow those of the others among the outputs.
+
+    Raises:
+        CaptureError: a tensor shares memory with the state, but is only a part of it.
+    """
+    graph = traced.graph.graph
+    users = _constants(traced.graph)
+    if not users:
+        return traced
+    slots = state.slots
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    own = {_geometry(slot.tensor): node for slot, node in zip(slots, placeholders, strict=False)}
+    memory = {_address(slot.tensor): slot for slot in slots if slot.tensor.numel()}
+    behind = next(node for node in graph.nodes if node not in set(placeholders[: len(slots)]))
+    findings, added = Findings(), []
+    for tensor, nodes in users:
+        node = own.get(_geometry(tensor))
+        if node is None:
+            sharing = memory.get(_address(tensor))
+            if sharing is not None and tensor.numel():
+                _refuse_part(findings, tensor, sharing, nodes[0])
+            node = _add_input(graph, behind, tensor, names, state, mode)
+            added.append(node)
+        for constant in nodes:
+            constant.replace_all_uses_with(node)
+            graph.erase_node(constant)
+    if findings:
+        raise findings.error()
+    output = next(iter(reversed(graph.nodes)))
+    at = traced.result_count + len(slots)
+    flat = list(output.args[0])
+    output.args = ([*flat[:at], *added, *flat[at:]],)
+    fakes = [slot.fake for slot in state.outside]
+    inputs = [*traced.inputs[: len(slots)], *fakes, *traced.inputs[len(slots) :]]
+    return attrs.evolve(traced, inputs=inputs)
+
+
+def _constants(module: torch.fx.GraphModule) -> list[tuple[torch.Tensor, list[torch.fx.Node]]]:
+    """The user's tensors among the constants, with the nodes that name them."""
+    found: dict[int, tuple[torch.Tensor, list[torch.fx.Node]]] = {}
+    for node in module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        tensor = getattr(module, str(node.target))
+        if isinstance(tensor, torch.Tensor) and any(u.target not in _LITERALS for u in node.users):
+            found.setdefault(id(tensor), (tensor, []))[1].append(node)
+    return list(found.values())
+
+
+def _add_input(
+    graph: torch.fx.Graph,
+    before: torch.fx.Node,
+    tensor: torch.Tensor,
+    names: Names,
+    state: State,
+    mode: FakeTensorMode,
+) -> torch.fx.Node:
+    _, name_of = names.get(id(tensor), (tensor, lambda: "a tensor outside of the model"))
+    taken = {slot.name for slot in state.slots}
+    name, count = name_of(), 1
+    while name in taken:
+        count += 1
+        name = f"{name_of()} ({count})"
+    slot = Slot(name, Role.BUFFER, tensor)
+    slot.fake = fake_of(tensor.detach(), mode)
+    state.outside.append(slot)
+    with graph.inserting_before(before):
+        node = graph.placeholder(f"outside_{len(state.outside)}")
+    node.meta.update({"val": slot.fake, META_KEY: Location()})
+    return node
+
+
+def _refuse_part(findings: Findings, tensor: torch.Tensor, slot: Slot, node: torch.fx.Node) -> None:
+    user = next(iter(node.users), node)
+    findings.add(
+        f"uses a view of shape {tuple(tensor.shape)} of {slot.name} that was made before the step",
+        user.meta.get(META_KEY, Location()),
+        "Make the view inside of the step",
+    )
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What two tensors share that are the same memory seen in the same way."""
+    if not tensor.numel():
+        return (id(tensor),)
+    return (
+        tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device,
+    )  # fmt: skip
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

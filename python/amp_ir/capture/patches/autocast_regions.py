@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regions of the user's step in which `torch.autocast` is switched off: their ops stay as they are.
+
+The step is traced without autocast, so such a region changes nothing there; what `amp_ir.autocast`
+does later must leave its ops alone, and their backward pass too. Two things make one:
+`torch.autocast(..., enabled=False)`, and `torch.amp.custom_fwd(cast_inputs=torch.float32)`.
+A region that is switched on needs no note: PyTorch itself writes its casts into the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_ir.capture.patches.restores import Restores
+from amp_ir.capture.patches.thread_patches import here, patch, patch_function
+from amp_ir.ir.location import autocast_switched
+
+
+def mark_autocast_regions(restores: Restores, device_types: frozenset[str]) -> None:
+    """Mark what is traced inside regions without autocast; those of other devices mean nothing."""
+    open_regions: list[contextlib.AbstractContextManager[None]] = []
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def marked_enter(region: Any) -> Any:
+        # Inside of a custom function's backward, PyTorch repeats what its forward found.
+        mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if region.device in device_types and torch._C._current_autograd_node() is None:
+            mark = autocast_switched(off=not region._enabled)
+        result = enter(region)
+        mark.__enter__()
+        open_regions.append(mark)
+        return result
+
+    def marked_leave(region: Any, *error: Any) -> Any:
+        open_regions.pop().__exit__(*error)
+        return leave(region, *error)
+
+    patch_function(restores, torch.autocast, "__enter__", marked_enter)
+    patch_function(restores, torch.autocast, "__exit__", marked_leave)
+    apply: Any = torch.autograd.Function.apply
+    marked = here(_marked_apply(apply, device_types), apply.__func__)
+    patch(restores, torch.autograd.Function, "apply", classmethod(marked))
+
+
+def _marked_apply(apply: Any, device_types: frozenset[str]) -> Callable[..., Any]:
+    def marked(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _runs_in_float32(function.forward, device_types):
+            return apply.__func__(function, *args, **kwargs)
+        with autocast_switched(off=True):
+            return apply.__func__(function, *args, **kwargs)
+
+    return marked
+
+
+def _runs_in_float32(forward: Callable[..., Any], device_types: frozenset[str]) -> bool:
+    """Whether a custom function's forward is decorated with custom_fwd(cast_inputs=float32)."""
+    if getattr(forward, "__module__", None) is None or not hasattr(forward, "__wrapped__"):
+        return False
+    bound = inspect.getclosurevars(forward).nonlocals
+    return bound.get("cast_inputs") is torch.float32 and bound.get("device_type") in device_types

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is changed in PyTorch for the time of a capture, and put back after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import batchnorm
+from torch.nn.utils import clip_grad
+
+from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
+from amp_ir.capture.decompositions.batch_statistics import batch_norm, instance_norm
+from amp_ir.capture.distribution import WRAPPER_ADVICE, wrapper_fault
+from amp_ir.capture.locations import Locator
+from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
+from amp_ir.capture.patches.module_methods import ModuleMethods
+from amp_ir.capture.patches.restores import restoring
+from amp_ir.capture.patches.thread_patches import ValueHere, here, patch, patch_function, silence
+from amp_ir.capture.recording import GradientWatch
+from amp_ir.capture.refusals import Findings, TracingStopped
+from amp_ir.capture.state import State
+from amp_ir.capture.symbolic_float import SymbolicFloat
+from amp_ir.capture.transaction import Transaction
+
+
+@contextlib.contextmanager
+def patched(
+    state: State,
+    locator: Locator,
+    watch: GradientWatch,
+    findings: Findings,
+    transaction: Transaction,
+    modules: ModuleMethods,
+) -> Iterator[list[torch.optim.Optimizer]]:
+    """Change PyTorch so that a step can be traced.
+
+    Yields:
+        the list that collects the optimizers whose `step` was called. Their `step` attribute is
+        restored by `state.kept`, which must be around this.
+    """
+    stepped: list[torch.optim.Optimizer] = []
+
+    def on_step(optimizer: torch.optim.Optimizer) -> None:
+        stepped.append(optimizer)
+        transaction.stepped(optimizer)
+
+    for optimizer in state.optimizers:
+        vars(optimizer)["step"] = _located_step(optimizer, locator, findings, on_step)
+        # Fused kernels would unscale by themselves; the captured step is the plain one.
+        vars(optimizer)["_step_supports_amp_scaling"] = False
+    replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (torch.nn.Module, "zero_grad", _watched_zero_grad(torch.nn.Module.zero_grad, watch)),
+        (
+            torch.optim.Optimizer,
+            "zero_grad",
+            _watched_zero_grad(torch.optim.Optimizer.zero_grad, watch),
+        ),
+        (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+        (torch, "batch_norm", batch_norm),
+        (torch, "instance_norm", instance_norm),
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
+        (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
+        (torch.amp.GradScaler, "scale", _refused_scaler(locator, findings)),
+        # nn.TransformerEncoderLayer has an inference kernel that hides many ops in one.
+        (torch.backends.mha, "get_fastpath_enabled", lambda: False),
+    )
+    # A thread's own, as is all below.
+    with torch.autograd.set_multithreading_enabled(mode=False), restoring() as restores:
+        for owner, name, replacement in replacements:
+            patch_function(restores, owner, name, replacement)
+        call = _checked_call(locator.wrap_call(modules.call), locator, findings)
+        patch(restores, torch.nn.Module, "__call__", here(call, modules.call))
+        modules.patch_lookup(restores)
+        devices = frozenset(slot.tensor.device.type for slot in state.slots)
+        mark_autocast_regions(restores, devices or frozenset({"cpu"}))
+        patch(restores, torch.utils.checkpoint, "CheckpointFunction", _checkpoint_function())
+        # Checks of a distribution's arguments look at values, which do not exist yet.
+        distribution = torch.distributions.Distribution
+        checks = ValueHere(value=False, elsewhere=distribution._validate_args)
+        patch(restores, distribution, "_validate_args", checks)
+        # The functions of clip_grad convert their threshold, which may depend on the loss scale;
+        # a BatchNorm without a momentum converts its count of batches. For a number that is not
+        # followed it is Python's own `float`.
+        for module in (clip_grad, batchnorm):
+            patch(restores, module, "float", _float_of)
+        # An error of the user's step is raised; the fake tensors would log it as well.
+        silence(restores, "torch._subclasses.fake_tensor")
+        yield stepped
+
+
+def _located_step(
+    optimizer: torch.optim.Optimizer,
+    locator: Locator,
+    findings: Findings,
+    on_step: Callable[[torch.optim.Optimizer], None],
+) -> Callable[..., Any]:
+    step = optimizer.step
+
+    def located(*args: Any, **kwargs: Any) -> Any:
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            findings.add(
+                f"{type(optimizer).__name__}.step is called with a closure",
+                locator.here(),
+                "Compute the loss and call backward() before step(); use an optimizer that needs "
+                "no closure",
+            )
+            raise TracingStopped
+        on_step(optimizer)
+        with locator.optimizing():
+            return step(*args, **kwargs)
+
+    return located
+
+
+def _watched_zero_grad(zero_grad: Callable[..., None], watch: GradientWatch) -> Callable[..., None]:
+    def watched(self: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        if not set_to_none:
+            zero_grad(self, set_to_none=False)
+            return
+        with watch.clearing_of(self):
+            zero_grad(self)
+
+    return watched
+
+
+def _float_of(value: Any) -> Any:
+    """`float` that leaves a number which is followed as it is, and makes a tensor a float64."""
+    if isinstance(value, FakeTensor):
+        return value.double()
+    return value if isinstance(value, SymbolicFloat) else float(value)
+
+
+def _refused_scheduler(locator: Locator, findings: Findings) -> Callable[..., None]:
+    def refuse(self: Any, *_args: Any, **_kwargs: Any) -> None:
+        findings.add(
+            f"{type(self).__name__}.step is called inside the step",
+            locator.here(),
+            "Call it after the compiled step: the new learning rate is read at the next call",
+        )
+
+    return refuse
+
+
+def _refused_scaler(locator: Locator, findings: Findings) -> Callable[..., Any]:
+    """Scalers that were passed have methods of their own while a step is traced."""
+    scale = torch.amp.GradScaler.scale
+
+    def refuse(self: Any, outputs: Any) -> Any:
+        if not self.is_enabled():
+            return scale(self, outputs)
+        findings.add(
+            f"a {type(self).__name__} that was not passed scales a loss",
+            locator.here(),
+            "Pass it in scaler=",
+        )
+        raise TracingStopped
+
+    return refuse
+
+
+def _checked_call(
+    call: Callable[..., Any], locator: Locator, findings: Findings
+) -> Callable[..., Any]:
+    """A `torch.nn.Module.__call__` that refuses modules which share their training."""
+
+    def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        fault = wrapper_fault(module)
+        if fault is not None:
+            advice = WRAPPER_ADVICE[0].upper() + WRAPPER_ADVICE[1:]
+            findings.add(f"the step calls a module that {fault}", locator.here(), advice)
+            raise TracingStopped
+        return call(module, *args, **kwargs)
+
+    return checked
+
+
+def _checkpoint_function() -> type:
+    """Activation checkpointing changes memory, not results; memory is planned by the compiler."""
+
+    def plain(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:  # noqa: FBT001
+        return function(*args)
+
+    apply = here(plain, torch.utils.checkpoint.CheckpointFunction.apply)
+    return type("CheckpointFunction", (), {"apply": staticmethod(apply)})
+
+
+def _no_checkpoint(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attributes of PyTorch that are others in the thread that captures, and as always in the rest."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from amp_ir.capture.patches.restores import Restores
+
+_ABSENT = object()
+
+
+class ThisThread(threading.local):
+    """Whether the code that asks runs in the thread that made this.
+
+    A thread's number would not do: after a fork another thread may get it.
+    """
+
+    is_here = False
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @classmethod
+    def marked(cls) -> ThisThread:
+        """One that is true in this thread."""
+        made = cls()
+        made.is_here = True
+        return made
+
+
+def here(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is `replacement` in this thread and `original` in every other."""
+    this_thread = ThisThread.marked()
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if this_thread.is_here else original)(*args, **kwargs)
+
+    return function
+
+
+class ValueHere:
+    """A class attribute with one value in this thread and another in every other.
+
+    Instances and other threads may set their own over it, as over any class attribute.
+    """
+
+    def __init__(self, value: Any, elsewhere: Any) -> None:
+        self._value = value
+        self._elsewhere = elsewhere
+        self._this_thread = ThisThread.marked()
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self._value if self._this_thread.is_here else self._elsewhere
+
+
+def patch(restores: Restores, owner: Any, name: str, replacement: Any) -> None:
+    """Set an attribute of a module or class until `restores` run.
+
+    What another thread has set meanwhile stays.
+    """
+    before = vars(owner).get(name, _ABSENT)
+
+    def restore() -> None:
+        if vars(owner).get(name, _ABSENT) is not replacement:
+            return
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    restores.add(restore)
+    setattr(owner, name, replacement)
+
+
+def patch_function(
+    restores: Restores, owner: Any, name: str, replacement: Callable[..., Any]
+) -> None:
+    """`patch` for a function of a module or a method of a class, in this thread only."""
+    patch(restores, owner, name, here(replacement, getattr(owner, name)))
+
+
+class _NotHere(logging.Filter):
+    """Drops what this thread logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._this_thread = ThisThread.marked()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is logged."""
+        return not self._this_thread.is_here
+
+
+def silence(restores: Restores, name: str) -> None:
+    """Let a logger drop what this thread logs until `restores` run."""
+    log, silent = logging.getLogger(name), _NotHere()
+    restores.add(lambda: log.removeFilter(silent))
+    log.addFilter(silent)

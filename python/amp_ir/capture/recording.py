@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two modes under which the user's step is traced.
+
+`Recorder` sees every ATen op: it marks the new graph nodes with their place, and answers the few
+ops that need care. `Substitution` sees every call of the torch API: a parameter that the step
+reaches through a reference of its own (a list made beforehand, a closure) becomes its fake there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_ir.capture.decompositions.composed import composed
+from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
+from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
+from amp_ir.capture.decompositions.recurrent_layers import layers_of
+from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.locations import Locator, NodeMarker
+from amp_ir.capture.refusals import Findings, TracingStopped, UnfitCall
+from amp_ir.capture.repeated_ops import RepeatedOps
+from amp_ir.capture.transaction import Transaction
+from amp_ir.ir.empty_tensors import gradient_over_nothing
+
+aten = torch.ops.aten
+
+_MOST_READS = 200
+_READ_ADVICE = (
+    "Keep it a tensor: return it and call .item() on the result of the step, or choose with "
+    "torch.where"
+)
+_SHAPE_ADVICE = (
+    "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"
+)
+_VALUES = "makes a shape or a branch depend on the data"
+# (what an op does, what to do) where the usual words would mislead.
+_OF_OPS: dict[Any, tuple[str, str]] = {
+    aten._ctc_loss: (
+        "has no compiled form: its recursion is as long as the batch's sequences",
+        "Train this model in plain PyTorch",
+    ),
+    aten.bincount: (
+        _VALUES,
+        "Count into a tensor of fixed size: torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))",
+    ),
+}
+_DEVICE = torch.ops.prim.device.default
+_READ = aten._local_scalar_dense.default
+_READ_TEXT = f"{_READ} reads a tensor's value in Python (.item(), float(), bool(), if)"
+
+
+class Recorder(TorchDispatchMode):
+    """Marks every op with its place; refuses reads of values and writes to tensors outside."""
+
+    def __init__(
+        self,
+        locator: Locator,
+        findings: Findings,
+        batch: list[torch.Tensor],
+        transaction: Transaction,
+        mode: FakeTensorMode,
+        observer: Observer,
+    ) -> None:
+        super().__init__()
+        self._observer = observer
+        self._transaction = transaction
+        self._locator = locator
+        self._findings = findings
+        self._batch_storages = {_storage(tensor) for tensor in batch}
+        self._written: dict[Any, tuple[int, ...]] = {}
+        self._reads = 0
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self._marker = NodeMarker(proxy_mode.tracer.graph)
+        self._repeated = RepeatedOps(proxy_mode, mode)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Trace one op."""
+        self._observer.pause()
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        finally:
+            self._observer.go_on()
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _DEVICE:
+            # PyTorch asks for it twice an op; the modes below would answer the same.
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if is_foreach(func):
+            with self:
+                return call_foreach(func, args, kwargs)
+        location = self._locator.here()
+        if func is _READ:
+            if not _is_known(args[0]):
+                return self._read(args[0])
+            if not isinstance(args[0], FakeTensor):
+                self._observer.note_read(args[0])
+        self._check_writes(func, args, kwargs)
+        if func is aten.native_batch_norm.default:
+            # It updates its running statistics in training, and its schema does not say so.
+            self._check_targets(func, [one for one in args[3:5] if one is not None and args[5]])
+        try:
+            out = self._traced(func, args, kwargs)
+            if func is aten.zero_.default:
+                self._transaction.cleared(args[0])
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            packet = getattr(error.func, "overloadpacket", None)
+            what, advice = _OF_OPS.get(packet, (_VALUES, _SHAPE_ADVICE))
+            self._findings.add(f"{error.func} {what}", location, advice)
+            raise TracingStopped from error
+        self._marker.mark(location)
+        return out
+
+    def _traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the op gives, with its nodes written."""
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        of_nothing = gradient_over_nothing(func, args)
+        if of_nothing is not None:
+            return of_nothing
+        detached = self._repeated.renamed(func, args)
+        if detached is not None:
+            return detached
+        call = self._repeated.begin(func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        out = self._repeated.repeat(call, func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
+            self._repeated.learn(call, func, args, kwargs, out)
+        return out
+
+    def _read(self, tensor: torch.Tensor) -> int | float | bool:
+        """Note the read and go on with 1, to find the other places too."""
+        location = self._locator.here()
+        self._findings.add(_READ_TEXT, location, _READ_ADVICE)
+        self._reads += 1
+        if self._reads > _MOST_READS:
+            raise TracingStopped
+        if tensor.dtype is torch.bool:
+            return True
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._check_targets(func, self._targets(func, args, kwargs))
+
+    def _check_targets(self, func: Any, targets: Iterable[torch.Tensor]) -> None:
+        for target in targets:
+            if not isinstance(target, FakeTensor):
+                what = f"{func} writes to a tensor outside of the model and the optimizer"
+                advice = (
+                    "Pass its module in model=[...], register it as a buffer of the model, pass "
+                    "its optimizer in optimizer=, or update it after the step"
+                )
+            elif _storage(target) in self._batch_storages:
+                what = f"{func} writes to a tensor of the batch"
+                advice = "Write to a copy: call .clone() first"
+            else:
+                self._transaction.before_write(target)
+                continue
+            self._findings.add(what, self._locator.here(), advice)
+            raise TracingStopped
+
+    def _targets(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        schema = func._schema
+        if not schema.is_mutable:
+            return []
+        written = [a for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        positions = {a.name: i for i, a in enumerate(schema.arguments)}
+        found = []
+        for argument in written:
+            at = positions[argument.name]
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            found += list(value) if isinstance(value, (list, tuple)) else [value]
+        return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    """Whether the value is a constant of the step (made by torch.tensor, or not ours at all)."""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,  # noqa: FBT001 - ATen's own signature
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """`native_batch_norm` with its undeclared update of the running statistics made visible."""
+    if not training or running_mean is None or running_var is None:
+        return aten.native_batch_norm.default(
+            x, weight, bias, running_mean, running_var, training, momentum, eps
+        )
+    functional = aten._native_batch_norm_legit_functional.default
+    y, mean, rstd, new_mean, new_var = functional(
+        x, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+    aten.copy_.default(running_mean, new_mean)
+    aten.copy_.default(running_var, new_var)
+    return y, mean, rstd
+
+
+_SPECIAL: Mapping[Any, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _batch_norm,
+    **FUSED_CELLS,
+}
+
+_GRADIENT: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
+_DROPOUT = (torch.dropout, torch.nn.functional.dropout)
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+
+
+class GradientWatch:
+    """Whether the gradients that a parameter has before the step make a difference to it.
+
+    They do when the step looks at one (`optimizer.step`, clipping, `backward` adds to it) before
+    it is replaced or cleared.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._known = {id(parameter) for parameter in parameters}
+        self._settled: set[int] = set()
+        self.observed: set[int] = set()
+        self._clearing = 0
+
+    def looked_at(self, tensor: object) -> None:
+        """The step reads `tensor.grad`."""
+        key = id(tensor)
+        if key in self._known and key not in self._settled and not self._clearing:
+            self.observed.add(key)
+
+    def replaced(self, tensor: object) -> None:
+        """The step sets `tensor.grad`."""
+        if id(tensor) not in self.observed:
+            self._settled.add(id(tensor))
+
+    @contextlib.contextmanager
+    def clearing_of(self, owner: torch.nn.Module | torch.optim.Optimizer) -> Iterator[None]:
+        """`owner.zero_grad` runs: it looks at gradients only to drop them."""
+        self._clearing += 1
+        try:
+            yield
+        finally:
+            self._clearing -= 1
+        if isinstance(owner, torch.nn.Module):
+            parameters = list(owner.parameters())
+        else:
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+        for parameter in parameters:
+            self.replaced(parameter)
+
+    def accumulated(self) -> None:
+        """A backward pass has added to the gradients."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and id(parameter) not in self._settled:
+                self.observed.add(id(parameter))
+
+
+class Substitution(TorchFunctionMode):
+    """Replaces the user's own tensors by their fakes, and watches gradients."""
+
+    def __init__(
+        self,
+        fakes: Mapping[int, torch.Tensor],
+        watch: GradientWatch,
+        locator: Locator,
+        findings: Findings,
+    ) -> None:
+        super().__init__()
+        self._fakes = fakes
+        self._watch = watch
+        self._locator = locator
+        self._findings = findings
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Make one call of the torch API."""
+        args = self._replace(args)
+        kwargs = {key: self._replace(value) for key, value in kwargs.items()} if kwargs else {}
+        if func == _GET_GRADIENT:
+            self._watch.looked_at(args[0])
+        elif func == _SET_GRADIENT:
+            self._watch.replaced(args[0])
+        elif func == _SET_DATA and _fits(*args):
+            with torch.no_grad():
+                aten.copy_.default(args[0], args[1])
+            return None
+        elif func in _DROPOUT:
+            return _dropout(*args, **kwargs)
+        layers = layers_of(func, args, kwargs)
+        if layers is not None:
+            return layers()
+        try:
+            out = composed(func, args, kwargs)
+        except UnfitCall as unfit:
+            self._findings.add(unfit.what, self._locator.here(), unfit.advice)
+            raise TracingStopped from unfit
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
+        if func in _BACKWARD:
+            self._watch.accumulated()
+        return out
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if type(value) is FakeTensor:
+                return value
+            fake = self._fakes.get(id(value))
+            if fake is not None:
+                return fake
+            if value.requires_grad and torch.is_grad_enabled():
+                return self._outside(value)
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(self._replace(item) for item in value)
+        return value
+
+    def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        what = f"uses a tensor of shape {tuple(tensor.shape)} that requires a gradient"
+        where = "but is in none of the models"
+        location = self._locator.here()
+        self._findings.add(
+            f"{what} {where}", location, "Pass its module in model=[...], or detach() the tensor"
+        )
+        return tensor.detach()
+
+
+def _dropout(
+    x: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,  # noqa: FBT001, FBT002 - torch's own signature
+    inplace: bool = False,  # noqa: FBT001, FBT002
+) -> torch.Tensor:
+    """Dropout as one op on every device; ATen on a CPU spells it out."""
+    if inplace or not training or not 0.0 < p < 1.0:
+        return torch.nn.functional.dropout(x, p, training, inplace)
+    return torch.native_dropout(x, p, True)[0]
+
+
+def _fits(target: torch.Tensor, value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == target.shape
+        and value.dtype == target.dtype
+        and isinstance(target, FakeTensor)
+    )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a capture refuses: findings are collected while tracing goes on, and raised together."""
+
+from __future__ import annotations
+
+import attrs
+
+from amp_ir.errors import CaptureError
+from amp_ir.ir.location import Location
+
+_MOST_SHOWN = 20
+
+
+@attrs.frozen
+class Finding:
+    """One thing that a compiled step could not do, where it stands and what to do about it."""
+
+    what: str
+    location: Location
+    advice: str
+
+    def __str__(self) -> str:
+        """One line of the error."""
+        return f"{self.location}: {self.what}. {self.advice}"
+
+
+class Findings:
+    """The findings of one capture, each place once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Finding, None] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything was found."""
+        return bool(self._found)
+
+    def __len__(self) -> int:
+        """The number of different findings."""
+        return len(self._found)
+
+    def add(self, what: str, location: Location, advice: str) -> None:
+        """Note one more place; the same place twice counts once."""
+        self._found.setdefault(Finding(what, location, advice))
+
+    def error(self) -> CaptureError:
+        """The error that lists all of them, in the order of the step."""
+        found = list(self._found)
+        lines = [f"  {number}. {finding}" for number, finding in enumerate(found, 1)]
+        if len(lines) > _MOST_SHOWN:
+            lines[_MOST_SHOWN:] = [f"  ... and {len(lines) - _MOST_SHOWN} more"]
+        places = "1 place" if len(found) == 1 else f"{len(found)} places"
+        return CaptureError("\n".join([f"this step cannot be captured, {places}:", *lines]))
+
+
+class TracingStopped(Exception):
+    """Tracing cannot go on after a finding; never leaves the capture."""
+
+
+class UnfitCall(Exception):
+    """A call of PyTorch's cannot be captured with these arguments; never leaves the capture."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.advice = advice

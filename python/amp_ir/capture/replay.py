@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced graph run a second time, op by op, under `functionalize` and the decompositions.
+
+Most ops of a step read tensors that nothing writes to, and an op with arguments of the same kinds
+becomes the same few nodes each time. So the first such call is traced, and its repetitions are
+copies of what it became. Calls that write, and calls whose tensors share memory with something that
+is written later, are always traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from amp_ir.capture.decompositions.layouts import strided
+from amp_ir.capture.locations import NodeMarker
+from amp_ir.capture.repeated_ops import (
+    begin_of_selected,
+    fake_of_kind,
+    has_kind,
+    has_views,
+    key_of_plain,
+    kind_of,
+)
+from amp_ir.ir.location import META_KEY, Location
+
+try:
+    # Not part of PyTorch's public interface; without them, capture only takes longer.
+    from torch._C._functorch import (
+        _unwrap_functional_tensor,
+        _wrap_functional_tensor,
+        current_level,
+    )
+
+    _is_possible = True
+except ImportError:
+    _is_possible = False
+
+aten = torch.ops.aten
+_STRIDED = frozenset({aten.as_strided.default, aten.as_strided_.default})
+
+
+@attrs.frozen(eq=False)
+class _Value:
+    """A tensor of the new graph that exists as its node only."""
+
+    node: torch.fx.Node
+
+    @property
+    def val(self) -> torch.Tensor:
+        """The fake tensor that describes it."""
+        val = self.node.meta["val"]
+        assert isinstance(val, torch.Tensor)
+        return val
+
+
+@attrs.frozen(eq=False)
+class _Template:
+    """The nodes that a call became, where its arguments' nodes stood, and those of its results."""
+
+    nodes: tuple[torch.fx.Node, ...]
+    arguments: dict[torch.fx.Node, int]
+    results: Any
+
+
+class Replay(torch.fx.Interpreter):
+    """Runs a graph op by op; the nodes that an op becomes inherit its place."""
+
+    def __init__(self, traced: torch.fx.GraphModule) -> None:
+        super().__init__(traced, garbage_collect_values=True)
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self._tracer: Any = proxy_mode.tracer
+        self._new: torch.fx.Graph = proxy_mode.tracer.graph
+        self._marker = NodeMarker(self._new)
+        self._marker.mark(Location())
+        memory = SharedMemory(traced.graph)
+        self._orderly = memory.orderly_calls() if _is_possible else set()
+        self._written = memory.written_wholes() if _is_possible else {}
+        self._now: dict[torch.fx.Node, Any] = {}
+        self._templates: dict[tuple[Any, ...], _Template] = {}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Run one node, or copy what one like it became."""
+        out = self._run(n)
+        if n in self._written:
+            self._now[self._written[n]] = out
+        self._marker.mark(n.meta.get(META_KEY, Location()))
+        return out
+
+    def _run(self, n: torch.fx.Node) -> Any:
+        if n.target is operator.getitem:
+            return self._value(n.args[0])[n.args[1]]
+        found = self._key_of(n) if n in self._orderly else None
+        if found is None:
+            return self._traced(n)
+        key, tensors = found
+        template = self._templates.get(key)
+        if template is not None:
+            begin = self._begin(n, tensors)
+            if begin is None:
+                return self._copied(template, tensors)
+            return self._selected(template, n, tensors[0], begin)
+        before = self._new._root.prev
+        out = self._traced(n)
+        self._learn(n, key, tensors, before, out)
+        return out
+
+    def _traced(self, n: torch.fx.Node) -> Any:
+        """Run a node on tensors."""
+        for argument in n.all_input_nodes:
+            tensor = self.env[argument] = self._tensor(self._value(argument))
+            if argument in self._written:
+                self._now[self._written[argument]] = tensor
+        if n.target in _STRIDED:
+            out = self._strided(n)
+            if out is not None:
+                return out
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A constant as functionalize has its own tensors: what is computed from it may be written.
+
+        Ops with plain tensors alone do not pass through functionalize, and would stay in place.
+        """
+        value = super().get_attr(target, args, kwargs)
+        return aten.lift_fresh.default(value) if isinstance(value, torch.Tensor) else value
+
+    def _strided(self, n: torch.fx.Node) -> torch.Tensor | None:
+        """`as_strided` by views that no longer speak of the layout, which may have changed."""
+        source, *geometry = n.args
+        assert isinstance(source, torch.fx.Node)
+        as_views: Any = strided
+        out: torch.Tensor | None = as_views(
+            self.env[source], source.meta["val"], *geometry, **n.kwargs
+        )
+        return out
+
+    def _value(self, n: Any) -> Any:
+        """What a node of the old graph is now."""
+        return self._now[self._written[n]] if n in self._written else self.env[n]
+
+    def _key_of(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], list[torch.fx.Node]] | None:
+        """What tells the call from others, and the new graph's nodes of its tensors."""
+        parts: list[Any] = [n.target]
+        tensors: list[torch.fx.Node] = []
+        keeps_place = has_views(n.target)
+
+        def add(value: Any) -> bool:
+            if isinstance(value, torch.fx.Node):
+                node = self._node_of(self._value(value))
+                if node is None:
+                    return False
+                if node not in tensors:
+                    tensors.append(node)
+                parts.append(
+                    (tensors.index(node), kind_of(node.meta["val"], has_views=keeps_place))
+                )
+                return True
+            if isinstance(value, (list, tuple)):
+                parts.append(len(value))
+                return all(add(item) for item in value)
+            key = key_of_plain(value)
+            parts.append(key)
+            return key is not None
+
+        if not all(add(value) for value in _told_apart_by(n)):
+            return None
+        for name, value in n.kwargs.items():
+            parts.append(name)
+            if not add(value):
+                return None
+        return (tuple(parts), tensors) if tensors else None
+
+    def _begin(self, n: torch.fx.Node, tensors: list[torch.fx.Node]) -> int | None:
+        """Where in its memory the result begins, if the key does not tell."""
+        return begin_of_selected(n.target, n.args, tensors[0].meta["val"]) if tensors else None
+
+    def _node_of(self, value: Any) -> torch.fx.Node | None:
+        """The new graph's node of a value of this run; None where it has none of its own."""
+        if type(value) is _Value:
+            return value.node
+        if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
+            return None
+        torch._sync(value)  # type: ignore[attr-defined]
+        inner = _unwrap_functional_tensor(value, True)  # noqa: FBT003 - reapply_views
+        slot = proxy_tensor.get_proxy_slot(inner, self._tracer, None)
+        if slot is None or slot.constant is not None or type(inner) is not FakeTensor:
+            return None
+        if not has_kind(inner):
+            return None
+        node = slot.proxy.node
+        return node if isinstance(node.meta.get("val"), FakeTensor) else None
+
+    def _tensor(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(self._tensor(item) for item in value)
+        if type(value) is not _Value:
+            return value
+        val = value.val
+        assert isinstance(val, FakeTensor)
+        with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
+            empty = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")
+        inner = FakeTensor(val.fake_mode, empty, val.fake_device)
+        slot = proxy_tensor._ProxyTensor(torch.fx.Proxy(value.node, self._tracer), None)
+        proxy_tensor.set_proxy_slot(inner, self._tracer, slot)
+        return _wrap_functional_tensor(inner, current_level())
+
+    def _learn(
+        self,
+        n: torch.fx.Node,
+        key: tuple[Any, ...],
+        tensors: list[torch.fx.Node],
+        before: torch.fx.Node,
+        out: Any,
+    ) -> None:
+        """Note what a call became, where copies of it would be the same."""
+        nodes = tuple(_nodes_behind(before, self._new._root))
+        arguments = {node: k for k, node in enumerate(tensors)}
+        known = set(nodes) | set(arguments)
+        results = self._results(out)
+        named = [results] if isinstance(results, torch.fx.Node) else results
+        if named is None or not all(node in known for node in named):
+            return
+        if self._begin(n, tensors) is not None and not _is_same_call(nodes, n):
+            return
+        for node in nodes:
+            is_plain = node.op == "call_function" and "val" in node.meta
+            if not is_plain or not all(one in known for one in node.all_input_nodes):
+                return
+        self._templates[key] = _Template(nodes, arguments, results)
+
+    def _results(self, out: Any) -> Any:
+        """The node of a result, or a sequence of those of several; None where one has none."""
+        if type(out) in (list, tuple):
+            nodes = [self._node_of(item) for item in out]
+            return None if None in nodes else type(out)(nodes)
+        return self._node_of(out)
+
+    def _copied(self, template: _Template, tensors: list[torch.fx.Node]) -> Any:
+        now = {node: tensors[k] for node, k in template.arguments.items()}
+        for node in template.nodes:
+            now[node] = self._copy(node, now)
+        results = template.results
+        if isinstance(results, torch.fx.Node):
+            return _Value(now[results])
+        return type(results)(_Value(now[node]) for node in results)
+
+    def _selected(
+        self, template: _Template, n: torch.fx.Node, source: torch.fx.Node, begin: int
+    ) -> _Value:
+        """A call of `select` like one before, with its own index."""
+        (node,) = template.nodes
+        copy = self._new.create_node(
+            "call_function", n.target, (source, *n.args[1:]), {}, node.name
+        )
+        val, whole = node.meta["val"], source.meta["val"]
+        kind = (val.dtype, val.shape, val.stride(), begin, val.fake_device)
+        with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
+            copy.meta["val"] = fake_of_kind(val.fake_mode, kind, whole.untyped_storage())
+        return _Value(copy)
+
+    def _copy(self, node: torch.fx.Node, now: dict[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), now.__getitem__)
+        copy = self._new.create_node("call_function", node.target, args, kwargs, node.name)
+        copy.meta["val"] = node.meta["val"]
+        return copy
+
+
+def _told_apart_by(n: torch.fx.Node) -> tuple[Any, ...]:
+    """The arguments that tell a call from others: all, but for the index of `select`.
+
+    The call was made in the first pass, so that the index is one.
+    """
+    return n.args[:2] if n.target is aten.select.int and len(n.args) == 3 else n.args
+
+
+def _is_same_call(nodes: tuple[torch.fx.Node, ...], n: torch.fx.Node) -> bool:
+    """Whether a call became itself."""
+    return len(nodes) == 1 and nodes[0].target is n.target and nodes[0].args[1:] == n.args[1:]
+
+
+def _nodes_behind(before: torch.fx.Node, root: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    at = before.next
+    while at is not root:
+        yield at
+        at = at.next
+
+
+class SharedMemory:
+    """Which tensors of a graph may share memory, and what is written when.
+
+    Tensors that may share memory are of one family: ops say in their schemas what their results
+    alias. A family has one whole tensor, under several names after in-place ops, and views of it.
+    It is orderly if all writes are to the whole tensor, and no view that was made before a write is
+    read after it: then a write is a new value of the whole, and views are values like others.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._parent: dict[torch.fx.Node, torch.fx.Node] = {}
+        self._wholes: set[torch.fx.Node] = set()
+        self._writes: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        self._disorderly: list[torch.fx.Node] = []
+        self._items: dict[tuple[Any, ...], torch.fx.Node] = {}
+        self._position = {node: k for k, node in enumerate(graph.nodes)}
+        for node in graph.nodes:
+            self._parent[node] = node
+            self._add(node)
+        self._written_at: dict[torch.fx.Node, list[int]] = {}
+        for writer, written in self._writes:
+            self._written_at.setdefault(self._family(written), []).append(self._position[writer])
+        self._families_in_disorder = {self._family(node) for node in self._disorderly}
+        self._families_in_disorder |= set(self._families_of_late_views())
+
+    def orderly_calls(self) -> set[torch.fx.Node]:
+        """The calls of ATen's ops that touch orderly families only."""
+        return {
+            node
+            for node in self._position
+            if node.op == "call_function"
+            and _is_described(node.target)
+            and node.target not in _STRIDED
+            and not any(
+                self._family(one) in self._families_in_disorder
+                for one in (node, *node.all_input_nodes)
+            )
+        }
+
+    def written_wholes(self) -> dict[torch.fx.Node, torch.fx.Node]:
+        """The names of whole tensors of orderly families that are written, with the family."""
+        return {
+            node: family
+            for node in self._wholes
+            if (family := self._family(node)) in self._written_at
+            and family not in self._families_in_disorder
+        }
+
+    def _family(self, node: torch.fx.Node) -> torch.fx.Node:
+        while self._parent[node] is not node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def _families_of_late_views(self) -> Iterator[torch.fx.Node]:
+        for node, position in self._position.items():
+            writes = self._written_at.get(self._family(node))
+            if writes is None or node in self._wholes:
+                continue
+            next_write = min((at for at in writes if at > position), default=None)
+            if next_write is not None:
+                if any(self._position[user] > next_write for user in node.users):
+                    yield self._family(node)
+
+    def _add(self, node: torch.fx.Node) -> None:
+        """Note what a node aliases and writes."""
+        if node.op == "output":
+            return
+        sources, written = self._aliased_and_written(node)
+        for source in sources:
+            self._parent[self._family(source)] = self._family(node)
+        self._writes += [(node, one) for one in written]
+        if not sources or (sources == written and len(written) == 1 and sources[0] in self._wholes):
+            self._wholes.add(node)
+        self._disorderly += [one for one in written if one not in self._wholes]
+        if len(sources) > 1:
+            self._disorderly.append(node)
+
+    def _aliased_and_written(
+        self, node: torch.fx.Node
+    ) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+        if node.op != "call_function":
+            return [], []
+        if node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, torch.fx.Node)
+            first = self._items.setdefault((source, node.args[1]), node)
+            if first is not node:
+                return [first], []
+            # The items of a sequence of new tensors are tensors of their own.
+            return ([] if source in self._wholes else [source]), []
+        if not isinstance(node.target, torch._ops.OpOverload):
+            self._disorderly += [node, *node.all_input_nodes]
+            return list(node.all_input_nodes), []
+        aliased, written = [], []
+        for k, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None:
+                value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+                found: list[torch.fx.Node] = []
+                torch.fx.map_arg(value, found.append)
+                aliased += found
+                written += found if argument.alias_info.is_write else []
+        return aliased, written
+
+
+def _is_described(target: Any) -> bool:
+    """Whether the op says what it writes and aliases, and depends on no value."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return torch.Tag.data_dependent_output not in target.tags

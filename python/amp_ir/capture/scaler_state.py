@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of loss scalers as state of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_ir.capture.state import ScalerSlots, Slot
+from amp_ir.ir.step_log import StepLog
+from amp_ir.ir.step_module import Role
+
+# Where a scaler keeps its log; torch's own scalers get one too.
+LOG_KEY = "_amp_ir_log"
+
+
+def find_scaler_state(scalers: list[Any], device: torch.device) -> list[ScalerSlots]:
+    """The slots of each scaler; tensors that PyTorch makes at the first use are made here."""
+    return [_slots_of(scaler, f"scaler{index}", device) for index, scaler in enumerate(scalers)]
+
+
+def _slots_of(scaler: Any, name: str, device: torch.device) -> ScalerSlots:
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    own = vars(scaler)
+    if own.get("_hysteresis_tracker") is None:
+        own["_hysteresis_tracker"] = torch.ones((), dtype=torch.int32, device=device)
+    if own.get(LOG_KEY) is None:
+        own[LOG_KEY] = StepLog.empty(device)
+
+    def slot(key: str, tensor: torch.Tensor) -> Slot:
+        return Slot(f"{name}.{key}", Role.SCALER_STATE, tensor)
+
+    log = own[LOG_KEY]
+    return ScalerSlots(
+        scaler,
+        scale=slot("scale", scaler._scale),
+        growth_tracker=slot("growth_tracker", scaler._growth_tracker),
+        hysteresis_tracker=slot("hysteresis_tracker", own["_hysteresis_tracker"]),
+        ring=slot("ring", log.ring),
+        counts=slot("counts", log.counts),
+    )

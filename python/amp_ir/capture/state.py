@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that a step works on: found, named, replaced by fakes for a capture, put back.
+
+The user's tensors are never written: the model's and the optimizer's dictionaries hold fakes
+while the step is traced, and get back their contents afterwards, whatever happened.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_ir.capture.patches.generators import keep_generators
+from amp_ir.capture.patches.restores import restoring
+from amp_ir.errors import StateError
+from amp_ir.ir.step_module import Role
+from amp_ir.ir.unusable_tensors import fault_of
+
+
+@attrs.define(eq=False)
+class Slot:
+    """One tensor of the state, and the fake that stands for it while the step is traced."""
+
+    name: str
+    role: Role
+    tensor: torch.Tensor
+    fake: torch.Tensor = attrs.field(init=False)
+
+
+@attrs.frozen(eq=False)
+class GradientReader:
+    """Gives the gradient that a parameter has now: another tensor after every `zero_grad`."""
+
+    name: str
+    parameter: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        """The gradient.
+
+        Raises:
+            StateError: there is none, or its memory does not hold its values.
+        """
+        gradient = self.parameter.grad
+        if gradient is None:
+            raise StateError(
+                f"the step reads {self.name}.grad, which was set at the capture and is None now; "
+                "run the backward pass that sets it, or capture the step again"
+            )
+        fault = fault_of(gradient)
+        if fault:
+            raise StateError(f"{self.name}.grad {fault}")
+        return gradient
+
+
+@attrs.frozen(eq=False)
+class ScalerSlots:
+    """The state of one loss scaler: f32[], i32[], i32[], and its log's ring and counts."""
+
+    scaler: Any
+    scale: Slot
+    growth_tracker: Slot
+    hysteresis_tracker: Slot
+    ring: Slot
+    counts: Slot
+
+    @property
+    def all(self) -> list[Slot]:
+        """The slots in the order of the graph's inputs."""
+        return [self.scale, self.growth_tracker, self.hysteresis_tracker, self.ring, self.counts]
+
+
+@attrs.define(eq=False)
+class State:
+    """All tensors of the state, and where the optimizers keep theirs.
+
+    `optimizer_slots` maps (optimizer position, id of the parameter) to the slots by key; `fresh`
+    are those that did not exist before the capture, as (optimizer position, parameter, key).
+    `plain_values` is the optimizer state that is no tensor. `outside` are the tensors that the step
+    reads from elsewhere, known once it is traced.
+    """
+
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    parameters: list[Slot]
+    buffers: list[Slot]
+    gradients: dict[int, Slot]
+    optimizer_slots: dict[tuple[int, int], dict[str, Slot]]
+    fresh: list[tuple[int, torch.Tensor, str]]
+    plain_values: dict[tuple[int, int], dict[str, Any]]
+    scalers: list[ScalerSlots] = attrs.field(factory=list)
+    outside: list[Slot] = attrs.field(factory=list)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots in the order of the graph's inputs."""
+        owned = [slot for slots in self.optimizer_slots.values() for slot in slots.values()]
+        scaling = [slot for scaler in self.scalers for slot in scaler.all]
+        return [
+            *self.parameters,
+            *self.buffers,
+            *self.gradients.values(),
+            *owned,
+            *scaling,
+            *self.outside,
+        ]
+
+
+def find_state(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> State:
+    """Name every tensor of the models and optimizers; tied tensors get their first name."""
+    parameters: dict[int, Slot] = {}
+    buffers: dict[int, Slot] = {}
+    for index, model in enumerate(models):
+        prefix = f"model{index}." if index else ""
+        for name, parameter in model.named_parameters():
+            slot = Slot(prefix + name, Role.PARAMETER, parameter)
+            parameters.setdefault(id(parameter), slot)
+        for name, buffer in model.named_buffers():
+            buffers.setdefault(id(buffer), Slot(prefix + name, Role.BUFFER, buffer))
+    gradients = {
+        key: Slot(f"{slot.name}.grad", Role.GRADIENT, slot.tensor.grad)
+        for key, slot in parameters.items()
+        if slot.tensor.grad is not None
+    }
+    state = State(
+        models, optimizers, list(parameters.values()), list(buffers.values()), gradients, {}, [], {}
+    )
+    names = {key: slot.name for key, slot in parameters.items()}
+    for index, optimizer in enumerate(optimizers):
+        _find_optimizer_state(state, index, optimizer, names)
+    return state
+
+
+def _find_optimizer_state(
+    state: State, index: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> None:
+    fresh = initial_state(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            existing = optimizer.state.get(parameter, {})
+            for key, value in {**fresh.get(parameter, {}), **existing}.items():
+                if not isinstance(value, torch.Tensor):
+                    state.plain_values.setdefault((index, id(parameter)), {})[key] = value
+                    continue
+                name = f"optimizer{index}.{names[id(parameter)]}.{key}"
+                slot = Slot(name, Role.OPTIMIZER_STATE, value)
+                state.optimizer_slots.setdefault((index, id(parameter)), {})[key] = slot
+                if key not in existing:
+                    state.fresh.append((index, parameter, key))
+
+
+def initial_state(
+    optimizer: torch.optim.Optimizer,
+) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """The state that the optimizer would make for parameters that have none, as new tensors.
+
+    PyTorch's optimizers make it in `_init_group` (SGD: in `step`, as a copy of the first gradient,
+    which is momentum over zeros unless gradients are damped). Others make none here.
+    """
+    made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    init_group = getattr(optimizer, "_init_group", None)
+    if init_group is None:
+        return made
+    lists = len(inspect.signature(init_group).parameters) - 1
+    for group in optimizer.param_groups:
+        missing = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+        if isinstance(optimizer, torch.optim.SGD):
+            if group["momentum"] != 0 and group["dampening"] == 0:
+                made.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in missing})
+            continue
+        with _only_gradients_of(missing, optimizer):
+            init_group({**group, "params": missing}, *([] for _ in range(lists)))
+            made.update({p: dict(optimizer.state[p]) for p in missing if optimizer.state.get(p)})
+    return {
+        p: {k: _beside(p, v.detach()) for k, v in s.items() if torch.is_tensor(v)}
+        for p, s in made.items()
+    }
+
+
+def move_counters(optimizers: list[torch.optim.Optimizer]) -> int:
+    """Move step counters of parameters on a GPU there; returns how many were elsewhere.
+
+    PyTorch's loops keep the counter of such a parameter on the host unless the optimizer is fused
+    or capturable; a step on the GPU advances it there. Eager steps go on working: they read it.
+    """
+    moved = 0
+    for optimizer in optimizers:
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items():
+                if torch.is_tensor(value) and _beside(parameter, value) is not value:
+                    values[key] = _beside(parameter, value)
+                    moved += 1
+    return moved
+
+
+def _beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A number of the optimizer's state, on the device of its parameter."""
+    return value.to(parameter.device) if value.dim() == 0 else value
+
+
+@contextlib.contextmanager
+def _only_gradients_of(
+    parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    """Let the parameters have a gradient (themselves: no memory) and an own optimizer state."""
+    gradients = [parameter.grad for parameter in parameters]
+    kept_state = optimizer.state
+    optimizer.state = collections.defaultdict(dict)
+    try:
+        for parameter in parameters:
+            parameter.grad = parameter.detach()
+        yield
+    finally:
+        optimizer.state = kept_state
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake with the tensor's shape, strides, dtype, device and `requires_grad`."""
+    with mode, torch.no_grad():
+        fake = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+    fake.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        fake._is_param = True
+    attributes = {k: v for k, v in vars(tensor).items() if not k.startswith("_backward")}
+    vars(fake).update(attributes)
+    for hook in (tensor._backward_hooks or {}).values():
+        fake.register_hook(hook)
+    for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+        fake.register_post_accumulate_grad_hook(hook)
+    return fake
+
+
+@contextlib.contextmanager
+def kept(state: State) -> Iterator[None]:
+    """Give back models, optimizers and random generators as they are now, whatever happens."""
+    containers = [_Contents(vars(module)) for model in state.models for module in model.modules()]
+    for optimizer in state.optimizers:
+        containers.append(_Contents(vars(optimizer)))
+        containers += [_Contents(group) for group in optimizer.param_groups]
+        containers += [_Contents(values) for values in optimizer.state.values()]
+    containers += [_Contents(vars(slots.scaler)) for slots in state.scalers]
+    with restoring() as restores:
+        keep_generators(restores)
+        restores.add(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        for container in reversed(containers):
+            restores.add(container.restore)
+        # Casts of fakes must not stay, nor those of parameters come in. The cache is the process's;
+        # PyTorch empties it too, wherever a thread leaves its outermost autocast.
+        restores.add(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
+        yield
+
+
+class _Contents:
+    """A dictionary's contents, and those of the lists, dictionaries and sets directly in it."""
+
+    def __init__(self, target: dict[Any, Any]) -> None:
+        self._target = target
+        self._items = dict(target)
+        inner = [value for value in target.values() if isinstance(value, (list, dict, set))]
+        self._inner = [(value, value.copy()) for value in inner]
+
+    def restore(self) -> None:
+        """Put the contents back into the same objects; untouched ones are left alone."""
+        for value, contents in self._inner:
+            _refill(value, contents)
+        _refill(self._target, self._items)
+
+
+def _refill(target: Any, contents: Any) -> None:
+    if isinstance(target, dict):
+        same = len(target) == len(contents) and all(
+            key in target and target[key] is value for key, value in contents.items()
+        )
+        if not same or list(target) != list(contents):
+            target.clear()
+            target.update(contents)
+    elif isinstance(target, list):
+        target[:] = contents
+    elif target != contents:
+        target.clear()
+        target.update(contents)
+
+
+def put_fakes(state: State) -> dict[int, torch.Tensor]:
+    """Let models and optimizers hold the fakes; `kept` must be around it.
+
+    Returns:
+        the fake by the id of the user's tensor.
+    """
+    fakes = {id(slot.tensor): slot.fake for slot in state.slots}
+    for model in state.models:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers, vars(module)):
+                _replace_values(tensors, fakes)
+    for parameter, gradient in state.gradients.items():
+        fakes[parameter].grad = gradient.fake
+    for index, optimizer in enumerate(state.optimizers):
+        _put_optimizer_fakes(state, index, optimizer, fakes)
+    return fakes
+
+
+def _replace_values(tensors: dict[str, Any], fakes: Mapping[int, torch.Tensor]) -> None:
+    for key, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = fakes.get(id(value), value)
+
+
+def _put_optimizer_fakes(
+    state: State, index: int, optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor]
+) -> None:
+    """The state is found under the fake parameter and under the user's own."""
+    replaced: collections.defaultdict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = dict(optimizer.state.get(parameter, {}))
+            slots = state.optimizer_slots.get((index, id(parameter)), {})
+            values.update({key: slot.fake for key, slot in slots.items()})
+            if values:
+                replaced[fakes[id(parameter)]] = replaced[parameter] = values
+        group["params"] = [fakes[id(parameter)] for parameter in group["params"]]
+    optimizer.state = replaced

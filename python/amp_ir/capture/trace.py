@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture: a training step as users write it becomes one functional graph (design D2).
+
+The step runs once on fake tensors under `make_fx` (`tracing.py`), with its state replaced by
+fakes (`state.py`) and its hyper-parameters by symbolic floats (`hyper_parameters.py`). A second
+pass makes the graph functional (`functional.py`). Here the two are joined, and each input and
+output gets its name and role.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_ir.capture.arguments import check_arguments, check_training
+from amp_ir.capture.batch import Arguments
+from amp_ir.capture.functional import make_functional
+from amp_ir.capture.guards.ambient import Ambient
+from amp_ir.capture.guards.call_hooks import Currency
+from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
+from amp_ir.capture.hyper_parameters import HyperParameter, find_hyper_parameters
+from amp_ir.capture.interface import finish
+from amp_ir.capture.notes import capture_notes, number_notes
+from amp_ir.capture.outside_tensors import lift_outside_tensors
+from amp_ir.capture.patches.restores import alone, restoring
+from amp_ir.capture.patches.trace_leftovers import clear_leftovers
+from amp_ir.capture.scaler_state import find_scaler_state
+from amp_ir.capture.state import State, find_state, move_counters
+from amp_ir.capture.traced import Traced
+from amp_ir.capture.tracing import StepTracer
+from amp_ir.errors import CaptureError
+from amp_ir.ir.captured_step import CapturedStep
+
+__all__ = ["capture_model", "capture_step", "check_training"]
+
+Models = torch.nn.Module | Sequence[torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+@alone(clear_leftovers)
+def capture_step(
+    step: Callable[..., Any],
+    example_batch: tuple[Any, ...],
+    *,
+    model: Models,
+    optimizer: Optimizers = None,
+    scaler: object = None,
+    numbers_as_inputs: frozenset[str] = frozenset(),
+    unfollowed: frozenset[str] = frozenset(),
+) -> CapturedStep:
+    """Capture a training step; the model and the optimizer are left exactly as they were.
+
+    Args:
+        step: called as `step(*example_batch)`; may call backward(), optimizer.step(), ...
+        example_batch: the step's arguments; shapes, dtypes and plain values are fixed by them.
+        model: every module that the step trains or writes buffers of.
+        optimizer: every optimizer whose step() it calls.
+        scaler: every enabled GradScaler that it uses (amp_ir's or torch.amp's), or None.
+        numbers_as_inputs: names, as `changed_numbers` gives them, of Python numbers outside of the
+            step, or paths ("argument 2") of those among its arguments, that are to be read at every
+            call instead of guarded; those that decide a branch or a size stay guards, and a note
+            says so.
+        unfollowed: names of those that are known to be no inputs.
+
+    Raises:
+        ArgumentError: an argument is not what it must be; all that is wrong is listed.
+        CaptureError: the step does what a compiled step cannot do; all places are listed.
+    """
+    checked = check_arguments(step, example_batch, model, optimizer, scaler)
+    arguments = Arguments.of(example_batch)
+    moved = move_counters(checked.optimizers)
+    state = find_state(checked.models, checked.optimizers)
+    state.scalers = find_scaler_state(checked.scalers, _device_of(state))
+    hypers = find_hyper_parameters(checked.optimizers)
+    ambient = Ambient()
+    with _garbage_kept():
+        trace = _Tracing(step, arguments, state, hypers)
+        numbers = trace.followable(numbers_as_inputs)
+        tracer, traced = trace.run(numbers)
+        mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
+        traced = lift_outside_tensors(traced, state, observer.tensors, mode)
+        graph = make_functional(traced.graph, traced.inputs, tape, mode)
+        found = tracer.numbers.found
+        interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)
+    followed = frozenset(number.name for number in found)
+    unfollowed |= numbers_as_inputs - followed
+    positions = (i for i, path in enumerate(arguments.plain_paths) if path in followed)
+    arguments = attrs.evolve(arguments, followed=frozenset(positions))
+    currency = Currency(
+        state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient
+    )
+    return CapturedStep(
+        graph=graph,
+        inputs=interface.inputs,
+        outputs=interface.outputs,
+        flatten_batch=arguments.flatten,
+        unflatten_results=traced.results.build,
+        notes=(
+            *capture_notes(graph, state, interface, followed),
+            *number_notes(followed, unfollowed),
+            *_notes_on(moved),
+        ),
+        install_state=currency.install_state,
+        is_current=currency.holds,
+        after_step=currency.after_step,
+        what_changed=currency.what_changed,
+        is_over=currency.is_over,
+        changed_numbers=currency.changed_numbers,
+        take_numbers=arguments.take,
+        followed=arguments.followed,
+    )
+
+
+@attrs.frozen
+class _Tracing:
+    """Traces a step as often as it takes to know which numbers can be inputs."""
+
+    step: Callable[..., Any]
+    arguments: Arguments
+    state: State
+    hypers: list[HyperParameter]
+
+    def run(
+        self, numbers: frozenset[str], *, symbolic: bool = True, others: bool = False
+    ) -> tuple[StepTracer, Traced]:
+        """A trace that stands; the numbers are symbolic or plain, of their values or of `others`.
+
+        Raises:
+            CaptureError: the step has Python state, or cannot be traced.
+        """
+        tracer, traced = self._once(numbers, symbolic=symbolic, others=others)
+        effects = tracer.effects
+        if effects.left:
+            with effects.again():
+                other, second = self._once(numbers, symbolic=symbolic, others=others)
+            if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
+                raise effects.findings_of_left.error()
+        return tracer, traced
+
+    def _once(self, numbers: frozenset[str], **how: bool) -> tuple[StepTracer, Traced]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        tracer = StepTracer(
+            self.step, self.arguments, self.state, self.hypers, mode, numbers, **how
+        )
+        return tracer, tracer.trace()
+
+    def followable(self, numbers: frozenset[str]) -> frozenset[str]:
+        """Those of the numbers that the step uses in ways that can be followed."""
+        if not numbers or self._agree(numbers):
+            return numbers
+        alone = [name for name in sorted(numbers) if self._agree(frozenset({name}))]
+        return frozenset(alone) if self._agree(frozenset(alone)) else frozenset()
+
+    def _agree(self, numbers: frozenset[str]) -> bool:
+        if not numbers:
+            return True
+        try:
+            first = self.run(numbers)
+            plain = self.run(numbers, symbolic=False, others=True)
+            if not self._is_same(first, plain):
+                return False
+            second = self.run(numbers, others=True)
+            return self._is_same(self._functional(*first), self._functional(*second))
+        except CaptureError:
+            return False  # if the numbers are not why, the capture will say so
+
+    @staticmethod
+    def _is_same(symbolic: tuple[StepTracer, Traced], other: tuple[StepTracer, Traced]) -> bool:
+        """Whether the trace of symbols is the other one where its values are put in."""
+        (one, traced), (two, second) = symbolic, other
+        found = one.numbers.found
+        if [number.name for number in found] != [number.name for number in two.numbers.found]:
+            return False
+        return is_followed(traced, one.tape, found, second, two.tape)
+
+    def _functional(self, tracer: StepTracer, traced: Traced) -> tuple[StepTracer, Traced]:
+        """The trace with its functional graph; the state is as before."""
+        outside = list(self.state.outside)
+        try:
+            tensors = tracer.observer.tensors
+            traced = lift_outside_tensors(traced, self.state, tensors, tracer.mode)
+            graph = make_functional(traced.graph, traced.inputs, tracer.tape, tracer.mode)
+        finally:
+            self.state.outside[:] = outside
+        return tracer, attrs.evolve(traced, graph=graph)
+
+
+def _notes_on(moved: int) -> tuple[str, ...]:
+    if not moved:
+        return ()
+    return (
+        f"{moved} step counters of the optimizer were moved from the host to their parameters' "
+        "device, where fused and capturable optimizers keep them too.",
+    )
+
+
+def _device_of(state: State) -> torch.device:
+    """Where the step's state is."""
+    return next((slot.tensor.device for slot in state.parameters), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No garbage collection: a trace's many objects live to its end, and are searched in vain.
+
+    Other threads' garbage stays as long; nothing else of them changes.
+    """
+    with restoring() as restores:
+        if gc.isenabled():
+            restores.add(gc.enable)
+        gc.disable()
+        yield
+
+
+def capture_model(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> CapturedStep:
+    """Capture the forward pass of a model, in the mode (train or eval) it is in.
+
+    Raises:
+        ArgumentError, CaptureError: as for `capture_step`.
+    """
+
+    def forward(*args: Any) -> Any:
+        with torch.no_grad():
+            return model(*args)
+
+    return capture_step(forward, example_inputs, model=model)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the run of a step on fake tensors leaves."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from amp_ir.capture.batch import Results
+from amp_ir.capture.state import Slot
+from amp_ir.capture.symbolic_float import SymbolicFloat
+
+
+@attrs.frozen(eq=False)
+class Created:
+    """A tensor that the step itself put into an optimizer's state."""
+
+    optimizer: int
+    parameter: torch.Tensor
+    key: str
+    value: torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class Traced:
+    """What one run of the step left.
+
+    `graph` takes `inputs` (the fakes of the slots, then of the batch) and returns, in order:
+    `result_count` results, the new values of all slots, the gradient of each slot of `gradients`
+    (the parameters that have one at the end), the values of `created`, and `read_count` tensors
+    f64[] whose values the step computed with as floats.
+    `observed` are the ids of the parameters whose gradient before the step made a difference.
+    """
+
+    graph: torch.fx.GraphModule
+    inputs: list[torch.Tensor]
+    results: Results
+    symbols: list[SymbolicFloat]
+    result_count: int
+    gradients: list[Slot]
+    created: list[Created]
+    read_count: int
+    observed: set[int]
+    stepped: list[torch.optim.Optimizer]

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's step, run once on fake tensors: everything it does becomes a graph of ATen ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_ir.capture.batch import Arguments, Results, unusable_result
+from amp_ir.capture.functional import uncompiled_graphs
+from amp_ir.capture.guards.followed_numbers import Numbers
+from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.guards.side_effects import SideEffects
+from amp_ir.capture.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
+from amp_ir.capture.locations import Locator
+from amp_ir.capture.loss_scaling import CapturedScaler
+from amp_ir.capture.patches.install import patched
+from amp_ir.capture.patches.module_methods import ModuleMethods
+from amp_ir.capture.recording import GradientWatch, Recorder, Substitution
+from amp_ir.capture.refusals import Findings, TracingStopped
+from amp_ir.capture.state import Slot, State, fake_of, kept, put_fakes
+from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
+from amp_ir.capture.traced import Created, Traced
+from amp_ir.capture.transaction import Transaction
+from amp_ir.errors import AmpIrError, CaptureError
+from amp_ir.ir.capturing import captured_scalers
+from amp_ir.ir.location import Location
+from amp_ir.ir.step_module import Role
+
+
+class StepTracer:
+    """Traces one step; use once."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        arguments: Arguments,
+        state: State,
+        hypers: list[HyperParameter],
+        mode: FakeTensorMode,
+        numbers: frozenset[str] = frozenset(),
+        *,
+        symbolic: bool = True,
+        others: bool = False,
+    ) -> None:
+        self._step = step
+        self._arguments = arguments
+        self._state = state
+        self._hypers = hypers
+        self.mode = mode
+        self._findings = Findings()
+        self._locator = Locator(state.models)
+        self.tape = FloatTape([hyper.value() for hyper in hypers], self._refuse_float)
+        self.numbers = Numbers(numbers, self.tape if symbolic else None, others=others)
+        opaque = [*state.optimizers, *(slots.scaler for slots in state.scalers)]
+        self.observer = Observer(self._locator, self._findings, opaque, self.numbers.replace)
+        self.effects = SideEffects(self.observer, self.numbers.put)
+        self._read: list[torch.Tensor] = []
+        self._left: dict[str, Any] = {}
+        self._replaced: dict[int, torch.Tensor] = {}
+
+    def trace(self) -> Traced:
+        """Run the step on fakes.
+
+        Raises:
+            CaptureError: the step does what a compiled step cannot do, or fails itself.
+        """
+        for slot in self._state.slots:
+            slot.fake = fake_of(slot.tensor, self.mode)
+        batch = [fake_of(tensor, self.mode) for tensor in self._arguments.tensors]
+        inputs = [*(slot.fake for slot in self._state.slots), *batch]
+        self._modules = ModuleMethods.now()
+        with self.mode, kept(self._state), uncompiled_graphs(), self._effects_undone():
+            graph = make_fx(
+                lambda *_flat: self._run(batch),
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+                _disable_torch_fn_metadata_mode=True,
+            )(*inputs)
+        return Traced(graph=graph, inputs=inputs, read_count=len(self._read), **self._left)
+
+    @contextlib.contextmanager
+    def _effects_undone(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.effects.restore()
+
+    def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        state = self._state
+        fakes = put_fakes(state)
+        overwritten = put_symbols(self._hypers, self.tape)
+        watch = GradientWatch([fakes[id(slot.tensor)] for slot in state.parameters])
+        transaction = Transaction(state, self._buffer_now)
+        scalers = self._put_scalers(transaction)
+        given = captured_scalers.set(tuple(slots.scaler for slots in state.scalers))
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(captured_scalers.reset, given)
+                stepped = stack.enter_context(
+                    patched(state, self._locator, watch, self._findings, transaction, self._modules)
+                )
+                stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
+                stack.enter_context(
+                    Recorder(
+                        self._locator,
+                        self._findings,
+                        batch,
+                        transaction,
+                        self.mode,
+                        self.observer,
+                    )
+                )
+                stack.enter_context(Substitution(fakes, watch, self._locator, self._findings))
+                self.observer.add_models(state.models)
+                self.observer.add_step(self._step)
+                arguments = self._arguments.with_tensors(
+                    batch, self.numbers.arguments(self._arguments)
+                )
+                with self.observer.watching():
+                    value = self._step(*arguments)
+                for scaler in scalers:
+                    scaler.finish()
+                with self._locator.optimizing():
+                    self._replaced = transaction.finish()
+        except TracingStopped:
+            raise self._findings.error() from None
+        except AmpIrError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise self._failure(error) from error
+        self.effects.refuse(self._findings)
+        for key in overwritten():
+            self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
+        self._refuse_unsaved_state(transaction)
+        self._refuse_gradients_of(batch)
+        observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
+        self._left.update(observed=observed, stepped=stepped)
+        outputs = self._outputs(value)
+        if self._findings:
+            raise self._findings.error()
+        return outputs
+
+    def _outputs(self, value: Any) -> list[torch.Tensor]:
+        """The flat outputs of the graph; `_left` keeps what they are."""
+        leaves, spec = pytree.tree_flatten(value)
+        for reason in filter(None, map(unusable_result, leaves)):
+            advice = "Return tensors and plain values in tuples, lists, dicts or ModelOutputs"
+            self._refuse(reason, advice)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        symbols = [leaf for leaf in leaves if isinstance(leaf, SymbolicFloat)]
+        position = {id(x): i for i, x in enumerate((*tensors, *symbols))}
+        places = tuple(position.get(id(leaf)) for leaf in leaves)
+        constants = tuple(
+            leaf if place is None else None for leaf, place in zip(leaves, places, strict=True)
+        )
+        numbers = frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, SymbolicFloat))
+        values = self._new_values()
+        gradients = [slot for slot in self._state.parameters if slot.fake.grad is not None]
+        created = list(self._created())
+        self._left.update(
+            results=Results(spec, places, constants, numbers),
+            symbols=symbols,
+            result_count=len(tensors),
+            gradients=gradients,
+            created=created,
+        )
+        left = [slot.fake.grad for slot in gradients if slot.fake.grad is not None]
+        return [*tensors, *values, *left, *(c.value for c in created), *self._read]
+
+    def _new_values(self) -> list[torch.Tensor]:
+        """What stands in each slot's place now: its fake, or what the step put there."""
+        now: dict[int, torch.Tensor] = {}
+        for slot, value in self._places():
+            fits = isinstance(value, FakeTensor) and value.shape == slot.tensor.shape
+            if slot.role is Role.PARAMETER:
+                fits = value is slot.fake
+            elif fits:
+                fits = value.dtype == slot.tensor.dtype
+            if not fits:
+                self._refuse(
+                    f"the step replaces {slot.name} by something of another kind",
+                    "Write to it in place (copy_) and keep its shape and dtype",
+                )
+            now.setdefault(id(slot), value)
+        now.update(self._replaced)
+        return [now.get(id(slot), slot.fake) for slot in self._state.slots]
+
+    def _buffer_now(self, wanted: Slot) -> torch.Tensor:
+        """What stands in a buffer's place now."""
+        values = (value for slot, value in self._places() if slot is wanted)
+        value = next(values, wanted.fake)
+        return value if isinstance(value, FakeTensor) else wanted.fake
+
+    def _places(self) -> Iterator[tuple[Slot, Any]]:
+        """Each slot, with what is in its place now."""
+        state = self._state
+        named = {slot.name: slot for slot in (*state.parameters, *state.buffers)}
+        for index, model in enumerate(state.models):
+            prefix = f"model{index}" if index else ""
+            for path, module in model.named_modules(prefix=prefix):
+                for key, value in (*module._parameters.items(), *module._buffers.items()):
+                    slot = named.get(f"{path}.{key}" if path else key)
+                    if slot is not None:
+                        yield slot, value
+        fakes = {id(slot.tensor): slot.fake for slot in state.parameters}
+        for (index, parameter), slots in state.optimizer_slots.items():
+            values = state.optimizers[index].state.get(fakes[parameter], {})
+            for key, slot in slots.items():
+                yield slot, values.get(key)
+
+    def _created(self) -> Iterator[Created]:
+        """Tensors of the optimizers' state that the step made; plain values must not change."""
+        for index, optimizer in enumerate(self._state.optimizers):
+            for slot in self._state.parameters:
+                known = self._state.optimizer_slots.get((index, id(slot.tensor)), {})
+                before = self._state.plain_values.get((index, id(slot.tensor)), {})
+                for key, value in optimizer.state.get(slot.fake, {}).items():
+                    if isinstance(value, FakeTensor) and key not in known:
+                        yield Created(index, slot.tensor, key, value)
+                    elif not isinstance(value, torch.Tensor) and before.get(key) != value:
+                        self._refuse(
+                            f"{type(optimizer).__name__} keeps {key!r} as a Python value and "
+                            "changes it",
+                            "Let the optimizer keep it as a tensor and update it in place",
+                        )
+
+    def _put_scalers(self, transaction: Transaction) -> list[CapturedScaler]:
+        """Let the scalers hold fakes, and trace as ops."""
+        scalers = [
+            CapturedScaler(
+                slots,
+                transaction,
+                self._locator,
+                self._findings,
+                lambda tensor: self.tape.tensor(self._read_value(tensor)),
+            )
+            for slots in self._state.scalers
+        ]
+        for scaler in scalers:
+            scaler.install()
+        return scalers
+
+    def _refuse_unsaved_state(self, transaction: Transaction) -> None:
+        """State that an optimizer makes in its first step cannot be selected away from it."""
+        for index, optimizer in enumerate(self._state.optimizers):
+            if id(optimizer) in transaction.guarded:
+                made = [one for one in self._created() if one.optimizer == index]
+                if made:
+                    self._refuse(
+                        f"{type(optimizer).__name__} makes {made[0].key!r} in its first step, "
+                        "which an overflow may skip",
+                        "Run one step in plain PyTorch first, so that the state exists",
+                    )
+
+    def _refuse_gradients_of(self, batch: list[torch.Tensor]) -> None:
+        """A backward pass writes to a tensor of the batch that requires a gradient."""
+        for path, fake in zip(self._arguments.tensor_paths, batch, strict=True):
+            if fake.grad is not None:
+                self._refuse(
+                    f"the backward pass leaves a gradient in {path} (its .grad)",
+                    "Pass it detached. Where the step needs its gradient, let it begin with "
+                    "x = x.detach().requires_grad_(), and return x.grad or use it",
+                )
+
+    def _read_value(self, tensor: torch.Tensor) -> int:
+        self._read.append(tensor.detach().to(torch.float64, copy=True))
+        return len(self._read) - 1
+
+    def _refuse(self, what: str, advice: str) -> None:
+        self._findings.add(what, Location(), advice)
+
+    def _refuse_float(self, reason: str) -> None:
+        advice = "Compute with the value as it is, or with tensors"
+        self._findings.add(reason, self._locator.here(), advice)
+
+    def _failure(self, error: Exception) -> CaptureError:
+        """What to raise for an error of the user's step: earlier findings explain it best."""
+        if self._findings:
+            return self._findings.error()
+        where = self._locator.of_error(error)
+        text = str(error).rstrip(". \n")
+        return CaptureError(
+            f"the step failed while it was traced, at {where}: {type(error).__name__}: {text}. "
+            f"{self._advice(text)}"
+        )
+
+    def _advice(self, text: str) -> str:
+        """What to do about an error of the user's step."""
+        of_model = {str(slot.tensor.device) for slot in self._state.parameters}
+        of_batch = {str(tensor.device) for tensor in self._arguments.tensors}
+        if "device" in text and not of_batch <= of_model:
+            return (
+                f"The model is on {' and '.join(sorted(of_model))}, and the batch on "
+                f"{' and '.join(sorted(of_batch))}; pass it on the model's device, or move it "
+                "there in the step with .to(device)"
+            )
+        return (
+            "Check that it runs as plain PyTorch on the same batch; if it does, it needs a "
+            "tensor's values (as .numpy() does), which do not exist yet when a step is captured"
+        )

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step under a loss scale is a transaction: when a gradient is not finite, nothing changes.
+
+While the step is traced, every write to a tensor of the state is seen before it happens, and the
+value before it kept. What an optimizer owns is selected back by what was found in that optimizer's
+gradients, as PyTorch skips each optimizer by itself; all else (BatchNorm's statistics, averaged
+copies, gradient accumulators) by what was found in any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import attrs
+import torch
+
+from amp_ir.capture.state import Slot, State
+from amp_ir.ir.step_module import Role
+
+
+@attrs.define(eq=False)
+class _Written:
+    """One tensor of the state.
+
+    `before` is its value ahead of the first write of the transaction, None if there was none.
+    `is_ended` says that an `update` came after the last write, and `is_settled` that after it
+    nothing is left to select: its optimizer's selection was made, or it was cleared.
+    """
+
+    before: torch.Tensor | None = None
+    is_ended: bool = False
+    is_settled: bool = False
+
+
+class Transaction:
+    """The state that a traced step writes.
+
+    `value_of(slot)` is the tensor that stands in a buffer's place now.
+    """
+
+    def __init__(self, state: State, value_of: Callable[[Slot], torch.Tensor]) -> None:
+        self._slots = [slot for slot in state.slots if slot.role is not Role.SCALER_STATE]
+        self._value_of = value_of
+        self._written = {id(slot.fake): _Written() for slot in self._slots}
+        self._owner = _owners(state)
+        # What was found for each optimizer that stepped; None for one that no scaler guards.
+        self._found: dict[int, torch.Tensor | None] = {}
+        # Those that a scaler steps right now, and those that one has stepped.
+        self._guarding: set[int] = set()
+        self.guarded: set[int] = set()
+        self._ended: list[tuple[object, torch.Tensor]] = []
+        self._is_selecting = False
+
+    def before_write(self, target: torch.Tensor) -> None:
+        """Keep the value of a tensor that is about to be written, if it is of the state."""
+        written = self._written.get(id(target))
+        if written is None or self._is_selecting:
+            return
+        if written.before is None or written.is_ended:
+            # A value that was selected by then is the old one, if the step is skipped.
+            written.before = torch.ops.aten.clone.default(target)
+            written.is_ended = False
+        written.is_settled = False
+
+    def cleared(self, target: torch.Tensor) -> None:
+        """A tensor was set to zero: a gradient that the step clears stays cleared."""
+        written = self._written.get(id(target))
+        if written is not None:
+            written.is_settled = True
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step` was called; unless a scaler called it, what it owns is the user's."""
+        if id(optimizer) not in self._guarding:
+            self._found[id(optimizer)] = None
+
+    @contextlib.contextmanager
+    def of_optimizer(self, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> Iterator[None]:
+        """Inside, `optimizer` steps under a scaler; afterwards what it owns is selected."""
+        own = [slot for slot in self._slots if self._owner.get(id(slot.fake)) == id(optimizer)]
+        if id(optimizer) in self._found:
+            # What an earlier step of it did stays, whatever becomes of this one.
+            for slot in own:
+                self._written[id(slot.fake)].before = None
+        known = self._found.get(id(optimizer))
+        self._found[id(optimizer)] = found if known is None else torch.logical_or(known, found)
+        self._guarding.add(id(optimizer))
+        self.guarded.add(id(optimizer))
+        yield
+        self._guarding.discard(id(optimizer))
+        for slot in own:
+            self._select(slot, found)
+            self._written[id(slot.fake)].is_settled = True
+
+    def end(self, scaler: object, found: torch.Tensor) -> None:
+        """`scaler.update` was called: select what was written since the transaction began."""
+        if any(one is scaler for one, _ in self._ended):
+            # It is another iteration of the same loop; what it did not write is settled.
+            self._ended.clear()
+            for written in self._written.values():
+                written.before = None if written.is_ended else written.before
+        self._ended.append((scaler, found))
+        self._select_all(found, only_new=False)
+        for written in self._written.values():
+            written.is_ended = True
+
+    def finish(self) -> dict[int, torch.Tensor]:
+        """Select what was written after the last `update`, as averaged copies are.
+
+        Returns:
+            the new values of buffers that the step replaced instead of writing, by the id of the
+            slot.
+        """
+        if not self._ended:
+            return {}
+        found = self._ended[0][1]
+        for _, other in self._ended[1:]:
+            found = torch.logical_or(found, other)
+        self._select_all(found, only_new=True)
+        replaced = {}
+        for slot in self._slots:
+            value = self._value_of(slot) if slot.role is Role.BUFFER else slot.fake
+            if value is not slot.fake and value.shape == slot.fake.shape:
+                before = self._written[id(slot.fake)].before
+                before = slot.fake if before is None else before
+                replaced[id(slot)] = torch.where(found, before, value)
+        return replaced
+
+    def _select_all(self, found: torch.Tensor, *, only_new: bool) -> None:
+        for slot in self._slots:
+            written = self._written[id(slot.fake)]
+            if written.is_settled or (only_new and written.is_ended):
+                continue
+            owner = self._owner.get(id(slot.fake))
+            if owner is None or owner not in self._found:
+                self._select(slot, found)
+                continue
+            own = self._found[owner]
+            if own is not None:
+                self._select(slot, own)
+
+    def _select(self, slot: Slot, found: torch.Tensor) -> None:
+        before = self._written[id(slot.fake)].before
+        if before is None:
+            return
+        self._is_selecting = True
+        with torch.no_grad():
+            slot.fake.copy_(torch.where(found, before, slot.fake))
+        self._is_selecting = False
+
+
+def _owners(state: State) -> dict[int, int]:
+    """The id of the optimizer that owns a parameter or its state, by the id of the fake.
+
+    Requires: the optimizers hold the fakes.
+    """
+    owners = {}
+    for index, optimizer in enumerate(state.optimizers):
+        for group in optimizer.param_groups:
+            owners.update({id(parameter): id(optimizer) for parameter in group["params"]})
+        for (position, _), slots in state.optimizer_slots.items():
+            if position == index:
+                owners.update({id(slot.fake): id(optimizer) for slot in slots.values()})
+    return owners

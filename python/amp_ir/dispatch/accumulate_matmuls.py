@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products that are only added to something are added by the library, where that lies.
+
+The gradient of a weight that nothing but an SGD update reads is such a product: it needs no memory
+of its own, and is not written and read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst
+
+from amp_ir.host import native
+from amp_ir.ir.dataflow import live_bindings, variables_of, with_bindings, with_main
+from amp_ir.ir.dispatch_log import DispatchLog
+from amp_ir.ir.library_call import library_call
+from amp_ir.ir.location import join_spans
+from amp_ir.ir.static_shape import shape_of
+from amp_ir.ir.step_module import OutputSpec
+
+LIBRARY_CALL = "relax.call_dps_packed"
+MATMUL = "amp_ir.onednn.matmul"
+ACCUMULATE = "amp_ir.onednn.matmul_accumulate"
+
+_SUMS = ("relax.add", "relax.subtract")
+_TABLE_GRADIENT = "amp_ir.embedding_backward"
+_VIEWS = ("relax.reshape", "relax.permute_dims")
+
+
+def accumulate_products(
+    ir: tvm.IRModule,
+    outputs: Sequence[OutputSpec],
+    *,
+    saves_memory: bool = False,
+    log: DispatchLog | None = None,
+) -> tvm.IRModule:
+    """Let oneDNN add products to a tensor in float32, in place of a kernel that adds them.
+
+    Before:  g = onednn.matmul(d, x); p1 = add(p, multiply(g, -lr))           # p1 updates p
+    After:   p1 = onednn.matmul_accumulate(d, x, p, alpha=-lr)                # written over p
+
+    Before:  g = onednn.matmul(d, x); m1 = add(multiply(m, mu), add(g, h))    # m1 updates m
+    After:   g = onednn.matmul_accumulate(d, x, m, beta=mu); m1 = add(g, h)
+
+    Before:  g = add(onednn.matmul(d0, x0), onednn.matmul(d1, x1))
+    After:   g = onednn.matmul_accumulate(d1, x1, onednn.matmul(d0, x0))
+
+    A sum is taken apart through sums, negations and factors of one number, as far as nothing else
+    reads what is in between. Its products are added, in order, to the state that it is the new
+    value of, or else to the first of them; what else it has is added afterwards, in its order: a
+    gradient of a table, to its few rows. The factors are what they are when the step runs.
+
+    Where the old state is in a sum twice, with a weight decay but without a momentum, its products
+    are not added to it: p * (1 - lr * decay) would lose a decay below 2^-24, in float32. A sum with
+    one product and no state stays a kernel's, which reads both in the pass over memory that its
+    reader makes anyway.
+
+    With AMX, products of low operands are not added to a state whose new value is read again: that
+    would take longer (`_is_dearer`). With `saves_memory` they are: each part of a sum that a kernel
+    adds is held until then.
+
+    Requires: `dispatch` and `fold_casts` have run, and `pack_operands`: packed calls stay as they
+              are. `outputs` are those of `main`, in order.
+    Ensures:  only float32 sums change; each is the same sum in another order, and so is its error.
+              The call reads the state after what else reads it, as far as bindings tell. Nothing
+              changes for other libraries than oneDNN. `log` is told.
+    """
+    log = DispatchLog() if log is None else log
+    return _Accumulator(ir, outputs, log, saves_memory=saves_memory).run()
+
+
+@attrs.frozen(eq=False)
+class _Term:
+    """`leaf` times all `factors`, the innermost first; a sum is made of such."""
+
+    leaf: relax.Expr
+    factors: tuple[relax.Expr, ...]
+
+
+class _Accumulator:
+    def __init__(
+        self,
+        ir: tvm.IRModule,
+        outputs: Sequence[OutputSpec],
+        log: DispatchLog,
+        *,
+        saves_memory: bool,
+    ) -> None:
+        self.ir = ir
+        self.saves_memory = saves_memory
+        self.log = log
+        self.main: relax.Function = ir["main"]
+        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
+        self.values = {b.var: b.value for b in self.bindings}
+        # Bindings are written in the order of these places; new ones share that of an old one.
+        self.place = {b.var: k for k, b in enumerate(self.bindings)}
+        self.readers: dict[relax.Var, list[relax.Var]] = {}
+        for binding in self.bindings:
+            for variable in variables_of(binding.value):
+                self.readers.setdefault(variable, []).append(binding.var)
+        self.uses = {variable: len(found) for variable, found in self.readers.items()}
+        for variable in variables_of(self.main.body.body):
+            self.uses[variable] = self.uses.get(variable, 0) + 1
+        self.parameters = set(self.main.params)
+        self.state_of = self._states(outputs)
+        self.builder = relax.BlockBuilder()
+        self.added: list[relax.VarBinding] = []
+        self.replaced: set[relax.Var] = set()
+
+    def run(self) -> tvm.IRModule:
+        if not native.has(ACCUMULATE):
+            return self.ir
+        totals = {self._total_of(b.var) for b in self.bindings if _is_product(b.value)}
+        for total in sorted(totals - {None}, key=lambda one: -self.place[one]):
+            self._rewrite(total)
+        if not self.added:
+            return self.ir
+        kept = [b for b in self.bindings if b.var not in self.replaced]
+        # A stable sort: what is added at a place stands behind what was there.
+        rewritten = sorted([*kept, *self.added], key=lambda binding: self.place[binding.var])
+        bindings = live_bindings(rewritten, self.main.body.body)
+        return with_main(self.ir, with_bindings(self.main, bindings))
+
+    # What there is.
+
+    def _states(self, outputs: Sequence[OutputSpec]) -> dict[relax.Var, relax.Var]:
+        """For each new value of a state, the parameter that it is the new value of."""
+        result = self.main.body.body
+        fields = self.values.get(result, result)
+        if not isinstance(fields, relax.Tuple):
+            return {}
+        pairs = zip(fields.fields, outputs, strict=True)
+        return {f: self.main.params[o.updates] for f, o in pairs if o.updates is not None}
+
+    def _total_of(self, product: relax.Var) -> relax.Var | None:
+        """The last sum on the way of a product that nothing else reads; None: it is in no sum."""
+        total, one = None, product
+        while self.uses.get(one) == 1 and one in self.readers:
+            reader = self.readers[one][0]
+            value = self.values[reader]
+            is_view = isinstance(value, relax.Call) and value.op.name == "relax.reshape"
+            if _is_sum(value):
+                total = reader
+            elif not _parts(value) and not (is_view and total is None):
+                break
+            one = reader
+        return total
+
+    def _terms(self, total: relax.Var) -> tuple[list[_Term], set[relax.Var]]:
+        """What a sum is made of, from left to right, and what is only in between."""
+        terms: list[_Term] = []
+        inside: set[relax.Var] = set()
+        waiting: list[tuple[relax.Expr, tuple[relax.Expr, ...]]] = [(total, ())]
+        while waiting:  # a stack, since a sum may have thousands of terms
+            one, factors = waiting.pop()
+            is_inner = isinstance(one, relax.Var) and self.uses.get(one) == 1
+            parts = _parts(self.values.get(one)) if is_inner or one is total else []
+            if not parts:
+                terms.append(_Term(one, factors))
+                continue
+            inside.add(one)
+            waiting += [(part, (*own, *factors)) for part, own in reversed(parts)]
+        return terms, inside
+
+    def _product(self, leaf: relax.Expr) -> relax.Var | None:
+        """The product that `leaf` is, perhaps reshaped, if only this sum reads it."""
+        while isinstance(leaf, relax.Var) and self.uses.get(leaf) == 1:
+            call = self.values.get(leaf)
+            if _is_product(call):
+                return leaf
+            if not isinstance(call, relax.Call) or call.op.name != "relax.reshape":
+                return None
+            leaf = call.args[0]
+        return None
+
+    def _base(
+        self, total: relax.Var, terms: list[_Term], products: list[_Term], inside: set[relax.Var]
+    ) -> _Term | None:
+        """The term to which products are added; None where they are not."""
+        state = self.state_of.get(total)
+        old = [term for term in terms if state is not None and term.leaf.same_as(state)]
+        is_free = bool(products) and self._last_read(state, inside) < self.place[total]
+        if len(old) == 1 and is_free and not self._is_dearer(total, products):
+            return old[0]
+        return products[0] if len(products) > 1 else None
+
+    def _is_dearer(self, total: relax.Var, products: list[_Term]) -> bool:
+        """Whether adding to a state takes longer than the kernel that it makes less to do.
+
+        With AMX, oneDNN 3.2 does post-ops in a pass of their own over blocks that it else writes at
+        once. In bfloat16 of 30522 x 1024 x 768 a sum takes 36 ms in place of 29, 4096 x 512 x 4096
+        12 in place of 9. A kernel that adds takes 5 and 3: no more is lost than gained where it
+        goes. One that updates a parameter by a momentum stays, and gains 4 and 2: it reads and
+        writes three tensors in place of five. In float32 the sums are free (168 and 164 ms).
+        """
+        if self.saves_memory or self.uses[total] == 1 or not _has_amx():
+            return False
+        calls = [self.values[self._product(term.leaf)] for term in products]
+        return any(str(call.args[1].fields[0].ty.dtype) != "float32" for call in calls)
+
+    def _last_read(self, state: relax.Expr, inside: set[relax.Var]) -> int:
+        """The place of the last call, other than `inside`, that reads an old value; -1: none."""
+        last, names = -1, [state]
+        for name in names:
+            for reader in self.readers.get(name, ()):
+                value = self.values[reader]
+                if reader in inside or not isinstance(value, relax.Call):
+                    continue
+                last = max(last, self.place[reader])
+                if value.op.name in _VIEWS:
+                    names.append(reader)
+        return last
+
+    # What it becomes.
+
+    def _rewrite(self, total: relax.Var) -> None:
+        """Write the sum with calls that add its products, if that is worth it."""
+        terms, inside = self._terms(total)
+        products = [term for term in terms if self._product(term.leaf) is not None]
+        products.sort(key=lambda term: self.place[self._product(term.leaf)])
+        base = self._base(total, terms, products, inside)
+        if base is None:
+            return
+        added = [term for term in products if term is not base]
+        rest = [term for term in terms if term is not base and term not in added]
+        # What all are multiplied by stays outside, but of a state.
+        is_state = base not in products
+        outer = () if rest or is_state else _common_end([one.factors for one in products])
+        earliest = self._last_read(base.leaf, inside) if is_state else -1
+        sum_ = base.leaf
+        beta = self._factor(base.factors, outer)
+        for term in added:
+            alpha = self._factor(term.factors, outer)
+            call = self._accumulate(total, sum_, term, alpha, beta)
+            is_last = term is added[-1] and not rest and not outer
+            earliest = max(earliest, self.place[self._product(term.leaf)])
+            sum_ = self._bind(call, total if is_last else None, earliest)
+            beta = None
+            self.log.add("accumulate", "onednn", "only a sum reads the product")
+        self._finish(total, sum_, rest, outer)
+
+    def _accumulate(
+        self,
+        total: relax.Var,
+        base: relax.Expr,
+        term: _Term,
+        alpha: relax.Expr | None,
+        beta: relax.Expr | None,
+    ) -> relax.Call:
+        product = self.values[self._product(term.leaf)]
+        a, b, bias, *layouts_and_finish = product.args[1].fields
+        factors = [relax.op.null_value() if one is None else one for one in (alpha, beta)]
+        span = join_spans([product.span, self.values[total].span])
+        arguments = [a, b, base, bias, *factors, *layouts_and_finish]
+        return library_call(ACCUMULATE, arguments, total.ty, span)
+
+    def _factor(
+        self, factors: tuple[relax.Expr, ...], outer: tuple[relax.Expr, ...]
+    ) -> relax.Expr | None:
+        """The product of numbers, but of the last that are `outer`; None for 1."""
+        known, product = np.float32(1.0), None
+        for one in factors[: len(factors) - len(outer)]:
+            if isinstance(one, GenericConst):
+                known = known * np.float32(one.value.numpy())
+            elif product is None:
+                product = self._early(one)
+            else:
+                product = self._bind(relax.op.multiply(product, self._early(one)))
+        if product is None:
+            return None if known == 1.0 else relax.const(known, "float32")
+        if known == 1.0:
+            return product
+        return self._bind(relax.op.multiply(product, relax.const(known, "float32")))
+
+    def _early(self, number: relax.Var) -> relax.Var:
+        """The number, computed at the start of the step where that can be."""
+        chain, waiting = [], [number]
+        while waiting:
+            one = waiting.pop()
+            if one in self.parameters:
+                continue
+            value = self.values[one]
+            if not isinstance(value, relax.Call) or shape_of(one) != ():
+                return number
+            chain.append(one)
+            waiting += variables_of(value)
+        for one in chain:
+            self.place[one] = -1
+        return number
+
+    def _finish(
+        self,
+        total: relax.Var,
+        sum_: relax.Expr,
+        rest: list[_Term],
+        outer: tuple[relax.Expr, ...],
+    ) -> None:
+        """Add the other terms where the sum was written."""
+        span, place = self.values[total].span, self.place[total]
+        calls = []
+        for term in rest:
+            calls.append((relax.op.add, self._multiple(term, place, span)))
+        calls += [(relax.op.multiply, factor) for factor in outer]
+        for k, (make, other) in enumerate(calls):
+            name = total if k == len(calls) - 1 else None
+            sum_ = self._bind(make(sum_, other), name, place, span)
+
+    def _multiple(self, term: _Term, place: int, span: tvm.ir.Span | None) -> relax.Expr:
+        """The term's leaf times its factors; of a table's gradient, its few rows are multiplied."""
+        table = self.values.get(term.leaf) if self.uses.get(term.leaf) == 1 else None
+        is_table = isinstance(table, relax.Call) and table.op.name == _TABLE_GRADIENT
+        if table is None or not is_table or not _is_full(table.args[0].ty):
+            return self._times(term.leaf, term.factors, place, span)
+        rows = self._times(table.args[0], term.factors, place, span)
+        arguments = [rows, *table.args[1:]]
+        of_rows = relax.Call(table.op, arguments, table.attrs, table.ty_args, table.span)
+        return self._bind(of_rows, None, place)
+
+    def _times(
+        self,
+        one: relax.Expr,
+        factors: tuple[relax.Expr, ...],
+        place: int,
+        span: tvm.ir.Span | None,
+    ) -> relax.Expr:
+        for factor in factors:
+            one = self._bind(relax.op.multiply(one, factor), None, place, span)
+        return one
+
+    def _bind(
+        self,
+        call: relax.Call,
+        variable: relax.Var | None = None,
+        earliest: int = -1,
+        span: tvm.ir.Span | None = None,
+    ) -> relax.Var:
+        """Bind a call behind what it reads, at `earliest` or later."""
+        if span is not None:
+            call = relax.Call(call.op, call.args, call.attrs, call.ty_args, span)
+        if call.op.name != LIBRARY_CALL:
+            call = self.builder.normalize(call)
+        reads = [self.place.get(one, -1) for one in variables_of(call)]
+        if variable is None:
+            variable = relax.DataflowVar(f"accumulated{len(self.added)}", call.ty)
+        else:
+            self.replaced.add(variable)
+        self.values[variable] = call
+        self.place[variable] = max([earliest, *reads])
+        self.added.append(relax.VarBinding(variable, call))
+        return variable
+
+
+def _has_amx() -> bool:
+    return "amx" in native.function("amp_ir.onednn.isa")()
+
+
+def _parts(call: relax.Expr | None) -> list[tuple[relax.Expr, tuple[relax.Expr, ...]]]:
+    """The terms of a sum or of a multiple, each with its factors; nothing for other values."""
+    if isinstance(call, relax.Call) and _is_sum(call):
+        sign = (relax.const(-1.0, "float32"),) if call.op.name == "relax.subtract" else ()
+        return [(call.args[0], ()), (call.args[1], sign)]
+    if not isinstance(call, relax.Call) or not _is_full(call.ty):
+        return []
+    if call.op.name == "relax.negative":
+        return [(call.args[0], (relax.const(-1.0, "float32"),))]
+    if call.op.name == "relax.multiply":
+        for one, number in (call.args, reversed(call.args)):
+            if shape_of(number) == () and shape_of(one) == shape_of(call):
+                return [(one, (number,))]
+    return []
+
+
+def _is_sum(call: relax.Expr | None) -> bool:
+    """Whether it adds or subtracts float32 tensors of one shape."""
+    if not isinstance(call, relax.Call) or call.op.name not in _SUMS or not _is_full(call.ty):
+        return False
+    return shape_of(call.args[0]) == shape_of(call.args[1]) != ()
+
+
+def _is_product(call: relax.Expr | None) -> bool:
+    """Whether it is a matmul of oneDNN's with a float32 result that nothing is done to."""
+    if not isinstance(call, relax.Call) or call.op.name != LIBRARY_CALL:
+        return False
+    if str(call.args[0].global_symbol) != MATMUL or not _is_full(call.ty):
+        return False
+    return call.args[1].fields[-1].value == "none"
+
+
+def _is_full(type_: relax.Type) -> bool:
+    return isinstance(type_, relax.TensorType) and str(type_.dtype) == "float32"
+
+
+def _common_end(tuples: list[tuple[relax.Expr, ...]]) -> tuple[relax.Expr, ...]:
+    """The last factors that all have alike."""
+    first, count = tuples[0], 0
+    while all(len(one) > count and one[-1 - count].same_as(first[-1 - count]) for one in tuples):
+        count += 1
+    return first[len(first) - count :]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A convolution or one of its gradients as a library is asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+from tvm import relax
+
+from amp_ir.dialect.registry import options_of
+from amp_ir.ir.image_layout import TO_FIRST, TO_LAST, moved
+from amp_ir.ir.library_call import library_call, shape_argument
+from amp_ir.ir.strided_view import StridedView, dense_strides, without_idle_strides
+
+# Which of the two operands and the result are the data and the window.
+_DATA_AND_WINDOW = {
+    "conv": (0, 1),
+    "conv_backward_input": (2, 1),
+    "conv_backward_weight": (1, 2),
+}
+
+
+# Images with fewer channels than this stay as they are: a library would pad them.
+_FEW_CHANNELS = 8
+
+
+@attrs.frozen
+class LibraryConvolution:
+    """A convolution's call, and what stands around it: images with their channels last.
+
+    `before` are the bindings of operands, `result` what is bound in place of the op.
+    """
+
+    before: tuple[relax.Binding, ...]
+    result: relax.Expr
+
+
+def write_convolution(
+    library: str,
+    verb: str,
+    variable: relax.Var,
+    call: relax.Call,
+    view: Callable[[relax.Expr], StridedView],
+) -> LibraryConvolution:
+    """The call of the library's `verb`: two operands, a dense result, the options of `call`.
+
+    Before:  y = conv(x, w)
+    After:   x_last = permute_dims(x, [0, 2, 3, 1])
+             y_last = call_dps_packed("amp_ir.onednn.conv", (x_last, w, dims and strides ...))
+             y = permute_dims(y_last, [0, 3, 1, 2])
+
+    The loops stage computes what lies between two convolutions with channels last in memory, so
+    that the transposes cost nothing there.
+    """
+    before: list[relax.Binding] = []
+    views = []
+    for k, operand in enumerate(call.args[:2]):
+        is_image = k == 0 or verb == "conv_backward_weight"
+        views.append(_operand(operand, view, before) if is_image else view(operand))
+    out = tuple(int(n) for n in call.ty.shape)
+    is_last = verb != "conv_backward_weight" and _is_worth_it(out)
+    strides = _last_strides(out) if is_last else dense_strides(out)
+    arguments = [one.base for one in views]
+    for one in (*views, StridedView(call, out, strides)):
+        arguments += [shape_argument(one.shape), shape_argument(one.strides)]
+    options = options_of(call)
+    arguments.append(shape_argument(_strides_taken(verb, call, options)))
+    arguments += [shape_argument(options[key]) for key in ("padding", "dilation")]
+    arguments.append(relax.prim_value(int(options["groups"])))
+    type_ = _permuted_type(call.ty, TO_LAST) if is_last else call.ty
+    new = library_call(f"amp_ir.{library}.{verb}", arguments, type_, call.span)
+    if not is_last:
+        return LibraryConvolution(tuple(before), new)
+    last = relax.DataflowVar(f"{variable.name}_last", type_, variable.span)
+    before.append(relax.VarBinding(last, new))
+    return LibraryConvolution(tuple(before), _permute(last, TO_FIRST, call.ty))
+
+
+def _is_worth_it(shape: tuple[int, ...]) -> bool:
+    """Whether an image of this shape is wanted with its channels last."""
+    return len(shape) == len(TO_LAST) and shape[1] >= _FEW_CHANNELS
+
+
+def _last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of an image [n, channels, height, width] whose channels are last in memory."""
+    inner = dense_strides(moved(shape, TO_LAST))
+    return without_idle_strides(shape, moved(inner, TO_FIRST))
+
+
+def _operand(
+    operand: relax.Expr,
+    view: Callable[[relax.Expr], StridedView],
+    before: list[relax.Binding],
+) -> StridedView:
+    """An image as the library is to read it; a binding of its transpose is added where needed."""
+    seen = view(operand)
+    strides = _last_strides(seen.shape) if _is_worth_it(seen.shape) else seen.strides
+    if seen.strides == strides:
+        return seen
+    type_ = _permuted_type(operand.ty, TO_LAST)
+    last = relax.DataflowVar(f"{_name_of(operand)}_last", type_)
+    before.append(relax.VarBinding(last, _permute(operand, TO_LAST, type_)))
+    return StridedView(last, seen.shape, strides)
+
+
+def _permute(operand: relax.Expr, order: Sequence[int], type_: relax.Type) -> relax.Call:
+    call = relax.op.permute_dims(operand, list(order))
+    relax.expr._update_type(call, type_)
+    return call
+
+
+def _permuted_type(type_: relax.TensorType, order: Sequence[int]) -> relax.TensorType:
+    return relax.TensorType([int(type_.shape[d]) for d in order], type_.dtype)
+
+
+def _name_of(operand: relax.Expr) -> str:
+    return operand.name if isinstance(operand, relax.Var) else "constant"
+
+
+def _strides_taken(verb: str, call: relax.Call, options: dict[str, Any]) -> list[int]:
+    """The strides of a convolution, 1 where the window has a single place along a dim.
+
+    oneDNN 2023.2's bfloat16 gradient of the weights reads memory that is not its own where an input
+    of 1 x 1 pixels, padded by 1, meets a window of 3 x 3 with stride 2; with stride 1 it does not.
+    """
+    shapes = [[int(n) for n in one.ty.shape] for one in (call.args[0], call.args[1], call)]
+    data, window = _DATA_AND_WINDOW[verb]
+    strides = [int(n) for n in options["strides"]]
+    for k, padding in enumerate(options["padding"]):
+        reach = int(options["dilation"][k]) * (shapes[window][2 + k] - 1) + 1
+        if shapes[data][2 + k] + 2 * int(padding) == reach:
+            strides[k] = 1
+    return strides

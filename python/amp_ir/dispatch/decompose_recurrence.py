@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LSTM and GRU layers step by step, or as a call of a library that has them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import tvm
+from tvm import relax
+
+from amp_ir.dialect import call_op, options_of
+from amp_ir.dialect.define import LOW_DTYPES
+from amp_ir.dispatch.recurrence_call import call_recurrence, recurrence_library, recurrence_refusal
+from amp_ir.dispatch.recurrence_steps import (
+    Parts,
+    Results,
+    StepWriter,
+    gru_backward_steps,
+    gru_steps,
+    lstm_backward_steps,
+    lstm_steps,
+    wide_dtype,
+)
+from amp_ir.ir.dataflow import op_name, variables_of, with_arguments, with_bindings, with_main
+from amp_ir.ir.dispatch_log import DispatchLog
+from amp_ir.ir.library_call import library_call
+
+_EXPANSIONS: dict[str, Callable[..., Results]] = {
+    "amp_ir.lstm": lstm_steps,
+    "amp_ir.lstm_backward": lstm_backward_steps,
+    "amp_ir.gru": gru_steps,
+    "amp_ir.gru_backward": gru_backward_steps,
+}
+OPS = tuple(_EXPANSIONS)
+# Where an op takes cells or their gradient.
+_CELLS = {"amp_ir.lstm": (3,), "amp_ir.lstm_backward": (2, 4)}
+Emit = Callable[[relax.Expr], relax.Var]
+
+
+def expand_recurrence(
+    ir: tvm.IRModule, *, libraries: tuple[str, ...] = (), log: DispatchLog | None = None
+) -> tvm.IRModule:
+    """Replace LSTM and GRU layers and their gradients by ops for each of their time steps.
+
+    Where one of `libraries` does such an op whole, it becomes its call instead
+    (recurrence_call.py).
+
+    Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
+    After:   g = matmul(hidden, weight^T, out_dtype=f32) + gates[0]
+             i, f, m, o = sigmoid(g[:h]), sigmoid(g[h:2h]), tanh(g[2h:3h]), sigmoid(g[3h:])
+             c1 = f * cell + i * m; h1 = cast(o * tanh(c1), dtype of gates)
+             ...                                              # so for every step
+             states = concat(hidden, h1, ...); cells = concat(cell, c1, ...); activated = ...
+
+    Requires: one function `main`, one dataflow block, static shapes.
+    Ensures:  the numerics that recurrence_steps.py states; every new op has the location of the one
+              that it stands for; what nobody reads of its results is not made; `log` is told of
+              each.
+    """
+    log = DispatchLog() if log is None else log
+    parts: dict[relax.Var, Mapping[int, Parts]] = {}
+
+    def replaced(call: relax.Call, emit: Emit) -> Results:
+        name = op_name(call)
+        library = recurrence_library(name.removeprefix("amp_ir."), libraries)
+        reason = "no library that amp_ir calls does it whole"
+        if library is not None:
+            call = _with_wide_cells(call, emit)
+            reason = recurrence_refusal(library, call)
+            if not reason:
+                log.add(name, library)
+                whole = emit(call_recurrence(library, call))
+                return [emit(relax.TupleGetItem(whole, k)) for k in range(len(call.ty.fields))]
+        log.add(name, "matmuls and own kernels", reason)
+        low = str(call.ty.fields[0].dtype)
+        writer = StepWriter(emit, call.span, low, wide_dtype(low), parts)
+        return _EXPANSIONS[name](writer, list(call.args), reverse=bool(options_of(call)["reverse"]))
+
+    return _with_replaced(ir, replaced)
+
+
+def _with_wide_cells(call: relax.Call, emit: Emit) -> relax.Call:
+    """The call with cells as libraries take them, where an override has asked for low ones."""
+    args = list(call.args)
+    for k in _CELLS.get(op_name(call), ()):
+        if str(args[k].ty.dtype) in LOW_DTYPES:
+            args[k] = emit(call_op("amp_ir.cast", [args[k]], call.span, dtype="float32"))
+    return with_arguments(call, args)
+
+
+def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
+    """Each such op as one opaque call, for those who ask which kernels the rest becomes.
+
+    Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
+    After:   states, cells, activated = call_dps_packed("amp_ir.lstm", (gates, weight, ...))
+    """
+
+    main = ir["main"]
+    bindings = [one for block in main.body.blocks for one in block.bindings[:]]
+    if not any(op_name(one.value) in _EXPANSIONS for one in bindings):
+        return ir
+    return with_main(ir, with_bindings(main, [_as_call(one) for one in bindings]))
+
+
+def _as_call(binding: relax.VarBinding) -> relax.VarBinding:
+    value = binding.value
+    if op_name(value) not in _EXPANSIONS:
+        return binding
+    call = library_call(op_name(value), list(value.args), value.ty, value.span)
+    return relax.VarBinding(binding.var, call)
+
+
+def _with_replaced(
+    ir: tvm.IRModule, replaced: Callable[[relax.Call, Emit], Results]
+) -> tvm.IRModule:
+    """The module with each op as the results that `replaced` emits for it."""
+    main = ir["main"]
+    bindings = [one for block in main.body.blocks for one in block.bindings[:]]
+    if not any(op_name(one.value) in _EXPANSIONS for one in bindings):
+        return ir
+    builder = relax.BlockBuilder()
+    new: list[relax.VarBinding] = []
+    emitted: set[relax.Var] = set()
+
+    def emit(expr: relax.Expr) -> relax.Var:
+        value = builder.normalize(expr)
+        variable = relax.DataflowVar(f"recurrence{len(new)}", value.ty)
+        new.append(relax.VarBinding(variable, value))
+        emitted.add(variable)
+        return variable
+
+    results_of: dict[relax.Var, Results] = {}
+    # Results under their old names, as others read them.
+    now: dict[relax.Var, relax.Expr] = {}
+    for binding in bindings:
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in results_of:
+            now[binding.var] = results_of[value.tuple_value][value.index]
+            value = now[binding.var]
+            emitted.add(binding.var)
+        elif op_name(value) in _EXPANSIONS:
+            call = with_arguments(value, [now.get(one, one) for one in value.args])
+            results_of[binding.var] = replaced(call, emit)
+            value = builder.normalize(relax.Tuple(results_of[binding.var]))
+            emitted.add(binding.var)
+        new.append(relax.VarBinding(binding.var, value))
+    read = set(variables_of(main.body.body))
+    return with_main(ir, with_bindings(main, _that_are_read(new, emitted, read)))
+
+
+def _that_are_read(
+    bindings: list[relax.VarBinding], emitted: set[relax.Var], read: set[relax.Var]
+) -> list[relax.VarBinding]:
+    """The bindings without those `emitted` that nothing reads; `main` returns those in `read`."""
+    kept = []
+    for binding in reversed(bindings):
+        if binding.var in emitted and binding.var not in read:
+            continue
+        read.update(variables_of(binding.value))
+        kept.append(binding)
+    return kept[::-1]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A matmul as a library is asked for it: which memory it reads and writes, in which layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import attrs
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from amp_ir.host import native
+from amp_ir.ir.library_call import library_call, shape_argument
+from amp_ir.ir.strided_view import StridedView, dense_strides, permutation, without_idle_strides
+
+
+@attrs.frozen
+class MatmulForm:
+    """One way to ask: the views of the operands and the strides of the result, in elements.
+
+    `is_transposed` says that the result lies as its only reader, a transpose, wants it. `copies`
+    counts the transposes that this way leaves to be kernels of their own.
+    """
+
+    a: StridedView
+    b: StridedView
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_transposed: bool
+    copies: int
+
+
+def matmul_forms(
+    call: relax.Call, view: Callable[[relax.Expr], StridedView], transpose: relax.Call | None
+) -> Iterator[MatmulForm]:
+    """The ways to ask for `call`; the first reads and writes everything in place.
+
+    Args:
+        call: a relax.matmul of matrices.
+        view: sees an operand through the transposes that lead to it.
+        transpose: the only reader of the result, if that is a relax.permute_dims.
+    """
+    operands = []
+    for argument in call.args:
+        seen, dense = view(argument), StridedView.dense(argument)
+        operands.append([seen] if seen.base.same_as(argument) else [seen, dense])
+    shape = tuple(int(n) for n in call.ty.shape)
+    results = [(dense_strides(shape), False)]
+    if transpose is not None:
+        order = permutation(transpose)
+        outer = dense_strides(tuple(shape[k] for k in order))
+        inner = tuple(outer[order.index(k)] for k in range(len(shape)))
+        results.insert(0, (without_idle_strides(shape, inner), True))
+    for (i, a), (j, b), (k, (strides, is_transposed)) in itertools.product(
+        enumerate(operands[0]), enumerate(operands[1]), enumerate(results)
+    ):
+        yield MatmulForm(a, b, shape, strides, is_transposed, i + j + k)
+
+
+def choose_form(
+    library: str, forms: Iterator[MatmulForm], out_dtype: str, bias_dtype: str | None
+) -> MatmulForm | None:
+    """The way in which `library` needs the fewest kernels; None where it has no way.
+
+    oneDNN and PyTorch take everything in place. cuBLASLt takes matrices whose rows or columns are
+    dense and one batch dimension a launch: where heads lie inside of rows, it would take a launch
+    for each sample, and one kernel that copies is less. Of ways with as many kernels, the one with
+    the fewest copies.
+    """
+    if library != "cublaslt":
+        # PyTorch's CUDA kernels add no bias.
+        return None if bias_dtype and library == "torch_cuda" else next(forms)
+    count = native.function("amp_ir.cublaslt.launches")
+    best, best_cost = None, (0, 0)
+    for form in forms:
+        layouts = [form.a.shape, form.a.strides, form.b.shape, form.b.strides]
+        layouts += [form.shape, form.strides]
+        dtypes = [str(view.base.ty.dtype) for view in (form.a, form.b)]
+        shapes = [tvm_ffi.Shape(tuple(numbers)) for numbers in layouts]
+        launches = int(count(*shapes, *dtypes, out_dtype, bias_dtype, "none"))
+        cost = (launches + form.copies, form.copies)
+        if launches and (best is None or cost < best_cost):
+            best, best_cost = form, cost
+    return best
+
+
+def write_matmul(
+    name: str,
+    form: MatmulForm,
+    bias: relax.Expr | None,
+    finish: str,
+    type_: relax.TensorType,
+    span: tvm.ir.Span | None,
+) -> relax.Call:
+    """The call of `name` in this form; `finish` is the epilogue, with "+tf32" for cuBLASLt."""
+    layouts = [form.a.shape, form.a.strides, form.b.shape, form.b.strides]
+    layouts += [form.shape, form.strides]
+    arguments = [form.a.base, form.b.base, relax.op.null_value() if bias is None else bias]
+    arguments += [shape_argument(numbers) for numbers in layouts]
+    return library_call(name, [*arguments, tvm.ir.StringImm(finish)], type_, span)

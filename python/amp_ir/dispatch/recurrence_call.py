@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LSTM and GRU layers and their gradients as one library call each."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from amp_ir.dialect import options_of
+from amp_ir.host import native
+from amp_ir.ir.library_call import library_call, shape_argument
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# What is float32 whatever the rest is, by position: cells and their gradients.
+_FULL = {"lstm": (3,), "lstm_backward": (2, 4)}
+
+
+def recurrence_library(verb: str, libraries: tuple[str, ...]) -> str | None:
+    """The first library that has "lstm", "lstm_backward", "gru" or "gru_backward"."""
+    return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
+
+
+def recurrence_refusal(library: str, call: relax.Call) -> str:
+    """Why `library` does not do this call of a recurrent layer; "" if it does."""
+    full = _FULL.get(_verb(call), ())
+    dtypes = {str(one.ty.dtype) for k, one in enumerate(call.args) if k not in full}
+    if len(dtypes) > 1 or dtypes.isdisjoint(_DTYPES):
+        found = " and ".join(sorted(dtypes))
+        return (
+            f"{library}'s recurrent layers compute in one of {', '.join(_DTYPES)}, not in {found}"
+        )
+    wide = [str(call.args[k].ty.dtype) for k in full]
+    strange = next((one for one in wide if one != "float32"), None)
+    if strange is not None:
+        return f"{library}'s recurrent layers keep cells in float32, not in {strange}"
+    return ""
+
+
+def call_recurrence(library: str, call: relax.Call) -> relax.Call:
+    """The library's call, with the same results.
+
+    Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell, reverse=False)
+    After:   states, cells, activated = call_dps_packed("amp_ir.onednn.lstm",
+                 (gates, weight, hidden, cell, [t, n, h], 0))
+
+    Requires: `recurrence_refusal` finds nothing.
+    """
+    verb = _verb(call)
+    steps, rows, _ = (int(extent) for extent in call.args[0].ty.shape)
+    # A weight is [gates * h, h].
+    weight = call.args[-1 if verb.endswith("_backward") else 1]
+    hidden = int(weight.ty.shape[1])
+    arguments = [*call.args, shape_argument((steps, rows, hidden))]
+    arguments.append(relax.prim_value(int(options_of(call)["reverse"])))
+    return library_call(f"amp_ir.{library}.{verb}", arguments, call.ty, call.span)
+
+
+def _verb(call: relax.Call) -> str:
+    assert isinstance(call.op, tvm.ir.Op), "recurrent layers are ops of the dialect"
+    return str(call.op.name).removeprefix("amp_ir.")

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine can do at best, measured: the roof that kernels are held against."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+import tvm_ffi
+
+from amp_ir.host import native
+
+# Of the square matrices: 17 GFLOP on a CPU and 1.1 TFLOP on a GPU, long beside the start of a call.
+_CPU_EXTENT, _GPU_EXTENT = 2048, 8192
+# Beyond any cache.
+_CPU_COPY_BYTES, _GPU_COPY_BYTES = 128 << 20, 512 << 20
+_CPU_DTYPES = (torch.float32, torch.bfloat16)
+_COPY = "copy"
+_TRIALS = 5
+# Between two events on a GPU, so that the time of an event does not count.
+_CALLS_A_TRIAL = 4
+_TFLOP_FROM = 1e4
+
+
+@attrs.frozen
+class MachinePeaks:
+    """The best rates met: GFLOP/s of a large matmul by dtype, and GB/s of a large copy.
+
+    A copy of n bytes counts as 2 n: read and written. `machine` says what computed: "2 threads", or
+    a GPU's name.
+    """
+
+    gflop_per_second: Mapping[str, float]
+    gigabytes_per_second: float
+    machine: str
+
+    def floor_milliseconds(self, flop: float, nbytes: float, dtype: str) -> float:
+        """The time that neither arithmetic nor memory can beat (Williams et al. 2009, roofline)."""
+        rate = self.gflop_per_second.get(dtype, self.gflop_per_second["float32"])
+        return max(flop / rate, nbytes / self.gigabytes_per_second) / 1e6
+
+    def __str__(self) -> str:
+        """Say the rates in one line."""
+        divisor, unit = 1.0, "GFLOP/s"
+        if max(self.gflop_per_second.values()) >= _TFLOP_FROM:
+            divisor, unit = 1e3, "TFLOP/s"
+        rates = ", ".join(
+            f"{dtype} {rate / divisor:.0f}" for dtype, rate in self.gflop_per_second.items()
+        )
+        return f"{rates} {unit}, {self.gigabytes_per_second:.1f} GB/s, {self.machine}"
+
+
+def measure_peaks(device: Any = "cpu") -> MachinePeaks:
+    """Measure the peaks of a device, once in a process; takes about a second.
+
+    On a CPU they are of the number of threads that PyTorch has, on a GPU with TF32 as PyTorch has
+    it at this moment.
+    """
+    place = torch.device(device)
+    if place.type == "cpu":
+        return measure_cpu(torch.get_num_threads())
+    index = torch.cuda.current_device() if place.index is None else place.index
+    return measure_gpu(f"cuda:{index}", torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+@functools.cache
+def measure_cpu(threads: int) -> MachinePeaks:
+    """The peaks of the CPU; see `measure_peaks`."""
+    seconds = {name: _best_seconds(call) for name, call in cpu_trials().items()}
+    return cpu_peaks(seconds, f"{threads} threads")
+
+
+def cpu_trials() -> dict[str, Callable[[], object]]:
+    """The calls that show what a CPU can do: for `cpu_peaks`, which takes the seconds of each."""
+    trials: dict[str, Callable[[], object]] = {}
+    for dtype in _CPU_DTYPES:
+        matmuls = _matmuls("onednn", dtype, _CPU_EXTENT, "cpu")
+        trials |= {f"{_name(dtype)} {library}": call for library, call in matmuls}
+    return {**trials, _COPY: _copy(_CPU_COPY_BYTES, "cpu")}
+
+
+def cpu_peaks(seconds: Mapping[str, float], machine: str) -> MachinePeaks:
+    """The rates of a CPU whose `cpu_trials` took so many seconds; the faster library counts."""
+    rates = {}
+    for name in map(_name, _CPU_DTYPES):
+        fastest = min(took for trial, took in seconds.items() if trial.startswith(f"{name} "))
+        rates[name] = 2 * _CPU_EXTENT**3 / fastest / 1e9
+    # Without arithmetic for it, float16 is computed in float32.
+    rates["float16"] = rates["float32"]
+    return MachinePeaks(rates, 2 * _CPU_COPY_BYTES / seconds[_COPY] / 1e9, machine)
+
+
+@functools.cache
+def measure_gpu(device: str, allow_tf32: bool) -> MachinePeaks:
+    """The peaks of a GPU; see `measure_peaks`."""
+    # Half of what is free holds the matrices in float32; what is measured must not run out.
+    free_nbytes, _ = torch.cuda.mem_get_info(device)
+    extent, copy_nbytes = _GPU_EXTENT, _GPU_COPY_BYTES
+    while 3 * 4 * extent**2 > free_nbytes / 2 or 2 * copy_nbytes > free_nbytes / 2:
+        extent, copy_nbytes = extent // 2, copy_nbytes // 4
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        finish = "none+tf32" if allow_tf32 and dtype is torch.float32 else "none"
+        calls = _matmuls("cublaslt", dtype, extent, device, finish)
+        seconds = min(_best_seconds_on_gpu(call, device) for _, call in calls)
+        rates[_name(dtype)] = 2 * extent**3 / seconds / 1e9
+    seconds = _best_seconds_on_gpu(_copy(copy_nbytes, device), device)
+    tf32 = "float32 rounded to TF32" if allow_tf32 else "without TF32"
+    name = f"{torch.cuda.get_device_name(device)} {tf32}"
+    return MachinePeaks(rates, 2 * copy_nbytes / seconds / 1e9, name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _copy(nbytes: int, device: str) -> Callable[[], object]:
+    source, copy = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return lambda: copy.copy_(source)
+
+
+def _matmuls(
+    library: str, dtype: torch.dtype, extent: int, device: str, finish: str = "none"
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The same product by PyTorch and, where it is there, by the library that steps call."""
+    a, b = (torch.randn(extent, extent, device=device).to(dtype) for _ in range(2))
+    out = torch.empty(extent, extent, dtype=dtype, device=device)
+    yield "torch", lambda: torch.mm(a, b, out=out)
+    if native.has(f"amp_ir.{library}.matmul"):
+        shape, strides = tvm_ffi.Shape((extent, extent)), tvm_ffi.Shape((extent, 1))
+        multiply = native.function(f"amp_ir.{library}.matmul")
+        flat = [one.view(-1) for one in (a, b, out)]
+        layouts = [shape, strides] * 3
+        yield library, lambda: multiply(*flat[:2], None, *layouts, finish, flat[2])
+
+
+def _best_seconds(call: Callable[[], object]) -> float:
+    call()
+    best = float("inf")
+    for _ in range(_TRIALS):
+        started = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _best_seconds_on_gpu(call: Callable[[], object], device: str) -> float:
+    """The GPU's time of one call; the first calls choose algorithms and are not timed."""
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        best = float("inf")
+        for trial in range(1 + _TRIALS):
+            begin.record()
+            for _ in range(_CALLS_A_TRIAL):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            if trial:
+                best = min(best, begin.elapsed_time(end) / _CALLS_A_TRIAL / 1e3)
+    return best

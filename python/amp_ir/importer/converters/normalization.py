@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-License-Identifier: Apache-2.0
+"""Layer, RMS, group and batch normalization, kept whole; inference BatchNorm is elementwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from tvm import relax
+
+from amp_ir.importer.converters.emitter import Emitter, dtype_name
+from amp_ir.importer.converters.promotion import dtype_of, shape_of
+from amp_ir.importer.converters.registry import converts
+
+aten = torch.ops.aten
+
+
+MaybeTensor: TypeAlias = relax.Expr | None
+
+
+def present(*tensors: MaybeTensor) -> list[relax.Expr]:
+    """The tensors that are not None."""
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def statistics(ops: Emitter, values: Sequence[relax.Expr], first: int) -> list[relax.Expr]:
+    """The values from `first` on in the dtypes that PyTorch gives the node's results."""
+    wanted = [dtype_name(one.dtype) for one in ops.result]
+    return [
+        ops.cast(ops.reshape(value, ops.result[i].shape), wanted[i]) if i >= first else value
+        for i, value in enumerate(values)
+    ]
+
+
+@converts(aten.native_layer_norm.default)
+def layer_norm(
+    ops: Emitter,
+    x: relax.Expr,
+    normalized_shape: Sequence[int],
+    weight: MaybeTensor,
+    bias: MaybeTensor,
+    eps: float,
+) -> Sequence[relax.Expr]:
+    """(y, mean, rstd)."""
+    results = ops.call(
+        "amp_ir.layer_norm",
+        x,
+        *present(weight, bias),
+        ndim_normalized=len(normalized_shape),
+        eps=eps,
+        has_weight=weight is not None,
+        has_bias=bias is not None,
+    )
+    return statistics(ops, results, 1)
+
+
+@converts(aten.native_layer_norm_backward.default)
+def layer_norm_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    x: relax.Expr,
+    normalized_shape: Sequence[int],
+    mean: relax.Expr,
+    rstd: relax.Expr,
+    weight: MaybeTensor,
+    bias: MaybeTensor,
+    mask: Sequence[bool],
+) -> tuple[MaybeTensor, ...]:
+    """(dx, dweight, dbias), each where the mask asks for it."""
+    ndim = len(normalized_shape)
+    dx = dweight = dbias = None
+    if mask[0]:
+        dx = ops.call(
+            "amp_ir.layer_norm_backward_input",
+            grad,
+            x,
+            mean,
+            rstd,
+            *present(weight),
+            ndim_normalized=ndim,
+            has_weight=weight is not None,
+        )
+    if mask[1] or mask[2]:
+        dweight, dbias = ops.call(
+            "amp_ir.layer_norm_backward_weight", grad, x, mean, rstd, ndim_normalized=ndim
+        )
+    return wanted_of(ops, mask, dx, dweight, dbias)
+
+
+def wanted_of(ops: Emitter, mask: Sequence[bool], *values: MaybeTensor) -> tuple[MaybeTensor, ...]:
+    """The values that the mask asks for, in the dtypes of PyTorch's results."""
+    return tuple(
+        ops.cast(value, dtype_name(result.dtype)) if wanted and value is not None else None
+        for wanted, value, result in zip(mask, values, ops.result, strict=True)
+    )
+
+
+@converts(aten._fused_rms_norm.default)
+def rms_norm(
+    ops: Emitter,
+    x: relax.Expr,
+    normalized_shape: Sequence[int],
+    weight: MaybeTensor,
+    eps: float | None,
+) -> Sequence[relax.Expr]:
+    """(y, rstd); eps None is the smallest step of the statistics' dtype."""
+    statistic = dtype_name(ops.result[1].dtype)
+    step = torch.finfo(torch.float64 if statistic == "float64" else torch.float32).eps
+    results = ops.call(
+        "amp_ir.rms_norm",
+        x,
+        *present(weight),
+        ndim_normalized=len(normalized_shape),
+        eps=step if eps is None else eps,
+        has_weight=weight is not None,
+    )
+    return statistics(ops, results, 1)
+
+
+@converts(aten._fused_rms_norm_backward.default)
+def rms_norm_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    x: relax.Expr,
+    normalized_shape: Sequence[int],
+    rstd: relax.Expr,
+    weight: MaybeTensor,
+    mask: Sequence[bool],
+) -> tuple[MaybeTensor, ...]:
+    """(dx, dweight)."""
+    ndim = len(normalized_shape)
+    dx = dweight = None
+    if mask[0]:
+        dx = ops.call(
+            "amp_ir.rms_norm_backward_input",
+            grad,
+            x,
+            rstd,
+            *present(weight),
+            ndim_normalized=ndim,
+            has_weight=weight is not None,
+        )
+    if mask[1]:
+        dweight = ops.call("amp_ir.rms_norm_backward_weight", grad, x, rstd, ndim_normalized=ndim)
+    return wanted_of(ops, mask, dx, dweight)
+
+
+@converts(aten.native_group_norm.default)
+def group_norm(
+    ops: Emitter,
+    x: relax.Expr,
+    weight: MaybeTensor,
+    bias: MaybeTensor,
+    _batch: int,
+    _channels: int,
+    _space: int,
+    groups: int,
+    eps: float,
+) -> Sequence[relax.Expr]:
+    """(y, mean, rstd)."""
+    results = ops.call(
+        "amp_ir.group_norm",
+        x,
+        *present(weight, bias),
+        groups=groups,
+        eps=eps,
+        has_weight=weight is not None,
+        has_bias=bias is not None,
+    )
+    return statistics(ops, results, 1)
+
+
+@converts(aten.native_group_norm_backward.default)
+def group_norm_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    x: relax.Expr,
+    mean: relax.Expr,
+    rstd: relax.Expr,
+    weight: MaybeTensor,
+    _batch: int,
+    _channels: int,
+    _space: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[MaybeTensor, ...]:
+    """(dx, dweight, dbias), each where the mask asks for it."""
+    dx = dweight = dbias = None
+    if mask[0]:
+        dx = ops.call(
+            "amp_ir.group_norm_backward_input",
+            grad,
+            x,
+            mean,
+            rstd,
+            *present(weight),
+            groups=groups,
+            has_weight=weight is not None,
+        )
+    if mask[1] or mask[2]:
+        dweight, dbias = ops.call(
+            "amp_ir.group_norm_backward_weight", grad, x, mean, rstd, groups=groups
+        )
+    return wanted_of(ops, mask, dx, dweight, dbias)
+
+
+@converts(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    direction: relax.Expr,
+    magnitude: relax.Expr,
+    norms: relax.Expr,
+    dim: int,
+) -> tuple[relax.Expr, relax.Expr]:
+    """(ddirection, dmagnitude) of weight = magnitude * direction / norms (Salimans 2016)."""
+    axes = [axis for axis in range(len(shape_of(direction))) if axis != dim]
+    norms = ops.cast(norms, dtype_of(grad))
+    along = ops.emit(relax.op.sum(ops.multiply(grad, direction), axes, True))
+    share = ops.divide(along, ops.multiply(norms, norms))
+    across = ops.subtract(grad, ops.multiply(direction, share))
+    return ops.multiply(ops.divide(magnitude, norms), across), ops.divide(along, norms)

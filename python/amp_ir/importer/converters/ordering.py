@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sorting, and the positions of extrema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from tvm import relax
+
+from amp_ir.importer.converters.emitter import Emitter
+from amp_ir.importer.converters.promotion import dtype_of, is_float, shape_of
+from amp_ir.importer.converters.reductions import axes_of, extremum
+from amp_ir.importer.converters.registry import converts
+
+aten = torch.ops.aten
+
+
+@converts(aten.argmax.default)
+def argmax(
+    ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
+) -> relax.Expr:
+    """The first position of the largest element; of the flattened tensor without `dim`."""
+    return _arg_extremum(ops, relax.op.argmax, x, dim)
+
+
+@converts(aten.argmin.default)
+def argmin(
+    ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
+) -> relax.Expr:
+    """The first position of the smallest element; of the flattened tensor without `dim`."""
+    return _arg_extremum(ops, relax.op.argmin, x, dim)
+
+
+def _arg_extremum(
+    ops: Emitter,
+    op: Callable[[relax.Expr, int, bool], relax.Expr],
+    x: relax.Expr,
+    dim: int | None,
+    shape: Sequence[int] | None = None,
+) -> relax.Expr:
+    shape = ops.shape if shape is None else shape
+    if not shape_of(x):
+        return ops.full(shape, 0, "int64")
+    numbers = ops.cast(x, "int8") if dtype_of(x) == "bool" else x
+    if dim is None:
+        numbers, dim = ops.reshape(numbers, [math.prod(shape_of(x))]), 0
+    return ops.reshape(ops.emit(op(numbers, dim % len(shape_of(numbers)), True)), shape)
+
+
+@converts(aten.max.dim)
+def max_dim(
+    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(the largest elements, their first positions) along one axis."""
+    values = extremum(ops, relax.op.max, x, axes_of(x, dim), keepdims=keepdim)
+    return values, _arg_extremum(ops, relax.op.argmax, x, dim, shape_of(values))
+
+
+@converts(aten.min.dim)
+def min_dim(
+    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(the smallest elements, their first positions) along one axis."""
+    values = extremum(ops, relax.op.min, x, axes_of(x, dim), keepdims=keepdim)
+    return values, _arg_extremum(ops, relax.op.argmin, x, dim, shape_of(values))
+
+
+@converts(aten.sort.default)
+def sort(
+    ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(sorted elements, where each came from); equal elements keep their order."""
+    return _sorted(ops, x, dim, descending=descending)
+
+
+@converts(aten.sort.stable)
+def stable_sort(
+    ops: Emitter,
+    x: relax.Expr,
+    *,
+    stable: bool | None = None,
+    dim: int = -1,
+    descending: bool = False,
+) -> tuple[relax.Expr, relax.Expr]:
+    """As `sort`."""
+    return _sorted(ops, x, dim, descending=descending)
+
+
+@converts(aten.argsort.default)
+def argsort(ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False) -> relax.Expr:
+    """Where each sorted element came from."""
+    return _sorted(ops, x, dim, descending=descending)[1]
+
+
+def _sorted(
+    ops: Emitter, x: relax.Expr, dim: int, *, descending: bool
+) -> tuple[relax.Expr, relax.Expr]:
+    if not shape_of(x):
+        return x, ops.constant(0, "int64")
+    axis = dim % len(shape_of(x))
+    numbers = ops.cast(x, "int8") if dtype_of(x) == "bool" else x
+    order = ops.emit(relax.op.argsort(numbers, axis, descending, "int64"))
+    return ops.cast(ops.emit(relax.op.gather_elements(numbers, order, axis)), dtype_of(x)), order
+
+
+@converts(aten.topk.default)
+def topk(
+    ops: Emitter,
+    x: relax.Expr,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+) -> tuple[relax.Expr, ...]:
+    """(the k largest or smallest elements, their positions); always sorted."""
+    if not shape_of(x):
+        return x, ops.constant(0, "int64")
+    axis = dim % len(shape_of(x))
+    return ops.fields(ops.emit(relax.op.topk(x, k, axis, "both", largest, "int64")))
+
+
+@converts(aten.bucketize.Tensor)
+def bucketize(
+    ops: Emitter,
+    x: relax.Expr,
+    boundaries: relax.Expr,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+) -> relax.Expr:
+    """How many of the sorted boundaries lie below each element (at or below it with `right`)."""
+    each = ops.reshape(x, [*shape_of(x), 1])
+    # NaN is above all boundaries: it is not below one.
+    not_passed = ops.binary(relax.op.less if right else relax.op.less_equal, each, boundaries)
+    passed = ops.emit(relax.op.logical_not(not_passed))
+    return ops.emit(relax.op.sum(ops.cast(passed, ops.dtype), [len(shape_of(x))]))
+
+
+@converts(aten.searchsorted.Tensor)
+def searchsorted(
+    ops: Emitter,
+    boundaries: relax.Expr,
+    x: relax.Expr,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: relax.Expr | None = None,
+) -> relax.Expr:
+    """As `bucketize`, of the boundaries in the same row where these are more than one row."""
+    if sorter is not None:
+        ops.refuse("a sorter")
+    shape = shape_of(boundaries)
+    if len(shape) > 1:
+        boundaries = ops.reshape(boundaries, [*shape[:-1], 1, shape[-1]])
+    result: relax.Expr = bucketize(ops, x, boundaries, right=right or side == "right")
+    return result
+
+
+@converts(aten.kthvalue.default)
+def kthvalue(
+    ops: Emitter, x: relax.Expr, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(the k-th smallest elements, k from 1, where they came from) along one axis."""
+    if not shape_of(x):
+        return x, ops.constant(0, "int64")
+    axis = dim % len(shape_of(x))
+    found = (ops.slice(one, axis, k - 1, k) for one in _sorted(ops, x, axis, descending=False))
+    shape = tuple(int(extent) for extent in ops.result[0].shape)
+    values, places = (ops.reshape(one, shape) for one in found)
+    return values, places
+
+
+@converts(aten.median.dim)
+def median_dim(
+    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
+) -> tuple[relax.Expr, relax.Expr]:
+    """(the medians, where they came from) along one axis; of an even count the lower one.
+
+    Where there is a NaN it is the first one.
+    """
+    count = shape_of(x)[dim] if shape_of(x) else 1
+    values, places = kthvalue(ops, x, (count + 1) // 2, dim, keepdim)
+    if not is_float(dtype_of(x)):
+        return values, places
+    # A maximum is NaN where there is one, and its position that of the first.
+    largest, first = max_dim(ops, x, dim, keepdim)
+    no_number = ops.emit(relax.op.isnan(largest))
+    return ops.where(no_number, largest, values), ops.where(no_number, first, places)
+
+
+@converts(aten.median.default)
+def median(ops: Emitter, x: relax.Expr) -> relax.Expr:
+    """The median of all elements; of an even count the lower one; NaN where there is one."""
+    count = math.prod(shape_of(x))
+    values = _sorted(ops, ops.reshape(x, [count]), 0, descending=False)[0]
+    middle = ops.reshape(ops.slice(values, 0, (count - 1) // 2, (count + 1) // 2), [])
+    if not is_float(dtype_of(x)):
+        return middle
+    # NaN is sorted to the end.
+    last = ops.reshape(ops.slice(values, 0, count - 1, count), [])
+    return ops.where(ops.emit(relax.op.isnan(last)), last, middle)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random ops, on the counter-based generator of the dialect: no op has a hidden state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tvm import relax
+
+from amp_ir.importer.converters.emitter import Emitter
+from amp_ir.importer.converters.promotion import Operand, dtype_of, shape_of
+from amp_ir.importer.converters.registry import converts
+
+aten = torch.ops.aten
+
+
+def uniform_numbers(ops: Emitter, dtype: str) -> relax.Expr:
+    """Uniform in [0, 1), in the node's shape."""
+    state, index = ops.draw()
+    drawn = ops.call("amp_ir.random_uniform", state, shape=ops.shape, index=index)
+    return ops.cast(drawn, dtype)
+
+
+def normal_numbers(ops: Emitter, dtype: str) -> relax.Expr:
+    """Standard normal, in the node's shape."""
+    state, index = ops.draw()
+    drawn = ops.call("amp_ir.random_normal", state, shape=ops.shape, index=index)
+    return ops.cast(drawn, dtype)
+
+
+@converts(aten.native_dropout.default)
+def native_dropout(
+    ops: Emitter, x: relax.Expr, p: float, train: bool | None
+) -> tuple[relax.Expr, relax.Expr]:
+    """(x with elements zeroed with probability p, the mask of those that stay)."""
+    if train is False or p == 0.0:
+        return x, ops.full(ops.result[1].shape, True, "bool")
+    state, index = ops.draw()
+    result: tuple[relax.Expr, relax.Expr] = ops.call(
+        "amp_ir.dropout", x, state, p=float(p), index=index
+    )
+    return result
+
+
+@converts(aten.native_dropout_backward.default)
+def native_dropout_backward(
+    ops: Emitter, grad: relax.Expr, mask: relax.Expr, scale: float
+) -> relax.Expr:
+    """The gradient of the elements that stayed, times scale."""
+    return ops.call("amp_ir.dropout_backward", grad, mask, scale=float(scale))
+
+
+@converts(aten.rand.default, aten.rand_like.default)
+def rand(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
+    """Uniform in [0, 1)."""
+    return uniform_numbers(ops, ops.dtype)
+
+
+@converts(aten.randn.default, aten.randn_like.default)
+def randn(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
+    """Standard normal."""
+    return normal_numbers(ops, ops.dtype)
+
+
+@converts(aten.uniform.default)
+def uniform(
+    ops: Emitter, _x: relax.Expr, low: float = 0.0, high: float = 1.0, *, generator: None = None
+) -> relax.Expr:
+    """Uniform in [low, high)."""
+    unit = uniform_numbers(ops, "float32")
+    return ops.cast(ops.add(ops.multiply(unit, high - low), low), ops.dtype)
+
+
+@converts(aten.normal_functional.default)
+def normal(
+    ops: Emitter, _x: relax.Expr, mean: float = 0.0, std: float = 1.0, *, generator: None = None
+) -> relax.Expr:
+    """Normal with a mean and a standard deviation."""
+    standard = normal_numbers(ops, "float32")
+    return ops.cast(ops.add(ops.multiply(standard, std), mean), ops.dtype)
+
+
+@converts(aten.bernoulli.p, aten.bernoulli.Tensor)
+def bernoulli_with(
+    ops: Emitter, _x: relax.Expr, p: Operand = 0.5, *, generator: None = None
+) -> relax.Expr:
+    """1 with probability p, else 0."""
+    return ops.cast(ops.binary(relax.op.less, uniform_numbers(ops, "float32"), p), ops.dtype)
+
+
+@converts(aten.bernoulli.default)
+def bernoulli(ops: Emitter, p: relax.Expr, *, generator: None = None) -> relax.Expr:
+    """1 with the probability that each element of p says, else 0."""
+    unit = uniform_numbers(ops, "float32")
+    return ops.cast(ops.binary(relax.op.less, unit, p), dtype_of(p))
+
+
+@converts(aten.exponential.default)
+def exponential(
+    ops: Emitter, _x: relax.Expr, rate: float = 1.0, *, generator: None = None
+) -> relax.Expr:
+    """Exponential with a rate, by inversion; 1 - u is never 0."""
+    rest = ops.subtract(1.0, uniform_numbers(ops, "float32"))
+    drawn = ops.multiply(ops.emit(relax.op.log(rest)), -1.0 / rate)
+    return ops.cast(drawn, ops.dtype)
+
+
+@converts(aten.randint.default)
+def randint(ops: Emitter, high: int, _size: Any, **_options: Any) -> relax.Expr:
+    """Integers in [0, high)."""
+    return _integers(ops, 0, high)
+
+
+@converts(aten.randint.low)
+def randint_low(ops: Emitter, low: int, high: int, _size: Any, **_options: Any) -> relax.Expr:
+    """Integers in [low, high)."""
+    return _integers(ops, low, high)
+
+
+@converts(aten.randint_like.default)
+def randint_like(ops: Emitter, _x: relax.Expr, high: int, **_options: Any) -> relax.Expr:
+    """Integers in [0, high)."""
+    return _integers(ops, 0, high)
+
+
+@converts(aten.randint_like.low_dtype)
+def randint_like_low(
+    ops: Emitter, _x: relax.Expr, low: int, high: int, **_options: Any
+) -> relax.Expr:
+    """Integers in [low, high)."""
+    return _integers(ops, low, high)
+
+
+def _integers(ops: Emitter, low: int, high: int) -> relax.Expr:
+    if high - low > 2**24:
+        ops.refuse(f"{high - low} different integers; the generator gives 2**24")
+    # Uniforms are multiples of 2**-24 below 1, so that in float64 the product stays below high.
+    wide = ops.multiply(ops.cast(uniform_numbers(ops, "float32"), "float64"), float(high - low))
+    drawn = ops.add(ops.cast(ops.emit(relax.op.floor(wide)), "int64"), low)
+    return ops.cast(drawn, ops.dtype)
+
+
+@converts(aten.randperm.default)
+def randperm(ops: Emitter, _n: int, **_options: Any) -> relax.Expr:
+    """A permutation: the order of uniform numbers."""
+    order = ops.emit(relax.op.argsort(uniform_numbers(ops, "float32"), 0, False, "int64"))
+    return ops.cast(order, ops.dtype)
+
+
+@converts(aten.rrelu_with_noise_functional.default)
+def rrelu(
+    ops: Emitter,
+    x: relax.Expr,
+    noise: relax.Expr,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: None = None,
+) -> tuple[relax.Expr, relax.Expr]:
+    """(x where positive, else x times a slope; the factors): slopes are drawn in training."""
+    positive = ops.binary(relax.op.greater, x, 0)
+    if not training:
+        return ops.where(positive, x, ops.multiply(x, (lower + upper) / 2)), noise
+    state, index = ops.draw()
+    unit = ops.call("amp_ir.random_uniform", state, shape=shape_of(x), index=index)
+    slopes = ops.cast(ops.add(ops.multiply(unit, upper - lower), lower), dtype_of(x))
+    factors = ops.where(positive, 1.0, slopes)
+    return ops.multiply(x, factors), factors
+
+
+@converts(aten.rrelu_with_noise_backward.default)
+def rrelu_backward(
+    ops: Emitter,
+    grad: relax.Expr,
+    x: relax.Expr,
+    noise: relax.Expr,
+    lower: float,
+    upper: float,
+    training: bool,
+    _self_is_result: bool,
+) -> relax.Expr:
+    """The gradient times the factors of the forward op."""
+    if training and upper - lower > 1e-6:
+        return ops.multiply(grad, noise)
+    positive = ops.binary(relax.op.greater, x, 0)
+    return ops.where(positive, grad, ops.multiply(grad, (lower + upper) / 2))

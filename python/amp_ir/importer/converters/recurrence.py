@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LSTM and GRU layers, which the capture keeps whole as custom ops of the same arguments."""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from amp_ir.importer.converters.emitter import Emitter
+from amp_ir.importer.converters.registry import Converter, converts
+
+
+def _as_it_is(name: str) -> Converter:
+    def convert(ops: Emitter, *given: relax.Expr | bool) -> tuple[relax.Expr, ...]:
+        *tensors, reverse = given
+        results: tuple[relax.Expr, ...] = ops.call(name, *tensors, reverse=bool(reverse))
+        return results
+
+    return convert
+
+
+for _name in ("lstm", "lstm_backward", "gru", "gru_backward"):
+    converts(f"amp_ir.{_name}.default")(_as_it_is(f"amp_ir.{_name}"))

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the indices of one op must be, and how an error says that they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from amp_ir.errors import DivisionByZeroError, IndexOutOfRangeError
+from amp_ir.ir.location import Location
+
+
+@attrs.frozen
+class IndexCheck:
+    """Indices of one op must lie in [least, extent), or equal `ignored`.
+
+    `least` is -extent where negative indices count from the end, else 0.
+    """
+
+    op: str
+    location: Location
+    least: int
+    extent: int
+    ignored: int | None = None
+
+    def implies(self, other: IndexCheck) -> bool:
+        """Whether indices that pass this check pass `other` too."""
+        is_within = other.least <= self.least and self.extent <= other.extent
+        return is_within and self.ignored in (None, other.ignored)
+
+    def wrong_value(self, extremes: tuple[int, int]) -> int | None:
+        """The one of (smallest, largest) that is out of range; None where both are in it."""
+        smallest, largest = extremes
+        if smallest < self.least:
+            return smallest
+        return largest if largest >= self.extent else None
+
+    def extremes_of(self, indices: torch.Tensor) -> tuple[int, int]:
+        """The smallest and largest index that counts; (least, least) where none does."""
+        if indices.numel() == 0:
+            return self.least, self.least
+        smallest, largest = (int(one) for one in indices.aminmax())
+        if self.ignored is None or self.wrong_value((smallest, largest)) is None:
+            return smallest, largest
+        counted = indices[indices != self.ignored]
+        if counted.numel() == 0:
+            return self.least, self.least
+        smallest, largest = (int(one) for one in counted.aminmax())
+        return smallest, largest
+
+    @property
+    def expectation(self) -> str:
+        """What was expected, for which op and where: "expected 0 to 6, for amp_ir.index in ..."."""
+        expected = f"{self.least} to {self.extent - 1}"
+        if self.extent <= 0:
+            expected = "none, since the axis has no elements"
+        but = f" (or {self.ignored}, which is ignored)" if self.ignored is not None else ""
+        return f"expected {expected}{but}, for {self.op} in {self.location}"
+
+    def describe(self, subject: str, wrong: int) -> str:
+        """Say what was got and expected: "batch0 holds the index 7, expected 0 to 6, for ..."."""
+        return f"{subject} {wrong}, {self.expectation}"
+
+
+@attrs.frozen
+class DivisorCheck(IndexCheck):
+    """Where an integer divisor is 0, a flag is 1; it must lie in [0, 1)."""
+
+    def describe(self, subject: str, wrong: int) -> str:
+        """Say that the step divides by 0, and where."""
+        return f"the step divides an integer by 0 in {self.location}; PyTorch refuses that too"
+
+
+def error_of(checks: Sequence[IndexCheck], message: str) -> Exception:
+    """The error for checks that failed: about divisors alone, or about indices."""
+    of_divisors = all(isinstance(one, DivisorCheck) for one in checks)
+    return (DivisionByZeroError if of_divisors else IndexOutOfRangeError)(message)

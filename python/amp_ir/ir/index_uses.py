@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ops read or write by an index: op -> (index argument, axis extent, what is allowed).
+
+Kernels clamp what is out of range, so that no access is ever wild; that a step with such an index
+is refused or rolled back is the business of `rewrites/check_indices.py`, which reads this table, as
+the interpreter does. An op that takes integer tensors is here or in NEVER_OUT_OF_RANGE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import attrs
+from tvm import relax
+
+from amp_ir.dialect.losses import class_axis
+from amp_ir.dialect.registry import options_of
+from amp_ir.ir.dataflow import op_name
+from amp_ir.ir.index_check import IndexCheck
+from amp_ir.ir.location import from_span
+from amp_ir.ir.static_shape import shape_of
+
+
+@attrs.frozen(eq=False)
+class IndexUse:
+    """Argument `position` of a call holds indices that `check` is about."""
+
+    position: int
+    check: IndexCheck
+
+
+_Uses = list[tuple[int, int, int, "int | None"]]
+
+
+def index_uses(call: relax.Call) -> list[IndexUse]:
+    """The arguments of a call that hold indices; none for other ops."""
+    name = op_name(call)
+    rule = INDEX_USES.get(name)
+    if rule is None:
+        return []
+    place = from_span(call.span)
+    return [
+        IndexUse(position, IndexCheck(name, place, least, extent, ignored))
+        for position, least, extent, ignored in rule(call)
+    ]
+
+
+def _rows(call: relax.Call) -> _Uses:
+    """Rows of a table, counted from 0: as `F.embedding`."""
+    return [(1, 0, shape_of(call.args[0])[0], None)]
+
+
+def _table_gradient(call: relax.Call) -> _Uses:
+    return [(1, 0, int(options_of(call)["num_embeddings"]), None)]
+
+
+def _places(first: int) -> Callable[[relax.Call], _Uses]:
+    """Index tensors from argument `first` on, one an axis of x; negative ones may wrap."""
+
+    def rule(call: relax.Call) -> _Uses:
+        options, shape = options_of(call), shape_of(call.args[0])
+        extents = [shape[axis] for axis in options["axes"]]
+        least = [-extent if options["wraps"] else 0 for extent in extents]
+        return [(first + k, least[k], extent, None) for k, extent in enumerate(extents)]
+
+    return rule
+
+
+def _along_axis(call: relax.Call) -> _Uses:
+    """Places along one axis, counted from 0: as `gather` and `scatter`."""
+    options = options_of(call)
+    axis = options["axis"] if options else call.attrs.axis
+    return [(1, 0, shape_of(call.args[0])[int(axis)], None)]
+
+
+def _take(call: relax.Call) -> _Uses:
+    """As Relax has it, from either end; converters take at places that they know."""
+    shape, axis = shape_of(call.args[0]), call.attrs.axis
+    extent = math.prod(shape) if axis is None else shape[int(axis)]
+    return [(1, -extent, extent, None)]
+
+
+def _nll_loss(call: relax.Call) -> _Uses:
+    shape = shape_of(call.args[0])
+    return [(1, 0, shape[class_axis(shape)], int(options_of(call)["ignore_index"]))]
+
+
+def _nll_loss_backward(call: relax.Call) -> _Uses:
+    options = options_of(call)
+    shape = tuple(options["input_shape"])
+    return [(1, 0, shape[class_axis(shape)], int(options["ignore_index"]))]
+
+
+INDEX_USES: dict[str, Callable[[relax.Call], _Uses]] = {
+    "amp_ir.embedding": _rows,
+    "amp_ir.embedding_backward": _table_gradient,
+    "amp_ir.index": _places(1),
+    "amp_ir.index_put": _places(2),
+    "amp_ir.scatter_add": _along_axis,
+    "amp_ir.nll_loss": _nll_loss,
+    "amp_ir.nll_loss_backward": _nll_loss_backward,
+    "relax.gather_elements": _along_axis,
+    "relax.scatter_elements": _along_axis,
+    "relax.take": _take,
+}
+
+_OF_POOL = "the indices are those that the forward pooling of the same step found"
+_HASHED = "the integers are the seed and the number of the step, which are hashed"
+_NUMBERS = "integers are numbers in it, not places"
+_STATIC = "elements move by places that are known at the capture"
+
+# Ops that take integer tensors and cannot be given an index out of range -> why.
+NEVER_OUT_OF_RANGE: dict[str, str] = {
+    "amp_ir.max_pool_backward": _OF_POOL,
+    "amp_ir.adaptive_max_pool_backward": _OF_POOL,
+    "amp_ir.update_scale": "the integers are counters of steps",
+    "amp_ir.cast": _NUMBERS,
+    **{
+        f"amp_ir.{name}": _HASHED
+        for name in (
+            "random_uniform random_normal dropout attention attention_backward "
+            "attention_probabilities attention_weights attention_score_gradient"
+        ).split()
+    },
+    **{
+        f"relax.{name}": _NUMBERS
+        for name in (
+            "abs exp log sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
+            "sigmoid erf floor ceil round trunc sign square logical_not bitwise_not isfinite isinf "
+            "isnan add subtract multiply divide floor_divide mod floor_mod power maximum minimum "
+            "less less_equal greater greater_equal equal not_equal logical_and logical_or "
+            "logical_xor bitwise_and bitwise_or bitwise_xor left_shift right_shift negative where "
+            "astype matmul nn.relu nn.gelu nn.gelu_tanh nn.silu nn.leakyrelu nn.softmax "
+            "nn.log_softmax sum mean max min prod argmax argmin cumsum cumprod sort argsort topk "
+            "full zeros ones arange"
+        ).split()
+    },
+    **{
+        f"relax.{name}": _STATIC
+        for name in "reshape permute_dims broadcast_to concat strided_slice flip tril triu".split()
+    },
+}

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluate a module op by op with PyTorch: slow, simple, and the oracle for everything else.
+
+A Relax op is an entry of `relax_reference.RELAX_OPS`, an `amp_ir` op the reference of its
+declaration.
+bfloat16 and float16 arguments are computed in float32, and each op's results are rounded once, to
+the dtype that the IR declares: what a kernel of one op may do at best. An op that is several
+kernels (attention) also rounds what one of them leaves for the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import tvm
+from tvm import relax
+
+from amp_ir.dialect import DECLARATIONS, options_of
+from amp_ir.dialect.define import LOW_DTYPES, dtype_name
+from amp_ir.errors import ArgumentError, IndexOutOfRangeError, UnsupportedOpError
+from amp_ir.ir.dataflow import variables_of
+from amp_ir.ir.index_check import IndexCheck
+from amp_ir.ir.index_uses import index_uses
+from amp_ir.ir.location import from_span
+from amp_ir.ir.relax_reference import RELAX_OPS
+from amp_ir.ir.step_module import StepModule
+
+OnValue = Callable[[relax.Var, torch.Tensor], torch.Tensor]
+
+
+def interpret(
+    mod: StepModule | tvm.IRModule,
+    inputs: Sequence[torch.Tensor],
+    *,
+    on_value: OnValue | None = None,
+    float_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """Evaluate `main` on `inputs`, in the order of its parameters; inputs are not written to.
+
+    Args:
+        mod: `main` holds straight-line blocks and returns a tensor or a tuple of tensors.
+        inputs: one tensor a parameter, of its shape and dtype (any float with `float_dtype`).
+        on_value: called for every binding of a tensor, gives the tensor to go on with: to watch,
+            to inject a fault, or to emulate another precision.
+        float_dtype: evaluate every floating value in this dtype, whatever the IR declares, casts
+            included. torch.float64 makes the reference that rounding errors are measured against.
+
+    Raises:
+        ArgumentError: number, shape or dtype of the inputs do not fit the parameters.
+        UnsupportedOpError: ops without an entry; the message lists all of them.
+        IndexOutOfRangeError: an op reads or writes by an index out of range; names index and op.
+    """
+    ir = mod.ir if isinstance(mod, StepModule) else mod
+    main = ir["main"]
+    bindings = [binding for block in main.body.blocks for binding in block.bindings]
+    _check_ops(bindings)
+    run = _Run(on_value, float_dtype)
+    _bind_inputs(run, main.params, inputs)
+    uses = Counter(var for binding in bindings for var in variables_of(binding.value))
+    uses.update(variables_of(main.body.body))
+    for binding in bindings:
+        run.bind(binding.var, run.evaluate(binding.value))
+        for var in variables_of(binding.value):
+            uses[var] -= 1
+            if not uses[var]:
+                run.values.pop(var, None)  # dead: a step's peak is what is alive, not all of it
+    result = run.evaluate(main.body.body)
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def evaluate(
+    expr: relax.Expr,
+    bindings: Sequence[relax.Binding],
+    values: Mapping[relax.Var, torch.Tensor],
+) -> torch.Tensor:
+    """The value of `expr` after `bindings`, all of whose other variables `values` holds."""
+    run = _Run(None, None, dict(values))
+    for binding in bindings:
+        run.bind(binding.var, run.evaluate(binding.value))
+    found: torch.Tensor = run.evaluate(expr)
+    return found
+
+
+@attrs.frozen(eq=False)
+class _Run:
+    """The values of one evaluation."""
+
+    on_value: OnValue | None
+    float_dtype: torch.dtype | None
+    values: dict[relax.Var, Any] = attrs.field(factory=dict)
+
+    def bind(self, var: relax.Var, value: Any) -> None:
+        if self.on_value is not None and isinstance(value, torch.Tensor):
+            value = self.on_value(var, value)
+        self.values[var] = value
+
+    def evaluate(self, expr: Any) -> Any:
+        """The value of an expression: a tensor, a tuple of values, a shape or a number."""
+        if isinstance(expr, relax.Var):
+            return self.values[expr]
+        if isinstance(expr, relax.Call):
+            return self._call(expr)
+        if isinstance(expr, relax.Tuple):
+            return tuple(self.evaluate(field) for field in expr.fields)
+        if isinstance(expr, relax.TupleGetItem):
+            return self.evaluate(expr.tuple_value)[int(expr.index)]
+        if isinstance(expr, relax.ShapeExpr):
+            return tuple(int(extent) for extent in expr.values)
+        return self._literal(expr.value)
+
+    def _literal(self, value: Any) -> Any:
+        if not isinstance(value, tvm.runtime.Tensor):
+            return value
+        return self.to_dtype(_from_tvm(value), str(value.dtype))
+
+    def _call(self, call: relax.Call) -> Any:
+        arguments = [self.evaluate(argument) for argument in call.args]
+        name = call.op.name
+        for use in index_uses(call):
+            _check_index(use.check, arguments[use.position])
+        if name in DECLARATIONS:
+            value = DECLARATIONS[name].reference(*arguments, **options_of(call))
+        else:
+            value = RELAX_OPS[name](call.attrs, *map(_widen, arguments))
+        return self._round(value, call.ty)
+
+    def _round(self, value: Any, ty: relax.Type) -> Any:
+        if isinstance(ty, relax.TupleType):
+            return tuple(
+                self._round(field, field_ty)
+                for field, field_ty in zip(value, ty.fields, strict=True)
+            )
+        return self.to_dtype(value, str(ty.dtype))
+
+    def to_dtype(self, value: torch.Tensor, dtype: str) -> torch.Tensor:
+        """`value` in the declared dtype, or in `float_dtype` where that is floating."""
+        target: torch.dtype = getattr(torch, dtype)
+        if self.float_dtype is not None and target.is_floating_point:
+            target = self.float_dtype
+        return value.to(target)
+
+
+def _check_index(check: IndexCheck, indices: torch.Tensor) -> None:
+    wrong = check.wrong_value(check.extremes_of(indices))
+    if wrong is not None:
+        raise IndexOutOfRangeError(check.describe("the step computed the index", wrong))
+
+
+def _bind_inputs(run: _Run, params: Sequence[relax.Var], inputs: Sequence[torch.Tensor]) -> None:
+    if len(params) != len(inputs):
+        raise ArgumentError(f"main has {len(params)} parameters, got {len(inputs)} inputs")
+    for param, tensor in zip(params, inputs, strict=True):
+        shape, dtype = tuple(int(extent) for extent in param.ty.shape), str(param.ty.dtype)
+        fits = dtype_name(tensor) == dtype or (
+            run.float_dtype is not None
+            and tensor.is_floating_point()
+            and getattr(torch, dtype).is_floating_point
+        )
+        if tuple(tensor.shape) != shape or not fits:
+            raise ArgumentError(
+                f"input {param.name} has shape {tuple(tensor.shape)} and dtype "
+                f"{dtype_name(tensor)}, expected {shape} and {dtype}"
+            )
+        run.values[param] = run.to_dtype(tensor.detach(), dtype)
+
+
+def _check_ops(bindings: Sequence[Any]) -> None:
+    missing: dict[str, str] = {}
+    for binding in bindings:
+        call = binding.value
+        if not isinstance(call, relax.Call):
+            continue
+        name = call.op.name if isinstance(call.op, tvm.ir.Op) else str(call.op)
+        if name not in DECLARATIONS and name not in RELAX_OPS:
+            place = f"{binding.var.name} at {from_span(call.span)}"
+            missing.setdefault(name, place)
+    if missing:
+        listed = ", ".join(f"{name} (first: {place})" for name, place in sorted(missing.items()))
+        raise UnsupportedOpError(
+            f"the interpreter cannot evaluate {listed}; give a Relax op an entry in RELAX_OPS, "
+            "declare any other in amp_ir.dialect"
+        )
+
+
+def _from_tvm(value: tvm.runtime.Tensor) -> torch.Tensor:
+    return torch.utils.dlpack.from_dlpack(value).clone()
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_widen(field) for field in value)
+    if isinstance(value, torch.Tensor) and dtype_name(value) in LOW_DTYPES:
+        return value.float()
+    return value

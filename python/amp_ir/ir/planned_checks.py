@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of a compiled step's indices: what the host looks at, and what the step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from tvm import relax
+
+from amp_ir.errors import IndexOutOfRangeError
+from amp_ir.ir.index_check import IndexCheck, error_of
+from amp_ir.ir.interpreter import evaluate
+
+
+@attrs.frozen(eq=False)
+class HostCheck:
+    """A check of indices that inputs bring, made before the step.
+
+    `names` and `positions` are those inputs; `bindings` compute `ids` from `parameters`, which
+    stand for them. Without bindings `ids` is the one parameter. `is_of_state`: of
+    the batch is none of them.
+    """
+
+    check: IndexCheck
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+    parameters: tuple[relax.Var, ...]
+    bindings: Sequence[relax.Binding]
+    ids: relax.Var
+    is_of_state: bool = False
+    # What passed last: buffers of positions stay as they are, and comparing is quicker.
+    _passed: list[torch.Tensor] = attrs.field(factory=list, init=False, repr=False)
+
+    def fault(self, inputs: Sequence[Any]) -> str | None:
+        """What is wrong with the inputs, all of the step's; None where nothing is."""
+        given = [inputs[position] for position in self.positions]
+        if self._passed and all(map(torch.equal, given, self._passed)):
+            return None
+        indices = given[0]
+        if self.bindings:
+            values = dict(zip(self.parameters, given, strict=True))
+            try:
+                indices = evaluate(self.ids, self.bindings, values)
+            except IndexOutOfRangeError:
+                # Looked up by an index that is itself out of range, as its own check says.
+                return None
+        wrong = self.check.wrong_value(self.check.extremes_of(indices))
+        if wrong is None:
+            if self.is_of_state:
+                self._passed[:] = [one.clone() for one in given]
+            return None
+        names = " and ".join(self.names)
+        subject = (
+            f"an index computed from {names} is" if self.bindings else f"{names} holds the index"
+        )
+        return self.check.describe(subject, wrong)
+
+
+@attrs.frozen
+class PlannedChecks:
+    """All checks of a step: before it on the host, and those whose extremes it returns."""
+
+    on_host: tuple[HostCheck, ...] = attrs.field(default=(), eq=False)
+    in_step: tuple[IndexCheck, ...] = ()
+
+    def check_inputs(self, inputs: Sequence[Any]) -> None:
+        """Refuse inputs (all of the step's, in order) with indices out of range.
+
+        Raises:
+            IndexOutOfRangeError: names every such input, the index, what was expected, and the op.
+            DivisionByZeroError: an integer divisor holds 0.
+        """
+        faults = [
+            (one.check, fault) for one in self.on_host if (fault := one.fault(inputs)) is not None
+        ]
+        if faults:
+            what = "; ".join(dict.fromkeys(fault for _, fault in faults))
+            message = f"{what}. Nothing was run and nothing has changed"
+            raise error_of([check for check, _ in faults], message)
+
+    def check_extremes(self, extremes: torch.Tensor) -> None:
+        """Raise what a step that ran has found: `extremes` int64[2 * checks], on the host.
+
+        Raises:
+            IndexOutOfRangeError: the step used an index out of range, and was rolled back.
+            DivisionByZeroError: it divided an integer by 0, and was rolled back.
+        """
+        numbers = extremes.tolist()
+        pairs = zip(numbers[: len(self.in_step)], numbers[len(self.in_step) :], strict=True)
+        faults = [
+            (check, check.describe("the step computed the index", wrong))
+            for check, pair in zip(self.in_step, pairs, strict=True)
+            if (wrong := check.wrong_value(pair)) is not None
+        ]
+        if faults:
+            what = "; ".join(dict.fromkeys(fault for _, fault in faults))
+            message = f"{what}. The step was rolled back: nothing has changed"
+            raise error_of([check for check, _ in faults], message)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`main` as plain records: which op makes which tensor, and who reads it.
+
+Reading the IR once into Python objects makes everything after it (rules, placement, rewriting) a
+loop over lists. Tuples are taken apart: a value is always one tensor. A reshape or a permutation
+of dimensions is a view: it has no dtype of its own and stands for the tensor it looks at.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import attrs
+import tvm
+from tvm import relax
+
+from amp_ir.errors import OptionError
+from amp_ir.ir.location import Location, from_span
+
+VIEWS = frozenset(
+    {"relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze", "relax.flatten"}
+)
+_ALIASES = (relax.Var, tvm.ir.GenericConst, relax.Tuple, relax.TupleGetItem)
+# A value id, a nested tuple of them, or an argument that is no tensor (a shape, a number).
+Tree: TypeAlias = "int | tuple[Tree, ...] | relax.Expr"
+
+
+@attrs.define(eq=False)
+class Value:
+    """One tensor.
+
+    `op` is the position of the op that makes it, -1 for an input and -2 for a constant. `root` is
+    the value that a view looks at, through all views; the value itself where it is none.
+    """
+
+    ty: relax.TensorType
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    op: int
+    expr: relax.Expr | None = None
+    root: int = -1
+    readers: list[int] = attrs.field(factory=list)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the value is a constant of the program."""
+        return self.op == -2
+
+
+@attrs.define(eq=False)
+class Op:
+    """One call. `args` is a tree an argument, `reads` the tensors among them in order."""
+
+    position: int
+    name: str
+    call: relax.Call
+    variable: relax.Var
+    args: list[Tree]
+    reads: list[int]
+    result: Tree
+    results: list[int]
+    location: Location
+    is_view: bool
+
+
+@attrs.define(eq=False)
+class StepGraph:
+    """All of `main`."""
+
+    inputs: list[int]
+    values: list[Value]
+    ops: list[Op]
+    output: Tree
+    outputs: list[int]
+    function: relax.Function
+    has_locations: bool
+
+
+def leaves(tree: Tree) -> list[int]:
+    """The value ids of a tree, in order."""
+    if isinstance(tree, int):
+        return [tree]
+    if isinstance(tree, tuple):
+        return [leaf for field in tree for leaf in leaves(field)]
+    return []
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.trees: dict[relax.Var, Tree] = {}
+
+    def new_value(self, ty: relax.TensorType, op: int, expr: relax.Expr | None = None) -> int:
+        shape = tuple([int(extent) for extent in ty.shape.values])
+        number = len(self.values)
+        size = math.prod(shape)
+        self.values.append(Value(ty, shape, str(ty.dtype), size, op, expr, number))
+        return number
+
+    def new_tree(self, ty: relax.Type, op: int, expr: relax.Expr | None = None) -> Tree:
+        if isinstance(ty, relax.TensorType):
+            return self.new_value(ty, op, expr)
+        if isinstance(ty, relax.TupleType):
+            return tuple(self.new_tree(field, op) for field in ty.fields)
+        raise OptionError(f"autocast takes tensors and tuples of them; {expr or ty} is neither")
+
+    def tree_of(self, expr: relax.Expr) -> Tree:
+        if isinstance(expr, relax.Var):
+            return self.trees[expr]
+        if isinstance(expr, tvm.ir.GenericConst):
+            return self.new_value(expr.ty, -2, expr)
+        if isinstance(expr, relax.Tuple):
+            return tuple(self.tree_of(field) for field in expr.fields)
+        if isinstance(expr, relax.TupleGetItem):
+            whole = self.tree_of(expr.tuple_value)
+            assert isinstance(whole, tuple)
+            return whole[int(expr.index)]
+        return expr
+
+    def read_call(self, variable: relax.Var, call: relax.Call) -> None:
+        position = len(self.ops)
+        args = [self.tree_of(argument) for argument in call.args]
+        reads = [leaf for tree in args for leaf in leaves(tree)]
+        name = call.op.name if isinstance(call.op, tvm.ir.Op) else str(call.op)
+        result = self.new_tree(variable.ty, position)
+        is_view = name in VIEWS and len(reads) == 1
+        op = Op(
+            position,
+            name,
+            call,
+            variable,
+            args,
+            reads,
+            result,
+            leaves(result),
+            from_span(call.span),
+            is_view,
+        )
+        self.ops.append(op)
+        self.trees[variable] = result
+        for leaf in reads:
+            self.values[leaf].readers.append(position)
+        if is_view:
+            self.values[op.results[0]].root = self.values[reads[0]].root
+
+
+def read_step(mod: tvm.IRModule) -> StepGraph:
+    """Read `main`.
+
+    Raises:
+        OptionError: `main` is missing, or holds something other than calls and tuples.
+    """
+    if "main" not in [gv.name_hint for gv in mod.get_global_vars()]:
+        raise OptionError("the module has no function `main`; autocast rewrites `main` only")
+    function = mod["main"]
+    reader = _Reader()
+    inputs = []
+    for parameter in function.params:
+        if not isinstance(parameter.ty, relax.TensorType):
+            raise OptionError(f"input `{parameter.name}` is {parameter.ty}; give tensors, one each")
+        number = reader.new_value(parameter.ty, -1, parameter)
+        reader.trees[parameter] = number
+        inputs.append(number)
+    for block in function.body.blocks:
+        for binding in block.bindings[:]:
+            value = binding.value if isinstance(binding, relax.VarBinding) else None
+            if isinstance(value, relax.Call):
+                reader.read_call(binding.var, value)
+            elif isinstance(
+                value, (relax.Var, tvm.ir.GenericConst, relax.Tuple, relax.TupleGetItem)
+            ):
+                reader.trees[binding.var] = reader.tree_of(value)
+            else:
+                raise OptionError(
+                    f"autocast takes calls and tuples only; `{binding.var.name}` is bound to "
+                    f"{type(value or binding).__name__}. Inline local functions and branches first"
+                )
+    output = reader.tree_of(function.body.body)
+    has_locations = any(op.location.phase != "forward" for op in reader.ops)
+    return StepGraph(
+        inputs, reader.values, reader.ops, output, leaves(output), function, has_locations
+    )

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much scratch memory a library call needs, asked of the library when memory is planned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from amp_ir.host import native
+from amp_ir.host.memory_limit import memory_for
+from amp_ir.ir.tensor_layout import dtype_nbytes
+
+# Libraries that tell what scratch a call needs, and take it where it is lent.
+_BORROWERS = ("onednn", "cublaslt")
+
+
+def with_scratch(symbol: str) -> str:
+    """The function that lends scratch to calls of `symbol`; it takes (symbol, scratch, ...)."""
+    return f"{symbol.rpartition('.')[0]}.with_scratch"
+
+
+def lends_scratch(symbol: str) -> bool:
+    """Whether the function is one of `with_scratch`."""
+    return symbol.rpartition(".")[2] == "with_scratch"
+
+
+def scratch_nbytes(call: relax.Call) -> int:
+    """Bytes of scratch that the call takes when it is lent them; 0 where it cannot be lent any.
+
+    oneDNN works the call out for these shapes, dtypes and this number of threads, as the first run
+    would otherwise do. For cuBLASLt the shapes alone decide how much it may use, since a step is
+    planned where there is no GPU. PyTorch's kernels take what they need from PyTorch's allocator
+    and cannot be asked: their scratch is not in the plan.
+
+    Args:
+        call: a call_dps_packed whose tensors are flat or dense; their contents are not needed.
+    """
+    name = str(call.args[0].global_symbol)
+    library = name.rpartition(".")[0]
+    query = f"{library}.scratch_nbytes"
+    if library.rpartition(".")[2] not in _BORROWERS or not native.has(query):
+        return 0
+    return int(native.function(query)(name, *_examples(call)))
+
+
+def kept_nbytes(call: relax.Call) -> int:
+    """Bytes that the call takes from the system itself, which stay the process's afterwards.
+
+    oneDNN's gemm does so for copies of its operands' pieces. The largest call's serve all.
+    """
+    name = str(call.args[0].global_symbol)
+    query = f"{name.rpartition('.')[0]}.kept_nbytes"
+    if not native.has(query):
+        return 0
+    return int(native.function(query)(name, *_examples(call)))
+
+
+def _examples(call: relax.Call) -> list[Any]:
+    """The call's arguments, and then its results."""
+    type_ = call.ty_args[0]
+    results = type_.fields if isinstance(type_, relax.TupleType) else [type_]
+    arguments = [_example(argument) for argument in call.args[1].fields]
+    return [*arguments, *(_empty(result) for result in results)]
+
+
+def _example(argument: relax.Expr) -> Any:
+    """The argument as a function takes it; tensors without contents."""
+    if isinstance(argument.ty, relax.TensorType):
+        return _empty(argument.ty)
+    if isinstance(argument, relax.ShapeExpr):
+        return tvm_ffi.Shape(tuple(int(n) for n in argument.values))
+    if isinstance(argument, tvm.ir.StringImm):
+        return argument.value
+    if isinstance(argument, tvm.tirx.IntImm):
+        return int(argument)
+    return None
+
+
+def _empty(type_: relax.TensorType) -> tvm.runtime.Tensor:
+    # Flat, as in a planned step. The pages are never touched: this costs addresses, no memory.
+    size, dtype = max(math.prod(int(extent) for extent in type_.shape), 1), str(type_.dtype)
+    with memory_for("a tensor of the step needs", size * dtype_nbytes(dtype)):
+        return tvm.runtime.empty((size,), dtype)

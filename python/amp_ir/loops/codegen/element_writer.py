@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the elements of a group's values as TIR statements at one place of the kernel's loops."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+from tvm import tirx
+from tvm.tirx.analysis import undefined_vars
+
+from amp_ir.errors import BuildError
+from amp_ir.loops import math as m
+from amp_ir.loops.codegen.coordinates import Position
+from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, round_to, task_buffer
+from amp_ir.loops.group import Group, is_inlined, storage_of
+from amp_ir.loops.ir import (
+    LANES,
+    Constant,
+    Index,
+    Pointwise,
+    Reduction,
+    Value,
+    binding,
+    compute_dtype,
+    flatten,
+    reading,
+)
+
+# How many names may be substituted into each other before one is kept in memory: a load has a name,
+# and arithmetic on it is kept. Deeper names also fail: TVM's interval analysis (0.27) gives up on a
+# product with a `Select` of floats under a name ("IntImm supports only int").
+MAX_DEPTH = 1
+
+
+@attrs.define
+class ElementWriter:
+    """Elements at one `position`; statements are appended to `body` as elements are asked for.
+
+    `lane` is the variable of the vector loop that the place is in, if any; `scratch` are the
+    allocations that must stand before the loops. `is_scalar` becomes true when an element uses a
+    function that cannot be vectorised. `row_elements` holds what is known for the whole row
+    (results of reductions, and arithmetic on them); it is shared by the writers of one row.
+    """
+
+    group: Group
+    buffers: dict[int, FlatBuffer]
+    position: Position
+    row_elements: dict[int, Any]
+    strict: bool = False
+    lane: Any = None
+    body: list[tirx.Stmt] = attrs.field(factory=list)
+    scratch: list[tirx.Stmt] = attrs.field(factory=list)
+    is_scalar: bool = False
+    _elements: dict[int, Any] = attrs.field(factory=dict)
+    _depths: dict[tirx.Var, int] = attrs.field(factory=dict)
+    _full: set[int] = attrs.field(init=False)
+    _row: set[int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._full = {id(value) for value in self.group.full}
+        self._row = {id(value) for value in self.group.row}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the block, reads and `bind` of loop bodies go to this writer."""
+        with reading(self._read), binding(self.bind, self._need_scalar_loop):
+            yield
+
+    def bind(self, element: Any) -> Any:
+        """Give an expression a name in the kernel."""
+        if isinstance(element, (int, float, tirx.Var)) or m.literal(element) is not None:
+            return element
+        if m.dtype_of(element) == "bool":
+            # Code generation cannot take a vector of bool under a name (TVM 0.27).
+            return tirx.NE(self.bind(m.cast(element, "int32")), m.constant(0, "int32"))
+        dtype = m.dtype_of(element)
+        depth = 1 + max((self._depths.get(v, 0) for v in undefined_vars(element)), default=0)
+        if dtype == "uint32" or depth > MAX_DEPTH:
+            element, depth = self._hold(element, dtype), 0
+        variable = tirx.Var("t", dtype)
+        self.body.append(tirx.Bind(variable, element))
+        self._depths[variable] = depth
+        return variable
+
+    def _hold(self, element: Any, dtype: str) -> Any:
+        """Keep an element in scratch memory (a register, after compilation).
+
+        TVM's simplifier (0.27), which CUDA's kernels pass, substitutes names into their uses, so
+        that the text of a hash, or of a logarithm of an exponential, multiplies at every step; it
+        does not look through memory.
+        """
+        count, lane = (LANES, self.lane) if self.lane is not None else (1, 0)
+        word = task_buffer(count, dtype, "word")
+        self.scratch.append(tirx.AllocBuffer(word))
+        self.body.append(tirx.BufferStore(word, element, [lane]))
+        return tirx.BufferLoad(word, [lane])
+
+    def _need_scalar_loop(self) -> None:
+        self.is_scalar = True
+
+    def full(self, value: Value) -> Any:
+        """The element of a FULL value at this position."""
+        known = self._elements.get(id(value))
+        if known is None:
+            assert isinstance(value, Pointwise)
+            with self.active():
+                element = value.body(*self.position.index(value.shape))
+            known = self.bind(self._rounded(value, element))
+            self._elements[id(value)] = known
+        return known
+
+    def row(self, value: Value) -> Any:
+        """The element of a ROW value for this row; reductions must be known already."""
+        known = self.row_elements.get(id(value))
+        if known is None:
+            if isinstance(value, Reduction):
+                raise BuildError("a reduction is read before its loop has run")
+            assert isinstance(value, Pointwise)
+            with self.active():
+                element = value.body(*self.position.row_index(value.shape))
+            known = self.bind(self._rounded(value, element))
+            self.row_elements[id(value)] = known
+        return known
+
+    def reduced(self, value: Reduction) -> Any:
+        """What `value` reduces, at this position."""
+        with self.active():
+            element = value.body(*self.position.index(value.source_shape))
+        return self.bind(m.cast(element, value.dtype))
+
+    def _rounded(self, value: Pointwise, element: Any) -> Any:
+        element = m.cast(as_expression(element, value.dtype), compute_dtype(value.dtype))
+        is_low = compute_dtype(value.dtype) != value.dtype
+        if not is_low or value.is_view or not (value.rounds or self.strict):
+            return element
+        # Rounding reads its argument several times: without memory, chains grow exponentially.
+        return round_to(self._hold(element, compute_dtype(value.dtype)), value.dtype)
+
+    def _read(self, value: Value, index: Index) -> Any:
+        if isinstance(value, Constant):
+            return m.constant(value.number, compute_dtype(value.dtype))
+        if id(value) in self._full:
+            return self.full(value)
+        if id(value) in self._row:
+            return self.row(value)
+        if isinstance(value, Pointwise) and value.is_reshape:
+            return self._read_reshaped(value, index)
+        if isinstance(value, Pointwise) and is_inlined(value):
+            return self._rounded(value, value.body(*index))
+        return self._load(value, self._flat(value.shape, index))
+
+    def _read_reshaped(self, value: Pointwise, index: Index) -> Any:
+        owner = storage_of(value)
+        if id(owner) in self._full:
+            return self.full(owner)
+        if id(owner) in self._row:
+            return self.row(owner)
+        if id(owner) in self.buffers:
+            return self._load(owner, self._flat(value.shape, index))
+        # A reshape of a view: the view's own index is needed.
+        return value.body(*index)
+
+    def _flat(self, shape: tuple[int, ...], index: Index) -> Any:
+        """Flat position of `index`; short where that is the element the kernel stands at."""
+        position = self.position
+        if position.column is not None and math.prod(shape) == position.domain.size:
+            here = position.index(shape)
+            if all(a is b for a, b in zip(here, index, strict=True)):
+                return position.flat()
+        return flatten(index, shape)
+
+    def _load(self, value: Value, flat: Any) -> Any:
+        buffer = self.buffers.get(id(value))
+        if buffer is None:
+            raise BuildError(f"a kernel reads a value of shape {value.shape} that it was not given")
+        return self.bind(buffer.load(flat))
+
+
+def as_expression(element: Any, dtype: str) -> Any:
+    """A Python number as a literal of `dtype`'s compute dtype; expressions pass through."""
+    return (
+        m.constant(element, compute_dtype(dtype)) if isinstance(element, (int, float)) else element
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU emitter: parallel over rows, vectorised along columns."""

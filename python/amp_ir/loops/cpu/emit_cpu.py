@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a group into a CPU kernel: parallel over rows, vectorised along columns.
+
+Sums are accumulated in `LANES` partial sums, of blocks, that are added in a fixed order: so results
+do not depend on the number of threads. See group_loops.py and accumulate_blocks.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm import tirx
+from tvm.tirx import For, ForKind
+
+from amp_ir.loops.codegen.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_axes
+from amp_ir.loops.codegen.loop_domain import loop_domain
+from amp_ir.loops.codegen.statements import sequence
+from amp_ir.loops.cpu.columns import columns_kernel
+from amp_ir.loops.cpu.concatenation import concatenated, parts_of
+from amp_ir.loops.cpu.group_loops import GRAIN, GroupLoops
+from amp_ir.loops.cpu.single_row import single_row_kernel
+from amp_ir.loops.cpu.summed_rows import summed_rows_kernel
+from amp_ir.loops.group import Group
+from amp_ir.loops.ir import Opaque, Pointwise
+
+LOOKS_AT_DISTANCES = False
+
+
+def emit_group(group: Group, *, strict: bool = False) -> Kernel:
+    """Write the kernel of a group."""
+    buffers = GroupBuffers.declare(group)
+    parts = parts_of(group, buffers.by_value)
+    if parts is not None:
+        value = group.stored[0]
+        assert isinstance(value, Pointwise)
+        out = buffers.by_value[id(value)]
+        return buffers.finish(concatenated(parts, out, value.part_rows))
+    domain = loop_domain(group)
+    loops = GroupLoops(group, buffers.by_value, domain, strict)
+    return buffers.finish(columns_kernel(loops) if domain.keeps_innermost else _rows_kernel(loops))
+
+
+def _rows_kernel(loops: GroupLoops) -> tirx.Stmt:
+    """Each row is done by one thread, level by level; of a single row, parts are."""
+    rows = math.prod(axis.extent for axis in loops.row_axes)
+    if rows == 1 and loops.domain.size > 2 * GRAIN:
+        return single_row_kernel(loops)
+    if loops.group.column:
+        return summed_rows_kernel(loops, rows)
+    row = tirx.Var("row", "int32")
+    body = sequence(loops.row_body(unflatten_axes(row, loops.row_axes)))
+    is_parallel = loops.domain.size > GRAIN and rows > 1
+    return For(row, 0, rows, ForKind.PARALLEL if is_parallel else ForKind.SERIAL, body)
+
+
+def emit_opaque(results: list[Opaque]) -> Kernel:
+    """Write the kernel whose results these are: its statements are for a CPU already."""
+    kernel = results[0].kernel
+    buffers = OpaqueBuffers.declare(kernel)
+    return buffers.finish(kernel.emit(*buffers.arguments), results)
+
+
+def emit_copy(size: int, dtype: str) -> tirx.PrimFunc:
+    """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+    source = tirx.decl_buffer((size,), dtype, "source")
+    copy = tirx.decl_buffer((size,), dtype, "copy")
+    i = tirx.Var("i", "int32")
+    store = tirx.BufferStore(copy, tirx.BufferLoad(source, [i]), [i])
+    body = For(i, 0, size, ForKind.SERIAL, store)
+    return tirx.PrimFunc([source, copy], body).with_attr("tirx.noalias", True)

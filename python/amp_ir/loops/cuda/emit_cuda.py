@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a group into a CUDA kernel: one launch, or several where blocks must wait for each other.
+
+    no reduction            every thread computes one vector of elements (rows.py)
+    over columns            threads of a block share a row (rows.py); long rows that are few
+                            are each shared by blocks, a launch a level (rows.py)
+    over rows               blocks share out the rows for a tile of columns (tiles.py)
+    over either             each block goes through some rows and keeps its own sums of the columns
+                            (summed_rows.py)
+
+Loads and stores are vectors of 16 bytes where the memory allows it; arithmetic is in the compute
+dtype. What one block must tell another goes through scratch memory that the caller plans. All sums
+are taken in a fixed order: the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+
+from amp_ir.loops.codegen.kernel import GroupBuffers, Kernel
+from amp_ir.loops.codegen.loop_domain import loop_domain
+from amp_ir.loops.codegen.statements import sequence
+from amp_ir.loops.cuda.group_elements import GroupElements
+from amp_ir.loops.cuda.launch import THREADS, guarded, launch
+from amp_ir.loops.cuda.opaque_launches import emit_opaque
+from amp_ir.loops.cuda.rows import flat_launch, rows_launch, split_launches
+from amp_ir.loops.cuda.summed_rows import summed_rows_launches
+from amp_ir.loops.cuda.tiles import columns_launches
+from amp_ir.loops.group import Group
+from amp_ir.loops.ir import Reduction
+
+__all__ = ["LOOKS_AT_DISTANCES", "emit_copy", "emit_group", "emit_opaque"]
+
+# Loads are vectors where they start at multiples of a vector's length.
+LOOKS_AT_DISTANCES = True
+# Rows fewer than this and longer than that are each shared by several blocks.
+FEW_ROWS, LONG_ROW = 64, 16384
+
+
+def emit_group(group: Group, *, strict: bool = False) -> Kernel:
+    """Write the kernel of a group."""
+    buffers = GroupBuffers.declare(group)
+    elements = GroupElements(group, buffers.by_value, loop_domain(group), strict)
+    return buffers.finish(sequence(_launches(elements)), elements.scratch)
+
+
+def _launches(elements: GroupElements) -> list[tirx.Stmt]:
+    """The launches of the kernel, in order."""
+    if elements.domain.keeps_innermost or elements.only_sums_rows:
+        return columns_launches(elements)
+    if elements.group.column:
+        return summed_rows_launches(elements)
+    if not any(isinstance(value, Reduction) for value in elements.group.row):
+        return [flat_launch(elements)]
+    if elements.rows < FEW_ROWS and elements.domain.columns >= LONG_ROW:
+        return split_launches(elements)
+    return [rows_launch(elements)]
+
+
+def emit_copy(size: int, dtype: str) -> tirx.PrimFunc:
+    """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+    source = tirx.decl_buffer((size,), dtype, "source")
+    copy = tirx.decl_buffer((size,), dtype, "copy")
+    blocks = -(-size // THREADS)
+
+    def body(block: Any, thread: Any) -> list[tirx.Stmt]:
+        at = block * THREADS + thread
+        store = tirx.BufferStore(copy, tirx.BufferLoad(source, [at]), [at])
+        return guarded(at < size if size % THREADS else None, [store])
+
+    function = tirx.PrimFunc([source, copy], launch(blocks, THREADS, body))
+    return function.with_attr("tirx.noalias", True)

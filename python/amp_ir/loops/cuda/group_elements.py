@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The elements that a group's CUDA kernel computes, whatever way it is launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from tvm import tirx
+
+from amp_ir.ir.tensor_layout import dtype_nbytes
+from amp_ir.loops.codegen.accumulate_blocks import BLOCK
+from amp_ir.loops.codegen.accumulators import result_of, running_dtype, wide_dtype
+from amp_ir.loops.codegen.coordinates import Axis, Position, merged_axes
+from amp_ir.loops.codegen.kernel import unflatten_axes
+from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
+from amp_ir.loops.codegen.levels import Level, assign_levels
+from amp_ir.loops.cuda.launch import WARP, ThreadAccumulator, blocked, guarded, kept_dtype, unrolled
+from amp_ir.loops.cuda.thread_writer import VECTOR_NBYTES, ThreadWriter
+from amp_ir.loops.group import Domain, Group
+from amp_ir.loops.ir import Reduction, TensorSpec, compute_dtype
+
+# What a launch does with the element at a lane.
+Take = Callable[[Any, Any], tirx.Stmt]
+
+# Elements a thread computes side by side at most: more would spill registers in long chains.
+MAX_WIDTH = 8
+# Bytes of tensors that a thread holds at once: half of its registers; the rest is arithmetic's.
+MAX_HELD_NBYTES = 512
+# Running values of one thread that stay in registers.
+MAX_RUNNING = 32
+# Blocks that fill the largest GPUs (132 multiprocessors) a few times over. A constant, not asked of
+# the device: sums must not depend on it.
+MANY_BLOCKS = 528
+# Rows of threads in a tile that adds up over rows.
+TILE_ROWS = 8
+# Shared memory that every block may have without asking.
+SHARED_NBYTES = 48 * 1024
+
+
+@attrs.define
+class GroupElements:
+    """A group with its loops, and the memory that its launches share.
+
+    `width` is how many elements a thread computes side by side along the innermost axis.
+    """
+
+    group: Group
+    buffers: dict[int, FlatBuffer]
+    domain: Domain
+    strict: bool
+    row_axes: list[Axis] = attrs.field(init=False)
+    column_axes: list[Axis] = attrs.field(init=False)
+    levels: list[Level] = attrs.field(init=False)
+    width: int = attrs.field(init=False)
+    scratch: list[FlatBuffer] = attrs.field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.row_axes, self.column_axes = merged_axes(self.domain)
+        if not self.column_axes:
+            self.column_axes = [Axis((), 1, 1)]
+        self.levels = assign_levels(self.group)
+        if self.domain.keeps_innermost:
+            self.width = self.tile_width(self.row_axes[-1].extent, self.levels[0].reductions)
+        elif self.only_sums_rows:
+            self.width = self.tile_width(self.column_axes[-1].extent, self.levels[0].columns)
+        else:
+            self.width = self.vector_width(self.column_axes[-1].extent)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return math.prod(axis.extent for axis in self.row_axes)
+
+    @property
+    def chunks(self) -> int:
+        """Vectors in a row."""
+        return math.prod(axis.extent for axis in self.column_axes) // self.width
+
+    def vector_width(self, extent: int) -> int:
+        """Elements side by side: 16 bytes of the narrowest tensor, as far as they divide a row."""
+        sizes = [
+            dtype_nbytes(value.dtype)
+            for value in [*self.group.inputs.values(), *self.group.stored]
+            if value.size == self.domain.size
+        ]
+        width = min(MAX_WIDTH, VECTOR_NBYTES // min(sizes, default=4))
+        held = sum(
+            dtype_nbytes(value.dtype)
+            for value in [*self.group.inputs.values(), *self.group.stored]
+            if value.size > 1
+        )
+        while width > 1 and width * held > MAX_HELD_NBYTES:
+            width //= 2
+        while extent % width:
+            width //= 2
+        return width
+
+    @property
+    def only_sums_rows(self) -> bool:
+        """Whether all that is reduced is reduced over the rows, and no value of a row is stored."""
+        stored = {id(value) for value in self.group.stored}
+        is_row_plain = not any(
+            isinstance(value, Reduction) or id(value) in stored for value in self.group.row
+        )
+        return bool(self.group.column) and is_row_plain
+
+    def tile_width(self, extent: int, reductions: list[Reduction]) -> int:
+        """The width at which a tile's sums still fit into shared memory."""
+        width = self.vector_width(extent)
+        sizes = sum(dtype_nbytes(kept_dtype_of(value, is_long=True)) for value in reductions)
+        while width > 1 and sizes * TILE_ROWS * WARP * width > SHARED_NBYTES:
+            width //= 2
+        return width
+
+    def start_level(
+        self, level: Level, row: list[Any], row_elements: dict[int, Any], is_writer: Any
+    ) -> list[tirx.Stmt]:
+        """Values of the row, computed by every thread and stored by one."""
+        writer = self.writer(row, None, row_elements, None)
+        stores = []
+        for value in level.row_values:
+            element = writer.row(value)
+            if id(value) in self.buffers and value in self.group.stored:
+                flat = writer.position.flat_row()
+                stores.append(self.buffers[id(value)].store(flat, element))
+        return [*writer.scratch, *writer.body, *guarded(is_writer, stores)]
+
+    def stores_rows(self, level: Level) -> bool:
+        """Whether a level stores values of the row."""
+        return any(value in self.group.stored for value in level.row_values)
+
+    def shared_row(
+        self,
+        level: Level,
+        parts: list[Any],
+        row_elements: dict[int, Any],
+        takes: list[tuple[Reduction, Take]],
+        share: tuple[Any, int],
+        sums: Callable[..., Any] | None = None,
+        flush: list[tirx.Stmt] | None = None,
+    ) -> list[tirx.Stmt]:
+        """Every `threads`-th chunk of a row, by this thread; `flush` ends a block of elements."""
+        thread, threads = share
+        steps = -(-self.chunks // threads)
+        flushes = [] if flush is None else flush
+
+        def visit(step: Any) -> list[tirx.Stmt]:
+            chunk = tirx.Var("chunk", "int32")
+            at = thread if steps == 1 else step * threads + thread
+            taken = takes + ([] if sums is None else sums(level, step, chunk))
+            body = self.chunk(level, parts, chunk, dict(row_elements), taken)
+            inside = chunk < self.chunks if self.chunks % threads else None
+            return [tirx.Bind(chunk, at), *guarded(inside, body)]
+
+        if sums is not None and steps * self.width <= MAX_RUNNING:
+            return unrolled(steps, "step", visit)
+        return blocked(steps, max(1, BLOCK // self.width), visit, flushes)
+
+    def has_long_shares(self, threads: int, *, is_summed: bool = False) -> bool:
+        """Whether a thread of `threads` takes more of a row's elements than a block has.
+
+        `is_summed`: the rows are added up too, with running values for each column in registers.
+        """
+        taken = -(-self.chunks // threads) * self.width
+        return taken > (MAX_RUNNING if is_summed else BLOCK)
+
+    def chunk(
+        self,
+        level: Level,
+        row: list[Any],
+        chunk: Any,
+        row_elements: dict[int, Any],
+        takes: list[tuple[Reduction, Take]],
+    ) -> list[tirx.Stmt]:
+        """The vector of elements with number `chunk` of a row."""
+        outer = self.column_axes[:-1]
+        inner = self.column_axes[-1].extent // self.width
+        lane = tirx.Var("lane", "int32") if self.width > 1 else None
+        place = tirx.floormod(chunk, inner) if outer else chunk
+        columns = unflatten_axes(tirx.floordiv(chunk, inner), outer) if outer else []
+        column = place * self.width + lane if lane is not None else place
+        writer = self.writer(row, [*columns, column], row_elements, lane)
+        self.visit(writer, level, takes)
+        return writer.statements()
+
+    def visit(
+        self, writer: ThreadWriter, level: Level, takes: list[tuple[Reduction, Take]]
+    ) -> None:
+        """What happens at one element. All reads come before all stores: see `inplace_pairs`."""
+        elements = [writer.full(value) for value in level.stores]
+        taken = [(take, writer.reduced(value)) for value, take in takes]
+        for value, element in zip(level.stores, elements, strict=True):
+            writer.store(self.buffers[id(value)], element)
+        lane = writer.lane if writer.lane is not None else 0
+        for take, element in taken:
+            writer.body.append(take(lane, element))
+
+    def writer(
+        self, row: list[Any], column: list[Any] | None, row_elements: dict[int, Any], lane: Any
+    ) -> ThreadWriter:
+        """A writer at a place; without a column it writes values of the row."""
+        axes = self.column_axes
+        if column is not None and not axes[-1].dimensions:
+            axes, column = [], []
+        position = Position(self.domain, self.row_axes, axes, row, column)
+        width = self.width if lane is not None else 1
+        return ThreadWriter(
+            self.group, self.buffers, position, row_elements, self.strict, lane, width=width
+        )
+
+    def make_scratch(self, count: int, dtype: str) -> FlatBuffer:
+        """Memory that blocks share, a parameter of the kernel."""
+        name = f"scratch{len(self.scratch)}"
+        buffer = FlatBuffer.declare(TensorSpec((count,), dtype), name)
+        self.scratch.append(buffer)
+        return buffer
+
+
+def accumulator_of(value: Reduction, count: int = 1, *, is_long: bool = False) -> ThreadAccumulator:
+    """Registers for the running values of a reduction."""
+    return ThreadAccumulator.declare(value.kind, compute_dtype(value.dtype), count, is_long=is_long)
+
+
+def wide_accumulator_of(value: Reduction) -> ThreadAccumulator:
+    """A register for what parts of a reduction add up to."""
+    return ThreadAccumulator.declare(value.kind, wide_dtype(value.kind, compute_dtype(value.dtype)))
+
+
+def accumulator_in(value: Reduction, buffer: tirx.Var) -> ThreadAccumulator:
+    """Running values of a reduction that lie in `buffer`."""
+    dtype = compute_dtype(value.dtype)
+    return ThreadAccumulator(
+        value.kind, "bool" if dtype == "bool" else str(buffer.ty.dtype), buffer, 0
+    )
+
+
+def kept_dtype_of(value: Reduction, *, is_long: bool = False) -> str:
+    """The dtype of a reduction's running values in memory; of a long one they are wide."""
+    dtype = compute_dtype(value.dtype)
+    dtype_of = wide_dtype if is_long else running_dtype
+    return kept_dtype(dtype_of(value.kind, dtype))
+
+
+def result_in(value: Reduction, accumulator: ThreadAccumulator, at: Any = 0) -> Any:
+    """The result of what an accumulator has taken, in the compute dtype."""
+    return result_of(value, accumulator.totals.result(at))
+
+
+def adding(accumulator: ThreadAccumulator, start: Any = None) -> Take:
+    """Take elements into registers: into one running value, or into one for each lane."""
+
+    def take(lane: Any, element: Any) -> tirx.Stmt:
+        if start is not None:
+            return accumulator.add(element, start + lane)
+        return accumulator.add(element, lane if accumulator.count > 1 else 0)
+
+    return take
+
+
+def adding_to(value: Reduction, buffer: tirx.Var, start: Any) -> Take:
+    """Take elements into memory that only this thread uses while the rows last."""
+    helper = accumulator_in(value, buffer)
+    return lambda lane, element: helper.add(element, start + lane)
+
+
+def named(statements: list[tirx.Stmt], element: Any) -> Any:
+    """The element under a name, so that its registers may be used again."""
+    if str(element.ty.dtype) == "bool":
+        return element
+    variable = tirx.Var("result", str(element.ty.dtype))
+    statements.append(tirx.Bind(variable, element))
+    return variable
+
+
+def both(a: Any, b: Any) -> Any:
+    """Both conditions; None is one that always holds."""
+    if a is None or b is None:
+        return b if a is None else a
+    return tirx.all(a, b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()

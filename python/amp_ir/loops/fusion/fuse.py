@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops stage: every op that is not a library call becomes part of a fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir.expr import GenericConst
+
+from amp_ir.dialect.registry import options_of
+from amp_ir.errors import UnsupportedOpError
+from amp_ir.ir.location import from_span, join_spans
+from amp_ir.ir.static_shape import extents_of
+from amp_ir.loops.codegen.kernel import Emitter, Kernel
+from amp_ir.loops.cpu import emit_cpu
+from amp_ir.loops.fusion.accumulate_rows import find_accumulations
+from amp_ir.loops.fusion.grouping import Grouping
+from amp_ir.loops.fusion.kernel_cache import RememberedKernels
+from amp_ir.loops.fusion.origins import Origins
+from amp_ir.loops.group import Group, storage_of
+from amp_ir.loops.ir import LOWERINGS, Buffer, Constant, Lowering, Opaque, TensorSpec, Value
+from amp_ir.loops.lowerings.relax_ops import constant_value
+
+LIBRARY_CALL = "relax.call_dps_packed"
+
+
+@attrs.define(eq=False)
+class LibraryCall:
+    """A call that stays as it is: its binding, the values it reads, the buffers it fills."""
+
+    call: relax.Call
+    unit: int
+    arguments: dict[int, Value]
+    results: list[Buffer]
+
+
+def fuse_loops(
+    ir: tvm.IRModule, *, strict: bool = False, emitter: Emitter = emit_cpu
+) -> tvm.IRModule:
+    """Group all ops that are not library calls into kernels.
+
+    Before:  y = add(x, b); z = nn.relu(y); w = call_dps_packed("matmul", z, v)
+    After:   z = call_tir(kernel_0, (x, b)); w = call_dps_packed("matmul", z, v)
+
+    Requires: one function `main`, one dataflow block, static shapes; dispatch has run.
+    Ensures:  only call_tir, call_dps_packed, tuples and constants are left; equal kernels are one
+              function; kernels see bfloat16 as uint16 and bool as uint8, in flat buffers.
+    Errors:   UnsupportedOpError, once, listing every op without a lowering.
+    """
+    program = _Program(ir, strict)
+    program.read()
+    return program.write(emitter)
+
+
+def group_values(ir: tvm.IRModule) -> tuple[dict[relax.Var, Any], Grouping]:
+    """What each variable of `main` is as a value, and the finished grouping; nothing is written."""
+    program = _Program(ir, strict=False)
+    program.read()
+    program.grouping.finish()
+    return program.values, program.grouping
+
+
+class _Program:
+    def __init__(self, ir: tvm.IRModule, strict: bool) -> None:
+        self.ir = ir
+        self.strict = strict
+        self.main: relax.Function = ir["main"]
+        self.grouping = Grouping()
+        self.values: dict[relax.Var, Any] = {}
+        self.calls: list[LibraryCall] = []
+        self.opaque_units: dict[int, tuple[int, list[Opaque]]] = {}
+        self.origins = Origins()
+        self.accumulations = find_accumulations(self.main)
+        self.missing: dict[str, list[relax.Call]] = {}
+
+    # Reading: bindings become values.
+
+    def read(self) -> None:
+        for parameter in self.main.params:
+            spec = spec_of(parameter.ty)
+            self.values[parameter] = Buffer(spec, source=parameter)
+        for block in self.main.body.blocks:
+            for binding in block.bindings[:]:
+                self._read_binding(binding.var, binding.value)
+        if self.missing:
+            raise UnsupportedOpError(_missing_message(self.missing))
+        for value in _flat_values(self._value(self.main.body.body)):
+            self._materialise(value)
+
+    def _read_binding(self, variable: relax.Var, value: relax.Expr) -> None:
+        if variable in self.accumulations.sums:
+            found = self.accumulations.sums[variable]
+            # The table that rows are added to comes last, as an argument that the gradient lacks.
+            self.values[variable] = self._lowered(found.call, [*found.call.args, found.base])
+        elif variable not in self.accumulations.absorbed:
+            self.values[variable] = self._value(value)
+
+    def _value(self, expr: relax.Expr) -> Any:
+        if isinstance(expr, relax.Var):
+            return self.values[expr]
+        if isinstance(expr, GenericConst):
+            return _constant(expr)
+        if isinstance(expr, relax.Tuple):
+            return tuple(self._value(field) for field in expr.fields)
+        if isinstance(expr, relax.TupleGetItem):
+            return self._value(expr.tuple_value)[expr.index]
+        if isinstance(expr, relax.Call):
+            return self._call(expr)
+        return expr
+
+    def _call(self, call: relax.Call) -> Any:
+        name = call.op.name
+        if name == LIBRARY_CALL:
+            return self._library_call(call)
+        if name not in LOWERINGS:
+            self.missing.setdefault(name, []).append(call)
+            return _placeholders(call)
+        return self._lowered(call, call.args[:])
+
+    def _lowered(self, call: relax.Call, given: list[relax.Expr]) -> Any:
+        name = call.op.name
+        lowering = LOWERINGS[name]
+        arguments = _flat_arguments(self._value(argument) for argument in given)
+        op = Lowering(name, specs_of(call.ty), call)
+        results = lowering(op, *arguments, **options_of(call))
+        values = _flat_values(results)
+        self.origins.note(values, name, call.span)
+        for value in values:
+            if isinstance(value, Opaque):
+                self._opaque_unit(value)
+        return results
+
+    def _opaque_unit(self, value: Opaque) -> None:
+        key = id(value.kernel)
+        if key not in self.opaque_units:
+            unit = self.grouping.add_unit(
+                self._materialise(argument) for argument in value.kernel.inputs
+            )
+            self.opaque_units[key] = (unit, [])
+        unit, results = self.opaque_units[key]
+        results.append(value)
+        self.grouping.produced_by(value, unit)
+
+    def _library_call(self, call: relax.Call) -> Any:
+        arguments: dict[int, Value] = {}
+        for k, argument in enumerate(call.args[1].fields):
+            if isinstance(argument.ty, relax.TensorType):
+                arguments[k] = self._materialise(self._value(argument))
+        unit = self.grouping.add_unit(arguments.values())
+        results = [Buffer(spec) for spec in specs_of(call.ty_args[0])]
+        for value in results:
+            self.grouping.produced_by(value, unit)
+        self.calls.append(LibraryCall(call, unit, arguments, results))
+        return results[0] if isinstance(call.ty_args[0], relax.TensorType) else tuple(results)
+
+    def _materialise(self, value: Value) -> Value:
+        """The value that will own memory for `value`; scalar constants get a buffer."""
+        owner = storage_of(value)
+        if isinstance(owner, Constant):
+            return Buffer(owner.spec, source=_relax_constant(owner))
+        return self.grouping.demand(owner)
+
+    # Writing: groups and calls become bindings.
+
+    def write(self, emitter: Emitter) -> tvm.IRModule:
+        groups = self.grouping.finish()
+        writer = _Writer(
+            self.main, self.origins, emitter, RememberedKernels(emitter, strict=self.strict)
+        )
+        units: dict[int, Any] = {group.number: group for group in groups}
+        units |= {call.unit: call for call in self.calls}
+        units |= {unit: results for unit, results in self.opaque_units.values()}
+        for number in order_units(units, self.grouping):
+            writer.unit(units[number])
+        return writer.finish(self._value(self.main.body.body), self.ir)
+
+
+def order_units(units: dict[int, Any], grouping: Grouping) -> list[int]:
+    """The units in an order that respects their dependencies, near to program order."""
+    done = 0
+    known = sum(1 << unit for unit in units)
+    ordered: list[int] = []
+    waiting = sorted(units, key=lambda unit: _last_serial(units[unit], unit))
+    while waiting:
+        later = []
+        for unit in waiting:
+            if grouping.units.ancestors[unit] & known & ~done:
+                later.append(unit)
+            else:
+                done |= 1 << unit
+                ordered.append(unit)
+        waiting = later
+    return ordered
+
+
+def _last_serial(unit: Any, _number: int) -> int:
+    if isinstance(unit, Group):
+        return max(value.serial for value in unit.members)
+    results = unit.results if isinstance(unit, LibraryCall) else unit
+    return max(value.serial for value in results)
+
+
+class _Writer:
+    """Builds the new `main` and the kernels it calls."""
+
+    def __init__(
+        self, main: relax.Function, origins: Origins, emitter: Emitter, groups: RememberedKernels
+    ) -> None:
+        self.main = main
+        self.origins = origins
+        self.emitter = emitter
+        self.groups = groups
+        self.bindings: list[relax.Binding] = []
+        self.expressions: dict[int, relax.Expr] = {}
+        self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+        self.known: dict[int, list[tuple[tirx.PrimFunc, tvm.ir.GlobalVar]]] = {}
+        self.named: dict[int, tuple[tirx.PrimFunc, tvm.ir.GlobalVar]] = {}
+
+    def unit(self, unit: Any) -> None:
+        if isinstance(unit, LibraryCall):
+            self._library_call(unit)
+        elif isinstance(unit, Group):
+            self._kernel(self.groups.of(unit), list(group_values_of(unit)))
+        else:
+            self._kernel(self.emitter.emit_opaque(unit), unit)
+
+    def _kernel(self, kernel: Kernel, members: list[Any]) -> None:
+        """Call a kernel; its call says which ops it computes, and where they come from."""
+        variable = self._function(kernel.function)
+        arguments = relax.Tuple([self.expression(value) for value in kernel.inputs])
+        # Memory that a kernel needs while it runs is one more result, which nothing reads.
+        scratch = [Buffer(spec) for spec in kernel.scratch]
+        types = [tensor_type(value.spec) for value in [*kernel.outputs, *scratch]]
+        span = join_spans(self.origins.span(value) for value in members)
+        ops = ",".join(dict.fromkeys(self.origins.op(value) for value in members))
+        results = ",".join(self.origins.op(value) for value in kernel.outputs)
+        notes = tvm.ir.make_node("ir.DictAttrs", ops=ops, result_ops=results)
+        call = relax.Call(
+            tvm.ir.Op.get("relax.call_tir"), [variable, arguments], notes,
+            types if len(types) == 1 else [relax.TupleType(types)], span,
+        )  # fmt: skip
+        self._bind_results(call, [*kernel.outputs, *scratch])
+
+    def _function(self, function: tirx.PrimFunc) -> tvm.ir.GlobalVar:
+        """The name of a function; functions that are structurally equal have one."""
+        if id(function) not in self.named:
+            self.named[id(function)] = (function, self._name_of(function))
+        return self.named[id(function)][1]
+
+    def _name_of(self, function: tirx.PrimFunc) -> tvm.ir.GlobalVar:
+        key = tvm_ffi.structural_hash(function)
+        for other, variable in self.known.get(key, []):
+            if tvm_ffi.structural_equal(other, function):
+                return variable
+        name = f"kernel_{len(self.functions)}"
+        variable = tvm.ir.GlobalVar(name)
+        self.known.setdefault(key, []).append((function, variable))
+        self.functions[variable] = function.with_attr("global_symbol", name)
+        return variable
+
+    def _library_call(self, unit: LibraryCall) -> None:
+        old = unit.call
+        fields = [
+            self.expression(unit.arguments[k]) if k in unit.arguments else field
+            for k, field in enumerate(old.args[1].fields)
+        ]
+        call = relax.Call(
+            old.op, [old.args[0], relax.Tuple(fields)], old.attrs, old.ty_args, old.span
+        )
+        self._bind_results(call, list(unit.results))
+
+    def _bind_results(self, call: relax.Call, values: list[Any]) -> None:
+        type_ = call.ty_args[0] if len(values) > 1 else tensor_type(values[0].spec)
+        is_kernel = call.op.name != LIBRARY_CALL
+        spans = [self.origins.span(value) if is_kernel else call.span for value in values]
+        span = spans[0] if len(values) == 1 else None
+        variable = relax.DataflowVar(f"v{len(self.bindings)}", type_, span)
+        self.bindings.append(relax.VarBinding(variable, typed(call, type_)))
+        if len(values) == 1:
+            self.expressions[id(values[0])] = variable
+            return
+        for k, value in enumerate(values):
+            field = relax.DataflowVar(f"v{len(self.bindings)}", tensor_type(value.spec), spans[k])
+            item = typed(relax.TupleGetItem(variable, k), tensor_type(value.spec))
+            self.bindings.append(relax.VarBinding(field, item))
+            self.expressions[id(value)] = field
+
+    def expression(self, value: Value) -> relax.Expr:
+        """The expression that holds the memory of a materialised value; scalars get some."""
+        owner = storage_of(value)
+        known = self.expressions.get(id(owner))
+        if known is not None:
+            return known
+        if isinstance(owner, Constant):
+            return _relax_constant(owner)
+        assert isinstance(owner, Buffer) and owner.source is not None, owner
+        return owner.source
+
+    def finish(self, results: Any, old: tvm.IRModule) -> tvm.IRModule:
+        fields = []
+        for value in _flat_values(results):
+            fields.append(self._result(value))
+        body = relax.Tuple(fields)
+        type_ = relax.TupleType([field.ty for field in fields])
+        output = relax.Var("results", type_)
+        self.bindings.append(relax.VarBinding(output, typed(body, type_)))
+        block = relax.DataflowBlock(self.bindings)
+        function = relax.Function(
+            self.main.params, relax.SeqExpr([block], output), type_, is_pure=True,
+            attrs=self.main.attrs,
+        )  # fmt: skip
+        functions = {**self.functions, tvm.ir.GlobalVar("main"): function}
+        return tvm.IRModule(functions, attrs=old.attrs)
+
+    def _result(self, value: Value) -> relax.Expr:
+        owner = storage_of(value)
+        expression = self.expression(owner)
+        type_ = tensor_type(value.spec)
+        if tuple(owner.shape) == tuple(value.shape):
+            return expression
+        shape = relax.ShapeExpr(list(value.shape))
+        call = typed(
+            relax.Call(tvm.ir.Op.get("relax.reshape"), [expression, shape]), type_
+        )  # fmt: skip
+        variable = relax.DataflowVar(f"v{len(self.bindings)}", type_)
+        self.bindings.append(relax.VarBinding(variable, call))
+        return variable
+
+
+def group_values_of(group: Group) -> Iterator[Value]:
+    """What a group computes: what it stores first, then the rest, each once."""
+    yield from {id(value): value for value in [*group.stored, *group.members]}.values()
+
+
+def spec_of(type_: relax.Type) -> TensorSpec:
+    """Shape and dtype of a tensor type with static shape."""
+    return TensorSpec(extents_of(type_), str(type_.dtype))
+
+
+def specs_of(type_: relax.Type) -> tuple[TensorSpec, ...]:
+    """The tensors of a tensor or tuple type."""
+    fields = type_.fields if isinstance(type_, relax.TupleType) else [type_]
+    return tuple(spec_of(field) for field in fields)
+
+
+def tensor_type(spec: TensorSpec) -> relax.TensorType:
+    """The Relax type of a spec."""
+    return relax.TensorType(list(spec.shape), spec.dtype)
+
+
+def typed(expr: relax.Expr, type_: relax.Type) -> relax.Expr:
+    """The expression with this type, unless it has one."""
+    if expr.ty.is_missing():
+        relax.expr._update_type(expr, type_)
+    return expr
+
+
+def _flat_values(values: Any) -> list[Value]:
+    if isinstance(values, tuple):
+        return [leaf for value in values for leaf in _flat_values(value)]
+    return [values]
+
+
+def _flat_arguments(arguments: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for argument in arguments:
+        flat += list(argument) if isinstance(argument, tuple) else [argument]
+    return flat
+
+
+def _constant(expr: GenericConst) -> Value:
+    data = expr.value
+    spec = TensorSpec(tuple(int(n) for n in data.shape), str(data.dtype))
+    if spec.size == 1 and spec.dtype not in ("bfloat16", "float16"):
+        number = data.numpy().item()
+        scalar = constant_value(number, spec.dtype)
+        return Constant(spec, number=number) if spec.shape else scalar
+    return Buffer(spec, source=expr)
+
+
+def _relax_constant(value: Constant) -> relax.Expr:
+    return relax.const(np.full(value.shape, value.number), value.dtype)
+
+
+def _placeholders(call: relax.Call) -> Any:
+    results = tuple(Buffer(spec) for spec in specs_of(call.ty))
+    return results[0] if isinstance(call.ty, relax.TensorType) else results
+
+
+def _missing_message(missing: dict[str, list[relax.Call]]) -> str:
+    lines = [
+        f"{name} ({len(calls)} calls, first: {from_span(calls[0].span)})"
+        for name, calls in sorted(missing.items())
+    ]
+    return (
+        "no kernel can be made for: " + "; ".join(lines)
+        + ". Register a lowering with @lowers(...) in amp_ir/loops/."
+    )  # fmt: skip

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of the same structure are written once: the second one calls the first one's kernel.
+
+A step repeats itself, with its layers or the time steps of a recurrence, and writing a kernel takes
+milliseconds where looking at what it would be written from takes a fraction of one. What an emitter
+sees of a group is the specs of its values, their order, and their bodies: Python functions, told
+apart by their code and what they close over. Anything else in a closure is not understood, and the
+group is written anew; equal functions are found out afterwards in any case (`fuse.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+from tvm import tirx
+
+from amp_ir.loops.codegen.kernel import Emitter, GroupBuffers, Kernel
+from amp_ir.loops.codegen.statements import sequence
+from amp_ir.loops.fusion.kernel_template import KernelTemplate
+from amp_ir.loops.group import Group, is_inlined
+from amp_ir.loops.ir import (
+    Constant,
+    Distance,
+    Pointwise,
+    Reduction,
+    TensorSpec,
+    Value,
+    distances_as,
+)
+
+_NUMBERS = (bool, int, str, type(None))
+
+
+class RememberedKernels:
+    """The kernels that one emitter has written for the groups of one program."""
+
+    def __init__(self, emitter: Emitter, *, strict: bool) -> None:
+        self._emitter = emitter
+        self._strict = strict
+        self._known: dict[tuple[Any, ...], _Alike] = {}
+
+    def of(self, group: Group) -> Kernel:
+        """The kernel of a group: the same function for groups of the same structure."""
+        structure = structure_of(group, with_distances=self._emitter.LOOKS_AT_DISTANCES)
+        if structure is None:
+            return self._write(group)
+        alike = self._known.setdefault(structure.tokens, _Alike(group))
+        numbers = tuple(one.number for one in structure.distances)
+        known = alike.kernels.get(numbers)
+        if known is not None:
+            return attrs.evolve(known, inputs=group.ordered_inputs, outputs=tuple(group.stored))
+        if alike.kernels and not alike.template:
+            alike.template.append(self._template(group, structure.distances))
+        template = alike.template[0] if alike.template else None
+        kernel = self._write(group) if template is None else template.at(group, numbers)
+        alike.kernels[numbers] = kernel
+        return kernel
+
+    def _write(self, group: Group) -> Kernel:
+        if not any(value.size for value in group.stored):
+            # Results without elements: there is nothing to do.
+            return GroupBuffers.declare(group).finish(sequence([]))
+        return self._emitter.emit_group(group, strict=self._strict)
+
+    def _template(self, group: Group, distances: Sequence[Distance]) -> KernelTemplate | None:
+        variables = {id(one): tirx.Var("distance", "int32") for one in distances}
+        with distances_as(lambda one: variables[id(one)]):
+            kernel = self._write(group)
+        return KernelTemplate.of(kernel, list(variables.values()))
+
+
+@attrs.define(eq=False)
+class _Alike:
+    """Groups of one structure: their kernels by distances, and once there are two, a template.
+
+    `first` is kept since ids of what its functions close over stand in the structure.
+    """
+
+    first: Group
+    kernels: dict[tuple[int, ...], Kernel] = attrs.field(factory=dict)
+    template: list[KernelTemplate | None] = attrs.field(factory=list)
+
+
+@attrs.frozen(eq=False)
+class Structure:
+    """All that a kernel of a group depends on, but for `distances`, in the order of `tokens`."""
+
+    tokens: tuple[Any, ...]
+    distances: tuple[Distance, ...]
+
+
+def structure_of(group: Group, *, with_distances: bool) -> Structure | None:
+    """The structure of a group; None if a body closes over something unknown.
+
+    Two groups of the same structure differ at most by which tensors they read and write, and by
+    their distances; with `with_distances` these are tokens too. Valid as long as the group lives.
+    """
+    writer = _Writer(group, with_distances)
+    try:
+        writer.add_group()
+    except _UnknownError:
+        return None
+    return Structure(tuple(writer.tokens), tuple(writer.distances))
+
+
+class _UnknownError(TypeError):
+    """A body closes over a kind of object that has no token."""
+
+
+class _Writer:
+    """Writes a group as a sequence of tokens; values and functions are numbered as they appear."""
+
+    def __init__(self, group: Group, with_distances: bool) -> None:
+        self.group = group
+        self.with_distances = with_distances
+        self.tokens: list[Any] = []
+        self.distances: list[Distance] = []
+        self.numbers: dict[int, int] = {}
+        self.members = {id(value) for value in group.members}
+
+    def add_group(self) -> None:
+        domain = self.group.domain
+        self.tokens += [domain.shape, domain.axes]
+        for values in (
+            self.group.stored, self.group.full, self.group.row, self.group.column,
+            self.group.ordered_inputs,
+        ):  # fmt: skip
+            self._add_all(values)
+
+    def _add_all(self, values: Iterable[Any]) -> None:
+        values = list(values)
+        self.tokens.append(len(values))
+        for one in values:
+            self._add(one)
+
+    def _add(self, one: Any) -> None:
+        """Add an object that a body may see."""
+        kind = type(one)
+        if kind in _NUMBERS:
+            self.tokens += [kind, one]
+        elif kind is float:
+            self.tokens += [kind, one.hex()]  # 0.0 and -0.0 are equal, and NaN is not NaN.
+        elif isinstance(one, Value):
+            self._add_value(one)
+        elif kind is types.FunctionType:
+            self._add_function(one)
+        elif kind is Distance:
+            self._add_distance(one)
+        elif kind in (tuple, list):
+            self.tokens.append(kind)
+            self._add_all(one)
+        elif kind is dict:
+            self.tokens.append(kind)
+            self._add_all(one.items())
+        elif kind is TensorSpec:
+            self.tokens += [kind, one.shape, one.dtype]
+        elif isinstance(one, (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum)):
+            self.tokens += [kind, id(one)]
+        else:
+            raise _UnknownError(f"a body closes over a {kind.__name__}")
+
+    def _is_new(self, one: Any) -> bool:
+        """Add the object's number; whether it has just got it."""
+        known = self.numbers.get(id(one))
+        number = self.numbers.setdefault(id(one), len(self.numbers))
+        self.tokens.append(number)
+        return known is None
+
+    def _add_distance(self, distance: Distance) -> None:
+        """A distance of 0 is no distance: it leaves nothing to be added in the kernel."""
+        is_literal = self.with_distances or not distance.number
+        self.tokens += [Distance, distance.number if is_literal else None]
+        if self._is_new(distance) and not is_literal:
+            self.distances.append(distance)
+
+    def _add_value(self, value: Value) -> None:
+        self.tokens.append(type(value))
+        if not self._is_new(value):
+            return
+        self.tokens += [value.spec.shape, value.spec.dtype]
+        if isinstance(value, Constant):
+            self._add(value.number)
+        elif self._is_computed(value):
+            assert isinstance(value, (Pointwise, Reduction))
+            if isinstance(value, Pointwise):
+                self.tokens += [
+                    value.is_cast, value.is_reshape, value.is_view, value.rounds, value.part_rows,
+                ]  # fmt: skip
+                self._add_all(value.parts)
+            else:
+                self.tokens += [value.kind, value.source_shape, value.axes]
+                self.tokens += [value.is_gate, value.divisor]
+            self.tokens.append(len(value.reads))
+            for read in value.reads:
+                self.tokens.append(read.place)
+                self._add_value(read.value)
+            self._add_function(value.body)
+
+    def _is_computed(self, value: Value) -> bool:
+        """Whether the kernel computes the value, and does not find it in memory."""
+        if id(value) in self.members:
+            return True
+        return isinstance(value, Pointwise) and (value.is_reshape or is_inlined(value))
+
+    def _add_function(self, function: Any) -> None:
+        if type(function) is not types.FunctionType:
+            raise _UnknownError(f"a body is a {type(function).__name__}")
+        self.tokens.append(types.FunctionType)
+        if not self._is_new(function):
+            return
+        # Code objects are constants of the modules that they stand in, and live as long.
+        self.tokens.append(id(function.__code__))
+        self._add(function.__defaults__)
+        self._add(function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            self._add(_content(cell))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        raise _UnknownError("a body closes over a name without a value") from None

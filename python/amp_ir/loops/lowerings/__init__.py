@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops as loop values, one file an op family."""
+
+from amp_ir.loops.lowerings import (  # noqa: F401  (registers the lowerings)
+    activations,
+    attention,
+    channel_normalization,
+    convolution,
+    embedding,
+    indexing,
+    loss_scale,
+    losses,
+    matmul,
+    normalization,
+    ordering,
+    pooling,
+    random,
+    relax_ops,
+)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering of group and batch normalization.
+
+Both are seen through reshapes: group normalization as [n, groups, channels a group, space] with
+sums over the last two axes, batch normalization as [n, channels, space] with sums over the outer
+two; weights and statistics are then broadcasts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from amp_ir.loops import math as m
+from amp_ir.loops.ir import (
+    Lowering,
+    Value,
+    channels_first,
+    channels_last,
+    compute_dtype,
+    lowers,
+    pointwise,
+    reduce,
+    reshape,
+)
+from amp_ir.loops.lowerings.normalization import (
+    input_gradient,
+    normalized,
+    optional,
+    statistics,
+    weight_gradient,
+)
+
+_GROUP_AXES = (2, 3)
+
+
+def _grouped(x: Value, groups: int) -> Value:
+    n, channels, *space = x.shape
+    return reshape(x, (n, groups, channels // groups, math.prod(space)))
+
+
+def _by_group(statistic: Value) -> Value:
+    return reshape(statistic, (*statistic.shape, 1, 1))
+
+
+def _by_channel(values: Sequence[Value | None], groups: int) -> list[Value | None]:
+    """[channels] as [groups, channels a group, 1]."""
+    return [
+        None if one is None else reshape(one, (groups, one.shape[0] // groups, 1)) for one in values
+    ]
+
+
+@lowers("amp_ir.group_norm")
+def group_norm(
+    op: Lowering,
+    x: Value,
+    *rest: Value,
+    groups: int,
+    eps: float,
+    has_weight: bool = True,
+    has_bias: bool = True,
+) -> tuple[Value, ...]:
+    """Two sums a group, then one pass."""
+    grouped = _grouped(x, groups)
+    mean, _, rstd = statistics(grouped, _GROUP_AXES, eps)
+    weight, bias = _by_channel(optional(rest, has_weight, has_bias), groups)
+    y = normalized(grouped, mean, rstd, weight, bias, op.results[0].dtype)
+    shape = op.results[1].shape
+    return reshape(y, x.shape), reshape(mean, shape), reshape(rstd, shape)
+
+
+@lowers("amp_ir.group_norm_backward_input")
+def group_norm_backward_input(
+    op: Lowering,
+    grad: Value,
+    x: Value,
+    mean: Value,
+    rstd: Value,
+    *rest: Value,
+    groups: int,
+    has_weight: bool = True,
+) -> Value:
+    """Two sums a group, then one pass."""
+    (weight,) = _by_channel(optional(rest, has_weight), groups)
+    dx = input_gradient(
+        _grouped(grad, groups), _grouped(x, groups), _by_group(mean), _by_group(rstd), weight,
+        _GROUP_AXES, op.results[0].dtype,
+    )  # fmt: skip
+    return reshape(dx, x.shape)
+
+
+@lowers("amp_ir.group_norm_backward_weight")
+def group_norm_backward_weight(
+    op: Lowering, grad: Value, x: Value, mean: Value, rstd: Value, *, groups: int
+) -> tuple[Value, ...]:
+    """Two sums a channel in one pass."""
+    result, gradient = op.results[0], _grouped(grad, groups)
+    dweight = weight_gradient(
+        gradient, _grouped(x, groups), _by_group(mean), _by_group(rstd), (0, 3), result.dtype
+    )
+    dbias = reduce("sum", gradient.shape, (0, 3), lambda *i: gradient[i], result.dtype)
+    return reshape(dweight, result.shape), reshape(dbias, result.shape)
+
+
+@attrs.frozen
+class _Planes:
+    """Images as [n, channels, space], or as [n * space, channels] where channels are last.
+
+    `axes` are those of the sums over everything but the channels.
+    """
+
+    shape: tuple[int, ...]
+    is_last: bool
+
+    @classmethod
+    def of(cls, *images: Value) -> _Planes:
+        """The form for images of one shape, by how they lie in memory."""
+        is_last = any(channels_last(one) is not None for one in images)
+        return cls(images[0].shape, is_last)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return (0,) if self.is_last else (0, 2)
+
+    def seen(self, x: Value) -> Value:
+        """An image in this form."""
+        n, channels, *space = x.shape
+        if not self.is_last:
+            return reshape(x, (n, channels, math.prod(space)))
+        inner = channels_last(x)
+        if inner is None:
+            shape = (n, *space, channels)
+            inner = pointwise(shape, x.dtype, lambda n, h, w, c: x[n, c, h, w], is_view=True)
+        return reshape(inner, (n * math.prod(space), channels))
+
+    def image(self, x: Value) -> Value:
+        """The image of something in this form."""
+        n, channels, *space = self.shape
+        if not self.is_last:
+            return reshape(x, self.shape)
+        return channels_first(reshape(x, (n, *space, channels)))
+
+    def columns(self, values: Sequence[Value | None]) -> list[Value | None]:
+        """[channels] so that it broadcasts to this form."""
+        if self.is_last:
+            return list(values)
+        return [None if one is None else reshape(one, (one.shape[0], 1)) for one in values]
+
+
+def _updated(running: Value, batch: Value, momentum: float, scale: float) -> Value:
+    """running + momentum * (scale * batch - running)."""
+    dtype = compute_dtype(running.dtype)
+
+    def body(*i: Any) -> Any:
+        old = running[i]
+        new = m.cast(batch[i], dtype) * m.constant(scale, dtype)
+        return old + m.constant(momentum, dtype) * (new - old)
+
+    return pointwise(running.shape, running.dtype, body)
+
+
+@lowers("amp_ir.batch_norm")
+def batch_norm(
+    op: Lowering,
+    x: Value,
+    *rest: Value,
+    momentum: float,
+    eps: float,
+    has_weight: bool = True,
+    has_bias: bool = True,
+    has_running: bool = True,
+) -> tuple[Value, ...]:
+    """Two sums a channel, then one pass; the running statistics are a pass over the channels."""
+    form = _Planes.of(x)
+    planes = form.seen(x)
+    flags = (has_weight, has_bias, has_running, has_running)
+    weight, bias, running_mean, running_var = optional(rest, *flags)
+    mean, variance, rstd = statistics(planes, form.axes, eps)
+    weight, bias = form.columns((weight, bias))
+    y = normalized(planes, mean, rstd, weight, bias, op.results[0].dtype)
+    shape = op.results[1].shape
+    results = [form.image(y), reshape(mean, shape), reshape(rstd, shape)]
+    if running_mean is not None and running_var is not None:
+        count = math.prod(x.shape) // x.shape[1]
+        # PyTorch keeps the unbiased variance; of one element it is not a number.
+        unbiased = count / (count - 1) if count > 1 else math.nan
+        results.append(_updated(running_mean, reshape(mean, shape), momentum, 1.0))
+        results.append(_updated(running_var, reshape(variance, shape), momentum, unbiased))
+    return tuple(results)
+
+
+@lowers("amp_ir.batch_norm_backward")
+def batch_norm_backward(
+    op: Lowering, grad: Value, x: Value, *rest: Value, has_weight: bool = True
+) -> tuple[Value, ...]:
+    """Two sums a channel, then one pass."""
+    form = _Planes.of(grad, x)
+    weight, mean, rstd = form.columns(optional(rest, has_weight, True, True))
+    assert mean is not None and rstd is not None
+    dtype = op.results[1].dtype
+    gradient, planes = form.seen(grad), form.seen(x)
+    dbias = reduce("sum", gradient.shape, form.axes, lambda *i: gradient[i], dtype)
+    dweight = weight_gradient(gradient, planes, mean, rstd, form.axes, dtype)
+    share = m.constant(x.shape[1] / math.prod(x.shape), dtype)
+
+    def body(*i: Any) -> Any:
+        normal = (planes[i] - mean[i]) * rstd[i]
+        centered = gradient[i] - (dbias[i] + normal * dweight[i]) * share
+        scale = rstd[i] if weight is None else rstd[i] * weight[i]
+        return centered * scale
+
+    dx = pointwise(gradient.shape, op.results[0].dtype, body)
+    shape = op.results[1].shape
+    return form.image(dx), reshape(dweight, shape), reshape(dbias, shape)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering of computed places: reads are gathers; writes are kernels that go through in order.
+
+A write sees its target as [before, indexed..., after]: tasks share out what is not indexed, and
+each goes through all indices in order. So no two tasks write the same element, and sums are the
+same whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx import For, ForKind
+
+from amp_ir.dialect.indexing import indexed_shape
+from amp_ir.loops import math as m
+from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
+from amp_ir.loops.ir import (
+    Lowering,
+    TensorSpec,
+    Value,
+    compute_dtype,
+    flatten,
+    lowers,
+    opaque,
+    pointwise,
+    unflatten,
+)
+from amp_ir.loops.lowerings.relax_ops import row_index
+
+
+@lowers("amp_ir.index")
+def index(op: Lowering, x: Value, *ids: Value, axes: Sequence[int], wraps: bool = True) -> Value:
+    """Each element from the place that its indices name."""
+    result = op.results[0]
+    shapes = tuple(one.shape for one in ids)
+    _, together, place = indexed_shape(x.shape, shapes, tuple(axes))
+    rank = len(together)
+
+    def body(*i: Any) -> Any:
+        at = i[place : place + rank]
+        kept = iter((*i[:place], *i[place + rank :]))
+        rows = {
+            axis: row_index(one[at], x.shape[axis]) for axis, one in zip(axes, ids, strict=True)
+        }
+        return x[tuple(rows[d] if d in rows else next(kept) for d in range(len(x.shape)))]
+
+    return pointwise(result.shape, result.dtype, body)
+
+
+def _written(
+    source: FlatBuffer,
+    out: FlatBuffer,
+    write_all: Callable[[FlatBuffer], tirx.Stmt],
+    *,
+    is_sum: bool,
+) -> tirx.Stmt:
+    """Copy `source`, write, leave the result in `out`; sums are kept in float32 or wider."""
+    wide = compute_dtype(out.spec.dtype)
+    if not is_sum or wide == out.spec.dtype:
+        return tirx.SeqStmt([_copy(source, out), write_all(out)])
+    total = FlatBuffer.declare(TensorSpec(out.spec.shape, wide), "total")
+    steps = [tirx.AllocBuffer(total.buffer), _copy(source, total), write_all(total)]
+    return tirx.SeqStmt([*steps, _copy(total, out)])
+
+
+def _copy(source: FlatBuffer, target: FlatBuffer) -> tirx.Stmt:
+    at = tirx.Var("at", "int32")
+    body = target.store(at, source.load(at))
+    return For(at, 0, target.spec.size, ForKind.PARALLEL, body)
+
+
+def _each(extent: int, name: str, kind: ForKind, body: Callable[[Any], tirx.Stmt]) -> tirx.Stmt:
+    at = tirx.Var(name, "int32")
+    return For(at, 0, extent, kind, body(at))
+
+
+def _wrapped(element: Any, extent: int) -> Any:
+    at = tirx.Cast("int32", element)
+    wrapped = tirx.Select(at < tirx.const(0, "int32"), at + tirx.const(extent, "int32"), at)
+    return m.clamp(wrapped, extent)
+
+
+def _broadcast_flat(position: Sequence[Any], shape: Sequence[int]) -> Any:
+    """The flat position in a tensor of `shape` that broadcasts to where `position` is."""
+    tail = position[len(position) - len(shape) :]
+    at = tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))
+    return flatten(at, shape)
+
+
+@lowers("amp_ir.index_put")
+def index_put(
+    op: Lowering,
+    x: Value,
+    values: Value,
+    *ids: Value,
+    axes: Sequence[int],
+    accumulate: bool = False,
+    wraps: bool = True,
+) -> Value:
+    """A copy of x, then the writes in order; see the top of the file."""
+    shapes = tuple(one.shape for one in ids)
+    _, together, place = indexed_shape(x.shape, shapes, tuple(axes))
+    kept_axes = [d for d in range(len(x.shape)) if d not in axes]
+    kept_shape = [x.shape[d] for d in kept_axes]
+
+    def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
+        source, new, *indices = inputs
+
+        def write(target: FlatBuffer, task: Any, item: Any) -> tirx.Stmt:
+            kept = unflatten(task, kept_shape)
+            at = unflatten(item, together)
+            rows = {
+                axis: _wrapped(one.load(_broadcast_flat(at, shape)), x.shape[axis])
+                for axis, one, shape in zip(axes, indices, shapes, strict=True)
+            }
+            by_axis = dict(zip(kept_axes, kept, strict=True)) | rows
+            to = flatten(tuple(by_axis[d] for d in range(len(x.shape))), x.shape)
+            position = (*kept[:place], *at, *kept[place:])
+            element = new.load(_broadcast_flat(position, values.shape))
+            return target.store(to, target.load(to) + element if accumulate else element)
+
+        return _written(
+            source, outputs[0], _in_order(kept_shape, math.prod(together), write),
+            is_sum=accumulate,
+        )  # fmt: skip
+
+    return opaque("index_put", [x, values, *ids], [op.results[0]], emit)[0]
+
+
+def _in_order(
+    task_shape: Sequence[int], items: int, write: Callable[[FlatBuffer, Any, Any], tirx.Stmt]
+) -> Callable[[FlatBuffer], tirx.Stmt]:
+    """Loops over tasks, in parallel, and over the items of each, in order."""
+    tasks = math.prod(task_shape)
+    kind = ForKind.PARALLEL if tasks > 1 else ForKind.SERIAL
+
+    def loops(target: FlatBuffer) -> tirx.Stmt:
+        return _each(
+            tasks, "task", kind,
+            lambda task: _each(
+                items, "item", ForKind.SERIAL, lambda item: write(target, task, item)
+            ),
+        )  # fmt: skip
+
+    return loops
+
+
+@lowers("amp_ir.scatter_add")
+def scatter_add(op: Lowering, x: Value, ids: Value, src: Value, *, axis: int) -> Value:
+    """A copy of x, then the additions in order along `axis`; see the top of the file."""
+    return _scattered(op, x, ids, src, axis, "add")
+
+
+@lowers("relax.scatter_elements")
+def scatter_elements(op: Lowering, x: Value, ids: Value, src: Value) -> Value:
+    """A copy of x, then the writes in order along `axis`; the last write of a place counts."""
+    return _scattered(op, x, ids, src, int(op.call.attrs.axis), str(op.call.attrs.reduction))
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "update": lambda _old, new: new,
+    "add": lambda old, new: old + new,
+    "mul": lambda old, new: old * new,
+    "max": m.maximum,
+    "min": m.minimum,
+}
+
+
+def _scattered(op: Lowering, x: Value, ids: Value, src: Value, axis: int, reduction: str) -> Value:
+    axis %= len(x.shape)
+    others = [n for d, n in enumerate(ids.shape) if d != axis]
+    combine = _COMBINE[reduction]
+
+    def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
+        source, places, added = inputs
+
+        def write(target: FlatBuffer, task: Any, item: Any) -> tirx.Stmt:
+            kept = unflatten(task, others)
+            at = (*kept[:axis], item, *kept[axis:])
+            row = _wrapped(places.load(flatten(at, ids.shape)), x.shape[axis])
+            to = flatten((*kept[:axis], row, *kept[axis:]), x.shape)
+            element = added.load(flatten(at, src.shape))
+            return target.store(to, combine(target.load(to), element))
+
+        writes = _in_order(others, ids.shape[axis], write)
+        is_sum = reduction in ("add", "mul")
+        return _written(source, outputs[0], writes, is_sum=is_sum)
+
+    return opaque("scatter", [x, ids, src], [op.results[0]], emit)[0]

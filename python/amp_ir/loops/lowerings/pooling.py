@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering of the poolings. Gradients gather over the windows that cover an element: no scatter.
+
+A pooling is a reduction over an index space [*batch, *out, *window]; along each spatial axis
+`pooling_windows` says which elements a window holds and which windows hold an element.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import tirx
+
+from amp_ir.loops import math as m
+from amp_ir.loops.codegen.kernel_buffers import stored_element
+from amp_ir.loops.ir import (
+    Lowering,
+    Value,
+    bind,
+    compute_dtype,
+    flatten,
+    lowers,
+    pointwise,
+    reduce,
+    reshape,
+)
+from amp_ir.loops.lowerings.pooling_windows import Adaptive, Sliding, number
+
+_FAR = 2**31 - 1
+
+
+Axes = Sequence[Any]
+
+
+def _guarded(valid: Sequence[Any], element: Any, otherwise: Any) -> Any:
+    return m.select(tirx.all(*valid) if len(valid) > 1 else valid[0], element, otherwise)
+
+
+def _windows(x: Value, axes: Axes, body: Callable[..., Any]) -> tuple[tuple[int, ...], Any]:
+    """Index space [*batch, *out, *window] and `body(place in x, valid)` over it."""
+    n = len(axes)
+    batch = x.shape[: len(x.shape) - n]
+    space = (*batch, *(axis.count for axis in axes), *(axis.width for axis in axes))
+
+    def element(*i: Any) -> Any:
+        outs, places = i[len(batch) : len(batch) + n], i[len(batch) + n :]
+        found = [axis.element(o, p) for axis, o, p in zip(axes, outs, places, strict=True)]
+        at = [m.clamp(e, axis.extent) for (e, _), axis in zip(found, axes, strict=True)]
+        return body((*i[: len(batch)], *at), [valid for _, valid in found], i[: len(batch) + n])
+
+    return space, element
+
+
+def _last(space: Sequence[int], n: int) -> range:
+    return range(len(space) - n, len(space))
+
+
+# Windows up to this many places are written out, so that neighbouring results share vectors;
+# larger ones are loops of their own.
+_WRITTEN_OUT = 16
+
+
+def _places(counts: Sequence[int]) -> list[tuple[Any, ...]] | None:
+    """Every place of a window of `counts`, as index literals; None if there are many."""
+    if math.prod(counts) > _WRITTEN_OUT:
+        return None
+    return [tuple(number(k) for k in place) for place in itertools.product(*map(range, counts))]
+
+
+def _small_max_pool(
+    op: Lowering, x: Value, axes: Axes, places: list[tuple[Any, ...]]
+) -> tuple[Value, Value]:
+    """Go through the places of a window in order; the first maximum counts, or the first NaN."""
+    _, element_at = _windows(x, axes, lambda at, valid, _i: (at, valid))
+    dtype, n = compute_dtype(x.dtype), len(axes)
+    plane = x.shape[len(x.shape) - n :]
+
+    def scan(i: tuple[Any, ...]) -> tuple[Any, Any]:
+        best, position = m.constant(float("-inf"), dtype), number(_FAR)
+        for place in places:
+            at, valid = element_at(*i, *place)
+            element, known = bind(x[at]), best
+            better = tirx.any(element > known, m.isnan(element), tirx.EQ(position, number(_FAR)))
+            wins = bind(tirx.all(*valid, tirx.Not(m.isnan(known)), better))
+            best = bind(m.select(wins, element, known))
+            position = bind(m.select(wins, flatten(at[len(at) - n :], plane), position))
+        return best, position
+
+    y, indices = op.results
+    return (
+        pointwise(y.shape, y.dtype, lambda *i: scan(i)[0]),
+        pointwise(indices.shape, "int64", lambda *i: m.cast(scan(i)[1], "int64")),
+    )
+
+
+def _max_pool(op: Lowering, x: Value, axes: Axes) -> tuple[Value, Value]:
+    places = _places([axis.width for axis in axes])
+    if places is not None:
+        return _small_max_pool(op, x, axes, places)
+    dtype, n = compute_dtype(x.dtype), len(axes)
+    plane = x.shape[len(x.shape) - n :]
+    lowest = m.constant(float("-inf"), dtype)
+
+    def read(at: Any, valid: Any, _i: Any) -> Any:
+        return _guarded(valid, stored_element(x, at), lowest)
+
+    space, largest = _windows(x, axes, read)
+    best = reduce("max", space, _last(space, n), largest, dtype)
+    has_nan = reduce(
+        "max", space, _last(space, n),
+        _windows(x, axes, lambda at, valid, _i: _is_nan(valid, stored_element(x, at)))[1], "int32",
+    )  # fmt: skip
+
+    def first(at: Any, valid: Any, i: Any) -> Any:
+        element = bind(stored_element(x, at))
+        peak = best[(*i, *(0,) * n)]
+        is_nan = element != element
+        wanted = m.select(has_nan[(*i, *(0,) * n)] > number(0), is_nan, element == peak)
+        flat = flatten(at[len(at) - n :], plane)
+        return _guarded([*valid, wanted], flat, number(_FAR))
+
+    position = reduce("min", space, _last(space, n), _windows(x, axes, first)[1], "int32")
+    shape = op.results[0].shape
+    nan = m.constant(float("nan"), dtype)
+    y = pointwise(
+        best.shape, op.results[0].dtype,
+        lambda *i: m.select(has_nan[i] > number(0), nan, best[i]),
+    )  # fmt: skip
+    indices = pointwise(position.shape, "int64", lambda *i: m.cast(position[i], "int64"))
+    return reshape(y, shape), reshape(indices, shape)
+
+
+def _is_nan(valid: Any, element: Any) -> Any:
+    element = bind(element)
+    return _guarded([*valid, element != element], number(1), number(0))
+
+
+def _covering(op: Lowering, axes: Axes, dtype: str, body: Callable[..., Any]) -> Value:
+    """The sum of `body(place in grad, element)` over the windows that hold each element."""
+    result, n = op.results[0], len(axes)
+    batch = result.shape[: len(result.shape) - n]
+    space = (*result.shape, *(axis.covering for axis in axes))
+
+    def element(*i: Any) -> Any:
+        elements, whichs = i[len(batch) : len(batch) + n], i[len(batch) + n :]
+        found = [axis.window(e, w) for axis, e, w in zip(axes, elements, whichs, strict=True)]
+        at = [m.clamp(w, axis.count) for (w, _), axis in zip(found, axes, strict=True)]
+        value = body((*i[: len(batch)], *at), elements)
+        return _guarded([valid for _, valid in found], value, m.constant(0.0, dtype))
+
+    places = _places([axis.covering for axis in axes])
+    if places is not None:
+
+        def summed(*i: Any) -> Any:
+            total = m.constant(0.0, dtype)
+            for place in places:
+                total = bind(total + element(*i, *place))
+            return total
+
+        return pointwise(result.shape, result.dtype, summed)
+    total = reduce("sum", space, _last(space, n), element, dtype)
+    return reshape(pointwise(total.shape, result.dtype, lambda *i: total[i]), result.shape)
+
+
+def _max_pool_backward(op: Lowering, grad: Value, indices: Value, axes: Axes) -> Value:
+    plane = [axis.extent for axis in axes]
+    dtype = compute_dtype(grad.dtype)
+
+    def body(at: Any, elements: Any) -> Any:
+        mine = tirx.Cast("int32", indices[at]) == flatten(tuple(elements), plane)
+        return m.select(mine, grad[at], m.constant(0.0, dtype))
+
+    return _covering(op, axes, dtype, body)
+
+
+def _sliding(
+    shape: Sequence[int],
+    out_shape: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[Sliding]:
+    n = len(kernel)
+    numbers = zip(shape[-n:], out_shape[-n:], kernel, strides, padding, dilation, strict=True)
+    return [Sliding(*one) for one in numbers]
+
+
+def _adaptive(shape: Sequence[int], out_shape: Sequence[int], n: int) -> list[Adaptive]:
+    return [Adaptive.of(*one) for one in zip(shape[-n:], out_shape[-n:], strict=True)]
+
+
+@lowers("amp_ir.max_pool")
+def max_pool(
+    op: Lowering,
+    x: Value,
+    *,
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool = False,
+) -> tuple[Value, Value]:
+    """The maximum of each window, then the first place that has it."""
+    shape = op.results[0].shape
+    return _max_pool(op, x, _sliding(x.shape, shape, kernel, strides, padding, dilation))
+
+
+@lowers("amp_ir.max_pool_backward")
+def max_pool_backward(
+    op: Lowering,
+    grad: Value,
+    indices: Value,
+    *,
+    input_shape: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool = False,
+) -> Value:
+    """An element takes the gradients of the windows whose index names it."""
+    axes = _sliding(input_shape, grad.shape, kernel, strides, padding, dilation)
+    return _max_pool_backward(op, grad, indices, axes)
+
+
+@lowers("amp_ir.adaptive_max_pool")
+def adaptive_max_pool(op: Lowering, x: Value, *, output_size: Sequence[int]) -> Any:
+    """The maximum of each window, then the first place that has it."""
+    return _max_pool(op, x, _adaptive(x.shape, op.results[0].shape, len(output_size)))
+
+
+@lowers("amp_ir.adaptive_max_pool_backward")
+def adaptive_max_pool_backward(
+    op: Lowering, grad: Value, indices: Value, *, input_shape: Sequence[int], ndim_space: int
+) -> Value:
+    """An element takes the gradients of the windows whose index names it."""
+    axes = _adaptive(input_shape, grad.shape, ndim_space)
+    return _max_pool_backward(op, grad, indices, axes)
+
+
+def _divisor(
+    axes: Axes, windows: Sequence[Any], *, with_padding: bool, divisor: int | None, dtype: str
+) -> Any:
+    """What the sum of a window is divided by."""
+    if divisor is not None:
+        return m.constant(divisor, dtype)
+    size: Any = None
+    for axis, window in zip(axes, windows, strict=True):
+        one = (
+            axis.end(window) - axis.begin(window)
+            if isinstance(axis, Adaptive)
+            else axis.size(window, with_padding=with_padding)
+        )
+        size = one if size is None else size * one
+    return tirx.Cast(dtype, size)
+
+
+def _average(op: Lowering, x: Value, axes: Axes, **count: Any) -> Value:
+    dtype, n = compute_dtype(x.dtype), len(axes)
+    zero = m.constant(0.0, dtype)
+    space, body = _windows(x, axes, lambda at, valid, _i: _guarded(valid, x[at], zero))
+    total = reduce("sum", space, _last(space, n), body, dtype)
+
+    def mean(*i: Any) -> Any:
+        windows = i[len(i) - 2 * n : len(i) - n]
+        return total[i] / _divisor(axes, windows, dtype=dtype, **count)
+
+    return reshape(pointwise(total.shape, op.results[0].dtype, mean), op.results[0].shape)
+
+
+def _average_backward(op: Lowering, grad: Value, axes: Axes, **count: Any) -> Value:
+    dtype, n = compute_dtype(grad.dtype), len(axes)
+    return _covering(
+        op, axes, dtype,
+        lambda at, _elements: grad[at] / _divisor(axes, at[len(at) - n :], dtype=dtype, **count),
+    )  # fmt: skip
+
+
+@lowers("amp_ir.avg_pool")
+def avg_pool(
+    op: Lowering,
+    x: Value,
+    *,
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int | None = None,
+) -> Value:
+    """The sum of each window over its count."""
+    ones = (1,) * len(kernel)
+    axes = _sliding(x.shape, op.results[0].shape, kernel, strides, padding, ones)
+    return _average(op, x, axes, with_padding=count_include_pad, divisor=divisor)
+
+
+@lowers("amp_ir.avg_pool_backward")
+def avg_pool_backward(
+    op: Lowering,
+    grad: Value,
+    *,
+    input_shape: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int | None = None,
+) -> Value:
+    """An element takes its share of the gradients of the windows that hold it."""
+    axes = _sliding(input_shape, grad.shape, kernel, strides, padding, (1,) * len(kernel))
+    return _average_backward(op, grad, axes, with_padding=count_include_pad, divisor=divisor)
+
+
+@lowers("amp_ir.adaptive_avg_pool")
+def adaptive_avg_pool(op: Lowering, x: Value, *, output_size: Sequence[int]) -> Value:
+    """The sum of each window over its count."""
+    axes = _adaptive(x.shape, op.results[0].shape, len(output_size))
+    return _average(op, x, axes, with_padding=False, divisor=None)
+
+
+@lowers("amp_ir.adaptive_avg_pool_backward")
+def adaptive_avg_pool_backward(
+    op: Lowering, grad: Value, *, input_shape: Sequence[int], ndim_space: int
+) -> Value:
+    """An element takes its share of the gradients of the windows that hold it."""
+    axes = _adaptive(input_shape, grad.shape, ndim_space)
+    return _average_backward(op, grad, axes, with_padding=False, divisor=None)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that a step uses its loss scale rightly: `check_scale_degrees(step)`.
+
+Every value of the captured step gets a degree (degree.py) by the rules of its op
+(relax_rules.py). The loss scale of scaler0 has degree 1 in scaler0; parameters, buffers, optimizer
+state, hyper-parameters and the batch have degree 0. Then
+
+ - values that are added, compared or selected from must have one degree;
+ - what is unscaled must have been scaled, once;
+ - all state must leave the step with the degree it came with; a .grad may be cleared instead,
+   outside of the step too, so that a note must do.
+
+A step that breaks this trains wrongly, and differently whenever the scale changes. Only what the
+state after the step depends on is held to it: what is merely returned gets a note instead.
+
+Requires: the step as captured, before autocast, whose casts do not change a degree.
+Source: the dimensional analysis of physics, with the loss scale as the only unit (Kennedy 1994,
+    "Dimension types").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy
+from tvm import relax
+
+import amp_ir.loss_scaling.degrees.dialect_rules  # noqa: F401  (registers its rules)
+from amp_ir.dialect.registry import DECLARATIONS, options_of
+from amp_ir.ir.step_graph import Op, StepGraph, read_step
+from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, StepModule
+from amp_ir.loss_scaling.degrees.degree import ZERO, Degree, Solver, Special, Unknown, ValueDegree
+from amp_ir.loss_scaling.degrees.diagnostics import Fault, Faults, Kind
+from amp_ir.loss_scaling.degrees.operands import CannotTell, DegreesDiffer, NotScaled, Operands
+from amp_ir.loss_scaling.degrees.relax_rules import INDIFFERENT, RULES
+
+SCALE_SUFFIX = ".scale"
+
+
+@attrs.frozen
+class ScaleDegrees:
+    """What the analysis found.
+
+    `degree` maps the name of each variable of `main` that is an input or bound to a call to its
+    degree, or to a tuple of degrees if it is a tuple; `outputs` maps the name of each output.
+    `notes` says in words what the analysis could not tell and what it took for granted.
+    """
+
+    degree: Mapping[str, Any] = attrs.field(factory=dict)
+    outputs: Mapping[str, ValueDegree] = attrs.field(factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def check_scale_degrees(step: StepModule) -> ScaleDegrees:
+    """Give every value of the step its degree in each loss scale; at no cost without a scaler.
+
+    Raises:
+        LossScaleError: the step uses a loss scale wrongly; the message lists every place, with
+            the user's line and what to do.
+    """
+    inputs = step.signature.inputs
+    scalers = [one.name.removesuffix(SCALE_SUFFIX) for one in inputs if _is_scale(one)]
+    if not scalers:
+        return ScaleDegrees()
+    graph, outputs = read_step(step.ir), step.signature.outputs
+    analysis = _Analysis(graph, inputs, outputs, scalers)
+    analysis.run()
+    if analysis.faults.count and any(one.role is Role.GRADIENT for one in inputs):
+        # Which line is to blame hangs on what a kept .grad is: in such a loop it is scaled.
+        again = _Analysis(graph, inputs, outputs, scalers, kept_gradient=Degree.of(scalers[0]))
+        again.run()
+        if again.faults.count <= analysis.faults.count:
+            analysis = again
+    analysis.faults.raise_if_any()
+    return ScaleDegrees(analysis.by_name(), analysis.by_output(), analysis.faults.notes())
+
+
+def _is_scale(spec: InputSpec) -> bool:
+    return spec.role is Role.SCALER_STATE and spec.name.endswith(SCALE_SUFFIX)
+
+
+class _Analysis:
+    """One walk over the step, in order: a value's degree is known before it is used.
+
+    `kept_gradient` is the degree of each .grad from an earlier call, None to find it out.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        inputs: Sequence[InputSpec],
+        outputs: Sequence[OutputSpec],
+        scalers: Sequence[str],
+        *,
+        kept_gradient: Degree | None = None,
+    ) -> None:
+        self.graph = graph
+        self.inputs = inputs
+        self.outputs = outputs
+        self.kept_gradient = kept_gradient
+        self.solver = Solver()
+        self.degrees: list[ValueDegree] = [ZERO] * len(graph.values)
+        self.faults = Faults(graph, inputs, scalers, self.solver)
+        self._dropped = _dropped_gradients(graph, inputs, outputs)
+        self._matters = _ops_behind(
+            graph, outputs, lambda spec: _is_state(spec) and spec.name not in self._dropped
+        )
+        self._matters_beyond_gradients = _ops_behind(
+            graph, outputs, lambda spec: _is_state(spec) and spec.role is not Role.GRADIENT
+        )
+
+    def run(self) -> None:
+        for leaf, spec in zip(self.graph.inputs, self.inputs, strict=True):
+            self.degrees[leaf] = self._of_input(spec)
+        for leaf, value in enumerate(self.graph.values):
+            if value.expr is not None and value.is_constant and _is_scale_free(value.expr):
+                self.degrees[leaf] = Special.ANY
+        for op in self.graph.ops:
+            for leaf, degree in zip(op.results, self._of_op(op), strict=True):
+                self.degrees[leaf] = degree
+        for leaf, output in zip(self.graph.outputs, self.outputs, strict=True):
+            self._check_output(leaf, output)
+
+    def by_name(self) -> dict[str, Any]:
+        """The degree of every variable, by its name."""
+        named: dict[str, Any] = {
+            self.graph.values[leaf].expr.name: self._resolved(leaf)  # type: ignore[union-attr]
+            for leaf in self.graph.inputs
+        }
+        for op in self.graph.ops:
+            found = tuple(self._resolved(leaf) for leaf in op.results)
+            named[op.variable.name] = found if isinstance(op.result, tuple) else found[0]
+        return named
+
+    def by_output(self) -> dict[str, ValueDegree]:
+        """The degree of every output, by its name."""
+        pairs = zip(self.graph.outputs, self.outputs, strict=True)
+        return {spec.name: self._resolved(leaf) for leaf, spec in pairs}
+
+    def _resolved(self, leaf: int) -> ValueDegree:
+        degree = self.degrees[leaf]
+        return self.solver.resolve(degree) if isinstance(degree, Degree) else degree
+
+    def _of_input(self, spec: InputSpec) -> ValueDegree:
+        if _is_scale(spec):
+            return Degree.of(spec.name.removesuffix(SCALE_SUFFIX))
+        if spec.role is Role.GRADIENT:
+            # It was made by other calls, of this step or another: its first use here tells.
+            return self.kept_gradient or self.solver.new_unknown(spec.name)
+        return ZERO
+
+    def _of_op(self, op: Op) -> Sequence[ValueDegree]:
+        count = len(op.results)
+        bad = self._bad_operand(op)
+        if bad is not None:
+            indifferent = INDIFFERENT.get(op.name, ())
+            return [ZERO if k in indifferent else bad for k in range(count)]
+        rule = RULES.get(op.name)
+        if rule is None:
+            return [Unknown(f"{op.location}: {op.name} has no rule")] * count
+        operands = self._operands(op)
+        try:
+            result = rule(operands)
+        except CannotTell as error:
+            return [Unknown(self.faults.why_unknown(op, operands, error.position))] * count
+        except DegreesDiffer as error:
+            fault = Fault(Kind.DIFFER, op, error.positions, operands)
+            return [self._fault(op, fault)] * count
+        except NotScaled as error:
+            fault = Fault(Kind.NOT_SCALED, op, (error.position,), operands)
+            return [self._fault(op, fault)] * count
+        if operands.guarded_by is not None:
+            self.faults.guard(op, operands)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    def _bad_operand(self, op: Op) -> ValueDegree | None:
+        """WRONG, or the first unknown, among the operands; None when all are known."""
+        read = [self.degrees[leaf] for leaf in op.reads]
+        if Special.WRONG in read:
+            return Special.WRONG
+        return next((degree for degree in read if isinstance(degree, Unknown)), None)
+
+    def _operands(self, op: Op) -> Operands:
+        values = [self.graph.values[leaf] for leaf in op.reads]
+        results = [self.graph.values[leaf] for leaf in op.results]
+        return Operands(
+            degrees=[self.degrees[leaf] for leaf in op.reads],  # type: ignore[misc]
+            numbers=[_number(value.expr) if value.is_constant else None for value in values],
+            shapes=[value.shape for value in values],
+            result_shapes=[value.shape for value in results],
+            result_dtypes=[value.dtype for value in results],
+            options=lambda name: _option(op, name),
+            solver=self.solver,
+        )
+
+    def _fault(self, op: Op, fault: Fault) -> ValueDegree:
+        """Report what the state depends on; what is only returned cannot spoil the training."""
+        kept = self.faults.kept_gradient_of(fault) if op.name == "relax.where" else None
+        if kept is not None and op.position not in self._matters_beyond_gradients:
+            # A skipped step selects the old .grad, still scaled, instead of the unscaled one.
+            self.faults.uncleared(kept)
+            return Special.WRONG
+        if op.position in self._matters:
+            self.faults.add(fault)
+            return Special.WRONG
+        self.faults.add_harmless(fault)
+        return Unknown(self.faults.sentence(fault))
+
+    def _check_output(self, leaf: int, spec: OutputSpec) -> None:
+        degree = self._resolved(leaf)
+        is_free = not _is_state(spec) and spec.role is not Role.RESULT
+        if is_free or degree is Special.WRONG or degree is Special.ANY:
+            return
+        if isinstance(degree, Unknown):
+            self.faults.unknown_output(spec, degree)
+        elif spec.role is Role.RESULT:
+            self.faults.scaled_result(spec, degree)
+        elif spec.updates is not None and spec.name not in self._dropped:
+            expected = self._resolved(self.graph.inputs[spec.updates])
+            assert isinstance(expected, Degree)
+            if self.solver.equate(degree, expected):
+                return
+            if spec.role is Role.GRADIENT:
+                self.faults.uncleared(spec.name)
+            else:
+                self.faults.wrong_state(leaf, spec, degree, expected)
+
+
+def _is_state(spec: OutputSpec) -> bool:
+    """Whether something computes with an output: it is no result, and no log of a scaler.
+
+    The scale itself may become anything, as `update(new_scale)` makes it: it is the unit.
+    """
+    is_scale_or_log = spec.role is Role.SCALER_STATE and spec.dtype.startswith("float")
+    return spec.role is not Role.RESULT and not is_scale_or_log
+
+
+def _dropped_gradients(
+    graph: StepGraph, inputs: Sequence[InputSpec], outputs: Sequence[OutputSpec]
+) -> set[str]:
+    """Names of the .grad that no later call computes with: it is cleared before it is looked at.
+
+    The discriminator's, for one, to which the generator's loss adds behind its own optimizer step.
+    """
+    dropped = {spec.name for spec in outputs if spec.role is Role.GRADIENT}
+    while True:
+        kept = [_is_state(spec) and spec.name not in dropped for spec in outputs]
+        read = {leaf for leaf, is_kept in zip(graph.outputs, kept, strict=True) if is_kept}
+        for op in reversed(graph.ops):
+            if read.intersection(op.results):
+                read.update(op.reads)
+        used = {s.name for leaf, s in zip(graph.inputs, inputs, strict=True) if leaf in read}
+        if not dropped & used:
+            return dropped
+        dropped -= used
+
+
+def _ops_behind(
+    graph: StepGraph, outputs: Sequence[OutputSpec], counts: Callable[[OutputSpec], bool]
+) -> set[int]:
+    """Positions of all ops that the outputs that count depend on."""
+    wanted = {leaf for leaf, spec in zip(graph.outputs, outputs, strict=True) if counts(spec)}
+    found = set()
+    for op in reversed(graph.ops):
+        if wanted.intersection(op.results):
+            found.add(op.position)
+            wanted.update(op.reads)
+    return found
+
+
+def _is_scale_free(constant: relax.Expr) -> bool:
+    """Whether a constant holds nothing but zeros, infinities and NaN."""
+    wide = constant.value.numpy().astype(numpy.float64)
+    return bool(((wide == 0) | ~numpy.isfinite(wide)).all())
+
+
+def _number(expr: relax.Expr | None) -> float | None:
+    """The number that a constant holds, if it is one number."""
+    if expr is None:
+        return None
+    numbers = expr.value.numpy()
+    return float(numbers.reshape(-1)[0]) if numbers.size == 1 else None
+
+
+def _option(op: Op, name: str) -> Any:
+    if op.name in DECLARATIONS:
+        return options_of(op.call).get(name)
+    return getattr(op.call.attrs, name, None)

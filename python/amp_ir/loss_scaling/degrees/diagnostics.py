@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scale-degree analysis finds, in words: errors with their repair, and notes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import attrs
+
+from amp_ir.errors import LossScaleError
+from amp_ir.ir.location import Location
+from amp_ir.ir.step_graph import Op, StepGraph
+from amp_ir.ir.step_module import InputSpec, OutputSpec, Role
+from amp_ir.loss_scaling.degrees.degree import Degree, Solver, Unknown, Words
+from amp_ir.loss_scaling.degrees.operands import Operands
+
+_MOST_SHOWN = 20
+_MOST_NAMED = 3
+# Ops that hold a value against another one, rather than combine the two.
+_COMPARING = frozenset(
+    f"relax.{name}"
+    for name in "minimum maximum equal not_equal less less_equal greater greater_equal".split()
+)
+
+_UNSCALE_FIRST = (
+    "The gradients are still multiplied by the loss scale here: call scaler.unscale_(optimizer) "
+    "before this line, or move the line behind the block of amp_ir.scale_loss"
+)
+_STEP_BY_SCALER = (
+    "The gradients are still multiplied by the loss scale here: call scaler.step(optimizer) in "
+    "place of optimizer.step()"
+)
+_SCALE_ALL = (
+    "Gradients of a loss that was scaled meet those of one that was not: scale every loss, "
+    "scaler.scale(loss).backward(), or their sum"
+)
+_PENALTY = (
+    "One of them comes through gradients that were still scaled when a loss was computed from "
+    "them, as a gradient penalty does: multiply what torch.autograd.grad returned by "
+    "1.0 / scaler.get_scale() first"
+)
+_SCALE_ONCE = (
+    "Scale the loss once, scaler.scale(loss).backward(), and leave it to unscale_ or step of the "
+    "same scaler to divide its gradients by the scale, once"
+)
+_DIVIDE_FIRST = (
+    "Divide by the scale before this line: multiply what torch.autograd.grad returned by "
+    "1.0 / scaler.get_scale(); for the .grad of parameters call scaler.unscale_(optimizer)"
+)
+_SCALE_THE_SUM = (
+    "Compute with values that are not scaled, and scale the result: scaler.scale(a + b), not "
+    "scaler.scale(a) + b"
+)
+_STORE_UNSCALED = (
+    "The loss scale changes between calls, so state must not depend on it: divide by "
+    "scaler.get_scale() before it is stored"
+)
+
+
+class Kind(enum.Enum):
+    """What is wrong at an op."""
+
+    DIFFER = "two operands must have one degree"
+    NOT_SCALED = "what is unscaled was not scaled once"
+
+
+@attrs.frozen(eq=False)
+class Fault:
+    """A root cause at `op`; `positions` are the operands that it is about."""
+
+    kind: Kind
+    op: Op
+    positions: tuple[int, ...]
+    operands: Operands
+
+
+@attrs.define
+class _Line:
+    """A line of the error; ops of one source line and phase share it, the first one speaks."""
+
+    location: Location
+    what: str
+    advice: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        more = f" (and {self.count - 1} more ops of this line)" if self.count > 1 else ""
+        return f"{self.location}: {self.what}{more}. {self.advice}"
+
+
+class Faults:
+    """The findings of one analysis."""
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        inputs: Sequence[InputSpec],
+        scalers: Sequence[str],
+        solver: Solver,
+    ) -> None:
+        self._graph = graph
+        self._names = {leaf: spec.name for leaf, spec in zip(graph.inputs, inputs, strict=True)}
+        self._words = Words(scalers)
+        self._solver = solver
+        self._kept_gradients = {
+            leaf
+            for leaf, spec in zip(graph.inputs, inputs, strict=True)
+            if spec.role is Role.GRADIENT
+        }
+        self._gradients = _gradients(graph, self._kept_gradients)
+        self._lines: dict[tuple[object, ...], _Line] = {}
+        self._harmless: dict[tuple[object, ...], _Line] = {}
+        self._notes: dict[str, list[str]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many places the error would list, what only explains them apart."""
+        return len(self._lines)
+
+    def add(self, fault: Fault) -> None:
+        """Note a root cause; several on one line of the user's count as one."""
+        _count(self._lines, self._line(fault), fault.op.location)
+
+    def add_harmless(self, fault: Fault) -> None:
+        """Note what no state depends on; it may explain what happens in the backward pass."""
+        _count(self._harmless, self._line(fault), fault.op.location)
+
+    def wrong_state(self, leaf: int, spec: OutputSpec, degree: Degree, expected: Degree) -> None:
+        """Note a state that leaves the step with another degree than it came with."""
+        value = self._graph.values[leaf]
+        location = self._graph.ops[value.op].location if value.op >= 0 else Location()
+        after, before = self._words.of(degree), self._words.of(expected)
+        what = f"{spec.name} is {after} after the step, and {before} before it"
+        advice = _STEP_BY_SCALER if location.phase == "optimizer" else _STORE_UNSCALED
+        _count(self._lines, _Line(location, what, advice), location)
+
+    def guard(self, op: Op, operands: Operands) -> None:
+        """Note a small constant that was taken for a guard against a division by zero."""
+        assert operands.guarded_by is not None
+        degree = operands.degree(1 - operands.guarded_by)
+        assert isinstance(degree, Degree)
+        number = operands.numbers[operands.guarded_by]
+        self._note(
+            f"{op.location}: {number:.3g} is taken for a guard against a division by zero beside a "
+            f"value that is {self._words.of(degree)}.",
+            "",
+        )
+
+    def kept_gradient_of(self, fault: Fault) -> str | None:
+        """The name of the .grad, as an earlier call left it, that is an operand of a fault."""
+        leaves = [self._graph.values[fault.op.reads[k]].root for k in fault.positions]
+        return next((self._names[leaf] for leaf in leaves if leaf in self._kept_gradients), None)
+
+    def uncleared(self, name: str) -> None:
+        """Note a .grad that is unscaled in the step; whether the user clears it is not seen."""
+        self._note(
+            "{} must be cleared before the next call, as optimizer.zero_grad() does: the step "
+            "leaves unscaled gradients there, and adds scaled ones.",
+            name,
+        )
+
+    def unknown_output(self, spec: OutputSpec, degree: Unknown) -> None:
+        """Note an output whose degree is unknown."""
+        self._note(f"Cannot tell how the loss scale enters {{}}: {degree.reason}.", spec.name)
+
+    def scaled_result(self, spec: OutputSpec, degree: Degree) -> None:
+        """Note a result that is multiplied by the loss scale."""
+        if degree.powers and not self._solver.is_open(degree):
+            self._note(f"The step returns {{}} {self._words.of(degree)}.", spec.name)
+
+    def raise_if_any(self) -> None:
+        """Raise the error that lists every root cause, in the order of the step."""
+        found = list(self._lines.values())
+        if not found:
+            return
+        causes = [one for one in self._harmless.values() if one.location.phase == "forward"]
+        others = [one for one in found if one.location.phase != "backward"]
+        if causes and len(others) < len(found):
+            # A sum of losses feeds no state, but its gradients do, and they meet elsewhere.
+            found = causes + others
+        lines = [f"  {number}. {line}" for number, line in enumerate(found, 1)]
+        if len(lines) > _MOST_SHOWN:
+            lines[_MOST_SHOWN:] = [f"  ... and {len(lines) - _MOST_SHOWN} more"]
+        places = "1 place" if len(found) == 1 else f"{len(found)} places"
+        raise LossScaleError(
+            "\n".join([f"this step uses its loss scale wrongly, {places}:", *lines])
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """All notes, each once."""
+        return tuple(text.replace("{}", _listed(names)) for text, names in self._notes.items())
+
+    def sentence(self, fault: Fault) -> str:
+        """A fault that spoils no state, as the reason why a value has no degree."""
+        return f"{fault.op.location}: {self._what(fault)}"
+
+    def why_unknown(self, op: Op, operands: Operands, position: int) -> str:
+        """Why an op's result has no degree."""
+        degree = operands.degree(position)
+        words = self._words.of(degree) if isinstance(degree, Degree) else "not multiplied by it"
+        return f"{op.location}: {op.name} of {self._noun(op, position)} that is {words}"
+
+    def _line(self, fault: Fault) -> _Line:
+        return _Line(fault.op.location, self._what(fault), self._advice(fault))
+
+    def _note(self, text: str, name: str) -> None:
+        names = self._notes.setdefault(text, [])
+        if name and name not in names:
+            names.append(name)
+
+    def _what(self, fault: Fault) -> str:
+        op, degrees = fault.op, [fault.operands.degree(k) for k in fault.positions]
+        words = [self._words.of(one) if isinstance(one, Degree) else "" for one in degrees]
+        nouns = [self._noun(op, k) for k in fault.positions]
+        if fault.kind is Kind.NOT_SCALED:
+            scale = fault.operands.degree(len(op.reads) - 1)
+            assert isinstance(scale, Degree)
+            name = self._words.scale(scale.powers[0][0])
+            return f"{op.name} divides {nouns[0]}, {words[0]}, by {name}"
+        verb, link = ("compares", "with") if op.name in _COMPARING else ("combines", "and")
+        return f"{op.name} {verb} {nouns[0]}, {words[0]}, {link} {nouns[1]}, {words[1]}"
+
+    def _noun(self, op: Op, position: int) -> str:
+        value = self._graph.values[op.reads[position]]
+        if value.is_constant:
+            assert value.expr is not None
+            number = value.expr.value.numpy()
+            return f"{float(number.reshape(-1)[0]):.6g}" if number.size == 1 else "a constant"
+        if value.root in self._names:
+            return self._names[value.root]
+        if value.root not in self._gradients:
+            return "a value"
+        maker = self._graph.ops[self._graph.values[value.root].op]
+        is_own = maker.location.phase == "backward"
+        return "a gradient" if is_own else "a value computed from gradients"
+
+    def _advice(self, fault: Fault) -> str:
+        if fault.kind is Kind.NOT_SCALED:
+            return _SCALE_ONCE
+        op, reads = fault.op, [fault.op.reads[position] for position in fault.positions]
+        is_plain = any(fault.operands.is_plain(position) for position in fault.positions)
+        if op.location.phase == "backward":
+            return _SCALE_ALL if is_plain else _PENALTY
+        if op.location.phase == "optimizer":
+            return _UNSCALE_FIRST if op.name in _COMPARING else _STEP_BY_SCALER
+        of_gradients = any(self._graph.values[leaf].root in self._gradients for leaf in reads)
+        return _DIVIDE_FIRST if of_gradients else _SCALE_THE_SUM
+
+
+def _count(lines: dict[tuple[object, ...], _Line], line: _Line, location: Location) -> None:
+    """Add a line, or count one more of its place; what has no place stands for itself."""
+    place: tuple[object, ...] = (location.file, location.line, location.phase)
+    known = lines.setdefault(place if location.file else (len(lines),), line)
+    if known is not line:
+        known.count += 1
+
+
+def _gradients(graph: StepGraph, kept: set[int]) -> set[int]:
+    """Gradients, `kept` ones included, and all that is computed from them."""
+    found = set(kept)
+    for op in graph.ops:
+        if op.location.phase == "backward" or found.intersection(op.reads):
+            found.update(op.results)
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a, b, c and 4 more`."""
+    shown = ", ".join(names[:_MOST_NAMED])
+    return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a degree rule (relax_rules.py) sees of a call, and how it refuses one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from amp_ir.loss_scaling.degrees.degree import ZERO, Degree, Solver, Special
+
+Known: TypeAlias = "Degree | Special"
+
+
+class DegreesDiffer(Exception):
+    """Two operands must have one degree and have two; `positions` says which operands."""
+
+    def __init__(self, first: int, second: int) -> None:
+        self.positions = (first, second)
+
+
+class NotScaled(Exception):
+    """An operand that is divided by the loss scale was not multiplied by it, exactly once."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class CannotTell(Exception):
+    """The results have no degree, or the rule does not know it; `position` is the reason."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+@attrs.define(eq=False)
+class Operands:
+    """What a rule sees of a call: the tensors that it reads, tuples taken apart.
+
+    `numbers[k]` is the value of an operand that is one constant number, else None; `shapes` and
+    `dtypes` are those of the operands, `result_dtypes` and `result_shapes` of the results.
+    `options` has the call's own. A rule sets `guarded_by` to the operand that it took for a guard.
+    """
+
+    degrees: Sequence[Known]
+    numbers: Sequence[float | None]
+    shapes: Sequence[tuple[int, ...]]
+    result_shapes: Sequence[tuple[int, ...]]
+    result_dtypes: Sequence[str]
+    options: Callable[[str], Any]
+    solver: Solver
+    guarded_by: int | None = None
+
+    def degree(self, position: int) -> Known:
+        """The degree of one operand, with all that is settled by now."""
+        known = self.degrees[position]
+        return self.solver.resolve(known) if isinstance(known, Degree) else known
+
+    def is_plain(self, position: int) -> bool:
+        """Whether an operand does not depend on the loss scale."""
+        return self.degree(position) in (ZERO, Special.ANY)
+
+    def expect_plain(self, *positions: int) -> None:
+        """Require that operands do not depend on the loss scale."""
+        for position in positions:
+            if not self.is_plain(position):
+                raise CannotTell(position)
+
+    def join(self, *positions: int) -> Known:
+        """The one degree that these operands share."""
+        first: int | None = None
+        for position in positions:
+            known = self.degrees[position]
+            if not isinstance(known, Degree):
+                continue
+            if first is None:
+                first = position
+            elif not self.solver.equate(self._number(first), known):
+                raise DegreesDiffer(first, position)
+        return Special.ANY if first is None else self.degree(first)
+
+    def total(self, *positions: int) -> Known:
+        """The degree of a product of these operands."""
+        total = ZERO
+        for position in positions:
+            degree = self.degree(position)
+            if not isinstance(degree, Degree):
+                return Special.ANY  # nothing changes a product with 0
+            total = total + degree
+        return total
+
+    def _number(self, position: int) -> Degree:
+        degree = self.degrees[position]
+        assert isinstance(degree, Degree)
+        return degree

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop that users of apex and MXNet know: `with scale_loss(loss, optimizer) as scaled`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from amp_ir.errors import OptionError
+from amp_ir.ir.capturing import captured_scalers
+from amp_ir.loss_scaling.grad_scaler import GradScaler
+
+_own: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, GradScaler]] = (
+    weakref.WeakKeyDictionary()
+)
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def scalers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[GradScaler]:
+    """The scalers that `scale_loss` made for optimizers, in the order of their loss_id."""
+    found = {id(scaler): scaler for one in optimizers for scaler in _own.get(one, {}).values()}
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizer: Optimizers,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    loss_id: int = 0,
+    delay_unscale: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Scale a loss for its backward pass, and unscale the gradients behind it.
+
+        with amp_ir.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()            # does nothing where a gradient is not finite
+
+    The next `optimizer.step()` steps through the scaler, and updates the scale once every
+    optimizer that was passed has stepped. Several losses of one optimizer add their unscaled
+    gradients; the step is skipped if any of them overflowed.
+
+    Args:
+        loss: f[...], or a list of losses.
+        optimizer: every optimizer that owns parameters which the loss gives gradients.
+        scaler: the scaler to use. By default, in a captured step the one at position `loss_id` of
+            those that were passed, and in plain PyTorch one that belongs to the optimizer.
+        loss_id: a scaler of its own for each loss (apex's `num_losses`).
+        delay_unscale: leave the gradients scaled: another `scale_loss` with the same scaler
+            follows before the step (accumulation over several batches).
+
+    Raises:
+        OptionError: in a captured step to which no scaler, or not as many, were passed.
+
+    Source: apex.amp.scale_loss and mxnet.contrib.amp.scale_loss.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    chosen = scaler if scaler is not None else _scaler_of(optimizers, loss_id)
+    if not chosen.is_enabled():
+        yield loss
+        return
+    kept = [] if delay_unscale else _stash(optimizers)
+    yield chosen.scale(loss)
+    if delay_unscale:
+        return
+    for one in optimizers:
+        _unscale(chosen, one)
+    _add_back(kept)
+    waiting = {id(one) for one in optimizers}
+    for one in optimizers:
+        _step_through(chosen, one, waiting)
+
+
+def _scaler_of(optimizers: list[torch.optim.Optimizer], loss_id: int) -> torch.amp.GradScaler:
+    passed = captured_scalers.get()
+    if passed is None:
+        scalers = _own.setdefault(optimizers[0], {})
+        if loss_id not in scalers:
+            scalers[loss_id] = GradScaler()
+        return scalers[loss_id]
+    if not 0 <= loss_id < len(passed):
+        count = "no scaler was" if not passed else f"{len(passed)} were"
+        raise OptionError(
+            f"scale_loss with loss_id={loss_id} is in a captured step, to which {count} passed; "
+            "pass scaler=amp_ir.GradScaler(), or a list of one scaler for each loss_id"
+        )
+    scaler: torch.amp.GradScaler = passed[loss_id]
+    return scaler
+
+
+Kept = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _parameters(optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    groups = [group for one in optimizers for group in one.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _stash(optimizers: list[torch.optim.Optimizer]) -> Kept:
+    """Put aside gradients that an earlier loss left unscaled; those of this one are scaled."""
+    waiting = [one for one in optimizers if hasattr(vars(one).get("step"), "is_of_scale_loss")]
+    kept = [(p, p.grad) for p in _parameters(waiting) if p.grad is not None]
+    for parameter, _ in kept:
+        parameter.grad = None
+    return kept
+
+
+def _add_back(kept: Kept) -> None:
+    for parameter, gradient in kept:
+        with torch.no_grad():
+            own = parameter.grad
+            parameter.grad = gradient if own is None else own + gradient
+
+
+def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """`scaler.unscale_`, which may follow another before the step: what each found adds up."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    before = state["found_inf_per_device"]
+    if before:
+        # Another loss of the same scaler was unscaled; its gradients are put aside.
+        del scaler._per_optimizer_states[id(optimizer)]
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device, flag in before.items():
+        found[device] = found[device] + flag if device in found else flag
+
+
+def _step_through(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, waiting: set[int]
+) -> None:
+    """Let the next `optimizer.step()` be that of the scaler; `waiting` are those yet to step."""
+    if any(one is scaler for one, _ in _chain(optimizer)):
+        return
+    own = vars(optimizer)
+    before = own.get("step")
+
+    def restore() -> None:
+        if before is None:
+            own.pop("step", None)
+        else:
+            own["step"] = before
+
+    def done() -> None:
+        waiting.discard(id(optimizer))
+        if not waiting:
+            scaler.update()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        result = scaler.step(optimizer, *args, **kwargs)
+        # A step that this scaler skipped never came to the other losses' scalers.
+        while (inner := own.get("step")) is not None and hasattr(inner, "is_of_scale_loss"):
+            inner.skip()
+        done()
+        return result
+
+    def skip() -> None:
+        restore()
+        done()
+
+    link: Callable[..., Any] = step
+    link.is_of_scale_loss = (scaler, before)  # type: ignore[attr-defined]
+    link.skip = skip  # type: ignore[attr-defined]
+    own["step"] = link
+
+
+def _chain(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
+    """The scalers that the next step goes through, and what each found in its place."""
+    links = []
+    step: Any = vars(optimizer).get("step")
+    while hasattr(step, "is_of_scale_loss"):
+        links.append(step.is_of_scale_loss)
+        step = links[-1][1]
+    return links

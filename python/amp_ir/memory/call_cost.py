@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much arithmetic each call of a planned step does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.sym import Analyzer
+
+from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.ir.workspace import lends_scratch
+
+# Products of [s, d] by [d, t] or as large; the gradient makes the scores once more.
+_ATTENTION_MATMULS = {"attention": 2, "attention_backward": 5}
+# A layer's gates, each a product of [n, h] by [h, h] at every step.
+_RECURRENT_GATES = {"lstm": 4, "lstm_backward": 4, "gru": 3, "gru_backward": 3}
+_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
+
+
+def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
+    """Floating-point operations of each call, in the order of `step.plan.calls`.
+
+    Those of a matmul or convolution follow from its shapes, 2 for a product and its sum. Those of a
+    kernel are counted in its loops: an addition, product, quotient, maximum or function such as exp
+    is 1 a lane; index arithmetic, casts, comparisons and selections are none.
+    """
+    counted: dict[Any, int] = {}
+    found = []
+    for block in step.ir["main"].body.blocks:
+        for binding in block.bindings:
+            call = binding.value
+            callee = call.op
+            if isinstance(callee, tvm.ir.GlobalVar):
+                if callee not in counted:
+                    counted[callee] = kernel_flop(step.ir[callee])
+                found.append(counted[callee])
+            elif str(callee.global_symbol) != "amp_ir.view":
+                found.append(library_flop(str(callee.global_symbol), list(call.args)))
+    return tuple(found)
+
+
+def library_flop(name: str, arguments: list[Any]) -> int:
+    """Floating-point operations of a library call, from its shapes; see `flop_of_calls`."""
+    if lends_scratch(name):
+        return library_flop(arguments[0].value, arguments[2:])
+    shapes = [_numbers(one) for one in arguments if isinstance(one, relax.ShapeExpr)]
+    verb = name.rpartition(".")[2]
+    if verb == "pack":
+        return 0
+    if verb in ("matmul", "matmul_accumulate", "matmul_packed"):
+        # The last two are the dims and strides of the result.
+        return 2 * math.prod(shapes[-2]) * shapes[0][-1]
+    if verb in _RECURRENT_GATES:
+        steps, rows, hidden = shapes[0]
+        return 2 * _RECURRENT_GATES[verb] * steps * rows * hidden**2
+    first, _, second, _, out = shapes[:5]
+    if verb in _ATTENTION_MATMULS:
+        # grad or q is [n, h, s, d], and the third of the tensors is k or v [n, h, t, d].
+        return 2 * _ATTENTION_MATMULS[verb] * math.prod(first) * out[-2]
+    # Each output of the forward convolution is a sum over the weights of one output channel.
+    weight = out if verb == "conv_backward_weight" else second
+    result = out if verb == "conv" else first
+    return 2 * math.prod(result) * math.prod(weight[1:])
+
+
+def _numbers(shape: relax.ShapeExpr) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in shape.values)
+
+
+def kernel_flop(function: tirx.PrimFunc) -> int:
+    """Floating-point operations of one run of a kernel; see `flop_of_calls`."""
+    return round(_Count().statement(function.body))
+
+
+class _Count:
+    """Walks a kernel, its GPU threads as the loops that they are; a `while` loop counts once.
+
+    A branch on an index counts for its share of the index's values, as a launch over the blocks of
+    several kernels and the last block of a tensor have it; of others the dearer counts.
+    """
+
+    def __init__(self) -> None:
+        self.analyzer = Analyzer()
+
+    def statement(self, node: Any) -> Fraction:
+        if node is None:
+            return Fraction(0)
+        if isinstance(node, tirx.SeqStmt):
+            return sum((self.statement(one) for one in node.seq), Fraction(0))
+        if isinstance(node, tirx.For):
+            extent = self._extent(node.extent)
+            self.analyzer.bind(node.loop_var, tvm.ir.Range.from_min_extent(node.min, node.extent))
+            return extent * self.statement(node.body)
+        if isinstance(node, tirx.IfThenElse):
+            return self._branch(node)
+        if isinstance(node, tirx.AttrStmt) and node.attr_key == "thread_extent":
+            self.analyzer.bind(node.node.var, tvm.ir.Range(0, node.value))
+            return self._extent(node.value) * self.statement(node.body)
+        if isinstance(node, (tirx.AttrStmt, tirx.While)):
+            return self.statement(node.body)
+        if isinstance(node, tirx.Bind) and _is_index(node.var):
+            self.analyzer.bind(node.var, node.value)
+            return Fraction(0)
+        if isinstance(node, (tirx.BufferStore, tirx.Bind, tirx.Evaluate)):
+            return Fraction(self.expression(node.value))
+        return Fraction(0)
+
+    def _branch(self, node: tirx.IfThenElse) -> Fraction:
+        share = self._share(node.condition)
+        if share is None:
+            return max(self.statement(node.then_case), self.statement(node.else_case))
+        with self.analyzer.constraint_scope(node.condition):
+            taken = self.statement(node.then_case)
+        is_order = isinstance(node.condition, tirx.LT)
+        opposite = node.condition.a >= node.condition.b if is_order else tirx.const(True)
+        with self.analyzer.constraint_scope(opposite):
+            other = self.statement(node.else_case)
+        return share * taken + (1 - share) * other
+
+    def _share(self, condition: Any) -> Fraction | None:
+        """How often a condition on indices holds, all their values being met alike."""
+        if isinstance(condition, tirx.And):
+            known = [one for one in map(self._share, (condition.a, condition.b)) if one is not None]
+            return math.prod(known, start=Fraction(1)) if known else None
+        is_known = isinstance(condition, (tirx.LT, tirx.EQ))
+        if not is_known or not isinstance(condition.b, tirx.IntImm):
+            return None
+        bound = self.analyzer.const_int_bound(condition.a)
+        count = bound.max_value - bound.min_value + 1
+        if isinstance(condition, tirx.EQ):
+            return Fraction(1, count)
+        below = int(condition.b) - bound.min_value
+        return Fraction(min(max(below, 0), count), count)
+
+    def _extent(self, extent: Any) -> int:
+        if isinstance(extent, tirx.IntImm):
+            return int(extent)
+        # A tile at the border: as long as the longest.
+        bound = self.analyzer.const_int_bound(extent).max_value
+        return int(bound) if bound < 1 << 40 else 1
+
+    def expression(self, node: Any) -> int:
+        own = _lanes(node) if isinstance(node, _ARITHMETIC) and _is_float(node) else 0
+        if _is_function(node):
+            own = _lanes(node)
+        return own + sum(self.expression(part) for part in _parts(node))
+
+
+def _parts(node: Any) -> Sequence[Any]:
+    """The operands of an expression; those of an index are integers and do not matter."""
+    if isinstance(node, tirx.Select):
+        return node.true_value, node.false_value
+    if isinstance(node, (tirx.Cast, tirx.Broadcast)):
+        return (node.value,)
+    if isinstance(node, tirx.Let):
+        return node.value, node.body
+    if isinstance(node, tvm.ir.Call):
+        return tuple(node.args)
+    return (node.a, node.b) if hasattr(node, "a") and hasattr(node, "b") else ()
+
+
+def _is_function(node: Any) -> bool:
+    """Whether it is a call such as exp; bits seen as another dtype are no arithmetic."""
+    if not isinstance(node, tvm.ir.Call) or not _is_float(node):
+        return False
+    name = getattr(node.op, "name", "")
+    return not any(word in name for word in ("reinterpret", "if_then_else", "shuffle"))
+
+
+def _is_float(node: Any) -> bool:
+    text = str(getattr(node, "dtype", "") or getattr(node, "ty", ""))
+    return text.startswith(("float", "bfloat"))
+
+
+def _is_index(variable: tirx.Var) -> bool:
+    return str(variable.ty) in ("int32", "int64")
+
+
+def _lanes(node: Any) -> int:
+    text = str(getattr(node, "dtype", "") or getattr(node, "ty", ""))
+    _, _, lanes = text.partition("x")
+    return int(lanes) if lanes.isdecimal() else 1

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes a loss in blocks of rows, so that its largest tensor is never there as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+import tvm
+from tvm import relax
+
+from amp_ir.dialect.losses import LOSSES
+from amp_ir.dialect.registry import call_op, options_of
+from amp_ir.errors import BudgetError
+from amp_ir.ir.dataflow import live_bindings, with_bindings, with_main
+from amp_ir.ir.location import from_span
+from amp_ir.ir.memory_plan import PlannedStep, RowSplit
+from amp_ir.ir.static_shape import shape_of
+from amp_ir.ir.tensor_layout import dtype_nbytes
+from amp_ir.memory.chunking.chunk import Bindings, RowBlock
+from amp_ir.memory.chunking.row_region import NLL_LOSS, RowRegion, find_region
+from amp_ir.memory.rerun_cost import step_milliseconds
+
+_LOSSES = tuple(f"amp_ir.{name}" for name in LOSSES)
+# Of the elements of the largest product. That may be the gradient of a head's weight, which is
+# larger than the head's scores where the batch has fewer rows than the weight is wide.
+_LEAST_SHARE = 0.25
+
+
+# Each doubles the calls of the head and halves what is held of its scores.
+BLOCKS = (2, 4, 8, 16)
+# Smaller products are slower, which rerun_cost.py does not see: where it saw 2 % less time for
+# twice as many blocks (bert1 in bfloat16), none was measured.
+_WORTH = 0.95
+
+
+class Plan(Protocol):
+    """How the pipeline plans a step; `in_blocks` says that its matmuls may be parts of one."""
+
+    def __call__(self, ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
+        """Plan `ir` within the budget, or raise BudgetError."""
+
+
+def plan_in_blocks(ir: tvm.IRModule, plan: Plan) -> PlannedStep:
+    """What `plan` makes of the step; where it cannot hold its budget, of the step in blocks.
+
+    A step that fits as it is stays as it is. Of the numbers of blocks that fit, the fewest are
+    taken, or twice as many where that saves so much of what is run again for fewer.
+
+    Raises:
+        BudgetError: that of the attempt which needs the least.
+    """
+    try:
+        return plan(ir, in_blocks=False)
+    except BudgetError as error:
+        refused = error
+    best: PlannedStep | None = None
+    tried: tuple[RowSplit, ...] = ()
+    for blocks in BLOCKS:
+        split, splits = split_rows(ir, blocks)
+        if splits == tried:  # none, or no more rows to tell apart
+            break
+        tried = splits
+        try:
+            planned = plan(split, in_blocks=True)
+        except BudgetError as error:
+            refused = min(refused, error, key=lambda one: one.least_bytes)
+            continue
+        planned = attrs.evolve(planned, plan=attrs.evolve(planned.plan, splits=splits))
+        if best is not None and step_milliseconds(planned) > _WORTH * step_milliseconds(best):
+            break
+        best = planned
+        if not any(call.is_rerun for call in planned.plan.calls):
+            break
+    if best is None:
+        raise refused
+    return best
+
+
+def split_rows(ir: tvm.IRModule, blocks: int) -> tuple[tvm.IRModule, tuple[RowSplit, ...]]:
+    """Compute the step's largest product, and all that is as large, in blocks of rows.
+
+    Before:  s = matmul(x, w); y = log_softmax(s); loss, n = nll_loss(y, t)
+             g = log_softmax_backward(nll_loss_backward(1, t, n), y)
+             dx = matmul(g, w^T); dw = matmul(x^T, g)
+    After:   n = sum(t != -100)
+             s0 = matmul(x[:k], w); ...; dx0 = matmul(g0, w^T); dw0 = matmul(x[:k]^T, g0)
+             s1 = matmul(x[k:], w); ...; dx1 = matmul(g1, w^T); dw1 = matmul(x[k:]^T, g1)
+             loss = (l0 + l1) / n; dx = concat([dx0, dx1]); dw = dw0 + dw1
+
+    Which ops may be split, and how, is in row_rules.py; what goes into the blocks in row_region.py.
+    Products of other weights that are about as large are split too, each with its own blocks.
+
+    Requires: one function `main`, one dataflow block, static shapes; no library calls yet.
+    Ensures:  rows are as before, to the bit where a matmul's are; what sums over rows (gradients of
+              weights and biases, losses) is added up block by block in float32 or wider, and
+              rounded once; results keep their variables; a step without such a product is returned
+              as it is, with no split.
+    Source:   as the fused linear cross entropy of Hsu et al. 2024, "Liger Kernel", section 3.2.
+    """
+    splits: list[RowSplit] = []
+    for root in _large_products(ir["main"]):
+        main = ir["main"]
+        bindings = [one for block in main.body.blocks for one in block.bindings]
+        value = next((one.value for one in bindings if one.var.same_as(root)), None)
+        region = None if value is None else find_region(bindings, main.body.body, root)
+        if region is not None and value is not None:
+            count = min(blocks, region.units)
+            ir = with_main(ir, _Writer(main, bindings, region, count).run())
+            nbytes = _elements(root) * dtype_nbytes(str(root.ty.dtype))
+            splits.append(RowSplit(from_span(value.span), count, nbytes))
+    return ir, tuple(splits)
+
+
+def _large_products(main: relax.Function) -> list[relax.Var]:
+    """The largest results of matmuls, in order of their elements."""
+    bindings = [one for block in main.body.blocks for one in block.bindings]
+    found = [
+        one.var
+        for one in bindings
+        if isinstance(one.value, relax.Call) and one.value.op.name == "relax.matmul"
+    ]
+    least = _LEAST_SHARE * max(map(_elements, found), default=0)
+    return sorted((one for one in found if _elements(one) >= least), key=_elements, reverse=True)
+
+
+def _elements(variable: relax.Expr) -> int:
+    return math.prod(shape_of(variable))
+
+
+class _Writer:
+    """Writes the step with one region in blocks."""
+
+    def __init__(
+        self,
+        main: relax.Function,
+        bindings: Sequence[relax.VarBinding],
+        region: RowRegion,
+        blocks: int,
+    ) -> None:
+        self.main = main
+        self.bindings = bindings
+        self.region = region
+        self.blocks = blocks
+        self.values = {one.var: one.value for one in bindings}
+        self.out = Bindings()
+        self.parts: dict[relax.Var, list[relax.Var]] = {one: [] for one in region.exits}
+
+    def run(self) -> relax.Function:
+        region, out = self.region, self.out
+        last = max(k for k, one in enumerate(self.bindings) if one.var in region.axis)
+        late: list[relax.VarBinding] = []
+        for position, binding in enumerate(self.bindings):
+            if binding.var in region.totals:
+                loss = self.values[region.totals[binding.var]]
+                out.bind(binding.var, self._total_weight(loss), loss)
+            elif binding.var in region.late:
+                late.append(binding)
+            elif binding.var not in region.axis:
+                out.all.append(binding)
+            if position == last:
+                self._write_blocks()
+            if position >= last:
+                out.all += late
+                late.clear()
+        return with_bindings(self.main, live_bindings(out.all, self.main.body.body))
+
+    def _total_weight(self, loss: relax.Call) -> relax.Call:
+        """The total weight of an nll loss's targets: their number, but for the ignored."""
+        options, target, dtype = options_of(loss), loss.args[1], str(loss.ty.fields[1].dtype)
+        index = str(target.ty.dtype)
+        ignored = relax.const(options["ignore_index"], index)
+        kept = self.out.emit(relax.op.not_equal(target, ignored), loss, "kept")
+        if options["has_weight"]:
+            classes = relax.op.where(kept, target, relax.const(0, index))
+            each = relax.op.take(loss.args[2], self.out.emit(classes, loss, "classes"), 0)
+            wide = call_op("amp_ir.cast", [each], dtype=dtype)
+            weights = relax.op.where(kept, self.out.emit(wide, loss, "w"), relax.const(0.0, dtype))
+        else:
+            weights = relax.op.astype(kept, dtype)
+        return relax.op.sum(self.out.emit(weights, loss, "weights"))
+
+    def _write_blocks(self) -> None:
+        inside = (self.region.axis, self.region.pulled)
+        ordered = [b.var for b in self.bindings if any(b.var in group for group in inside)]
+        for number in range(self.blocks):
+            block = RowBlock(self.region, self.values, self.out, number, self.blocks)
+            for variable in ordered:
+                part = block.add(variable)
+                if variable in self.parts:
+                    self._add_part(variable, part, is_last=number == self.blocks - 1)
+        for variable in ordered:
+            if variable in self.parts:
+                self._join(variable)
+
+    def _add_part(self, exit_: relax.Var, part: relax.Var, *, is_last: bool) -> None:
+        """Take a block's part of an exit; sums are added up at once, so that one is held."""
+        parts = self.parts[exit_]
+        parts.append(part)
+        # The last sum is bound to the exit itself.
+        if self.region.axis[exit_] is None and len(parts) == 2 and not is_last:
+            total = relax.op.add(*parts)
+            parts[:] = [self.out.emit(total, self._call_of(exit_), f"{exit_.name}_sum")]
+
+    def _join(self, exit_: relax.Var) -> None:
+        """Bind an exit to what the blocks made of it, as a whole."""
+        parts, axis, call = self.parts[exit_], self.region.axis[exit_], self._call_of(exit_)
+        if axis is not None:
+            self.out.bind(exit_, relax.op.concat(parts, axis), call)
+            return
+        dtype, wide = str(exit_.ty.dtype), str(parts[0].ty.dtype)
+        whole = relax.op.add(*parts)
+        divisor = self._divisor(exit_, call, wide)
+        if divisor is not None:
+            whole = relax.op.divide(whole, divisor)
+        if wide != dtype:
+            whole = call_op("amp_ir.cast", [self.out.emit(whole, call, exit_.name)], dtype=dtype)
+        self.out.bind(exit_, whole, call)
+
+    def _call_of(self, exit_: relax.Var) -> relax.Call:
+        value = self.values[exit_]
+        return value if isinstance(value, relax.Call) else self.values[value.tuple_value]
+
+    def _divisor(self, exit_: relax.Var, call: relax.Call, dtype: str) -> relax.Expr | None:
+        """What the sum over all rows is divided by; None where the exit is that sum."""
+        is_mean = options_of(call).get("reduction") == "mean"
+        if call.op.name == NLL_LOSS and is_mean and self.values[exit_].index == 0:
+            totals = self.region.totals.items()
+            known = next((one for one, of in totals if self.values[of].same_as(call)), None)
+            return (
+                self.out.emit(self._total_weight(call), call, "total") if known is None else known
+            )
+        if call.op.name == "relax.mean":
+            count = math.prod(shape_of(call.args[0])) // math.prod(shape_of(call))
+            return relax.const(float(count), dtype)
+        if call.op.name in _LOSSES and is_mean:
+            return relax.const(float(math.prod(shape_of(call.args[0]))), dtype)
+        return None

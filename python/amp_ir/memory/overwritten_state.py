@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which values of a step lie where an output belongs, and from when on they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from amp_ir.ir.step_module import OutputSpec
+from amp_ir.memory.buffers import Slot, StepSlots
+
+
+@attrs.define(eq=False)
+class Overwrites:
+    """The values that lie outside of the arena, and the calls that overwrite the state.
+
+    `output_of` has the position of the output, by the id of the slot of a value that lies there,
+    and `slots` those slots. `since` has the position of the first call that writes over the old
+    value of a state input, by the id of its slot, or of the one that makes the new value, where
+    that has to wait elsewhere.
+    """
+
+    output_of: dict[int, int] = attrs.field(factory=dict)
+    slots: list[Slot] = attrs.field(factory=list)
+    since: dict[int, int] = attrs.field(factory=dict)
+
+
+def overwrites_of(program: StepSlots, outputs: Sequence[OutputSpec]) -> Overwrites:
+    """What is written where it belongs, by the present order of the steps.
+
+    An output is written over the old state where nothing reads that later, other than the call
+    itself at the same places. So is what such a call writes the output over: a momentum with a
+    product added, to which the rows of a table's gradient are added. The bytes of a state are free
+    from the last reader of its old value to the writer of its new one.
+    """
+    return _Finder(program).find(outputs)
+
+
+class _Finder:
+    def __init__(self, program: StepSlots) -> None:
+        self.program = program
+        self.steps = program.steps
+        self.writer: dict[int, int] = {}
+        self.last_read: dict[int, int] = {}
+        for position, step in enumerate(program.steps):
+            for slot in step.reads:
+                self.last_read[id(slot)] = position
+            for slot in step.results:
+                self.writer[id(slot)] = position
+        self.kept = {id(slot) for slot in program.results}
+        self.found = Overwrites()
+
+    def find(self, outputs: Sequence[OutputSpec]) -> Overwrites:
+        for index, (spec, slot) in enumerate(zip(outputs, self.program.results, strict=True)):
+            target = None if spec.updates is None else self.program.inputs[spec.updates]
+            if id(slot) not in self.writer:
+                continue
+            if target is not None:
+                self.found.since[id(target)] = self.writer[id(slot)]
+            if id(slot) not in self.found.output_of:
+                self._put(slot, target, index)
+        return self.found
+
+    def _put(self, slot: Slot, target: Slot | None, index: int) -> None:
+        """Put an output, and what is written over on the way to it, where it belongs."""
+        value: Slot | None = slot
+        while value is not None and self._fits(value, target):
+            self.found.output_of[id(value)] = index
+            self.found.slots.append(value)
+            if target is not None:
+                self.found.since[id(target)] = self.writer[id(value)]
+            value = self._written_over(value)
+
+    def _fits(self, value: Slot, target: Slot | None) -> bool:
+        """Whether nothing reads the target's old value once `value` is written there."""
+        if target is None or not value.is_in_arena:
+            return value.is_in_arena
+        first = self.writer[id(value)]
+        last = self.last_read.get(id(target), -1)
+        if value.nbytes != target.nbytes or last > first:
+            return False
+        step = self.steps[first]
+        allowed = {source for k, source in step.inplace_pairs() if step.results[k] is value}
+        return all(k in allowed for k, one in enumerate(step.arguments) if one is target)
+
+    def _written_over(self, value: Slot) -> Slot | None:
+        """The value that dies where `value` is written and whose bytes that may take."""
+        position = self.writer[id(value)]
+        step = self.steps[position]
+        for k, source in step.inplace_pairs():
+            old = step.arguments[source]
+            if step.results[k] is not value or not isinstance(old, Slot):
+                continue
+            is_known = id(old) in self.kept or id(old) in self.found.output_of
+            dies = id(old) in self.writer and self.last_read[id(old)] == position
+            if dies and not is_known and old.nbytes == value.nbytes:
+                return old
+        return None

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives every intermediate value its bytes in one arena, and every result its destination."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import tvm
+import tvm_ffi
+
+from amp_ir.errors import BudgetError
+from amp_ir.host import native
+from amp_ir.ir.memory_plan import Interval, MemoryPlan, PlannedStep
+from amp_ir.ir.step_module import InputSpec, OutputSpec
+from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, dtype_nbytes
+from amp_ir.memory.buffers import Slot, StepSlots, find_lifetimes, parameter_slot, read_steps
+from amp_ir.memory.merge_ready_calls import KernelMerger, merge_ready_calls
+from amp_ir.memory.order_calls import order_calls
+from amp_ir.memory.overwritten_state import overwrites_of
+from amp_ir.memory.rematerialize import Rematerialization
+from amp_ir.memory.roles import planned_calls, planned_values
+from amp_ir.memory.state_writes import state_writes
+from amp_ir.memory.write_planned import CopyKernel, Destinations, write_planned
+
+# Where values are small beside the alignment of their places, running calls again can go on
+# without end: each run lowers one call and adds another.
+_MOST_ROUNDS_IN_VAIN = 40
+
+
+def plan_memory(
+    ir: tvm.IRModule,
+    inputs: tuple[InputSpec, ...],
+    outputs: tuple[OutputSpec, ...],
+    *,
+    copy_kernel: CopyKernel,
+    merger: KernelMerger | None = None,
+    memory_budget: int | None = None,
+    keeps_state: bool = True,
+) -> PlannedStep:
+    """Fix where every value lies and pass it there by destination.
+
+    Before:  y = call_tir(kernel_0, (x, p)); return (y,)         # y updates input p
+    After:   kernel_0(x, p, p)                                   # written where p lies
+
+    Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes);
+              `copy_kernel` writes kernels for the same device, and so does `merger`: where there is
+              one, calls that wait for nothing are merged, unless `memory_budget` is given:
+              what may be computed twice stays apart.
+    Ensures:  values alive at the same time never share a byte, except an output that a kernel may
+              write over an input it reads for the last time; a state input is overwritten only
+              after its last reader; one arena holds everything else, scratch that oneDNN needs
+              included; with `memory_budget`, all bytes of the step are at most that many; with
+              `keeps_state`, little state that is written early is said to be kept aside before.
+    Errors:   BudgetError where the budget cannot be held.
+    Source:   offsets by src/passes/memory_plan.cc.
+    """
+    program = read_steps(ir, inputs)
+    order_calls(program, outputs)
+    if memory_budget is None and merger is not None:
+        ir = merge_ready_calls(ir, program, outputs, merger)
+    new_planner = functools.partial(_Planner, program, inputs, outputs, keeps_state=keeps_state)
+    planner = new_planner()
+    plan = planner.run()
+    if memory_budget is not None and plan.peak_bytes > memory_budget:
+        planner, plan = _plan_within(program, outputs, new_planner, plan, memory_budget)
+    planned = write_planned(ir, program, planner.destinations, plan.arena_bytes, copy_kernel)
+    return PlannedStep(planned, plan)
+
+
+def _plan_within(
+    program: StepSlots,
+    outputs: tuple[OutputSpec, ...],
+    new_planner: Callable[[], _Planner],
+    plan: MemoryPlan,
+    budget: int,
+) -> tuple[_Planner, MemoryPlan]:
+    """The plan after moving calls, and running them again, until it needs at most `budget` bytes.
+
+    What is alive at once may fit while its placement has gaps: then the target is lowered by them;
+    and where the highest call cannot be lowered, the others are, which leaves fewer gaps.
+    """
+    outside = plan.peak_bytes - plan.arena_bytes
+    target = budget - outside
+    least = plan
+    order_calls(program, outputs, together=True)
+    again = Rematerialization(program, outputs)
+    rounds_in_vain = 0
+    while rounds_in_vain < _MOST_ROUNDS_IN_VAIN:
+        is_reached = again.reach(target)
+        planner = new_planner()
+        plan = planner.run()
+        if plan.peak_bytes <= budget:
+            return planner, plan
+        rounds_in_vain = 0 if plan.peak_bytes < least.peak_bytes else rounds_in_vain + 1
+        least = min(least, plan, key=lambda one: one.peak_bytes)
+        if is_reached:
+            target = min(target - (plan.peak_bytes - budget), plan.lower_bound_bytes - 1)
+        elif plan.lower_bound_bytes + outside > budget or not again.lower():
+            break
+    raise BudgetError(_budget_message(least, budget), least.peak_bytes)
+
+
+def _budget_message(least: MemoryPlan, budget: int) -> str:
+    live = least.live_bytes
+    at = max(range(len(live)), key=live.__getitem__, default=0)
+    call = least.calls[at]
+    held = sorted(
+        (v for v in least.values if v.offset_bytes is not None and v.first_use <= at <= v.last_use),
+        key=lambda value: -value.nbytes,
+    )
+    largest = ", ".join(f"{v.name} ({v.nbytes} bytes, {v.location})" for v in held[:3])
+    return (
+        f"memory_budget={budget} bytes cannot be held: state, batch and results take "
+        f"{least.peak_bytes - least.arena_bytes} bytes, and the least that was found for the rest "
+        f"is {least.arena_bytes}, at call {at} ({', '.join(call.ops)}), which needs {largest}. "
+        f"Pass memory_budget={least.peak_bytes} or more, or make the batch smaller"
+    )
+
+
+class _Planner:
+    def __init__(
+        self,
+        program: StepSlots,
+        inputs: tuple[InputSpec, ...],
+        outputs: tuple[OutputSpec, ...],
+        *,
+        keeps_state: bool = True,
+    ) -> None:
+        self.program = program
+        self.keeps_state = keeps_state
+        self.inputs = inputs
+        self.outputs = outputs
+        self.steps = program.steps
+        self.destinations = Destinations()
+        self.kept: list[Slot] = []
+
+    def run(self) -> MemoryPlan:
+        find_lifetimes(self.program)
+        self._choose_destinations()
+        self._reuse_inputs()
+        return self._place()
+
+    def _reuse_inputs(self) -> None:
+        """Let a kernel write a result over an argument that dies there."""
+        for position, step in enumerate(self.steps):
+            overwritten: set[int] = set()
+            for output, source in step.inplace_pairs():
+                old, new = step.arguments[source], step.results[output]
+                if not isinstance(old, Slot) or new.over is not None:
+                    continue
+                if not old.is_in_arena or not new.is_in_arena or old.nbytes != new.nbytes:
+                    continue
+                if old.last_use == position and id(old) not in overwritten:
+                    overwritten.add(id(old))
+                    new.over = old
+
+    def _choose_destinations(self) -> None:
+        """Write each output where it belongs, at once where that is safe, else by a copy."""
+        overwrites = overwrites_of(self.program, self.outputs)
+        targets = []
+        for index, (spec, slot) in enumerate(zip(self.outputs, self.program.results, strict=True)):
+            if spec.updates is None:
+                target = parameter_slot(f"result.{spec.name}", spec)
+                self.destinations.results.append(target)
+            else:
+                target = self.program.inputs[spec.updates]
+            targets.append(target)
+            if overwrites.output_of.get(id(slot)) != index:
+                self._send(slot, target)
+        for slot in overwrites.slots:
+            slot.parameter = targets[overwrites.output_of[id(slot)]].parameter
+
+    def _send(self, slot: Slot, target: Slot) -> None:
+        """Copy an output to where it belongs, before the step or after it."""
+        if slot is target:
+            return
+        if any(slot is old for old in self.program.inputs):
+            self._send_old_value(slot, target)
+        else:
+            self.destinations.last_copies.append((slot, target))
+
+    def _send_old_value(self, source: Slot, target: Slot) -> None:
+        """Send what an input holds before the step, which the step may overwrite."""
+        if any(target is result for result in self.destinations.results):
+            self.destinations.first_copies.append((source, target))
+            return
+        # Another input takes it: its own old value may be needed until the end of the step.
+        kept = Slot(source.dtype, source.size, f"old_{source.name}", "copy", first_use=0)
+        kept.last_use = len(self.steps)
+        self.kept.append(kept)
+        self.destinations.first_copies.append((source, kept))
+        self.destinations.last_copies.append((kept, target))
+
+    def _place(self) -> MemoryPlan:
+        produced = [slot for step in self.steps for slot in step.results if slot.is_in_arena]
+        produced += [step.scratch for step in self.steps if step.scratch is not None]
+        produced += self.kept
+        # A chain of values that take over each other's bytes is one stay of its first value.
+        ends = {id(slot): slot.last_use for slot in produced}
+        for slot in produced:
+            ends[id(slot.root)] = max(ends[id(slot.root)], slot.last_use)
+        slots = [slot for slot in produced if slot.over is None]
+        shapes = [
+            tvm_ffi.Shape(tuple(s.nbytes for s in slots)),
+            tvm_ffi.Shape(tuple(s.first_use for s in slots)),
+            tvm_ffi.Shape(tuple(ends[id(s)] for s in slots)),
+        ]
+        planned = list(native.function("amp_ir.plan_memory")(*shapes, ALIGNMENT_BYTES))
+        peak, lower_bound, offsets = planned[0], planned[1], planned[2:]
+        for slot, offset in zip(slots, offsets, strict=True):
+            slot.offset_bytes = int(offset)
+        for slot in produced:
+            slot.offset_bytes = slot.root.offset_bytes
+        intervals = tuple(
+            Interval(s.name, s.nbytes, s.first_use, ends[id(s)], s.offset_bytes, s.dtype, s.span)
+            for s in slots
+        )
+        writes = state_writes(
+            self.program, self.destinations, self.inputs, keeps_state=self.keeps_state
+        )
+        return MemoryPlan(
+            arena_bytes=int(peak),
+            lower_bound_bytes=int(lower_bound),
+            intervals=intervals,
+            state_bytes=sum(_nbytes(spec) for spec in self.inputs if spec.is_state),
+            batch_bytes=sum(_nbytes(spec) for spec in self.inputs if not spec.is_state),
+            library_bytes=max((step.kept_nbytes for step in self.steps), default=0),
+            result_bytes=sum(_nbytes(spec) for spec in self.outputs if spec.updates is None),
+            values=planned_values(
+                self.program,
+                self.outputs,
+                self.destinations,
+                produced,
+                self.inputs,
+                writes.kept_nbytes,
+            ),
+            calls=planned_calls(self.program, self.destinations),
+            writes=writes,
+        )
+
+
+def _nbytes(spec: InputSpec | OutputSpec) -> int:
+    return math.prod(spec.shape) * dtype_nbytes(spec.dtype)

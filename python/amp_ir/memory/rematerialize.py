@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes values again instead of holding them, so that a step fits into less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from amp_ir.ir.step_module import OutputSpec
+from amp_ir.memory.buffers import Slot, Step, StepSlots
+from amp_ir.memory.live_bytes import LiveBytes, Uses, updates_of
+from amp_ir.memory.rerun_cost import rerun_milliseconds
+
+# Each round computes the stays anew; it ends when nothing is gained. A bound against surprises.
+_MAX_ROUNDS = 400
+_MAX_STUCK = 40
+# The peak is lowered in stages, so that its calls are looked at before those below it; where a
+# stage cannot be reached, a shorter one is tried.
+_STAGES = (0.97, 0.995)
+# How many calls one value may need; a longer chain is better cut in parts, from held values.
+_MAX_CHAIN = 12
+
+# The new value of a state input may wait in the arena, and be copied at the end, up to this size:
+# running statistics of a batch normalization do, so that it can be run again.
+_WAITING_BYTES = 1 << 16
+
+
+class Rematerialization:
+    """Runs calls a second time, in place of holding what they made.
+
+    Before:  a = gelu(x); ...; g = backward(a)
+    After:   a = gelu(x); ...; a2 = gelu(x); g = backward(a2)      # a is not held in between
+
+    Of the values that are held over a call which needs too much and are not used by it, those go
+    first whose second computation takes the least time for the bytes that it saves: casts and
+    elementwise kernels before matmuls. A call is run again right before the first reader; what it
+    reads must still be there, be kept for it, or be computed again too.
+
+    Requires: `program` in its final order.
+    Ensures:  results are the same to the bit: kernels are deterministic, random ops depend on their
+              counter alone, and a call that reads a state input finds it as it was before the step.
+              What is done does not depend on the bytes asked for, only how far it goes: what one
+              request reaches, a request for that much reaches too.
+    Source:   after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", with a greedy
+              choice by cost per byte.
+    """
+
+    def __init__(self, program: StepSlots, outputs: Sequence[OutputSpec]) -> None:
+        self.program = program
+        self.outputs = outputs
+        self._stage: int | None = None
+        # Calls during which nothing can be given up; the others are still worth lowering.
+        self._stuck: set[int] = set()
+
+    def reach(self, arena_bytes: int) -> bool:
+        """Go on until at most `arena_bytes` are alive at once; whether they are."""
+        for _ in range(_MAX_ROUNDS):
+            if LiveBytes(self.program, self.outputs).most <= arena_bytes:
+                return True
+            if self._stuck or not self.lower():
+                return False
+        return False
+
+    def lower(self) -> bool:
+        """Hold less during the highest call that can be lowered; whether there was one."""
+        while len(self._stuck) <= _MAX_STUCK:
+            held = LiveBytes(self.program, self.outputs).at
+            stuck = [id(step) in self._stuck for step in self.program.steps]
+            held[np.array(stuck, dtype=bool)] = 0
+            most = int(held.max(initial=0))
+            if most == 0:
+                return False
+            if self._stage is not None and most > self._stage and self._round(self._stage):
+                return True
+            for share in _STAGES:
+                self._stage = int(share * most)
+                if self._round(self._stage):
+                    return True
+            self._stuck.add(id(self.program.steps[int(held.argmax())]))
+        return False
+
+    def _round(self, stage: int) -> bool:
+        return _Round(self.program, self.outputs, stage, self._stuck).improve()
+
+
+@attrs.define(eq=False)
+class _Move:
+    """Not holding the results of one call, from after `held_to` to before `reader`."""
+
+    source: Step
+    dropped: list[Uses]
+    reader: int
+    chain: list[Step]
+    extended: list[Uses]
+    milliseconds: float
+    score: float = float("inf")
+
+
+class _Round:
+    """One look at the program: the stays as they are, the moves they allow, and the best applied.
+
+    Several moves are made on one look; each is weighed against what those before it leave.
+    """
+
+    def __init__(
+        self,
+        program: StepSlots,
+        outputs: Sequence[OutputSpec],
+        arena_bytes: int,
+        stuck: set[int],
+    ) -> None:
+        self.program = program
+        self.budget = arena_bytes
+        self.live = LiveBytes(program, outputs)
+        self.updates = updates_of(program, outputs)
+        self.writer = {id(s): step for step in program.steps for s in step.results}
+        self.counts = np.array([id(step) not in stuck for step in program.steps], dtype=bool)
+        self.held = self.live.at * self.counts
+        self.touched: set[int] = set()
+        self.inserted: dict[int, list[Step]] = {}
+
+    def improve(self) -> bool:
+        """Make every move that gains; whether there was one."""
+        peak = int(self.held.argmax())
+        moves = [move for move in self._moves(peak) if self._weigh(move) is not None]
+        moves.sort(key=lambda move: move.score)
+        made = 0
+        for move in moves:
+            if self.held.max() <= self.budget:
+                break
+            made += self._make(move)
+        steps = []
+        for position, step in enumerate(self.program.steps):
+            steps += [*self.inserted.get(position, ()), step]
+        self.program.steps[:] = steps
+        return made > 0
+
+    def _moves(self, peak: int) -> list[_Move]:
+        found = []
+        for position, step in enumerate(self.program.steps[:peak]):
+            dropped = [self.live.uses[id(slot)] for slot in step.results]
+            dropped = [one for one in dropped if self._is_idle(one, peak)]
+            if dropped and position < peak:
+                reader = min(_next_read(one, peak) for one in dropped)
+                for keeps in (True, False):
+                    found += self._move(step, dropped, reader, peak, keeps)
+        return found
+
+    def _is_idle(self, one: Uses, peak: int) -> bool:
+        """Whether a value in the arena is only passed over the peak."""
+        is_kept = one.ends >= len(self.program.steps)
+        is_held = bool(self.live.nbytes(one.slot)) and one.written < peak < one.ends
+        return is_held and not is_kept and peak not in one.reads
+
+    def _move(
+        self, step: Step, dropped: list[Uses], reader: int, peak: int, keeps: bool
+    ) -> list[_Move]:
+        """Running `step` again before `reader`; `keeps` prefers keeping its arguments."""
+        chain = _Chain(self, reader, peak, keeps)
+        if not chain.add(step):
+            return []
+        spent = sum(rerun_milliseconds(one) for one in chain.steps)
+        return [_Move(step, dropped, reader, chain.steps, list(chain.extended.values()), spent)]
+
+    def _weigh(self, move: _Move) -> np.ndarray | None:
+        """The bytes held after the move, and its score; None where it gains nothing.
+
+        What counts is the excess over the budget, summed over all calls.
+        """
+        after = self.held.copy()
+        for one in move.dropped:
+            last = max([k for k in one.reads if k < move.reader], default=one.written)
+            after[last + 1 : move.reader] -= one.slot.nbytes
+        for one in move.extended:
+            after[one.ends + 1 : move.reader] += one.slot.nbytes
+        kept = {id(one.slot) for one in move.dropped}
+        besides = sum(
+            self._nbytes(slot) for step in move.chain for slot in step.results
+            if id(slot) not in kept
+        )  # fmt: skip
+        scratch = max((s.scratch.nbytes for s in move.chain if s.scratch is not None), default=0)
+        # While the chain runs, before its reader: the extended arguments are there, too.
+        needed = int(after[move.reader]) + besides + scratch
+        needed += sum(one.slot.nbytes for one in move.extended)
+        if needed > max(self.budget, int(self.held.max()) - 1):
+            return None
+        gain = self._excess(self.held) - self._excess(after) - max(0, needed - self.budget)
+        if gain <= 0:
+            return None
+        move.score = move.milliseconds / gain
+        return after
+
+    def _excess(self, held: np.ndarray) -> int:
+        return int(np.maximum((held - self.budget) * self.counts, 0).sum())
+
+    def _nbytes(self, slot: Slot) -> int:
+        # A result that goes straight to its place the first time has none the second.
+        return slot.nbytes
+
+    def _make(self, move: _Move) -> bool:
+        slots = [slot for step in move.chain for slot in [*step.reads, *step.results]]
+        keys = {id(slot) for slot in slots if id(slot) in self.writer}
+        if keys & self.touched:
+            return False
+        after = self._weigh(move)
+        if after is None:
+            return False
+        self.held = after
+        self.touched |= keys
+        replaced: dict[int, Slot] = {}
+        again = [_run_again(step, replaced) for step in move.chain]
+        self.inserted.setdefault(move.reader, []).extend(again)
+        dropped = {id(one.slot) for one in move.dropped}
+        for step in self.program.steps[move.reader :]:
+            step.arguments = [
+                replaced[id(one)] if id(one) in dropped else one for one in step.arguments
+            ]
+        return True
+
+
+class _Chain:
+    """The calls to run again before `reader`, arguments first, and the values kept for them."""
+
+    def __init__(self, round_: _Round, reader: int, peak: int, keeps: bool) -> None:
+        self.round = round_
+        self.reader = reader
+        self.peak = peak
+        self.keeps = keeps
+        self.steps: list[Step] = []
+        self.extended: dict[int, Uses] = {}
+
+    def add(self, step: Step) -> bool:
+        """Put a call behind what it reads; whether everything it reads can be had."""
+        if any(step is one for one in self.steps):
+            return True
+        if len(self.steps) >= _MAX_CHAIN:
+            return False
+        if not all(self._provide(slot) for slot in step.reads):
+            return False
+        self.steps.append(step)
+        return True
+
+    def _provide(self, slot: Slot) -> bool:
+        if slot.constant is not None:
+            return True
+        known = self.round.live.uses[id(slot)]
+        if known.written < 0:
+            # A state input: as it was before the step, unless it has been overwritten by then. A
+            # small one is not, if it is read here: its new value waits for the end of the step.
+            update = self.round.updates.get(id(slot), self.reader)
+            return update >= self.reader or slot.nbytes <= _WAITING_BYTES
+        if known.ends >= self.reader:
+            return True
+        costs_nothing = known.ends > self.peak or not self.round.live.nbytes(slot)
+        if costs_nothing or self.keeps:
+            if not self.round.live.nbytes(slot):
+                return False  # it lies where another value is written
+            self.extended[id(slot)] = known
+            return True
+        return self.add(self.round.writer[id(slot)])
+
+
+def _next_read(one: Uses, peak: int) -> int:
+    return min(k for k in one.reads if k > peak)
+
+
+def _run_again(step: Step, replaced: dict[int, Slot]) -> Step:
+    """A second run of a call on what the chain before it made, with results of its own."""
+    arguments = [replaced.get(id(one), one) for one in step.arguments]
+    results = []
+    for slot in step.results:
+        again = Slot(slot.dtype, slot.size, f"{slot.name}'", slot.op, span=slot.span)
+        replaced[id(slot)] = again
+        results.append(again)
+    scratch = None
+    if step.scratch is not None:
+        scratch = attrs.evolve(step.scratch, name=f"{step.scratch.name}'")
+    return Step(step.call, step.function, arguments, results, scratch, is_rerun=True)

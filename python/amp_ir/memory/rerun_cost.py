@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""About how long a call takes, to compare what could be computed again; no clock is read."""
+
+from __future__ import annotations
+
+from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.memory.buffers import Step
+from amp_ir.memory.call_cost import flop_of_calls, library_flop
+
+# Rates of two cores of a present CPU. Only their ratio matters: what a matmul costs beside a copy.
+_GFLOP_PER_SECOND = {"float32": 400.0, "bfloat16": 800.0, "float16": 400.0}
+_GIGABYTES_PER_SECOND = 30.0
+_CALL_MILLISECONDS = 0.002
+
+
+def rerun_milliseconds(step: Step) -> float:
+    """The larger of arithmetic (of library calls) and memory traffic, and the call itself."""
+    nbytes = sum(slot.nbytes for slot in {id(s): s for s in step.reads}.values())
+    nbytes += sum(slot.nbytes for slot in step.results)
+    flop = 0
+    if step.function is None:
+        flop = library_flop(step.symbol, list(step.call.args[1].fields))
+    return _milliseconds(nbytes, flop, step.reads[0].dtype if flop else "float32")
+
+
+def step_milliseconds(step: PlannedStep) -> float:
+    """About how long all calls of a step take, to compare plans of one step."""
+    return sum(
+        _milliseconds(call.read_nbytes + call.written_nbytes, flop, call.compute_dtype)
+        for call, flop in zip(step.plan.calls, flop_of_calls(step), strict=True)
+    )
+
+
+def _milliseconds(nbytes: int, flop: int, dtype: str) -> float:
+    rate = _GFLOP_PER_SECOND.get(dtype, _GFLOP_PER_SECOND["float32"])
+    return max(nbytes / _GIGABYTES_PER_SECOND, flop / rate) / 1e6 + _CALL_MILLISECONDS

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a step whose memory is planned: calls on views of one arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import tvm
+from tvm import relax, tirx
+
+from amp_ir.ir.dataflow import with_arguments
+from amp_ir.ir.workspace import with_scratch
+from amp_ir.memory.buffers import Slot, Step, StepSlots
+
+_KERNEL_TYPE = relax.FuncType.opaque_func(ret=relax.TupleType([]))
+
+
+@attrs.define(eq=False)
+class Destinations:
+    """Where results go: parameters for them, and copies before the first and after the last call.
+
+    A copy is (from, to).
+    """
+
+    results: list[Slot] = attrs.field(factory=list)
+    first_copies: list[tuple[Slot, Slot]] = attrs.field(factory=list)
+    last_copies: list[tuple[Slot, Slot]] = attrs.field(factory=list)
+
+
+# Writes a kernel that copies so many elements of a dtype: (source, copy).
+CopyKernel = Callable[[int, str], tirx.PrimFunc]
+
+
+def write_planned(
+    ir: tvm.IRModule,
+    program: StepSlots,
+    destinations: Destinations,
+    arena_bytes: int,
+    copy_kernel: CopyKernel,
+) -> tvm.IRModule:
+    """The step as `main(arena, inputs..., results...)`, every value passed by destination."""
+    return _Writer(ir, program, destinations, arena_bytes, copy_kernel).write()
+
+
+def copy_symbol(target: Slot) -> str:
+    """The name of the kernel that copies into `target`."""
+    return f"copy_{target.physical_dtype}_{max(target.size, 1)}"
+
+
+class _Writer:
+    def __init__(
+        self,
+        ir: tvm.IRModule,
+        program: StepSlots,
+        destinations: Destinations,
+        arena_bytes: int,
+        copy_kernel: CopyKernel,
+    ) -> None:
+        self.ir = ir
+        self.copy_kernel = copy_kernel
+        self.program = program
+        self.destinations = destinations
+        self.arena = relax.Var("arena", relax.TensorType([max(arena_bytes, 1)], "uint8"))
+        self.bindings: list[relax.Binding] = []
+        self.views: dict[tuple[relax.Expr, int, int, str], relax.Expr] = {}
+        self.kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+
+    def write(self) -> tvm.IRModule:
+        for source, target in self.destinations.first_copies:
+            self._copy(source, target)
+        for step in self.program.steps:
+            self._step(step)
+        for source, target in self.destinations.last_copies:
+            self._copy(source, target)
+        parameters = [self.arena]
+        parameters += [slot.parameter for slot in self.program.inputs]
+        parameters += [slot.parameter for slot in self.destinations.results]
+        nothing = relax.Tuple([])
+        body = relax.SeqExpr([relax.BindingBlock(self.bindings)], nothing)
+        function = relax.Function(parameters, body, relax.TupleType([]), is_pure=False)
+        functions = {**self.ir.functions, **self.kernels}
+        for variable in functions:
+            if variable.ty.is_missing():
+                relax.expr._update_type(variable, _KERNEL_TYPE)
+        functions[self.ir.get_global_var("main")] = function
+        return tvm.IRModule(functions)
+
+    def _copy(self, source: Slot, target: Slot) -> None:
+        views = [self._view(source, "kernel"), self._view(target, "kernel")]
+        self._call(self._copy_kernel(target), views)
+
+    def _copy_kernel(self, target: Slot) -> tvm.ir.GlobalVar:
+        size, dtype = max(target.size, 1), target.physical_dtype
+        name = copy_symbol(target)
+        known = next((v for v in self.kernels if v.name_hint == name), None)
+        if known is not None:
+            return known
+        variable = tvm.ir.GlobalVar(name)
+        function = self.copy_kernel(size, dtype)
+        self.kernels[variable] = function.with_attr("global_symbol", name)
+        return variable
+
+    def _step(self, step: Step) -> None:
+        is_kernel = step.function is not None
+        arguments: list[relax.Expr] = []
+        for argument in [*step.arguments, *step.results]:
+            is_slot = isinstance(argument, Slot)
+            kind = "kernel" if is_kernel else "library"
+            arguments.append(self._view(argument, kind) if is_slot else _unshared(argument))
+        callee = step.call.args[0]
+        if step.scratch is not None:
+            scratch = self._view(step.scratch, "library")
+            arguments = [tvm.ir.StringImm(step.symbol), scratch, *arguments]
+            callee = relax.ExternFunc(with_scratch(step.symbol))
+        self._call(callee, arguments, step.call.span)
+
+    def _view(self, slot: Slot, kind: str) -> relax.Expr:
+        """The slot as a flat tensor; libraries see bfloat16 as such.
+
+        A view is a call of the virtual machine, as dear as that of a kernel: slots that follow one
+        another in the same bytes, with the same size and dtype, share it.
+        """
+        dtype = slot.dtype if kind == "library" else slot.physical_dtype
+        if slot.parameter is not None and dtype == slot.physical_dtype:
+            return slot.parameter
+        base = slot.parameter if slot.constant is None else slot.constant
+        base = self.arena if base is None else base
+        key = (base, slot.offset_bytes, max(slot.size, 1), dtype)
+        if key not in self.views:
+            self.views[key] = self._make_view(*key)
+        return self.views[key]
+
+    def _make_view(self, base: relax.Expr, offset: int, size: int, dtype: str) -> relax.Expr:
+        arguments = [
+            base,
+            relax.prim_value(offset),
+            relax.ShapeExpr([size]),
+            tvm.ir.StringImm(dtype),
+        ]
+        type_ = relax.TensorType([size], dtype)
+        return self._call(relax.ExternFunc("amp_ir.view"), arguments, None, type_)
+
+    def _call(
+        self,
+        function: relax.Expr,
+        arguments: list[relax.Expr],
+        span: tvm.ir.Span | None = None,
+        type_: relax.Type | None = None,
+    ) -> relax.Var:
+        result = type_ if type_ is not None else relax.TupleType([])
+        call = relax.Call(function, arguments, None, [result], span)
+        relax.expr._update_type(call, result)
+        variable = relax.Var(f"r{len(self.bindings)}", result)
+        self.bindings.append(relax.VarBinding(variable, call))
+        return variable
+
+
+def _unshared(argument: relax.Expr) -> relax.Expr:
+    """An argument that is a call itself (the null of an absent bias), for one call alone.
+
+    A call that runs twice has its arguments twice. Where two calls hold the same inner call, TVM's
+    LowerRuntimeBuiltin (0.27) makes a variable of the second and fails.
+    """
+    if not isinstance(argument, relax.Call):
+        return argument
+    return with_arguments(argument, argument.args)

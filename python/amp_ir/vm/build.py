@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""IR with planned memory -> an executable of TVM's virtual machine."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.relax import vm_build
+from tvm.tirx import compilation_pipeline
+
+from amp_ir.cuda import driver
+from amp_ir.host import native
+from amp_ir.ir.executable import Executable
+from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.ir.target import CompileTarget, cpu
+from amp_ir.standalone import LAUNCH_ADDRESS, SET_LAUNCH
+from amp_ir.vm.kernel_libraries import build_side_by_side
+
+# Kernels reach their thread pool through this variable of the compiled module.
+_LAUNCH_SETTER = f"""
+@__TVMBackendParallelLaunch = external global ptr
+define void @{SET_LAUNCH}_in_module(ptr %launch) {{
+  store ptr %launch, ptr @__TVMBackendParallelLaunch
+  ret void
+}}
+"""
+
+
+@tvm.transform.module_pass(opt_level=0, name="LowerKernels")
+def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+    """Lower kernels to what code generation takes.
+
+    TVM's default list minus the passes for scheduled blocks; above all without three of them.
+    StorageRewrite retypes a buffer that is read both as scalars and as vectors, and then reads it
+    wrongly. StmtSimplify, and RemoveNoOp where it looks for stores of what is there already, take
+    floats for real numbers (see `loops.math.opaque`), and LLVM simplifies by itself.
+    """
+    transform = tirx.transform
+    mod = _equally_careful(mod)
+    passes = [
+        transform.FlattenBuffer(),
+        transform.NarrowDataType(32),
+        transform.VectorizeLoop(True),
+        transform.UnrollLoop(),
+        transform.CommonSubexprElim(),
+        transform.VerifyMemory(),
+        transform.AnnotateEntryFunc(),
+        transform.SplitHostDevice(),
+        transform.MakePackedAPI(),
+        # Checks of each argument at each call, which take LLVM as long as the kernels themselves.
+        # Program checks state and batch before a run; everything else is planned here.
+        transform.SkipAssert(),
+    ]
+    return tvm.transform.Sequential(passes)(mod)
+
+
+def _equally_careful(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with kernels of which all promise that no two arguments overlap, or none.
+
+    Code generation keeps one such flag for the whole module (TVM 0.27): a kernel that writes over
+    its input next to one that promises not to would be compiled under that promise.
+    """
+    if all(_promises_no_alias(function) for function in mod.functions.values()):
+        return mod
+    functions = {name: _may_alias(function) for name, function in mod.functions.items()}
+    return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _promises_no_alias(function: Any) -> bool:
+    attributes = getattr(function, "attrs", None)
+    return attributes is not None and bool(attributes.get("tirx.noalias", False))
+
+
+def _may_alias(function: Any) -> Any:
+    is_kernel = isinstance(function, tirx.PrimFunc)
+    return function.with_attr("tirx.noalias", False) if is_kernel else function
+
+
+@tvm.transform.module_pass(opt_level=0, name="LowerCudaKernels")
+def lower_cuda_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+    """Split kernels into launches and the code of their threads.
+
+    Barriers are in the kernels already, and shared memory has static sizes. Unrolled loops stay
+    loops: as text they would be many times the source, and the CUDA compiler unrolls them itself.
+    """
+    return tvm.transform.Sequential(cuda_passes())(mod)
+
+
+def cuda_passes(*before_split: tvm.transform.Pass) -> list[tvm.transform.Pass]:
+    """The passes of `lower_cuda_kernels`, with others before hosts and devices part."""
+    transform = tirx.transform
+    return [
+        transform.StmtSimplify(),
+        transform.FlattenBuffer(),
+        transform.NarrowDataType(32),
+        transform.VectorizeLoop(True),
+        transform.StmtSimplify(),
+        transform.RemoveNoOp(),
+        transform.VerifyMemory(),
+        transform.AnnotateEntryFunc(),
+        *before_split,
+        transform.SplitHostDevice(),
+        transform.MakePackedAPI(),
+        transform.SkipAssert(),
+    ]
+
+
+def _register_pipeline(name: str, lowering: tvm.transform.Pass) -> str:
+    """Our lowering in the form and the place that TVM looks pipelines up in."""
+    finish = compilation_pipeline
+
+    def stages() -> tuple[Any, Any, Any]:
+        return lowering, finish.finalize_host_passes, finish.finalize_device_passes
+
+    finish.register_tir_pipeline(name, stages)
+    return name
+
+
+KERNEL_PIPELINE = _register_pipeline("amp_ir", lower_kernels)
+CUDA_PIPELINE = _register_pipeline("amp_ir_cuda", lower_cuda_kernels)
+
+
+def compile_executable(
+    step: PlannedStep, target: CompileTarget, *, opt_level: int = 3
+) -> relax.VMExecutable:
+    """Compile every kernel for `target`; nothing is loaded, so the target need not be here.
+
+    Requires: the output of `plan_memory`, its kernels emitted for the same kind of target.
+
+    Raises:
+        BuildError: the CUDA compiler is missing or refuses a kernel.
+    """
+    native.load()
+    functions = dict(step.ir.functions)
+    if target.is_cuda:
+        driver.prepare_build()
+    else:
+        functions |= _launch_setter()
+    pipeline = CUDA_PIPELINE if target.is_cuda else KERNEL_PIPELINE
+    ir = tvm.IRModule(functions)
+    with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
+        return relax.build(ir, built_for, relax_pipeline=_lower_main(), tir_pipeline=pipeline)
+
+
+def _lower_main() -> tvm.transform.Pass:
+    return tvm.transform.Sequential(
+        [
+            relax.transform.LowerRuntimeBuiltin(),
+            relax.transform.ComputePrimValue(),
+            relax.transform.VMShapeLower(),
+            relax.transform.AttachGlobalSymbol(),
+        ]
+    )
+
+
+def _compile_in_memory(
+    step: PlannedStep, target: CompileTarget, *, opt_level: int
+) -> relax.VMExecutable:
+    """As `compile_executable`, for this CPU, with the kernels in several libraries.
+
+    They cannot be exported: each has its own copy of what a shared library has once.
+    """
+    native.load()
+    with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
+        ir = _lower_main()(step.ir)
+        builder = relax.ExecBuilder()
+        kernels = vm_build._filter_tir(vm_build._vmcodegen(builder, ir, "bytecode"))
+        libraries = build_side_by_side(
+            {} if kernels is None else dict(_equally_careful(kernels).functions),
+            KERNEL_PIPELINE,
+            built_for,
+            opt_level=opt_level,
+            of_all=_launch_setter,
+        )
+        first, *others = libraries
+        for library in libraries:
+            _use_openmp(library)
+        for library in others:
+            first.import_module(library)
+        linked = vm_build._ffi_api.VMLink(builder, built_for, first, [], {})
+        return relax.VMExecutable(linked)
+
+
+def _use_openmp(library: tvm.runtime.Module) -> None:
+    """Let a library's parallel loops run on OpenMP's threads, where the native part is built."""
+    if native.has(LAUNCH_ADDRESS):
+        address = native.function(LAUNCH_ADDRESS)()
+        library.get_function(SET_LAUNCH)(ctypes.c_void_p(address))
+
+
+def build(
+    step: PlannedStep,
+    target: CompileTarget | None = None,
+    device: Any = "cpu",
+    *,
+    opt_level: int = 3,
+) -> Executable:
+    """Compile every kernel and load the result on `device`; without a target: on this CPU.
+
+    Ensures: a CPU's kernels run on OpenMP's threads, the pool that PyTorch and oneDNN use too.
+    """
+    started = time.perf_counter()
+    target = target or cpu()
+    kernels = sum(isinstance(f, tirx.PrimFunc) for f in step.ir.functions.values())
+    compiled = compile_executable if target.is_cuda else _compile_in_memory
+    executable = compiled(step, target, opt_level=opt_level)
+    tvm_device = tvm.device(str(device))
+    vm = relax.VirtualMachine(executable, tvm_device)
+    seconds = time.perf_counter() - started
+    return Executable(vm, tvm_device, kernels, seconds, executable)
+
+
+def _launch_setter() -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
+    """A function that points the module's parallel loops at another thread pool."""
+    address = tirx.Var("address", "handle")
+    call = tirx.call_extern("int32", f"{SET_LAUNCH}_in_module", address)
+    body = tirx.AttrStmt(
+        tirx.IntImm("int32", 0),
+        "pragma_import_llvm",
+        tvm.ir.StringImm(_LAUNCH_SETTER),
+        tirx.Evaluate(call),
+    )
+    function = tirx.PrimFunc([address], body).with_attr("global_symbol", SET_LAUNCH)
+    return {tvm.ir.GlobalVar(SET_LAUNCH): function}
+
+
+def host_description() -> str:
+    """The machine in a few words, for reports."""
+    return f"{platform.machine()}, {tvm.target.codegen.llvm_get_system_cpu()}"

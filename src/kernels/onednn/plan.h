@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// A library call worked out once, and the cache of them.
+#ifndef AMP_IR_KERNELS_ONEDNN_PLAN_H_
+#define AMP_IR_KERNELS_ONEDNN_PLAN_H_
+
+#include <functional>
+#include <memory>
+#include <oneapi/dnnl/dnnl.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "onednn/plan_cache.h"
+#include "tensors/strided_tensor.h"
+
+namespace amp_ir::onednn {
+
+const dnnl::engine& CpuEngine();
+
+// oneDNN throws exceptions of its own, which must not cross into tvm-ffi unexplained.
+template <class Call>
+void Guard(const char* function, Call call) {
+  try {
+    call();
+  } catch (const dnnl::error& error) {
+    if (error.status == dnnl_out_of_memory) {
+      TVM_FFI_THROW(MemoryError) << function << ": oneDNN is out of memory: " << error.what();
+    }
+    TVM_FFI_THROW(RuntimeError) << function << ": oneDNN failed: " << error.what();
+  }
+}
+
+dnnl::memory::data_type DataType(DLDataType dtype);
+dnnl::memory::desc Describe(const StridedTensor& t);
+
+// Whether oneDNN uses these instructions here, after ONEDNN_MAX_CPU_ISA.
+bool HasIsa(dnnl::cpu_isa required);
+
+// Whether oneDNN multiplies this dtype faster than float32 on this CPU. Where it does not, low
+// operands are widened to float32 and results rounded once.
+bool IsNative(DLDataType dtype);
+
+// The steps of one call, fixed for its shapes, strides and dtypes: conversions and reorders into
+// scratch memory around oneDNN primitives. Immutable once built, so threads may run it together:
+// nothing that a run writes (memory objects, scratch) belongs to the plan.
+class Plan {
+ public:
+  using Id = int;  // names one buffer of the plan
+
+  // The caller's tensor number `argument` in Run, seen as `desc`.
+  Id AddArgument(int argument, const dnnl::memory::desc& desc);
+  Id AddScratch(const dnnl::memory::desc& desc);
+  // Bytes that a primitive takes from the system itself. The C library keeps them for the next
+  // call.
+  void CountKept(size_t nbytes) { kept_nbytes_ += nbytes; }
+
+  // `primitive`'s own scratchpad is taken from ours (user mode), so that its bytes are counted and
+  // bounded with the rest; oneDNN's library mode keeps a buffer of its own a thread for good.
+  void AddPrimitive(const dnnl::primitive& primitive, const dnnl::memory::desc& scratchpad,
+                    std::vector<std::pair<int, Id>> args);
+  // `from` and `to` give dims, strides and dtypes; their data pointers are ignored.
+  void AddConversion(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to);
+  void AddReorder(Id from, Id to);
+  // to = total * (to + factor * from), where `factor` and `total` are float32 arguments or -1,
+  // for 1.
+  void AddSum(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to, Id factor,
+              Id total);
+  void AddNote(const std::string& text) { implementation_ += text; }
+
+  void Run(const std::vector<void*>& arguments) const;
+  size_t scratch_nbytes() const { return scratch_nbytes_; }
+
+  // "matmul brg:avx512_core_bf16+reorder_a", for reports.
+  const std::string& implementation() const { return implementation_; }
+  const dnnl::memory::desc& desc(Id id) const { return buffers_[id].desc; }
+
+ private:
+  struct Buffer {
+    dnnl::memory::desc desc;
+    int argument;           // -1: in scratch
+    size_t scratch_offset;  // bytes
+  };
+  struct Step {
+    dnnl::primitive primitive;  // empty: a conversion from args[0] to args[1], or with 4 a sum
+    std::vector<std::pair<int, Id>> args;
+    StridedTensor from, to;
+  };
+  void RunSteps(const std::vector<void*>& arguments, char* scratch) const;
+
+  std::vector<Buffer> buffers_;
+  std::vector<Step> steps_;
+  size_t scratch_nbytes_ = 0;
+  size_t kept_nbytes_ = 0;
+  std::string implementation_;
+};
+
+enum Operation : int64_t { kMatmul, kPack, kMatmulPacked, kRecurrence, kFirstConvolution };
+
+// A key that also holds the number of threads: a primitive's blocking is chosen for it, and with
+// another it stays right but slow.
+PlanKey OperationKey(int64_t operation);
+
+// The plan for `key`, built by `build` when it is not among the kMaxPlans used last. Thread-safe.
+std::shared_ptr<const Plan> CachedPlan(const PlanKey& key,
+                                       const std::function<std::shared_ptr<const Plan>()>& build);
+
+// Runs `body` with so many bytes of scratch memory, 64-byte aligned: what is lent where that is
+// enough, else this thread's own. Where scratch is only asked for, notes the bytes instead.
+void WithScratchMemory(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body);
+
+std::vector<std::string> CachedImplementations();
+void ClearCachedPlans();
+
+}  // namespace amp_ir::onednn
+
+#endif  // AMP_IR_KERNELS_ONEDNN_PLAN_H_

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "torch/ops.h"
+
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+namespace amp_ir::torch {
+namespace {
+
+constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+
+bool CpuHasBfloat16() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+std::atomic<bool> has_fast_bfloat16{CpuHasBfloat16()};
+
+// Whether PyTorch multiplies this dtype at the speed of the hardware, with float32 accumulation.
+// Its float16 kernels run at about 1 GFLOP/s on a CPU without float16 arithmetic (measured), and
+// bfloat16 without avx512_bf16 is no better than float32; both are then computed in float32.
+bool IsFast(const Place& place, DLDataType dtype) {
+  if (place.api.is_cuda || IsFloat(dtype, 32)) return true;
+  return IsBfloat16(dtype) && has_fast_bfloat16.load(std::memory_order_relaxed);
+}
+
+// Whether two operands are computed with as they are. On CUDA a float32 result of low operands is
+// computed low and widened: cuDNN sums in float32 and PyTorch has no such output, so the result is
+// rounded once, as under PyTorch's autocast; in float32 it would be 8 to 16 times as slow. On a CPU
+// it is computed in float32.
+bool IsNative(const Place& place, const StridedTensor& a, const StridedTensor& b,
+              const StridedTensor& out) {
+  if (!SameDtype(a.dtype, b.dtype) || !IsFast(place, a.dtype)) return false;
+  return SameDtype(a.dtype, out.dtype) || (place.api.is_cuda && IsFloat(out.dtype, 32));
+}
+
+float Apply(Epilogue epilogue, float x) {
+  constexpr float kSqrtHalf = 0.70710678118654752F;
+  constexpr float kSqrtTwoOverPi = 0.79788456080286536F;
+  switch (epilogue) {
+    case Epilogue::kRelu:
+      return x < 0 ? 0 : x;  // written so that NaN stays NaN
+    case Epilogue::kGelu:
+      return 0.5F * x * (1 + std::erf(x * kSqrtHalf));
+    case Epilogue::kGeluTanh:
+      return 0.5F * x * (1 + std::tanh(kSqrtTwoOverPi * (x + 0.044715F * x * x * x)));
+    default:
+      return x;
+  }
+}
+
+// One bmm for each combination of the batch dims before the last three: PyTorch's has three dims.
+void MultiplyBatches(const Place& place, const StridedTensor& a, const StridedTensor& b,
+                     const StridedTensor& out) {
+  if (out.rank > 3) {
+    auto slice = [](const StridedTensor& t, int64_t index) {
+      StridedTensor part = t;
+      part.rank = t.rank - 1;
+      part.data = static_cast<char*>(t.data) + index * t.strides[0] * (t.dtype.bits / 8);
+      for (int i = 0; i < part.rank; ++i) {
+        part.dims[i] = t.dims[i + 1];
+        part.strides[i] = t.strides[i + 1];
+      }
+      return part;
+    };
+    for (int64_t i = 0; i < out.dims[0]; ++i) {
+      MultiplyBatches(place, slice(a, i), slice(b, i), slice(out, i));
+    }
+    return;
+  }
+  Tensor left(place, a), right(place, b), result(place, out);
+  auto multiply = out.rank == 3 ? place.api.bmm : place.api.mm;
+  Check(place.api, multiply(result.get(), left.get(), right.get()), out.rank == 3 ? "bmm" : "mm");
+}
+
+// Repeats `t` over the batch dims of `out` by strides of 0.
+StridedTensor Broadcast(const StridedTensor& t, const StridedTensor& out) {
+  StridedTensor wide = t;
+  wide.rank = out.rank;
+  const int missing = out.rank - t.rank;
+  for (int i = 0; i < out.rank; ++i) {
+    const bool repeated = i < missing || (i < out.rank - 2 && t.dims[i - missing] != out.dims[i]);
+    wide.dims[i] = i < out.rank - 2 ? out.dims[i] : t.dims[i - missing];
+    wide.strides[i] = repeated ? 0 : t.strides[i - missing];
+  }
+  return wide;
+}
+
+// Adds bias [n] to each row of dense float32 rows [..., n] and applies the epilogue, in place.
+void FinishRows(const StridedTensor& rows, const StridedTensor* bias, Epilogue epilogue) {
+  const int64_t columns = rows.dims[rows.rank - 1];
+  const int64_t count = rows.numel();
+  float* data = static_cast<float*>(rows.data);
+  const float* shift = bias != nullptr ? static_cast<const float*>(bias->data) : nullptr;
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < count; ++i) {
+    data[i] = Apply(epilogue, shift != nullptr ? data[i] + shift[i % columns] : data[i]);
+  }
+}
+
+// The options of PyTorch's convolutions, as arrays that live as long as this.
+struct Options {
+  explicit Options(const Convolution& c)
+      : convolution(c),
+        spatial(static_cast<int64_t>(c.strides.size())),
+        zeros(c.strides.size(), 0) {}
+  const Convolution& convolution;
+  int64_t spatial;
+  std::vector<int64_t> zeros;
+};
+
+}  // namespace
+
+void SetFastBfloat16(bool is_fast) { has_fast_bfloat16.store(is_fast, std::memory_order_relaxed); }
+
+void Matmul(const Place& place, const StridedTensor& a, const StridedTensor& b,
+            const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue) {
+  if (out.numel() == 0) return;
+  const bool plain = bias == nullptr && epilogue == Epilogue::kNone;
+  if (!plain && place.api.is_cuda) {
+    TVM_FFI_THROW(ValueError) << "amp_ir.torch_cuda.matmul: it adds no bias and has no epilogue; "
+                                 "expected none of either (amp_ir.cublaslt.matmul has both)";
+  }
+  const bool native = plain && SameDtype(a.dtype, b.dtype) && IsFast(place, a.dtype) &&
+                      SameDtype(a.dtype, out.dtype);
+  Operand wide_a(place, a, !native), wide_b(place, b, !native);
+  StridedTensor x = Broadcast(wide_a.view, out), y = Broadcast(wide_b.view, out);
+  if (native || (plain && IsFloat(out.dtype, 32))) {
+    MultiplyBatches(place, x, y, out);
+    return;
+  }
+  StridedTensor rows;
+  Tensor full = Tensor::DenseFloat32(place, out, &rows);
+  MultiplyBatches(place, x, y, rows);
+  if (bias != nullptr) {
+    Operand shift(place, *bias, true);
+    FinishRows(rows, &shift.view, epilogue);
+  } else if (!plain) {
+    FinishRows(rows, nullptr, epilogue);
+  }
+  Tensor(place, out).CopyFrom(full);
+}
+
+// The result is copied once: PyTorch's C interface has no convolution that writes where it is told.
+// Its dispatcher has one, cudnn_convolution.out, for the forward pass alone; it would leave to us
+// what aten::convolution decides, the backend and cuDNN's benchmark, deterministic and TF32 flags.
+void Convolve(const Place& place, const StridedTensor& x, const StridedTensor& w,
+              const StridedTensor& y, const Convolution& convolution) {
+  const bool native = IsNative(place, x, w, y);
+  Operand data(place, x, !native), weight(place, w, !native);
+  const Options o(convolution);
+  const Convolution& c = convolution;
+  Tensor full(place);
+  Check(place.api,
+        place.api.conv(data.get(), weight.get(), nullptr, c.strides.data(), o.spatial,
+                       c.padding.data(), o.spatial, c.dilation.data(), o.spatial, 0, o.zeros.data(),
+                       o.spatial, c.groups, full.out()),
+        "convolution");
+  Tensor(place, y).CopyFrom(full);
+}
+
+void ConvolveBackward(const Place& place, Gradient which, const StridedTensor& grad,
+                      const StridedTensor& other, const StridedTensor& out,
+                      const Convolution& convolution) {
+  const bool of_input = which == Gradient::kInput;
+  const bool native = IsNative(place, grad, other, out);
+  // PyTorch asks for the tensor whose gradient it computes, and reads only its shape and dtype;
+  // the result's own memory serves where it is large enough for that dtype.
+  StridedTensor shape_only = out;
+  shape_only.dtype = native ? grad.dtype : kFloat32;
+  StridedTensor unused;
+  Tensor stand_in = out.dtype.bits >= shape_only.dtype.bits
+                        ? Tensor(place, shape_only)
+                        : Tensor::DenseFloat32(place, shape_only, &unused);
+  Operand wide_grad(place, grad, !native), wide_other(place, other, !native);
+  const Options o(convolution);
+  const Convolution& c = convolution;
+  const int32_t mask[3] = {of_input ? 1 : 0, of_input ? 0 : 1, 0};
+  Tensor results[3] = {Tensor(place), Tensor(place), Tensor(place)};
+  Check(place.api,
+        place.api.conv_backward(
+            wide_grad.get(), of_input ? stand_in.get() : wide_other.get(),
+            of_input ? wide_other.get() : stand_in.get(), nullptr, 0, c.strides.data(), o.spatial,
+            c.padding.data(), o.spatial, c.dilation.data(), o.spatial, 0, o.zeros.data(), o.spatial,
+            c.groups, mask, 3, results[0].out(), results[1].out(), results[2].out()),
+        "convolution_backward");
+  Tensor(place, out).CopyFrom(results[of_input ? 0 : 1]);
+}
+
+void Attend(const Place& place, const StridedTensor& q, const StridedTensor& k,
+            const StridedTensor& v, const AttentionOptions& options, const StridedTensor& out,
+            const StridedTensor& lse) {
+  Tensor query(place, q), key(place, k), value(place, v);
+  double scale = options.scale;
+  if (!place.api.is_cuda) {
+    Tensor attended(place), sums(place);
+    Check(
+        place.api,
+        place.api.cpu_attention(query.get(), key.get(), value.get(), 0.0, options.is_causal ? 1 : 0,
+                                nullptr, &scale, attended.out(), sums.out()),
+        "_scaled_dot_product_flash_attention_for_cpu");
+    Tensor(place, out).CopyFrom(attended);
+    Tensor(place, lse).CopyFrom(sums);
+    return;
+  }
+  int64_t max_q = 0, max_k = 0;
+  std::vector<Tensor> results;
+  for (int i = 0; i < 7; ++i) results.emplace_back(place);
+  Check(place.api,
+        place.api.attention(query.get(), key.get(), value.get(), 0.0, options.is_causal ? 1 : 0, 0,
+                            &scale, results[0].out(), results[1].out(), results[2].out(),
+                            results[3].out(), &max_q, &max_k, results[4].out(), results[5].out(),
+                            results[6].out()),
+        "_scaled_dot_product_flash_attention");
+  Tensor(place, out).CopyFrom(results[0]);
+  Tensor(place, lse).CopyFrom(results[1]);
+}
+
+void AttendBackward(const Place& place, const StridedTensor& grad, const StridedTensor& q,
+                    const StridedTensor& k, const StridedTensor& v, const StridedTensor& out,
+                    const StridedTensor& lse, const AttentionOptions& options,
+                    const AttentionGradients& results) {
+  Tensor grad_out(place, grad), query(place, q), key(place, k), value(place, v), output(place, out),
+      sums(place, lse);
+  double scale = options.scale;
+  Tensor found[3] = {Tensor(place), Tensor(place), Tensor(place)};
+  if (!place.api.is_cuda) {
+    Check(place.api,
+          place.api.cpu_attention_backward(grad_out.get(), query.get(), key.get(), value.get(),
+                                           output.get(), sums.get(), 0.0, options.is_causal ? 1 : 0,
+                                           nullptr, &scale, found[0].out(), found[1].out(),
+                                           found[2].out()),
+          "_scaled_dot_product_flash_attention_for_cpu_backward");
+  } else {
+    // One length for all samples, and no dropout: PyTorch then reads no lengths and no random
+    // state.
+    Tensor none[4] = {Tensor::Undefined(place), Tensor::Undefined(place), Tensor::Undefined(place),
+                      Tensor::Undefined(place)};
+    Check(place.api,
+          place.api.attention_backward(
+              grad_out.get(), query.get(), key.get(), value.get(), output.get(), sums.get(),
+              none[0].get(), none[1].get(), q.dims[2], k.dims[2], 0.0, options.is_causal ? 1 : 0,
+              none[2].get(), none[3].get(), &scale, found[0].out(), found[1].out(), found[2].out()),
+          "_scaled_dot_product_flash_attention_backward");
+  }
+  Tensor(place, results.q).CopyFrom(found[0]);
+  Tensor(place, results.k).CopyFrom(found[1]);
+  Tensor(place, results.v).CopyFrom(found[2]);
+}
+
+}  // namespace amp_ir::torch

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// PyTorch's tensor objects over memory of ours.
+#ifndef AMP_IR_KERNELS_TORCH_TENSOR_H_
+#define AMP_IR_KERNELS_TORCH_TENSOR_H_
+
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <vector>
+
+#include "tensors/strided_tensor.h"
+#include "torch/api.h"
+
+namespace amp_ir::torch {
+
+// Where a call runs: the functions for a kind of device, and which one of that kind.
+//
+// On CUDA, while it lives, PyTorch's current device and stream are those of the environment, so
+// that kernels of TVM's and PyTorch's run in the order in which they were called.
+class Place {
+ public:
+  Place(const Api& functions, DLDevice device) : api(functions), index_(device.device_id) {
+    if (!api.is_cuda) return;
+    void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+    Check(api, api.create_stream_guard(stream, index_, &guard_), "stream guard");
+  }
+  ~Place() {
+    if (guard_ != nullptr) api.delete_stream_guard(guard_);
+  }
+  Place(const Place&) = delete;
+  Place& operator=(const Place&) = delete;
+
+  int32_t index() const { return api.is_on_host ? 0 : index_; }
+
+  const Api& api;
+
+ private:
+  int32_t index_;
+  void* guard_ = nullptr;
+};
+
+// Owns one PyTorch tensor object.
+class Tensor {
+ public:
+  explicit Tensor(const Place& place) : place_(&place) {}
+  Tensor(const Place& place, const StridedTensor& t) : place_(&place) {
+    Check(api(),
+          api().from_blob(t.data, t.rank, t.dims.data(), t.strides.data(), 0, DtypeCode(t.dtype),
+                          api().device_type, place.index(), &handle_),
+          "from_blob");
+  }
+  Tensor(Tensor&& other) noexcept : place_(other.place_), handle_(other.handle_) {
+    other.handle_ = nullptr;
+  }
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+  ~Tensor() {
+    if (handle_ != nullptr) api().destroy(handle_);
+  }
+
+  // A tensor without memory or shape, where PyTorch takes that for "none".
+  static Tensor Undefined(const Place& place) {
+    Tensor result(place);
+    Check(place.api, place.api.undefined(&result.handle_), "new_uninitialized_tensor");
+    return result;
+  }
+
+  static Tensor DenseFloat32(const Place& place, const StridedTensor& like, StridedTensor* view) {
+    *view = like;
+    view->dtype = DLDataType{kDLFloat, 32, 1};
+    int64_t stride = 1;
+    for (int i = view->rank - 1; i >= 0; --i) {
+      view->strides[i] = stride;
+      stride *= view->dims[i];
+    }
+    Tensor result(place);
+    Check(place.api,
+          place.api.empty_strided(view->rank, view->dims.data(), view->strides.data(),
+                                  place.api.float32(), place.api.device_type, place.index(),
+                                  &result.handle_),
+          "empty_strided");
+    Check(place.api, place.api.data_ptr(result.handle_, &view->data), "data_ptr");
+    return result;
+  }
+
+  void CopyFrom(const Tensor& other) { Check(api(), api().copy(handle_, other.get(), 0), "copy_"); }
+
+  Handle get() const { return handle_; }
+  Handle* out() { return &handle_; }
+
+ private:
+  const Api& api() const { return place_->api; }
+  int32_t DtypeCode(DLDataType dtype) const {
+    if (IsFloat(dtype, 32)) return api().float32();
+    return IsBfloat16(dtype) ? api().bfloat16() : api().float16();
+  }
+  const Place* place_;
+  Handle handle_ = nullptr;
+};
+
+// An operand in the dtype of the computation: itself, or a float32 copy.
+class Operand {
+ public:
+  Operand(const Place& place, const StridedTensor& source, bool as_float32)
+      : view(source), tensor_(place, source) {
+    if (!as_float32 || IsFloat(source.dtype, 32)) return;
+    Tensor wide = Tensor::DenseFloat32(place, source, &view);
+    wide.CopyFrom(tensor_);
+    wide_.push_back(std::move(wide));
+  }
+  Handle get() const { return wide_.empty() ? tensor_.get() : wide_.back().get(); }
+  StridedTensor view;
+
+ private:
+  Tensor tensor_;
+  std::vector<Tensor> wide_;
+};
+
+}  // namespace amp_ir::torch
+
+#endif  // AMP_IR_KERNELS_TORCH_TENSOR_H_

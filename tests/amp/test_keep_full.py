@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What autocast keeps in float32 for what it carries, seen in whole captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import amp_ir
+from amp_ir.ir.step_graph import read_step
+from amp_ir.ir.step_module import Role, StepModule
+
+LOW = ("float16", "bfloat16")
+
+
+def _captured(step: Callable[..., Any], *batch: torch.Tensor, **options: Any) -> StepModule:
+    return amp_ir.trace_step(step, batch, **options)[0]
+
+
+def _widened_outputs(mod: StepModule) -> list[str]:
+    """Names of state outputs that the step rounds to a low dtype on the way out."""
+    graph = read_step(mod.ir)
+    found = []
+    for leaf, spec in zip(graph.outputs, mod.signature.outputs, strict=True):
+        value = graph.values[leaf]
+        if spec.role is Role.RESULT or value.op < 0:
+            continue
+        maker = graph.ops[value.op]
+        source = graph.values[maker.reads[0]] if maker.reads else value
+        if maker.name == "amp_ir.cast" and source.dtype in LOW:
+            found.append(spec.name)
+    return found
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_no_tensor_of_the_state_is_rounded_by_the_selection_of_a_skipped_step(low: str, make: Any):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    average = torch.nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    optimizer = make(model.parameters(), lr=0.1)
+    scaler = amp_ir.GradScaler("cpu")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            for mine, theirs in zip(average.parameters(), model[0].parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+        return loss
+
+    if make is torch.optim.AdamW:
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+    mod = _captured(
+        step, torch.randn(8, 4), model=[model, average], optimizer=optimizer, scaler=scaler
+    )
+    low_mod = amp_ir.autocast(mod, amp_dtype=low)
+    assert _widened_outputs(low_mod) == []
+    # Strict rounding rounds wherever the plan says so: a weight must not be a low number.
+    compiled = amp_ir.compile(low_mod, rounding="strict")
+    compiled(torch.randn(8, 4))
+    for weight in (*model.parameters(), *average.parameters()):
+        assert not torch.equal(weight, weight.to(getattr(torch, low)).float())
+
+
+def test_the_seed_of_a_backward_pass_is_not_rounded():
+    model = torch.nn.Linear(4, 5)
+
+    def step(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        loss = 0.9 * F.cross_entropy(model(x), c, label_smoothing=0.3) + 0.1 * model(x).abs().mean()
+        loss.backward()
+        return loss
+
+    batch = torch.randn(7, 4), torch.randint(0, 5, (7,))
+    mod = amp_ir.autocast(_captured(step, *batch, model=model), amp_dtype="bfloat16")
+    graph = read_step(mod.ir)
+    rounded = [
+        op
+        for op in graph.ops
+        if op.name == "amp_ir.cast" and graph.values[op.results[0]].dtype == "bfloat16"
+    ]
+    assert rounded and all(graph.values[op.results[0]].size > 1 for op in rounded)
+
+
+def test_what_a_batch_holds_is_not_cast_to_float16_where_pytorch_would_promote():
+    model = torch.nn.Linear(4, 4)
+
+    def step(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.l1_loss(model(x), target)
+        loss.backward()
+        return loss
+
+    batch = torch.randn(8, 4), torch.full((8, 4), 1e5)
+    compiled = amp_ir.compile(
+        amp_ir.autocast(_captured(step, *batch, model=model), amp_dtype="float16"),
+        rounding="strict",
+    )
+    # 1e5 is beyond 65504; the layer's values, of size 1, are rounded by 2^-11.
+    assert compiled(*batch).item() == pytest.approx(1e5, rel=1e-4)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views of values whose layout the capture changed, and ops that speak of layouts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from amp_ir.capture.decompositions.layouts import is_viewable, strided
+from amp_ir.errors import UnsupportedOpError
+from amp_ir.importer.import_step import import_step
+from step_comparison import Training, assert_trains_alike, normal
+
+SHAPE = (2, 3, 1, 4)
+SIZES = [
+    (24,),
+    (6, 4),
+    (2, 12),
+    (2, 3, 4),
+    (3, 8),
+    (4, 6),
+    (2, 3, 2, 2),
+    (4, 2, 3),
+    (-1, 4),
+    (3, -1),
+]
+
+
+def layouts() -> list[torch.Tensor]:
+    """Tensors of one storage in every order of the axes, some with gaps."""
+    whole = torch.arange(48.0).view(2, 3, 1, 8)
+    dense = torch.arange(24.0)
+    orders = itertools.permutations(range(4))
+    permuted = [dense.view([SHAPE[k] for k in order]).permute(order) for order in orders]
+    return [*permuted, whole[..., :4], whole[..., ::2], torch.zeros(1, 1, 1, 4).expand(SHAPE)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_is_viewable_says_what_view_does(size: tuple[int, ...]) -> None:
+    for x in layouts():
+        try:
+            x.view(size)
+            possible = True
+        except RuntimeError:
+            possible = False
+        assert is_viewable(x, size) == possible, (tuple(x.shape), x.stride())
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_strided_takes_the_elements_that_as_strided_takes(order: tuple[int, ...]) -> None:
+    shape, strides = [(2, 3, 4)[k] for k in order], [(12, 4, 1)[k] for k in order]
+    for laid_out in layouts()[:24]:
+        expected = laid_out.as_strided(shape, strides)
+        found = strided(laid_out.contiguous(), laid_out, shape, strides)
+        assert found is not None and torch.equal(found, expected)
+
+
+def test_strided_leaves_windows_gaps_and_parts_to_as_strided() -> None:
+    x = torch.arange(6.0)
+    assert strided(x, x, (5, 2), (1, 1)) is None
+    assert strided(x, x, (3,), (2,)) is None
+    assert strided(x[:4], x[:4], (4,), (1,), 2) is None
+    assert strided(torch.zeros(3, 4), torch.zeros(3, 8)[:, :4], (12,), (1,)) is None
+
+
+class FusedHeads(nn.Module):
+    """One matrix for queries, keys and values, interleaved head by head, as in BLOOM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(12, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.project(x).view(2, 5, 2, 3, 4)
+        query, key, value = (parts[..., k, :].transpose(1, 2).reshape(4, 5, 4) for k in range(3))
+        return torch.bmm(torch.bmm(query, key.transpose(-1, -2)).softmax(-1), value)
+
+
+class PooledRows(nn.Module):
+    """Averages over the rows, whose layout PyTorch takes for channels_last and restrides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.pool = nn.Linear(12, 8), nn.AdaptiveAvgPool1d(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pool(self.project(x).transpose(1, 2)).flatten(1)
+
+
+class WritesThroughViews(nn.Module):
+    """Writes to a view of a value that decompositions give another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(2, 12, 5).select_scatter(self.project(x)[:, 1], 2, 3)
+        rows.view(2, 3, 4, 5)[:, 1].mul_(2)
+        return rows.transpose(1, 2) + rows.view(2, 60)[:, ::12][:, :, None]
+
+
+@pytest.mark.parametrize("model", [FusedHeads, PooledRows, WritesThroughViews])
+def test_they_train_as_in_eager(model: type[nn.Module]) -> None:
+    def build() -> Training:
+        built = model()
+        optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = built(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Training(built, optimizer, step)
+
+    assert assert_trains_alike(build, lambda k: (normal(k, 2, 5, 12),)) == 1
+
+
+def test_windows_of_memory_are_refused() -> None:
+    model = nn.Linear(6, 6)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x).as_strided((5, 2), (1, 1))
+
+    captured = Training(model, None, step).capture((normal(0, 1, 6),))
+    with pytest.raises(UnsupportedOpError, match=r"aten\.as_strided\.default \(1 call"):
+        import_step(captured)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures and steps beside other threads, and captures that are cut off: nothing else notices."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_ir
+from amp_ir import errors
+from amp_ir.capture.patches import install
+from pytorch_as_it_was import pytorch_state
+
+# float32, 8 elements a sum and a few steps: a few roundings of 2^-24 each.
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def training(seed: int = 0) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, (step, optimizer)
+
+
+def jitted(seed: int = 0) -> tuple[nn.Module, Any]:
+    model, (step, optimizer) = training(seed)
+    return model, amp_ir.jit(step, model=model, optimizer=optimizer)
+
+
+def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 6, generator=generator), torch.arange(rows) % 3
+
+
+def assert_trained_alike(model: nn.Module, seed: int, steps: int) -> None:
+    peer, (step, _) = training(seed)
+    for _ in range(steps):
+        step(*batch())
+    torch.testing.assert_close(model.state_dict(), peer.state_dict(), **CLOSE)
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """What each function returns, run in threads that start at the same moment."""
+    barrier = threading.Barrier(len(functions))
+
+    def run(function: Callable[[], Any]) -> Any:
+        barrier.wait(30)
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [one.result(120) for one in [pool.submit(run, f) for f in functions]]
+
+
+def test_first_calls_that_coincide_are_each_right() -> None:
+    before = pytorch_state()
+    (first, train), (second, other_train) = jitted(0), jitted(1)
+    in_threads(lambda: train(*batch()), lambda: other_train(*batch()))
+    assert pytorch_state() == before
+    train(*batch()), other_train(*batch())
+    assert_trained_alike(first, 0, 2)
+    assert_trained_alike(second, 1, 2)
+
+
+def test_calls_of_one_step_from_two_threads_run_one_after_the_other() -> None:
+    model, train = jitted()
+
+    def ten() -> None:
+        for _ in range(10):
+            train(*batch())
+
+    in_threads(ten, ten)
+    assert train.recompiles == []
+    assert_trained_alike(model, 0, 20)
+
+
+class Eager:
+    """A loop of plain PyTorch that uses what a capture replaces."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.norm = nn.Dropout(0.3)
+        self.parameters = [*self.embed.parameters(), *self.head.parameters()]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(self) -> float:
+        x, y = batch()
+        hidden = checkpoint(self.embed, x, use_reentrant=False)
+        hidden = hidden + checkpoint(self.embed, hidden[:, :6], use_reentrant=True)
+        attended = F.scaled_dot_product_attention(hidden[None], hidden[None], hidden[None])[0]
+        spread = torch.distributions.Normal(attended, 1.0).log_prob(hidden).mean()
+        loss = F.cross_entropy(self.head(self.norm(attended)), y) - math.sqrt(1e-4) * spread
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.parameters, 0.5)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return loss.item()
+
+
+def test_training_beside_captures_is_the_same_to_the_bit() -> None:
+    """Also its dropout: a capture does not put back generators that others draw from."""
+    steps = 150
+    alone = Eager()
+    expected = [alone.step() for _ in range(steps)]
+    trainings = [training()[1] for _ in range(5)]
+    mod = captured(*trainings[0])
+    eager, losses, scripts = Eager(), [], []
+    done = threading.Event()
+
+    def trains() -> None:
+        while len(losses) < steps or not done.is_set():
+            losses.append(eager.step())
+
+    def captures() -> None:
+        try:
+            scripts.extend(captured(*one).script() for one in trainings[1:])
+        finally:
+            done.set()
+
+    in_threads(trains, captures)
+    assert losses[:steps] == expected
+    # And nothing of it was captured.
+    assert scripts == [mod.script()] * 4
+
+
+def captured(step: Any, optimizer: torch.optim.Optimizer) -> amp_ir.StepModule:
+    model = nn.Module()
+    model.all = nn.ParameterList(optimizer.param_groups[0]["params"])
+    return amp_ir.trace_step(step, batch(), model=model, optimizer=optimizer)[0]
+
+
+def seen_elsewhere() -> dict[str, Any]:
+    """What a thread sees of everything that a capture replaces."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.error("heard")
+    log.removeHandler(handler)
+    eager = Eager()
+    try:
+        torch.distributions.Normal(0.0, -1.0)
+    except ValueError as error:
+        checked = str(error)[:40]
+    return {
+        "losses": [eager.step() for _ in range(2)],
+        "checked": checked,
+        "heard": heard,
+        "validates": torch.distributions.Distribution._validate_args,
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "mkldnn": torch._C._get_mkldnn_enabled(),
+        "cudnn": torch._C._get_cudnn_enabled(),
+        "threads": torch._C._is_multithreading_enabled(),
+        "sqrt": math.sqrt(2.0),
+        "value": sys.modules["torch.optim.adam"]._get_value(torch.tensor(2.0)),
+        "lookup": nn.Module.__getattr__(eager.head, "weight").shape,
+    }
+
+
+def test_another_thread_sees_nothing_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is compared needs a check that fails, whatever ran before in this process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    expected = in_threads(seen_elsewhere)[0]
+    # No list: a step that changes one cannot be captured.
+    seen: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        seen.put(in_threads(seen_elsewhere)[0])
+        return x + 1
+
+    amp_ir.trace_step(step, (torch.ones(2),), model=nn.Linear(1, 1))
+    assert not seen.empty()
+    while not seen.empty():
+        assert seen.get() == expected
+
+
+def test_what_another_thread_sets_meanwhile_stays() -> None:
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        in_threads(lambda: distribution.set_default_validate_args(not before))
+        return x + 1
+
+    try:
+        amp_ir.trace_step(step, (torch.ones(2),), model=nn.Linear(1, 1))
+        assert distribution._validate_args is (not before)
+    finally:
+        distribution.set_default_validate_args(before)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_while_patches_are_put_takes_back_those_before(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    real, before = install.patch, pytorch_state()
+    calls = 0
+    while True:
+        left = calls
+
+        def failing(*args: Any) -> None:
+            nonlocal left
+            if not left:
+                raise error("cut off")
+            left -= 1
+            real(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(install, "patch", failing)
+            try:
+                amp_ir.trace_step(lambda x: x, (torch.ones(2),), model=nn.Linear(1, 1))
+                break
+            except (error, errors.CaptureError):
+                assert pytorch_state() == before
+        calls += 1
+    assert calls >= 4
+
+
+def model_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    owned = [id(one) for one in (*model.parameters(), *model.buffers())]
+    return [owned, [list(map(id, g["params"])) for g in optimizer.param_groups], vars(optimizer)]
+
+
+def test_a_capture_that_is_interrupted_anywhere_leaves_everything_as_it_was() -> None:
+    """Ctrl-C arrives where Python enters a function: here, those of the files that put back.
+
+    In functions that PyTorch's C++ calls it may end the process, capture or not.
+    """
+    model, (step, optimizer) = training()
+    before, owned = pytorch_state(), model_state(model, optimizer)
+
+    files = ("restores.py", "install.py", "trace_leftovers.py", "generators.py")
+
+    def capture_until(place: int) -> int:
+        """Interrupt at the call of that number; returns how many there were."""
+        count = 0
+
+        def on_call(frame: Any, event: str, _arg: Any) -> None:
+            nonlocal count
+            if frame.f_code.co_filename.endswith(files):
+                count += 1
+                if count == place:
+                    raise KeyboardInterrupt
+
+        sys.settrace(on_call)
+        try:
+            amp_ir.trace_step(step, batch(), model=model, optimizer=optimizer)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        return count
+
+    count = capture_until(0)
+    for place in range(1, count, max(1, count // 24)):
+        assert capture_until(place) >= place
+        now = pytorch_state()
+        assert now == before, {key: now[key] for key in now if now[key] != before[key]}
+        assert model_state(model, optimizer) == owned, place
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    train(*batch())
+    assert_trained_alike(model, 0, 1)
+
+
+def test_a_step_that_is_called_inside_of_a_capture_is_refused() -> None:
+    _, train = jitted()
+    with pytest.raises(errors.ArgumentError) as refused:
+        amp_ir.trace_step(lambda x, y: train(x, y), batch(), model=nn.Linear(1, 1))
+    assert str(refused.value) == (
+        "this is already inside of a capture; capture the outermost step only"
+    )

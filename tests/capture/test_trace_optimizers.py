@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured optimizer steps follow PyTorch's, also when hyper-parameters change between calls."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW
+
+from amp_ir.ir.step_module import Role
+from captured_runner import CapturedRunner
+from optimizer_cases import CASES, batch, change_hyper_parameters, name, training
+from step_comparison import Training, assert_trains_alike
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=name)
+def test_steps_equal_eager_steps_while_hyper_parameters_change(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    captures = assert_trains_alike(
+        lambda: training(kind, options), batch, steps=4, between=change_hyper_parameters
+    )
+    assert captures == 1
+
+
+def test_the_first_step_with_dampened_momentum_is_captured_apart() -> None:
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}
+    assert assert_trains_alike(lambda: training(SGD, options), batch) == 2
+
+
+def test_a_learning_rate_of_zero_is_an_input_too() -> None:
+    def warm_up(trained: Training) -> None:
+        trained.optimizer.param_groups[0]["lr"] += 0.05
+
+    assert assert_trains_alike(lambda: training(AdamW, {"lr": 0.0}), batch, between=warm_up) == 1
+
+
+def test_a_weight_decay_that_becomes_zero_is_captured_again() -> None:
+    def stop_decay(trained: Training) -> None:
+        trained.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+    build = lambda: training(SGD, {"lr": 0.1, "weight_decay": 0.5})  # noqa: E731
+    assert assert_trains_alike(build, batch, between=stop_decay) == 2
+
+
+def test_a_flag_that_changes_is_captured_again() -> None:
+    def turn(trained: Training) -> None:
+        group = trained.optimizer.param_groups[0]
+        group["maximize"] = not group["maximize"]
+
+    assert assert_trains_alike(lambda: training(Adam, {}), batch, between=turn) == 3
+
+
+def test_a_scheduler_that_steps_between_steps_is_followed_without_a_warning() -> None:
+    schedulers: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
+
+    def build() -> Training:
+        trained = training(SGD, {"lr": 0.1, "momentum": 0.9})
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(trained.optimizer, 0.5, total_steps=5)
+        schedulers[id(trained)] = scheduler
+        return trained
+
+    captures = assert_trains_alike(build, batch, between=lambda t: schedulers[id(t)].step())
+    assert captures == 1
+
+
+def test_a_state_that_exists_is_continued_and_a_loaded_one_captured_again() -> None:
+    def build() -> Training:
+        trained = training(Adam, {"lr": 0.01})
+        trained.step(*batch(7))
+        return trained
+
+    def reload(trained: Training) -> None:
+        trained.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
+
+    assert assert_trains_alike(build, batch) == 1
+    assert assert_trains_alike(build, batch, between=reload) == 3
+
+
+def test_hyper_parameters_are_float64_inputs_read_at_every_call() -> None:
+    trained = training(AdamW, {"lr": 0.01})
+    captured = trained.capture(batch(0))
+    readers = {
+        entry.name: entry.tensor_or_reader
+        for entry in captured.inputs
+        if entry.role is Role.HYPER_PARAMETER
+    }
+    assert list(readers) == [
+        "optimizer0.group0.lr",
+        "optimizer0.group0.betas.0",
+        "optimizer0.group0.betas.1",
+        "optimizer0.group0.eps",
+        "optimizer0.group0.weight_decay",
+    ]
+    trained.optimizer.param_groups[0]["lr"] = 0.25
+    value = readers["optimizer0.group0.lr"]()
+    assert value.dtype is torch.float64 and value.shape == () and value.item() == 0.25
+
+
+def test_bias_correction_is_computed_in_float64() -> None:
+    graph = training(Adam, {}).capture(batch(0)).graph.graph
+    powers = [node for node in graph.nodes if "aten.pow" in str(node.target)]
+    assert powers and all(node.meta["val"].dtype is torch.float64 for node in powers)
+
+
+def test_new_state_is_installed_only_when_asked_for() -> None:
+    trained = training(Adam, {})
+    captured = trained.capture(batch(0))
+    assert not trained.optimizer.state
+    captured.install_state()
+    captured.install_state()
+    assert captured.is_current()
+    weight = trained.model[0].weight
+    assert list(trained.optimizer.state[weight]) == ["step", "exp_avg", "exp_avg_sq"]
+    CapturedRunner(captured)(*batch(0))
+    assert trained.optimizer.state[weight]["step"].item() == 1.0
+
+
+def test_groups_have_their_own_hyper_parameters() -> None:
+    def build() -> Training:
+        trained = training(SGD, {"lr": 0.1})
+        trained.optimizer.param_groups.clear()
+        trained.optimizer.add_param_group({"params": trained.model[0].parameters(), "lr": 0.3})
+        last = {"params": trained.model[2].parameters(), "momentum": 0.5, "weight_decay": 0.1}
+        trained.optimizer.add_param_group(last)
+        return trained
+
+    assert assert_trains_alike(build, batch, between=change_hyper_parameters) == 1

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table's gradient is added to another gradient of the table in the memory of that one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import tvm
+from torch import nn
+from tvm import relax
+from tvm.relax import op as R
+
+import amp_ir
+from amp_ir.dialect import call_op
+from amp_ir.host import native
+from amp_ir.ir.interpreter import interpret
+from amp_ir.ir.memory_plan import MemoryRole
+from amp_ir.loops.fusion.accumulate_rows import find_accumulations
+from amp_ir.pipeline import lower
+from kernel_check import run_kernels
+
+ROWS, WIDTH = 30, 64
+Body = Callable[[relax.BlockBuilder, relax.Var, relax.Var, relax.Var], relax.Expr]
+
+
+def program(body: Body, *, padding_idx: int | None = None, dtype: str = "float32") -> Any:
+    """`body(builder, table, gradient, ids)`, where the gradient is of a table [ROWS, WIDTH]."""
+    builder = relax.BlockBuilder()
+    table = relax.Var("table", relax.TensorType([ROWS, WIDTH], dtype))
+    grad = relax.Var("grad", relax.TensorType([2, 6, WIDTH], "float32"))
+    ids = relax.Var("ids", relax.TensorType([2, 6], "int64"))
+    options = {"num_embeddings": ROWS, "padding_idx": padding_idx, "out_dtype": dtype}
+    with builder.function("main", [table, grad, ids]):
+        with builder.dataflow():
+            call = call_op("amp_ir.embedding_backward", [grad, ids], **options)
+            value = body(builder, table, builder.emit(call), ids)
+            result = builder.emit_output(value)
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    ids = torch.tensor([[3, 3, 0, 29, 3, 7], [7, 0, 0, 1, 2, 3]])
+    return [torch.randn(ROWS, WIDTH).to(dtype), torch.randn(2, 6, WIDTH), ids]
+
+
+def table_first(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    return builder.emit(R.add(builder.emit(R.tanh(table)), gradient))
+
+
+def gradient_first(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    return builder.emit(R.add(gradient, builder.emit(R.tanh(table))))
+
+
+def input_as_base(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    return relax.Tuple([builder.emit(R.add(table, gradient)), builder.emit(R.negative(table))])
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+@pytest.mark.parametrize("body", [table_first, gradient_first, input_as_base])
+def test_the_sum_is_that_of_the_interpreter(body: Body, padding_idx: int | None) -> None:
+    mod = program(body, padding_idx=padding_idx)
+    assert len(find_accumulations(mod["main"]).sums) == 1
+    given = inputs()
+    found, expected = run_kernels(mod, given), interpret(mod, given)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def read_twice(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    return builder.emit(R.multiply(builder.emit(R.add(table, gradient)), gradient))
+
+
+def broadcast(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    row = builder.emit(R.sum(table, [0], keepdims=True))
+    return builder.emit(R.add(row, gradient))
+
+
+@pytest.mark.parametrize("body", [read_twice, broadcast])
+def test_other_sums_stay_as_they_are(body: Body) -> None:
+    mod = program(body)
+    assert not find_accumulations(mod["main"]).sums
+    given = inputs()
+    torch.testing.assert_close(run_kernels(mod, given)[0], interpret(mod, given)[0])
+
+
+def test_low_precision_keeps_its_two_roundings() -> None:
+    assert not find_accumulations(program(table_first, dtype="bfloat16")["main"]).sums
+
+
+def tied(
+    untied: bool = False, make: Any = torch.optim.SGD
+) -> tuple[nn.Module, torch.optim.Optimizer, Any, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    table, scores = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+    if not untied:
+        scores.weight = table.weight
+    model = nn.Sequential(table, nn.Tanh(), scores)
+    optimizer = make(model.parameters(), lr=0.5)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step, (torch.randint(0, 512, (2, 8)),)
+
+
+def gradients_of_tables(mod: Any) -> list[Any]:
+    """Values of a table's size, without the workspace of one call.
+
+    Without AVX-512, oneDNN has no primitive that adds a product to what is there: the call holds
+    the product in its workspace.
+    """
+    values = [v for v in lower(mod).plan.values if v.role is not MemoryRole.WORKSPACE]
+    return [v for v in values if v.offset_bytes is not None and v.nbytes == 512 * 64 * 4]
+
+
+def test_tied_weights_hold_one_gradient() -> None:
+    model, optimizer, step, batch = tied(make=torch.optim.Adagrad)
+    mod, _ = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
+    tables = gradients_of_tables(mod)
+    together = [
+        (a.name, b.name)
+        for k, a in enumerate(tables)
+        for b in tables[:k]
+        if a.first_use <= b.last_use and b.first_use <= a.last_use
+    ]
+    assert len(tables) == 2 and not together
+    assert tables[0].offset_bytes == tables[1].offset_bytes
+
+
+def test_with_sgd_tied_weights_hold_no_gradient_and_train_as_in_pytorch() -> None:
+    model, optimizer, step, batch = tied()
+    mod, _ = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
+    assert not gradients_of_tables(mod) or not native.has("amp_ir.onednn.matmul_accumulate")
+    train = amp_ir.compile(mod)
+    peer, _, peer_step, _ = tied()
+    for _ in range(3):
+        torch.testing.assert_close(train(*batch), peer_step(*batch), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model[0].weight, peer[0].weight, rtol=1e-4, atol=1e-6)
+
+
+def test_the_kernel_says_that_it_may_write_over_its_base() -> None:
+    from amp_ir.loops.fusion.fuse import fuse_loops
+
+    fused = fuse_loops(program(table_first))
+    kernels = [f for f in fused.functions.values() if isinstance(f, tvm.tirx.PrimFunc)]
+    marked = [f for f in kernels if "amp_ir.inplace" in f.attrs]
+    pairs = [[int(n) for n in pair] for f in marked for pair in f.attrs["amp_ir.inplace"]]
+    assert [0, 2] in pairs

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sorting, on the CPU and on a GPU: stable, NaN as PyTorch has it, however long the rows are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tvm.relax import op as R
+
+from cuda_emulator import in_emulator
+from kernel_check import run_cuda_modules, run_kernels
+from relax_functions import build
+
+# Rows of one warp, of a block, of several blocks with a rest, and along an outer axis.
+SHAPES = [((5, 7), 1), ((3, 64), 1), ((2, 700), 1), ((300, 6), 0), ((9,), 0), ((4, 1), 1)]
+DTYPES = ["float32", "bfloat16", "float16", "int64", "bool"]
+
+
+def numbers(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """Many ties, both infinities and NaN."""
+    generator = torch.Generator().manual_seed(len(shape))
+    whole = torch.randint(-4, 5, shape, generator=generator)
+    if not dtype.startswith(("float", "bfloat")):
+        return whole.to(getattr(torch, dtype))
+    values = whole.to(getattr(torch, dtype))
+    for special in (float("nan"), float("inf"), -float("inf")):
+        chosen = torch.rand(shape, generator=generator) < 0.1
+        values[chosen] = special
+    return values
+
+
+def sorts(axis: int, count: int, *, descending: bool) -> Any:
+    def body(x: Any) -> tuple[Any, ...]:
+        first = R.topk(x, k=count, axis=axis, ret_type="both", largest=descending)
+        return (
+            R.sort(x, axis=axis, descending=descending),
+            R.argsort(x, axis=axis, descending=descending, dtype="int64"),
+            first[0],
+            first[1],
+        )
+
+    return body
+
+
+def programs(dtype: str, *, descending: bool) -> list[tuple[Any, list[torch.Tensor]]]:
+    """A module for each of `SHAPES`, and what to sort."""
+    made = []
+    for shape, axis in SHAPES:
+        body = sorts(axis, max(shape[axis] // 2, 1), descending=descending)
+        made.append((build([(shape, dtype)], body), [numbers(shape, dtype)]))
+    return made
+
+
+def assert_sorted(found: list[torch.Tensor], x: torch.Tensor, axis: int, descending: bool) -> None:
+    values, order = torch.sort(x, dim=axis, descending=descending, stable=True)
+    count = max(x.shape[axis] // 2, 1)
+    expected = [values, order, values.narrow(axis, 0, count), order.narrow(axis, 0, count)]
+    for got, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.to(right.dtype), right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cpu_sorts_rows_as_pytorch_does(dtype: str, descending: bool) -> None:
+    for (_, axis), (mod, inputs) in zip(
+        SHAPES, programs(dtype, descending=descending), strict=True
+    ):
+        assert_sorted(run_kernels(mod, inputs), inputs[0], axis, descending)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@in_emulator
+def test_a_gpu_sorts_rows_as_pytorch_does(dtype: str, descending: bool) -> None:
+    made = programs(dtype, descending=descending)
+    for (_, axis), (_, inputs), found in zip(SHAPES, made, run_cuda_modules(made), strict=True):
+        assert_sorted(found, inputs[0], axis, descending)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drawing of a plan: every op and cast of it, in colours, where one can see it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+import amp_ir
+from amp_ir.report import explain_graph
+from amp_ir.report.explain import rows_of
+from amp_ir.report.explain_graph import graph_of
+from amp_ir.report.explain_graph_page import graph_page, svg
+from planned_network import captured
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return amp_ir.explain_plan(captured())
+
+
+@pytest.fixture
+def folded(plan, monkeypatch):
+    monkeypatch.setattr(explain_graph, "MAX_OPS", 4)
+    return graph_of(plan, rows_of(plan))
+
+
+def test_a_box_an_op_and_an_edge_for_each_that_reads_another(plan):
+    rows = rows_of(plan)
+    graph = graph_of(plan, rows)
+    assert [node.ops[0].id for node in graph.nodes] == [row.op.id for row in rows]
+    pairs = {(edge.source.ops[0].id, edge.target.ops[0].id) for edge in graph.edges}
+    shown = {row.op.id for row in rows}
+    expected = {(source, row.op.id) for row in rows for source in row.op.sources if source in shown}
+    assert pairs == expected
+    assert pairs
+
+
+def test_an_edge_is_a_cast_exactly_where_an_op_reads_what_was_left_in_another_dtype(plan):
+    graph = graph_of(plan, rows_of(plan))
+    for edge in graph.edges:
+        (reader,) = edge.target.ops
+        differs = any(
+            left != read
+            for source, left, read in zip(reader.sources, reader.left, reader.reads, strict=True)
+            if source == edge.source.ops[0].id
+        )
+        assert bool(edge.casts) == differs
+    assert any(edge.casts for edge in graph.edges)
+
+
+def test_boxes_do_not_overlap_and_the_backward_pass_is_at_the_right(plan, folded):
+    for graph in (graph_of(plan, rows_of(plan)), folded):
+        for a, b in itertools.combinations(graph.nodes, 2):
+            assert a.row != b.row or abs(a.column - b.column) >= 1
+        forward = [node.column for node in graph.nodes if node.phase == "forward"]
+        backward = [node.column for node in graph.nodes if node.phase == "backward"]
+        assert max(forward) < min(backward)
+
+
+def test_in_a_lane_edges_go_one_way(plan):
+    for edge in graph_of(plan, rows_of(plan)).edges:
+        if edge.source.phase == edge.target.phase == "forward":
+            assert edge.source.row < edge.target.row
+        if edge.source.phase == edge.target.phase == "backward":
+            assert edge.source.row > edge.target.row
+
+
+def test_a_large_step_is_drawn_by_modules_with_all_its_ops(plan, folded):
+    assert folded.is_folded
+    assert len(folded.nodes) < len(rows_of(plan))
+    inside = [op.id for node in folded.nodes for op in node.ops]
+    assert sorted(inside) == [row.op.id for row in rows_of(plan)]
+    assert all(edge.source.number < edge.target.number for edge in folded.edges)
+
+
+def test_the_page_is_one_file_with_dtypes_as_classes_and_marks_on_casts(plan):
+    rows = rows_of(plan)
+    text = graph_page("a <title>", plan, rows)
+    assert "a &lt;title&gt;" in text
+    addresses = set(re.findall(r"https?://[^\"' ]+", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # the name of a language, not fetched
+    drawing = ElementTree.fromstring(svg(graph_of(plan, rows), plan.amp_dtype))
+    groups = [one.get("class", "").split() for one in drawing if one.tag.endswith("}g")]
+    assert {"node", "low"} in [set(one) for one in groups]
+    assert {"node", "full"} in [set(one) for one in groups]
+    marks = [one for one in drawing.iter() if one.get("class") == "mark"]
+    # A group for the line of each, and one above all lines for its mark.
+    assert 2 * len(marks) == sum("cast" in one for one in groups) > 0
+
+
+def test_one_module_alone_can_be_drawn(plan):
+    graph = graph_of(plan, rows_of(plan, "1"))
+    assert {op.module for node in graph.nodes for op in node.ops} == {"1"}
+
+
+def test_a_plan_keeps_its_edges_in_a_file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    again = amp_ir.CastPlan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert graph_page("x", again, rows_of(again)) == graph_page("x", plan, rows_of(plan))

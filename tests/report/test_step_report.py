@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp-ir profile` and `amp-ir report`: what they print and write, and trainings from a file."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from amp_ir import cli
+from amp_ir.demo.training_file import load_training
+from amp_ir.errors import OptionError
+from amp_ir.host import native
+from amp_ir.host.peak_rates import MachinePeaks
+from amp_ir.ir.memory_plan import MemoryPlan
+from amp_ir.report.kernel_profile import KernelProfile
+from amp_ir.report.memory import report_memory
+from amp_ir.report.step_page import step_page
+from device_messages import no_gpu
+
+pytestmark = pytest.mark.skipif(
+    not native.has("amp_ir.call_clock.take"), reason="this build has no clock (no OpenMP)"
+)
+
+TRAINING = """
+    import torch
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(32, 8),)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if __name__ == "__main__":
+        raise SystemExit("the training loop ran")
+"""
+# Elements that HTML closes by themselves.
+VOID = {"meta", "input", "br"}
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(TRAINING))
+    return path
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what the tests look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: dict[str, int] = {}
+        self.paths: list[dict[str, str | None]] = []
+        self.table = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.table = dict(attrs).get("id") or ""
+        if tag == "tr":
+            self.rows[self.table] = self.rows.get(self.table, 0) + 1
+        if tag == "path":
+            self.paths.append(dict(attrs))
+            self.open.pop()
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "path":
+            self.paths.append(dict(attrs))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_profile_prints_the_table_and_writes_what_is_asked_for(
+    training: Path, tmp_path: Path, capsys: Any
+) -> None:
+    trace, document = tmp_path / "trace.json", tmp_path / "profile.json"
+    words = ["profile", str(training), "--steps", "2", "--trace", str(trace)]
+    assert cli.main([*words, "--json", str(document)]) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert re.fullmatch(r"[\d.]+ ms a step \(median of 2\), in kernels .*", lines[0])
+    assert any(
+        line.startswith("onednn.matmul bfloat16") or "torch.matmul" in line for line in lines
+    )
+    assert lines[-3].startswith("AMP saved ")
+    assert lines[-2:] == [f"wrote {trace}", f"wrote {document}"]
+    assert shown.err.splitlines() == [
+        "building", "capturing the step", "choosing casts", "planning memory",
+        "compiling and timing",
+    ]  # fmt: skip
+    parts = json.loads(document.read_text())
+    assert len(parts["memory"]["timeline"]) == len(parts["profile"]["calls"])
+    assert len(json.loads(trace.read_text())["traceEvents"]) > len(parts["profile"]["calls"])
+
+
+def test_the_page_has_everything_and_loads_nothing(
+    training: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "report.html"
+    assert cli.main(["report", str(training), "--steps", "2", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    text = out.read_text()
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", text)
+    page = Page()
+    page.feed(text)
+    assert not page.open
+    assert page.rows["held"] > 3 and page.rows["kernels"] > 3
+    moments = json.loads(re.findall(r'id="moments">(.*?)</script>', text, re.DOTALL)[0])
+    # Each area has two points for each call above, two below, and one at its start.
+    counts = {len(re.findall(r"[ML]", path["d"] or "")) for path in page.paths}
+    assert counts == {4 * len(moments) + 1}
+    assert "role-parameter" in {path["class"] for path in page.paths}
+    for words in ("AMP saved", "train.py in bfloat16", "Alive at the peak", "dtypes by op"):
+        assert words in text
+
+
+def test_the_page_of_a_step_without_casts_says_so(training: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    words = ["report", str(training), "--steps", "1", "--amp-dtype", "float32"]
+    assert cli.main([*words, "--out", str(out)]) == 0
+    text = out.read_text()
+    assert "The step was compiled without casts." in text and "AMP saved" not in text
+
+
+def test_a_workload_is_reported_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "mlp.html"
+    assert cli.main(["report", "mlp", "--small", "--steps", "1", "--out", str(out)]) == 0
+    assert "<title>mlp in bfloat16</title>" in out.read_text()
+
+
+def test_names_cannot_break_the_page() -> None:
+    profile = KernelProfile(1.0, 1, (), (), MachinePeaks({"float32": 1.0}, 1.0, "1 thread"))
+    text = step_page("<b>&", report_memory(MemoryPlan(0, 0, (), 0, 0, 0)), profile, None, "a<b")
+    assert "<title>&lt;b&gt;&amp;</title>" in text and "a&lt;b" in text
+    assert "The step runs nothing." in text
+
+
+def test_a_training_file_is_run_without_its_loop(training: Path) -> None:
+    found = load_training(training)
+    assert found.name == "train.py" and len(found.batch) == 1
+    assert found.optimizer is not None and found.scaler is None
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "batch = ()",
+            "{} does not define `step` (the function to capture), `model` (a module or a list of "
+            "them); define them at its top level",
+        ),
+        (
+            "step = model = None; batch = [1]",
+            "`batch` in {} is a list; expected the tuple of the arguments of `step`, such as "
+            "(x, y)",
+        ),
+    ],
+)
+def test_a_file_that_lacks_something(tmp_path: Path, source: str, message: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    with pytest.raises(OptionError) as caught:
+        load_training(path)
+    assert str(caught.value) == message.format(path)
+
+
+def test_a_name_that_is_neither_is_a_wrong_use(capsys: Any) -> None:
+    assert cli.main(["report", "berd1"]) == 2
+    expected = "amp-ir report: berd1 is no workload and no file; expected a .py file"
+    assert capsys.readouterr().err.splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize("command", ["profile", "report"])
+def test_a_gpu_that_is_not_here_is_told_before_anything_else(command: str, capsys: Any) -> None:
+    device = f"cuda:{torch.cuda.device_count()}"
+    assert cli.main([command, "bert1", "--device", device]) == 2
+    shown = capsys.readouterr()
+    why = no_gpu(device)
+    if torch.cuda.is_available():
+        why = f"device={device!r} is not here: this machine has {device[5:]} GPU(s)"
+    assert (shown.out, shown.err) == ("", f"amp-ir {command}: {why}\n")

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the native convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+
+
+@attrs.frozen
+class Case:
+    """One convolution of 2 samples; spatial vectors have one entry a dim."""
+
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"strides": self.strides, "padding": self.padding, "dilation": self.dilation}
+
+
+CASES = {
+    "1d": Case((9,), (3,), (1,), (1,), (1,)),
+    "1d strided and dilated": Case((11,), (3,), (2,), (1,), (2,)),
+    "2d": Case((7, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "2d uneven": Case((9, 7), (3, 2), (2, 1), (0, 1), (1, 2)),
+    "2d strided": Case((9, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "2d pointwise, strided": Case((8, 8), (1, 1), (2, 2), (0, 0), (1, 1)),
+    "3d": Case((5, 6, 7), (3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 2)),
+}
+
+
+CHANNELS = {"few": (3, 5, 1), "blocks": (16, 32, 1), "groups": (4, 6, 2), "depthwise": (8, 8, 8)}
+
+
+def channels_last(t: torch.Tensor) -> torch.Tensor:
+    return t.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def batch_inside(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+ORDERS = {"plain": lambda t: t, "channels last": channels_last, "batch inside": batch_inside}
+
+
+def operands(case: Case, channels: tuple[int, int, int], dtypes, order):
+    """For each verb, its two operands, its result to fill, and the result in float64."""
+    inputs, outputs, groups = channels
+    low, out = dtypes
+    x = torch.randn(2, inputs, *case.size).to(low)
+    w = torch.randn(outputs, inputs // groups, *case.kernel).to(low)
+    exact_x, exact_w = x.double().requires_grad_(), w.double().requires_grad_()
+    forward = (F.conv1d, F.conv2d, F.conv3d)[len(case.size) - 1]
+    exact_y = forward(
+        exact_x, exact_w, None, case.strides, case.padding, case.dilation, groups=groups
+    )
+    grad = torch.randn(exact_y.shape).to(low)
+    exact_y.backward(grad.double())
+    x, w, grad = order(x), order(w), order(grad)
+
+    def empty(like: torch.Tensor) -> torch.Tensor:
+        return order(torch.full(like.shape, float("nan"), dtype=out))
+
+    return {
+        "conv": (x, w, empty(exact_y), exact_y.detach()),
+        "conv_backward_input": (grad, w, empty(x), exact_x.grad),
+        "conv_backward_weight": (grad, x, empty(w), exact_w.grad),
+    }
