@@ -58,6 +58,8 @@ CASES: dict[str, Function] = {
     "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
     "conv": lambda x: F.conv1d(x[:, None], torch.ones(2, 1, 1)),
     "attention": lambda x: F.scaled_dot_product_attention(*[_with_column(x)] * 3),
+    "attention of rows": lambda x: F.scaled_dot_product_attention(*[x.expand(2, 1, *x.shape)] * 3),
+    "attention without heads": lambda x: F.scaled_dot_product_attention(*[x[None]] * 3),
     "attention by nothing": lambda x: F.scaled_dot_product_attention(
         *[_with_column(x)[..., :0]] * 2, _with_column(x) + torch.arange(x.shape[1])
     ),
@@ -99,6 +101,10 @@ CASES: dict[str, Function] = {
     "flip": lambda x: x.flip(1).roll(1, 1).tril().t(),
     "repeat": lambda x: x.repeat(2, 2),
     "interpolate": lambda x: F.interpolate(x[None], scale_factor=2.0),
+    "interpolate rows": lambda x: F.interpolate(x[:, None], scale_factor=2.0),
+    "interpolate linearly": lambda x: F.interpolate(x[:, None], scale_factor=2.0, mode="linear"),
+    "interpolate images": lambda x: F.interpolate(x[:, None, :, None], scale_factor=2.0),
+    "nonzero": lambda x: x[:0].nonzero(),
     "clamp": lambda x: x.clamp(-1, 1),
     "bool": lambda x: (x > 0).sum(),
 }  # fmt: skip

@@ -32,7 +32,7 @@ from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.refusals import Findings, TracingStopped, UnfitCall
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.transaction import Transaction
-from amp_ir.ir.empty_tensors import gradient_over_nothing
+from amp_ir.ir.empty_tensors import results_by_evaluation
 
 aten = torch.ops.aten
 
@@ -130,12 +130,18 @@ class Recorder(TorchDispatchMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        of_nothing = gradient_over_nothing(func, args)
-        if of_nothing is not None:
-            return of_nothing
         detached = self._repeated.renamed(func, args)
         if detached is not None:
             return detached
+        try:
+            return self._called(func, args, kwargs)
+        except (ArithmeticError, RuntimeError, TypeError):
+            results = results_by_evaluation(func, args, kwargs)
+            if results is None:
+                raise
+            return results
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = self._repeated.begin(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)

@@ -9,44 +9,58 @@ So no stage behind, and no library, sees an extent of 0 but in what the step ret
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
-
-aten = torch.ops.aten
-
-# They divide by a number of elements, of fake tensors in Python (which raises).
-_LOSS_GRADIENTS = (
-    aten.mse_loss_backward.default,
-    aten.huber_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.soft_margin_loss_backward.default,
-    aten.binary_cross_entropy_backward.default,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 
 
-def gradient_over_nothing(func: Any, args: tuple[Any, ...]) -> Any:
-    """What an op gives that PyTorch's tracing would divide by 0 for; None for other ops.
+def results_by_evaluation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an op gives for fake tensors without elements, where PyTorch's own tracing of it fails.
 
-    These are the gradient of a loss over no elements, with respect to `args[1]`, and that of a
-    group normalization of groups without elements.
+    It may divide by their number, or take it for a flag. None where eager PyTorch fails too, and
+    where elements of other arguments decide the result.
     """
-    if func in _LOSS_GRADIENTS and has_no_elements(args[1]):
-        return torch.empty_like(args[1])
-    if func is aten.native_group_norm_backward.default and has_no_elements(args[1]):
-        return _group_norm_gradients(*args)
-    return None
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    if func._schema.is_mutable or not any(map(has_no_elements, tensors)):
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        trials = []
+        for trial in (0, 1):
+            made = [_made_up(x, trial) if isinstance(x, torch.Tensor) else x for x in leaves]
+            arguments, options = pytree.tree_unflatten(made, spec)
+            try:
+                result = func(*arguments, **options)
+            except (ArithmeticError, IndexError, RuntimeError, TypeError):
+                return None
+            results, shape = pytree.tree_flatten(result)
+            trials.append(results)
+        found = list(itertools.starmap(_number_of_both, zip(*trials, strict=True)))
+    if not all(
+        one is None or number is not None for one, number in zip(results, found, strict=True)
+    ):
+        return None
+    # With the modes again, so that they are traced.
+    filled = [
+        None
+        if one is None
+        else torch.full(one.shape, number, dtype=one.dtype, device=tensors[0].device)
+        for one, number in zip(results, found, strict=True)
+    ]
+    return pytree.tree_unflatten(filled, shape)
 
 
-def _group_norm_gradients(
-    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
-    weight: torch.Tensor | None, n: int, channels: int, *_options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dx, dweight, dbias): the mean of no elements is NaN, and dweight a multiple of it."""
-    dweight = mean.new_full([channels], math.nan if n else 0.0)
-    return torch.empty_like(x), dweight, torch.zeros_like(dweight)
+def _number_of_both(first: torch.Tensor | None, second: torch.Tensor | None) -> Any:
+    """The number that all elements of two trials' results are, 0 where there are none, or None."""
+    if first is None or second is None or not _alike(first, second):
+        return None
+    return number_everywhere(first) if first.numel() else 0
 
 
 def has_no_elements(value: Any) -> bool:

@@ -214,7 +214,7 @@ def _four_dimensional(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
     if len(leading) == 2:
         return x
     heads = leading[-1] if leading else 1
-    return x.reshape(-1, heads, *x.shape[-2:])
+    return x.reshape(math.prod(leading[:-1]), heads, *x.shape[-2:])
 
 
 def _mask_of_four(mask: torch.Tensor | None, leading: torch.Size) -> torch.Tensor | None:
@@ -223,7 +223,7 @@ def _mask_of_four(mask: torch.Tensor | None, leading: torch.Size) -> torch.Tenso
         return None
     if len(leading) > 2:
         mask = mask.expand(*leading, *mask.shape[-2:])
-        return mask.reshape(-1, leading[-1], *mask.shape[-2:])
+        return mask.reshape(math.prod(leading[:-1]), leading[-1], *mask.shape[-2:])
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
     return mask
