@@ -16,26 +16,26 @@ import amp_ir
 from amp_ir.demo.workloads import Training, Workload
 
 COMPARED_STEPS = 10
-# A turn takes at least this long, so that a step of a millisecond is not lost in the switching.
+# A turn takes at least this long, so that switching does not dominate a step of a millisecond.
 _TURN_SECONDS = 0.02
 
 
 class Report(Protocol):
-    """Is told each stage as it begins, and how far a long one has come."""
+    """A callback that receives each stage as it begins, and the progress of a long one."""
 
     def __call__(self, stage: str, part: str = "") -> None:
-        """`part` says "3 of 10"."""
+        """Report a stage; `part` is "3 of 10", for example."""
 
 
 def _silent(stage: str, part: str = "") -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 @attrs.frozen
 class Way:
-    """One way of running the workload's step, and what was measured of it.
+    """One variant of the workload's step, and its measurements.
 
-    `losses` are those of the first COMPARED_STEPS steps. What PyTorch does not tell is None.
+    `losses` are those of the first COMPARED_STEPS steps. What PyTorch does not report is None.
     """
 
     title: str
@@ -48,14 +48,14 @@ class Way:
     compile_seconds: float | None = None
 
     def loss_difference(self, other: Way) -> float:
-        """The largest relative difference of the losses."""
+        """Return the largest relative difference of the losses."""
         pairs = zip(self.losses, other.losses, strict=True)
         return max(abs(mine - its) / abs(its) for mine, its in pairs)
 
 
 @attrs.frozen
 class Comparison:
-    """The four ways of one workload, measured in turns."""
+    """The four variants of one workload, measured in turns."""
 
     workload: Workload
     parameters: int
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def ways(self) -> tuple[Way, Way, Way, Way]:
-        """In the order of the table."""
+        """The four variants in the order of the table."""
         return self.ours, self.ours_low, self.torch, self.torch_low
 
 
@@ -117,15 +117,15 @@ def compare(
     steps: int = 10,
     report: Report = _silent,
 ) -> Comparison:
-    """Train the workload in four ways from the same weights, and measure them in turns.
+    """Train the workload in four variants from the same weights, and measure them in turns.
 
     Args:
         workload: what to train.
         low_dtype: "bfloat16" or "float16".
         device: "cpu" or "cuda".
         small: shapes of a test, not of a measurement.
-        steps: timed turns of each way.
-        report: is told of the progress.
+        steps: timed turns of each variant.
+        report: receives the progress.
 
     Raises:
         MissingPackage, DeviceError.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which low dtype this CPU is good at, and why."""
+"""The low dtype that this CPU computes fastest in, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LowDtype:
 
 
 def choose_low_dtype(wanted: str | None = None, device: str = "cpu") -> LowDtype:
-    """The low dtype that this CPU multiplies in hardware, or `wanted` with what to expect of it.
+    """Return the low dtype that this CPU multiplies in hardware, or `wanted` with its drawbacks.
 
     bfloat16 comes first where the CPU has both: with float32's exponent it needs no loss scaling.
     GPUs that are compiled for (sm_80 on) have both.
@@ -46,7 +46,7 @@ def choose_low_dtype(wanted: str | None = None, device: str = "cpu") -> LowDtype
 
 
 def _is_native(dtype: str) -> bool:
-    """What oneDNN says of the CPU; without it, what PyTorch says."""
+    """Return whether oneDNN, or PyTorch without oneDNN, reports hardware support for the dtype."""
     if native.has(_QUERY):
         return bool(native.function(_QUERY)(dtype))
     flags = {"bfloat16": "_is_avx512_bf16_supported", "float16": "_is_amx_fp16_supported"}

@@ -33,7 +33,7 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Identity() if is_same else _conv(inner, outer, 1, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From f32[n, inner, h, w] to f32[n, 4 width, h / stride, w / stride]."""
+        """Map f32[n, inner, h, w] to f32[n, 4 width, h / stride, w / stride]."""
         y = functional.relu(self.reduce(x))
         y = functional.relu(self.middle(y))
         return functional.relu(self.expand(y) + self.shortcut(x))
@@ -46,7 +46,7 @@ def _stage(inner: int, width: int, depth: int, stride: int) -> nn.Sequential:
 
 
 def _further(inner: int, outer: int) -> nn.Sequential:
-    """Halve the side. Without BatchNorm: the last map of one image has one value a channel."""
+    """Halve the side. There is no BatchNorm: the last map of one image has one value a channel."""
     return nn.Sequential(
         nn.Conv2d(inner, outer // 2, 1),
         nn.ReLU(),
@@ -90,7 +90,7 @@ class Ssd(nn.Module):
         self.scores = nn.ModuleList(nn.Conv2d(c, self.classes * a, 3, padding=1) for c, a in pairs)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Box offsets f32[n, anchors, 4] and class scores f32[n, anchors, classes + 1].
+        """Return box offsets f32[n, anchors, 4] and class scores f32[n, anchors, classes + 1].
 
         `images` is f32[n, 3, side, side]; the number of anchors is `anchors(side)`.
         """
@@ -106,12 +106,12 @@ class Ssd(nn.Module):
 
 
 def _by_anchor(heads: torch.Tensor, width: int) -> torch.Tensor:
-    """From [n, anchors * width, h, w] to [n, h * w * anchors, width]."""
+    """Reshape [n, anchors * width, h, w] to [n, h * w * anchors, width]."""
     return heads.permute(0, 2, 3, 1).reshape(len(heads), -1, width)
 
 
 def anchors(side: int) -> int:
-    """How many anchors an image of `side` x `side` pixels has; 6132 for 512."""
+    """Return how many anchors an image of `side` x `side` pixels has; 6132 for 512."""
     sides = [side // 16]
     while len(sides) < len(ANCHORS):
         sides.append((sides[-1] + 1) // 2)
@@ -124,7 +124,7 @@ def multibox_loss(
     target_boxes: torch.Tensor,
     target_classes: torch.Tensor,
 ) -> torch.Tensor:
-    """Smooth L1 of the matched boxes plus cross entropy with hard negative mining.
+    """Return the smooth L1 loss of the matched boxes plus cross entropy with hard negative mining.
 
     The negatives are the three times as many background anchors with the largest loss, chosen by
     rank so that every shape is fixed.

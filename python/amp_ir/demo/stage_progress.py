@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells on stderr what a command is at work on, and how long each stage takes."""
+"""Progress of a command on stderr: the current stage, and how long each stage took."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from amp_ir.demo.comparison import Report
 
 @contextlib.contextmanager
 def stages() -> Iterator[Report]:
-    """Name the stage that is at work: a live line on a terminal, else a line a stage.
+    """Show the current stage: a live line on a terminal, else a line per stage.
 
-    Goes to stderr, so that what is piped on is the table alone.
+    Writes to stderr, so that a pipe receives the table alone.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -43,7 +43,7 @@ def _a_line_a_stage() -> Report:
 
 @contextlib.contextmanager
 def spent(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Put into `seconds` how long a stage took."""
+    """Add the seconds of a stage to `seconds`."""
     started = time.perf_counter()
     yield
     seconds[stage] = time.perf_counter() - started

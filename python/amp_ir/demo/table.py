@@ -14,7 +14,7 @@ _NONE = "-"
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """One column a way, one row a quantity."""
+    """Return a table with one column per variant and one row per quantity."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("", no_wrap=True)
     for way in comparison.ways:
@@ -56,7 +56,7 @@ def _rows(comparison: Comparison) -> list[tuple[str, Callable[[Way], str]]]:
 
 
 def summary(comparison: Comparison) -> str:
-    """What the table says, in two sentences."""
+    """Return the table's result in two sentences."""
     ours, low, eager, eager_low = comparison.ways
     off, eager_off = low.loss_difference(eager), eager_low.loss_difference(eager)
     return (
@@ -68,7 +68,7 @@ def summary(comparison: Comparison) -> str:
 
 
 def footnote(comparison: Comparison) -> str:
-    """How the numbers were made."""
+    """Return how the numbers were measured."""
     return (
         f"ms: median of {comparison.steps} turns, the four ways one after the other in each. "
         "Peak MiB: from the memory plan, parameters, gradients and optimizer state included. "

@@ -22,7 +22,7 @@ _NEEDED = {
 
 @attrs.frozen
 class TrainingFile:
-    """What a file of the user's defines, as `amp_ir.trace_step` takes it."""
+    """The names that a user's file defines, as `amp_ir.trace_step` takes them."""
 
     name: str
     step: Callable[..., Any]
@@ -33,13 +33,13 @@ class TrainingFile:
 
 
 def load_training(path: Path) -> TrainingFile:
-    """Run a file and take `step`, `batch`, `model`, and `optimizer` and `scaler` where it has them.
+    """Run a file and return its `step`, `batch` and `model`, and `optimizer` and `scaler` if any.
 
     The file runs as a module of another name than "__main__", so a training loop below
     `if __name__ == "__main__":` does not run.
 
     Raises:
-        OptionError: there is no such file, or it does not define what is needed.
+        OptionError: there is no such file, or it does not define a required name.
     """
     if not path.is_file():
         raise OptionError(f"{path} is no workload and no file; expected a .py file")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The six workloads of the demos: ordinary PyTorch, with random weights and nothing downloaded.
+"""The six workloads of the demos: ordinary PyTorch, with random weights and no downloads.
 
-They know nothing of amp_ir. Transformers' models come from the `demo` extra of the package.
+They do not import amp_ir. Transformers' models come from the `demo` extra of the package.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Training:
     batch: Batch
 
     def step(self, *batch: torch.Tensor) -> torch.Tensor:
-        """One training step; returns the loss, f32[]."""
+        """Run one training step; return the loss, f32[]."""
         loss = self.loss(*batch)
         loss.backward()
         self.optimizer.step()
@@ -40,7 +40,7 @@ class Training:
         return loss.detach()
 
     def autocast_step(self, *batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same step with PyTorch's own mixed precision, as its documentation asks."""
+        """Run the same step with PyTorch's own mixed precision, as its documentation recommends."""
         with torch.autocast(batch[0].device.type, dtype):
             loss = self.loss(*batch)
         loss.backward()
@@ -55,7 +55,7 @@ class _Make(Protocol):
 
 @attrs.frozen
 class Workload:
-    """One demonstration: `make` builds it anew, with the same weights and batch for a seed."""
+    """One demonstration: `make` builds it, with the same weights and batch for the same seed."""
 
     name: str
     description: str
@@ -70,11 +70,11 @@ class Workload:
         Args:
             small: shapes of a test, not of a measurement.
             dropout: probability; 0 so that two runs can be compared.
-            seed: of weights and batch; the global random state is left as it was.
-            device: where model and batch are put; images are larger, and more, on a GPU.
+            seed: of weights and batch; the global random state does not change.
+            device: device of model and batch; images are larger, and more, on a GPU.
 
         Raises:
-            MissingPackage: the model is transformers', which is not installed.
+            MissingPackage: the model is from transformers, which is not installed.
         """
         is_gpu = torch.device(device).type == "cuda"
         build = self._build_for_gpu if is_gpu and self._build_for_gpu else self._build
@@ -107,7 +107,7 @@ def _sgd(model: nn.Module, lr: float, momentum: float = 0.0) -> torch.optim.Opti
 
 
 def _bert1(*, small: bool, dropout: float) -> Training:
-    """RAF's AMP example: one layer of BERT-base with its LM head, on random tokens."""
+    """Build RAF's AMP example: one layer of BERT-base with its LM head, on random tokens."""
     batch, length, vocabulary = (2, 8, 96) if small else (8, 128, 30522)
     sizes: dict[str, Any] = {"vocab_size": vocabulary, "num_hidden_layers": 1}
     if small:
@@ -128,7 +128,7 @@ def _bert1(*, small: bool, dropout: float) -> Training:
 
 
 def _mlp(*, small: bool, dropout: float) -> Training:
-    """PyTorch's AMP recipe: three large linear layers."""
+    """Build PyTorch's AMP recipe: three large linear layers."""
     rows, width = (8, 32) if small else (512, 4096)
     model = nn.Sequential(
         *(nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout)),
@@ -144,7 +144,7 @@ def _mlp(*, small: bool, dropout: float) -> Training:
 
 
 def _gpt2(*, small: bool, dropout: float) -> Training:
-    """Two layers of GPT-2, next-token prediction."""
+    """Build two layers of GPT-2 for next-token prediction."""
     batch, length = (2, 8) if small else (4, 128)
     sizes: dict[str, Any] = {"n_layer": 2}
     if small:
@@ -166,7 +166,7 @@ def _gpt2(*, small: bool, dropout: float) -> Training:
 
 
 def _resnet50(*, small: bool, dropout: float, side: int = 128) -> Training:
-    """ResNet-50 on images of `side` pixels; it has no dropout."""
+    """Build ResNet-50 on images of `side` pixels; it has no dropout."""
     del dropout
     rows, side = (2, 32) if small else (8, side)
     sizes: dict[str, Any] = {"num_labels": 1000}
@@ -183,7 +183,7 @@ def _resnet50(*, small: bool, dropout: float, side: int = 128) -> Training:
 
 
 def _ssd(*, small: bool, dropout: float, rows: int = 1) -> Training:
-    """SSD-512 with a ResNet-50 backbone; `rows` images a step; it has no dropout."""
+    """Build SSD-512 with a ResNet-50 backbone, `rows` images a step; it has no dropout."""
     del dropout
     rows, side, classes = (2, 64, 3) if small else (rows, 512, 20)
     model = Ssd(classes, 8, (1, 1, 1, 1), (16, 16, 8, 8)) if small else Ssd(classes)
@@ -215,7 +215,7 @@ class _LanguageLstm(nn.Module):
 
 
 def _lstm(*, small: bool, dropout: float) -> Training:
-    """A word-level language model: two LSTM layers over 64 steps."""
+    """Build a word-level language model: two LSTM layers over 64 steps."""
     rows, length, vocabulary, hidden = (2, 4, 50, 16) if small else (16, 64, 10000, 512)
     model = _LanguageLstm(vocabulary, hidden, dropout)
 

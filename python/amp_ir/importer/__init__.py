@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import: a captured FX graph of ATen ops becomes a StepModule in Relax."""
+"""Import: convert a captured FX graph of ATen ops to a StepModule in Relax."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import: a captured step (FX graph of functional ATen ops) to a StepModule in Relax.
+"""Import: convert a captured step (FX graph of functional ATen ops) to a StepModule in Relax.
 
-One pass over the graph. Each node is given to the converter of its overload
-(`converters/<family>.py`), which emits Relax and `amp_ir.*` ops that carry the node's location as
-their span; the result's shape and dtype are then compared with what PyTorch's fake tensors said.
+One pass over the graph. The converter of each node's overload (`converters/<family>.py`) emits
+Relax and `amp_ir.*` ops that carry the node's location as their span; the import then compares
+the result's shape and dtype with those of PyTorch's fake tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEED_MASK = 0x7FFFFFFF
 def import_step(captured: CapturedStep) -> StepModule:
     """Convert a captured step to IR.
 
-    Ensures:  `main` has one parameter an input, in order, and returns one tuple field an output;
+    Ensures:  `main` has one parameter per input, in order, and returns one tuple field per output;
               its ops are those of Relax and of the dialect, each with a location as span. A step
               with random ops has one more state input and output, "random_state" (int64[2]: seed
               of `torch.initial_seed()`, number of steps done).
@@ -104,7 +104,7 @@ def _parameters(captured: CapturedStep) -> list[relax.Var]:
     return [
         relax.Var(
             _unique_name(one, taken),
-            # A dtype that amp_ir lacks is reported by the walk over the graph.
+            # The walk over the graph reports a dtype that amp_ir lacks.
             relax.TensorType(
                 list(node.meta["val"].shape), DTYPE_NAMES.get(node.meta["val"].dtype, "float32")
             ),
@@ -114,7 +114,7 @@ def _parameters(captured: CapturedStep) -> list[relax.Var]:
 
 
 def _unique_name(one: CapturedInput, taken: set[str]) -> str:
-    """The input's name with what TVMScript does not allow replaced, and a number if taken."""
+    """Return the input's name with invalid TVMScript characters replaced, numbered if taken."""
     stem = re.sub(r"\W", "_", one.name)
     stem = f"p_{stem}" if not stem[:1].isidentifier() else stem
     name, count = stem, 1
@@ -127,7 +127,7 @@ def _unique_name(one: CapturedInput, taken: set[str]) -> str:
 
 @attrs.frozen
 class _Unsupported:
-    """One call that has no translation; `reason` is empty where there is no converter at all."""
+    """A call that cannot be converted; `reason` is empty where its overload has no converter."""
 
     op: str
     reason: str
@@ -135,7 +135,7 @@ class _Unsupported:
 
 
 class _Graph:
-    """The walk over an FX graph: what each node became, and what could not be converted."""
+    """The walk over an FX graph: the conversion of each node, and the calls without one."""
 
     def __init__(
         self, graph: fx.GraphModule, emitter: Emitter, parameters: Sequence[relax.Var]
@@ -147,7 +147,7 @@ class _Graph:
         self._unsupported: list[_Unsupported] = []
 
     def convert(self) -> list[relax.Expr]:
-        """Convert every node; returns the outputs of the graph."""
+        """Convert every node; return the outputs of the graph."""
         outputs: Any = ()
         for node in self._graph.graph.nodes:
             if node.op == "placeholder":
@@ -201,7 +201,7 @@ class _Graph:
         return value
 
     def _of_nothing(self, node: fx.Node) -> Any:
-        """What a node gives that computes with tensors without elements, if that is known."""
+        """Return a node's value when it computes on tensors without elements, if that is known."""
         expected = node.meta["val"]
         if has_no_elements(expected):
             several = isinstance(expected, (tuple, list))
@@ -235,7 +235,7 @@ class _Graph:
         return argument
 
     def _stand_in(self, node: fx.Node) -> Any:
-        """Something of the right type, so that the rest can be tried and every fault listed."""
+        """Return a value of the right type, so that the walk continues and reports every error."""
         expected = node.meta.get("val")
         if isinstance(expected, (tuple, list)):
             return tuple(self._zeros(one) for one in expected)
@@ -251,7 +251,7 @@ class _Graph:
 
 
 def _check(value: Any, expected: Any) -> None:
-    """Refuse a conversion that has another type than PyTorch's result."""
+    """Reject a conversion whose type differs from PyTorch's result."""
     if isinstance(expected, (tuple, list)):
         for one, wanted in zip(value, expected, strict=True):
             if one is not None:
@@ -273,7 +273,7 @@ def _type_text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def _explain(unsupported: list[_Unsupported]) -> str:
-    """The message that names each kind of refused call with its count and first place."""
+    """Return the message that names each kind of rejected call, its count and first location."""
     kinds: dict[tuple[str, str], list[_Unsupported]] = {}
     for one in unsupported:
         kinds.setdefault((one.op, one.reason), []).append(one)

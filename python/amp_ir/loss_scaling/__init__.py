@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss scaling: GradScaler, scale_loss, and the proof that a step uses its scale rightly."""
+"""Loss scaling: GradScaler, scale_loss, and the proof that a step uses its loss scale correctly."""

@@ -20,14 +20,14 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, with limits, that a captured step contains as ops.
 
     Every method, default and error is PyTorch's, and so is the sequence of scales while no limit
-    is met. In a compiled step nothing is read back, and a skipped step leaves everything as it
-    was: parameters, optimizer state, BatchNorm's statistics, averaged copies, random state.
+    is reached. In a compiled step the host reads nothing back, and a skipped step leaves all state
+    unchanged: parameters, optimizer state, BatchNorm's statistics, averaged copies, random state.
 
     Args:
-        device: "cpu" or "cuda"; by default "cuda" where there is one.
+        device: "cpu" or "cuda"; by default "cuda" where it is available.
         init_scale, growth_factor, backoff_factor: powers of two, so that scaling is exact.
         growth_interval: steps without overflow after which the scale grows.
-        enabled: if False, every method does nothing and a captured step has no trace of it.
+        enabled: if False, every method does nothing and a captured step contains no op of it.
         dynamic: if False, the scale stays `init_scale`; overflows still skip steps.
         min_scale: the scale does not back off below it; a RuntimeWarning says when it is reached.
             A scale this low means that gradients overflow for another reason than the scale.
@@ -37,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
             None switches this limit, or that of `min_scale` and `max_scale`, off.
 
     Raises:
-        OptionError: a number is not what it must be; all that is wrong is listed.
+        OptionError: a number is invalid; the message lists every invalid one.
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as PyTorch does.
     """
 
@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def log(self) -> StepLog | None:
-        """What became of the last 1024 steps; None before the first."""
+        """The outcome of the last 1024 steps; None before the first."""
         return self._amp_ir_log
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -105,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
                 for state in self._per_optimizer_states.values()
                 if state["stage"] is OptState.STEPPED
             ]
-            # An optimizer that the user stepped himself was not skipped, whatever was found.
+            # An optimizer that the user stepped directly was not skipped, whatever was found.
             skipped = self._any_found(scale, stepped)
             skipped = torch.zeros_like(found_inf) if skipped is None else skipped
             self._amp_ir_log.write(skipped, scale, torch.full_like(scale, math.nan))
@@ -130,7 +130,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @staticmethod
     def _any_found(scale: torch.Tensor, states: list[dict[str, Any]]) -> torch.Tensor | None:
-        """bool[]: whether any of these optimizers has a gradient that is not finite."""
+        """Return as bool[] whether any of these optimizers has a gradient that is not finite."""
         found = [
             found.to(scale.device, non_blocking=True).reshape(())
             for state in states
@@ -180,7 +180,7 @@ class GradScaler(torch.amp.GradScaler):
         super().set_backoff_factor(new_factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's entries, which `torch.amp.GradScaler` can load, and those of the limits."""
+        """Return PyTorch's entries, loadable by `torch.amp.GradScaler`, and those of the limits."""
         state = super().state_dict()
         if self._enabled:
             tracker = self._hysteresis_tracker
@@ -216,7 +216,7 @@ class GradScaler(torch.amp.GradScaler):
             self._amp_ir_log.set_consecutive_skips(self._init_consecutive_skips)
 
     def __getstate__(self) -> dict[str, Any]:
-        """PyTorch's: numbers instead of tensors."""
+        """Return PyTorch's state: numbers instead of tensors."""
         state = super().__getstate__()
         if self._enabled:
             entries = self.state_dict()
@@ -250,7 +250,7 @@ def _check_numbers(scaler: GradScaler) -> None:
 
 
 def _not_a_power(name: str, value: Any) -> list[str]:
-    """What is wrong with a number that must be a power of two."""
+    """Return what is wrong with a number that must be a power of two."""
     is_number = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
     if not is_number:
         return [f"{name}={value!r}, expected a power of two"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop that users of apex and MXNet know: `with scale_loss(loss, optimizer) as scaled`."""
+"""The loop of apex and MXNet: `with scale_loss(loss, optimizer) as scaled`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def scalers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[GradScaler]:
-    """The scalers that `scale_loss` made for optimizers, in the order of their loss_id."""
+    """Return the scalers that `scale_loss` made for optimizers, in the order of their loss_id."""
     found = {id(scaler): scaler for one in optimizers for scaler in _own.get(one, {}).values()}
     return list(found.values())
 
@@ -36,7 +36,7 @@ def scale_loss(
     loss_id: int = 0,
     delay_unscale: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Scale a loss for its backward pass, and unscale the gradients behind it.
+    """Scale a loss for its backward pass, and unscale the gradients after it.
 
         with amp_ir.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
@@ -103,7 +103,7 @@ def _parameters(optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
 
 
 def _stash(optimizers: list[torch.optim.Optimizer]) -> Kept:
-    """Put aside gradients that an earlier loss left unscaled; those of this one are scaled."""
+    """Stash gradients that an earlier loss left unscaled; those of this loss are scaled."""
     waiting = [one for one in optimizers if hasattr(vars(one).get("step"), "is_of_scale_loss")]
     kept = [(p, p.grad) for p in _parameters(waiting) if p.grad is not None]
     for parameter, _ in kept:
@@ -119,11 +119,11 @@ def _add_back(kept: Kept) -> None:
 
 
 def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """`scaler.unscale_`, which may follow another before the step: what each found adds up."""
+    """Call `scaler.unscale_`, also after another one before the step: `found_inf` accumulates."""
     state = scaler._per_optimizer_states[id(optimizer)]
     before = state["found_inf_per_device"]
     if before:
-        # Another loss of the same scaler was unscaled; its gradients are put aside.
+        # Another loss of the same scaler was unscaled; its gradients are stashed.
         del scaler._per_optimizer_states[id(optimizer)]
     scaler.unscale_(optimizer)
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -134,7 +134,7 @@ def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> 
 def _step_through(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, waiting: set[int]
 ) -> None:
-    """Let the next `optimizer.step()` be that of the scaler; `waiting` are those yet to step."""
+    """Route the next `optimizer.step()` through the scaler; `waiting` are those yet to step."""
     if any(one is scaler for one, _ in _chain(optimizer)):
         return
     own = vars(optimizer)
@@ -154,7 +154,7 @@ def _step_through(
     def step(*args: Any, **kwargs: Any) -> Any:
         restore()
         result = scaler.step(optimizer, *args, **kwargs)
-        # A step that this scaler skipped never came to the other losses' scalers.
+        # A step that this scaler skipped did not reach the other losses' scalers.
         while (inner := own.get("step")) is not None and hasattr(inner, "is_of_scale_loss"):
             inner.skip()
         done()
@@ -171,7 +171,7 @@ def _step_through(
 
 
 def _chain(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
-    """The scalers that the next step goes through, and what each found in its place."""
+    """Return the scalers that the next step goes through, and `found_inf` of each of them."""
     links = []
     step: Any = vars(optimizer).get("step")
     while hasattr(step, "is_of_scale_loss"):

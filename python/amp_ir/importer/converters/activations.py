@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions and their gradients, kept whole where the dialect has them."""
+"""Activation functions and their gradients, as fused ops where the dialect has them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gradient(ops: Emitter, name: str, *tensors: relax.Expr, **options: object) -
 
 @converts(aten.relu.default)
 def relu(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """The larger of x and 0."""
+    """Return the larger of x and 0."""
     if not is_float(dtype_of(x)):
         return ops.emit(relax.op.maximum(x, ops.constant(0, dtype_of(x))))
     return ops.emit(relax.op.nn.relu(x))
@@ -63,15 +63,15 @@ def relu(ops: Emitter, x: relax.Expr) -> relax.Expr:
 def threshold_backward(
     ops: Emitter, grad: relax.Expr, x: relax.Expr, threshold: Scalar
 ) -> relax.Expr:
-    """The gradient where x (or relu's result) is above the threshold."""
+    """Return the gradient where x (or relu's result) is above the threshold."""
     return gradient(ops, "amp_ir.relu_backward", grad, x, threshold=float(threshold))
 
 
 @converts(aten.threshold.default)
 def threshold(ops: Emitter, x: relax.Expr, bound: Operand, value: Operand) -> relax.Expr:
-    """x where it is above the bound, else the value."""
+    """Return x where it is above the threshold, else the value."""
     if is_scalar(bound) and not is_float(dtype_of(x)):
-        # An integer is at most the bound where it is at most the integer below that.
+        # An integer is at most the threshold where it is at most the largest integer below that.
         bound = math.floor(bound)
     low = ops.binary(relax.op.less_equal, x, ops.cast(bound, dtype_of(x)))
     return ops.where(low, ops.cast(value, dtype_of(x)), x)
@@ -87,7 +87,7 @@ def gelu(ops: Emitter, x: relax.Expr, *, approximate: str = "none") -> relax.Exp
 def gelu_backward(
     ops: Emitter, grad: relax.Expr, x: relax.Expr, *, approximate: str = "none"
 ) -> relax.Expr:
-    """The gradient of gelu."""
+    """Return the gradient of gelu."""
     return gradient(ops, "amp_ir.gelu_backward", grad, x, approximate=approximate)
 
 
@@ -99,7 +99,7 @@ def silu(ops: Emitter, x: relax.Expr) -> relax.Expr:
 
 @converts(aten.leaky_relu.default)
 def leaky_relu(ops: Emitter, x: relax.Expr, negative_slope: Scalar = 0.01) -> relax.Expr:
-    """x where positive, else negative_slope * x."""
+    """Return x where positive, else negative_slope * x."""
     return ops.emit(relax.op.nn.leakyrelu(x, float(negative_slope)))
 
 
@@ -107,7 +107,7 @@ def leaky_relu(ops: Emitter, x: relax.Expr, negative_slope: Scalar = 0.01) -> re
 def leaky_relu_backward(
     ops: Emitter, grad: relax.Expr, x: relax.Expr, negative_slope: Scalar, self_is_result: bool
 ) -> relax.Expr:
-    """The gradient of leaky_relu; a result has the sign of its input where the slope is >= 0."""
+    """Return the gradient of leaky_relu; for a slope >= 0 the result has the sign of the input."""
     return gradient(ops, "amp_ir.leaky_relu_backward", grad, x, slope=float(negative_slope))
 
 
@@ -136,7 +136,7 @@ def elu_backward(
     is_result: bool,
     x_or_y: relax.Expr,
 ) -> relax.Expr:
-    """The gradient of elu, from its input or its result."""
+    """Return the gradient of elu, from its input or its result."""
     return gradient(
         ops,
         "amp_ir.elu_backward",
@@ -167,7 +167,7 @@ def softplus(ops: Emitter, x: relax.Expr, beta: Scalar = 1, threshold: Scalar = 
 def softplus_backward(
     ops: Emitter, grad: relax.Expr, x: relax.Expr, beta: Scalar, threshold: Scalar
 ) -> relax.Expr:
-    """The gradient of softplus."""
+    """Return the gradient of softplus."""
     return gradient(
         ops, "amp_ir.softplus_backward", grad, x, beta=float(beta), threshold=float(threshold)
     )
@@ -190,7 +190,7 @@ def log_sigmoid(ops: Emitter, x: relax.Expr) -> relax.Expr:
 def log_sigmoid_backward(
     ops: Emitter, grad: relax.Expr, x: relax.Expr, _buffer: relax.Expr
 ) -> relax.Expr:
-    """The gradient of log_sigmoid."""
+    """Return the gradient of log_sigmoid."""
     return gradient(ops, "amp_ir.log_sigmoid_backward", grad, x)
 
 
@@ -198,7 +198,7 @@ def log_sigmoid_backward(
 def hardtanh_backward(
     ops: Emitter, grad: relax.Expr, x: relax.Expr, min_value: Scalar, max_value: Scalar
 ) -> relax.Expr:
-    """The gradient where x lies strictly between the bounds."""
+    """Return the gradient where x lies strictly between the bounds."""
     return gradient(
         ops,
         "amp_ir.hardtanh_backward",
@@ -210,7 +210,7 @@ def hardtanh_backward(
 
 
 def _gate(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """min(max(x + 3, 0), 6) in float32 or wider."""
+    """Return min(max(x + 3, 0), 6) in float32 or wider."""
     dtype = "float64" if dtype_of(x) == "float64" else "float32"
     raised = ops.add(ops.cast(x, dtype), 3.0)
     above = ops.emit(relax.op.maximum(raised, ops.constant(0.0, dtype)))
@@ -219,7 +219,7 @@ def _gate(ops: Emitter, x: relax.Expr) -> relax.Expr:
 
 @converts(aten.hardsigmoid.default)
 def hardsigmoid(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """A line from 0 at -3 to 1 at 3."""
+    """Return a line from 0 at -3 to 1 at 3."""
     return ops.cast(ops.divide(_gate(ops, x), 6.0), ops.dtype)
 
 
@@ -233,26 +233,26 @@ def hardswish(ops: Emitter, x: relax.Expr) -> relax.Expr:
 
 @converts(aten.softshrink.default)
 def softshrink(ops: Emitter, x: relax.Expr, bound: Scalar = 0.5) -> relax.Expr:
-    """x moved towards 0 by the bound."""
+    """Return x moved towards 0 by lambda."""
     return gradient(ops, "amp_ir.softshrink", x, bound=float(bound))
 
 
 @converts(aten.softshrink_backward.default, aten.hardshrink_backward.default)
 def shrink_backward(ops: Emitter, grad: relax.Expr, x: relax.Expr, bound: Scalar) -> relax.Expr:
-    """The gradient where |x| is above the bound."""
+    """Return the gradient where |x| is above lambda."""
     return gradient(ops, "amp_ir.shrink_backward", grad, x, bound=float(bound))
 
 
 @converts(aten.hardshrink.default)
 def hardshrink(ops: Emitter, x: relax.Expr, bound: Scalar = 0.5) -> relax.Expr:
-    """x where |x| is above the bound, else 0."""
+    """Return x where |x| is above lambda, else 0."""
     near = ops.binary(relax.op.less_equal, ops.emit(relax.op.abs(x)), bound)
     return ops.where(near, ops.constant(0.0, dtype_of(x)), x)
 
 
 @converts(aten._prelu_kernel.default, aten.prelu.default)
 def prelu(ops: Emitter, x: relax.Expr, weight: relax.Expr) -> relax.Expr:
-    """x where positive, else weight * x; the weight broadcasts, or has one number a channel."""
+    """Return x where positive, else weight * x; the weight broadcasts, or is per channel."""
     rank, extents = len(shape_of(x)), shape_of(weight)
     if len(extents) == 1 and rank > 2:
         weight = ops.reshape(weight, [*extents, *[1] * (rank - 2)])
@@ -264,7 +264,7 @@ def prelu(ops: Emitter, x: relax.Expr, weight: relax.Expr) -> relax.Expr:
 def prelu_backward(
     ops: Emitter, grad: relax.Expr, x: relax.Expr, weight: relax.Expr
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(dx, dweight before it is summed over where the weight broadcast)."""
+    """Return (dx, dweight before the sum over the axes where the weight broadcasts)."""
     positive = ops.binary(relax.op.greater, x, 0)
     zero = ops.constant(0.0, dtype_of(x))
     return (

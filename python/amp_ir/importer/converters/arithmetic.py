@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums, products, quotients, remainders and powers with PyTorch's promotion."""
+"""Addition, multiplication, division, remainder and power with PyTorch's promotion."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _scaled_sum(
     y: Operand,
     alpha: Operand,
 ) -> relax.Expr:
-    """`combine(x, alpha * y)` in the result's dtype; a low dtype is rounded once, at the end."""
+    """Return `combine(x, alpha * y)` in the result's dtype; a low dtype rounds once, at the end."""
     dtype = ops.dtype
     if dtype == "bool":
         # PyTorch's bool addition is "or".
@@ -63,7 +63,7 @@ def multiply(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
 
 @converts(aten.div.Tensor, aten.div.Scalar)
 def divide(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
-    """x / y."""
+    """Return x / y."""
     return ops.divide(x, y)
 
 
@@ -71,10 +71,10 @@ def divide(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
 def divide_rounded(
     ops: Emitter, x: Operand, y: Operand, *, rounding_mode: str | None = None
 ) -> relax.Expr:
-    """x / y, rounded as `rounding_mode` says: not at all, towards zero or down."""
+    """Return x / y, rounded as `rounding_mode` says: not at all, towards zero or down."""
     if rounding_mode is None:
         return ops.divide(x, y)
-    # A number beside a tensor of a low dtype is not rounded to that.
+    # A number combined with a tensor of a low dtype is not rounded to that dtype.
     dtype = "float32" if ops.dtype in LOW_DTYPES else ops.dtype
     x, y = ops.cast(x, dtype), ops.cast(y, dtype)
     if rounding_mode == "floor":
@@ -87,7 +87,7 @@ def divide_rounded(
 
 @converts(aten.floor_divide.default, aten.floor_divide.Scalar)
 def floor_divide(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
-    """The largest integer not above x / y."""
+    """Return the largest integer not above x / y."""
     return divide_rounded(ops, x, y, rounding_mode="floor")
 
 
@@ -113,7 +113,7 @@ def power(ops: Emitter, x: Operand, exponent: Operand) -> relax.Expr:
 
 @converts(aten.pow.Tensor_Scalar)
 def power_scalar(ops: Emitter, x: relax.Expr, exponent: Operand) -> relax.Expr:
-    """x ** exponent, as products and roots for the exponents where PyTorch does so too."""
+    """Return x ** exponent, as multiplications and roots for the exponents where PyTorch does."""
     x = ops.cast(x, ops.dtype)
     if not is_scalar(exponent):
         return ops.emit(relax.op.power(x, ops.cast(exponent, ops.dtype)))
@@ -124,7 +124,7 @@ def power_scalar(ops: Emitter, x: relax.Expr, exponent: Operand) -> relax.Expr:
     if exponent in (2, 3):
         square = ops.multiply(x, x)
         return square if exponent == 2 else ops.multiply(square, x)
-    # PyTorch's float16 has no roots here: -inf to the power 0.5 is inf.
+    # PyTorch's float16 uses no roots here: -inf to the power 0.5 is inf.
     if exponent in (0.5, -0.5) and ops.dtype != "float16":
         return ops.emit(relax.op.sqrt(x) if exponent > 0 else relax.op.rsqrt(x))
     if exponent in (-1, -2):
@@ -146,13 +146,13 @@ def reciprocal(ops: Emitter, x: relax.Expr) -> relax.Expr:
 
 @converts(aten.log2.default)
 def log2(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """The logarithm to base 2."""
+    """Return the logarithm to base 2."""
     return _scaled_log(ops, x, 1 / math.log(2))
 
 
 @converts(aten.log10.default)
 def log10(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """The logarithm to base 10."""
+    """Return the logarithm to base 10."""
     return _scaled_log(ops, x, 1 / math.log(10))
 
 
@@ -168,7 +168,9 @@ def exp2(ops: Emitter, x: relax.Expr) -> relax.Expr:
 
 @converts(aten.hypot.default)
 def hypot(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
-    """The length of (x, y), as the longer side times sqrt(1 + ratio ** 2): nothing overflows.
+    """Return the length of (x, y), as the longer side times sqrt(1 + ratio ** 2): no overflow.
+
+    The result is infinite where either side is, whatever the other one is.
 
     An infinite side makes it infinite, whatever the other one is.
     """
@@ -185,7 +187,7 @@ def hypot(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
 
 @converts(aten.atan2.default)
 def atan2(ops: Emitter, y: relax.Expr, x: relax.Expr) -> relax.Expr:
-    """The angle of (x, y), by the smaller ratio of the two: no quotient overflows.
+    """Return the angle of (x, y), by the smaller ratio of the two: no quotient overflows.
 
     Zeros have the sides of their signs: (-0, 0) has the angle pi, (-0, -0) has -pi.
     """
@@ -205,6 +207,6 @@ def atan2(ops: Emitter, y: relax.Expr, x: relax.Expr) -> relax.Expr:
 
 
 def _is_negative(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """Whether x is below 0, or -0, whose reciprocal is."""
+    """Return whether x is below 0, or -0, whose reciprocal is."""
     below = ops.binary(relax.op.less, x, 0)
     return ops.emit(relax.op.logical_or(below, ops.binary(relax.op.less, ops.divide(1.0, x), 0)))

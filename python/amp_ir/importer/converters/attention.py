@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled dot-product attention, which the capture keeps whole as a custom op.
+"""Scaled dot-product attention, which the capture keeps as one custom op.
 
-The overloads are named by text, so that the table can be filled without the capture's ops.
+The overloads are named by text, so that this module does not import the capture's ops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attention(
     is_causal: bool,
     scale: float | None = None,
 ) -> tuple[relax.Expr, ...]:
-    """(out f[*batch, s, e], lse f32[*batch, s]); dropout draws from the random state."""
+    """Return (out f[*batch, s, e], lse f32[*batch, s]); dropout draws from the random state."""
     drawn, index = ops.draw() if dropout_p > 0 else (None, 0)
     out, lse = ops.call(
         "amp_ir.attention",
@@ -38,7 +38,7 @@ def attention(
         scale=_scale(q, scale),
     )
     lse = ops.cast(lse, dtype_name(ops.result[1].dtype))
-    # The backward op finds its forward's dropout mask through the lse that both have.
+    # The backward op finds its forward's dropout mask through the lse that both use.
     ops.dropout_index_of[lse] = index
     return out, lse
 

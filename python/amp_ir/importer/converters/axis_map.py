@@ -16,12 +16,14 @@ from amp_ir.importer.converters.promotion import dtype_of, shape_of
 
 
 def apply_axis_map(ops: Emitter, x: relax.Expr, axis: int, weights: torch.Tensor) -> relax.Expr:
-    """y[..., j, ...] = sum over i of weights[i, j] * x[..., i, ...] along one axis.
+    """Return y[..., j, ...] = sum over i of weights[i, j] * x[..., i, ...] along one axis.
+
+    Column j has few nonzero entries; term k gathers the k-th of every column.
 
     Column j has few entries that are not zero; term k gathers the k-th of every column.
     """
     count = max(1, int((weights != 0).sum(0).max()))
-    # The order of a stable sort by "is zero" puts the entries that count first, ascending.
+    # A stable sort by "is zero" puts the nonzero entries first, in ascending order of position.
     order = torch.sort((weights == 0).to(torch.int8), dim=0, stable=True).indices[:count]
     factors = torch.gather(weights, 0, order)
     shape = [1] * len(shape_of(x))

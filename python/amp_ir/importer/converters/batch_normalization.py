@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalization: whole in training, elementwise in inference."""
+"""Batch normalization: one fused op in training, elementwise ops in inference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batch_norm_without_running(
     momentum: float,
     eps: float,
 ) -> Sequence[relax.Expr]:
-    """(y, save_mean, save_rstd) from the batch, which is used also outside of training."""
+    """Return (y, save_mean, save_rstd) of the batch, in training and outside of it."""
     return _batch_norm_training(ops, x, weight, bias, [], momentum, eps)
 
 
@@ -62,7 +62,10 @@ def batch_norm_in_place(
     momentum: float,
     eps: float,
 ) -> Sequence[relax.Expr]:
-    """(y, save_mean, save_rstd), where PyTorch would write nothing else.
+    """Return (y, save_mean, save_rstd); outside of training PyTorch writes nothing else.
+
+    In training these overloads also write the running statistics, which a functional graph
+    cannot express; the capture uses the functional overload there.
 
     In training these overloads also write the running statistics, which a functional graph
     cannot say; the capture uses the functional overload there.
@@ -108,12 +111,12 @@ def batch_norm_no_training(
     momentum: float,
     eps: float,
 ) -> Sequence[relax.Expr]:
-    """(y, nothing, nothing): with the running statistics, element by element."""
+    """Return (y, None, None) computed elementwise with the running statistics."""
     return _batch_norm_inference(ops, x, weight, bias, running_mean, running_var, eps)
 
 
 def _per_channel(ops: Emitter, value: relax.Expr, rank: int) -> relax.Expr:
-    """f[c] shaped to broadcast along axis 1."""
+    """Return f[c] reshaped to broadcast along axis 1."""
     return ops.reshape(value, [1, *shape_of(value), *[1] * (rank - 2)])
 
 
@@ -126,7 +129,7 @@ def _batch_norm_inference(
     variance: Any,
     eps: float,
 ) -> list[relax.Expr]:
-    """y = x * scale + shift with per-channel scale and shift, in the statistics' dtype."""
+    """Return y = x * scale + shift, scale and shift per channel, in the statistics' dtype."""
     scale = ops.emit(relax.op.rsqrt(ops.add(variance, eps)))
     if weight is not None:
         scale = ops.multiply(scale, ops.cast(weight, dtype_of(scale)))
@@ -154,7 +157,7 @@ def batch_norm_backward(
     eps: float,
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
-    """(dx, dweight, dbias), each where the mask asks for it."""
+    """Return (dx, dweight, dbias), each where the mask requests it."""
     if training:
         values = ops.call(
             "amp_ir.batch_norm_backward",

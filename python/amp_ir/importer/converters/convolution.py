@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _every_axis(numbers: Sequence[int], x: relax.Expr) -> tuple[int, ...]:
-    """One number a spatial axis, from PyTorch's one number for all of them."""
+    """Return one number per spatial axis, where PyTorch may give one number for all of them."""
     ndim_space = len(shape_of(x)) - 2
     return tuple(numbers) * ndim_space if len(numbers) == 1 else tuple(numbers)
 
@@ -34,7 +34,9 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> relax.Expr:
-    """x f[n, c, *space] with weight f[o, c / groups, *window], plus bias f[o].
+    """Return the convolution of x f[n, c, *space] with f[o, c / groups, *window], plus bias f[o].
+
+    The weight of a transposed convolution is f[c, o / groups, *window].
 
     The weight of a transposed one is f[c, o / groups, *window].
     """
@@ -69,7 +71,7 @@ def convolution_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[relax.Expr | None, ...]:
-    """(dx, dweight, dbias), each where the mask asks for it."""
+    """Return (dx, dweight, dbias), each where the mask requests it."""
     windows = {
         "strides": _every_axis(stride, x),
         "padding": _every_axis(padding, x),

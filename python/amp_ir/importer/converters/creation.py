@@ -18,19 +18,19 @@ aten = torch.ops.aten
 
 @converts(aten.full.default, aten.full_like.default, aten.new_full.default)
 def full(ops: Emitter, _like: Any, *value: Operand, **_options: Any) -> relax.Expr:
-    """One value everywhere; the result's shape and dtype are PyTorch's own."""
+    """Return one value everywhere; the result's shape and dtype are PyTorch's own."""
     return ops.full(ops.shape, value[-1], ops.dtype)
 
 
 @converts(aten.fill.Scalar, aten.fill.Tensor)
 def fill(ops: Emitter, _x: relax.Expr, value: Operand) -> relax.Expr:
-    """One value in the shape and dtype of x."""
+    """Return one value in the shape and dtype of x."""
     return ops.full(ops.shape, value, ops.dtype)
 
 
 @converts(aten.scalar_tensor.default)
 def scalar_tensor(ops: Emitter, value: Operand, **_options: Any) -> relax.Expr:
-    """A number as a 0-d tensor."""
+    """Return a number as a 0-d tensor."""
     return ops.cast(value, ops.dtype)
 
 
@@ -46,7 +46,7 @@ def scalar_tensor(ops: Emitter, value: Operand, **_options: Any) -> relax.Expr:
     aten.new_empty_strided.default,
 )
 def zeros(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
-    """Zeros; also for what PyTorch leaves unwritten, so that a step is reproducible."""
+    """Return zeros; also for uninitialized tensors, so that a step is reproducible."""
     return ops.full(ops.shape, 0, ops.dtype)
 
 
@@ -67,14 +67,14 @@ def arange(ops: Emitter, *bounds: Scalar, **_options: Any) -> relax.Expr:
     begin, end = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
     step = bounds[2] if len(bounds) > 2 else 1
     if step < 0:
-        # Relax's rule for the length of an arange is right for positive steps only.
+        # Relax infers the length of an arange correctly for positive steps only.
         return ops.tensor(torch.arange(begin, end, step, dtype=ops.result.dtype))
     return ops.emit(relax.op.arange(int(begin), int(end), int(step), ops.dtype))
 
 
 @converts(aten.linspace.default)
 def linspace(ops: Emitter, start: Operand, end: Operand, steps: int, **_options: Any) -> relax.Expr:
-    """`steps` values from start to end, both included."""
+    """Return `steps` values from start to end, both included."""
     if not (is_scalar(start) and is_scalar(end)):
         ops.refuse("its bounds are tensors")
     return ops.tensor(torch.linspace(start, end, steps, dtype=ops.result.dtype))
@@ -99,5 +99,5 @@ def triu_indices(ops: Emitter, row: int, col: int, offset: int = 0, **_options: 
 
 
 def static_indices(ops: Emitter, values: Sequence[int] | torch.Tensor) -> relax.Expr:
-    """An int64 constant of positions known at import."""
+    """Return an int64 constant of positions known at import."""
     return ops.tensor(torch.as_tensor(values, dtype=torch.int64))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-License-Identifier: Apache-2.0
-"""Arithmetic, comparisons, logic and elementary functions, one element at a time."""
+"""Elementwise comparisons, logic and elementary functions."""
 
 from __future__ import annotations
 
@@ -175,30 +174,30 @@ _register_tables()
 
 @converts(aten.maximum.default)
 def maximum(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
-    """The larger of two."""
+    """Return the larger of two."""
     return _extremum(ops, relax.op.maximum, x, y)
 
 
 @converts(aten.minimum.default)
 def minimum(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
-    """The smaller of two."""
+    """Return the smaller of two."""
     return _extremum(ops, relax.op.minimum, x, y)
 
 
 @converts(aten.fmax.default)
 def fmax(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
-    """The larger of two; of a NaN and a number, the number."""
+    """Return the larger of two; of a NaN and a number, the number."""
     return _number_of(ops, x, y, _extremum(ops, relax.op.maximum, y, x))
 
 
 @converts(aten.fmin.default)
 def fmin(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
-    """The smaller of two; of a NaN and a number, the number."""
+    """Return the smaller of two; of a NaN and a number, the number."""
     return _number_of(ops, x, y, _extremum(ops, relax.op.minimum, y, x))
 
 
 def _number_of(ops: Emitter, x: relax.Expr, y: relax.Expr, both: relax.Expr) -> relax.Expr:
-    """`both` where x and y are numbers, else the one that is."""
+    """Return `both` where x and y are numbers, else the one that is a number."""
     if not is_float(dtype_of(both)):
         return both
     x, y = ops.cast(x, dtype_of(both)), ops.cast(y, dtype_of(both))
@@ -221,9 +220,9 @@ def _extremum(ops: Emitter, op: RelaxBinary, x: relax.Expr, y: relax.Expr) -> re
 def clamp(
     ops: Emitter, x: relax.Expr, min: Operand | None = None, max: Operand | None = None
 ) -> relax.Expr:
-    """x held between min and max; where min > max the result is max."""
+    """Return x clamped between min and max; where min > max the result is max."""
     if ops.dtype == "bool":
-        # TVM has no order of bool; True is the larger.
+        # TVM does not order bool; True is the larger.
         held = _clamped(ops, x, min, max, "int8")
         return ops.cast(held, "bool")
     return _clamped(ops, x, min, max, ops.dtype)
@@ -242,13 +241,13 @@ def _clamped(
 
 @converts(aten.hardtanh.default)
 def hardtanh(ops: Emitter, x: relax.Expr, min: Operand = -1, max: Operand = 1) -> relax.Expr:
-    """x held between min and max."""
+    """Return x clamped between min and max."""
     return clamp(ops, x, min, max)
 
 
 @converts(aten.clamp_max.default, aten.clamp_max.Tensor)
 def clamp_max(ops: Emitter, x: relax.Expr, max: Operand) -> relax.Expr:
-    """The smaller of x and max."""
+    """Return the smaller of x and max."""
     return clamp(ops, x, None, max)
 
 
@@ -283,7 +282,7 @@ def bitwise_not(ops: Emitter, x: relax.Expr) -> relax.Expr:
     aten.__lshift__.Scalar,
 )
 def left_shift(ops: Emitter, x: relax.Expr, y: Operand) -> relax.Expr:
-    """x * 2 ** y."""
+    """Return x * 2 ** y."""
     return ops.binary(relax.op.left_shift, x, y)
 
 
@@ -294,7 +293,7 @@ def left_shift(ops: Emitter, x: relax.Expr, y: Operand) -> relax.Expr:
     aten.__rshift__.Scalar,
 )
 def right_shift(ops: Emitter, x: relax.Expr, y: Operand) -> relax.Expr:
-    """x / 2 ** y, rounded down."""
+    """Return x / 2 ** y, rounded down."""
     return ops.binary(relax.op.right_shift, x, y)
 
 
@@ -348,11 +347,11 @@ def to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> relax.Expr:
-    """A cast that the user asked for (`relax.astype`, which no pass drops)."""
+    """Cast because the user asked for it (with `relax.astype`, which no pass removes)."""
     return x if dtype is None else ops.cast(x, dtype_name(dtype))
 
 
 @converts(aten.copy.default)
 def copy(ops: Emitter, x: relax.Expr, source: Operand, non_blocking: bool = False) -> relax.Expr:
-    """The source in the dtype and shape of x."""
+    """Return the source in the dtype and shape of x."""
     return ops.broadcast(ops.cast(source, dtype_of(x)), shape_of(x))

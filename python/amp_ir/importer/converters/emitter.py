@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emitter: what a converter uses to add ops to `main`, one FX node at a time."""
+"""The emitter: a converter adds ops to `main` with it, one FX node at a time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ RANDOM_STATE = "random_state"
 
 
 class Emitter:
-    """Adds Relax ops to the function under construction.
+    """A builder that adds Relax ops to the function under construction.
 
-    Every op emitted carries `span`, the place of the FX node being converted. `result` is that
+    Every emitted op carries `span`, the location of the FX node being converted. `result` is that
     node's `meta["val"]`: one fake tensor, or a tuple of them.
     """
 
@@ -52,7 +52,7 @@ class Emitter:
         self.span: tvm.ir.Span | None = None
         self.result: Any = None
 
-    # What the node is to become.
+    # The type that the node's conversion must have.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,18 +65,20 @@ class Emitter:
         return dtype_name(self.result.dtype)
 
     def refuse(self, reason: str) -> NoReturn:
-        """Give up on this call; the importer reports every refused call at once."""
+        """Reject this call; the importer reports every rejected call at once."""
         raise RefusedError(reason)
 
     # Emitting.
 
     def emit(self, call: relax.Call) -> relax.Var:
-        """Bind a call of a Relax op, with the node's location."""
+        """Emit a call of a Relax op, with the node's location."""
         located = relax.Call(call.op, call.args, call.attrs, call.ty_args, self.span)
         return self._builder.emit(located)
 
     def call(self, name: str, *args: relax.Expr, **options: Any) -> Any:
-        """Bind a call of an `amp_ir.*` op; a tuple of expressions when it has several results."""
+        """Emit a call of an `amp_ir.*` op; return a tuple of expressions when it has several
+        results.
+        """
         for option, value in options.items():
             if isinstance(value, relax.Expr):
                 self.refuse(f"takes {option} as a constant, and it is computed at each call")
@@ -84,7 +86,7 @@ class Emitter:
         return self.fields(bound) if isinstance(bound.ty, relax.TupleType) else bound
 
     def fields(self, bound: relax.Expr) -> tuple[relax.Var, ...]:
-        """Bind each field of a tuple."""
+        """Emit a variable for each field of a tuple."""
         return tuple(
             self._builder.emit(relax.TupleGetItem(bound, i, self.span))
             for i in range(len(bound.ty.fields))
@@ -93,8 +95,8 @@ class Emitter:
     # Constants.
 
     def constant(self, value: Scalar, dtype: str) -> relax.Expr:
-        """A 0-d constant, made once per value and dtype."""
-        # repr keeps 0.0 and -0.0 apart, and makes NaN equal to itself.
+        """Return a 0-d constant, created once per value and dtype."""
+        # repr distinguishes 0.0 from -0.0, and makes NaN equal to itself.
         key = (type(value), repr(value), dtype)
         if key not in self._constants:
             made = relax.const(_as_numpy(value, dtype), dtype)
@@ -103,7 +105,7 @@ class Emitter:
         return self._constants[key]
 
     def tensor(self, value: torch.Tensor) -> relax.Expr:
-        """A tensor constant, copied from the value."""
+        """Return a tensor constant, copied from the value."""
         if value.dtype not in DTYPE_NAMES:
             self.refuse(f"a constant of dtype {value.dtype}")
         if value.ndim == 0:
@@ -112,7 +114,7 @@ class Emitter:
         return relax.const(tvm.runtime.from_dlpack(owned))
 
     def full(self, shape: Sequence[int], value: Operand, dtype: str) -> relax.Expr:
-        """A tensor with one value everywhere."""
+        """Return a tensor with one value everywhere."""
         if not is_scalar(value):
             return self.broadcast(self.cast(value, dtype), shape)
         if len(shape) == 0:
@@ -122,13 +124,15 @@ class Emitter:
         return filled
 
     def fill_value(self, x: relax.Expr) -> Scalar | None:
-        """The value that `full` gave every element of x, or None when x is something else."""
+        """Return the value that `full` gave every element of x, or None when x is another
+        expression.
+        """
         return self._fills.get(x)
 
-    # Types and shapes; each is nothing where there is nothing to do.
+    # Types and shapes; each emits nothing where nothing changes.
 
     def cast(self, x: Operand, dtype: str) -> relax.Expr:
-        """The operand in another dtype, as PyTorch converts (to bool: is it other than zero)."""
+        """Return the operand in another dtype, converted as in PyTorch (to bool: nonzero)."""
         if is_scalar(x):
             return self.constant(x, dtype)
         source = dtype_of(x)
@@ -142,7 +146,7 @@ class Emitter:
         return self._cast[x, dtype]
 
     def reshape(self, x: relax.Expr, shape: Sequence[int]) -> relax.Expr:
-        """The elements in row-major order under another shape (all extents given)."""
+        """Return the elements in row-major order under another shape (all extents given)."""
         if shape_of(x) == tuple(shape):
             return x
         if x in self._fills:
@@ -157,7 +161,7 @@ class Emitter:
         return self._reshapes[key]
 
     def broadcast(self, x: relax.Expr, shape: Sequence[int]) -> relax.Expr:
-        """x repeated along its extents of 1 and along new leading axes."""
+        """Return x repeated along its extents of 1 and along new leading axes."""
         if shape_of(x) == tuple(shape):
             return x
         if x in self._fills:
@@ -165,7 +169,7 @@ class Emitter:
         return self.emit(relax.op.broadcast_to(x, tuple(shape)))
 
     def permute(self, x: relax.Expr, axes: Sequence[int]) -> relax.Expr:
-        """The axes in another order; axes may be negative."""
+        """Return x with its axes in another order; axes may be negative."""
         order = [axis % len(axes) for axis in axes]
         source, before = self._permuted.get(x, (x, list(range(len(axes)))))
         order = [before[axis] for axis in order]
@@ -178,7 +182,10 @@ class Emitter:
         return self._permutes[key]
 
     def slice(self, x: relax.Expr, axis: int, begin: int, end: int, *, step: int = 1) -> relax.Expr:
-        """Elements begin, begin + step, ... below end of one axis; 0 <= begin <= end <= extent."""
+        """Return elements begin, begin + step, ... of one axis; 0 <= begin <= end <= extent.
+
+        `end` is exclusive.
+        """
         shape = shape_of(x)
         if (begin, end, step) == (0, shape[axis], 1):
             return x
@@ -190,7 +197,7 @@ class Emitter:
         return self.emit(relax.op.strided_slice(x, [axis], [begin], [end], [step]))
 
     def concat(self, parts: Sequence[relax.Expr], axis: int) -> relax.Expr:
-        """The parts of one dtype one after another; parts without elements are left out."""
+        """Return the concatenation of parts of one dtype, without those that have no elements."""
         kept = [part for part in parts if 0 not in shape_of(part)] or list(parts[:1])
         return kept[0] if len(kept) == 1 else self.emit(relax.op.concat(kept, axis))
 
@@ -199,14 +206,17 @@ class Emitter:
     def binary(
         self, op: Callable[[relax.Expr, relax.Expr], relax.Expr], x: Operand, y: Operand
     ) -> relax.Var:
-        """`op(x, y)` in the dtype that PyTorch computes in."""
+        """Return `op(x, y)` in the dtype that PyTorch computes in."""
         dtype = promoted_dtype(x, y)
         return self.emit(op(self.cast(x, dtype), self.cast(y, dtype)))
 
     def _scale(
         self, op: Callable[[relax.Expr, relax.Expr], relax.Expr], x: Operand, y: Operand
     ) -> relax.Expr:
-        """`op(x, y)`, where a number that a low dtype cannot hold is used in float32.
+        """Return `op(x, y)`, using float32 for a number that the low dtype cannot represent.
+
+        PyTorch's multiply and divide (and only these) read a Python number or 0-d tensor combined
+        with a float16 or bfloat16 tensor at float32 precision and round the result once.
 
         PyTorch's multiply and divide (and only these) read a Python number or 0-d tensor beside a
         float16 or bfloat16 tensor at float32 precision and round the result once.
@@ -230,7 +240,7 @@ class Emitter:
         return self._scale(relax.op.multiply, x, y)
 
     def divide(self, x: Operand, y: Operand) -> relax.Expr:
-        """x / y; two integers give the default float dtype."""
+        """Return x / y; two integers give the default float dtype."""
         if not is_float(promoted_dtype(x, y)):
             x = self.cast(x, dtype_name(torch.get_default_dtype()))
         return self._scale(relax.op.divide, x, y)
@@ -246,11 +256,11 @@ class Emitter:
 
     @property
     def random_state(self) -> relax.Var | None:
-        """The input that holds seed and step counter, or None when no op drew from it."""
+        """The input that holds seed and step counter, or None when no op has drawn from it."""
         return self._random_state
 
     def draw(self) -> tuple[relax.Var, int]:
-        """The random state, and an index that no other random op of the step has."""
+        """Return the random state, and an index that no other random op of the step has."""
         if self._random_state is None:
             self._random_state = relax.Var(RANDOM_STATE, relax.TensorType([2], "int64"))
         index = self._random_calls
@@ -258,7 +268,10 @@ class Emitter:
         return self._random_state, index
 
     def next_random_state(self) -> relax.Var:
-        """The random state of the next step: the same seed, the counter plus one.
+        """Return the random state of the next step: the same seed, the counter plus one.
+
+        It does not change when every update of a loss scale found an overflow: a skipped step
+        changes nothing.
 
         It stays as it is when every update of a loss scale found an overflow: a skipped step
         changes nothing.
@@ -274,7 +287,7 @@ class Emitter:
         return self.where(skipped, self._random_state, advanced)
 
     def finish(self) -> tvm.IRModule:
-        """The module with the finished function, without ops whose results nothing reads."""
+        """Return the module with the finished function, without ops whose results are unused."""
         return relax.transform.DeadCodeElimination()(self._builder.get())
 
 
@@ -290,16 +303,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_inexact(x: Operand, dtype: str) -> bool:
-    """Whether a number would change when rounded to the low dtype."""
+    """Return whether rounding to the low dtype changes a number."""
     if is_scalar(x):
         return float(torch.tensor(float(x), dtype=getattr(torch, dtype))) != float(x)
     return not shape_of(x) and dtype_of(x) != dtype
 
 
 def _as_numpy(value: Scalar, dtype: str) -> Any:
-    """The number as PyTorch would store it; out-of-range integers wrap as in C."""
+    """Return the number as PyTorch stores it; out-of-range integers wrap as in C."""
     if dtype in LOW_DTYPES:
-        # Through torch: it rounds once, from the double.
+        # Converted by torch, which rounds once, from the double.
         return torch.tensor(value, dtype=getattr(torch, dtype)).float().numpy()
     if isinstance(value, float) and not is_float(dtype):
         return np.array(int(value)) if dtype != "bool" else np.array(value != 0)

@@ -27,7 +27,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> relax.Expr:
-    """Rows of the weight; the padding row concerns the gradient only."""
+    """Return rows of the weight; the padding row affects the gradient only."""
     return ops.call("amp_ir.embedding", weight, ids)
 
 
@@ -40,7 +40,7 @@ def embedding_dense_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> relax.Expr:
-    """The gradients of equal ids added; none for the padding row."""
+    """Return the gradient of the weight, summed over equal ids; zero in the padding row."""
     if scale_grad_by_freq:
         ops.refuse("scale_grad_by_freq=True")
     return ops.call(
@@ -53,7 +53,7 @@ def embedding_dense_backward(
 
 
 def _only_integers(ops: Emitter, indices: Indices) -> tuple[list[int], list[relax.Expr]]:
-    """(the axes that are indexed, the integer tensors that index them)."""
+    """Return (the indexed axes, the integer tensors that index them)."""
     axes = [axis for axis, one in enumerate(indices) if one is not None]
     ids = [one for one in indices if one is not None]
     for one in ids:
@@ -64,7 +64,7 @@ def _only_integers(ops: Emitter, indices: Indices) -> tuple[list[int], list[rela
 
 @converts(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(ops: Emitter, x: relax.Expr, indices: Indices) -> relax.Expr:
-    """x[indices] with NumPy's meaning; None stands for a whole axis."""
+    """Return x[indices] as NumPy defines it; None stands for a whole axis."""
     axes, ids = _only_integers(ops, indices)
     return ops.call("amp_ir.index", x, *ids, axes=tuple(axes)) if ids else x
 
@@ -77,7 +77,7 @@ def index_put(
     values: relax.Expr,
     accumulate: bool = False,
 ) -> relax.Expr:
-    """x with values written, or added, at x[indices]."""
+    """Return x with values written, or added, at x[indices]."""
     mask = indices[0] if len(indices) == 1 else None
     if mask is not None and dtype_of(mask) == "bool" and _is_same_everywhere(x, mask, values):
         return _masked_put(ops, x, mask, values, accumulate=accumulate)
@@ -88,7 +88,7 @@ def index_put(
 
 
 def _is_same_everywhere(x: relax.Expr, mask: relax.Expr, values: relax.Expr) -> bool:
-    """Whether each place where the mask holds takes the same values."""
+    """Return whether every position where the mask holds receives the same values."""
     rest = len(shape_of(x)) - len(shape_of(mask))
     shape = shape_of(values)
     return all(extent == 1 for extent in shape[: max(0, len(shape) - rest)])
@@ -97,7 +97,10 @@ def _is_same_everywhere(x: relax.Expr, mask: relax.Expr, values: relax.Expr) -> 
 def _masked_put(
     ops: Emitter, x: relax.Expr, mask: relax.Expr, values: relax.Expr, *, accumulate: bool
 ) -> relax.Expr:
-    """The same values written, or added, wherever a mask over the leading axes holds."""
+    """Return x with the same values written, or added, wherever the mask holds.
+
+    The mask is over the leading axes.
+    """
     extents = shape_of(mask)
     rest = len(shape_of(x)) - len(extents)
     mask = ops.reshape(mask, [*extents, *[1] * rest])
@@ -108,7 +111,7 @@ def _masked_put(
 
 @converts(aten.index_select.default)
 def index_select(ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr) -> relax.Expr:
-    """The elements of one axis at the ids, in their order."""
+    """Return the elements of one axis at the indices, in their order."""
     rank = len(shape_of(x))
     source, axis = (x, dim % rank) if rank else (_flat(ops, x), 0)
     taken = ops.call("amp_ir.index", source, _flat(ops, ids), axes=(axis,), wraps=False)
@@ -125,7 +128,7 @@ def index_add(
     *,
     alpha: Operand = 1,
 ) -> relax.Expr:
-    """x with alpha * source added at the ids of one axis; source has the ids' count there."""
+    """Return x with alpha * source added at the indices of one axis, one slice per index."""
     scaled = source if alpha == 1 else ops.cast(ops.multiply(source, alpha), dtype_of(x))
     return _put_along(ops, x, dim, ids, scaled, accumulate=True)
 
@@ -134,7 +137,7 @@ def index_add(
 def index_copy(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr
 ) -> relax.Expr:
-    """x with source written at the ids of one axis; source has the ids' count there."""
+    """Return x with source written at the indices of one axis, one slice per index."""
     return _put_along(ops, x, dim, ids, source, accumulate=False)
 
 
@@ -142,7 +145,7 @@ def index_copy(
 def index_fill(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, value: Operand
 ) -> relax.Expr:
-    """x with one value at the ids of one axis, which may count from the end."""
+    """Return x with one value written at the indices of one axis, which may be negative."""
     shape = list(shape_of(x)) or [1]
     axis = dim % len(shape)
     places = ops.full(
@@ -155,7 +158,7 @@ def index_fill(
 def _put_along(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr, *, accumulate: bool
 ) -> relax.Expr:
-    """Slices of one axis written or added; ids count from 0."""
+    """Return x with slices of one axis written or added; the indices are non-negative."""
     count = math.prod(shape_of(ids))
     shape = list(shape_of(x)) or [1]
     axis = dim % len(shape)
@@ -169,7 +172,7 @@ def _put_along(
 def gather(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, *, sparse_grad: bool = False
 ) -> relax.Expr:
-    """result[i, j, ...] = x[ids[i, j, ...], j, ...] for dim 0."""
+    """Return result[i, j, ...] = x[ids[i, j, ...], j, ...] for dim 0."""
     if not shape_of(x):
         x, ids = _flat(ops, x), _flat(ops, ids)
     axis = dim % len(shape_of(x))
@@ -178,12 +181,12 @@ def gather(
 
 
 def _flat(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """All elements on one axis; of a tensor of 0 axes the one."""
+    """Return all elements on one axis; a 0-d tensor becomes one element."""
     return ops.reshape(x, [math.prod(shape_of(x))])
 
 
 def _covered(ops: Emitter, x: relax.Expr, ids: relax.Expr, axis: int | None) -> relax.Expr:
-    """x cut to the extents of the ids, save on `axis`: PyTorch lets x be larger."""
+    """Return x sliced to the extents of the indices, except on `axis`: x may be larger."""
     for other, extent in enumerate(shape_of(ids)):
         if other != axis:
             x = ops.slice(x, other, 0, extent)
@@ -194,7 +197,7 @@ def _covered(ops: Emitter, x: relax.Expr, ids: relax.Expr, axis: int | None) -> 
 def scatter_add(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr
 ) -> relax.Expr:
-    """x with source[i, j, ...] added at x[ids[i, j, ...], j, ...] for dim 0."""
+    """Return x with source[i, j, ...] added at x[ids[i, j, ...], j, ...] for dim 0."""
     shape = shape_of(x)
     if not shape:
         x, ids, source = (_flat(ops, one) for one in (x, ids, source))
@@ -218,7 +221,7 @@ def scatter_value(
     return _scatter(ops, x, dim, ids, ops.full(shape_of(ids), value, dtype_of(x)), "update")
 
 
-# ATen's name of a reduction -> that of Relax's scatter_elements, for both spellings of ATen.
+# ATen's name of a reduction -> that of Relax's scatter_elements, for both ATen spellings.
 SCATTER_REDUCTIONS = {
     "add": "add",
     "multiply": "mul",
@@ -233,7 +236,7 @@ SCATTER_REDUCTIONS = {
 def scatter_with(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr, *, reduce: str
 ) -> relax.Expr:
-    """As `scatter`, with the elements of x and source combined."""
+    """Return `scatter` with the elements of x and source combined."""
     return _scatter(ops, x, dim, ids, source, SCATTER_REDUCTIONS[reduce])
 
 
@@ -248,12 +251,12 @@ def scatter_reduce(
     *,
     include_self: bool = True,
 ) -> relax.Expr:
-    """As `scatter`, with sum, mean, product, largest or smallest of what meets at one place."""
+    """Return `scatter` with the sum, mean, product, maximum or minimum of colliding elements."""
     if reduce == "mean" and not is_float(dtype_of(x)):
         ops.refuse(f"reduce='mean' of {dtype_of(x)}")
     base = x
     if not include_self:
-        # What nothing is written to stays; elsewhere the reduction begins with its neutral element.
+        # Elements that receive nothing keep their value; the others start from the neutral element.
         neutral = ops.full(shape_of(ids), _neutral(reduce, dtype_of(x)), dtype_of(x))
         base = _scatter(ops, x, dim, ids, neutral, "update")
     if reduce not in ("sum", "mean"):
@@ -261,7 +264,7 @@ def scatter_reduce(
     total: relax.Expr = scatter_add(ops, base, dim, ids, source)
     if reduce == "sum":
         return total
-    # In float32 however low the elements are: bfloat16 counts to 256.
+    # Counted in float32 whatever the element dtype is: bfloat16 counts to 256.
     begin = ops.full(shape_of(x), 1 if include_self else 0, "float32")
     count = scatter_add(ops, begin, dim, ids, ops.full(shape_of(source), 1, "float32"))
     count = ops.emit(relax.op.maximum(count, ops.constant(1, "float32")))
@@ -269,7 +272,7 @@ def scatter_reduce(
 
 
 def _neutral(reduce: str, dtype: str) -> float | int:
-    """What a reduction of ATen may begin with; the sum's is the mean's."""
+    """Return the neutral element of an ATen reduction; that of the mean is that of the sum."""
     if reduce in ("sum", "mean", "prod"):
         return int(reduce == "prod")
     if is_float(dtype):
@@ -291,7 +294,7 @@ def _scatter(
 
 @converts(aten.masked_scatter.default)
 def masked_scatter(ops: Emitter, x: relax.Expr, mask: relax.Expr, source: relax.Expr) -> relax.Expr:
-    """x with the next element of source, in order, wherever the mask holds."""
+    """Return x with the next element of source, in order, wherever the mask holds."""
     shape = ops.shape
     flat_mask = ops.reshape(ops.broadcast(mask, shape), [math.prod(shape)])
     count = math.prod(shape_of(source))
@@ -304,7 +307,7 @@ def masked_scatter(ops: Emitter, x: relax.Expr, mask: relax.Expr, source: relax.
 
 
 def _zero_if_enough(ops: Emitter, flat_mask: relax.Expr, count: int) -> relax.Expr:
-    """0, int64[1], read by the number of masked elements: out of range if it is above `count`."""
+    """Return 0, int64[1], read at the number of masked elements: out of range above `count`."""
     number = ops.emit(relax.op.sum(ops.cast(flat_mask, "int64"), [0], keepdims=True))
     zeros = ops.full([count + 1], 0, "int64")
     return ops.call("amp_ir.index", zeros, number, axes=(0,), wraps=False)
@@ -314,7 +317,7 @@ def _zero_if_enough(ops: Emitter, flat_mask: relax.Expr, count: int) -> relax.Ex
 def masked_scatter_backward(
     ops: Emitter, grad: relax.Expr, mask: relax.Expr, sizes: Sequence[int]
 ) -> relax.Expr:
-    """The gradients where the mask holds, one after the other, and zeros after them."""
+    """Return the gradients where the mask holds, packed in order, followed by zeros."""
     count = math.prod(shape_of(grad))
     flat_mask = ops.reshape(ops.broadcast(mask, shape_of(grad)), [count])
     place = _order_of_masked(ops, flat_mask, math.prod(sizes))
@@ -324,7 +327,7 @@ def masked_scatter_backward(
 
 
 def _order_of_masked(ops: Emitter, flat_mask: relax.Expr, count: int) -> relax.Expr:
-    """How many masked elements come before each one, held below `count`: int64[n]."""
+    """Return how many masked elements precede each one, clamped below `count`: int64[n]."""
     taken = ops.emit(relax.op.cumsum(ops.cast(flat_mask, "int64"), 0))
     place = ops.emit(relax.op.minimum(ops.subtract(taken, 1), ops.constant(count - 1, "int64")))
     return ops.emit(relax.op.maximum(place, ops.constant(0, "int64")))
@@ -332,7 +335,7 @@ def _order_of_masked(ops: Emitter, flat_mask: relax.Expr, count: int) -> relax.E
 
 @converts(aten.take.default)
 def take(ops: Emitter, x: relax.Expr, ids: relax.Expr) -> relax.Expr:
-    """Elements of the flattened x."""
+    """Return elements of the flattened x."""
     return ops.call("amp_ir.index", ops.reshape(x, [math.prod(shape_of(x))]), ids, axes=(0,))
 
 
@@ -340,7 +343,7 @@ def take(ops: Emitter, x: relax.Expr, ids: relax.Expr) -> relax.Expr:
 def put(
     ops: Emitter, x: relax.Expr, ids: relax.Expr, source: relax.Expr, accumulate: bool = False
 ) -> relax.Expr:
-    """x with elements of its flattened form replaced, or added to."""
+    """Return x with elements of its flattened form replaced, or added to."""
     flat = ops.reshape(x, [math.prod(shape_of(x))])
     source = ops.reshape(source, shape_of(ids))
     options = {"axes": (0,), "accumulate": accumulate}

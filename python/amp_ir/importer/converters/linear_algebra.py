@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products; a bias is a separate add, which dispatch may fold into the product again."""
+"""Matmuls; a bias is a separate add, which dispatch may fold into the GEMM again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ aten = torch.ops.aten
 
 @converts(aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default)
 def matmul(ops: Emitter, a: relax.Expr, b: relax.Expr) -> relax.Expr:
-    """a @ b; the result has the dtype of the operands, and no out_dtype is forced on it."""
+    """Return a @ b in the dtype of the operands, without an explicit out_dtype."""
     return ops.emit(relax.op.matmul(a, b))
 
 
 @converts(aten.dot.default, aten.vdot.default)
 def dot(ops: Emitter, a: relax.Expr, b: relax.Expr) -> relax.Expr:
-    """The inner product of two vectors."""
+    """Return the inner product of two vectors."""
     (n,) = shape_of(a)
     product = ops.emit(relax.op.matmul(ops.reshape(a, [1, n]), ops.reshape(b, [n, 1])))
     return ops.reshape(product, [])
@@ -48,7 +48,7 @@ def addmm(
     beta: Operand = 1,
     alpha: Operand = 1,
 ) -> relax.Expr:
-    """beta * bias + alpha * a @ b; with beta = 0 the bias is not read, NaN or not."""
+    """Return beta * bias + alpha * a @ b; with beta = 0 the bias is not read, NaN or not."""
     product = _scaled(ops, ops.emit(relax.op.matmul(a, b)), alpha)
     if is_scalar(beta) and beta == 0:
         return product
@@ -65,7 +65,7 @@ def addbmm(
     beta: Operand = 1,
     alpha: Operand = 1,
 ) -> relax.Expr:
-    """beta * bias + alpha * the sum of a @ b over the batch: one product of wider matrices."""
+    """Return beta * bias + alpha * the sum of a @ b over the batch, as one GEMM with a longer k."""
     batch, n, k = shape_of(a)
     wide = ops.reshape(ops.permute(a, [1, 0, 2]), [n, batch * k])
     tall = ops.reshape(b, [batch * k, shape_of(b)[2]])
@@ -85,7 +85,7 @@ def trilinear(
     sum_dims: Sequence[int],
     _unroll_dim: int = 1,
 ) -> relax.Expr:
-    """The product of three tensors with new axes at `expand`, summed over `sum_dims`."""
+    """Return the product of three tensors with new axes at `expand`, summed over `sum_dims`."""
     wide = [_with_axes(ops, *one) for one in ((a, expand_a), (b, expand_b), (c, expand_c))]
     product = ops.multiply(ops.multiply(wide[0], wide[1]), wide[2])
     return ops.emit(relax.op.sum(product, list(sum_dims))) if sum_dims else product

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss scaling, which the capture keeps as custom ops of the dialect's names."""
+"""Loss scaling, which the capture records as custom ops with the dialect's names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from amp_ir.importer.converters.registry import converts
 
 @converts("amp_ir.scale_loss.default")
 def scale_loss(ops: Emitter, x: relax.Expr, scale: relax.Expr) -> relax.Expr:
-    """A loss times the scale."""
+    """Return a loss times the scale."""
     return ops.call("amp_ir.scale_loss", x, scale)
 
 
 @converts("amp_ir.unscale.default")
 def unscale(ops: Emitter, grad: relax.Expr, scale: relax.Expr) -> relax.Expr:
-    """A gradient divided by the scale."""
+    """Return a gradient divided by the scale."""
     return ops.call("amp_ir.unscale", grad, scale)
 
 
@@ -28,7 +28,7 @@ def unscale(ops: Emitter, grad: relax.Expr, scale: relax.Expr) -> relax.Expr:
 def all_finite(
     ops: Emitter, gradients: Sequence[relax.Expr], scale: relax.Expr
 ) -> tuple[relax.Expr, ...]:
-    """Whether all are finite, and their norm without the scale."""
+    """Return whether all gradients are finite, and their norm without the scale."""
     some = [one for one in gradients if 0 not in shape_of(one)]
     results: tuple[relax.Expr, ...] = ops.call("amp_ir.all_finite", *some, scale)
     return results
@@ -36,7 +36,7 @@ def all_finite(
 
 @converts("amp_ir.step_skipped.default")
 def step_skipped(ops: Emitter, flag: relax.Expr) -> relax.Expr:
-    """Whether the step was skipped; random numbers of a skipped one come again."""
+    """Return whether the step was skipped; the next step draws a skipped step's numbers again."""
     ops.skips.append(flag)
     return flag
 
@@ -55,7 +55,7 @@ def update_scale(
     min_scale: float,
     max_scale: float,
 ) -> tuple[relax.Expr, ...]:
-    """The scale and its trackers after the step."""
+    """Return the scale and its trackers after the step."""
     results: tuple[relax.Expr, ...] = ops.call(
         "amp_ir.update_scale",
         scale,

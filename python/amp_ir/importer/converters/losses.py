@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that PyTorch keeps whole, and their gradients."""
+"""Losses that the capture does not decompose, and their gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _loss(
     reduction: int,
     **options: float,
 ) -> relax.Expr:
-    """One pointwise loss; pred and target are brought to one shape and dtype first."""
+    """Return one pointwise loss; pred and target get one shape and dtype first."""
     pred, target = _alike(ops, pred, target)
     result: relax.Expr = ops.call(name, pred, target, reduction=REDUCTIONS[reduction], **options)
     return ops.cast(result, ops.dtype)
@@ -37,7 +37,7 @@ def _loss_gradient(
     reduction: int,
     **options: float,
 ) -> relax.Expr:
-    """The gradient of a pointwise loss, for `tensors` = (grad, pred, target)."""
+    """Return the gradient of a pointwise loss, for `tensors` = (grad, pred, target)."""
     grad, pred, target = tensors
     pred, target = _alike(ops, pred, target)
     grad = ops.broadcast(ops.cast(grad, ops.dtype), shape_of(pred) if reduction == 0 else ())
@@ -66,7 +66,7 @@ def mse_loss(ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int 
 def mse_loss_backward(
     ops: Emitter, grad: relax.Expr, pred: relax.Expr, target: relax.Expr, reduction: int
 ) -> relax.Expr:
-    """Its gradient."""
+    """Return the gradient of mse_loss."""
     return _loss_gradient(ops, "amp_ir.mse_loss_backward", (grad, pred, target), reduction)
 
 
@@ -74,7 +74,7 @@ def mse_loss_backward(
 def smooth_l1_loss(
     ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int = 1, beta: float = 1.0
 ) -> relax.Expr:
-    """Squared below beta, linear above."""
+    """Return a loss that is squared below beta and linear above."""
     return _loss(ops, "amp_ir.smooth_l1_loss", pred, target, reduction, beta=float(beta))
 
 
@@ -87,7 +87,7 @@ def smooth_l1_loss_backward(
     reduction: int,
     beta: float,
 ) -> relax.Expr:
-    """Its gradient."""
+    """Return the gradient of smooth_l1_loss."""
     name = "amp_ir.smooth_l1_loss_backward"
     return _loss_gradient(ops, name, (grad, pred, target), reduction, beta=float(beta))
 
@@ -96,7 +96,7 @@ def smooth_l1_loss_backward(
 def huber_loss(
     ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int = 1, delta: float = 1.0
 ) -> relax.Expr:
-    """Squared below delta, linear above with slope delta."""
+    """Return a loss that is squared below delta and linear above with slope delta."""
     return _loss(ops, "amp_ir.huber_loss", pred, target, reduction, delta=float(delta))
 
 
@@ -109,7 +109,7 @@ def huber_loss_backward(
     reduction: int,
     delta: float,
 ) -> relax.Expr:
-    """Its gradient."""
+    """Return the gradient of huber_loss."""
     name = "amp_ir.huber_loss_backward"
     return _loss_gradient(ops, name, (grad, pred, target), reduction, delta=float(delta))
 
@@ -126,7 +126,7 @@ def soft_margin_loss(
 def soft_margin_loss_backward(
     ops: Emitter, grad: relax.Expr, pred: relax.Expr, target: relax.Expr, reduction: int
 ) -> relax.Expr:
-    """Its gradient."""
+    """Return the gradient of soft_margin_loss."""
     name = "amp_ir.soft_margin_loss_backward"
     return _loss_gradient(ops, name, (grad, pred, target), reduction)
 
@@ -139,7 +139,7 @@ def binary_cross_entropy(
     weight: relax.Expr | None = None,
     reduction: int = 1,
 ) -> relax.Expr:
-    """Cross entropy of probabilities; a weight multiplies each element's loss."""
+    """Return the cross entropy of probabilities; a weight multiplies each element's loss."""
     name = "amp_ir.binary_cross_entropy"
     if weight is None:
         return _loss(ops, name, pred, target, reduction)
@@ -159,7 +159,7 @@ def binary_cross_entropy_backward(
     weight: relax.Expr | None = None,
     reduction: int = 1,
 ) -> relax.Expr:
-    """Its gradient."""
+    """Return the gradient of binary_cross_entropy."""
     name = "amp_ir.binary_cross_entropy_backward"
     dx = _loss_gradient(ops, name, (grad, pred, target), reduction)
     return dx if weight is None else ops.multiply(dx, weight)
@@ -174,7 +174,7 @@ def nll_loss_forward(
     reduction: int,
     ignore_index: int,
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(the negative log-likelihood, the total weight)."""
+    """Return (the negative log-likelihood, the total weight)."""
     loss, total = ops.call(
         "amp_ir.nll_loss",
         logp,
@@ -189,7 +189,7 @@ def nll_loss_forward(
 
 
 def _of_shape(ops: Emitter, target: relax.Expr, logp: relax.Expr) -> relax.Expr:
-    """The target without the axis of 1 that PyTorch allows for a single sample."""
+    """Return the target without the axis of extent 1 that PyTorch allows for a single sample."""
     shape = shape_of(logp)
     return ops.reshape(target, shape[:1] + shape[2:] if len(shape) > 1 else ())
 
@@ -205,7 +205,7 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: relax.Expr,
 ) -> relax.Expr:
-    """The gradient of the log-probabilities."""
+    """Return the gradient of the log-probabilities."""
     target = _of_shape(ops, target, logp)
     result: relax.Expr = ops.call(
         "amp_ir.nll_loss_backward",
@@ -233,7 +233,7 @@ def multi_margin_loss_backward(
     weight: relax.Expr | None = None,
     reduction: int = 1,
 ) -> relax.Expr:
-    """The gradient of sum over j != t of max(0, margin - x[t] + x[j]) ** p / classes."""
+    """Return the gradient of sum over j != t of max(0, margin - x[t] + x[j]) ** p / classes."""
     shape = shape_of(x)
     rows, classes = ([1, *shape] if len(shape) == 1 else shape)[-2:]
     x, target = ops.reshape(x, [rows, classes]), ops.reshape(target, [rows, 1])

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-License-Identifier: Apache-2.0
-"""Layer, RMS, group and batch normalization, kept whole; inference BatchNorm is elementwise."""
+"""Layer, RMS and group normalization as fused ops, and the gradient of weight normalization."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ MaybeTensor: TypeAlias = relax.Expr | None
 
 
 def present(*tensors: MaybeTensor) -> list[relax.Expr]:
-    """The tensors that are not None."""
+    """Return the tensors that are not None."""
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def statistics(ops: Emitter, values: Sequence[relax.Expr], first: int) -> list[relax.Expr]:
-    """The values from `first` on in the dtypes that PyTorch gives the node's results."""
+    """Return the values from `first` on in the dtypes that PyTorch gives the node's results."""
     wanted = [dtype_name(one.dtype) for one in ops.result]
     return [
         ops.cast(ops.reshape(value, ops.result[i].shape), wanted[i]) if i >= first else value
@@ -68,7 +67,7 @@ def layer_norm_backward(
     bias: MaybeTensor,
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
-    """(dx, dweight, dbias), each where the mask asks for it."""
+    """Return (dx, dweight, dbias), each where the mask requests it."""
     ndim = len(normalized_shape)
     dx = dweight = dbias = None
     if mask[0]:
@@ -90,7 +89,7 @@ def layer_norm_backward(
 
 
 def wanted_of(ops: Emitter, mask: Sequence[bool], *values: MaybeTensor) -> tuple[MaybeTensor, ...]:
-    """The values that the mask asks for, in the dtypes of PyTorch's results."""
+    """Return the values that the mask requests, in the dtypes of PyTorch's results."""
     return tuple(
         ops.cast(value, dtype_name(result.dtype)) if wanted and value is not None else None
         for wanted, value, result in zip(mask, values, ops.result, strict=True)
@@ -105,7 +104,7 @@ def rms_norm(
     weight: MaybeTensor,
     eps: float | None,
 ) -> Sequence[relax.Expr]:
-    """(y, rstd); eps None is the smallest step of the statistics' dtype."""
+    """Return (y, rstd); eps None is the machine epsilon of the statistics' dtype."""
     statistic = dtype_name(ops.result[1].dtype)
     step = torch.finfo(torch.float64 if statistic == "float64" else torch.float32).eps
     results = ops.call(
@@ -186,7 +185,7 @@ def group_norm_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
-    """(dx, dweight, dbias), each where the mask asks for it."""
+    """Return (dx, dweight, dbias), each where the mask requests it."""
     dx = dweight = dbias = None
     if mask[0]:
         dx = ops.call(

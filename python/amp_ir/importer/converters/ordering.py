@@ -21,7 +21,7 @@ aten = torch.ops.aten
 def argmax(
     ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
 ) -> relax.Expr:
-    """The first position of the largest element; of the flattened tensor without `dim`."""
+    """Return the first position of the largest element; of the flattened tensor without `dim`."""
     return _arg_extremum(ops, relax.op.argmax, x, dim)
 
 
@@ -29,7 +29,7 @@ def argmax(
 def argmin(
     ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
 ) -> relax.Expr:
-    """The first position of the smallest element; of the flattened tensor without `dim`."""
+    """Return the first position of the smallest element; of the flattened tensor without `dim`."""
     return _arg_extremum(ops, relax.op.argmin, x, dim)
 
 
@@ -53,7 +53,7 @@ def _arg_extremum(
 def max_dim(
     ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(the largest elements, their first positions) along one axis."""
+    """Return (the largest elements, their first positions) along one axis."""
     values = extremum(ops, relax.op.max, x, axes_of(x, dim), keepdims=keepdim)
     return values, _arg_extremum(ops, relax.op.argmax, x, dim, shape_of(values))
 
@@ -62,7 +62,7 @@ def max_dim(
 def min_dim(
     ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(the smallest elements, their first positions) along one axis."""
+    """Return (the smallest elements, their first positions) along one axis."""
     values = extremum(ops, relax.op.min, x, axes_of(x, dim), keepdims=keepdim)
     return values, _arg_extremum(ops, relax.op.argmin, x, dim, shape_of(values))
 
@@ -71,7 +71,7 @@ def min_dim(
 def sort(
     ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(sorted elements, where each came from); equal elements keep their order."""
+    """Return (sorted elements, their indices in x); equal elements keep their order."""
     return _sorted(ops, x, dim, descending=descending)
 
 
@@ -84,13 +84,13 @@ def stable_sort(
     dim: int = -1,
     descending: bool = False,
 ) -> tuple[relax.Expr, relax.Expr]:
-    """As `sort`."""
+    """Return what `sort` returns."""
     return _sorted(ops, x, dim, descending=descending)
 
 
 @converts(aten.argsort.default)
 def argsort(ops: Emitter, x: relax.Expr, dim: int = -1, descending: bool = False) -> relax.Expr:
-    """Where each sorted element came from."""
+    """Return the index in x of each sorted element."""
     return _sorted(ops, x, dim, descending=descending)[1]
 
 
@@ -114,7 +114,7 @@ def topk(
     largest: bool = True,
     sorted: bool = True,
 ) -> tuple[relax.Expr, ...]:
-    """(the k largest or smallest elements, their positions); always sorted."""
+    """Return (the k largest or smallest elements, their positions); always sorted."""
     if not shape_of(x):
         return x, ops.constant(0, "int64")
     axis = dim % len(shape_of(x))
@@ -130,7 +130,7 @@ def bucketize(
     out_int32: bool = False,
     right: bool = False,
 ) -> relax.Expr:
-    """How many of the sorted boundaries lie below each element (at or below it with `right`)."""
+    """Return how many sorted boundaries are below each element (at or below it with `right`)."""
     each = ops.reshape(x, [*shape_of(x), 1])
     # NaN is above all boundaries: it is not below one.
     not_passed = ops.binary(relax.op.less if right else relax.op.less_equal, each, boundaries)
@@ -149,7 +149,7 @@ def searchsorted(
     side: str | None = None,
     sorter: relax.Expr | None = None,
 ) -> relax.Expr:
-    """As `bucketize`, of the boundaries in the same row where these are more than one row."""
+    """Return what `bucketize` returns, with the boundaries of the same row if they are a matrix."""
     if sorter is not None:
         ops.refuse("a sorter")
     shape = shape_of(boundaries)
@@ -163,7 +163,7 @@ def searchsorted(
 def kthvalue(
     ops: Emitter, x: relax.Expr, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(the k-th smallest elements, k from 1, where they came from) along one axis."""
+    """Return (the k-th smallest elements, k from 1, their indices) along one axis."""
     if not shape_of(x):
         return x, ops.constant(0, "int64")
     axis = dim % len(shape_of(x))
@@ -177,7 +177,9 @@ def kthvalue(
 def median_dim(
     ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(the medians, where they came from) along one axis; of an even count the lower one.
+    """Return (the medians, their indices) along one axis; of an even count the lower one.
+
+    Where there is a NaN, the median is the first one.
 
     Where there is a NaN it is the first one.
     """
@@ -185,7 +187,7 @@ def median_dim(
     values, places = kthvalue(ops, x, (count + 1) // 2, dim, keepdim)
     if not is_float(dtype_of(x)):
         return values, places
-    # A maximum is NaN where there is one, and its position that of the first.
+    # A maximum is NaN where there is one, and its position is that of the first NaN.
     largest, first = max_dim(ops, x, dim, keepdim)
     no_number = ops.emit(relax.op.isnan(largest))
     return ops.where(no_number, largest, values), ops.where(no_number, first, places)
@@ -193,12 +195,12 @@ def median_dim(
 
 @converts(aten.median.default)
 def median(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """The median of all elements; of an even count the lower one; NaN where there is one."""
+    """Return the median of all elements: the lower one of an even count; NaN if there is one."""
     count = math.prod(shape_of(x))
     values = _sorted(ops, ops.reshape(x, [count]), 0, descending=False)[0]
     middle = ops.reshape(ops.slice(values, 0, (count - 1) // 2, (count + 1) // 2), [])
     if not is_float(dtype_of(x)):
         return middle
-    # NaN is sorted to the end.
+    # Sorting puts NaN at the end.
     last = ops.reshape(ops.slice(values, 0, count - 1, count), [])
     return ops.where(ops.emit(relax.op.isnan(last)), last, middle)

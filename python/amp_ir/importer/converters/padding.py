@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _axis_map(mode: str, extent: int, before: int, after: int) -> torch.Tensor:
-    """f64[extent, extent + before + after]: which element each place of the padded axis holds."""
+    """Return f64[extent, extent + before + after]: the source element of each padded position."""
     unit_vectors = torch.eye(extent, dtype=torch.float64)
     return torch.nn.functional.pad(unit_vectors[None], (before, after), mode=mode)[0]
 

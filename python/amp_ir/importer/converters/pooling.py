@@ -23,7 +23,7 @@ def _every_axis(numbers: Numbers, ndim_space: int) -> tuple[int, ...]:
 
 
 def _windows(ndim_space: int, kernel: Numbers, stride: Numbers, padding: Numbers) -> dict[str, Any]:
-    """The window options of a dialect op; no stride means that windows do not overlap."""
+    """Return the window options of a dialect op; no stride means that windows do not overlap."""
     sizes = _every_axis(kernel, ndim_space)
     strides = _every_axis(stride, ndim_space) or sizes
     return {"kernel": sizes, "strides": strides, "padding": _every_axis(padding, ndim_space)}

@@ -28,22 +28,22 @@ LOW_DTYPES = ("float16", "bfloat16")
 
 
 def is_scalar(value: object) -> TypeGuard[Scalar]:
-    """Whether a converter's argument is a Python number (and no FX node stood in its place)."""
+    """Return whether a converter's argument is a Python number (not the result of an FX node)."""
     return isinstance(value, (bool, int, float))
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype name is one of the floating types."""
+    """Return whether a dtype name is one of the floating types."""
     return dtype.startswith(("float", "bfloat"))
 
 
 def shape_of(x: relax.Expr) -> tuple[int, ...]:
-    """The extents of a tensor expression."""
+    """Return the extents of a tensor expression."""
     return tuple(int(extent) for extent in x.ty.shape.values)
 
 
 def dtype_of(x: Operand) -> str:
-    """The dtype name of an operand; a Python float counts as PyTorch's default dtype."""
+    """Return the dtype name of an operand; a Python float counts as PyTorch's default dtype."""
     if isinstance(x, bool):
         return "bool"
     if isinstance(x, int):
@@ -60,7 +60,7 @@ def _priority(x: Operand) -> int:
 
 
 def promoted_dtype(*operands: Operand) -> str:
-    """The dtype PyTorch computes in when it combines the operands.
+    """Return the dtype that PyTorch computes in when it combines the operands.
 
     Tensors of at least one dimension decide first, then 0-d tensors, then Python numbers; a later
     group matters only when its category (bool < int < float) is higher.

@@ -16,14 +16,14 @@ aten = torch.ops.aten
 
 
 def uniform_numbers(ops: Emitter, dtype: str) -> relax.Expr:
-    """Uniform in [0, 1), in the node's shape."""
+    """Return uniform numbers in [0, 1), in the node's shape."""
     state, index = ops.draw()
     drawn = ops.call("amp_ir.random_uniform", state, shape=ops.shape, index=index)
     return ops.cast(drawn, dtype)
 
 
 def normal_numbers(ops: Emitter, dtype: str) -> relax.Expr:
-    """Standard normal, in the node's shape."""
+    """Return standard normal numbers, in the node's shape."""
     state, index = ops.draw()
     drawn = ops.call("amp_ir.random_normal", state, shape=ops.shape, index=index)
     return ops.cast(drawn, dtype)
@@ -33,7 +33,7 @@ def normal_numbers(ops: Emitter, dtype: str) -> relax.Expr:
 def native_dropout(
     ops: Emitter, x: relax.Expr, p: float, train: bool | None
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(x with elements zeroed with probability p, the mask of those that stay)."""
+    """Return (x with elements zeroed with probability p, the mask of the kept elements)."""
     if train is False or p == 0.0:
         return x, ops.full(ops.result[1].shape, True, "bool")
     state, index = ops.draw()
@@ -47,19 +47,19 @@ def native_dropout(
 def native_dropout_backward(
     ops: Emitter, grad: relax.Expr, mask: relax.Expr, scale: float
 ) -> relax.Expr:
-    """The gradient of the elements that stayed, times scale."""
+    """Return the gradient of the kept elements, times scale."""
     return ops.call("amp_ir.dropout_backward", grad, mask, scale=float(scale))
 
 
 @converts(aten.rand.default, aten.rand_like.default)
 def rand(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
-    """Uniform in [0, 1)."""
+    """Return uniform numbers in [0, 1)."""
     return uniform_numbers(ops, ops.dtype)
 
 
 @converts(aten.randn.default, aten.randn_like.default)
 def randn(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
-    """Standard normal."""
+    """Return standard normal numbers."""
     return normal_numbers(ops, ops.dtype)
 
 
@@ -67,7 +67,7 @@ def randn(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
 def uniform(
     ops: Emitter, _x: relax.Expr, low: float = 0.0, high: float = 1.0, *, generator: None = None
 ) -> relax.Expr:
-    """Uniform in [low, high)."""
+    """Return uniform numbers in [low, high)."""
     unit = uniform_numbers(ops, "float32")
     return ops.cast(ops.add(ops.multiply(unit, high - low), low), ops.dtype)
 
@@ -76,7 +76,7 @@ def uniform(
 def normal(
     ops: Emitter, _x: relax.Expr, mean: float = 0.0, std: float = 1.0, *, generator: None = None
 ) -> relax.Expr:
-    """Normal with a mean and a standard deviation."""
+    """Return normal numbers with a mean and a standard deviation."""
     standard = normal_numbers(ops, "float32")
     return ops.cast(ops.add(ops.multiply(standard, std), mean), ops.dtype)
 
@@ -91,7 +91,7 @@ def bernoulli_with(
 
 @converts(aten.bernoulli.default)
 def bernoulli(ops: Emitter, p: relax.Expr, *, generator: None = None) -> relax.Expr:
-    """1 with the probability that each element of p says, else 0."""
+    """Return 1 with the probability in the corresponding element of p, else 0."""
     unit = uniform_numbers(ops, "float32")
     return ops.cast(ops.binary(relax.op.less, unit, p), dtype_of(p))
 
@@ -100,7 +100,7 @@ def bernoulli(ops: Emitter, p: relax.Expr, *, generator: None = None) -> relax.E
 def exponential(
     ops: Emitter, _x: relax.Expr, rate: float = 1.0, *, generator: None = None
 ) -> relax.Expr:
-    """Exponential with a rate, by inversion; 1 - u is never 0."""
+    """Return exponential numbers with a rate, by inversion; 1 - u is never 0."""
     rest = ops.subtract(1.0, uniform_numbers(ops, "float32"))
     drawn = ops.multiply(ops.emit(relax.op.log(rest)), -1.0 / rate)
     return ops.cast(drawn, ops.dtype)
@@ -143,7 +143,7 @@ def _integers(ops: Emitter, low: int, high: int) -> relax.Expr:
 
 @converts(aten.randperm.default)
 def randperm(ops: Emitter, _n: int, **_options: Any) -> relax.Expr:
-    """A permutation: the order of uniform numbers."""
+    """Return a permutation: the sorting order of uniform numbers."""
     order = ops.emit(relax.op.argsort(uniform_numbers(ops, "float32"), 0, False, "int64"))
     return ops.cast(order, ops.dtype)
 
@@ -158,7 +158,7 @@ def rrelu(
     training: bool = False,
     generator: None = None,
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(x where positive, else x times a slope; the factors): slopes are drawn in training."""
+    """Return (x where positive, else x times a slope; the factors); training draws the slopes."""
     positive = ops.binary(relax.op.greater, x, 0)
     if not training:
         return ops.where(positive, x, ops.multiply(x, (lower + upper) / 2)), noise
@@ -180,7 +180,7 @@ def rrelu_backward(
     training: bool,
     _self_is_result: bool,
 ) -> relax.Expr:
-    """The gradient times the factors of the forward op."""
+    """Return the gradient times the factors of the forward op."""
     if training and upper - lower > 1e-6:
         return ops.multiply(grad, noise)
     positive = ops.binary(relax.op.greater, x, 0)

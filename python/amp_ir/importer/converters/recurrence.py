@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU layers, which the capture keeps whole as custom ops of the same arguments."""
+"""LSTM and GRU layers, which the capture keeps as custom ops with the same arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-License-Identifier: Apache-2.0
-# SPDX-License-Identifier: Apache-2.0
-"""Reductions, scans, sorting and softmax."""
+"""Reductions and scans."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Axes: TypeAlias = Sequence[int] | int | None
 
 
 def axes_of(x: relax.Expr, dims: Axes) -> list[int]:
-    """PyTorch's `dim` as sorted non-negative axes; none, or an empty list, is all of them."""
+    """Return PyTorch's `dim` as sorted non-negative axes; None or an empty list is all."""
     rank = len(shape_of(x))
     if dims is None or dims == []:
         return list(range(rank))
@@ -39,7 +37,7 @@ def reduce(
     *,
     keepdims: bool,
 ) -> relax.Expr:
-    """`op` over the axes; x itself where there are none (a 0-d tensor)."""
+    """Return `op` over the axes, or x itself where there are none (a 0-d tensor)."""
     return ops.emit(op(x, axes, keepdims)) if axes else x
 
 
@@ -52,7 +50,7 @@ def sum_(
     *,
     dtype: torch.dtype | None = None,
 ) -> relax.Expr:
-    """The sum in the result's dtype (int64 for integers and bool)."""
+    """Return the sum in the result's dtype (int64 for integers and bool)."""
     return reduce(ops, relax.op.sum, ops.cast(x, ops.dtype), axes_of(x, dims), keepdims=keepdim)
 
 
@@ -65,13 +63,13 @@ def mean(
     *,
     dtype: torch.dtype | None = None,
 ) -> relax.Expr:
-    """The mean in the result's dtype."""
+    """Return the mean in the result's dtype."""
     return reduce(ops, relax.op.mean, ops.cast(x, ops.dtype), axes_of(x, dims), keepdims=keepdim)
 
 
 @converts(aten.prod.default)
 def prod(ops: Emitter, x: relax.Expr, *, dtype: torch.dtype | None = None) -> relax.Expr:
-    """The product of all elements."""
+    """Return the product of all elements."""
     return reduce(ops, relax.op.prod, ops.cast(x, ops.dtype), axes_of(x, None), keepdims=False)
 
 
@@ -84,19 +82,19 @@ def prod_dim(
     *,
     dtype: torch.dtype | None = None,
 ) -> relax.Expr:
-    """The product along one axis."""
+    """Return the product along one axis."""
     return reduce(ops, relax.op.prod, ops.cast(x, ops.dtype), axes_of(x, dim), keepdims=keepdim)
 
 
 @converts(aten.amax.default, aten.max.default)
 def amax(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
-    """The largest element."""
+    """Return the largest element."""
     return extremum(ops, relax.op.max, x, axes_of(x, dims), keepdims=keepdim)
 
 
 @converts(aten.amin.default, aten.min.default)
 def amin(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
-    """The smallest element."""
+    """Return the smallest element."""
     return extremum(ops, relax.op.min, x, axes_of(x, dims), keepdims=keepdim)
 
 
@@ -108,14 +106,14 @@ def extremum(
     *,
     keepdims: bool,
 ) -> relax.Expr:
-    """Bool is reduced as int8, since it has no order in TVM."""
+    """Reduce with max or min; bool is reduced as int8, since TVM does not order it."""
     numbers = ops.cast(x, "int8") if dtype_of(x) == "bool" else x
     return ops.cast(reduce(ops, op, numbers, axes, keepdims=keepdims), dtype_of(x))
 
 
 @converts(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
-    """Whether some element is not zero."""
+    """Return whether some element is not zero."""
     value = extremum(ops, relax.op.max, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
     return ops.cast(value, ops.dtype)
 
@@ -136,13 +134,13 @@ def var(
     correction: Scalar | None = None,
     keepdim: bool = False,
 ) -> relax.Expr:
-    """The mean square distance from the mean, with n - correction in place of n."""
+    """Return the mean squared distance from the mean, with divisor n - correction."""
     return _var_mean(ops, x, dims, correction, keepdims=keepdim)[0]
 
 
 @converts(aten.var.default)
 def var_of_all(ops: Emitter, x: relax.Expr, unbiased: bool = True) -> relax.Expr:
-    """The variance of all elements."""
+    """Return the variance of all elements."""
     return _var_mean(ops, x, None, int(unbiased), keepdims=False)[0]
 
 
@@ -150,7 +148,7 @@ def var_of_all(ops: Emitter, x: relax.Expr, unbiased: bool = True) -> relax.Expr
 def var_dim(
     ops: Emitter, x: relax.Expr, dims: Axes, unbiased: bool = True, keepdim: bool = False
 ) -> relax.Expr:
-    """The variance along some axes."""
+    """Return the variance along some axes."""
     return _var_mean(ops, x, dims, int(unbiased), keepdims=keepdim)[0]
 
 
@@ -176,7 +174,7 @@ def std(
     correction: Scalar | None = None,
     keepdim: bool = False,
 ) -> relax.Expr:
-    """The square root of the variance."""
+    """Return the square root of the variance."""
     variance = _var_mean(ops, x, dims, correction, keepdims=keepdim)[0]
     return ops.emit(relax.op.sqrt(variance))
 
@@ -184,7 +182,10 @@ def std(
 def _var_mean(
     ops: Emitter, x: relax.Expr, dims: Axes, correction: Scalar | None, *, keepdims: bool
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(variance, mean), computed in float64, as PyTorch does on a CPU.
+    """Return (variance, mean), computed in float64, as PyTorch does on a CPU.
+
+    In float32 the mean of large numbers has an error larger than their differences, and squares of
+    2e19 are infinite.
 
     In float32 the mean of large numbers is off by more than what they differ by, and squares of
     2e19 are infinite.
@@ -210,14 +211,14 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> relax.Expr:
-    """(sum of |x| ** order) ** (1 / order), in float32 or wider and rounded once."""
+    """Return (sum of |x| ** order) ** (1 / order), in float32 or wider and rounded once."""
     wide = ops.cast(x, "float64" if ops.dtype == "float64" else "float32")
     return ops.cast(_norm(ops, wide, order, axes_of(x, dims), keepdims=keepdim), ops.dtype)
 
 
 @converts(aten.dist.default)
 def dist(ops: Emitter, x: relax.Expr, y: relax.Expr, order: Scalar = 2) -> relax.Expr:
-    """The norm of x - y over all elements."""
+    """Return the norm of x - y over all elements."""
     result: relax.Expr = vector_norm(ops, ops.subtract(x, y), order)
     return result
 
@@ -246,7 +247,7 @@ def _norm(
 def cumsum(
     ops: Emitter, x: relax.Expr, dim: int, *, dtype: torch.dtype | None = None
 ) -> relax.Expr:
-    """Running sums along one axis, in the result's dtype (int64 for integers and bool)."""
+    """Return running sums along one axis, in the result's dtype (int64 for integers and bool)."""
     return _scan(ops, relax.op.cumsum, x, dim)
 
 
@@ -254,7 +255,7 @@ def cumsum(
 def cumprod(
     ops: Emitter, x: relax.Expr, dim: int, *, dtype: torch.dtype | None = None
 ) -> relax.Expr:
-    """Running products along one axis."""
+    """Return running products along one axis."""
     return _scan(ops, relax.op.cumprod, x, dim)
 
 

@@ -14,7 +14,7 @@ CONVERTERS: dict[Any, Converter] = {}
 
 
 class RefusedError(Exception):
-    """One call that a converter cannot express; `import_step` gathers all of them."""
+    """A call that a converter cannot express; `import_step` collects all of them."""
 
 
 def converts(*overloads: torch._ops.OpOverload | str) -> Callable[[Converter], Converter]:
@@ -40,5 +40,5 @@ def converts(*overloads: torch._ops.OpOverload | str) -> Callable[[Converter], C
 
 
 def converter_of(overload: Any) -> Converter | None:
-    """The converter of an overload, or None."""
+    """Return the converter of an overload, or None."""
     return CONVERTERS.get(overload) or CONVERTERS.get(str(overload))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resizing: nearest, linear, bilinear, trilinear and bicubic, and their gradients.
 
-Each is a linear map along one axis after the other. The map of an axis is read off PyTorch itself,
-by applying the 1-d op to the unit vectors; both it and its transpose (the gradient) then become
+Each is a composition of linear maps, one per axis. PyTorch itself computes the map of an axis:
+the 1-d op is applied to the unit vectors. The map and its transpose (the gradient) become
 a few gathers along the axis with constant weights, so that no result depends on an order of adds.
 """
 
@@ -52,7 +52,7 @@ def _cubic(*, align_corners: bool) -> AxisMap:
 def _antialiased(resample: Callable[..., torch.Tensor]) -> Callable[..., AxisMap]:
     def make_map(*, align_corners: bool) -> AxisMap:
         def axis_map(extent: int, out: int, scale: float | None) -> torch.Tensor:
-            # Along the rows: PyTorch 2.13 reads planes with rows of one element wrongly.
+            # Along the rows: PyTorch 2.13 misreads planes whose rows have one element.
             planes = _unit_vectors(extent)[:, :, None]
             return resample(planes, [1, out], align_corners, None, scale)[0, :, 0]
 
@@ -75,7 +75,7 @@ def _resample(
     *,
     backward: bool,
 ) -> relax.Expr:
-    """The map (or its transpose) along every spatial axis, in float32 or wider."""
+    """Return x under the map (or its transpose) along every spatial axis, in float32 or wider."""
     result_dtype = dtype_of(x)
     if not is_float(result_dtype):
         ops.refuse(f"upsampling of {result_dtype}")

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-License-Identifier: Apache-2.0
 """Views and rearrangements: reshape, permute, slice, concatenate, pad, repeat."""
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ aten = torch.ops.aten
     aten.flatten.using_ints,
 )
 def reshape(ops: Emitter, x: relax.Expr, *_shape: object) -> relax.Expr:
-    """The same elements in PyTorch's result shape."""
+    """Return the same elements in PyTorch's result shape."""
     return ops.reshape(x, ops.shape)
 
 
 @converts(aten.permute.default)
 def permute(ops: Emitter, x: relax.Expr, dims: Sequence[int]) -> relax.Expr:
-    """The axes in another order."""
+    """Return the axes in another order."""
     return ops.permute(x, dims)
 
 
@@ -51,7 +50,7 @@ def transpose(ops: Emitter, x: relax.Expr, dim0: int, dim1: int) -> relax.Expr:
 
 @converts(aten.t.default)
 def t(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """A matrix transposed; a vector or number as it is."""
+    """Return a matrix transposed; a vector or number unchanged."""
     return ops.permute(x, range(len(shape_of(x)))[::-1])
 
 
@@ -65,7 +64,7 @@ def expand(
 
 @converts(aten.repeat.default, aten.tile.default)
 def repeat(ops: Emitter, x: relax.Expr, repeats: Sequence[int]) -> relax.Expr:
-    """x laid side by side `repeats` times along each axis."""
+    """Return x tiled `repeats` times along each axis."""
     extents = shape_of(x)
     rank = max(len(repeats), len(extents))
     extents = (1,) * (rank - len(extents)) + extents
@@ -79,7 +78,7 @@ def repeat(ops: Emitter, x: relax.Expr, repeats: Sequence[int]) -> relax.Expr:
 
 @converts(aten.cat.default)
 def cat(ops: Emitter, tensors: Sequence[relax.Expr], dim: int = 0) -> relax.Expr:
-    """The tensors one after another, in their common dtype."""
+    """Return the tensors concatenated, in their common dtype."""
     dtype = promoted_dtype(*tensors)
     # Legacy: PyTorch skips empty vectors whatever the rank of the others.
     parts = [x for x in tensors if shape_of(x) != (0,)] or tensors[:1]
@@ -88,7 +87,7 @@ def cat(ops: Emitter, tensors: Sequence[relax.Expr], dim: int = 0) -> relax.Expr
 
 @converts(aten.stack.default)
 def stack(ops: Emitter, tensors: Sequence[relax.Expr], dim: int = 0) -> relax.Expr:
-    """The tensors along a new axis."""
+    """Return the tensors stacked along a new axis."""
     axis = dim % len(ops.shape)
     dtype = promoted_dtype(*tensors)
     shape = [*ops.shape[:axis], 1, *ops.shape[axis + 1 :]]
@@ -99,7 +98,7 @@ def stack(ops: Emitter, tensors: Sequence[relax.Expr], dim: int = 0) -> relax.Ex
 def constant_pad_nd(
     ops: Emitter, x: relax.Expr, pad: Sequence[int], value: Scalar = 0
 ) -> relax.Expr:
-    """x with a border of one value; a negative width cuts off."""
+    """Return x with a border of one value; a negative width crops."""
     rank = len(shape_of(x))
     for position in range(len(pad) // 2):
         axis = rank - 1 - position
@@ -120,7 +119,7 @@ def constant_pad_nd(
 
 @converts(aten.flip.default)
 def flip(ops: Emitter, x: relax.Expr, dims: Sequence[int]) -> relax.Expr:
-    """The order of the elements reversed along some axes."""
+    """Return x with the order of the elements reversed along some axes."""
     for dim in dims:
         x = ops.emit(relax.op.flip(x, dim % len(shape_of(x))))
     return x
@@ -130,7 +129,7 @@ def flip(ops: Emitter, x: relax.Expr, dims: Sequence[int]) -> relax.Expr:
 def roll(
     ops: Emitter, x: relax.Expr, shifts: Sequence[int], dims: Sequence[int] = ()
 ) -> relax.Expr:
-    """The elements moved along some axes, those that fall off returning at the other end."""
+    """Return x with its elements rotated along some axes."""
     if not dims:
         flat = ops.reshape(x, [math.prod(shape_of(x))])
         return ops.reshape(_roll(ops, flat, shifts[0], 0), ops.shape)
@@ -147,11 +146,11 @@ def _roll(ops: Emitter, x: relax.Expr, shift: int, axis: int) -> relax.Expr:
 
 @converts(aten.tril.default)
 def tril(ops: Emitter, x: relax.Expr, diagonal: int = 0) -> relax.Expr:
-    """The lower triangle; zero above diagonal number `diagonal`."""
+    """Return the lower triangle; zero above diagonal number `diagonal`."""
     return ops.emit(relax.op.tril(x, diagonal))
 
 
 @converts(aten.triu.default)
 def triu(ops: Emitter, x: relax.Expr, diagonal: int = 0) -> relax.Expr:
-    """The upper triangle; zero below diagonal number `diagonal`."""
+    """Return the upper triangle; zero below diagonal number `diagonal`."""
     return ops.emit(relax.op.triu(x, diagonal))

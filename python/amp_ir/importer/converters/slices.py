@@ -74,7 +74,7 @@ def slice_backward(
     end: int,
     step: int,
 ) -> relax.Expr:
-    """Zeros with the gradient in the slice that was taken."""
+    """Return zeros with the gradient in the slice that the forward op read."""
     zeros = ops.full(sizes, 0, dtype_of(grad))
     result: relax.Expr = slice_scatter(ops, zeros, grad, dim, start, end, step)
     return result
@@ -98,7 +98,7 @@ def select_scatter(
 def select_backward(
     ops: Emitter, grad: relax.Expr, sizes: Sequence[int], dim: int, index: int
 ) -> relax.Expr:
-    """Zeros with the gradient at the position that was taken."""
+    """Return zeros with the gradient at the position that the forward op read."""
     zeros = ops.full(sizes, 0, dtype_of(grad))
     result: relax.Expr = select_scatter(ops, zeros, grad, dim, index)
     return result
@@ -116,7 +116,7 @@ def split_with_sizes(
 
 @converts(aten.split.Tensor, aten.unsafe_split.Tensor, aten.unsafe_chunk.default)
 def split(ops: Emitter, x: relax.Expr, _size: int, dim: int = 0) -> tuple[relax.Expr, ...]:
-    """Pieces of equal extent; the last may be shorter."""
+    """Split into pieces of equal extent; the last may be shorter."""
     axis = dim % len(shape_of(x))
     sizes = [piece.shape[axis] for piece in ops.result]
     result: tuple[relax.Expr, ...] = split_with_sizes(ops, x, sizes, dim)
@@ -125,7 +125,7 @@ def split(ops: Emitter, x: relax.Expr, _size: int, dim: int = 0) -> tuple[relax.
 
 @converts(aten.unbind.int)
 def unbind(ops: Emitter, x: relax.Expr, dim: int = 0) -> tuple[relax.Expr, ...]:
-    """Every position of one axis."""
+    """Return every position of one axis."""
     axis = dim % len(shape_of(x))
     return tuple(
         ops.reshape(ops.slice(x, axis, position, position + 1), one.shape)
@@ -174,9 +174,12 @@ def diagonal_scatter(
 def _overwritten(
     ops: Emitter, x: relax.Expr, source: relax.Expr, positions: torch.Tensor
 ) -> relax.Expr:
-    """x with element `positions[i]` in row-major order replaced by element i of the source."""
+    """Return x with element `positions[i]` replaced by element i of the source.
+
+    Positions are in row-major order.
+    """
     count, replaced = math.prod(shape_of(x)), math.prod(shape_of(source))
-    # Each element comes from x itself, or from the source, which follows it.
+    # Each element comes from x, or from the source, which is concatenated after it.
     origin = torch.arange(count)
     origin[positions.reshape(-1)] = torch.arange(count, count + replaced)
     flat = [ops.reshape(x, [count]), ops.reshape(source, [replaced])]

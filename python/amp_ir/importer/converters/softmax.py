@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @converts(aten._softmax.default, aten._safe_softmax.default)
 def softmax(ops: Emitter, x: relax.Expr, dim: int, half_to_float: bool = False) -> relax.Expr:
-    """exp(x) over its sum along one axis."""
+    """Return exp(x) over its sum along one axis."""
     if not shape_of(x):
         return ops.full((), 1, ops.dtype)
     return ops.emit(relax.op.nn.softmax(ops.cast(x, ops.dtype), dim % len(ops.shape)))
@@ -23,7 +23,7 @@ def softmax(ops: Emitter, x: relax.Expr, dim: int, half_to_float: bool = False) 
 
 @converts(aten._log_softmax.default)
 def log_softmax(ops: Emitter, x: relax.Expr, dim: int, half_to_float: bool = False) -> relax.Expr:
-    """The logarithm of softmax."""
+    """Return the logarithm of softmax."""
     if not shape_of(x):
         return ops.full((), 0, ops.dtype)
     return ops.emit(relax.op.nn.log_softmax(ops.cast(x, ops.dtype), dim % len(ops.shape)))
@@ -33,7 +33,7 @@ def log_softmax(ops: Emitter, x: relax.Expr, dim: int, half_to_float: bool = Fal
 def softmax_backward(
     ops: Emitter, grad: relax.Expr, y: relax.Expr, dim: int, input_dtype: torch.dtype
 ) -> relax.Expr:
-    """The gradient of softmax from its result."""
+    """Return the gradient of softmax from its result."""
     return _softmax_gradient(ops, "amp_ir.softmax_backward", grad, y, dim)
 
 
@@ -41,7 +41,7 @@ def softmax_backward(
 def log_softmax_backward(
     ops: Emitter, grad: relax.Expr, y: relax.Expr, dim: int, input_dtype: torch.dtype
 ) -> relax.Expr:
-    """The gradient of log_softmax from its result."""
+    """Return the gradient of log_softmax from its result."""
     return _softmax_gradient(ops, "amp_ir.log_softmax_backward", grad, y, dim)
 
 

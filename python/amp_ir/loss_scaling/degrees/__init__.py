@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The degree of every value in the loss scale: rules, their operands, diagnostics."""
+"""The degree of every value in the loss scale: rules, operands and diagnostics."""

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that a step uses its loss scale rightly: `check_scale_degrees(step)`.
+"""Proof that a step uses its loss scale correctly: `check_scale_degrees(step)`.
 
 Every value of the captured step gets a degree (degree.py) by the rules of its op
 (relax_rules.py). The loss scale of scaler0 has degree 1 in scaler0; parameters, buffers, optimizer
 state, hyper-parameters and the batch have degree 0. Then
 
- - values that are added, compared or selected from must have one degree;
- - what is unscaled must have been scaled, once;
- - all state must leave the step with the degree it came with; a .grad may be cleared instead,
-   outside of the step too, so that a note must do.
+- values that are added, compared or selected from must have the same degree;
+- a value that is unscaled must have been scaled exactly once;
+- every state tensor must leave the step with the degree that it had at entry. A .grad may be
+  cleared instead; that can happen outside of the step, so the analysis only adds a note.
 
-A step that breaks this trains wrongly, and differently whenever the scale changes. Only what the
-state after the step depends on is held to it: what is merely returned gets a note instead.
+A step that violates these rules trains incorrectly, and its results change whenever the scale
+does. Only values that the state after the step depends on are checked; a value that is only
+returned gets a note.
 
 Requires: the step as captured, before autocast, whose casts do not change a degree.
 Source: the dimensional analysis of physics, with the loss scale as the only unit (Kennedy 1994,
-    "Dimension types").
+"Dimension types").
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ SCALE_SUFFIX = ".scale"
 
 @attrs.frozen
 class ScaleDegrees:
-    """What the analysis found.
+    """The degrees of a step and the notes of the analysis.
 
     `degree` maps the name of each variable of `main` that is an input or bound to a call to its
     degree, or to a tuple of degrees if it is a tuple; `outputs` maps the name of each output.
-    `notes` says in words what the analysis could not tell and what it took for granted.
+    `notes` lists, as sentences, what the analysis could not determine and what it assumed.
     """
 
     degree: Mapping[str, Any] = attrs.field(factory=dict)
@@ -54,7 +55,7 @@ class ScaleDegrees:
 
 
 def check_scale_degrees(step: StepModule) -> ScaleDegrees:
-    """Give every value of the step its degree in each loss scale; at no cost without a scaler.
+    """Return the degree of every value of the step in each loss scale; free without a scaler.
 
     Raises:
         LossScaleError: the step uses a loss scale wrongly; the message lists every place, with
@@ -68,7 +69,8 @@ def check_scale_degrees(step: StepModule) -> ScaleDegrees:
     analysis = _Analysis(graph, inputs, outputs, scalers)
     analysis.run()
     if analysis.faults.count and any(one.role is Role.GRADIENT for one in inputs):
-        # Which line is to blame hangs on what a kept .grad is: in such a loop it is scaled.
+        # The source line to report depends on the degree of an accumulated .grad: in such a loop it
+        # is scaled.
         again = _Analysis(graph, inputs, outputs, scalers, kept_gradient=Degree.of(scalers[0]))
         again.run()
         if again.faults.count <= analysis.faults.count:
@@ -82,7 +84,7 @@ def _is_scale(spec: InputSpec) -> bool:
 
 
 class _Analysis:
-    """One walk over the step, in order: a value's degree is known before it is used.
+    """One walk over the step, in program order: a value's degree is known before it is used.
 
     `kept_gradient` is the degree of each .grad from an earlier call, None to find it out.
     """
@@ -124,7 +126,7 @@ class _Analysis:
             self._check_output(leaf, output)
 
     def by_name(self) -> dict[str, Any]:
-        """The degree of every variable, by its name."""
+        """Return the degree of every variable, by its name."""
         named: dict[str, Any] = {
             self.graph.values[leaf].expr.name: self._resolved(leaf)  # type: ignore[union-attr]
             for leaf in self.graph.inputs
@@ -135,7 +137,7 @@ class _Analysis:
         return named
 
     def by_output(self) -> dict[str, ValueDegree]:
-        """The degree of every output, by its name."""
+        """Return the degree of every output, by its name."""
         pairs = zip(self.graph.outputs, self.outputs, strict=True)
         return {spec.name: self._resolved(leaf) for leaf, spec in pairs}
 
@@ -147,7 +149,8 @@ class _Analysis:
         if _is_scale(spec):
             return Degree.of(spec.name.removesuffix(SCALE_SUFFIX))
         if spec.role is Role.GRADIENT:
-            # It was made by other calls, of this step or another: its first use here tells.
+            # Other calls, of this step or another, computed it: its first use here determines the
+            # degree.
             return self.kept_gradient or self.solver.new_unknown(spec.name)
         return ZERO
 
@@ -176,7 +179,7 @@ class _Analysis:
         return list(result) if isinstance(result, tuple) else [result]
 
     def _bad_operand(self, op: Op) -> ValueDegree | None:
-        """WRONG, or the first unknown, among the operands; None when all are known."""
+        """Return WRONG, or the first unknown, among the operands; None when all are known."""
         read = [self.degrees[leaf] for leaf in op.reads]
         if Special.WRONG in read:
             return Special.WRONG
@@ -196,7 +199,7 @@ class _Analysis:
         )
 
     def _fault(self, op: Op, fault: Fault) -> ValueDegree:
-        """Report what the state depends on; what is only returned cannot spoil the training."""
+        """Report an error that the state depends on; a value that is only returned affects none."""
         kept = self.faults.kept_gradient_of(fault) if op.name == "relax.where" else None
         if kept is not None and op.position not in self._matters_beyond_gradients:
             # A skipped step selects the old .grad, still scaled, instead of the unscaled one.
@@ -229,7 +232,7 @@ class _Analysis:
 
 
 def _is_state(spec: OutputSpec) -> bool:
-    """Whether something computes with an output: it is no result, and no log of a scaler.
+    """Return whether a later call computes with an output: not a result, nor a scaler's log.
 
     The scale itself may become anything, as `update(new_scale)` makes it: it is the unit.
     """
@@ -240,7 +243,10 @@ def _is_state(spec: OutputSpec) -> bool:
 def _dropped_gradients(
     graph: StepGraph, inputs: Sequence[InputSpec], outputs: Sequence[OutputSpec]
 ) -> set[str]:
-    """Names of the .grad that no later call computes with: it is cleared before it is looked at.
+    """Return the names of each .grad that no later call reads: it is cleared before it is read.
+
+    An example is the discriminator's .grad, which the generator's backward pass adds to after
+    the discriminator's own optimizer step.
 
     The discriminator's, for one, to which the generator's loss adds behind its own optimizer step.
     """
@@ -260,7 +266,7 @@ def _dropped_gradients(
 def _ops_behind(
     graph: StepGraph, outputs: Sequence[OutputSpec], counts: Callable[[OutputSpec], bool]
 ) -> set[int]:
-    """Positions of all ops that the outputs that count depend on."""
+    """Return the positions of all ops that the state outputs depend on."""
     wanted = {leaf for leaf, spec in zip(graph.outputs, outputs, strict=True) if counts(spec)}
     found = set()
     for op in reversed(graph.ops):
@@ -271,13 +277,13 @@ def _ops_behind(
 
 
 def _is_scale_free(constant: relax.Expr) -> bool:
-    """Whether a constant holds nothing but zeros, infinities and NaN."""
+    """Return whether a constant holds only zeros, infinities and NaN."""
     wide = constant.value.numpy().astype(numpy.float64)
     return bool(((wide == 0) | ~numpy.isfinite(wide)).all())
 
 
 def _number(expr: relax.Expr | None) -> float | None:
-    """The number that a constant holds, if it is one number."""
+    """Return the number that a constant holds, if it holds exactly one."""
     if expr is None:
         return None
     numbers = expr.value.numpy()

@@ -3,9 +3,8 @@
 
 A value of degree d is multiplied by k**d when the loss scale is multiplied by k > 0. A degree is
 rational (sqrt halves it), and a step with several scalers has one for each: a degree is a vector.
-The degree of a gradient that lives between calls is an unknown vector, which the step's first use
-of it settles: `Solver` holds what is settled. All equations are linear, so one substitution each
-solves them.
+The degree of a gradient that lives between calls is an unknown vector, which its first use in the
+step determines: `Solver` records it. All equations are linear, so one substitution solves each.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import attrs
 
 @attrs.frozen
 class Degree:
-    """`powers` holds (scaler or unknown, power) sorted by name, no power 0."""
+    """A vector of powers; `powers` holds (scaler or unknown, power) sorted by name, no power 0."""
 
     powers: tuple[tuple[str, Fraction], ...] = ()
 
     @classmethod
     def of(cls, symbol: str, power: Fraction | int = 1) -> Degree:
-        """The degree `power` in one scale."""
+        """Return the degree `power` in one scale."""
         return cls(((symbol, Fraction(power)),))
 
     def __add__(self, other: Degree) -> Degree:
@@ -41,13 +40,13 @@ class Degree:
         return self + other.times(-1)
 
     def times(self, factor: Fraction | int) -> Degree:
-        """The degree of a value raised to the power `factor`."""
+        """Return the degree of a value raised to the power `factor`."""
         if not factor:
             return ZERO
         return Degree(tuple((symbol, power * factor) for symbol, power in self.powers))
 
     def power_of(self, symbol: str) -> Fraction:
-        """The power of one scale."""
+        """Return the power of one scale."""
         return dict(self.powers).get(symbol, Fraction(0))
 
 
@@ -55,7 +54,7 @@ ZERO = Degree()
 
 
 class Special(enum.Enum):
-    """Degrees that are no number."""
+    """Degrees that are not vectors of numbers."""
 
     ANY = "zeros and infinities, which no positive factor changes: they fit every degree"
     WRONG = "computed from what an error names already"
@@ -63,7 +62,7 @@ class Special(enum.Enum):
 
 @attrs.frozen
 class Unknown:
-    """A degree that the analysis cannot tell, and the reason in words."""
+    """A degree that the analysis cannot determine, and the reason as a sentence."""
 
     reason: str
 
@@ -72,19 +71,19 @@ ValueDegree: TypeAlias = "Degree | Special | Unknown"
 
 
 class Solver:
-    """The unknown degrees of a step, and those that are settled already."""
+    """The unknown degrees of a step, and the substitutions found so far."""
 
     def __init__(self) -> None:
         self._open: set[str] = set()
         self._settled: dict[str, Degree] = {}
 
     def new_unknown(self, symbol: str) -> Degree:
-        """A degree that is not known yet; `symbol` must not name a scaler."""
+        """Return a new unknown degree; `symbol` must not name a scaler."""
         self._open.add(symbol)
         return Degree.of(symbol)
 
     def resolve(self, degree: Degree) -> Degree:
-        """`degree` with everything put in that is settled."""
+        """Substitute every known value into `degree`."""
         while True:
             symbol = next((s for s, _ in degree.powers if s in self._settled), None)
             if symbol is None:
@@ -93,11 +92,13 @@ class Solver:
             degree = degree - Degree.of(symbol, power) + self._settled[symbol].times(power)
 
     def is_open(self, degree: Degree) -> bool:
-        """Whether a resolved degree still holds an unknown."""
+        """Return whether a resolved degree still contains an unknown."""
         return any(symbol in self._open for symbol, _ in degree.powers)
 
     def equate(self, a: Degree, b: Degree) -> bool:
-        """Make two degrees equal, settling one unknown if need be; False when they differ."""
+        """Make two degrees equal, solving for one unknown if necessary; return False when they
+        differ.
+        """
         difference = self.resolve(a) - self.resolve(b)
         if not difference.powers:
             return True
@@ -112,12 +113,12 @@ class Solver:
 
 @attrs.frozen
 class Words:
-    """How degrees read in messages; `scalers` are the names of the step's scalers."""
+    """The text of degrees in messages; `scalers` are the names of the step's scalers."""
 
     scalers: Sequence[str]
 
     def of(self, degree: Degree) -> str:
-        """Say a degree: "multiplied by the loss scale", "divided by the loss scale", ..."""
+        """Describe a degree: "multiplied by the loss scale", "divided by the loss scale", ..."""
         if not degree.powers:
             return "not multiplied by the loss scale"
         return " and ".join(self._of_power(symbol, power) for symbol, power in degree.powers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scale-degree analysis finds, in words: errors with their repair, and notes."""
+"""Diagnostics of the scale-degree analysis: errors with their repair, and notes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amp_ir.loss_scaling.degrees.operands import Operands
 
 _MOST_SHOWN = 20
 _MOST_NAMED = 3
-# Ops that hold a value against another one, rather than combine the two.
+# Ops that compare a value with another one, rather than combine the two.
 _COMPARING = frozenset(
     f"relax.{name}"
     for name in "minimum maximum equal not_equal less less_equal greater greater_equal".split()
@@ -59,7 +59,7 @@ _STORE_UNSCALED = (
 
 
 class Kind(enum.Enum):
-    """What is wrong at an op."""
+    """The kind of an error at an op."""
 
     DIFFER = "two operands must have one degree"
     NOT_SCALED = "what is unscaled was not scaled once"
@@ -77,7 +77,7 @@ class Fault:
 
 @attrs.define
 class _Line:
-    """A line of the error; ops of one source line and phase share it, the first one speaks."""
+    """A line of the error; ops of one source line and phase share it, with the first op's text."""
 
     location: Location
     what: str
@@ -90,7 +90,7 @@ class _Line:
 
 
 class Faults:
-    """The findings of one analysis."""
+    """The diagnostics of one analysis."""
 
     def __init__(
         self,
@@ -115,19 +115,19 @@ class Faults:
 
     @property
     def count(self) -> int:
-        """How many places the error would list, what only explains them apart."""
+        """Return how many places the error would list, without those that only explain others."""
         return len(self._lines)
 
     def add(self, fault: Fault) -> None:
-        """Note a root cause; several on one line of the user's count as one."""
+        """Record a root cause; several on one source line count as one."""
         _count(self._lines, self._line(fault), fault.op.location)
 
     def add_harmless(self, fault: Fault) -> None:
-        """Note what no state depends on; it may explain what happens in the backward pass."""
+        """Record an error that no state depends on; it may explain one in the backward pass."""
         _count(self._harmless, self._line(fault), fault.op.location)
 
     def wrong_state(self, leaf: int, spec: OutputSpec, degree: Degree, expected: Degree) -> None:
-        """Note a state that leaves the step with another degree than it came with."""
+        """Record a state tensor whose degree after the step differs from that before it."""
         value = self._graph.values[leaf]
         location = self._graph.ops[value.op].location if value.op >= 0 else Location()
         after, before = self._words.of(degree), self._words.of(expected)
@@ -136,7 +136,7 @@ class Faults:
         _count(self._lines, _Line(location, what, advice), location)
 
     def guard(self, op: Op, operands: Operands) -> None:
-        """Note a small constant that was taken for a guard against a division by zero."""
+        """Record a small constant that the analysis takes for a guard against a division by 0."""
         assert operands.guarded_by is not None
         degree = operands.degree(1 - operands.guarded_by)
         assert isinstance(degree, Degree)
@@ -148,12 +148,14 @@ class Faults:
         )
 
     def kept_gradient_of(self, fault: Fault) -> str | None:
-        """The name of the .grad, as an earlier call left it, that is an operand of a fault."""
+        """Return the name of the accumulated .grad that is an operand of a fault."""
         leaves = [self._graph.values[fault.op.reads[k]].root for k in fault.positions]
         return next((self._names[leaf] for leaf in leaves if leaf in self._kept_gradients), None)
 
     def uncleared(self, name: str) -> None:
-        """Note a .grad that is unscaled in the step; whether the user clears it is not seen."""
+        """Record a .grad that the step unscales; the analysis cannot see whether the user clears
+        it.
+        """
         self._note(
             "{} must be cleared before the next call, as optimizer.zero_grad() does: the step "
             "leaves unscaled gradients there, and adds scaled ones.",
@@ -161,11 +163,11 @@ class Faults:
         )
 
     def unknown_output(self, spec: OutputSpec, degree: Unknown) -> None:
-        """Note an output whose degree is unknown."""
+        """Record an output whose degree is unknown."""
         self._note(f"Cannot tell how the loss scale enters {{}}: {degree.reason}.", spec.name)
 
     def scaled_result(self, spec: OutputSpec, degree: Degree) -> None:
-        """Note a result that is multiplied by the loss scale."""
+        """Record a result that is multiplied by the loss scale."""
         if degree.powers and not self._solver.is_open(degree):
             self._note(f"The step returns {{}} {self._words.of(degree)}.", spec.name)
 
@@ -188,15 +190,15 @@ class Faults:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """All notes, each once."""
+        """Return all notes, each once."""
         return tuple(text.replace("{}", _listed(names)) for text, names in self._notes.items())
 
     def sentence(self, fault: Fault) -> str:
-        """A fault that spoils no state, as the reason why a value has no degree."""
+        """Describe a fault that affects no state, as the reason why a value has no degree."""
         return f"{fault.op.location}: {self._what(fault)}"
 
     def why_unknown(self, op: Op, operands: Operands, position: int) -> str:
-        """Why an op's result has no degree."""
+        """Return why an op's result has no degree."""
         degree = operands.degree(position)
         words = self._words.of(degree) if isinstance(degree, Degree) else "not multiplied by it"
         return f"{op.location}: {op.name} of {self._noun(op, position)} that is {words}"
@@ -249,7 +251,7 @@ class Faults:
 
 
 def _count(lines: dict[tuple[object, ...], _Line], line: _Line, location: Location) -> None:
-    """Add a line, or count one more of its place; what has no place stands for itself."""
+    """Add a line, or increment the count of its place; an op without a place is its own."""
     place: tuple[object, ...] = (location.file, location.line, location.phase)
     known = lines.setdefault(place if location.file else (len(lines),), line)
     if known is not line:
@@ -257,7 +259,7 @@ def _count(lines: dict[tuple[object, ...], _Line], line: _Line, location: Locati
 
 
 def _gradients(graph: StepGraph, kept: set[int]) -> set[int]:
-    """Gradients, `kept` ones included, and all that is computed from them."""
+    """Return the gradients, `kept` ones included, and all values computed from them."""
     found = set(kept)
     for op in graph.ops:
         if op.location.phase == "backward" or found.intersection(op.reads):
@@ -266,6 +268,6 @@ def _gradients(graph: StepGraph, kept: set[int]) -> set[int]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """`a, b, c and 4 more`."""
+    """Return `a, b, c and 4 more`."""
     shown = ", ".join(names[:_MOST_NAMED])
     return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown

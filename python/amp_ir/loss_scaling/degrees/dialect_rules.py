@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Degree rules of the dialect's ops; what they mean is in relax_rules.py."""
+"""Degree rules of the dialect's ops; relax_rules.py defines what a rule means."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ rule_for(
 
 @rule_for(*_named("layer_norm_backward_weight group_norm_backward_weight batch_norm_backward"))
 def linear_in_first_thrice(op: Operands) -> tuple[Known, ...]:
-    """As `linear_in_first`, with several results."""
+    """Apply `linear_in_first` to an op with several results."""
     return (linear_in_first(op),) * len(op.result_shapes)
 
 
 @rule_for(*_named("dropout max_pool adaptive_max_pool"))
 def value_and_place(op: Operands) -> tuple[Known, ...]:
-    """A value of the first operand's degree, and the mask or the index of where it comes from."""
+    """Return the first operand's degree for the value, and degree 0 for the mask or index of it."""
     return linear_in_first(op), ZERO
 
 
 @rule_for(*_named("relu_backward leaky_relu_backward"))
 def masked_gradient(op: Operands) -> Known:
-    """The gradient's degree; a positive factor moves no number across 0."""
+    """Return the gradient's degree; a positive factor moves no number across 0."""
     if op.options("threshold"):
         op.expect_plain(1)
     return op.degree(0)
@@ -72,40 +72,40 @@ def masked_gradient(op: Operands) -> Known:
 
 @rule_for("amp_ir.index_put")
 def put(op: Operands) -> Known:
-    """What is put in has the degree of what it is put into."""
+    """Require that the inserted values have the degree of the tensor that they replace."""
     op.expect_plain(*every(op)[2:])
     return op.join(0, 1)
 
 
 @rule_for("amp_ir.scatter_add")
 def scatter_add(op: Operands) -> Known:
-    """What is added has the degree of what it is added to."""
+    """Require that the added values have the degree of the tensor that they are added to."""
     op.expect_plain(1)
     return op.join(0, 2)
 
 
 @rule_for("amp_ir.mse_loss")
 def squared_distance(op: Operands) -> Known:
-    """Twice the degree that prediction and target share."""
+    """Return twice the degree that prediction and target share."""
     return times(op.join(0, 1), 2)
 
 
 @rule_for("amp_ir.l1_loss")
 def distance(op: Operands) -> Known:
-    """The degree that prediction and target share."""
+    """Return the degree that prediction and target share."""
     return op.join(0, 1)
 
 
 @rule_for("amp_ir.soft_margin_loss")
 def margin(op: Operands) -> Known:
-    """Log(1 + exp(-target pred)): the product of the two is not scaled."""
+    """Apply log(1 + exp(-target pred)): require an unscaled product of the two."""
     _expect_plain_product(op, 0, 1)
     return ZERO
 
 
 @rule_for("amp_ir.mse_loss_backward")
 def squared_distance_backward(op: Operands) -> Known:
-    """grad * 2 (pred - target)."""
+    """Apply grad * 2 (pred - target)."""
     slope, grad = op.join(1, 2), op.degree(0)
     if not isinstance(slope, Degree) or not isinstance(grad, Degree):
         return Special.ANY
@@ -114,26 +114,26 @@ def squared_distance_backward(op: Operands) -> Known:
 
 @rule_for("amp_ir.l1_loss_backward")
 def distance_backward(op: Operands) -> Known:
-    """grad * sign(pred - target)."""
+    """Apply grad * sign(pred - target)."""
     op.join(1, 2)
     return op.degree(0)
 
 
 @rule_for("amp_ir.nll_loss")
 def picked(op: Operands) -> tuple[Known, ...]:
-    """Linear in the log-probabilities; the total weight depends on the weights alone."""
+    """Apply a form linear in the log-probabilities; the total weight depends on weights alone."""
     return linear_in_first(op), ZERO
 
 
 def _expect_plain_product(op: Operands, first: int, second: int) -> None:
-    """Require that a product is not scaled, though both factors may be, inversely."""
+    """Require that a product is not scaled; its factors may be, inversely."""
     if op.total(first, second) not in (ZERO, Special.ANY):
         raise CannotTell(first if op.is_plain(second) else second)
 
 
 @rule_for("amp_ir.attention")
 def attention(op: Operands) -> tuple[Known, ...]:
-    """A softmax of q k^T, which is not scaled, times v."""
+    """Apply softmax(q k^T) v: require an unscaled q k^T, and return the degree of v."""
     _expect_plain_product(op, 0, 1)
     op.expect_plain(*every(op)[3:])
     return op.degree(2), ZERO
@@ -141,7 +141,7 @@ def attention(op: Operands) -> tuple[Known, ...]:
 
 @rule_for("amp_ir.attention_backward")
 def attention_backward(op: Operands) -> tuple[Known, ...]:
-    """(ds k, ds^T q, w^T grad) with ds = w (grad v^T - grad out)."""
+    """Apply (ds k, ds^T q, w^T grad) with ds = w (grad v^T - grad out)."""
     _expect_plain_product(op, 1, 2)
     op.expect_plain(*every(op)[5:])
     op.join(3, 4)
@@ -150,7 +150,7 @@ def attention_backward(op: Operands) -> tuple[Known, ...]:
 
 @rule_for("amp_ir.attention_score_gradient")
 def attention_score_gradient(op: Operands) -> Known:
-    """W (grad_weights - grad out): one degree for both gradients, none for the rest."""
+    """Apply w (grad_weights - grad out): one degree for both gradients, none for the rest."""
     op.expect_plain(0, 1, *every(op)[5:])
     first, second = op.degree(2), op.total(3, 4)
     if not isinstance(first, Degree) or not isinstance(second, Degree):
@@ -162,28 +162,30 @@ def attention_score_gradient(op: Operands) -> Known:
 
 @rule_for("amp_ir.lstm_backward")
 def lstm_backward(op: Operands) -> tuple[Known, ...]:
-    """Linear in the gradients of all states and of the last cell; the rest is not scaled."""
+    """Apply a form linear in the gradients of all states and of the last cell; the rest is
+    unscaled.
+    """
     op.expect_plain(*every(op)[3:])
     return (op.join(0, 1, 2),) * len(op.result_shapes)
 
 
 @rule_for("amp_ir.gru_backward")
 def gru_backward(op: Operands) -> tuple[Known, ...]:
-    """Linear in the gradients of all states; the rest is not scaled."""
+    """Apply a form linear in the gradients of all states; the rest is unscaled."""
     op.expect_plain(*every(op)[2:])
     return (op.join(0, 1),) * len(op.result_shapes)
 
 
 @rule_for("amp_ir.unscale")
 def unscaled(op: Operands) -> Known:
-    """One less; the gradient must have been multiplied by this scale, once."""
+    """Subtract one; require that the gradient was multiplied by this scale, once."""
     _expect_scaled(op, 0)
     return _times_inverse(op.degree(0), op.degree(1))
 
 
 @rule_for("amp_ir.all_finite")
 def all_finite(op: Operands) -> tuple[Known, ...]:
-    """Finiteness depends on no scale; the norm is that of the unscaled gradients."""
+    """Return degree 0 for finiteness, and that of the unscaled gradients for the norm."""
     *gradients, scale = every(op)
     for position in gradients:
         _expect_scaled(op, position)
@@ -211,7 +213,7 @@ def _expect_scaled(op: Operands, position: int) -> None:
 
 @rule_for("amp_ir.update_scale")
 def next_scale(op: Operands) -> tuple[Known, ...]:
-    """Grows and shrinks by factors; its limits are the one thing that holds the scale still."""
+    """Return the scale's degree: it changes by factors; only its limits are independent of it."""
     op.expect_plain(1, 2, 3)
     return op.degree(0), ZERO, ZERO
 
@@ -220,5 +222,7 @@ def next_scale(op: Operands) -> tuple[Known, ...]:
     *_named("layer_norm rms_norm group_norm batch_norm attention_probabilities lstm gru"),
 )
 def plain_many(op: Operands) -> tuple[Known, ...]:
-    """As `plain`: eps is added to the variance; softmax and gates are no multiples."""
+    """Apply `plain` to all operands: eps is added to the variance; softmax and gates are not
+    linear.
+    """
     return (plain(op),) * len(op.result_shapes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a degree rule (relax_rules.py) sees of a call, and how it refuses one."""
+"""The operands of a call as a degree rule (relax_rules.py) sees them, and the rule's errors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Known: TypeAlias = "Degree | Special"
 
 
 class DegreesDiffer(Exception):
-    """Two operands must have one degree and have two; `positions` says which operands."""
+    """Two operands must have the same degree and do not; `positions` names the operands."""
 
     def __init__(self, first: int, second: int) -> None:
         self.positions = (first, second)
 
 
 class NotScaled(Exception):
-    """An operand that is divided by the loss scale was not multiplied by it, exactly once."""
+    """An operand that is divided by the loss scale was not multiplied by it exactly once."""
 
     def __init__(self, position: int) -> None:
         self.position = position
 
 
 class CannotTell(Exception):
-    """The results have no degree, or the rule does not know it; `position` is the reason."""
+    """The results have no degree, or the rule cannot determine it; `position` is the cause."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -36,11 +36,11 @@ class CannotTell(Exception):
 
 @attrs.define(eq=False)
 class Operands:
-    """What a rule sees of a call: the tensors that it reads, tuples taken apart.
+    """The tensors that a call reads, with tuples flattened.
 
     `numbers[k]` is the value of an operand that is one constant number, else None; `shapes` and
     `dtypes` are those of the operands, `result_dtypes` and `result_shapes` of the results.
-    `options` has the call's own. A rule sets `guarded_by` to the operand that it took for a guard.
+    `options` has the call's own. A rule sets `guarded_by` to the operand that it treats as a guard.
     """
 
     degrees: Sequence[Known]
@@ -53,12 +53,12 @@ class Operands:
     guarded_by: int | None = None
 
     def degree(self, position: int) -> Known:
-        """The degree of one operand, with all that is settled by now."""
+        """Return the degree of one operand, with all known substitutions."""
         known = self.degrees[position]
         return self.solver.resolve(known) if isinstance(known, Degree) else known
 
     def is_plain(self, position: int) -> bool:
-        """Whether an operand does not depend on the loss scale."""
+        """Return whether an operand does not depend on the loss scale."""
         return self.degree(position) in (ZERO, Special.ANY)
 
     def expect_plain(self, *positions: int) -> None:
@@ -68,7 +68,7 @@ class Operands:
                 raise CannotTell(position)
 
     def join(self, *positions: int) -> Known:
-        """The one degree that these operands share."""
+        """Return the one degree that these operands share."""
         first: int | None = None
         for position in positions:
             known = self.degrees[position]
@@ -81,12 +81,12 @@ class Operands:
         return Special.ANY if first is None else self.degree(first)
 
     def total(self, *positions: int) -> Known:
-        """The degree of a product of these operands."""
+        """Return the degree of a product of these operands."""
         total = ZERO
         for position in positions:
             degree = self.degree(position)
             if not isinstance(degree, Degree):
-                return Special.ANY  # nothing changes a product with 0
+                return Special.ANY  # a product with 0 is 0 at every scale
             total = total + degree
         return total
 
