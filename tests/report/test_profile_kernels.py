@@ -20,7 +20,7 @@ import amp_ir
 from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE
 from amp_ir.errors import OptionError
 from amp_ir.host import native
-from amp_ir.host.peak_rates import MachinePeaks, measure_peaks
+from amp_ir.host.peak_rates import MachinePeaks, cpu_peaks, cpu_trials, measure_peaks
 from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedCall, PlannedStep
 from amp_ir.ir.target import cpu, cuda
@@ -297,6 +297,25 @@ def test_the_machine_is_measured_once() -> None:
     assert peaks.gflop_per_second["float32"] > 0 and peaks.gigabytes_per_second > 0
     floor = peaks.floor_milliseconds(0, 10**9, "int64")
     assert floor == pytest.approx(1e3 / peaks.gigabytes_per_second)
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_pytorch_is_measured_in_bfloat16_where_it_has_instructions(
+    is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere one of its products of 2048 rows takes half a minute."""
+    monkeypatch.setattr(native, "has_fast_bfloat16", lambda: is_fast)
+    assert ("bfloat16 torch" in cpu_trials()) == is_fast
+    assert "float32 torch" in cpu_trials()
+
+
+def test_a_dtype_that_no_library_multiplies_has_the_rate_of_float32() -> None:
+    seconds = {"float32 torch": 0.5, "float32 onednn": 0.25, "copy": 1.0}
+    peaks = cpu_peaks(seconds, "2 threads")
+    assert set(peaks.gflop_per_second.values()) == {2 * 2048**3 / 0.25 / 1e9}
+    assert set(peaks.gflop_per_second) == {"float32", "bfloat16", "float16"}
+    slower = cpu_peaks({**seconds, "bfloat16 onednn": 0.5}, "2 threads")
+    assert slower.gflop_per_second["bfloat16"] == 2 * 2048**3 / 0.5 / 1e9
 
 
 def test_wrong_uses_say_what_to_pass() -> None:

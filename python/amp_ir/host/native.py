@@ -86,6 +86,20 @@ def function(name: str) -> tvm_ffi.Function:
     return found
 
 
+def has_fast_bfloat16() -> bool:
+    """Whether PyTorch computes in bfloat16 with instructions for it.
+
+    The CPU may have them and PyTorch not use them: `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`
+    tell it to do without.
+    """
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.cpu._is_avx512_bf16_supported()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
+
+
 def _disabled() -> set[str]:
     """The libraries that the user wants to do without."""
     value = os.environ.get(DISABLE_VARIABLE, "")
@@ -114,27 +128,13 @@ def _load_library(name: str) -> str | None:
     if name == "torch":
         set_fast = tvm_ffi.get_global_func("amp_ir.torch.set_fast_bfloat16", allow_missing=True)
         if set_fast is not None:
-            set_fast(_has_fast_bfloat16())
+            set_fast(has_fast_bfloat16())
     if name == "cublaslt":
         look_at = tvm_ffi.get_global_func("amp_ir.cublaslt.also_look_at")
         for wheel in _CUBLASLT_WHEELS:
             for found in files_of_wheel(wheel, "libcublasLt.so."):
                 look_at(str(found))
     return None
-
-
-def _has_fast_bfloat16() -> bool:
-    """Whether PyTorch computes in bfloat16 with instructions for it.
-
-    The CPU may have them and PyTorch not use them: `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`
-    tell it to do without.
-    """
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.cpu._is_avx512_bf16_supported()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    )
 
 
 def _wheel_libraries(name: str) -> Iterator[Path]:

@@ -75,7 +75,10 @@ def measure_cpu(threads: int) -> MachinePeaks:
 
 
 def cpu_trials() -> dict[str, Callable[[], object]]:
-    """The calls that show what a CPU can do: for `cpu_peaks`, which takes the seconds of each."""
+    """The calls that show what a CPU can do: for `cpu_peaks`, which takes the seconds of each.
+
+    A dtype that no library multiplies fast here has none.
+    """
     trials: dict[str, Callable[[], object]] = {}
     for dtype in _CPU_DTYPES:
         matmuls = _matmuls("onednn", dtype, _CPU_EXTENT, "cpu")
@@ -87,10 +90,12 @@ def cpu_peaks(seconds: Mapping[str, float], machine: str) -> MachinePeaks:
     """The rates of a CPU whose `cpu_trials` took so many seconds; the faster library counts."""
     rates = {}
     for name in map(_name, _CPU_DTYPES):
-        fastest = min(took for trial, took in seconds.items() if trial.startswith(f"{name} "))
-        rates[name] = 2 * _CPU_EXTENT**3 / fastest / 1e9
-    # Without arithmetic for it, float16 is computed in float32.
-    rates["float16"] = rates["float32"]
+        took = [took for trial, took in seconds.items() if trial.startswith(f"{name} ")]
+        if took:
+            rates[name] = 2 * _CPU_EXTENT**3 / min(took) / 1e9
+    # Without arithmetic for it, a low dtype is computed in float32.
+    for dtype in ("bfloat16", "float16"):
+        rates.setdefault(dtype, rates["float32"])
     return MachinePeaks(rates, 2 * _CPU_COPY_BYTES / seconds[_COPY] / 1e9, machine)
 
 
@@ -126,10 +131,12 @@ def _copy(nbytes: int, device: str) -> Callable[[], object]:
 def _matmuls(
     library: str, dtype: torch.dtype, extent: int, device: str, finish: str = "none"
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The same product by PyTorch and, where it is there, by the library that steps call."""
+    """The same product by PyTorch and by the library that steps call, where they are fast at it."""
     a, b = (torch.randn(extent, extent, device=device).to(dtype) for _ in range(2))
     out = torch.empty(extent, extent, dtype=dtype, device=device)
-    yield "torch", lambda: torch.mm(a, b, out=out)
+    # Without the instructions PyTorch multiplies bfloat16 in a scalar loop, which takes minutes.
+    if device != "cpu" or dtype != torch.bfloat16 or native.has_fast_bfloat16():
+        yield "torch", lambda: torch.mm(a, b, out=out)
     if native.has(f"amp_ir.{library}.matmul"):
         shape, strides = tvm_ffi.Shape((extent, extent)), tvm_ffi.Shape((extent, 1))
         multiply = native.function(f"amp_ir.{library}.matmul")
