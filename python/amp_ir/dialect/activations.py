@@ -50,7 +50,7 @@ def _softplus_of(m: Any, x: Any) -> Any:
 
 def _elu(m: Any, x: Any, *, alpha: float, scale: float, input_scale: float) -> Any:
     negative = alpha * scale * _expm1(m, m.minimum(x, 0.0) * input_scale)
-    return m.select(x > 0.0, x * scale, negative)
+    return m.select(x < 0.0, negative, x * scale)
 
 
 def _elu_backward(
