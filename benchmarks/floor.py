@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from amp_ir.api import lower
 from amp_ir.host.peak_rates import MachinePeaks, cpu_peaks, cpu_trials
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import target_of
 from amp_ir.memory.call_cost import flop_of_calls
-from amp_ir.pipeline import lower
 from benchmarks.peers import Step
 
 # Short beside a step, long beside the first call after something else.

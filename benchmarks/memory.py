@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.demo.workloads import WORKLOADS, Training
 from amp_ir.errors import BudgetError
 from amp_ir.files.atomic_file import write_text
 from amp_ir.ir.step_module import StepModule
-from amp_ir.pipeline import lower
 from benchmarks.peers import peer_step
 from benchmarks.record import RESULTS, describe_machine
 from benchmarks.resident import measured_bytes, tensors_of

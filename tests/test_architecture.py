@@ -26,6 +26,7 @@ LAYERS = [
     "ir",
     STAGES,
     "pipeline",
+    "api",
     "demo",
     "jit_step",
     "cli",

@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn import functional
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.ir import target
-from amp_ir.pipeline import lower
 from amp_ir.vm.build import compile_executable
 
 torch.manual_seed(0)

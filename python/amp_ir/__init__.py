@@ -16,13 +16,7 @@ from amp_ir import amp, errors
 from amp_ir.amp.overrides import CustomTypeHint, Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
-from amp_ir.ir.location import autocast_off
-from amp_ir.ir.step_log import StepLog, StepRecord
-from amp_ir.ir.step_module import Role, Signature, StepModule
-from amp_ir.jit_step import jit
-from amp_ir.loss_scaling.grad_scaler import GradScaler
-from amp_ir.loss_scaling.scale_loss import scale_loss
-from amp_ir.pipeline import (
+from amp_ir.api import (
     autocast,
     explain_plan,
     get_peak_memory,
@@ -33,7 +27,13 @@ from amp_ir.pipeline import (
     trace_step,
     tune,
 )
-from amp_ir.pipeline import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.ir.location import autocast_off
+from amp_ir.ir.step_log import StepLog, StepRecord
+from amp_ir.ir.step_module import Role, Signature, StepModule
+from amp_ir.jit_step import jit
+from amp_ir.loss_scaling.grad_scaler import GradScaler
+from amp_ir.loss_scaling.scale_loss import scale_loss
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.report.tuning_times import MatmulTimes

@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.cuda.compiler import check_architecture
 from amp_ir.demo.comparison import Report, compare
 from amp_ir.demo.low_dtype import LOW_DTYPES, choose_low_dtype
@@ -35,8 +36,8 @@ from amp_ir.demo.stage_progress import spent, stages
 from amp_ir.demo.table import comparison_table, footnote, summary
 from amp_ir.demo.training_file import load_training
 from amp_ir.demo.workloads import WORKLOADS, MissingPackage
+from amp_ir.ir.stages import seconds_by_stage
 from amp_ir.ir.target import parse_target, target_of, with_libraries
-from amp_ir.pipeline import lower
 from amp_ir.report import explain as explain_report
 from amp_ir.report.commands import (
     add_profile_arguments,
@@ -247,12 +248,12 @@ def _compile(arguments: argparse.Namespace) -> int:
             mod, args = _traced(training)
         if arguments.amp_dtype != "float32":
             report("choosing casts")
-            with spent(seconds, "autocast"):
+            with spent(seconds, "amp"):
                 mod = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
         report("compiling")
         # What runs the file looks at the indices of a batch, and computes none.
-        planned = lower(mod, target=target, seconds=seconds, host_checks="batch")
-        with spent(seconds, "build"):
+        planned = lower(mod, target=target, host_checks="batch", on_stage=seconds_by_stage(seconds))
+        with spent(seconds, "vm"):
             executable = compile_executable(planned, target)
         with spent(seconds, "link"):
             exported = export_step(executable, planned, mod, target, arguments.out)

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.api import Models, Optimizers, autocast, compile_step, trace_step
 from amp_ir.capture import trace
 from amp_ir.capture.arguments import NESTED
 from amp_ir.capture.guards.call_signature import CallSignature
@@ -21,7 +22,6 @@ from amp_ir.ir.capturing import captured_scalers
 from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
 from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.target import target_of
-from amp_ir.pipeline import Models, Optimizers, autocast, compile_step, trace_step
 from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
 from amp_ir.runtime.step_variants import DEFAULT_LIMIT, Recompile, StepVariants, Variant, log
 

@@ -1,556 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way of a training step from PyTorch to machine code. Read this first.
 
-    capture    frontend/   run the step once on fake tensors -> FX graph of ATen ops
-    import     frontend/   -> StepModule: Relax IR, named state, signature
-    check      amp/        every use of a loss scale has the right degree
-    merge      passes/     sums of products of one weight -> one product; sliced losses -> whole
-    autocast   amp/        rules and placement choose dtypes -> casts
-    check      passes/     indices that may be out of range are checked, on the host or in the step
-    tidy       passes/     fold casts, drop dead code
-    dispatch   passes/     matmul and convolution -> library calls
-    fuse       loops/      everything else -> few kernels
-    plan       passes/     one arena of bytes; results written where they belong
-    build      vm/build.py    -> executable of TVM's virtual machine
-    run        runtime/    on the user's own tensors
+    capture       capture/       run the step once on fake tensors -> FX graph of ATen ops
+    import        importer/      -> StepModule: Relax IR, named state, signature
+    loss_scaling  loss_scaling/  every use of a loss scale has the right degree, or an error
+    rewrites      rewrites/      sums of matmuls of one weight -> one matmul; sliced losses -> whole
+    amp           amp/           rules and placement choose dtypes -> casts
+    checks        rewrites/      indices that may be out of range are checked, on the host or inside
+    dispatch      dispatch/      what a library computes -> calls of it; the rest is decomposed
+    loops         loops/         everything else -> few kernels
+    memory        memory/        one arena of bytes; results written where they belong
+    vm            vm/            -> executable of TVM's virtual machine
+    run           runtime/       on the user's own tensors
 
-Stages do not know each other; this file is the only one that joins them.
+A stage imports no other stage; this file joins them, and api.py calls it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
-import torch
 import tvm
-from tvm import relax
 
 import amp_ir.dialect  # noqa: F401  (registers the ops)
-from amp_ir.amp import autocast as autocast_stage
-from amp_ir.amp.cast_traffic import account
-from amp_ir.amp.plan import CastPlan
-from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.capture import trace
 from amp_ir.dispatch.accumulate_matmuls import accumulate_products
-from amp_ir.dispatch.choose_algorithms import choose_ways, product_label, products_of
-from amp_ir.dispatch.decompose_attention import expand_attention
-from amp_ir.dispatch.decompose_recurrence import expand_recurrence, recurrence_as_calls
+from amp_ir.dispatch.choose_algorithms import choose_measured_ways
+from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.prepack_weights import pack_operands
-from amp_ir.errors import OptionError, UnsupportedOpError
-from amp_ir.host import native
-from amp_ir.host.memory_limit import memory_for
-from amp_ir.host.paused_garbage_collection import existing_objects_set_aside
-from amp_ir.host.peak_rates import measure_peaks
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.memory_plan import PlannedStep
-from amp_ir.ir.options import batch_of, check_budget, check_module, check_opt_level, check_rounding
-from amp_ir.ir.step_module import Role, StepModule
-from amp_ir.ir.target import CompileTarget, cpu, parse_target, target_of
-from amp_ir.ir.tuning_cache import MeasuredWays
-from amp_ir.loops.codegen.kernel import Emitter
-from amp_ir.loops.cpu import emit_cpu
-from amp_ir.loops.cuda import emit_cuda
-from amp_ir.loops.fusion import cpu_tasks as merge_tasks
-from amp_ir.loops.fusion import cuda_launches as merge_launches
-from amp_ir.loops.fusion.fuse import fuse_loops
-from amp_ir.loops.fusion.horizontal import merge_horizontally
-from amp_ir.loops.fusion.kernel_assignment import memberships, stored_tensors
-from amp_ir.loops.fusion.merged_kernel import KernelMerger
-from amp_ir.loops.fusion.share_kernels import share_kernels
+from amp_ir.ir.stages import OnStage, stage
+from amp_ir.ir.step_module import StepModule
+from amp_ir.ir.target import CompileTarget, cpu
+from amp_ir.loops.write_kernels import emitter_of, merger_of, write_kernels
 from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
-from amp_ir.loss_scaling.scale_loss import scalers_of
-from amp_ir.memory.call_cost import flop_of_calls
 from amp_ir.memory.chunking.chunk_loss import plan_in_blocks
 from amp_ir.memory.plan_memory import plan_memory
-from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
-from amp_ir.report.memory import MemoryReport, report_memory
-from amp_ir.report.tuning_times import MatmulTimes
 from amp_ir.rewrites.check_indices import HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import merge_products
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.rewrites.unslice_loss import mask_loss_rows
-from amp_ir.runtime.call_times import time_calls
-from amp_ir.runtime.launch_times import time_launches, time_whole_steps
-from amp_ir.runtime.profile import time_program
-from amp_ir.runtime.program import Program
-from amp_ir.runtime.step import CompiledStep, CompileReport
-from amp_ir.runtime.time_algorithms import measure_ways, this_machine
-from amp_ir.vm import build as build_stage
-
-Models = torch.nn.Module | Sequence[torch.nn.Module]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-@existing_objects_set_aside()
-@memory_for("the capture of the step needs")
-def trace_step(
-    step: Callable[..., Any],
-    example_batch: tuple[Any, ...],
-    *,
-    model: Models,
-    optimizer: Optimizers = None,
-    scaler: Any = None,
-    numbers_as_inputs: frozenset[str] = frozenset(),
-) -> tuple[StepModule, tuple[Any, ...]]:
-    """Capture a training step as you wrote it; nothing is run and nothing changes.
-
-    Args:
-        step: called as `step(*example_batch)`; may call `loss.backward()`, `optimizer.step()`,
-            `zero_grad()`, clip, accumulate, and return anything made of tensors and constants.
-        example_batch: the step's positional arguments; shapes and dtypes count, values do not.
-        model: the module or modules that the step uses.
-        optimizer: the optimizer or optimizers that the step calls.
-        scaler: the `amp_ir.GradScaler` that the step uses, or a list of them; by default those
-            that `amp_ir.scale_loss` made for the optimizers.
-        numbers_as_inputs: names of Python numbers outside of the step, as the `changed_numbers` of
-            an earlier capture's hooks gives them, and paths ("argument 2") of those among the
-            arguments, that are to be read at every call.
-
-    Returns:
-        The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
-
-    Raises:
-        CaptureError: the step cannot be captured; the message lists every place.
-        UnsupportedOpError: ops without a converter, all of them.
-        LossScaleError: the loss scale reaches what must not depend on it; lists every place.
-    """
-    if scaler is None:
-        scaler = scalers_of(_optimizers(optimizer))
-    mod = _imported(
-        step, example_batch, numbers_as_inputs, model=model, optimizer=optimizer, scaler=scaler
-    )
-    if mod.random_state is not None:
-        mod = mod.with_random_state(mod.random_state.to(_device_of(mod)))
-    degrees = check_scale_degrees(mod)
-    # Before autocast, whose rules and plan are to speak of the ops that run.
-    ir = mask_loss_rows(merge_products(mod.ir))
-    mod = attrs.evolve(mod, ir=ir, notes=(*mod.notes, *degrees.notes))
-    return mod, example_batch
-
-
-def _imported(
-    step: Callable[..., Any], example_batch: Any, numbers: frozenset[str], **owners: Any
+def import_step(
+    step: Callable[..., Any], example_batch: Any, *, on_stage: OnStage | None = None, **options: Any
 ) -> StepModule:
-    """Capture and import; numbers that an op takes as a constant only stay guards."""
-    captured = trace.capture_step(step, example_batch, numbers_as_inputs=numbers, **owners)
-    try:
-        return importer.import_step(captured)
-    except (UnsupportedOpError, TypeError, ValueError, RuntimeError):
-        if not numbers:
-            raise  # else the second capture tells of what has nothing to do with them
-    captured = trace.capture_step(step, example_batch, unfollowed=numbers, **owners)
-    return importer.import_step(captured)
+    """Take a step from Python to a StepModule that autocast and `lower` accept.
+
+    `options` are those of `capture_step`: the model, the optimizer, the scaler, and which numbers
+    are inputs. Nothing is executed, and the user's objects stay as they are.
+    """
+    with stage("capture", None, on_stage) as running:
+        captured = trace.capture_step(step, example_batch, **options)
+        running.program = captured.graph
+    with stage("import", captured.graph, on_stage) as running:
+        mod = importer.import_step(captured)
+        running.program = mod.ir
+    with stage("loss_scaling", mod.ir, on_stage) as running:
+        degrees = check_scale_degrees(mod)
+        running.program = mod.ir
+    with stage("rewrites", mod.ir, on_stage) as running:
+        # Before autocast, whose rules and plan are to speak of the ops that run.
+        running.program = mask_loss_rows(merge_products(mod.ir))
+    return attrs.evolve(mod, ir=running.program, notes=(*mod.notes, *degrees.notes))
 
 
-@existing_objects_set_aside()
-def trace_model(
-    model: torch.nn.Module, example_inputs: tuple[Any, ...]
-) -> tuple[StepModule, tuple[Any, ...]]:
-    """Capture the forward pass of a model, for inference; see `trace_step`."""
-    captured = trace.capture_model(model, example_inputs)
-    return importer.import_step(captured), example_inputs
-
-
-@existing_objects_set_aside()
-def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -> Any:
-    """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`."""
-    if isinstance(mod, StepModule) and args is not None:
-        batch_of(mod, args)
-    return autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
-
-
-def _spelt_out_for_fusion(ir: tvm.IRModule) -> tvm.IRModule:
-    """Attention as its parts, and a recurrent layer as the one call that it is on a CPU."""
-    return recurrence_as_calls(expand_attention(ir))
-
-
-def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
-    """The kernel or library call that computes each variable; nothing is written."""
-    found = memberships(dispatch(_spelt_out_for_fusion(ir)))
-    return {variable: place.kernel for variable, place in found.items()}
-
-
-@existing_objects_set_aside()
 def lower(
     mod: StepModule,
     *,
     target: CompileTarget | None = None,
     rounding: str = "fast",
     memory_budget: int | None = None,
-    seconds: dict[str, float] | None = None,
     host_checks: HostChecks | None = None,
+    on_stage: OnStage | None = None,
 ) -> PlannedStep:
-    """Take a step from ops to planned kernels and library calls; `seconds` gets each stage's time.
+    """Take a step from ops to planned kernels and library calls.
 
     `target` is what the kernels are for; None: this machine's CPU. `host_checks` says which indices
-    the caller checks before a step; None: all that it can on a CPU, and none on a GPU.
+    the caller checks before a step; None: all that it can on a CPU, and none on a GPU. `on_stage`
+    gets the record of each stage, and with a budget of each plan that is tried. api.py checks the
+    other options.
 
     Ensures: the user's state is untouched, and nothing has been executed.
 
     Raises:
-        OptionError: `rounding` is neither "strict" nor "fast"; see `compile_step`.
         BudgetError: `memory_budget` bytes cannot be held.
         IndexOutOfRangeError: an index is out of range whatever the batch is.
     """
-    check_rounding(rounding)
-    check_budget(memory_budget)
     target = target or cpu()
-    emitter: Emitter = emit_cuda if target.is_cuda else emit_cpu
-    seconds = {} if seconds is None else seconds
-    log = DispatchLog()
-    with _timed(seconds, "tidy"):
+    is_cuda, log = target.is_cuda, DispatchLog()
+    with stage("checks", mod.ir, on_stage) as running:
         # From here on a step whose indices are not all known is a transaction.
-        on_host = host_checks or ("none" if target.is_cuda else "all")
+        on_host = host_checks or ("none" if is_cuda else "all")
         checked = check_indices(mod.ir, mod.signature, on_host=on_host)
-        mod = attrs.evolve(mod, ir=checked.ir, signature=checked.signature)
-        # What no library has whole is spelt out: attention as matmuls around softmax-like kernels,
-        # recurrent layers step by step. Casts that change nothing go.
-        ir = fold_casts(_expanded(mod.ir, target, log))
+        running.program = checked.ir
+    with stage("decompose", checked.ir, on_stage) as running:
+        # From here on attention and recurrent layers are library calls or smaller ops.
+        ir = running.program = fold_casts(decompose(checked.ir, target, log))
 
     def plan(ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
         own_log = copy.deepcopy(log)
-        with _timed(seconds, "dispatch"):
+        with stage("dispatch", ir, on_stage) as running:
             # From here on heavy ops are library calls, opaque to fusion.
-            ir = _library_calls(ir, mod, target, own_log, in_blocks=in_blocks)
-            ir = _in_measured_ways(ir, target, own_log)
-        with _timed(seconds, "fuse"):
+            ir = library_calls(ir, checked.signature.outputs, target, own_log, in_blocks=in_blocks)
+            running.program = ir = choose_measured_ways(ir, target.libraries, log=own_log)
+        with stage("loops", ir, on_stage) as running:
             # From here on there are kernels, and low precision exists only in memory.
-            ir = fuse_loops(ir, strict=rounding == "strict", emitter=emitter)
-            ir = merge_horizontally(ir, merge_launches if target.is_cuda else merge_tasks)
-            ir = share_kernels(ir)
-        with _timed(seconds, "plan"):
+            running.program = ir = write_kernels(
+                ir, is_cuda=is_cuda, is_strict=rounding == "strict"
+            )
+        with stage("memory", ir, on_stage) as running:
             # From here on every value has its bytes, and order must not change.
-            planned = plan_memory(
+            running.program = planned = plan_memory(
                 ir,
-                mod.signature.inputs,
-                mod.signature.outputs,
-                copy_kernel=emitter.emit_copy,
-                # A CPU's calls cost little, and casts are best read from its cache at once.
-                merger=KernelMerger(merge_launches) if target.is_cuda else None,
+                checked.signature.inputs,
+                checked.signature.outputs,
+                copy_kernel=emitter_of(is_cuda=is_cuda).emit_copy,
+                merger=merger_of(is_cuda=is_cuda),
                 memory_budget=memory_budget,
                 # A GPU's state is written as the queue comes to it.
-                keeps_state=not target.is_cuda,
+                keeps_state=not is_cuda,
             )
         return attrs.evolve(planned, dispatched=own_log.notes)
 
-    # Only where running calls again cannot hold the budget is a loss computed in blocks of rows.
+    # Only where running calls again cannot hold the budget is a loss computed in chunks of rows.
     planned = plan(ir, in_blocks=False) if memory_budget is None else plan_in_blocks(ir, plan)
-    outputs = mod.signature.outputs if checked.checks.in_step else None
+    outputs = checked.signature.outputs if checked.checks.in_step else None
     return attrs.evolve(planned, checks=checked.checks, outputs=outputs)
 
 
-def _expanded(
-    ir: tvm.IRModule, target: CompileTarget, log: DispatchLog, *, is_strict: bool = False
+def library_calls(
+    ir: tvm.IRModule, outputs: Any, target: CompileTarget, log: DispatchLog, *, in_blocks: bool
 ) -> tvm.IRModule:
-    """Ops that only libraries have whole, as calls of these or as smaller ops.
-
-    Flash attention rounds weights that are not normalized yet, which no plan can say.
-    """
-    ir = expand_attention(ir, libraries=() if is_strict else target.libraries, log=log)
-    return expand_recurrence(ir, libraries=target.libraries, log=log)
-
-
-def _library_calls(
-    ir: tvm.IRModule, mod: StepModule, target: CompileTarget, log: DispatchLog, *, in_blocks: bool
-) -> tvm.IRModule:
+    """Write the library calls of a step, with what they fold in: biases, packing, sums."""
+    ir = dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
     # Matmuls that add a bias round once, so casts around the sum fold away.
-    ir = fold_casts(_dispatched(ir, target, log))
-    # A packed matrix is a copy, which the matmuls of a loss in blocks have no memory for.
+    ir = fold_casts(ir)
+    # A packed matrix is a copy, which the matmuls of a loss in chunks have no memory for.
     ir = ir if in_blocks else pack_operands(ir, log=log)
-    return accumulate_products(ir, mod.signature.outputs, saves_memory=in_blocks, log=log)
-
-
-def _in_measured_ways(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
-    if "onednn" not in target.libraries or not native.has("amp_ir.onednn.matmul"):
-        return ir
-    known = MeasuredWays.read(this_machine())
-    # Naming every matmul of a step takes time; where `tune` has not run, for nothing.
-    return choose_ways(ir, known.best, log=log) if known.milliseconds else ir
-
-
-def _dispatched(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
-    return dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
-
-
-def tune(mod: StepModule) -> MatmulTimes:
-    """Measure how this CPU computes the step's matmuls fastest, for all steps compiled from now on.
-
-    oneDNN has several ways for a matmul, and its own choice is not always the best one. Each matmul
-    is timed on its own, on random numbers, for about a second; a bar on stderr shows how far it is.
-    The times are kept in a file for this kind of CPU and number of threads, matmul by matmul: an
-    interruption loses one, and what is known is not measured again. A step that is compiled then
-    takes a way that is faster by 3 % or more; sums are added up in another order in it, and
-    `report.dispatched` says so. Delete the file to forget.
-
-    Returns:
-        The times of this step's matmuls; `print` them.
-
-    Raises:
-        OptionError: `mod` is no StepModule, or oneDNN is missing.
-    """
-    check_module(mod, "tune")
-    if not native.has("amp_ir.onednn.matmul"):
-        raise OptionError("tune measures oneDNN's matmuls, and this build has no oneDNN")
-    ir = fold_casts(_expanded(mod.ir, cpu(), DispatchLog()))
-    products = products_of(_library_calls(ir, mod, cpu(), DispatchLog(), in_blocks=False))
-    known = MeasuredWays.read(this_machine())
-    measure_ways(products, known)
-    times: dict[str, Mapping[str, float]] = {}
-    for name, call in products.items():
-        label = product_label(call)
-        # Two may differ in strides alone.
-        label = label if label not in times else f"{label} ({len(times)})"
-        times[label] = known.milliseconds[name]
-    return MatmulTimes(times, known.file)
-
-
-def explain_plan(mod: StepModule) -> CastPlan:
-    """The plan of a step that went through autocast, with the kernels it really gets.
-
-    `mod.plan` was made before fusion and estimates which ops share a kernel. Here `kernel` of each
-    op, whether a cast is alone, and what the step moves because of dtypes (`certificate`) are what
-    the loops stage does; nothing is compiled.
-
-    Raises:
-        OptionError: the step has no plan.
-    """
-    check_module(mod, "explain_plan")
-    if mod.plan is None:
-        raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    ir = fold_casts(dispatch(fold_casts(_spelt_out_for_fusion(mod.ir))))
-    found = memberships(ir)
-    kernels = {variable: place.kernel for variable, place in found.items()}
-    of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
-    moved = account(mod.plan, ir, stored_tensors(ir), of_casts)
-    return with_real_kernels(mod.plan, mod.ir, kernels, of_casts, moved)
-
-
-@existing_objects_set_aside()
-@memory_for("the compilation of the step needs")
-def compile_step(
-    mod: StepModule,
-    *,
-    device: str = "cpu",
-    opt_level: int = 3,
-    rounding: str = "fast",
-    memory_budget: int | None = None,
-) -> CompiledStep:
-    """Compile a step (`amp_ir.compile`) so that it runs on the model's and optimizer's tensors.
-
-    Args:
-        mod: what `trace_step` or `autocast` returns.
-        device: "cpu", or "cuda" ("cuda:1") where the model's tensors are on that GPU.
-        opt_level: TVM's optimisation level, 0 to 3.
-        rounding: "strict" rounds every low-precision value exactly where the plan says, also
-            inside of fused kernels; "fast" rounds what is stored and keeps float32 in between.
-            Casts that you wrote yourself (`x.bfloat16()`) round in both.
-        memory_budget: the bytes that the step may need in all, as `get_peak_memory` counts them;
-            values are computed again instead of held until it fits, and results stay the same to
-            the bit. Where that is not enough, the largest product is made in 2, 4, 8 or 16 blocks
-            of its rows together with the loss on it and its gradients: what sums over rows (the
-            loss, gradients of weights and biases) is then added up in another order and differs by
-            float32 rounding; `report.plan.splits` and `memory_report` say so. None: nothing is
-            computed twice or in blocks.
-
-    Raises:
-        OptionError, DeviceError, UnsupportedOpError.
-        BudgetError: the budget cannot be held; the message says what can.
-        OutOfMemoryError: this machine does not have the memory.
-        IndexOutOfRangeError: an index is out of range whatever the batch is.
-    """
-    check_module(mod, "compile")
-    check_opt_level(opt_level)
-    target = target_of(device)
-    seconds: dict[str, float] = {}
-    planned = lower(
-        mod, target=target, rounding=rounding, memory_budget=memory_budget, seconds=seconds
-    )
-    with _timed(seconds, "build"):
-        executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    program = _program(executable, planned, mod, mod.state, device)
-    report = CompileReport(seconds, executable.kernel_count, planned.plan, planned.dispatched)
-    return CompiledStep(mod, program, report)
-
-
-def profile_vm_model(
-    mod: StepModule,
-    device: str,
-    args: tuple[Any, ...],
-    *,
-    opt_level: int = 3,
-    warmup: int = 5,
-    number: int = 10,
-    repeat: int = 1,
-    rounding: str = "fast",
-    memory_budget: int | None = None,
-) -> list[float]:
-    """Milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
-
-    `rounding` and `memory_budget` are as for `compile`. The steps run on copies of the state:
-    parameters are as before afterwards.
-    """
-    check_module(mod, "profile_vm_model")
-    program, _, batch = _program_on_copies(
-        mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
-    )
-    return time_program(program, batch, warmup=warmup, number=number, repeat=repeat)
-
-
-def profile_kernels(
-    mod: StepModule,
-    device: str,
-    args: tuple[Any, ...],
-    *,
-    steps: int = 10,
-    warmup: int = 3,
-    opt_level: int = 3,
-    rounding: str = "fast",
-    memory_budget: int | None = None,
-) -> KernelProfile:
-    """Where the milliseconds of a step go: every kernel and library call, timed on this machine.
-
-    Each with the modules it comes from, its phase, bytes, arithmetic and its share of the roofline,
-    for which the device's peaks are measured once a process. `print` it, take `to_json()`, or
-    `save_trace(path)` for ui.perfetto.dev. The steps run on copies of the state.
-
-    On a GPU a call's time lies between two CUDA events, in steps that are launched call by call;
-    beside it stand the times of whole steps, as the CUDA graph that training runs and launched.
-
-    Args:
-        mod: what `trace_step` or `autocast` returns.
-        device: "cpu", or "cuda" ("cuda:1") where the model's tensors are on that GPU.
-        args: the example batch.
-        steps: how many steps are timed; milliseconds are medians over them.
-        warmup: how many steps run before.
-        opt_level: as for `compile`.
-        rounding: as for `compile`.
-        memory_budget: as for `compile`.
-
-    Raises:
-        OptionError, DeviceError, ArgumentError, IndexOutOfRangeError, BudgetError.
-    """
-    check_module(mod, "profile_kernels")
-    program, planned, batch = _program_on_copies(
-        mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
-    )
-    flop = flop_of_calls(planned)
-    if not target_of(device).is_cuda:
-        times = time_calls(program, batch, warmup=warmup, steps=steps)
-        return profile_of(planned, flop, times, measure_peaks())
-    whole = time_whole_steps(program, batch, warmup=warmup, repeat=steps)
-    launches = time_launches(program, batch, warmup=warmup, steps=steps)
-    gpu = GpuSteps(event_milliseconds=launches.event_milliseconds, **attrs.asdict(whole))
-    return profile_of(planned, flop, launches.steps, measure_peaks(program.device), gpu)
-
-
-def _program_on_copies(
-    mod: StepModule, device: str, args: Any, opt_level: int, **options: Any
-) -> tuple[Program, PlannedStep, list[torch.Tensor]]:
-    """The step built on copies of its state, its plan, and the batch as tensors."""
-    check_opt_level(opt_level)
-    target = target_of(device)
-    batch = batch_of(mod, args)
-    planned = lower(mod, target=target, **options)
-    executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    copies = dict(mod.state)
-    for one in mod.signature.inputs:
-        held = mod.state.get(one.name)
-        if one.role is Role.GRADIENT and callable(held):
-            held = held()
-        if isinstance(held, torch.Tensor):
-            copies[one.name] = held.detach().clone()
-    program = _program(executable, planned, mod, copies, device)
-    program.check_inputs(batch)
-    return program, planned, batch
-
-
-def _program(
-    executable: Any, planned: PlannedStep, mod: StepModule, state: Any, device: str
-) -> Program:
-    signature = planned.signature(mod.signature)
-    return Program(executable, planned.plan, signature, state, device, checks=planned.checks)
-
-
-def get_peak_memory(
-    mod: StepModule,
-    device: str,
-    args: Any = None,
-    *,
-    include_param: bool = True,
-    rounding: str = "fast",
-    memory_budget: int | None = None,
-) -> float:
-    """Peak MiB of a step, from the memory plan; nothing is executed.
-
-    Counts intermediates, oneDNN's scratch memory, the batch and results; with `include_param` also
-    parameters, buffers, optimizer state and gradients that stay. `rounding` and `memory_budget` are
-    as for `compile`. `memory_report` says what the bytes are.
-    """
-    check_module(mod, "get_peak_memory")
-    target = parse_target(device)
-    if args is not None:
-        batch_of(mod, args)
-    plan = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget).plan
-    nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
-    return nbytes / 2**20
-
-
-def memory_report(
-    mod: StepModule,
-    args: Any = None,
-    *,
-    baseline: StepModule | None = None,
-    device: str = "cpu",
-    rounding: str = "fast",
-    memory_budget: int | None = None,
-) -> MemoryReport:
-    """What a step holds in memory, when and why: `print` it, or take `to_json()`.
-
-    Args:
-        mod: what `trace_step` or `autocast` returns; nothing is executed.
-        args: the example batch, checked where it is given.
-        baseline: the step before `autocast`; the report then says what AMP saved and cost.
-        device: "cpu", "cuda" or an architecture ("sm_90"), which need not be here.
-        rounding: as for `compile`.
-        memory_budget: as for `compile`; not for `baseline`.
-
-    Raises:
-        OptionError: `mod` or `baseline` is no StepModule, or no device has that name.
-        BudgetError: the budget cannot be held.
-    """
-    check_module(mod, "memory_report")
-    if args is not None:
-        batch_of(mod, args)
-    if baseline is not None:
-        check_module(baseline, "memory_report(baseline=...)")
-    target = parse_target(device)
-    before = None if baseline is None else lower(baseline, target=target, rounding=rounding).plan
-    planned = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget)
-    return report_memory(planned.plan, before)
-
-
-def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers among what was passed; what is none is refused later."""
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    return [one for one in given if isinstance(one, torch.optim.Optimizer)]
-
-
-def _device_of(mod: StepModule) -> torch.device:
-    """Where the model's tensors are; the CPU for a step without any."""
-    owned = (Role.PARAMETER, Role.BUFFER)
-    tensors = [mod.state[spec.name] for spec in mod.signature.inputs if spec.role in owned]
-    return next((one.device for one in tensors if torch.is_tensor(one)), torch.device("cpu"))
-
-
-@contextlib.contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
+    return accumulate_products(ir, outputs, saves_memory=in_blocks, log=log)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import amp_ir
-from amp_ir.pipeline import lower
+from amp_ir.api import lower
 from planned_network import captured
 
 

@@ -17,13 +17,13 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE, accumulate_products
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.host import native
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.step_module import OutputSpec, Role
-from amp_ir.pipeline import lower
 from compiled_steps import assert_compiled_alike
 from library_calls import lines_of
 from planned_steps import check_plan, results_of

@@ -10,6 +10,7 @@ from tvm import relax
 from tvm.relax import op as R
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.ir.interpreter import interpret
 from amp_ir.loops.ir import (
@@ -23,7 +24,6 @@ from amp_ir.loops.ir import (
     reduce,
     reshape,
 )
-from amp_ir.pipeline import lower
 from kernel_check import run_kernels
 from relax_functions import build, sample
 

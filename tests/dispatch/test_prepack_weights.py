@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.relax import op as R
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.dispatch import prepack_weights as packing
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.prepack_weights import pack_operands
@@ -27,7 +28,6 @@ from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import cpu
 from amp_ir.memory.call_cost import flop_of_calls
-from amp_ir.pipeline import lower
 from amp_ir.vm import export
 from amp_ir.vm.build import compile_executable
 from compiled_steps import assert_compiled_alike

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.dispatch.decompose_recurrence import expand_recurrence
 from amp_ir.dispatch.recurrence_call import recurrence_library
 from amp_ir.host import native
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.memory_plan import MemoryRole
 from amp_ir.memory.call_cost import flop_of_calls
-from amp_ir.pipeline import lower
 from kernel_check import module_of
 
 pytestmark = pytest.mark.skipif(

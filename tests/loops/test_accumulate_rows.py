@@ -14,12 +14,12 @@ from tvm import relax
 from tvm.relax import op as R
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.dialect import call_op
 from amp_ir.host import native
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.memory_plan import MemoryRole
 from amp_ir.loops.fusion.accumulate_rows import find_accumulations
-from amp_ir.pipeline import lower
 from kernel_check import run_kernels
 
 ROWS, WIDTH = 30, 64

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.ir.step_module import StepModule
-from amp_ir.pipeline import lower
 
 ROWS, SIDE, CHANNELS = 16, 16, 8
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.ir.step_module import StepModule
 from amp_ir.loops.fusion.fuse import group_values
 from amp_ir.loops.ir import Reduction
-from amp_ir.pipeline import lower
 
 ROWS, CLASSES = 64, 5000
 

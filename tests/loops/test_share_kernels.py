@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.relax import op
 
 import amp_ir
-from amp_ir import pipeline
+from amp_ir.loops import write_kernels
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.fusion.share_kernels import share_kernels
 from own_recurrence import UnrolledLstm
@@ -112,7 +112,7 @@ def losses(hidden: int) -> list[float]:
 
 def test_a_recurrence_gives_the_same_bits_with_fewer_kernels(monkeypatch: pytest.MonkeyPatch):
     *together, few = losses(16)
-    monkeypatch.setattr(pipeline, "share_kernels", lambda ir: ir)
+    monkeypatch.setattr(write_kernels, "share_kernels", lambda ir: ir)
     *apart, many = losses(16)
     assert together == apart
     assert few < many / 2

@@ -20,6 +20,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.dialect import call_op
 from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE
@@ -33,7 +34,6 @@ from amp_ir.memory.chunking import row_rules
 from amp_ir.memory.chunking.chunk import rows_of_call
 from amp_ir.memory.chunking.chunk_loss import BLOCKS, split_rows
 from amp_ir.memory.chunking.row_rules import row_axes, shape_of
-from amp_ir.pipeline import lower
 from dialect_cases import CASES, Case
 from relax_cases import RELAX_CASES, module
 from relax_functions import assert_ir_equal

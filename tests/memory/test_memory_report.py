@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.errors import OptionError
 from amp_ir.host import native
 from amp_ir.ir.step_module import StepModule
-from amp_ir.pipeline import lower
 
 ROWS, WIDTH = 256, 64
 

@@ -12,6 +12,7 @@ from tvm import relax, tirx
 from tvm.relax import op as R
 
 from amp_ir import pipeline
+from amp_ir.api import lower
 from amp_ir.dialect.registry import call_op
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.ir import target as targets
@@ -23,7 +24,6 @@ from amp_ir.memory.buffers import StepSlots, read_steps
 from amp_ir.memory.live_bytes import LiveBytes
 from amp_ir.memory.merge_ready_calls import merge_ready_calls
 from amp_ir.memory.order_calls import order_calls
-from amp_ir.pipeline import lower
 from planned_steps import (
     DRAWS,
     UPDATES,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.host import native
-from amp_ir.pipeline import lower
 from native_calls import layout, memory
 
 NAME = "amp_ir.onednn.matmul"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import BudgetError, OptionError
 from amp_ir.loops.cpu.emit_cpu import emit_copy
@@ -25,7 +26,6 @@ from amp_ir.memory.live_bytes import LiveBytes
 from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.plan_memory import plan_memory
 from amp_ir.memory.rematerialize import Rematerialization
-from amp_ir.pipeline import lower
 from amp_ir.runtime.program import Program
 from amp_ir.vm.build import build
 from planned_steps import (

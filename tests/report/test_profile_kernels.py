@@ -17,6 +17,7 @@ from torch import nn
 from tvm import tirx
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE
 from amp_ir.errors import OptionError
 from amp_ir.host import native
@@ -25,7 +26,6 @@ from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedCall, PlannedStep
 from amp_ir.ir.target import cpu, cuda
 from amp_ir.memory.call_cost import flop_of_calls, kernel_flop
-from amp_ir.pipeline import lower
 from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.runtime.call_times import StepTimes
 

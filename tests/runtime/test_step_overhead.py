@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.demo.workloads import WORKLOADS
-from amp_ir.pipeline import lower
 from amp_ir.runtime import program as programs
 
 

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import tvm
 from tvm import relax
 
 from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE, MATMUL
+from amp_ir.host import native
 from amp_ir.ir.dataflow import with_bindings, with_main
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import library_call
-from amp_ir.ir.tuning_cache import RULES, with_way
+from amp_ir.ir.tuning_cache import RULES, MeasuredWays, this_machine, with_way
 
 # Calls that take the name of a way behind the epilogue, as in "relu+gemm"; the argument before
 # the result is the epilogue.
@@ -27,6 +28,17 @@ def products_of(ir: tvm.IRModule) -> dict[str, relax.Call]:
         if _is_matmul(binding.value):
             found.setdefault(product_name(binding.value), binding.value)
     return found
+
+
+def choose_measured_ways(
+    ir: tvm.IRModule, libraries: Collection[str], *, log: DispatchLog
+) -> tvm.IRModule:
+    """Name the measured algorithm in the calls of oneDNN's matmuls, where `amp_ir.tune` has run."""
+    if "onednn" not in libraries or not native.has("amp_ir.onednn.matmul"):
+        return ir
+    known = MeasuredWays.read(this_machine())
+    # Naming every matmul of a step takes time; where `tune` has not run, for nothing.
+    return choose_ways(ir, known.best, log=log) if known.milliseconds else ir
 
 
 def choose_ways(

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from amp_ir.errors import FileFormatError
 from amp_ir.files.atomic_file import write_text
 from amp_ir.files.cache_directory import cache_directory, drop_damaged
 from amp_ir.files.sealed_json import check_seal, read_document, sealed
+from amp_ir.host import native
+from amp_ir.ir.target import cpu
 
 # "rules" is what is done without measuring. "plain" is oneDNN's first choice, "gemm" its older
 # implementation; the others bring one operand or both into oneDNN's own layout before.
@@ -44,6 +47,12 @@ def best_way(milliseconds: Milliseconds) -> str:
 def with_way(finish: str, way: str) -> str:
     """An epilogue as a call takes it that is to be computed in this way."""
     return finish if way == RULES else f"{finish}+{way}"
+
+
+def this_machine() -> str:
+    """What measurements hold for: this kind of CPU, as many threads, this oneDNN."""
+    version = native.function("amp_ir.onednn.version")()
+    return f"{cpu().arch}-{torch.get_num_threads()}-threads-onednn-{version}"
 
 
 def default_directory() -> Path | None:

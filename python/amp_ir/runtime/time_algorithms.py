@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tvm import relax
 
 from amp_ir.host import native
-from amp_ir.ir.target import cpu
 from amp_ir.ir.tuning_cache import WAYS, MeasuredWays, with_way
 
 # Ways are run in turns, so that what slows the machine for a while slows all of them; the best of
@@ -24,12 +23,6 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _SECONDS_A_PRODUCT = 1.0
 
 Call = Callable[[], object]
-
-
-def this_machine() -> str:
-    """What measurements hold for: this kind of CPU, as many threads, this oneDNN."""
-    version = native.function("amp_ir.onednn.version")()
-    return f"{cpu().arch}-{torch.get_num_threads()}-threads-onednn-{version}"
 
 
 def measure_ways(products: Mapping[str, relax.Call], known: MeasuredWays) -> None:

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops that only some libraries have whole: calls of these, or smaller ops."""
+
+from __future__ import annotations
+
+import tvm
+
+from amp_ir.dispatch.decompose_attention import expand_attention
+from amp_ir.dispatch.decompose_recurrence import expand_recurrence
+from amp_ir.ir.dispatch_log import DispatchLog
+from amp_ir.ir.target import CompileTarget
+
+
+def decompose(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.IRModule:
+    """Turn attention and recurrent layers into library calls, or into matmuls and smaller ops.
+
+    Requires: nothing of the step is dispatched yet.
+    Ensures:  neither attention nor a recurrent layer is left; `log` says which library has which.
+    """
+    ir = expand_attention(ir, libraries=target.libraries, log=log)
+    return expand_recurrence(ir, libraries=target.libraries, log=log)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages that a step has passed: what each made of the program, and how long it took."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import attrs
+
+
+@attrs.frozen(eq=False)
+class Stage:
+    """A stage that has run.
+
+    `program` is what it left: a torch.fx graph after "capture", a tvm.IRModule after every other
+    stage up to "loops", a PlannedStep after "memory". `before` is what it was given; None for the
+    stage that begins.
+    """
+
+    name: str
+    seconds: float
+    before: Any
+    program: Any
+
+
+OnStage: TypeAlias = Callable[[Stage], None]
+
+
+@attrs.define
+class Running:
+    """A stage that runs; it ends with `program` set to what it made."""
+
+    program: Any = None
+
+
+@contextlib.contextmanager
+def stage(name: str, before: Any, on_stage: OnStage | None) -> Iterator[Running]:
+    """Run a stage, and hand `on_stage` its record; nothing is handed over where it raises."""
+    running = Running()
+    started = time.perf_counter()
+    yield running
+    if on_stage is not None:
+        on_stage(Stage(name, time.perf_counter() - started, before, running.program))
+
+
+def seconds_by_stage(seconds: dict[str, float]) -> OnStage:
+    """Return a callback that adds the seconds of each stage up under its name."""
+
+    def add(record: Stage) -> None:
+        seconds[record.name] = seconds.get(record.name, 0.0) + record.seconds
+
+    return add

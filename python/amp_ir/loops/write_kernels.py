@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops stage: what no library computes becomes few kernels for a CPU or a GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import tvm
+
+from amp_ir.loops.codegen.kernel import Emitter
+from amp_ir.loops.cpu import emit_cpu
+from amp_ir.loops.cuda import emit_cuda
+from amp_ir.loops.fusion import cpu_tasks, cuda_launches
+from amp_ir.loops.fusion.fuse import fuse_loops
+from amp_ir.loops.fusion.horizontal import merge_horizontally
+from amp_ir.loops.fusion.merged_kernel import KernelMerger
+from amp_ir.loops.fusion.share_kernels import share_kernels
+
+
+def write_kernels(ir: tvm.IRModule, *, is_cuda: bool, is_strict: bool) -> tvm.IRModule:
+    """Fuse ops into kernels, merge kernels that wait for the same call, share equal ones.
+
+    Before:  y = relax.add(x, b); z = relax.nn.relu(y)
+    After:   z = call_tir(fused_add_relu, (x, b))
+
+    Requires: calls of libraries are written.
+    Ensures:  low precision exists only in memory, unless `is_strict`, which rounds every value.
+    """
+    emitter = emitter_of(is_cuda=is_cuda)
+    merge: ModuleType = cuda_launches if is_cuda else cpu_tasks
+    ir = fuse_loops(ir, strict=is_strict, emitter=emitter)
+    return share_kernels(merge_horizontally(ir, merge))
+
+
+def emitter_of(*, is_cuda: bool) -> Emitter:
+    """Return what writes the kernels of a device."""
+    return emit_cuda if is_cuda else emit_cpu
+
+
+def merger_of(*, is_cuda: bool) -> KernelMerger | None:
+    """Return what merges kernels that wait for nothing; None on a CPU.
+
+    A CPU's calls cost little, and casts are best read from its cache at once.
+    """
+    return KernelMerger(cuda_launches) if is_cuda else None
