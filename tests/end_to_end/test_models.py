@@ -441,6 +441,19 @@ def test_bfloat16_gradients_are_as_exact_as_those_of_torch_autocast(name: str) -
     assert statistics.median(ours / theirs for ours, theirs in errors) <= 1.1
 
 
+def test_bfloat16_gradients_of_t5_are_off_by_what_those_of_torch_autocast_are() -> None:
+    torch.manual_seed(0)
+    model, batch = huggingface.t5()
+    # Where a bias is learnt, PyTorch's own attention on a CPU rounds neither scores nor
+    # probabilities; as the model spells it out, both round them.
+    model.set_attn_implementation("eager")
+    one = LowPrecision(model.train(), huggingface_loss, batch, "bfloat16")
+    errors = [one.errors(another(batch, seed)) for seed in range(8)]
+    # Roundings of the same values disturb each draw alike: errors differ by 0.01, at most by 0.04.
+    # With one more, that of the embedding, half of them differ by more than 0.1.
+    assert statistics.median(abs(ours / theirs - 1) for ours, theirs in errors) <= 0.05
+
+
 @pytest.mark.parametrize("name", ["bert", "resnet", "mlp"])
 def test_float16_runs_and_stays_close(name: str) -> None:
     one, batch = low_precision(name, "float16")
