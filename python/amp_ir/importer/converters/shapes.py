@@ -119,8 +119,11 @@ def constant_pad_nd(
 
 @converts(aten.flip.default)
 def flip(ops: Emitter, x: relax.Expr, dims: Sequence[int]) -> relax.Expr:
-    """Return x with the order of the elements reversed along some axes."""
-    for dim in dims:
+    """Return x with the order of the elements reversed along some axes.
+
+    A tensor without axes may be named by axis 0.
+    """
+    for dim in dims if shape_of(x) else ():
         x = ops.emit(relax.op.flip(x, dim % len(shape_of(x))))
     return x
 
