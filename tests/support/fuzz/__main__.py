@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10**9, help="programs at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="to make a failure small")
     parser.add_argument("--report", type=Path, help="a file to append failures to")
+    parser.add_argument("--refusals", type=Path, help="a file to append refusals to, in full")
     chosen = parser.parse_args(arguments)
     end = time.monotonic() + 60 * chosen.minutes
     counts: Counter[str] = Counter()
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"seed {seed}: {dict(counts)}", flush=True)
             if outcome.kind == "refused":
                 refusals[f"{outcome.key}: {outcome.text[:160]}"] += 1
+                _append(chosen.refusals, f"## seed {seed}: {outcome.key}\n\n{outcome.text}\n\n")
             if not outcome.is_failure:
                 continue
             seen[outcome.kind, outcome.key] += 1
@@ -60,8 +62,12 @@ def _tell(seed: int, source: str, outcome: Outcome, report: Path | None) -> None
         f"```\n{outcome.text.strip()}\n```\n"
     )
     print(text, flush=True)
-    if report is not None:
-        with report.open("a") as file:
+    _append(report, text)
+
+
+def _append(path: Path | None, text: str) -> None:
+    if path is not None:
+        with path.open("a") as file:
             file.write(text)
 
 

@@ -191,10 +191,11 @@ def _state(model: Any, optimizer: Any) -> Tensors:
 
 def _compare(program: Program, scope: dict[str, Any], limits: list[dict[str, _Limit]]) -> None:
     nbytes = _compare_once(program, scope, limits, {})
-    if program.budget_share:
+    share = int(nbytes * program.budget_share)
+    if share:  # a program of tensors without elements has an arena of 0 bytes
         from amp_ir.errors import BudgetError
 
-        budget = {"memory_budget": int(nbytes * program.budget_share)}
+        budget = {"memory_budget": share}
         with contextlib.suppress(BudgetError):
             _compare_once(program, scope, limits, budget)
 
