@@ -221,7 +221,7 @@ CAPTURE = [
         lambda: (
             "the step has an op that amp_ir cannot import:\n  aten._fft_r2c.default (1 call, first "
             f"in step (forward), {place('fft')})\nWrite that part of the step with other PyTorch "
-            "ops, or add a converter with @converts(...) in amp_ir/frontend/converters/."
+            "ops, or add a converter with @converts(...) in amp_ir/importer/converters/."
         ),
     ),
     (

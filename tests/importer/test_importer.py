@@ -121,7 +121,7 @@ def test_all_unsupported_ops_are_listed_at_once():
         f"  aten.special_bessel_j0.default (1 call, {place}:12)\n"
         f"  aten._fft_r2c.default (1 call, {place}:15)\n"
         "Write that part of the step with other PyTorch ops, or add a converter with "
-        "@converts(...) in amp_ir/frontend/converters/."
+        "@converts(...) in amp_ir/importer/converters/."
     )
 
 

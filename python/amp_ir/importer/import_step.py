@@ -289,6 +289,6 @@ def _explain(unsupported: list[_Unsupported]) -> str:
             else "the step has an op that amp_ir cannot import:",
             *lines,
             "Write that part of the step with other PyTorch ops, or add a converter with "
-            "@converts(...) in amp_ir/frontend/converters/.",
+            "@converts(...) in amp_ir/importer/converters/.",
         ]
     )
