@@ -99,6 +99,17 @@ def test_the_import_rule_sees_every_form(source, expected):
     assert imported_modules(source, ("capture",)) == expected
 
 
+def test_only_the_dataflow_view_knows_the_blocks_of_main():
+    wrong = [
+        str(path.relative_to(PACKAGE))
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "blocks"
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "body"
+    ]
+    assert wrong == ["ir/dataflow.py"], "read `main` by amp_ir.ir.dataflow.Dataflow"
+
+
 def test_no_kitchen_sinks():
     folders = [
         ROOT / name for name in ("python", "src", "include", "tests", "tutorials", "benchmarks")

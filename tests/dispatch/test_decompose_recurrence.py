@@ -14,7 +14,7 @@ from tvm import relax
 
 from amp_ir.dialect import DECLARATIONS, call_op
 from amp_ir.dispatch.decompose_recurrence import OPS, expand_recurrence, recurrence_as_calls
-from amp_ir.ir.dataflow import with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import Location, from_span, to_span
@@ -184,9 +184,8 @@ def test_a_module_without_recurrence_is_left_alone():
 def test_results_that_are_returned_as_a_tuple_stay():
     inputs = in_dtype(RECURRENCES[0], torch.float32)
     mod = module_of("amp_ir.lstm", inputs, reverse=False)
-    whole = mod["main"].body.blocks[0].bindings[0]
-    main = with_bindings(mod["main"], [whole], whole.var)
-    returned = with_main(mod, main)
+    flow = Dataflow(mod)
+    returned = flow.finish(flow.bindings[:1], flow.bindings[0].var)
     got = interpret(expand_recurrence(returned), inputs)
     torch.testing.assert_close(got, interpret(returned, inputs), rtol=0, atol=1e-6)
 

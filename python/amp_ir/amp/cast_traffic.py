@@ -18,6 +18,7 @@ from tvm import relax
 
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.plan import CastPlan, Moved, PlannedCast, PlannedOp
+from amp_ir.ir.dataflow import Dataflow
 
 _NBYTES = {"float16": 2, "bfloat16": 2, FULL_DTYPE: 4}
 _BETWEEN_KERNELS = "what an op keeps between its kernels: a mean, the logarithm of a sum"
@@ -127,25 +128,19 @@ def _makers(plan: CastPlan, ir: tvm.IRModule) -> dict[relax.Var, PlannedOp | Non
     casts: Mapping[str, PlannedCast] = {one.variable: one for one in reversed(plan.casts)}
     found: dict[relax.Var, PlannedOp | None] = {}
     latest: PlannedOp | None = None
-    for block in ir["main"].body.blocks:
-        for binding in reversed(block.bindings):
-            name = str(binding.var.name)
-            if name in ops:
-                latest = ops[name]
-            elif name in casts:
-                source = casts[name].source
-                latest = plan.ops[source] if source >= 0 else None
-            elif isinstance(binding.value, relax.TupleGetItem):
-                latest = ops.get(str(getattr(binding.value.tuple_value, "name", "")), latest)
-            found[binding.var] = latest
+    for variable, value in reversed(Dataflow(ir).values.items()):
+        name = str(variable.name)
+        if name in ops:
+            latest = ops[name]
+        elif name in casts:
+            source = casts[name].source
+            latest = plan.ops[source] if source >= 0 else None
+        elif isinstance(value, relax.TupleGetItem):
+            latest = ops.get(str(getattr(value.tuple_value, "name", "")), latest)
+        found[variable] = latest
     return found
 
 
 def _cast_sources(ir: tvm.IRModule) -> dict[relax.Var, relax.Expr]:
     """What each cast of autocast reads, by the variable that it is bound to."""
-    return {
-        binding.var: binding.value.args[0]
-        for block in ir["main"].body.blocks
-        for binding in block.bindings
-        if isinstance(binding.value, relax.Call) and binding.value.op.name == "amp_ir.cast"
-    }
+    return {one: call.args[0] for one, call in Dataflow(ir).calls("amp_ir.cast").items()}

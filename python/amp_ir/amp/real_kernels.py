@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 
 from amp_ir.amp.plan import CastPlan, Moved
-from amp_ir.ir.dataflow import variables_of
+from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import from_span
 
 
@@ -31,14 +31,13 @@ def with_real_kernels(
             whose library call computes the following bias and activation too.
         cast_kernels: kernels that do nothing but cast.
     """
-    bound = [binding for block in ir["main"].body.blocks for binding in block.bindings]
-    is_cast = [_calls_cast(binding.value) for binding in bound]
-    casts = [binding.var for binding, cast in zip(bound, is_cast, strict=True) if cast]
+    flow = Dataflow(ir)
+    casts = flow.calls("amp_ir.cast")
     alone = [kernels.get(variable, -1) in cast_kernels for variable in casts]
     by_name = {
-        str(binding.var.name): kernels.get(binding.var, -1)
-        for binding, cast in reversed(list(zip(bound, is_cast, strict=True)))
-        if not cast
+        str(variable.name): kernels.get(variable, -1)
+        for variable in reversed(flow.values)
+        if variable not in casts
     }
     return attrs.evolve(
         plan,
@@ -51,21 +50,17 @@ def with_real_kernels(
     )
 
 
-def _calls_cast(value: relax.Expr) -> bool:
-    return isinstance(value, relax.Call) and value.op.name == "amp_ir.cast"
-
-
 def without_optimizer(ir: tvm.IRModule) -> tvm.IRModule:
     """`main` up to the optimizer, with all that is read after as its outputs.
 
     The optimizer's ops stay as they are in any placement, and are most of the ops of a step.
     """
-    function = ir["main"]
+    flow = Dataflow(ir)
     kept: list[relax.Binding] = []
     bound: set[relax.Var] = set()
     later: dict[relax.Var, None] = {}
     gone: set[relax.Var] = set()
-    for binding in (one for block in function.body.blocks for one in block.bindings[:]):
+    for binding in flow.bindings:
         read = variables_of(binding.value)
         if _is_optimizers(binding.value) or any(variable in gone for variable in read):
             gone.add(binding.var)
@@ -73,16 +68,10 @@ def without_optimizer(ir: tvm.IRModule) -> tvm.IRModule:
         else:
             kept.append(binding)
             bound.add(binding.var)
-    later.update(dict.fromkeys(variables_of(function.body.body)))
+    later.update(dict.fromkeys(variables_of(flow.result)))
     results = relax.Tuple([variable for variable in later if variable in bound])
     output = relax.Var("outputs", results.ty)
-    block = relax.DataflowBlock([*kept, relax.VarBinding(output, results)])
-    body = relax.SeqExpr([block], output)
-    relax.expr._update_type(body, results.ty)
-    shorter = relax.Function(function.params, body, results.ty, is_pure=True, attrs=function.attrs)
-    new = tvm.IRModule({gv: ir[gv] for gv in ir.get_global_vars()}, attrs=ir.attrs)
-    new.update_func(new.get_global_var("main"), shorter)
-    return new
+    return flow.finish([*kept, relax.VarBinding(output, results)], output)
 
 
 def _is_optimizers(value: relax.Expr) -> bool:

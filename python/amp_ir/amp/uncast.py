@@ -15,6 +15,7 @@ from tvm.ir import GenericConst
 
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.rewrite import ATTRIBUTE, attribute_fields
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.step_module import StepModule
 
 Module = TypeVar("Module", StepModule, tvm.IRModule)
@@ -24,20 +25,15 @@ def erase_casts(mod: Module) -> Module:
     """The module with float32 wherever autocast put a low dtype (for tests and comparisons)."""
     if isinstance(mod, StepModule):
         return mod.with_ir(erase_casts(mod.ir))
-    function = mod["main"]
+    flow = Dataflow(mod)
     eraser = _Eraser()
-    for block in function.body.blocks:
-        for binding in block.bindings:
-            eraser.bind(binding.var, binding.value)
-    output = eraser.read(function.body.body)
+    for variable, value in flow.values.items():
+        eraser.bind(variable, value)
+    output = eraser.read(flow.result)
     last = relax.Var("outputs", output.ty)
     eraser.bindings.append(relax.VarBinding(last, output))
-    body = relax.SeqExpr([relax.DataflowBlock(eraser.bindings)], last)
-    relax.expr._update_type(body, last.ty)
-    erased = relax.Function(function.params, body, last.ty, function.is_pure, function.attrs)
-    erased = erased.without_attr(ATTRIBUTE)
-    new = tvm.IRModule({gv: mod[gv] for gv in mod.get_global_vars()}, attrs=mod.attrs)
-    new.update_func(new.get_global_var("main"), erased)
+    new = flow.finish(eraser.bindings, last)
+    new.update_func(new.get_global_var("main"), new["main"].without_attr(ATTRIBUTE))
     return new
 
 

@@ -16,7 +16,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from amp_ir.host import native
-from amp_ir.ir.dataflow import live_bindings, variables_of, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import library_call
 from amp_ir.ir.location import join_spans
@@ -91,22 +91,14 @@ class _Accumulator:
         *,
         saves_memory: bool,
     ) -> None:
-        self.ir = ir
         self.saves_memory = saves_memory
         self.log = log
-        self.main: relax.Function = ir["main"]
-        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
-        self.values = {b.var: b.value for b in self.bindings}
+        self.flow = Dataflow(ir)
+        self.values = dict(self.flow.values)
         # Bindings are written in the order of these places; new ones share that of an old one.
-        self.place = {b.var: k for k, b in enumerate(self.bindings)}
-        self.readers: dict[relax.Var, list[relax.Var]] = {}
-        for binding in self.bindings:
-            for variable in variables_of(binding.value):
-                self.readers.setdefault(variable, []).append(binding.var)
-        self.uses = {variable: len(found) for variable, found in self.readers.items()}
-        for variable in variables_of(self.main.body.body):
-            self.uses[variable] = self.uses.get(variable, 0) + 1
-        self.parameters = set(self.main.params)
+        self.place = {variable: k for k, variable in enumerate(self.flow.values)}
+        self.readers, self.uses = self.flow.readers, self.flow.uses
+        self.parameters = set(self.flow.main.params)
         self.state_of = self._states(outputs)
         self.builder = relax.BlockBuilder()
         self.added: list[relax.VarBinding] = []
@@ -114,28 +106,28 @@ class _Accumulator:
 
     def run(self) -> tvm.IRModule:
         if not native.has(ACCUMULATE):
-            return self.ir
-        totals = {self._total_of(b.var) for b in self.bindings if _is_product(b.value)}
+            return self.flow.ir
+        values = self.flow.values.items()
+        totals = {self._total_of(variable) for variable, value in values if _is_product(value)}
         for total in sorted(totals - {None}, key=lambda one: -self.place[one]):
             self._rewrite(total)
         if not self.added:
-            return self.ir
-        kept = [b for b in self.bindings if b.var not in self.replaced]
+            return self.flow.ir
+        kept = [b for b in self.flow.bindings if b.var not in self.replaced]
         # A stable sort: what is added at a place stands behind what was there.
         rewritten = sorted([*kept, *self.added], key=lambda binding: self.place[binding.var])
-        bindings = live_bindings(rewritten, self.main.body.body)
-        return with_main(self.ir, with_bindings(self.main, bindings))
+        return self.flow.finish(rewritten)
 
     # What there is.
 
     def _states(self, outputs: Sequence[OutputSpec]) -> dict[relax.Var, relax.Var]:
         """For each new value of a state, the parameter that it is the new value of."""
-        result = self.main.body.body
+        result = self.flow.result
         fields = self.values.get(result, result)
         if not isinstance(fields, relax.Tuple):
             return {}
         pairs = zip(fields.fields, outputs, strict=True)
-        return {f: self.main.params[o.updates] for f, o in pairs if o.updates is not None}
+        return {f: self.flow.main.params[o.updates] for f, o in pairs if o.updates is not None}
 
     def _total_of(self, product: relax.Var) -> relax.Var | None:
         """The last sum on the way of a product that nothing else reads; None: it is in no sum."""

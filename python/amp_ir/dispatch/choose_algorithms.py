@@ -10,7 +10,7 @@ from tvm import relax
 
 from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE, MATMUL
 from amp_ir.host import native
-from amp_ir.ir.dataflow import with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import library_call
 from amp_ir.ir.tuning_cache import RULES, MeasuredWays, this_machine, with_way
@@ -22,11 +22,10 @@ _MATMULS = (MATMUL, ACCUMULATE)
 
 def products_of(ir: tvm.IRModule) -> dict[str, relax.Call]:
     """The different products that oneDNN computes for a step, by what makes their time."""
-    bindings = (b for block in ir["main"].body.blocks for b in block.bindings)
     found: dict[str, relax.Call] = {}
-    for binding in bindings:
-        if _is_matmul(binding.value):
-            found.setdefault(product_name(binding.value), binding.value)
+    for value in Dataflow(ir).values.values():
+        if _is_matmul(value):
+            found.setdefault(product_name(value), value)
     return found
 
 
@@ -53,15 +52,15 @@ def choose_ways(
               leaving the choice to the call.
     Ensures:  nothing else changes; sums may be added up in another order. `log` is told.
     """
-    main, log = ir["main"], DispatchLog() if log is None else log
+    flow, log = Dataflow(ir), DispatchLog() if log is None else log
     bindings = []
-    for binding in (b for block in main.body.blocks for b in block.bindings):
+    for binding in flow.bindings:
         way = best(product_name(binding.value)) if _is_matmul(binding.value) else RULES
         if way != RULES:
             log.add("matmul", "onednn", f"measured: {way} is the fastest way")
             binding = relax.VarBinding(binding.var, _with_way(binding.value, way))
         bindings.append(binding)
-    return with_main(ir, with_bindings(main, bindings))
+    return flow.finish(bindings)
 
 
 def product_name(call: relax.Call) -> str:

@@ -13,7 +13,7 @@ from tvm.ir import Span
 from amp_ir.dialect import call_op, options_of
 from amp_ir.dispatch.attention_call import attention_library, attention_refusal, call_attention
 from amp_ir.dispatch.known_mask import without_known_mask
-from amp_ir.ir.dataflow import op_name, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.dispatch_log import DispatchLog
 
 FORWARD, BACKWARD = "amp_ir.attention", "amp_ir.attention_backward"
@@ -44,14 +44,13 @@ def expand_attention(
               of each.
     Source:   Dao et al. 2022, "FlashAttention", appendix B.2, for the gradient.
     """
-    main = ir["main"]
-    bindings = [one for block in main.body.blocks for one in block.bindings[:]]
-    if not any(op_name(one.value) in (FORWARD, BACKWARD) for one in bindings):
+    flow = Dataflow(ir)
+    if not flow.calls(FORWARD, BACKWARD):
         return ir
     writer = _Writer(libraries, DispatchLog() if log is None else log)
-    for binding in bindings:
+    for binding in flow.bindings:
         writer.add(binding)
-    return with_main(ir, with_bindings(main, writer.bindings))
+    return flow.finish(writer.bindings)
 
 
 class _Writer:

@@ -21,7 +21,7 @@ from amp_ir.dispatch.recurrence_steps import (
     lstm_steps,
     wide_dtype,
 )
-from amp_ir.ir.dataflow import op_name, variables_of, with_arguments, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow, op_name, with_arguments
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import library_call
 
@@ -94,12 +94,8 @@ def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
     Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
     After:   states, cells, activated = call_dps_packed("amp_ir.lstm", (gates, weight, ...))
     """
-
-    main = ir["main"]
-    bindings = [one for block in main.body.blocks for one in block.bindings[:]]
-    if not any(op_name(one.value) in _EXPANSIONS for one in bindings):
-        return ir
-    return with_main(ir, with_bindings(main, [_as_call(one) for one in bindings]))
+    flow = Dataflow(ir)
+    return flow.finish([_as_call(one) for one in flow.bindings]) if flow.calls(*OPS) else ir
 
 
 def _as_call(binding: relax.VarBinding) -> relax.VarBinding:
@@ -114,48 +110,29 @@ def _with_replaced(
     ir: tvm.IRModule, replaced: Callable[[relax.Call, Emit], Results]
 ) -> tvm.IRModule:
     """The module with each op as the results that `replaced` emits for it."""
-    main = ir["main"]
-    bindings = [one for block in main.body.blocks for one in block.bindings[:]]
-    if not any(op_name(one.value) in _EXPANSIONS for one in bindings):
+    flow = Dataflow(ir)
+    if not flow.calls(*OPS):
         return ir
     builder = relax.BlockBuilder()
     new: list[relax.VarBinding] = []
-    emitted: set[relax.Var] = set()
 
     def emit(expr: relax.Expr) -> relax.Var:
         value = builder.normalize(expr)
         variable = relax.DataflowVar(f"recurrence{len(new)}", value.ty)
         new.append(relax.VarBinding(variable, value))
-        emitted.add(variable)
         return variable
 
     results_of: dict[relax.Var, Results] = {}
     # Results under their old names, as others read them.
     now: dict[relax.Var, relax.Expr] = {}
-    for binding in bindings:
+    for binding in flow.bindings:
         value = binding.value
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in results_of:
             now[binding.var] = results_of[value.tuple_value][value.index]
             value = now[binding.var]
-            emitted.add(binding.var)
         elif op_name(value) in _EXPANSIONS:
             call = with_arguments(value, [now.get(one, one) for one in value.args])
             results_of[binding.var] = replaced(call, emit)
             value = builder.normalize(relax.Tuple(results_of[binding.var]))
-            emitted.add(binding.var)
         new.append(relax.VarBinding(binding.var, value))
-    read = set(variables_of(main.body.body))
-    return with_main(ir, with_bindings(main, _that_are_read(new, emitted, read)))
-
-
-def _that_are_read(
-    bindings: list[relax.VarBinding], emitted: set[relax.Var], read: set[relax.Var]
-) -> list[relax.VarBinding]:
-    """The bindings without those `emitted` that nothing reads; `main` returns those in `read`."""
-    kept = []
-    for binding in reversed(bindings):
-        if binding.var in emitted and binding.var not in read:
-            continue
-        read.update(variables_of(binding.value))
-        kept.append(binding)
-    return kept[::-1]
+    return flow.finish(new)

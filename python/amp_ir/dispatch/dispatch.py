@@ -13,7 +13,7 @@ from amp_ir.dialect.registry import call_op
 from amp_ir.dispatch.convolution_call import write_convolution
 from amp_ir.dispatch.matmul_call import MatmulForm, choose_form, matmul_forms, write_matmul
 from amp_ir.host import native
-from amp_ir.ir.dataflow import count_uses, only_readers, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import OWN_KERNEL, DispatchLog
 from amp_ir.ir.strided_view import StridedView, view_of
 
@@ -70,16 +70,13 @@ class _Dispatcher:
     def __init__(
         self, ir: tvm.IRModule, libraries: tuple[str, ...], allow_tf32: bool, log: DispatchLog
     ) -> None:
-        self.ir = ir
+        self.flow = Dataflow(ir)
         self.log = log
         self.libraries = libraries
         self.allow_tf32 = allow_tf32
-        self.main: relax.Function = ir["main"]
-        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
-        self.values = {binding.var: binding.value for binding in self.bindings}
-        self.uses = count_uses(self.bindings, self.main.body.body)
-        self.only_reader = only_readers(self.bindings, self.uses, "relax.permute_dims")
-        self.only_cast = only_readers(self.bindings, self.uses, "amp_ir.cast")
+        self.values = dict(self.flow.values)
+        self.only_reader = self.flow.only_readers("relax.permute_dims")
+        self.only_cast = self.flow.only_readers("amp_ir.cast")
         self.replaced: dict[relax.Var, relax.Expr] = {}
         self.before: list[relax.Binding] = []
         self.biased = self._find_biased()
@@ -87,7 +84,7 @@ class _Dispatcher:
 
     def run(self) -> tvm.IRModule:
         bindings: list[relax.Binding] = []
-        for binding in self.bindings:
+        for binding in self.flow.bindings:
             value = binding.value
             if binding.var in self.absorbed:
                 continue
@@ -101,7 +98,7 @@ class _Dispatcher:
             if new is self:
                 continue
             bindings.append(binding if new is None else relax.VarBinding(binding.var, new))
-        return with_main(self.ir, with_bindings(self.main, bindings))
+        return self.flow.finish(bindings)
 
     def _dispatched(self, variable: relax.Var, call: relax.Call) -> Any:
         verb = _VERBS.get(call.op.name)
@@ -160,7 +157,7 @@ class _Dispatcher:
         if not adds or not native.has(f"amp_ir.{first}.matmul"):
             return {}
         found = {}
-        for binding in self.bindings:
+        for binding in self.flow.bindings:
             value = binding.value
             if isinstance(value, relax.Call) and value.op.name == "relax.add":
                 for product, bias in (value.args, reversed(value.args)):
@@ -207,7 +204,7 @@ class _Dispatcher:
     def _sole(self, expr: relax.Expr, absorbed: list[relax.Var]) -> relax.Call | None:
         """The call bound to `expr`, if its only use is the one looked at."""
         value = self.values.get(expr) if isinstance(expr, relax.Var) else None
-        if not isinstance(value, relax.Call) or self.uses.get(expr) != 1:
+        if not isinstance(value, relax.Call) or self.flow.uses.get(expr) != 1:
             return None
         absorbed.append(expr)
         return value

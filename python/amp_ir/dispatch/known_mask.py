@@ -15,7 +15,7 @@ import tvm
 from tvm import relax
 
 from amp_ir.errors import UnsupportedOpError
-from amp_ir.ir.dataflow import count_uses, live_bindings
+from amp_ir.ir.dataflow import live_bindings, variables_of
 from amp_ir.ir.interpreter import interpret
 
 # What is added to hide a place is -inf, or so low that its weight is 0 in float32 beside any score.
@@ -55,9 +55,10 @@ def without_known_mask(
 
 def _visible(mask: relax.Expr, bindings: Sequence[relax.VarBinding]) -> torch.Tensor | None:
     """bool: the places that take part, at least 2 axes; None where the mask is not known."""
-    needed = live_bindings(list(bindings), mask)
+    needed = live_bindings(bindings, mask)
     defined = {binding.var for binding in needed}
-    if not count_uses(needed, mask).keys() <= defined:
+    read = {one for expr in (*(b.value for b in needed), mask) for one in variables_of(expr)}
+    if not read <= defined:
         return None
     body = relax.SeqExpr([relax.BindingBlock(needed)], mask)
     try:

@@ -9,7 +9,7 @@ import tvm_ffi
 from tvm import relax
 
 from amp_ir.host import native
-from amp_ir.ir.dataflow import with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import library_call, shape_argument
 from amp_ir.ir.strided_view import dense_strides
@@ -57,34 +57,29 @@ def pack_operands(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IR
 
 class _Packer:
     def __init__(self, ir: tvm.IRModule, log: DispatchLog) -> None:
-        self.ir = ir
+        self.flow = Dataflow(ir)
         self.log = log
-        self.main: relax.Function = ir["main"]
 
     def run(self) -> tvm.IRModule:
         if not native.has(_PACKED_NBYTES):
-            return self.ir
-        bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
+            return self.flow.ir
         calls: dict[_Operand, int] = {}
-        for binding in bindings:
-            operand = _shared_operand(binding.value)
+        for value in self.flow.values.values():
+            operand = _shared_operand(value)
             if operand is not None:
                 calls[operand] = calls.get(operand, 0) + 1
         nbytes = {one: _packed_nbytes(one) for one, n in calls.items() if n >= _LEAST_CALLS}
         nbytes = {one: n for one, n in nbytes.items() if n}
         if not nbytes:
-            return self.ir
+            return self.flow.ir
         for one in nbytes:
             self.log.add("pack", "onednn", f"{calls[one]} matmuls read what is packed once")
-        rewritten = self._rewritten(bindings, nbytes)
-        return with_main(self.ir, with_bindings(self.main, rewritten))
+        return self.flow.finish(self._rewritten(nbytes))
 
-    def _rewritten(
-        self, bindings: list[relax.Binding], nbytes: dict[_Operand, int]
-    ) -> list[relax.Binding]:
+    def _rewritten(self, nbytes: dict[_Operand, int]) -> list[relax.Binding]:
         rewritten: list[relax.Binding] = []
         packed: dict[_Operand, relax.Var] = {}
-        for binding in bindings:
+        for binding in self.flow.bindings:
             operand = _shared_operand(binding.value)
             if operand is None or operand not in nbytes:
                 rewritten.append(binding)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The view of `main` that passes work with: what it binds, what reads it, what stands instead.
 
-Passes are `module -> module`: they read the bindings of `main`, write others, and finish with the
-ones that the result needs.
+A pass is `module -> module`: it reads a `Dataflow`, writes bindings, and finishes with those that
+the result needs. No other file knows that `main` consists of blocks.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,8 +50,10 @@ def _kind_of(class_: type) -> Any:
 
 def op_name(expr: Any) -> str:
     """The name of the op that `expr` calls; "" where it calls none."""
-    is_op = isinstance(expr, relax.Call) and isinstance(expr.op, Op)
-    return str(expr.op.name) if is_op else ""
+    if _kind_of(type(expr)) is not relax.Call:
+        return ""
+    op = expr.op
+    return str(op.name) if isinstance(op, Op) else ""
 
 
 def with_arguments(
@@ -60,48 +64,71 @@ def with_arguments(
     return relax.Call(call.op, list(args), call.attrs, call.ty_args, call.span, result)
 
 
-def with_bindings(
-    main: relax.Function, bindings: Sequence[relax.Binding], result: relax.Expr | None = None
-) -> relax.Function:
-    """`main` with one dataflow block of `bindings`; `result` is what it returns, if another.
+class Dataflow:
+    """`main` of a module, read once: its bindings in order, and what it returns.
 
-    Requires: `result` has the type that `main` returns.
+    A view of the module as it is: what a pass binds anew it keeps itself, until `finish`.
     """
-    block = relax.DataflowBlock(list(bindings))
-    body = relax.SeqExpr([block], main.body.body if result is None else result)
-    relax.expr._update_type(body, main.body.ty)
-    return relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs, main.span)
+
+    def __init__(self, ir: tvm.IRModule) -> None:
+        self.ir = ir
+        self.main: relax.Function = ir["main"]
+        # A slice fetches an array of TVM at once.
+        blocks = self.main.body.blocks[:]
+        self.bindings: list[relax.VarBinding] = [b for one in blocks for b in one.bindings[:]]
+        self.result: relax.Expr = self.main.body.body
+
+    @functools.cached_property
+    def values(self) -> dict[relax.Var, Any]:
+        """What each variable is bound to, in order."""
+        return {binding.var: binding.value for binding in self.bindings}
+
+    @functools.cached_property
+    def readers(self) -> dict[relax.Var, list[relax.Var]]:
+        """For each variable that is read: what its readers are bound to, as often as they do."""
+        readers: dict[relax.Var, list[relax.Var]] = {}
+        for reader, value in self.values.items():
+            for variable in variables_of(value):
+                readers.setdefault(variable, []).append(reader)
+        return readers
+
+    @functools.cached_property
+    def uses(self) -> Counter[relax.Var]:
+        """How often each variable is read, by bindings and by the result."""
+        uses = Counter({variable: len(found) for variable, found in self.readers.items()})
+        uses.update(variables_of(self.result))
+        return uses
+
+    def calls(self, *names: str) -> dict[relax.Var, relax.Call]:
+        """The calls of these ops by what they are bound to, in order."""
+        return {one: value for one, value in self.values.items() if op_name(value) in names}
+
+    def only_readers(self, name: str) -> dict[relax.Var, relax.Var]:
+        """For each variable with a single use, as first argument of this op: that op's variable."""
+        sources = {one: call.args[0] for one, call in self.calls(name).items()}
+        return {source: one for one, source in sources.items() if self.uses[source] == 1}
+
+    def finish(
+        self, bindings: Sequence[relax.VarBinding], result: relax.Expr | None = None
+    ) -> tvm.IRModule:
+        """The module whose `main` is the `bindings` that the result needs, in one dataflow block.
+
+        `result` is what it returns, if another than before; it may have another type.
+        """
+        main = self.main
+        type_ = main.body.ty if result is None else result.ty
+        result = self.result if result is None else result
+        block = relax.DataflowBlock(live_bindings(bindings, result))
+        body = relax.SeqExpr([block], result)
+        relax.expr._update_type(body, type_)
+        new = relax.Function(main.params, body, type_, main.is_pure, main.attrs, main.span)
+        functions = {**self.ir.functions, self.ir.get_global_var("main"): new}
+        return tvm.IRModule(functions, attrs=self.ir.attrs)
 
 
-def with_main(ir: tvm.IRModule, main: relax.Function) -> tvm.IRModule:
-    """The module with another `main`; its other functions and attributes stay."""
-    return tvm.IRModule({**ir.functions, ir.get_global_var("main"): main}, attrs=ir.attrs)
-
-
-def count_uses(bindings: list[relax.Binding], result: relax.Expr) -> dict[relax.Var, int]:
-    """How often each variable is used by the bindings and by the result."""
-    uses: dict[relax.Var, int] = {}
-    for expr in (*(binding.value for binding in bindings), result):
-        for variable in variables_of(expr):
-            uses[variable] = uses.get(variable, 0) + 1
-    return uses
-
-
-def only_readers(
-    bindings: list[relax.Binding], uses: dict[relax.Var, int], op_name: str
-) -> dict[relax.Var, relax.Var]:
-    """For each variable with a single use, which is by this op, the variable bound to that."""
-    readers = {}
-    for binding in bindings:
-        value = binding.value
-        if isinstance(value, relax.Call) and value.op.name == op_name:
-            source = value.args[0]
-            if isinstance(source, relax.Var) and uses.get(source) == 1:
-                readers[source] = binding.var
-    return readers
-
-
-def live_bindings(bindings: list[relax.VarBinding], result: relax.Expr) -> list[relax.VarBinding]:
+def live_bindings(
+    bindings: Sequence[relax.VarBinding], result: relax.Expr
+) -> list[relax.VarBinding]:
     """The bindings that the result needs, in order."""
     needed = set(variables_of(result))
     kept = []

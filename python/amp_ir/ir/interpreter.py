@@ -10,7 +10,6 @@ kernels (attention) also rounds what one of them leaves for the next.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from tvm import relax
 from amp_ir.dialect import DECLARATIONS, options_of
 from amp_ir.dialect.define import LOW_DTYPES, dtype_name
 from amp_ir.errors import ArgumentError, IndexOutOfRangeError, UnsupportedOpError
-from amp_ir.ir.dataflow import variables_of
+from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.index_check import IndexCheck
 from amp_ir.ir.index_uses import index_uses
 from amp_ir.ir.location import from_span
@@ -55,20 +54,18 @@ def interpret(
         IndexOutOfRangeError: an op reads or writes by an index out of range; names index and op.
     """
     ir = mod.ir if isinstance(mod, StepModule) else mod
-    main = ir["main"]
-    bindings = [binding for block in main.body.blocks for binding in block.bindings]
-    _check_ops(bindings)
+    flow = Dataflow(ir)
+    _check_ops(flow.bindings)
     run = _Run(on_value, float_dtype)
-    _bind_inputs(run, main.params, inputs)
-    uses = Counter(var for binding in bindings for var in variables_of(binding.value))
-    uses.update(variables_of(main.body.body))
-    for binding in bindings:
+    _bind_inputs(run, flow.main.params, inputs)
+    uses = flow.uses.copy()
+    for binding in flow.bindings:
         run.bind(binding.var, run.evaluate(binding.value))
         for var in variables_of(binding.value):
             uses[var] -= 1
             if not uses[var]:
                 run.values.pop(var, None)  # dead: a step's peak is what is alive, not all of it
-    result = run.evaluate(main.body.body)
+    result = run.evaluate(flow.result)
     return list(result) if isinstance(result, tuple) else [result]
 
 

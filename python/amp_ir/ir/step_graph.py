@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 
 from amp_ir.errors import OptionError
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.location import Location, from_span
 
 VIEWS = frozenset(
@@ -155,7 +156,8 @@ def read_step(mod: tvm.IRModule) -> StepGraph:
     """
     if "main" not in [gv.name_hint for gv in mod.get_global_vars()]:
         raise OptionError("the module has no function `main`; autocast rewrites `main` only")
-    function = mod["main"]
+    flow = Dataflow(mod)
+    function = flow.main
     reader = _Reader()
     inputs = []
     for parameter in function.params:
@@ -164,21 +166,18 @@ def read_step(mod: tvm.IRModule) -> StepGraph:
         number = reader.new_value(parameter.ty, -1, parameter)
         reader.trees[parameter] = number
         inputs.append(number)
-    for block in function.body.blocks:
-        for binding in block.bindings[:]:
-            value = binding.value if isinstance(binding, relax.VarBinding) else None
-            if isinstance(value, relax.Call):
-                reader.read_call(binding.var, value)
-            elif isinstance(
-                value, (relax.Var, tvm.ir.GenericConst, relax.Tuple, relax.TupleGetItem)
-            ):
-                reader.trees[binding.var] = reader.tree_of(value)
-            else:
-                raise OptionError(
-                    f"autocast takes calls and tuples only; `{binding.var.name}` is bound to "
-                    f"{type(value or binding).__name__}. Inline local functions and branches first"
-                )
-    output = reader.tree_of(function.body.body)
+    for binding in flow.bindings:
+        value = binding.value if isinstance(binding, relax.VarBinding) else None
+        if isinstance(value, relax.Call):
+            reader.read_call(binding.var, value)
+        elif isinstance(value, _ALIASES):
+            reader.trees[binding.var] = reader.tree_of(value)
+        else:
+            raise OptionError(
+                f"autocast takes calls and tuples only; `{binding.var.name}` is bound to "
+                f"{type(value or binding).__name__}. Inline local functions and branches first"
+            )
+    output = reader.tree_of(flow.result)
     has_locations = any(op.location.phase != "forward" for op in reader.ops)
     return StepGraph(
         inputs, reader.values, reader.ops, output, leaves(output), function, has_locations

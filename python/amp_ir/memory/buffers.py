@@ -10,6 +10,7 @@ import tvm
 from tvm import relax, tirx
 
 from amp_ir.errors import BuildError
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.library_call import WRITTEN_OVER
 from amp_ir.ir.location import Location, locations_of
 from amp_ir.ir.step_module import InputSpec, OutputSpec
@@ -160,21 +161,19 @@ class _Reader:
 
     def read(self) -> StepSlots:
         results: list[Slot] = []
-        for block in self.main.body.blocks:
-            for binding in block.bindings:
-                value = binding.value
-                if isinstance(value, relax.Call) and value.op.name == "relax.reshape":
-                    self.slots[binding.var] = self._slot(value.args[0])
-                elif isinstance(value, relax.Call):
-                    self._read_call(binding.var, value)
-                elif isinstance(value, relax.TupleGetItem):
-                    slot = self.tuples[value.tuple_value][value.index]
-                    slot.span = binding.var.span or slot.span
-                    self.slots[binding.var] = slot
-                elif isinstance(value, relax.Tuple):
-                    results = [self._slot(field) for field in value.fields]
-                else:
-                    raise BuildError(f"plan_memory does not know the binding {binding}")
+        for variable, value in Dataflow(self.ir).values.items():
+            if isinstance(value, relax.Call) and value.op.name == "relax.reshape":
+                self.slots[variable] = self._slot(value.args[0])
+            elif isinstance(value, relax.Call):
+                self._read_call(variable, value)
+            elif isinstance(value, relax.TupleGetItem):
+                slot = self.tuples[value.tuple_value][value.index]
+                slot.span = variable.span or slot.span
+                self.slots[variable] = slot
+            elif isinstance(value, relax.Tuple):
+                results = [self._slot(field) for field in value.fields]
+            else:
+                raise BuildError(f"plan_memory does not know what {variable} is bound to: {value}")
         return StepSlots(self.main, self.inputs, self.steps, results)
 
     def _read_call(self, variable: relax.Var, call: relax.Call) -> None:

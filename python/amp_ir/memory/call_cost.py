@@ -12,6 +12,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.sym import Analyzer
 
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.workspace import lends_scratch
 
@@ -31,16 +32,14 @@ def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
     """
     counted: dict[Any, int] = {}
     found = []
-    for block in step.ir["main"].body.blocks:
-        for binding in block.bindings:
-            call = binding.value
-            callee = call.op
-            if isinstance(callee, tvm.ir.GlobalVar):
-                if callee not in counted:
-                    counted[callee] = kernel_flop(step.ir[callee])
-                found.append(counted[callee])
-            elif str(callee.global_symbol) != "amp_ir.view":
-                found.append(library_flop(str(callee.global_symbol), list(call.args)))
+    for call in Dataflow(step.ir).values.values():
+        callee = call.op
+        if isinstance(callee, tvm.ir.GlobalVar):
+            if callee not in counted:
+                counted[callee] = kernel_flop(step.ir[callee])
+            found.append(counted[callee])
+        elif str(callee.global_symbol) != "amp_ir.view":
+            found.append(library_flop(str(callee.global_symbol), list(call.args)))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
-from amp_ir.ir.dataflow import live_bindings, op_name, variables_of, with_main
+from amp_ir.ir.dataflow import Dataflow, op_name, variables_of
 from amp_ir.ir.index_check import DivisorCheck, IndexCheck, error_of
 from amp_ir.ir.index_uses import index_uses
 from amp_ir.ir.interpreter import evaluate
@@ -86,15 +86,16 @@ def check_indices(ir: tvm.IRModule, signature: Signature, *, on_host: HostChecks
     Errors:   IndexOutOfRangeError where an index is out of range whatever the batch is, and
               DivisionByZeroError where an integer divisor is 0.
     """
-    flagged, flags = with_divisor_flags(ir)
-    finder = _Finder(flagged, signature, on_host=on_host)
+    flow = Dataflow(ir)
+    bindings, flags = with_divisor_flags(flow)
+    finder = _Finder(flow.main.params, bindings, signature, on_host=on_host)
     finder.run(flags)
     checks = PlannedChecks(tuple(finder.on_host), tuple(one.check for one in finder.in_step))
     if not finder.in_step:
         return CheckedStep(ir, signature, checks)
     outputs = (*signature.outputs, _output(len(finder.in_step)))
-    guarded = _Guard(flagged["main"], signature.outputs).run(finder.in_step)
-    return CheckedStep(with_main(ir, guarded), attrs.evolve(signature, outputs=outputs), checks)
+    guarded = _Guard(flow, bindings, signature.outputs).run(finder.in_step)
+    return CheckedStep(guarded, attrs.evolve(signature, outputs=outputs), checks)
 
 
 def _output(count: int) -> OutputSpec:
@@ -110,13 +111,19 @@ class _InStep:
 class _Finder:
     """Walks the uses of indices and decides where each is checked, if at all."""
 
-    def __init__(self, ir: tvm.IRModule, signature: Signature, *, on_host: HostChecks) -> None:
-        main = ir["main"]
+    def __init__(
+        self,
+        parameters: Sequence[relax.Var],
+        bindings: Sequence[relax.VarBinding],
+        signature: Signature,
+        *,
+        on_host: HostChecks,
+    ) -> None:
         self._host_checks = on_host
-        self._bindings = [b for block in main.body.blocks for b in block.bindings[:]]
-        self._values = {b.var: b.value for b in self._bindings}
+        self._bindings = bindings
+        self._values = {one.var: one.value for one in bindings}
         self._ranges = ValueRanges(self._values)
-        self._position = {parameter: k for k, parameter in enumerate(main.params)}
+        self._position = {parameter: k for k, parameter in enumerate(parameters)}
         self._inputs = signature.inputs
         self.on_host: list[HostCheck] = []
         self.in_step: list[_InStep] = []
@@ -250,17 +257,20 @@ def check_known(check: IndexCheck, ids: relax.Expr, bindings: Sequence[relax.Bin
 class _Guard:
     """Writes the checks, and the choice between old and new state, behind a step's bindings."""
 
-    def __init__(self, main: relax.Function, outputs: Sequence[OutputSpec]) -> None:
-        self._main = main
+    def __init__(
+        self,
+        flow: Dataflow,
+        bindings: Sequence[relax.VarBinding],
+        outputs: Sequence[OutputSpec],
+    ) -> None:
+        self._flow = flow
         self._outputs = outputs
         self._builder = relax.BlockBuilder()
-        bindings = [b for block in main.body.blocks for b in block.bindings[:]]
-        self._result = main.body.body
-        self._fields = next(b.value for b in bindings if b.var.same_as(self._result)).fields
-        self._out = [b for b in bindings if not b.var.same_as(self._result)]
+        self._fields = flow.values[flow.result].fields
+        self._out = [one for one in bindings if not one.var.same_as(flow.result)]
 
-    def run(self, checks: Sequence[_InStep]) -> relax.Function:
-        """`main` with one more output."""
+    def run(self, checks: Sequence[_InStep]) -> tvm.IRModule:
+        """The module whose `main` has one more output."""
         smallest, largest = [], []
         for one in checks:
             low, high = self._extremes(one)
@@ -305,16 +315,13 @@ class _Guard:
         return self._emit(relax.op.greater(most, relax.const(0, "int32")))
 
     def _chosen(self, wrong: relax.Var, new: relax.Expr, position: int) -> relax.Expr:
-        old = self._main.params[position]
+        old = self._flow.main.params[position]
         return new if new.same_as(old) else self._emit(relax.op.where(wrong, old, new))
 
-    def _finished(self, fields: Sequence[relax.Expr]) -> relax.Function:
+    def _finished(self, fields: Sequence[relax.Expr]) -> tvm.IRModule:
         value = self._builder.normalize(relax.Tuple(fields))
-        result = relax.Var(self._result.name, value.ty)
-        bindings = live_bindings([*self._out, relax.VarBinding(result, value)], result)
-        body = self._builder.normalize(relax.SeqExpr([relax.DataflowBlock(bindings)], result))
-        main = self._main
-        return relax.Function(main.params, body, value.ty, main.is_pure, main.attrs, main.span)
+        result = relax.Var(self._flow.result.name, value.ty)
+        return self._flow.finish([*self._out, relax.VarBinding(result, value)], result)
 
     def _emit(self, call: relax.Call) -> relax.Var:
         value = self._builder.normalize(call)

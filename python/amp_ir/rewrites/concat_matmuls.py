@@ -22,7 +22,7 @@ import attrs
 import tvm
 from tvm import relax
 
-from amp_ir.ir.dataflow import count_uses, live_bindings, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.location import Location, from_span, join_spans
 from amp_ir.ir.strided_view import permutation
 from amp_ir.ir.tensor_layout import dtype_nbytes
@@ -95,16 +95,14 @@ class _Concat:
 
 class _Merger:
     def __init__(self, ir: tvm.IRModule) -> None:
-        self.ir = ir
-        self.main: relax.Function = ir["main"]
-        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
-        self.values = {b.var: b.value for b in self.bindings if isinstance(b.value, relax.Call)}
+        self.flow = Dataflow(ir)
+        bound = self.flow.values.items()
+        self.values = {one: value for one, value in bound if isinstance(value, relax.Call)}
         self.sums: dict[relax.Var, list[relax.Expr]] = {}
         # The two arguments of every sum, and who computes them.
         self.totals = {v: list(call.args) for v, call in self.values.items() if _is_sum(call)}
         arguments = (self.values.get(one) for pair in self.totals.values() for one in pair)
         if sum(map(_is_product, arguments)) > 1:
-            self.uses = count_uses(self.bindings, self.main.body.body)
             self.sums = self._find_sums()
 
     def run(self) -> tvm.IRModule:
@@ -115,7 +113,7 @@ class _Merger:
         self.bound: set[relax.Var] = set()
         self.out: list[relax.VarBinding] = []
         has_changed = False
-        for binding in self.bindings:
+        for binding in self.flow.bindings:
             if binding.var in self.bound:
                 continue
             terms = self.sums.get(binding.var)
@@ -125,9 +123,8 @@ class _Merger:
                 merged = self.out.pop().value
             self._bind(binding.var, binding.value if merged is None else merged)
         if not has_changed:
-            return self.ir
-        bindings = live_bindings(self.out, self.main.body.body)
-        return with_main(self.ir, with_bindings(self.main, bindings))
+            return self.flow.ir
+        return self.flow.finish(self.out)
 
     # What a sum is of.
 
@@ -143,7 +140,7 @@ class _Merger:
         return found
 
     def _is_partial(self, variable: relax.Expr) -> bool:
-        return variable in self.totals and self.uses.get(variable) == 1
+        return variable in self.totals and self.flow.uses.get(variable) == 1
 
     def _terms(self, total: relax.Var) -> list[relax.Expr]:
         """The terms from left to right; a stack, since a sum may have thousands."""
@@ -159,12 +156,12 @@ class _Merger:
 
     def _term(self, variable: relax.Expr) -> _Term:
         call = self.values.get(variable)
-        if call is None or self.uses.get(variable) != 1:
+        if call is None or self.flow.uses.get(variable) != 1:
             return _Term(variable)
         if _is_product(call):
             return _Term(variable, call, (self._operand(call, 0), self._operand(call, 1)))
         reshape = None
-        if call.op.name == "relax.reshape" and self.uses.get(call.args[0]) == 1:
+        if call.op.name == "relax.reshape" and self.flow.uses.get(call.args[0]) == 1:
             reshape, call = call, self.values.get(call.args[0])
         if call is None or not _adds_rows(call):
             return _Term(variable)

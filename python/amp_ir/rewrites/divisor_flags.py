@@ -3,27 +3,27 @@
 
 from __future__ import annotations
 
-import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
-from amp_ir.ir.dataflow import op_name, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow, op_name
 
 _DIVISIONS = ("relax.divide", "relax.floor_divide", "relax.mod", "relax.floor_mod")
 
 
-def with_divisor_flags(ir: tvm.IRModule) -> tuple[tvm.IRModule, dict[relax.Var, relax.Var]]:
+def with_divisor_flags(
+    flow: Dataflow,
+) -> tuple[list[relax.VarBinding], dict[relax.Var, relax.Var]]:
     """Bind beside each integer division where its divisor is 0.
 
     Before:  q = floor_divide(x, y)
     After:   is_zero = equal(y, 0); flag = astype(is_zero, "int32"); q = floor_divide(x, y)
 
     Returns:
-        the module, and the flag of each division: int32, 1 where its divisor is 0.
+        the bindings, and the flag of each division: int32, 1 where its divisor is 0.
     """
-    main: relax.Function = ir["main"]
     builder = relax.BlockBuilder()
-    bindings: list[relax.Binding] = []
+    bindings: list[relax.VarBinding] = []
     flags: dict[relax.Var, relax.Var] = {}
 
     def bind(call: relax.Call) -> relax.Var:
@@ -32,15 +32,14 @@ def with_divisor_flags(ir: tvm.IRModule) -> tuple[tvm.IRModule, dict[relax.Var, 
         bindings.append(relax.VarBinding(variable, value))
         return variable
 
-    for block in main.body.blocks:
-        for binding in block.bindings[:]:
-            if _may_divide_by_zero(binding.value):
-                divisor = binding.value.args[1]
-                zero = relax.const(0, str(divisor.ty.dtype))
-                is_zero = bind(relax.op.equal(divisor, zero))
-                flags[binding.var] = bind(relax.op.astype(is_zero, "int32"))
-            bindings.append(binding)
-    return (with_main(ir, with_bindings(main, bindings)), flags) if flags else (ir, flags)
+    for binding in flow.bindings:
+        if _may_divide_by_zero(binding.value):
+            divisor = binding.value.args[1]
+            zero = relax.const(0, str(divisor.ty.dtype))
+            is_zero = bind(relax.op.equal(divisor, zero))
+            flags[binding.var] = bind(relax.op.astype(is_zero, "int32"))
+        bindings.append(binding)
+    return bindings, flags
 
 
 def _may_divide_by_zero(value: relax.Expr) -> bool:

@@ -12,7 +12,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from amp_ir.dialect.registry import call_op
-from amp_ir.ir.dataflow import live_bindings, with_arguments, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow, with_arguments
 from amp_ir.ir.static_shape import extents_of
 
 CASTS = ("amp_ir.cast", "relax.astype")
@@ -49,20 +49,16 @@ def fold_casts(ir: tvm.IRModule) -> tvm.IRModule:
 
 class _Folder:
     def __init__(self, ir: tvm.IRModule) -> None:
-        self.ir = ir
-        self.main: relax.Function = ir["main"]
+        self.flow = Dataflow(ir)
         self.now: dict[relax.Var, relax.Expr] = {}
         self.value_of: dict[relax.Var, relax.Expr] = {}
         self.known: dict[tuple[Any, ...], relax.Var] = {}
         self.bindings: list[relax.VarBinding] = []
 
     def run(self) -> tvm.IRModule:
-        for block in self.main.body.blocks:
-            for binding in block.bindings[:]:
-                self.visit(binding)
-        result = self.current(self.main.body.body)
-        bindings = live_bindings(self.bindings, result)
-        return with_main(self.ir, with_bindings(self.main, bindings, result))
+        for binding in self.flow.bindings:
+            self.visit(binding)
+        return self.flow.finish(self.bindings, self.current(self.flow.result))
 
     def visit(self, binding: relax.VarBinding) -> None:
         """Bind the variable as before, or let an equal expression stand for it."""

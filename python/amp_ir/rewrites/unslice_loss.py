@@ -22,7 +22,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from amp_ir.dialect.registry import call_op, options_of
-from amp_ir.ir.dataflow import count_uses, live_bindings, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.static_shape import shape_of
 
 # What may lie between the slice and the loss, and between the gradient and the zeros around it.
@@ -88,23 +88,20 @@ class _SlicedLoss:
 
 class _Rewriter:
     def __init__(self, ir: tvm.IRModule) -> None:
-        self.ir = ir
-        self.main: relax.Function = ir["main"]
-        self.bindings = [b for block in self.main.body.blocks for b in block.bindings[:]]
-        self.values = {b.var: b.value for b in self.bindings}
+        self.flow = Dataflow(ir)
+        self.values = self.flow.values
         self.losses: list[_SlicedLoss] = []
         if any(_named(value, "amp_ir.nll_loss_backward") for value in self.values.values()):
-            self.uses = count_uses(self.bindings, self.main.body.body)
             self.losses = list(self._find())
 
     # Which losses.
 
     def _find(self) -> Iterator[_SlicedLoss]:
         readers: dict[relax.Expr, list[relax.Var]] = {}
-        for binding in self.bindings:
+        for binding in self.flow.bindings:
             if _named(binding.value, "amp_ir.nll_loss"):
                 readers.setdefault(binding.value.args[0], []).append(binding.var)
-        for binding in self.bindings:
+        for binding in self.flow.bindings:
             pad = _as_pad(binding.value, self.values)
             found = None if pad is None else self._behind(binding.var, *pad, readers)
             if found is not None:
@@ -130,7 +127,7 @@ class _Rewriter:
             return None
         is_reduced = options_of(seed)["reduction"] in _REDUCTIONS
         is_same = self.values[losses[0]].args[1].same_as(seed.args[1])
-        if not is_reduced or not is_same or self.uses[normalized] != 2:
+        if not is_reduced or not is_same or self.flow.uses[normalized] != 2:
             return None
         rows, before = self._through_casts(softmax.args[0])
         window = self._sole(rows, "relax.strided_slice")
@@ -146,7 +143,7 @@ class _Rewriter:
     def _through_casts(self, expr: relax.Expr) -> tuple[relax.Expr, tuple[str, ...]]:
         """What `expr` is a reshape or a cast of, used for nothing else; dtypes from the last."""
         dtypes = []
-        while (call := self.values.get(expr)) is not None and self.uses.get(expr) == 1:
+        while (call := self.values.get(expr)) is not None and self.flow.uses.get(expr) == 1:
             if _named(call, _CAST):
                 dtypes.append(str(call.ty.dtype))
             elif not _named(call, _RESHAPE):
@@ -157,7 +154,7 @@ class _Rewriter:
     def _sole(self, expr: relax.Expr, name: str) -> relax.Call | None:
         """The call of op `name` bound to `expr`, if its only use is the one looked at."""
         value = self.values.get(expr)
-        return value if _named(value, name) and self.uses.get(expr) == 1 else None
+        return value if _named(value, name) and self.flow.uses.get(expr) == 1 else None
 
     # What is written.
 
@@ -173,14 +170,13 @@ class _Rewriter:
             writers[loss.loss_gradient] = (self._write_loss_gradient, loss)
             writers[loss.gradient] = (self._write_gradient, loss)
             writers[loss.padded] = (self._write_padded, loss)
-        for binding in self.bindings:
+        for binding in self.flow.bindings:
             if binding.var in writers:
                 write, loss = writers[binding.var]
                 write(loss)
             else:
                 self.out.append(binding)
-        bindings = live_bindings(self.out, self.main.body.body)
-        return with_main(self.ir, with_bindings(self.main, bindings))
+        return self.flow.finish(self.out)
 
     def _write_log_softmax(self, loss: _SlicedLoss) -> None:
         call, logits = self.values[loss.log_softmax], loss.logits

@@ -59,6 +59,7 @@ from amp_ir.cuda import machine_code
 from amp_ir.errors import BuildError
 from amp_ir.files.atomic_file import atomic_file, write_bytes, write_text
 from amp_ir.files.sealed_json import sealed
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import OWN_KERNEL, DispatchNote
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.planned_checks import PlannedChecks
@@ -271,15 +272,13 @@ def _argument(
 
 def _functions(ir: tvm.IRModule) -> Iterator[str]:
     """The native functions that `main` calls, as often as it does; what is lent scratch too."""
-    for block in ir["main"].body.blocks:
-        for binding in block.bindings:
-            call = binding.value
-            if not isinstance(call, relax.Call) or not isinstance(call.op, relax.ExternFunc):
-                continue
-            name = str(call.op.global_symbol)
-            yield name
-            if name.endswith(".with_scratch"):
-                yield str(call.args[0].value)
+    for call in Dataflow(ir).values.values():
+        if not isinstance(call, relax.Call) or not isinstance(call.op, relax.ExternFunc):
+            continue
+        name = str(call.op.global_symbol)
+        yield name
+        if name.endswith(".with_scratch"):
+            yield str(call.args[0].value)
 
 
 def _library_calls(ir: tvm.IRModule) -> Iterator[str]:

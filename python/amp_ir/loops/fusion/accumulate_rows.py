@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import attrs
 from tvm import relax
 
-from amp_ir.ir.dataflow import variables_of
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.static_shape import extents_of
 
 _GRADIENT = "amp_ir.embedding_backward"
@@ -30,7 +28,7 @@ class Accumulations:
     absorbed: set[relax.Var]
 
 
-def find_accumulations(main: relax.Function) -> Accumulations:
+def find_accumulations(flow: Dataflow) -> Accumulations:
     """Sums of two float32 tables of which one is a table's gradient that nothing else reads.
 
     Before:  d = embedding_backward(grad, ids); g = add(w, d)
@@ -39,26 +37,18 @@ def find_accumulations(main: relax.Function) -> Accumulations:
     The rows are then added to `base` one by one, in order, in place of their sum: float32 sums in
     another order than PyTorch's, with errors of the same size.
     """
-    bindings = [binding for block in main.body.blocks for binding in block.bindings[:]]
-    calls = {binding.var: binding.value for binding in bindings}
-    if not any(_is_gradient(value) for value in calls.values()):
-        return Accumulations({}, set())
-    uses = Counter(variable for value in calls.values() for variable in variables_of(value))
-    uses.update(variables_of(main.body.body))
     found = Accumulations({}, set())
-    for variable, value in calls.items():
-        if isinstance(value, relax.Call) and value.op.name == "relax.add":
-            for gradient, base in (value.args[:], value.args[::-1]):
-                call = calls.get(gradient) if isinstance(gradient, relax.Var) else None
-                if _is_gradient(call) and uses[gradient] == 1 and _are_tables(call, base):
-                    found.sums[variable] = Accumulation(call, base)
-                    found.absorbed.add(gradient)
-                    break
+    gradients = flow.calls(_GRADIENT)
+    if not gradients:
+        return found
+    for variable, sum_ in flow.calls("relax.add").items():
+        for gradient, base in (sum_.args[:], sum_.args[::-1]):
+            call = gradients.get(gradient)
+            if call is not None and flow.uses[gradient] == 1 and _are_tables(call, base):
+                found.sums[variable] = Accumulation(call, base)
+                found.absorbed.add(gradient)
+                break
     return found
-
-
-def _is_gradient(call: relax.Expr | None) -> bool:
-    return isinstance(call, relax.Call) and call.op.name == _GRADIENT
 
 
 def _are_tables(call: relax.Expr, base: relax.Expr) -> bool:

@@ -15,6 +15,7 @@ from tvm.ir.expr import GenericConst
 
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import UnsupportedOpError
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.location import from_span, join_spans
 from amp_ir.ir.static_shape import extents_of
 from amp_ir.loops.codegen.kernel import Emitter, Kernel
@@ -70,13 +71,14 @@ class _Program:
     def __init__(self, ir: tvm.IRModule, strict: bool) -> None:
         self.ir = ir
         self.strict = strict
-        self.main: relax.Function = ir["main"]
+        self.flow = Dataflow(ir)
+        self.main = self.flow.main
         self.grouping = Grouping()
         self.values: dict[relax.Var, Any] = {}
         self.calls: list[LibraryCall] = []
         self.opaque_units: dict[int, tuple[int, list[Opaque]]] = {}
         self.origins = Origins()
-        self.accumulations = find_accumulations(self.main)
+        self.accumulations = find_accumulations(self.flow)
         self.missing: dict[str, list[relax.Call]] = {}
 
     # Reading: bindings become values.
@@ -85,12 +87,11 @@ class _Program:
         for parameter in self.main.params:
             spec = spec_of(parameter.ty)
             self.values[parameter] = Buffer(spec, source=parameter)
-        for block in self.main.body.blocks:
-            for binding in block.bindings[:]:
-                self._read_binding(binding.var, binding.value)
+        for variable, value in self.flow.values.items():
+            self._read_binding(variable, value)
         if self.missing:
             raise UnsupportedOpError(_missing_message(self.missing))
-        for value in _flat_values(self._value(self.main.body.body)):
+        for value in _flat_values(self._value(self.flow.result)):
             self._materialise(value)
 
     def _read_binding(self, variable: relax.Var, value: relax.Expr) -> None:
@@ -178,7 +179,7 @@ class _Program:
         units |= {unit: results for unit, results in self.opaque_units.values()}
         for number in order_units(units, self.grouping):
             writer.unit(units[number])
-        return writer.finish(self._value(self.main.body.body), self.ir)
+        return writer.finish(self._value(self.flow.result), self.ir)
 
 
 def order_units(units: dict[int, Any], grouping: Grouping) -> list[int]:

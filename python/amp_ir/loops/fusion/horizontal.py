@@ -17,7 +17,7 @@ import attrs
 import tvm
 from tvm import relax, tirx
 
-from amp_ir.ir.dataflow import variables_of, with_bindings
+from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import join_spans
 from amp_ir.loops.fusion import cpu_tasks
 from amp_ir.loops.fusion.families import Merger, buffer_size
@@ -61,8 +61,8 @@ class _Merging:
     def __init__(self, ir: tvm.IRModule, merger: Merger) -> None:
         self.ir = ir
         self.merger = merger
-        self.main: relax.Function = ir["main"]
-        self.bindings = [one for block in self.main.body.blocks for one in block.bindings[:]]
+        self.flow = Dataflow(ir)
+        self.bindings = self.flow.bindings
         self.functions = dict(ir.functions)
         self.written: list[relax.Binding] = []
         self.count = len(ir.functions)
@@ -190,8 +190,8 @@ class _Merging:
         self._bind(call, results)
 
     def _module(self) -> tvm.IRModule:
-        main = with_bindings(self.main, self.written)
-        self.functions[self.ir.get_global_var("main")] = main
+        written = self.flow.finish(self.written)
+        self.functions[self.ir.get_global_var("main")] = written["main"]
         used = _called(self.written)
         kept = {
             variable: function

@@ -15,7 +15,7 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir.expr import TensorLoad
 
-from amp_ir.ir.dataflow import with_bindings
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.loops.fusion.fuse import typed
 
 KERNEL_CALL = "relax.call_tir"
@@ -80,7 +80,8 @@ def share_kernels(ir: tvm.IRModule) -> tvm.IRModule:
         for variable, function in ir.functions.items()
         if isinstance(function, tirx.PrimFunc)
     }
-    read_counts = _read_counts(ir[main])
+    flow = Dataflow(ir)
+    read_counts = _read_counts(flow)
     replaced: dict[tvm.ir.GlobalVar, tuple[tvm.ir.GlobalVar, list[int]]] = {}
     shared: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
     for family in _families(kernels):
@@ -96,7 +97,7 @@ def share_kernels(ir: tvm.IRModule) -> tvm.IRModule:
         for variable, function in ir.functions.items()
         if variable not in replaced or variable in shared
     }
-    kept[main] = _with_calls(ir[main], replaced)
+    kept[main] = _with_calls(flow, replaced)["main"]
     return tvm.IRModule(kept, attrs=ir.attrs)
 
 
@@ -120,15 +121,10 @@ def _families(
     return [family for alike in by_hash.values() for family in alike if len(family) > 1]
 
 
-def _read_counts(main: relax.Function) -> dict[tvm.ir.GlobalVar, int]:
+def _read_counts(flow: Dataflow) -> dict[tvm.ir.GlobalVar, int]:
     """How many tensors each kernel reads."""
-    values = [binding.value for block in main.body.blocks for binding in block.bindings[:]]
-    calls = [one for one in values if _is_kernel_call(one)]
+    calls = flow.calls(KERNEL_CALL).values()
     return {call.args[0]: len(call.args[1].fields) for call in calls}
-
-
-def _is_kernel_call(value: relax.Expr) -> bool:
-    return isinstance(value, relax.Call) and value.op.name == KERNEL_CALL
 
 
 def _merged(family: list[_Template], read_count: int) -> tuple[tirx.PrimFunc, list[list[int]]]:
@@ -162,17 +158,17 @@ def _with_body(
 
 
 def _with_calls(
-    main: relax.Function, replaced: dict[tvm.ir.GlobalVar, tuple[tvm.ir.GlobalVar, list[int]]]
-) -> relax.Function:
+    flow: Dataflow, replaced: dict[tvm.ir.GlobalVar, tuple[tvm.ir.GlobalVar, list[int]]]
+) -> tvm.IRModule:
+    calls = flow.calls(KERNEL_CALL)
     bindings = []
-    for block in main.body.blocks:
-        for binding in block.bindings[:]:
-            value = binding.value
-            if _is_kernel_call(value) and value.args[0] in replaced:
-                shared, distances = replaced[value.args[0]]
-                numbers = [relax.prim_value(one) for one in distances]
-                arguments = [shared, relax.Tuple([*value.args[1].fields, *numbers])]
-                call = relax.Call(value.op, arguments, value.attrs, value.ty_args, value.span)
-                binding = relax.VarBinding(binding.var, typed(call, value.ty))
-            bindings.append(binding)
-    return with_bindings(main, bindings)
+    for binding in flow.bindings:
+        call = calls.get(binding.var)
+        if call is not None and call.args[0] in replaced:
+            shared, distances = replaced[call.args[0]]
+            numbers = [relax.prim_value(one) for one in distances]
+            arguments = [shared, relax.Tuple([*call.args[1].fields, *numbers])]
+            new = relax.Call(call.op, arguments, call.attrs, call.ty_args, call.span)
+            binding = relax.VarBinding(binding.var, typed(new, call.ty))
+        bindings.append(binding)
+    return flow.finish(bindings)

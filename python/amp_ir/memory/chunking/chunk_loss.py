@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
@@ -14,7 +13,7 @@ from tvm import relax
 from amp_ir.dialect.losses import LOSSES
 from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.errors import BudgetError
-from amp_ir.ir.dataflow import live_bindings, with_bindings, with_main
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.location import from_span
 from amp_ir.ir.memory_plan import PlannedStep, RowSplit
 from amp_ir.ir.static_shape import shape_of
@@ -101,27 +100,21 @@ def split_rows(ir: tvm.IRModule, blocks: int) -> tuple[tvm.IRModule, tuple[RowSp
     Source:   as the fused linear cross entropy of Hsu et al. 2024, "Liger Kernel", section 3.2.
     """
     splits: list[RowSplit] = []
-    for root in _large_products(ir["main"]):
-        main = ir["main"]
-        bindings = [one for block in main.body.blocks for one in block.bindings]
-        value = next((one.value for one in bindings if one.var.same_as(root)), None)
-        region = None if value is None else find_region(bindings, main.body.body, root)
+    for root in _large_products(ir):
+        flow = Dataflow(ir)
+        value = flow.values.get(root)
+        region = None if value is None else find_region(flow.bindings, flow.result, root)
         if region is not None and value is not None:
             count = min(blocks, region.units)
-            ir = with_main(ir, _Writer(main, bindings, region, count).run())
+            ir = _Writer(flow, region, count).run()
             nbytes = _elements(root) * dtype_nbytes(str(root.ty.dtype))
             splits.append(RowSplit(from_span(value.span), count, nbytes))
     return ir, tuple(splits)
 
 
-def _large_products(main: relax.Function) -> list[relax.Var]:
+def _large_products(ir: tvm.IRModule) -> list[relax.Var]:
     """The largest results of matmuls, in order of their elements."""
-    bindings = [one for block in main.body.blocks for one in block.bindings]
-    found = [
-        one.var
-        for one in bindings
-        if isinstance(one.value, relax.Call) and one.value.op.name == "relax.matmul"
-    ]
+    found = Dataflow(ir).calls("relax.matmul")
     least = _LEAST_SHARE * max(map(_elements, found), default=0)
     return sorted((one for one in found if _elements(one) >= least), key=_elements, reverse=True)
 
@@ -133,26 +126,19 @@ def _elements(variable: relax.Expr) -> int:
 class _Writer:
     """Writes the step with one region in blocks."""
 
-    def __init__(
-        self,
-        main: relax.Function,
-        bindings: Sequence[relax.VarBinding],
-        region: RowRegion,
-        blocks: int,
-    ) -> None:
-        self.main = main
-        self.bindings = bindings
+    def __init__(self, flow: Dataflow, region: RowRegion, chunks: int) -> None:
+        self.flow = flow
         self.region = region
-        self.blocks = blocks
-        self.values = {one.var: one.value for one in bindings}
+        self.chunks = chunks
+        self.values = flow.values
         self.out = Bindings()
         self.parts: dict[relax.Var, list[relax.Var]] = {one: [] for one in region.exits}
 
-    def run(self) -> relax.Function:
+    def run(self) -> tvm.IRModule:
         region, out = self.region, self.out
-        last = max(k for k, one in enumerate(self.bindings) if one.var in region.axis)
+        last = max(k for k, one in enumerate(self.flow.bindings) if one.var in region.axis)
         late: list[relax.VarBinding] = []
-        for position, binding in enumerate(self.bindings):
+        for position, binding in enumerate(self.flow.bindings):
             if binding.var in region.totals:
                 loss = self.values[region.totals[binding.var]]
                 out.bind(binding.var, self._total_weight(loss), loss)
@@ -165,7 +151,7 @@ class _Writer:
             if position >= last:
                 out.all += late
                 late.clear()
-        return with_bindings(self.main, live_bindings(out.all, self.main.body.body))
+        return self.flow.finish(out.all)
 
     def _total_weight(self, loss: relax.Call) -> relax.Call:
         """The total weight of an nll loss's targets: their number, but for the ignored."""
@@ -184,13 +170,13 @@ class _Writer:
 
     def _write_blocks(self) -> None:
         inside = (self.region.axis, self.region.pulled)
-        ordered = [b.var for b in self.bindings if any(b.var in group for group in inside)]
-        for number in range(self.blocks):
-            block = RowBlock(self.region, self.values, self.out, number, self.blocks)
+        ordered = [b.var for b in self.flow.bindings if any(b.var in group for group in inside)]
+        for number in range(self.chunks):
+            block = RowBlock(self.region, self.values, self.out, number, self.chunks)
             for variable in ordered:
                 part = block.add(variable)
                 if variable in self.parts:
-                    self._add_part(variable, part, is_last=number == self.blocks - 1)
+                    self._add_part(variable, part, is_last=number == self.chunks - 1)
         for variable in ordered:
             if variable in self.parts:
                 self._join(variable)
