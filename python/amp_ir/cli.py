@@ -61,7 +61,7 @@ _WRONG_USES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; return its exit code."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -183,11 +183,11 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _doubts(is_small: bool) -> Iterator[str]:
-    """Why the times that were measured may mean little."""
+    """Return why the measured times may be unreliable."""
     if is_small:
         yield "Tiny shapes (--small): the times say nothing about the real workload."
     with contextlib.suppress(AttributeError, OSError):
-        # Our own threads are among the load; more than them is somebody else's.
+        # Our own threads are part of the load; more than them belong to other processes.
         load, cpus = os.getloadavg()[0], os.cpu_count() or 1
         if load > cpus + 0.5:
             yield f"The machine is busy (load {load:.1f} on {cpus} CPUs): times are not its best."
@@ -232,9 +232,9 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    """Needs neither the GPU nor the libraries that the step calls; see `amp_ir.vm.export`."""
+    """Compile without a GPU and without the libraries of the step; see `amp_ir.vm.export`."""
     target = with_libraries(parse_target(arguments.target), arguments.libraries)
-    # Before anything that takes long.
+    # Checked before anything that takes long.
     if target.is_cuda:
         check_architecture(target.arch)
     for option, file in (("out", arguments.out), ("state", arguments.state)):
@@ -251,7 +251,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             with spent(seconds, "amp"):
                 mod = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
         report("compiling")
-        # What runs the file looks at the indices of a batch, and computes none.
+        # The program that runs the file checks the indices of a batch on the host.
         planned = lower(mod, target=target, host_checks="batch", on_stage=seconds_by_stage(seconds))
         with spent(seconds, "vm"):
             executable = compile_executable(planned, target)
@@ -272,8 +272,8 @@ class _Measured:
 
 
 def _measure(arguments: argparse.Namespace) -> _Measured:
-    """Memory and time of the training that the command line names, beside its step in float32."""
-    # Before anything that takes long.
+    """Measure memory and time of the training on the command line, beside its float32 step."""
+    # Checked before anything that takes long.
     target = target_of(arguments.device)
     with stages() as report:
         training = _training(arguments, report)
@@ -297,7 +297,7 @@ def _machine(device: str) -> str:
 
 
 def _training(arguments: argparse.Namespace, report: Report) -> Any:
-    """The training that the command line names: a workload, or a file of the user's."""
+    """Return the training on the command line: a workload, or a file of the user's."""
     name = arguments.training
     report("building", name)
     if name in WORKLOADS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception class of amp_ir; each is also the builtin that it specialises."""
+"""Every exception class of amp_ir; each one is also the builtin that it specialises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class AmpIrError(Exception):
-    """Anything that amp_ir raises on purpose."""
+    """An error that amp_ir raises on purpose."""
 
 
 class CaptureError(AmpIrError, RuntimeError):
@@ -20,43 +20,43 @@ class UnsupportedOpError(AmpIrError, NotImplementedError):
 
 
 class RuleError(AmpIrError, ValueError):
-    """A type-hint rule is missing, doubled, or answers for the wrong number of arguments."""
+    """A type-hint rule is missing, duplicated, or returns the wrong number of hints."""
 
 
 class OptionError(AmpIrError, ValueError):
-    """An option has a value that is not among those it accepts."""
+    """An option has a value that it does not accept."""
 
 
 class ArgumentError(AmpIrError, TypeError):
-    """A step was called with arguments that do not fit what was compiled."""
+    """A step was called with arguments that do not fit the compiled program."""
 
 
 class ShapeChanged(ArgumentError):
-    """A batch tensor has another shape than the captured one; `jit` answers by compiling again."""
+    """A batch tensor has another shape than the captured one; `jit` compiles again on it."""
 
 
 class CopyError(AmpIrError, TypeError):
-    """A compiled step was to be copied or pickled; its model and optimizer can be."""
+    """A compiled step cannot be copied or pickled; its model and optimizer can."""
 
 
 class IndexOutOfRangeError(AmpIrError, IndexError):
-    """An index lies outside of the axis that it reads or writes; the step has changed nothing."""
+    """An index is out of range for the axis that it reads or writes; no state has changed."""
 
 
 class DivisionByZeroError(AmpIrError, ZeroDivisionError, RuntimeError):
-    """A step divides an integer by 0, as PyTorch refuses to; the step has changed nothing."""
+    """A step divides an integer by 0, an error in PyTorch too; no state has changed."""
 
 
 class StateError(AmpIrError, RuntimeError):
-    """The model, optimizer or scaler is no longer as the compiled step needs it."""
+    """The model, optimizer or scaler no longer fits the compiled step."""
 
 
 class StepFailedError(AmpIrError, RuntimeError):
-    """A call of a compiled step failed, or the state that such a failure left is not whole.
+    """A call of a compiled step failed, or an earlier failure left incomplete state.
 
     `call` is the kernel or library function, "" where it is not known; `location` is where the
-    user's program asks for it, `amp_ir.ir.location.Location` or None. If `is_torn`, the state is
-    neither that before the step nor that after it, and steps on it are refused until it is loaded.
+    user's program calls for it, `amp_ir.ir.location.Location` or None. If `is_torn`, the state is
+    neither that before the step nor that after it, and steps on it raise until it is loaded.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepFailedError(AmpIrError, RuntimeError):
 
 
 class OutOfMemoryError(AmpIrError, MemoryError):
-    """Memory that a step needs cannot be had; `nbytes` is how much was asked for, 0: not known."""
+    """An allocation of a step failed; `nbytes` is the requested size, 0 if unknown."""
 
     def __init__(self, message: str, nbytes: int = 0) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class OutOfMemoryError(AmpIrError, MemoryError):
 
 
 class StepOutOfMemoryError(StepFailedError, OutOfMemoryError):
-    """A call of a step could not have its memory: both kinds of error at once."""
+    """An allocation failed during a call of a step: both kinds of error at once."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class FileFormatError(AmpIrError, ValueError):
 
 
 class DeviceError(AmpIrError, RuntimeError):
-    """A device was asked for that this machine or this build does not have."""
+    """The requested device is missing on this machine or unsupported by this build."""
 
 
 class BuildError(AmpIrError, RuntimeError):
@@ -113,9 +113,9 @@ class BuildError(AmpIrError, RuntimeError):
 
 
 class BudgetError(AmpIrError, MemoryError):
-    """A step cannot be planned within the memory that it was given; the message says how little.
+    """A step does not fit in its memory budget; the message gives the least that it needs.
 
-    `least_bytes` is a budget that can be held.
+    `least_bytes` is a budget that works.
     """
 
     def __init__(self, message: str, least_bytes: int = 0) -> None:
@@ -123,12 +123,12 @@ class BudgetError(AmpIrError, MemoryError):
         self.least_bytes = least_bytes
 
 
-# Names of 0.1 -> what they are called now.
+# Old public names -> the current ones.
 _RENAMED = {"IdError": "IndexOutOfRangeError"}
 
 
 def __getattr__(name: str) -> Any:
-    """Give a class by the name that it had in the last minor version."""
+    """Return a class by a deprecated name, with a warning that names the current one."""
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

@@ -25,15 +25,15 @@ from amp_ir.ir.target import target_of
 from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
 from amp_ir.runtime.step_variants import DEFAULT_LIMIT, Recompile, StepVariants, Variant, log
 
-# A number that has changed so often is taken to change every step, and made an input.
+# A number that has changed this often becomes an input: it probably changes at every step.
 _CHANGES_TO_INPUT = 2
 
 
 class JitStep:
-    """A step that is captured, cast and compiled at its first call, and where it changes.
+    """A step that is captured, cast and compiled at its first call, and again when a guard fails.
 
-    What it was compiled to is kept: a step that changes back runs what was compiled before. Calls
-    from several threads run one after the other.
+    Compiled programs are kept: a step that changes back runs an earlier one. Calls from several
+    threads run one after the other.
     """
 
     def __init__(self, step: Callable[..., Any], **options: Any) -> None:
@@ -46,7 +46,7 @@ class JitStep:
         self._turn = ForkSafeLock("the step was running")
         self._number_changes: collections.Counter[str] = collections.Counter()
         self._changing_arguments = ChangingArguments()
-        # One for all programs: the second shape's dropout goes on where the first one's is.
+        # One for all programs: dropout continues from one shape's program to another's.
         self._random_state: torch.Tensor | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -59,7 +59,7 @@ class JitStep:
         """
         refuse_names(named)
         if captured_scalers.get() is not None:
-            # Its lock may be another thread's, which waits for the capture.
+            # Another thread, which waits for the capture, may hold its lock.
             raise ArgumentError(NESTED)
         with self._turn:
             signature, tensors = CallSignature.of(batch)
@@ -76,17 +76,17 @@ class JitStep:
 
     @property
     def recompiles(self) -> list[Recompile]:
-        """Each time the step was compiled after the first one: the reason, and the seconds."""
+        """The recompilations: the reason and the seconds of each."""
         return list(self._variants.recompiles)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the capture of `compiled` decided, one sentence each; none before the first call."""
+        """The decisions of the capture of `compiled`, one sentence each; none before a call."""
         return () if self.compiled is None else self.compiled.module.notes
 
     @property
     def last(self) -> StepRecord:
-        """As `CompiledStep.last`.
+        """`CompiledStep.last` of the program that ran last.
 
         Raises:
             StateError: the step has no loss scaler, or has not run yet.
@@ -97,15 +97,15 @@ class JitStep:
 
     @property
     def skipped(self) -> bool:
-        """As `CompiledStep.skipped`; False before the first call."""
+        """`CompiledStep.skipped` of the program that ran last; False before the first call."""
         return self.compiled is not None and self.compiled.skipped
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """As `CompiledStep.state_dict`; before the first call what was loaded, or nothing."""
+        """Return `CompiledStep.state_dict`; before the first call what was loaded, or nothing."""
         return {} if self._random_state is None else {"random_state": self._random_state.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As `CompiledStep.load_state_dict`, also before the first call."""
+        """Call `CompiledStep.load_state_dict`, also before the first call."""
         if "random_state" not in state:
             return
         if self._random_state is None:
@@ -144,7 +144,7 @@ class JitStep:
         return variant
 
     def _options(self, signature: CallSignature) -> dict[str, Any]:
-        """The options of a capture, with the numbers that it should not freeze."""
+        """Return the options of a capture, with the numbers that it should not freeze."""
         alike = self._variants.alike(signature)
         if alike is not None:
             self._number_changes.update(alike.guards.changed_numbers())
@@ -168,21 +168,21 @@ def jit(
     memory_budget: int | None = None,
     recompile_limit: int = DEFAULT_LIMIT,
 ) -> JitStep:
-    """Capture, cast and compile `step` when it is first called, and again where it changes.
+    """Capture, cast and compile `step` when it is first called, and again when a guard fails.
 
     Another shape, dtype or structure of the batch, train or eval mode, a frozen parameter, a flag:
-    each is compiled when it first comes, and kept. Python's logging tells of it: logger "amp_ir",
-    level INFO, with the reason; `train.recompiles` lists it.
+    each is compiled at its first call, and kept. Python's logger "amp_ir" reports it at level INFO,
+    with the reason; `train.recompiles` lists it.
 
     Args:
         step: as for `trace_step`, as are `model`, `optimizer` and `scaler`.
         amp_dtype: "float16", "bfloat16", or None for no casts.
         device: as for `compile`, as are `opt_level`, `rounding` and `memory_budget`.
         recompile_limit: how many programs are kept for batches of the same structure, shapes and
-            dtypes; one that is compiled more often says so once, as a warning.
+            dtypes; a step that needs more emits one warning.
 
     Raises:
-        OptionError, DeviceError, ArgumentError: at once, for what no batch could make right.
+        OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
     """
     if amp_dtype not in (None, "float16", "bfloat16", "float32"):
         raise OptionError(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture: the user's step becomes one functional FX graph. Only here is PyTorch patched."""
+"""Capture: convert the user's step to one functional FX graph. No other package patches PyTorch."""

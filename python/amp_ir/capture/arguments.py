@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a capture, checked before anything is traced; all that is wrong at once."""
+"""Checks of a capture's arguments before tracing; each error lists everything that is wrong."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def _step_faults(step: object) -> Iterator[str]:
 
 
 def _call_faults(step: Any, batch: Any) -> Iterator[str]:
-    """Whether the step can be called with as many arguments as the batch has."""
+    """Return why the step cannot be called with as many arguments as the batch has."""
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # a builtin, which cannot be asked
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(*batch)
@@ -153,7 +153,7 @@ def _model_faults(model: object) -> Iterator[str]:
 
 
 def _tensor_faults(models: list[torch.nn.Module], batch: object) -> Iterator[str]:
-    """Faults of parameters and buffers: kinds, devices, memory shared behind PyTorch's back."""
+    """Return errors of parameters and buffers: kinds, devices, sharing unknown to PyTorch."""
     owners: dict[int, tuple[str, torch.Tensor]] = {}
     devices: dict[torch.device, str] = {}
     for index, model in enumerate(models):
@@ -172,7 +172,7 @@ def _tensor_faults(models: list[torch.nn.Module], batch: object) -> Iterator[str
                 )
     leaves = pytree.tree_leaves(batch)
     for tensor in (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
-        # A batch may come from the host: the step itself then moves it to the model's GPU.
+        # A batch may be on the host: the step itself then moves it to the model's GPU.
         if tensor.device.type != "cpu":
             devices.setdefault(tensor.device, "the example batch")
     if len(devices) > 1:
@@ -213,7 +213,7 @@ def _optimizer_faults(models: list[torch.nn.Module], optimizers: list[object]) -
 
 
 def _state_faults(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[str]:
-    """Faults of gradients and of what optimizers keep."""
+    """Return errors of gradients and of optimizer state."""
     names: dict[int, str] = {}
     for index, model in enumerate(models):
         prefix = f"model{index}." if index else ""

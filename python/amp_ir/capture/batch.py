@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a step as a flat list of tensors, and its results built up again."""
+"""The arguments of a step as a flat list of tensors, and its results rebuilt from one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Arguments:
     """The structure of the captured arguments.
 
     `leaves` holds a tensor (its shape, dtype and device count) or the plain value that is frozen
-    into the graph; `paths` says in words where each leaf is. `plain` are the plain values of the
-    present call in order, and `followed` the positions of those that are read from it at each call.
+    into the graph; `paths` is the text of each leaf's position. `plain` are the plain values of the
+    current call in order, and `followed` the positions of those that each call reads.
     """
 
     spec: pytree.TreeSpec
@@ -39,7 +39,7 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> Arguments:
-        """The structure of an example."""
+        """Return the structure of an example."""
         found, spec = pytree.tree_flatten_with_path(args)
         paths = tuple("argument " + path_text(path) for path, _ in found)
         leaves = tuple(leaf for _, leaf in found)
@@ -47,7 +47,7 @@ class Arguments:
         return cls(spec, leaves, paths, plain)
 
     def take(self, plain: Sequence[Any]) -> None:
-        """Let these be the plain values of the present call."""
+        """Set the plain values of the current call."""
         if self.followed:
             self.plain[:] = plain
 
@@ -58,26 +58,26 @@ class Arguments:
 
     @property
     def tensor_paths(self) -> list[str]:
-        """Where each of the tensors is, in words."""
+        """Return the text of each tensor's position."""
         leaves = zip(self.paths, self.leaves, strict=True)
         return [path for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     @property
     def plain_paths(self) -> list[str]:
-        """Where each of the plain values is, in words."""
+        """Return the text of each plain value's position."""
         leaves = zip(self.paths, self.leaves, strict=True)
         return [path for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
 
     def with_tensors(
         self, tensors: list[torch.Tensor], plain: Sequence[Any] | None = None
     ) -> tuple[Any, ...]:
-        """The arguments with other tensors, and plain values, in the places of the example's."""
+        """Return the arguments with other tensors, and plain values, instead of the example's."""
         rest, values = iter(tensors), iter(self.plain if plain is None else plain)
         leaves = [next(rest if isinstance(x, torch.Tensor) else values) for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def flatten(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """The tensors of a call, in order.
+        """Return the tensors of a call, in order.
 
         Raises:
             ArgumentError: structure, dtype, device or a plain value differs.
@@ -114,23 +114,23 @@ class Arguments:
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """Where a leaf is among the arguments, as "0['ids'][2]"."""
+    """Return the position of a leaf among the arguments, as "0['ids'][2]"."""
     first, *rest = path
     return str(getattr(first, "idx", first)) + pytree.keystr(tuple(rest))
 
 
 def identity_of(value: Any) -> tuple[type, str]:
-    """What a plain value is: 0.0, -0.0, 0 and False differ, and a NaN is another one's equal."""
+    """Return a key of a plain value: 0.0, -0.0, 0 and False differ, and all NaN are equal."""
     return type(value), repr(value)
 
 
 def can_follow(now: Any, before: Any) -> bool:
-    """Whether a number can be read as float64 where `before` was one at the capture."""
+    """Return whether a number can be read as float64 where the capture saw `before`."""
     return type(now) is type(before) and (type(now) is float or abs(now) <= _LARGEST)
 
 
 def leaf_fault(leaf: object) -> str | None:
-    """Why a leaf of the arguments cannot be used; None where it can."""
+    """Return why a leaf of the arguments cannot be used; None where it can."""
     if not isinstance(leaf, torch.Tensor):
         if isinstance(leaf, PLAIN):
             return None
@@ -144,7 +144,7 @@ def leaf_fault(leaf: object) -> str | None:
 
 
 def faults_of(args: tuple[Any, ...], prefix: str) -> Iterator[str]:
-    """What is wrong with every leaf of the arguments, each with its place behind `prefix`."""
+    """Return what is wrong with every leaf of the arguments, each after `prefix` and position."""
     for path, leaf in pytree.tree_flatten_with_path(args)[0]:
         fault = leaf_fault(leaf)
         if fault:
@@ -156,7 +156,7 @@ def _is_numpy(value: object) -> bool:
 
 
 def structure_in_words(value: Any, name_of: Callable[[Any], str]) -> str:
-    """Nested containers in short; `name_of` gives the text of a leaf."""
+    """Describe nested containers; `name_of` gives the text of a leaf."""
     if isinstance(value, dict):
         items = (f"{key!r}: {structure_in_words(one, name_of)}" for key, one in value.items())
         return "{" + ", ".join(items) + "}"
@@ -168,14 +168,14 @@ def structure_in_words(value: Any, name_of: Callable[[Any], str]) -> str:
 
 
 def _structure(value: Any) -> str:
-    """The containers of arguments: a tensor is `Tensor`, a plain value its type."""
+    """Return the containers of arguments: a tensor is `Tensor`, a plain value its type."""
     return structure_in_words(
         value, lambda one: "Tensor" if isinstance(one, torch.Tensor) else type(one).__name__
     )
 
 
 def _difference(path: str, got: Any, expected: Any) -> str | None:
-    """What is wrong with one leaf, shapes aside."""
+    """Return what is wrong with one leaf, except its shape."""
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor):
             return f"{path} is a {type(got).__name__}, expected a tensor"
@@ -192,9 +192,9 @@ def _difference(path: str, got: Any, expected: Any) -> str | None:
 
 @attrs.frozen
 class Results:
-    """How the results of the step are built from its RESULT outputs.
+    """The structure that rebuilds the results of the step from its RESULT outputs.
 
-    `places` has an entry a leaf: the position of its tensor among the outputs, or None for a
+    `places` has an entry per leaf: the position of its tensor among the outputs, or None for a
     constant. `numbers` are the leaves that the step returned as Python floats.
     """
 
@@ -204,7 +204,7 @@ class Results:
     numbers: frozenset[int] = frozenset()
 
     def build(self, tensors: list[torch.Tensor]) -> Any:
-        """What the user's step returns."""
+        """Return what the user's step returns."""
         leaves = list(self.constants)
         for index, place in enumerate(self.places):
             if place is not None:
@@ -215,7 +215,7 @@ class Results:
 
 
 def unusable_result(leaf: Any) -> str | None:
-    """Why a leaf of the results cannot be returned by a compiled step, if so."""
+    """Return why a compiled step cannot return a leaf of the results; None where it can."""
     if isinstance(leaf, (torch.Tensor, *PLAIN)):
         return None
     kind = type(leaf).__name__

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that several processes or devices share, which a compiled step does not take part in.
+"""Training on several processes or devices, which a compiled step does not support.
 
-What `DistributedDataParallel` and its like do besides the forward pass (sums of gradients over
-processes, started by hooks of the backward pass) is no op of the step. Left out, the processes'
-models would drift apart without a word.
+Besides the forward pass, `DistributedDataParallel` and similar modules sum gradients over
+processes, in hooks of the backward pass that are no ops of the step. Without them, the processes'
+models would diverge without an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def wrapper_fault(module: torch.nn.Module) -> str | None:
-    """What is wrong with a module that shares its training; None for any other."""
+    """Return what is wrong with a module that distributes its training; None for any other."""
     names = {kind.__name__ for kind in type(module).__mro__}
     wrapper = next((name for name in _WRAPPERS if name in names), None)
     if wrapper is None:
@@ -31,7 +31,7 @@ WRAPPER_ADVICE = (
 
 
 def process_count() -> int:
-    """The processes that train together; 1 where nothing was initialised."""
+    """Return the number of processes that train together; 1 where nothing was initialised."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1
@@ -39,7 +39,7 @@ def process_count() -> int:
 
 
 def group_fault() -> str | None:
-    """What is wrong where several processes train together; None where one does."""
+    """Return what is wrong where several processes train together; None where one does."""
     count = process_count()
     if count == 1:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traced graph made functional: no op writes, composite ops are taken apart, dead code is gone.
+"""Functionalization of the traced graph: no op writes, composite ops are decomposed, no dead code.
 
 A second `make_fx` over the graph of the first; one pass cannot do both, since user code such as
 `requires_grad_` is not allowed under `functionalize`.
@@ -25,7 +25,7 @@ from amp_ir.capture.symbolic_float import FloatTape
 
 aten = torch.ops.aten
 
-# Ops that stay whole although PyTorch could take them apart: rules speak of them (design D3).
+# Fused ops that PyTorch could decompose: casting rules refer to them (design D3).
 WHOLE = frozenset(
     """
     convolution convolution_backward addmm mm bmm baddbmm
@@ -72,13 +72,13 @@ def _packet_name(op: Any) -> str:
 
 
 def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
-    """Core ATen's decompositions but for WHOLE, with those that compute with scalars followed."""
+    """Return core ATen's decompositions except of WHOLE, with followed scalars kept symbolic."""
 
     def follow(value: float) -> float:
         return tape.find(value) or value
 
     def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
-        # PyTorch's kernel takes the form that is exact at the nearer end.
+        # PyTorch's kernel uses the form that is exact at the nearer end.
         if abs(float.__add__(weight, 0.0)) < 0.5:
             return _wide(lambda a, b: a + (b - a) * follow(weight), start, end)
         return _wide(lambda a, b: b - (b - a) * (1 - follow(weight)), start, end)
@@ -130,7 +130,7 @@ def make_functional(
     tape: FloatTape,
     mode: FakeTensorMode,
 ) -> torch.fx.GraphModule:
-    """A graph of the same inputs and outputs without writes, in core ATen and WHOLE."""
+    """Return a graph of the same inputs and outputs without writes, in core ATen and WHOLE."""
 
     without_names(traced)
 
@@ -158,9 +158,9 @@ def make_functional(
 
 
 def clean(graph: torch.fx.Graph) -> None:
-    """Drop ops that only name a value again, writes back to inputs, and dead code.
+    """Drop ops that only rename a value, writes back to inputs, and dead code.
 
-    In a graph where nothing is written a copy of the same layout is the value itself.
+    In a graph without writes a copy of the same layout equals the value itself.
     """
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -177,7 +177,7 @@ def clean(graph: torch.fx.Graph) -> None:
 
 
 def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The leading arguments that are nodes."""
+    """Return the leading arguments that are nodes."""
     return [argument for argument in node.args if isinstance(argument, torch.fx.Node)]
 
 
@@ -186,7 +186,7 @@ def _value(node: torch.fx.Node) -> Any:
 
 
 def _is_plain_clone(node: torch.fx.Node) -> bool:
-    """A clone that changes the layout stays: a `view` behind it needs its strides."""
+    """Return whether a clone keeps the layout: a `view` after it may need the changed strides."""
     if node.target is not aten.clone.default:
         return False
     return bool(_value(_operands(node)[0]).stride() == _value(node).stride())
@@ -197,7 +197,7 @@ def _same_kind(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _replace_by_cast(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """`copy(target, source)` is the source, cast and expanded to the target's kind."""
+    """Replace `copy(target, source)` by the source, cast and expanded to the target's kind."""
     target, source = _operands(node)[:2]
     wanted, given = _value(target), _value(source)
     with graph.inserting_before(node), given.fake_mode:
@@ -213,9 +213,9 @@ def _replace_by_cast(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def uncompiled_graphs() -> contextlib.AbstractContextManager[None]:
-    """Graphs traced inside become Python code when they are called, which ours are not.
+    """Disable code generation for graphs traced inside: nothing calls them.
 
-    Writing and compiling the code takes a seventh of the time that capture does.
+    Writing and compiling the code takes a seventh of the time of a capture.
     """
     try:
         # Not part of PyTorch's public interface; without it, capture only takes longer.
@@ -227,7 +227,7 @@ def uncompiled_graphs() -> contextlib.AbstractContextManager[None]:
 
 
 def without_names(traced: torch.fx.GraphModule) -> None:
-    """Drop what only costs time in the second pass: other names of a value, profiling, dead code.
+    """Drop nodes that only cost time in the second pass: aliases, profiling, dead code.
 
     A detached tensor is its source wherever gradients are not recorded, writes included.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyper-parameters of optimizers: read from `param_groups` at every call, never frozen.
 
-A float in a param group (lr, weight_decay, betas, ...) is an input of the step. Everything else
-there (flags, integers, None) is frozen into the graph and watched.
+A float in a param group (lr, weight_decay, betas, ...) is an input of the step. Every other entry
+(flags, integers, None) is frozen into the graph and guarded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from amp_ir.capture.patches.thread_patches import patch_function
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.errors import StateError
 
-# Flags that choose an implementation, not a result: the plain loop is what can be traced.
+# Flags that choose an implementation, not a result: only the plain loop can be traced.
 _FOLLOWED_BY_MATH = ("sqrt", "exp", "log", "pow")
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable")
 
@@ -37,7 +37,7 @@ class HyperParameter:
     item: int | None = None
 
     def value(self) -> float:
-        """The value now.
+        """Return the current value.
 
         Raises:
             StateError: the entry is gone, or is no number any more.
@@ -55,7 +55,7 @@ class HyperParameter:
         return float(entry)
 
     def read(self) -> torch.Tensor:
-        """The value now as a new float64 tensor of shape []."""
+        """Return the current value as a new float64 tensor of shape []."""
         return torch.tensor(self.value(), dtype=torch.float64)
 
 
@@ -66,14 +66,14 @@ def _is_number(value: object) -> bool:
 
 
 def _is_input(key: str, value: object) -> bool:
-    """Floats are inputs; integers stay as they are, save a learning rate written as 1."""
+    """Return whether an entry is an input: floats, and a learning rate even if it is an integer."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     return _is_number(value) and (not isinstance(value, int) or key == "lr")
 
 
 def find_hyper_parameters(optimizers: list[torch.optim.Optimizer]) -> list[HyperParameter]:
-    """Every float of every param group, in order."""
+    """Return every float of every param group, in order."""
     found = []
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
@@ -93,9 +93,9 @@ def find_hyper_parameters(optimizers: list[torch.optim.Optimizer]) -> list[Hyper
 def frozen_options(
     optimizers: list[torch.optim.Optimizer], inputs: list[HyperParameter]
 ) -> list[dict[str, Any]]:
-    """What is frozen into the graph: the other entries of every group, its parameters by id.
+    """Return what is frozen into the graph: the other entries of every group, its parameters by id.
 
-    Entries that the optimizer has no default for are not its own: schedulers keep notes there
+    Entries that the optimizer has no default for are not its own: schedulers store values there
     (`initial_lr`), also after the capture.
     """
     dynamic = {(id(h.optimizer), h.group, h.key) for h in inputs}
@@ -113,7 +113,7 @@ def frozen_options(
 
 
 def put_symbols(inputs: list[HyperParameter], tape: FloatTape) -> Callable[[], list[str]]:
-    """Let the param groups hold symbolic floats, and choose the plain implementation.
+    """Put symbolic floats into the param groups, and choose the plain implementation.
 
     Returns:
         a function that names the entries which the step has overwritten since.
@@ -140,9 +140,9 @@ def put_symbols(inputs: list[HyperParameter], tape: FloatTape) -> Callable[[], l
 
 @contextlib.contextmanager
 def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) -> Iterator[None]:
-    """Let optimizers see step counters, and `math`'s functions, as symbolic floats.
+    """Let optimizers see step counters, and results of `math`'s functions, as symbolic floats.
 
-    `read(tensor)` makes a 0-d tensor an output of the graph as float64, and gives its position.
+    `read(tensor)` makes a 0-d tensor an output of the graph as float64, and returns its position.
     """
 
     def get_value(x: Any) -> Any:
@@ -159,7 +159,7 @@ def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) ->
 
 
 def _of_symbols(name: str, plain: Callable[..., Any], tape: FloatTape) -> Callable[..., Any]:
-    """A function of `math` that follows symbolic floats, or refuses them."""
+    """Return a function of `math` that follows symbolic floats, or rejects them."""
 
     def function(*values: Any, **named: Any) -> Any:
         if not any(isinstance(value, SymbolicFloat) for value in values):

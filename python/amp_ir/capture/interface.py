@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs and outputs of a captured graph: what is really used, under which name and role."""
+"""The inputs and outputs of a captured graph: those that are used, with their names and roles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Interface:
 
     `fresh` is the optimizer state to install before the first run: (optimizer position,
     parameter, key, tensor). `put` are the parameters whose gradients `after_step` receives, in
-    order; `kept` those whose `grad` stays or is updated in place.
+    order; `kept` those whose `grad` is unchanged or updated in place.
     """
 
     inputs: tuple[CapturedInput, ...]
@@ -93,7 +93,7 @@ class _Finishing:
         self._owners = {id(gradient): named[key] for key, gradient in state.gradients.items()}
 
     def run(self, module: torch.fx.GraphModule) -> Interface:
-        """Do it all."""
+        """Run all steps in order."""
         for node, slot in zip(self._slot_nodes, self._state.slots, strict=True):
             self._entries[node] = CapturedInput(slot.name, slot.role, self._source_of(slot))
         for index, (node, tensor) in enumerate(zip(self._batch_nodes, self._batch, strict=True)):
@@ -122,9 +122,9 @@ class _Finishing:
         )
 
     def _source_of(self, slot: Slot) -> torch.Tensor | GradientReader | DenseReader:
-        """The tensor of the slot; a gradient's is looked up at every call."""
+        """Return the tensor of the slot; a gradient's is looked up at every call."""
         if slot in self._state.outside:
-            # PyTorch takes a number of the host among tensors of a GPU.
+            # PyTorch accepts a 0-d tensor of the host among tensors of a GPU.
             devices = {one.tensor.device for one in self._state.parameters}
             is_here = not devices or slot.tensor.device in devices
             if not is_dense(slot.tensor) or (slot.tensor.dim() == 0 and not is_here):
@@ -154,7 +154,7 @@ class _Finishing:
     def _replace_scalars(
         self, read: list[torch.fx.Node], output_node: torch.fx.Node
     ) -> list[torch.fx.Node]:
-        """Make inputs of the hyper-parameters; returns the nodes of those among the results."""
+        """Convert the hyper-parameters to inputs; return the nodes of those among the results."""
         scalars = ScalarNodes(self._graph, self._tape, read, self._mode)
         names = [hyper.name for hyper in self._hypers]
         nodes = scalars.add_inputs(names, before=self._behind_state)
@@ -164,7 +164,7 @@ class _Finishing:
         return scalars.nodes_of(self._traced.symbols, before=output_node)
 
     def _changed_state(self, values: list[torch.fx.Node]) -> list[_Output]:
-        """The state that the step changes; gradients are told by what is left in `grad`."""
+        """Return the state that the step changes; a gradient is what `grad` holds at the end."""
         changed = []
         for node, value in zip(self._slot_nodes, values, strict=True):
             entry = self._entries[node]
@@ -173,7 +173,7 @@ class _Finishing:
         return changed
 
     def _gradients_left(self, values: list[torch.fx.Node]) -> list[_Output]:
-        """What is in `grad` at the end; a gradient nothing happened to is no output."""
+        """Return what `grad` holds at the end; an unchanged gradient is no output."""
         before = {self._entries[node].name: node for node in self._slot_nodes}
         left = []
         for slot, value in zip(self._traced.gradients, values, strict=True):
@@ -188,7 +188,7 @@ class _Finishing:
         return any(user.op != "output" for user in node.users)
 
     def _add_created_inputs(self) -> list[torch.fx.Node]:
-        """Placeholders (unused) for the state that the first step makes: the tensors to fill."""
+        """Add unused placeholders for the state that the first step makes: the tensors to fill."""
         nodes = []
         names = {id(slot.tensor): slot.name for slot in self._state.parameters}
         for made in self._traced.created:
@@ -204,7 +204,7 @@ class _Finishing:
         return nodes
 
     def _set_outputs(self, outputs: list[_Output]) -> None:
-        """The output tuple; a value that is an input, or stands there twice, is copied."""
+        """Set the output tuple; copy a value that is an input, or occurs twice."""
         output_node = next(iter(reversed(self._graph.nodes)))
         seen: set[torch.fx.Node] = set()
         for output in outputs:
@@ -230,7 +230,7 @@ class _Finishing:
     def _fresh(
         self, entries: tuple[CapturedInput, ...]
     ) -> tuple[tuple[int, torch.Tensor, str, torch.Tensor], ...]:
-        """The new optimizer state of every parameter that uses any of it."""
+        """Return the new optimizer state of every parameter that uses any of it."""
         used = {id(entry.tensor_or_reader) for entry in entries}
         slots = self._state.optimizer_slots
         fresh = [
@@ -244,5 +244,5 @@ class _Finishing:
 def sorted_by_graph(
     graph: torch.fx.Graph, entries: dict[torch.fx.Node, CapturedInput]
 ) -> list[tuple[torch.fx.Node, CapturedInput]]:
-    """The entries in the order of their placeholders."""
+    """Return the entries in the order of their placeholders."""
     return [(node, entries[node]) for node in list(graph.nodes) if node in entries]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the user's program an op is traced: module path, phase, source line.
+"""The location of a traced op in the user's program: module path, phase, source line.
 
-Forward: the modules being called and the innermost source line that is neither torch's nor ours.
-Backward: autograd numbers its nodes; an op of the backward pass takes the place of the forward op
+Forward: the modules being called and the innermost source line outside of torch and amp_ir.
+Backward: autograd numbers its nodes; an op of the backward pass has the location of the forward op
 that made the node. Optimizer: everything inside `Optimizer.step` and gradient clipping.
 """
 
@@ -30,7 +30,7 @@ _is_users: dict[str, bool] = {}
 
 
 def is_users_file(name: str) -> bool:
-    """Whether a source file belongs to the user (or to their model library)."""
+    """Return whether a source file belongs to the user (or to their model library)."""
     known = _is_users.get(name)
     if known is None:
         library = name.startswith(_STANDARD_LIBRARY) and "site-packages" not in name
@@ -40,7 +40,7 @@ def is_users_file(name: str) -> bool:
 
 
 def innermost_line(frame: FrameType | None) -> tuple[str, int, bool]:
-    """File and line of the innermost frame that is the user's, and whether torch clips there."""
+    """Return file and line of the user's innermost frame, and whether torch clips there."""
     is_clipping = False
     while frame is not None:
         name = frame.f_code.co_filename
@@ -52,14 +52,14 @@ def innermost_line(frame: FrameType | None) -> tuple[str, int, bool]:
 
 
 def line_of_error(trace: TracebackType | None) -> tuple[str, int]:
-    """File and line of the user's innermost frame in a traceback; ("", 0) if there is none."""
+    """Return file and line of the user's innermost frame in a traceback; ("", 0) if none."""
     lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(trace)]
     users = [(name, number) for name, number in lines if is_users_file(name)]
     return users[-1] if users else ("", 0)
 
 
 class Locator:
-    """Knows the place of the op being traced."""
+    """A tracker of the location of the op being traced."""
 
     def __init__(self, models: list[torch.nn.Module]) -> None:
         self._paths = module_paths(models)
@@ -77,7 +77,7 @@ class Locator:
 
     @contextlib.contextmanager
     def optimizing(self) -> Iterator[None]:
-        """Everything traced inside belongs to the optimizer phase."""
+        """Assign everything traced inside to the optimizer phase."""
         self._in_optimizer += 1
         try:
             yield
@@ -85,7 +85,7 @@ class Locator:
             self._in_optimizer -= 1
 
     def wrap_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A `torch.nn.Module.__call__` that keeps track of the module being called."""
+        """Return a `torch.nn.Module.__call__` that tracks the module being called."""
 
         def tracked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._modules.append(self._paths.get(id(module), self.module))
@@ -100,7 +100,7 @@ class Locator:
         return tracked
 
     def here(self) -> Location:
-        """The place of the op being dispatched now."""
+        """Return the location of the op being dispatched."""
         node = torch._C._current_autograd_node()
         if node is not None and not self._in_optimizer:
             location = self._of_backward(node)
@@ -110,7 +110,7 @@ class Locator:
         return location
 
     def of_error(self, error: BaseException) -> Location:
-        """The place of an error that the user's step raised."""
+        """Return the location of an error that the user's step raised."""
         file, line = line_of_error(error.__traceback__)
         module = self._failed_module or self.module
         return Location(module, self._phase(is_clipping=False), file, line)
@@ -125,7 +125,7 @@ class Locator:
         return "optimizer" if self._in_optimizer or is_clipping else "forward"
 
     def _of_backward(self, node: Any) -> Location:
-        """The place of the forward op that made the node; the last known one for accumulation."""
+        """Return the location of the node's forward op; for accumulation the last known one."""
         forward = self._by_sequence.get(node._sequence_nr())
         if forward is not None:
             location = attrs.evolve(forward, phase="backward")
@@ -134,7 +134,7 @@ class Locator:
 
 
 def module_paths(models: list[torch.nn.Module]) -> dict[int, str]:
-    """The path of every module by its id; the second and later models are "model1", ..."""
+    """Return the path of every module by its id; the second and later models are "model1", ..."""
     paths: dict[int, str] = {}
     for index, model in enumerate(models):
         prefix = f"model{index}" if index else ""
@@ -144,7 +144,7 @@ def module_paths(models: list[torch.nn.Module]) -> dict[int, str]:
 
 
 class NodeMarker:
-    """Writes a location on the nodes that a graph gained since the last mark."""
+    """A writer of locations on the nodes that a graph gained since the last mark."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._root = graph._root

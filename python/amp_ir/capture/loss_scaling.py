@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss scaling as ops of a captured graph, and scalers that trace as such.
 
-For the time of a capture the methods of each scaler that was passed are those of `CapturedScaler`;
-all checks of wrong uses stay those of `torch.amp.GradScaler`. `optimizer.step` then always runs,
-and `Transaction` selects what a skipped step leaves as it was.
+During a capture the methods of each scaler that was passed are those of `CapturedScaler`;
+all checks of wrong uses are those of `torch.amp.GradScaler`. `optimizer.step` then always runs,
+and `Transaction` selects the old values for a skipped step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _reference(name: str) -> Callable[..., Any]:
 
 def _all_finite(gradients: list[torch.Tensor], scale: torch.Tensor) -> Any:
     finite, norm = _reference("all_finite")(*gradients, scale)
-    return finite, norm.float()  # the reference does not round what it has of float64
+    return finite, norm.float()  # the reference implementation does not round its float64 values
 
 
 def _all_finite_types(gradients: list[torch.Tensor], scale: torch.Tensor) -> Any:
@@ -70,7 +70,7 @@ for _name, _run, _types in (
 
 
 class _ScaleLoss(torch.autograd.Function):
-    """The gradient of a scaled loss is scaled: the same op again, and again differentiable."""
+    """The op of a scaled loss; its gradient is the same op again, and differentiable again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class _ScaleLoss(torch.autograd.Function):
 
 @attrs.frozen
 class _Checked:
-    """What the check of one optimizer's gradients gave: bool[] and f32[]."""
+    """The result of the check of one optimizer's gradients: bool[] and f32[]."""
 
     found_inf: torch.Tensor
     norm: torch.Tensor
@@ -93,7 +93,7 @@ class _Checked:
 class CapturedScaler:
     """The methods that a scaler has while a step is traced.
 
-    `read(tensor)` gives the value of a 0-d tensor as a symbolic float.
+    `read(tensor)` returns the value of a 0-d tensor as a symbolic float.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CapturedScaler:
         self._stepped: set[int] = set()
 
     def install(self) -> None:
-        """Put the methods on the scaler; `state.kept` takes them off again."""
+        """Put the methods on the scaler; `state.kept` removes them."""
         vars(self._scaler).update(
             {
                 "_scale": self._scale,
@@ -132,7 +132,7 @@ class CapturedScaler:
         )
 
     def finish(self) -> None:
-        """Refuse a step that leaves the scaler in the middle of an iteration."""
+        """Reject a step that ends in the middle of a scaler's iteration."""
         if self._checked:
             begun = "scaler.step" if self._stepped else "scaler.unscale_"
             missing = "scaler.update()" if self._stepped else "scaler.step and scaler.update()"
@@ -144,7 +144,7 @@ class CapturedScaler:
             )
 
     def scale(self, outputs: Any) -> Any:
-        """`GradScaler.scale`: a tensor, or an iterable of tensors."""
+        """Replace `GradScaler.scale`, for a tensor or an iterable of tensors."""
         if isinstance(outputs, torch.Tensor):
             return _ScaleLoss.apply(outputs, self._scale)
         if isinstance(outputs, Iterable):
@@ -153,7 +153,7 @@ class CapturedScaler:
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     def get_scale(self) -> Any:
-        """The scale as a float that later Python arithmetic is followed on."""
+        """Return the scale as a float on which later Python arithmetic is followed."""
         return self._read(self._scale)
 
     def unscale_gradients(
@@ -186,14 +186,14 @@ class CapturedScaler:
     def step_unless_found(
         self, optimizer: torch.optim.Optimizer, _state: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Step, and select back all that the optimizer owns where a gradient is not finite."""
+        """Step, and select the optimizer's old tensors where a gradient is not finite."""
         self._stepped.add(id(optimizer))
         found = self._checked[id(optimizer)].found_inf
         with self._locator.optimizing(), self._transaction.of_optimizer(optimizer, found):
             optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """End the iteration: the next scale, and what else a skipped step leaves as it was."""
+        """End the iteration: compute the next scale, and select old tensors for a skipped step."""
         checked = list(self._checked.values())
         with torch.no_grad(), self._locator.optimizing():
             if checked:
@@ -216,7 +216,7 @@ class CapturedScaler:
         torch.amp.GradScaler.update(self._scaler, new_scale)
 
     def _skipped(self) -> torch.Tensor:
-        """Whether an optimizer was not stepped: one that the user stepped himself always is."""
+        """Return whether an optimizer was skipped; one that the user stepped directly never is."""
         found = [one.found_inf for key, one in self._checked.items() if key in self._stepped]
         none = torch.zeros((), dtype=torch.bool, device=self._scale.device)
         return _any(found) if found else none

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a capture decided, in words for the user."""
+"""The decisions of a capture, as sentences for the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST = 5
 
 
 def number_notes(followed: frozenset[str], unfollowed: frozenset[str]) -> tuple[str, ...]:
-    """What became of the numbers that were to be inputs."""
+    """Return the outcome for each number that was to be an input."""
     notes = []
     if followed:
         notes.append(f"Python numbers that are read at every call: {', '.join(sorted(followed))}.")
@@ -30,7 +30,7 @@ def number_notes(followed: frozenset[str], unfollowed: frozenset[str]) -> tuple[
 def capture_notes(
     graph: torch.fx.GraphModule, state: State, interface: Interface, followed: frozenset[str]
 ) -> tuple[str, ...]:
-    """One sentence a decision; nothing about what goes without saying.
+    """Return one sentence per decision; nothing about the default case.
 
     `followed` are the names of the inputs that are no hyper-parameters but Python numbers.
     """

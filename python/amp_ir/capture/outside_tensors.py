@@ -2,8 +2,8 @@
 """Tensors that a step reaches outside of models, optimizers and batch: inputs, read at every call.
 
 A frozen teacher, class weights, a mask of a closure. In the traced graph each is a constant, the
-user's own tensor; here it becomes one more input by reference, so that what is written to it
-between calls is seen. Tensors that the step itself makes (`torch.tensor([1.0])`) stay constants.
+user's own tensor; this module makes it one more input by reference, so that the step sees writes
+between calls. Tensors that the step itself makes (`torch.tensor([1.0])`) stay constants.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Names = Mapping[int, tuple[torch.Tensor, Callable[[], str]]]
 
 @attrs.frozen(eq=False)
 class DenseReader:
-    """Reads a tensor as kernels take it, whose own memory they cannot."""
+    """A reader that copies a tensor whose memory kernels cannot read directly."""
 
     tensor: torch.Tensor
 
     def __call__(self) -> torch.Tensor:
-        """The values now, dense and aligned."""
+        """Return the current values, dense and aligned."""
         dense = self.tensor.detach().contiguous()
         return dense.clone() if dense.data_ptr() % ALIGNMENT_BYTES else dense
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether kernels can read a tensor where it is."""
+    """Return whether kernels can read a tensor at its own memory."""
     return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
@@ -88,7 +88,7 @@ def lift_outside_tensors(
 
 
 def _constants(module: torch.fx.GraphModule) -> list[tuple[torch.Tensor, list[torch.fx.Node]]]:
-    """The user's tensors among the constants, with the nodes that name them."""
+    """Return the user's tensors among the constants, with the nodes that name them."""
     found: dict[int, tuple[torch.Tensor, list[torch.fx.Node]]] = {}
     for node in module.graph.nodes:
         if node.op != "get_attr":
@@ -132,7 +132,7 @@ def _refuse_part(findings: Findings, tensor: torch.Tensor, slot: Slot, node: tor
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two tensors share that are the same memory seen in the same way."""
+    """Return a key that is equal for two tensors with the same memory and layout."""
     if not tensor.numel():
         return (id(tensor),)
     return (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two modes under which the user's step is traced.
 
-`Recorder` sees every ATen op: it marks the new graph nodes with their place, and answers the few
+`Recorder` sees every ATen op: it marks the new graph nodes with their location, and handles the few
 ops that need care. `Substitution` sees every call of the torch API: a parameter that the step
-reaches through a reference of its own (a list made beforehand, a closure) becomes its fake there.
+reaches through its own reference (a list made beforehand, a closure) is replaced by its fake there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"
 )
 _VALUES = "makes a shape or a branch depend on the data"
-# (what an op does, what to do) where the usual words would mislead.
+# (what an op does, what to do) where the default message would mislead.
 _OF_OPS: dict[Any, tuple[str, str]] = {
     aten._ctc_loss: (
         "has no compiled form: its recursion is as long as the batch's sequences",
@@ -62,7 +62,7 @@ _READ_TEXT = f"{_READ} reads a tensor's value in Python (.item(), float(), bool(
 
 
 class Recorder(TorchDispatchMode):
-    """Marks every op with its place; refuses reads of values and writes to tensors outside."""
+    """A mode that marks every op with its location, and rejects reads of values, outside writes."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _DEVICE:
-            # PyTorch asks for it twice an op; the modes below would answer the same.
+            # PyTorch asks for it twice per op; the modes below would return the same.
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if is_foreach(func):
             with self:
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
                 self._observer.note_read(args[0])
         self._check_writes(func, args, kwargs)
         if func is aten.native_batch_norm.default:
-            # It updates its running statistics in training, and its schema does not say so.
+            # It updates its running statistics in training, which its schema does not declare.
             self._check_targets(func, [one for one in args[3:5] if one is not None and args[5]])
         try:
             out = self._traced(func, args, kwargs)
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the op gives, with its nodes written."""
+        """Run the op, and mark its nodes."""
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _read(self, tensor: torch.Tensor) -> int | float | bool:
-        """Note the read and go on with 1, to find the other places too."""
+        """Record the read and continue with 1, to find the other places too."""
         location = self._locator.here()
         self._findings.add(_READ_TEXT, location, _READ_ADVICE)
         self._reads += 1
@@ -203,7 +203,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
-    """Whether the value is a constant of the step (made by torch.tensor, or not ours at all)."""
+    """Return whether the value is a constant of the step (of torch.tensor, or not traced)."""
     return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
@@ -217,7 +217,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """`native_batch_norm` with its undeclared update of the running statistics made visible."""
+    """Run `native_batch_norm` with its undeclared update of the running statistics made visible."""
     if not training or running_mean is None or running_var is None:
         return aten.native_batch_norm.default(
             x, weight, bias, running_mean, running_var, training, momentum, eps
@@ -244,10 +244,10 @@ _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 
 
 class GradientWatch:
-    """Whether the gradients that a parameter has before the step make a difference to it.
+    """A record of whether a parameter's gradient from before the step affects the step.
 
-    They do when the step looks at one (`optimizer.step`, clipping, `backward` adds to it) before
-    it is replaced or cleared.
+    It does when the step reads it (`optimizer.step`, clipping, `backward` adds to it) before it is
+    replaced or cleared.
     """
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
@@ -258,19 +258,19 @@ class GradientWatch:
         self._clearing = 0
 
     def looked_at(self, tensor: object) -> None:
-        """The step reads `tensor.grad`."""
+        """Record that the step reads `tensor.grad`."""
         key = id(tensor)
         if key in self._known and key not in self._settled and not self._clearing:
             self.observed.add(key)
 
     def replaced(self, tensor: object) -> None:
-        """The step sets `tensor.grad`."""
+        """Record that the step sets `tensor.grad`."""
         if id(tensor) not in self.observed:
             self._settled.add(id(tensor))
 
     @contextlib.contextmanager
     def clearing_of(self, owner: torch.nn.Module | torch.optim.Optimizer) -> Iterator[None]:
-        """`owner.zero_grad` runs: it looks at gradients only to drop them."""
+        """Record that `owner.zero_grad` runs: it reads gradients only to drop them."""
         self._clearing += 1
         try:
             yield
@@ -284,14 +284,14 @@ class GradientWatch:
             self.replaced(parameter)
 
     def accumulated(self) -> None:
-        """A backward pass has added to the gradients."""
+        """Record that a backward pass has added to the gradients."""
         for parameter in self._parameters:
             if parameter.grad is not None and id(parameter) not in self._settled:
                 self.observed.add(id(parameter))
 
 
 class Substitution(TorchFunctionMode):
-    """Replaces the user's own tensors by their fakes, and watches gradients."""
+    """A mode that replaces the user's own tensors by their fakes, and watches gradients."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ def _dropout(
     training: bool = True,  # noqa: FBT001, FBT002 - torch's own signature
     inplace: bool = False,  # noqa: FBT001, FBT002
 ) -> torch.Tensor:
-    """Dropout as one op on every device; ATen on a CPU spells it out."""
+    """Run dropout as one op on every device; ATen decomposes it on a CPU."""
     if inplace or not training or not 0.0 < p < 1.0:
         return torch.nn.functional.dropout(x, p, training, inplace)
     return torch.native_dropout(x, p, True)[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a capture refuses: findings are collected while tracing goes on, and raised together."""
+"""Diagnostics of a capture: collected during tracing, and raised together."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ _MOST_SHOWN = 20
 
 @attrs.frozen
 class Finding:
-    """One thing that a compiled step could not do, where it stands and what to do about it."""
+    """One thing that a compiled step cannot do, its location, and what to do about it."""
 
     what: str
     location: Location
     advice: str
 
     def __str__(self) -> str:
-        """One line of the error."""
+        """Return one line of the error."""
         return f"{self.location}: {self.what}. {self.advice}"
 
 
 class Findings:
-    """The findings of one capture, each place once."""
+    """The diagnostics of one capture, each location once."""
 
     def __init__(self) -> None:
         self._found: dict[Finding, None] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything was found."""
+        """Return whether there are diagnostics."""
         return bool(self._found)
 
     def __len__(self) -> int:
-        """The number of different findings."""
+        """Return the number of different diagnostics."""
         return len(self._found)
 
     def add(self, what: str, location: Location, advice: str) -> None:
-        """Note one more place; the same place twice counts once."""
+        """Add a diagnostic; the same one twice counts once."""
         self._found.setdefault(Finding(what, location, advice))
 
     def error(self) -> CaptureError:
-        """The error that lists all of them, in the order of the step."""
+        """Return the error that lists all of them, in the order of the step."""
         found = list(self._found)
         lines = [f"  {number}. {finding}" for number, finding in enumerate(found, 1)]
         if len(lines) > _MOST_SHOWN:
@@ -53,7 +53,7 @@ class Findings:
 
 
 class TracingStopped(Exception):
-    """Tracing cannot go on after a finding; never leaves the capture."""
+    """Tracing cannot continue after a diagnostic; never leaves the capture."""
 
 
 class UnfitCall(Exception):

@@ -2,12 +2,12 @@
 """Ops that a trace has seen before, with arguments of the same kinds.
 
 A step repeats itself: its layers, or the time steps of a recurrence, call the same ops with tensors
-of the same shapes. What PyTorch finds out about an op when it is traced (into which node it goes,
-what its results are) depends on the kinds of its arguments alone. So the first call goes the long
-way, through PyTorch's two modes, and its repetitions get a node and fake tensors as the first did.
+of the same shapes. The result of tracing an op (its node, and the properties of its results)
+depends on the kinds of its arguments alone. So only the first call goes through PyTorch's two
+modes, and its repetitions get a node and fake tensors like those of the first.
 
-Two ops are known better. `select` along a dimension gives views that differ only by where they
-begin, so that the steps of a sequence are repetitions too. A detached tensor is its source in a
+Two ops have special cases. `select` along a dimension gives views that differ only by their memory
+offset, so that the steps of a sequence are repetitions too. A detached tensor is its source in a
 graph that records no gradients: it gets no node at all.
 """
 
@@ -34,7 +34,7 @@ try:
 except (ImportError, AttributeError):
     _is_possible = False
 
-# Arguments that are what they are, whatever tensors they stand beside.
+# Arguments whose meaning does not depend on the tensors beside them.
 _PLAIN = (
     bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -45,18 +45,18 @@ Kind = tuple[Any, ...]
 
 
 def kind_of(tensor: FakeTensor, *, has_views: bool) -> Kind:
-    """What an op's results may depend on, besides values: only views depend on where it begins."""
+    """Return the properties that an op's results may depend on; only views depend on offsets."""
     offset = tensor.storage_offset() if has_views else 0
     return (tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.fake_device)
 
 
 def has_kind(tensor: torch.Tensor) -> bool:
-    """Whether `kind_of` tells all about a tensor: it is strided, real, and no lazy negation."""
+    """Return whether `kind_of` describes a tensor fully: strided, real, no lazy negation."""
     return tensor.layout is torch.strided and not (tensor.dtype.is_complex or tensor.is_neg())
 
 
 def key_of_plain(value: Any) -> Any:
-    """What tells a plain argument from others (1, 1.0 and True are equal); None for a tensor."""
+    """Return a key of a plain argument (1, 1.0 and True are equal); None for a tensor."""
     kind = type(value)
     if kind is float:
         return (kind, value, math.copysign(1.0, value))
@@ -66,7 +66,7 @@ def key_of_plain(value: Any) -> Any:
 def fake_of_kind(
     mode: FakeTensorMode, kind: Kind, storage: torch.UntypedStorage | None
 ) -> FakeTensor:
-    """A fake tensor of a kind, in this memory or in new memory."""
+    """Return a fake tensor of a kind, in this memory or in new memory."""
     dtype, shape, stride, offset, device = kind
     with in_kernel_invocation_manager(mode):
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -76,7 +76,7 @@ def fake_of_kind(
 
 
 def begin_of_selected(func: Any, args: Sequence[Any], tensor: torch.Tensor) -> int | None:
-    """Where in its memory `select(tensor, dim, index)` begins; None if `func` is another op."""
+    """Return the memory offset of `select(tensor, dim, index)`; None if `func` is another op."""
     if (
         func is not _SELECT
         or len(args) != 3
@@ -92,7 +92,7 @@ def begin_of_selected(func: Any, args: Sequence[Any], tensor: torch.Tensor) -> i
 
 @attrs.frozen(eq=False)
 class _Result:
-    """One tensor that an op gives; `shares` is the tensor argument whose memory it is in.
+    """One result tensor of an op; `shares` is the tensor argument whose memory it uses.
 
     `is_argument`: it is that argument, written in place.
     """
@@ -105,7 +105,7 @@ class _Result:
 
 @attrs.frozen(eq=False)
 class _Known:
-    """What an op became: its node, and behind it one a result where it gives several."""
+    """The outcome of an op: its node, and a getitem node per result where it has several."""
 
     name: str
     results: tuple[_Result, ...]
@@ -117,7 +117,7 @@ class _Known:
 class Call:
     """A call that may be a repetition: its key, and its tensors in order.
 
-    `begin`: where the result begins in its memory, if the key does not tell.
+    `begin`: the memory offset of the result, if the key does not contain it.
     """
 
     has_views: bool
@@ -140,7 +140,7 @@ class RepeatedOps:
         self._has_views: dict[Any, bool] = {}
 
     def begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-        """The call, if it is one of those whose results depend on kinds alone."""
+        """Return the call, if it is one of those whose results depend on kinds alone."""
         usual = self._usual.get(func)
         if usual is None:
             usual = self._usual[func] = _is_possible and _is_usual(func)
@@ -162,7 +162,7 @@ class RepeatedOps:
         return call
 
     def _add(self, call: Call, parts: list[Any], value: Any) -> bool:
-        """Add an argument to the key; whether that is possible."""
+        """Add an argument to the key; return whether that is possible."""
         if isinstance(value, torch.Tensor):
             if type(value) is not FakeTensor or value.constant is not None:
                 return False
@@ -183,7 +183,7 @@ class RepeatedOps:
         return key is not None
 
     def renamed(self, func: Any, args: Sequence[Any]) -> FakeTensor | None:
-        """A detached tensor, which the graph knows as its source; None for another op."""
+        """Return a detached tensor, whose graph node is that of its source; None for another op."""
         if func is not _DETACH or not _is_possible:
             return None
         (source,) = args
@@ -198,7 +198,7 @@ class RepeatedOps:
         return made
 
     def repeat(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        """The results of a call like one before, with new nodes; None if there was none."""
+        """Return the results of a call like an earlier one, with new nodes; None if none was."""
         known = self._known.get(call.key)
         if known is None:
             return None
@@ -236,7 +236,7 @@ class RepeatedOps:
         _set_slot(tensor, self._tracer, _Slot(torch.fx.Proxy(node, self._tracer), None))
 
     def learn(self, call: Call, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note what a call that went the long way became, if it is what a repetition makes."""
+        """Record the outcome of a traced call, if a repetition can reproduce it."""
         written: list[torch.fx.Node] = []
         at = call.before.next
         while at is not self._graph._root:
@@ -263,7 +263,7 @@ class RepeatedOps:
         written: list[torch.fx.Node],
         count: int,
     ) -> bool:
-        """Whether `repeat` would have written the same nodes."""
+        """Return whether `repeat` would have written the same nodes."""
         node, *items = written
         if node.target is not func or (len(items) != count if items else count > 1):
             return False
@@ -280,7 +280,7 @@ class RepeatedOps:
         )
 
     def _result(self, call: Call, out: Any, val: torch.Tensor) -> _Result | None:
-        """What is needed to make such a tensor again; None where that would not be enough."""
+        """Return what is needed to make such a tensor again; None where that is not enough."""
         if type(out) is not FakeTensor or out.constant is not None:
             return None
         if not has_kind(out):
@@ -298,7 +298,7 @@ class RepeatedOps:
 
 
 def _with_nodes(value: Any, nodes: Iterator[torch.fx.Node]) -> Any:
-    """An argument as a node has it: a node for each tensor."""
+    """Return an argument as a node stores it: a node for each tensor."""
     if isinstance(value, torch.Tensor):
         return next(nodes)
     if type(value) in (list, tuple):
@@ -307,13 +307,13 @@ def _with_nodes(value: Any, nodes: Iterator[torch.fx.Node]) -> Any:
 
 
 def has_views(func: Any) -> bool:
-    """Whether results may be views of arguments; an in-place op's result is its argument."""
+    """Return whether results may be views of arguments; an in-place op's result is its argument."""
     returned = (one.alias_info for one in func._schema.returns)
     return any(alias is not None and not alias.is_write for alias in returned)
 
 
 def _is_usual(func: Any) -> bool:
-    """Whether an op's results follow from its arguments' kinds; it may write its first argument."""
+    """Return whether kinds of arguments determine the results; the op may write its first one."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     if _DEPENDS_ON_VALUES & set(func.tags):

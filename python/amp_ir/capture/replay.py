@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traced graph run a second time, op by op, under `functionalize` and the decompositions.
+"""The second run of the traced graph, op by op, under `functionalize` and the decompositions.
 
 Most ops of a step read tensors that nothing writes to, and an op with arguments of the same kinds
-becomes the same few nodes each time. So the first such call is traced, and its repetitions are
-copies of what it became. Calls that write, and calls whose tensors share memory with something that
-is written later, are always traced.
+becomes the same few nodes each time. So the first such call is traced, and its repetitions copy
+its nodes. Calls that write, and calls whose tensors share memory with a tensor that is written
+later, are always traced.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Value:
 
 @attrs.frozen(eq=False)
 class _Template:
-    """The nodes that a call became, where its arguments' nodes stood, and those of its results."""
+    """The nodes of a call, with placeholders for its arguments' nodes, and its results' nodes."""
 
     nodes: tuple[torch.fx.Node, ...]
     arguments: dict[torch.fx.Node, int]
@@ -71,7 +71,7 @@ class _Template:
 
 
 class Replay(torch.fx.Interpreter):
-    """Runs a graph op by op; the nodes that an op becomes inherit its place."""
+    """A runner of a graph op by op; the nodes of a decomposed op inherit its location."""
 
     def __init__(self, traced: torch.fx.GraphModule) -> None:
         super().__init__(traced, garbage_collect_values=True)
@@ -88,7 +88,7 @@ class Replay(torch.fx.Interpreter):
         self._templates: dict[tuple[Any, ...], _Template] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Run one node, or copy what one like it became."""
+        """Run one node, or copy the nodes of an equal one."""
         out = self._run(n)
         if n in self._written:
             self._now[self._written[n]] = out
@@ -126,7 +126,7 @@ class Replay(torch.fx.Interpreter):
         return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A constant as functionalize has its own tensors: what is computed from it may be written.
+        """Return a constant wrapped by functionalize: values computed from it may be written.
 
         Ops with plain tensors alone do not pass through functionalize, and would stay in place.
         """
@@ -134,7 +134,7 @@ class Replay(torch.fx.Interpreter):
         return aten.lift_fresh.default(value) if isinstance(value, torch.Tensor) else value
 
     def _strided(self, n: torch.fx.Node) -> torch.Tensor | None:
-        """`as_strided` by views that no longer speak of the layout, which may have changed."""
+        """Replace `as_strided` by views that do not depend on the layout, which may differ now."""
         source, *geometry = n.args
         assert isinstance(source, torch.fx.Node)
         as_views: Any = strided
@@ -144,11 +144,11 @@ class Replay(torch.fx.Interpreter):
         return out
 
     def _value(self, n: Any) -> Any:
-        """What a node of the old graph is now."""
+        """Return the new value of a node of the old graph."""
         return self._now[self._written[n]] if n in self._written else self.env[n]
 
     def _key_of(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], list[torch.fx.Node]] | None:
-        """What tells the call from others, and the new graph's nodes of its tensors."""
+        """Return the key of a call, and the new graph's nodes of its tensors."""
         parts: list[Any] = [n.target]
         tensors: list[torch.fx.Node] = []
         keeps_place = has_views(n.target)
@@ -180,11 +180,11 @@ class Replay(torch.fx.Interpreter):
         return (tuple(parts), tensors) if tensors else None
 
     def _begin(self, n: torch.fx.Node, tensors: list[torch.fx.Node]) -> int | None:
-        """Where in its memory the result begins, if the key does not tell."""
+        """Return the memory offset of the result, if the key does not contain it."""
         return begin_of_selected(n.target, n.args, tensors[0].meta["val"]) if tensors else None
 
     def _node_of(self, value: Any) -> torch.fx.Node | None:
-        """The new graph's node of a value of this run; None where it has none of its own."""
+        """Return the new graph's node of a value of this run; None where it has none of its own."""
         if type(value) is _Value:
             return value.node
         if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
@@ -221,7 +221,7 @@ class Replay(torch.fx.Interpreter):
         before: torch.fx.Node,
         out: Any,
     ) -> None:
-        """Note what a call became, where copies of it would be the same."""
+        """Record the nodes of a call, where copies of them would be the same."""
         nodes = tuple(_nodes_behind(before, self._new._root))
         arguments = {node: k for k, node in enumerate(tensors)}
         known = set(nodes) | set(arguments)
@@ -238,7 +238,7 @@ class Replay(torch.fx.Interpreter):
         self._templates[key] = _Template(nodes, arguments, results)
 
     def _results(self, out: Any) -> Any:
-        """The node of a result, or a sequence of those of several; None where one has none."""
+        """Return the node of a result, or a sequence of those of several; None for no node."""
         if type(out) in (list, tuple):
             nodes = [self._node_of(item) for item in out]
             return None if None in nodes else type(out)(nodes)
@@ -256,7 +256,7 @@ class Replay(torch.fx.Interpreter):
     def _selected(
         self, template: _Template, n: torch.fx.Node, source: torch.fx.Node, begin: int
     ) -> _Value:
-        """A call of `select` like one before, with its own index."""
+        """Copy a call of `select` with another index."""
         (node,) = template.nodes
         copy = self._new.create_node(
             "call_function", n.target, (source, *n.args[1:]), {}, node.name
@@ -275,15 +275,15 @@ class Replay(torch.fx.Interpreter):
 
 
 def _told_apart_by(n: torch.fx.Node) -> tuple[Any, ...]:
-    """The arguments that tell a call from others: all, but for the index of `select`.
+    """Return the arguments that distinguish a call: all but the index of `select`.
 
-    The call was made in the first pass, so that the index is one.
+    The call was made in the first pass, so the index is valid.
     """
     return n.args[:2] if n.target is aten.select.int and len(n.args) == 3 else n.args
 
 
 def _is_same_call(nodes: tuple[torch.fx.Node, ...], n: torch.fx.Node) -> bool:
-    """Whether a call became itself."""
+    """Return whether the nodes of a call are the call itself."""
     return len(nodes) == 1 and nodes[0].target is n.target and nodes[0].args[1:] == n.args[1:]
 
 
@@ -295,12 +295,12 @@ def _nodes_behind(before: torch.fx.Node, root: torch.fx.Node) -> Iterator[torch.
 
 
 class SharedMemory:
-    """Which tensors of a graph may share memory, and what is written when.
+    """The tensors of a graph that may share memory, and the order of writes to them.
 
     Tensors that may share memory are of one family: ops say in their schemas what their results
-    alias. A family has one whole tensor, under several names after in-place ops, and views of it.
-    It is orderly if all writes are to the whole tensor, and no view that was made before a write is
-    read after it: then a write is a new value of the whole, and views are values like others.
+    alias. A family has one base tensor, with several names after in-place ops, and views of it.
+    It is orderly if all writes are to the base tensor, and no view that was made before a write is
+    read after it: then a write is a new value of the base, and views are ordinary values.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
@@ -320,7 +320,7 @@ class SharedMemory:
         self._families_in_disorder |= set(self._families_of_late_views())
 
     def orderly_calls(self) -> set[torch.fx.Node]:
-        """The calls of ATen's ops that touch orderly families only."""
+        """Return the calls of ATen's ops that touch orderly families only."""
         return {
             node
             for node in self._position
@@ -334,7 +334,7 @@ class SharedMemory:
         }
 
     def written_wholes(self) -> dict[torch.fx.Node, torch.fx.Node]:
-        """The names of whole tensors of orderly families that are written, with the family."""
+        """Return the names of written base tensors of orderly families, with the family."""
         return {
             node: family
             for node in self._wholes
@@ -359,7 +359,7 @@ class SharedMemory:
                     yield self._family(node)
 
     def _add(self, node: torch.fx.Node) -> None:
-        """Note what a node aliases and writes."""
+        """Record what a node aliases and writes."""
         if node.op == "output":
             return
         sources, written = self._aliased_and_written(node)
@@ -383,7 +383,7 @@ class SharedMemory:
             first = self._items.setdefault((source, node.args[1]), node)
             if first is not node:
                 return [first], []
-            # The items of a sequence of new tensors are tensors of their own.
+            # The items of a sequence of new tensors do not alias each other.
             return ([] if source in self._wholes else [source]), []
         if not isinstance(node.target, torch._ops.OpOverload):
             self._disorderly += [node, *node.all_input_nodes]
@@ -400,7 +400,7 @@ class SharedMemory:
 
 
 def _is_described(target: Any) -> bool:
-    """Whether the op says what it writes and aliases, and depends on no value."""
+    """Return whether the op declares what it writes and aliases, and depends on no value."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     return torch.Tag.data_dependent_output not in target.tags

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalars of a graph that stand for symbolic floats, replaced by nodes that compute them."""
+"""Scalars of a graph that represent symbolic floats, replaced by nodes that compute them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BINARY_OPS = {
 
 
 class ScalarNodes:
-    """Makes float64 nodes of shape [] for expressions, each expression once.
+    """A builder of float64 nodes of shape [] for expressions, each expression once.
 
     `read` are the nodes (f64[]) of the tensors whose values the step computed with.
     """
@@ -53,7 +53,7 @@ class ScalarNodes:
             self._value = torch.empty((), dtype=torch.float64)
 
     def add_inputs(self, names: Iterable[str], *, before: torch.fx.Node) -> list[torch.fx.Node]:
-        """A placeholder for each hyper-parameter."""
+        """Add a placeholder for each hyper-parameter."""
         with self._graph.inserting_before(before):
             for name in names:
                 node = self._graph.placeholder(re.sub(r"\W", "_", name))
@@ -61,14 +61,14 @@ class ScalarNodes:
         return self._inputs
 
     def replace_all(self) -> None:
-        """Replace every scalar of the graph that stands for a symbolic float."""
+        """Replace every scalar of the graph that represents a symbolic float."""
         for node in list(self._graph.nodes):
             if node.op == "call_function" and self._has_symbol((node.args, node.kwargs)):
                 node.args = tuple(self._replaced(value, node) for value in node.args)
                 node.kwargs = {k: self._replaced(v, node) for k, v in node.kwargs.items()}
 
     def nodes_of(self, symbols: list[SymbolicFloat], before: torch.fx.Node) -> list[torch.fx.Node]:
-        """The nodes of symbolic floats that are results."""
+        """Return the nodes of symbolic floats that are results."""
         return [self._node(symbol.expression, before) for symbol in symbols]
 
     def _has_symbol(self, value: Any) -> bool:
@@ -88,7 +88,7 @@ class ScalarNodes:
         return self._as_wide_as(user, node)
 
     def _as_wide_as(self, user: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
-        """A float64 operand would widen a result of shape []; a Python float does not."""
+        """Cast a float64 operand of shape [] so that, as a Python float, it widens no result."""
         result = user.meta.get("val")
         if not isinstance(result, torch.Tensor) or result.dim() > 0:
             return node
@@ -121,7 +121,7 @@ class ScalarNodes:
     def _call_of(
         self, expression: Expression, before: torch.fx.Node
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The op, its arguments and options; a constant on the right stays a plain scalar."""
+        """Return the op, its arguments and options; a constant on the right stays a scalar."""
         if expression.op == "constant":
             return aten.full.default, ([], expression.args[0]), {"dtype": torch.float64}
         first = self._node(expression.args[0], before)

@@ -11,12 +11,12 @@ from amp_ir.capture.state import ScalerSlots, Slot
 from amp_ir.ir.step_log import StepLog
 from amp_ir.ir.step_module import Role
 
-# Where a scaler keeps its log; torch's own scalers get one too.
+# The attribute of a scaler's log; torch's own scalers get one too.
 LOG_KEY = "_amp_ir_log"
 
 
 def find_scaler_state(scalers: list[Any], device: torch.device) -> list[ScalerSlots]:
-    """The slots of each scaler; tensors that PyTorch makes at the first use are made here."""
+    """Return the slots of each scaler; make the tensors that PyTorch makes at the first use."""
     return [_slots_of(scaler, f"scaler{index}", device) for index, scaler in enumerate(scalers)]
 
 

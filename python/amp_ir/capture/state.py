@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a step works on: found, named, replaced by fakes for a capture, put back.
+"""The tensors that a step works on: found, named, replaced by fakes for a capture, restored.
 
 The user's tensors are never written: the model's and the optimizer's dictionaries hold fakes
-while the step is traced, and get back their contents afterwards, whatever happened.
+while the step is traced, and their contents are restored afterwards, whatever happened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from amp_ir.ir.unusable_tensors import fault_of
 
 @attrs.define(eq=False)
 class Slot:
-    """One tensor of the state, and the fake that stands for it while the step is traced."""
+    """One tensor of the state, and the fake that replaces it while the step is traced."""
 
     name: str
     role: Role
@@ -37,13 +37,13 @@ class Slot:
 
 @attrs.frozen(eq=False)
 class GradientReader:
-    """Gives the gradient that a parameter has now: another tensor after every `zero_grad`."""
+    """A reader of a parameter's current gradient: another tensor after every `zero_grad`."""
 
     name: str
     parameter: torch.Tensor
 
     def __call__(self) -> torch.Tensor:
-        """The gradient.
+        """Return the gradient.
 
         Raises:
             StateError: there is none, or its memory does not hold its values.
@@ -73,7 +73,7 @@ class ScalerSlots:
 
     @property
     def all(self) -> list[Slot]:
-        """The slots in the order of the graph's inputs."""
+        """Return the slots in the order of the graph's inputs."""
         return [self.scale, self.growth_tracker, self.hysteresis_tracker, self.ring, self.counts]
 
 
@@ -100,7 +100,7 @@ class State:
 
     @property
     def slots(self) -> list[Slot]:
-        """All slots in the order of the graph's inputs."""
+        """Return all slots in the order of the graph's inputs."""
         owned = [slot for slots in self.optimizer_slots.values() for slot in slots.values()]
         scaling = [slot for scaler in self.scalers for slot in scaler.all]
         return [
@@ -159,7 +159,7 @@ def _find_optimizer_state(
 def initial_state(
     optimizer: torch.optim.Optimizer,
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """The state that the optimizer would make for parameters that have none, as new tensors.
+    """Return the state that the optimizer would make for parameters that have none, as new tensors.
 
     PyTorch's optimizers make it in `_init_group` (SGD: in `step`, as a copy of the first gradient,
     which is momentum over zeros unless gradients are damped). Others make none here.
@@ -185,10 +185,10 @@ def initial_state(
 
 
 def move_counters(optimizers: list[torch.optim.Optimizer]) -> int:
-    """Move step counters of parameters on a GPU there; returns how many were elsewhere.
+    """Move step counters of parameters on a GPU there; return how many were elsewhere.
 
     PyTorch's loops keep the counter of such a parameter on the host unless the optimizer is fused
-    or capturable; a step on the GPU advances it there. Eager steps go on working: they read it.
+    or capturable; a step on the GPU advances it there. Eager steps still work: they read it.
     """
     moved = 0
     for optimizer in optimizers:
@@ -201,7 +201,7 @@ def move_counters(optimizers: list[torch.optim.Optimizer]) -> int:
 
 
 def _beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A number of the optimizer's state, on the device of its parameter."""
+    """Move a number of the optimizer's state to the device of its parameter."""
     return value.to(parameter.device) if value.dim() == 0 else value
 
 
@@ -209,7 +209,7 @@ def _beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _only_gradients_of(
     parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
-    """Let the parameters have a gradient (themselves: no memory) and an own optimizer state."""
+    """Give only these parameters a gradient (themselves: no memory) and a separate state."""
     gradients = [parameter.grad for parameter in parameters]
     kept_state = optimizer.state
     optimizer.state = collections.defaultdict(dict)
@@ -224,7 +224,7 @@ def _only_gradients_of(
 
 
 def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake with the tensor's shape, strides, dtype, device and `requires_grad`."""
+    """Return a fake with the tensor's shape, strides, dtype, device and `requires_grad`."""
     with mode, torch.no_grad():
         fake = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
@@ -243,7 +243,7 @@ def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 @contextlib.contextmanager
 def kept(state: State) -> Iterator[None]:
-    """Give back models, optimizers and random generators as they are now, whatever happens."""
+    """Restore models, optimizers and random generators on exit, whatever happens."""
     containers = [_Contents(vars(module)) for model in state.models for module in model.modules()]
     for optimizer in state.optimizers:
         containers.append(_Contents(vars(optimizer)))
@@ -255,8 +255,8 @@ def kept(state: State) -> Iterator[None]:
         restores.add(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         for container in reversed(containers):
             restores.add(container.restore)
-        # Casts of fakes must not stay, nor those of parameters come in. The cache is the process's;
-        # PyTorch empties it too, wherever a thread leaves its outermost autocast.
+        # Casts of fakes must not stay in the cache, nor those of parameters be used. The cache is
+        # the process's; PyTorch clears it too, wherever a thread leaves its outermost autocast.
         restores.add(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         yield
@@ -272,7 +272,7 @@ class _Contents:
         self._inner = [(value, value.copy()) for value in inner]
 
     def restore(self) -> None:
-        """Put the contents back into the same objects; untouched ones are left alone."""
+        """Restore the contents of the same objects; unchanged ones are not written."""
         for value, contents in self._inner:
             _refill(value, contents)
         _refill(self._target, self._items)
@@ -294,7 +294,7 @@ def _refill(target: Any, contents: Any) -> None:
 
 
 def put_fakes(state: State) -> dict[int, torch.Tensor]:
-    """Let models and optimizers hold the fakes; `kept` must be around it.
+    """Put the fakes into models and optimizers; call it inside of `kept`.
 
     Returns:
         the fake by the id of the user's tensor.
@@ -320,7 +320,7 @@ def _replace_values(tensors: dict[str, Any], fakes: Mapping[int, torch.Tensor]) 
 def _put_optimizer_fakes(
     state: State, index: int, optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor]
 ) -> None:
-    """The state is found under the fake parameter and under the user's own."""
+    """Store the state under the fake parameter and under the user's own."""
     replaced: collections.defaultdict[Any, dict[str, Any]] = collections.defaultdict(dict)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

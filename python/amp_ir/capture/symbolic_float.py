@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floats that remember how they were computed, so that hyper-parameters stay inputs of a graph.
+"""Floats that record how they were computed, so that hyper-parameters stay inputs of a graph.
 
-`torch.optim` computes with hyper-parameters as Python floats (`1 - beta1 ** step`) and hands the
+`torch.optim` computes with hyper-parameters as Python floats (`1 - beta1 ** step`) and passes the
 results to ATen as scalars. During a capture they are `SymbolicFloat`: to C++ each is a double that
-occurs nowhere else (its `float` value, near the true one), and arithmetic on it is written down.
-A scalar in the captured graph that equals such a double is then replaced by its expression.
+occurs nowhere else (its `float` value, near the true one), and arithmetic on it is recorded.
+The capture then replaces a scalar of the graph that equals such a double by its expression.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 
 @attrs.frozen
 class Expression:
-    """How a float came about.
+    """The computation of a float.
 
     `op` is "input" (args: position of the hyper-parameter), "tensor" (args: position among the
     0-d tensors that the step read), "constant" (args: the float), or a key of UNARY or BINARY
@@ -59,7 +59,7 @@ class Expression:
 
 @attrs.frozen
 class Guard:
-    """A comparison that the step made in Python: the graph holds while it comes out the same."""
+    """A comparison of the step in Python: the graph is valid while its result is the same."""
 
     compare: str
     left: Expression
@@ -67,13 +67,13 @@ class Guard:
     outcome: bool
 
     def holds(self, inputs: list[float]) -> bool:
-        """Whether the comparison comes out the same for these hyper-parameters."""
+        """Return whether the comparison has the same result for these hyper-parameters."""
         left, right = evaluate(self.left, inputs), evaluate(self.right, inputs)
         return COMPARE[self.compare](left, right) == self.outcome
 
 
 def inputs_of(expression: Expression) -> frozenset[int]:
-    """The positions of the inputs that an expression depends on."""
+    """Return the positions of the inputs that an expression depends on."""
     if expression.op == "input":
         return frozenset(expression.args)
     inner = (one for one in expression.args if isinstance(one, Expression))
@@ -81,7 +81,7 @@ def inputs_of(expression: Expression) -> frozenset[int]:
 
 
 def evaluate(expression: Expression, inputs: list[float]) -> float:
-    """The value of an expression of hyper-parameters alone; NaN where it has none.
+    """Return the value of an expression of hyper-parameters alone; NaN where it has none.
 
     Raises:
         LookupError: the expression depends on a tensor.
@@ -103,8 +103,8 @@ class FloatTape:
     """All symbolic floats of one capture.
 
     `inputs` are the true values of the inputs; `guards` the comparisons made so far;
-    `shown` are those that the step made text or a key of, which is frozen;
-    `on_refusal(reason)` is told when the step asks for something that cannot be followed.
+    `shown` are those that the step converted to text or used as a key, which are frozen;
+    `on_refusal(reason)` is called when the step does what cannot be followed.
     """
 
     def __init__(self, inputs: list[float], on_refusal: Callable[[str], None]) -> None:
@@ -116,32 +116,32 @@ class FloatTape:
         self._random = random.Random(20)
 
     def input(self, index: int) -> SymbolicFloat:
-        """The hyper-parameter at a position."""
+        """Return the hyper-parameter at a position."""
         return self._new(Expression("input", (index,)), self.inputs[index])
 
     def add_input(self, value: float) -> SymbolicFloat:
-        """One more input behind the others."""
+        """Append an input."""
         self.inputs.append(float(value))
         added = self.input(len(self.inputs) - 1)
         added.is_integer_valued = isinstance(value, int)
         return added
 
     def tensor(self, index: int) -> SymbolicFloat:
-        """The value of the 0-d tensor at a position; near 7, a step count like any other."""
+        """Return the value of the 0-d tensor at a position; near 7, a typical step count."""
         return self._new(Expression("tensor", (index,)), 7.0)
 
     def find(self, value: object) -> SymbolicFloat | None:
-        """The symbolic float that a scalar of the graph stands for, if it is one."""
+        """Return the symbolic float that a scalar of the graph represents, if any."""
         return self._by_value.get(value) if type(value) is float else None
 
     def expression_of(self, value: float) -> Expression:
-        """The expression of a symbolic float, or a constant."""
+        """Return the expression of a symbolic float, or a constant."""
         if isinstance(value, SymbolicFloat):
             return value.expression
         return Expression("constant", (float(value),))
 
     def derive(self, op: str, *operands: float) -> SymbolicFloat:
-        """A new float from an operation on others."""
+        """Return a new float from an operation on others."""
         function: Callable[..., float] = UNARY.get(op) or BINARY[op]
         expression = Expression(op, tuple(self.expression_of(value) for value in operands))
         try:
@@ -157,7 +157,7 @@ class FloatTape:
         return made
 
     def compare(self, op: str, left: float, right: float) -> bool:
-        """Compare as the true values do, and remember the outcome."""
+        """Compare the true values, and record the outcome."""
         expressions = self.expression_of(left), self.expression_of(right)
         try:
             outcome = COMPARE[op](*(evaluate(side, self.inputs) for side in expressions))
@@ -172,15 +172,15 @@ class FloatTape:
         return outcome
 
     def refuse_conversion(self) -> None:
-        """Arithmetic on a converted value could not be followed."""
+        """Reject a conversion: arithmetic on its result could not be followed."""
         self._refuse("converts a hyper-parameter with float() or int()")
 
     def refuse_function(self, name: str) -> None:
-        """A function of a value has no op that computes it at each call."""
+        """Reject a function that no op computes at each call."""
         self._refuse(f"computes {name} of a hyper-parameter in Python")
 
     def true_value(self, value: SymbolicFloat) -> float:
-        """What the user would see."""
+        """Return the value that the user would see."""
         self.shown.append(value.expression)
         try:
             return evaluate(value.expression, self.inputs)
@@ -205,9 +205,9 @@ def _is_integer(value: float) -> bool:
 
 
 def _stays_exact(op: str, operands: tuple[float, ...]) -> bool:
-    """Whether the result is exact without a check: inputs are half as large as what float64 holds.
+    """Return whether the result is exact without a check.
 
-    A million small constants can be added to one.
+    Inputs are at most half of what float64 holds, so a million small constants can be added to one.
     """
     small = [not isinstance(one, SymbolicFloat) and abs(one) <= _SMALL for one in operands]
     return op in ("neg", "abs") or (op in ("add", "sub") and any(small))
@@ -218,7 +218,7 @@ def _plain(value: float) -> float:
 
 
 def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose result jumps: one that is frozen may be right for all other values tried."""
+    """Return a method that rejects its call: its result jumps, which other values may not show."""
 
     def method(self: SymbolicFloat, *operands: Any) -> Any:
         self.tape.refuse_function(function.__name__)
@@ -253,7 +253,7 @@ def _comparison(op: str) -> Callable[..., Any]:
 
 
 class SymbolicFloat(float):
-    """A double for ATen, an expression for us; made by a `FloatTape` only."""
+    """A double for ATen, an expression for amp_ir; made by a `FloatTape` only."""
 
     expression: Expression
     tape: FloatTape
@@ -277,21 +277,21 @@ class SymbolicFloat(float):
     as_integer_ratio = _refused(float.as_integer_ratio)
 
     def __hash__(self) -> int:
-        """As a key it is found, or not, once for all."""
+        """Return the hash of the double; record the use as a key, which freezes the value."""
         self.tape.shown.append(self.expression)
         return float.__hash__(self)
 
     def __bool__(self) -> bool:
-        """Whether the true value is not zero."""
+        """Return whether the true value is not zero."""
         return self.tape.compare("ne", self, 0.0)
 
     def __float__(self) -> float:
-        """The double; the conversion is reported, since it loses the expression."""
+        """Return the double; report the conversion, since it loses the expression."""
         self.tape.refuse_conversion()
         return _plain(self)
 
     def __int__(self) -> int:
-        """The integer; the conversion is reported, since it loses the expression."""
+        """Return the integer; report the conversion, since it loses the expression."""
         self.tape.refuse_conversion()
         return int(_plain(self))
 

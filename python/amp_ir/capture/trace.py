@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture: a training step as users write it becomes one functional graph (design D2).
+"""Capture: convert a training step as users write it to one functional graph (design D2).
 
 The step runs once on fake tensors under `make_fx` (`tracing.py`), with its state replaced by
 fakes (`state.py`) and its hyper-parameters by symbolic floats (`hyper_parameters.py`). A second
-pass makes the graph functional (`functional.py`). Here the two are joined, and each input and
-output gets its name and role.
+pass makes the graph functional (`functional.py`). This module joins the two, and gives each input
+and output its name and role.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def capture_step(
     numbers_as_inputs: frozenset[str] = frozenset(),
     unfollowed: frozenset[str] = frozenset(),
 ) -> CapturedStep:
-    """Capture a training step; the model and the optimizer are left exactly as they were.
+    """Capture a training step; the model and the optimizer do not change.
 
     Args:
         step: called as `step(*example_batch)`; may call backward(), optimizer.step(), ...
@@ -69,8 +69,8 @@ def capture_step(
         unfollowed: names of those that are known to be no inputs.
 
     Raises:
-        ArgumentError: an argument is not what it must be; all that is wrong is listed.
-        CaptureError: the step does what a compiled step cannot do; all places are listed.
+        ArgumentError: an argument is invalid; the message lists every error.
+        CaptureError: the step does what a compiled step cannot do; the message lists every place.
     """
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
     arguments = Arguments.of(example_batch)
@@ -119,7 +119,7 @@ def capture_step(
 
 @attrs.frozen
 class _Tracing:
-    """Traces a step as often as it takes to know which numbers can be inputs."""
+    """A loop that traces a step until it is known which numbers can be inputs."""
 
     step: Callable[..., Any]
     arguments: Arguments
@@ -129,7 +129,7 @@ class _Tracing:
     def run(
         self, numbers: frozenset[str], *, symbolic: bool = True, others: bool = False
     ) -> tuple[StepTracer, Traced]:
-        """A trace that stands; the numbers are symbolic or plain, of their values or of `others`.
+        """Return a valid trace; the numbers are symbolic or plain, of their values or of `others`.
 
         Raises:
             CaptureError: the step has Python state, or cannot be traced.
@@ -151,7 +151,7 @@ class _Tracing:
         return tracer, tracer.trace()
 
     def followable(self, numbers: frozenset[str]) -> frozenset[str]:
-        """Those of the numbers that the step uses in ways that can be followed."""
+        """Return the numbers that the step uses only in operations that can be followed."""
         if not numbers or self._agree(numbers):
             return numbers
         alone = [name for name in sorted(numbers) if self._agree(frozenset({name}))]
@@ -168,11 +168,11 @@ class _Tracing:
             second = self.run(numbers, others=True)
             return self._is_same(self._functional(*first), self._functional(*second))
         except CaptureError:
-            return False  # if the numbers are not why, the capture will say so
+            return False  # if the numbers are not the cause, the capture reports the error
 
     @staticmethod
     def _is_same(symbolic: tuple[StepTracer, Traced], other: tuple[StepTracer, Traced]) -> bool:
-        """Whether the trace of symbols is the other one where its values are put in."""
+        """Return whether the trace of symbols equals the other one with their values inserted."""
         (one, traced), (two, second) = symbolic, other
         found = one.numbers.found
         if [number.name for number in found] != [number.name for number in two.numbers.found]:
@@ -180,7 +180,7 @@ class _Tracing:
         return is_followed(traced, one.tape, found, second, two.tape)
 
     def _functional(self, tracer: StepTracer, traced: Traced) -> tuple[StepTracer, Traced]:
-        """The trace with its functional graph; the state is as before."""
+        """Return the trace with its functional graph; the state is as before."""
         outside = list(self.state.outside)
         try:
             tensors = tracer.observer.tensors
@@ -201,13 +201,13 @@ def _notes_on(moved: int) -> tuple[str, ...]:
 
 
 def _device_of(state: State) -> torch.device:
-    """Where the step's state is."""
+    """Return the device of the step's state."""
     return next((slot.tensor.device for slot in state.parameters), torch.device("cpu"))
 
 
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """No garbage collection: a trace's many objects live to its end, and are searched in vain.
+    """Pause garbage collection: a trace's objects live to its end, and no collection frees any.
 
     Other threads' garbage stays as long; nothing else of them changes.
     """
@@ -219,7 +219,7 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def capture_model(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> CapturedStep:
-    """Capture the forward pass of a model, in the mode (train or eval) it is in.
+    """Capture the forward pass of a model, in its current mode (train or eval).
 
     Raises:
         ArgumentError, CaptureError: as for `capture_step`.

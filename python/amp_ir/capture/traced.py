@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the run of a step on fake tensors leaves."""
+"""The result of running a step on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Created:
 
 @attrs.frozen(eq=False)
 class Traced:
-    """What one run of the step left.
+    """The result of one run of the step.
 
     `graph` takes `inputs` (the fakes of the slots, then of the batch) and returns, in order:
     `result_count` results, the new values of all slots, the gradient of each slot of `gradients`
     (the parameters that have one at the end), the values of `created`, and `read_count` tensors
     f64[] whose values the step computed with as floats.
-    `observed` are the ids of the parameters whose gradient before the step made a difference.
+    `observed` are the ids of the parameters whose gradient before the step affects it.
     """
 
     graph: torch.fx.GraphModule

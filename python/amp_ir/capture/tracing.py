@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's step, run once on fake tensors: everything it does becomes a graph of ATen ops."""
+"""The user's step, run once on fake tensors: its ops become a graph of ATen ops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from amp_ir.ir.step_module import Role
 
 
 class StepTracer:
-    """Traces one step; use once."""
+    """A tracer of one step; use once."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class StepTracer:
         return outputs
 
     def _outputs(self, value: Any) -> list[torch.Tensor]:
-        """The flat outputs of the graph; `_left` keeps what they are."""
+        """Return the flat outputs of the graph; `_left` records their roles."""
         leaves, spec = pytree.tree_flatten(value)
         for reason in filter(None, map(unusable_result, leaves)):
             advice = "Return tensors and plain values in tuples, lists, dicts or ModelOutputs"
@@ -175,7 +175,7 @@ class StepTracer:
         return [*tensors, *values, *left, *(c.value for c in created), *self._read]
 
     def _new_values(self) -> list[torch.Tensor]:
-        """What stands in each slot's place now: its fake, or what the step put there."""
+        """Return the current value of each slot: its fake, or what the step stored instead."""
         now: dict[int, torch.Tensor] = {}
         for slot, value in self._places():
             fits = isinstance(value, FakeTensor) and value.shape == slot.tensor.shape
@@ -193,13 +193,13 @@ class StepTracer:
         return [now.get(id(slot), slot.fake) for slot in self._state.slots]
 
     def _buffer_now(self, wanted: Slot) -> torch.Tensor:
-        """What stands in a buffer's place now."""
+        """Return the current value of a buffer."""
         values = (value for slot, value in self._places() if slot is wanted)
         value = next(values, wanted.fake)
         return value if isinstance(value, FakeTensor) else wanted.fake
 
     def _places(self) -> Iterator[tuple[Slot, Any]]:
-        """Each slot, with what is in its place now."""
+        """Return each slot with its current value."""
         state = self._state
         named = {slot.name: slot for slot in (*state.parameters, *state.buffers)}
         for index, model in enumerate(state.models):
@@ -216,7 +216,7 @@ class StepTracer:
                 yield slot, values.get(key)
 
     def _created(self) -> Iterator[Created]:
-        """Tensors of the optimizers' state that the step made; plain values must not change."""
+        """Return optimizer state tensors that the step made; plain values must not change."""
         for index, optimizer in enumerate(self._state.optimizers):
             for slot in self._state.parameters:
                 known = self._state.optimizer_slots.get((index, id(slot.tensor)), {})
@@ -232,7 +232,7 @@ class StepTracer:
                         )
 
     def _put_scalers(self, transaction: Transaction) -> list[CapturedScaler]:
-        """Let the scalers hold fakes, and trace as ops."""
+        """Put fakes into the scalers, and make them trace as ops."""
         scalers = [
             CapturedScaler(
                 slots,
@@ -248,7 +248,7 @@ class StepTracer:
         return scalers
 
     def _refuse_unsaved_state(self, transaction: Transaction) -> None:
-        """State that an optimizer makes in its first step cannot be selected away from it."""
+        """Reject state that an optimizer makes in its first step: no old value can be selected."""
         for index, optimizer in enumerate(self._state.optimizers):
             if id(optimizer) in transaction.guarded:
                 made = [one for one in self._created() if one.optimizer == index]
@@ -260,7 +260,7 @@ class StepTracer:
                     )
 
     def _refuse_gradients_of(self, batch: list[torch.Tensor]) -> None:
-        """A backward pass writes to a tensor of the batch that requires a gradient."""
+        """Reject a backward pass that writes to a batch tensor that requires a gradient."""
         for path, fake in zip(self._arguments.tensor_paths, batch, strict=True):
             if fake.grad is not None:
                 self._refuse(
@@ -281,7 +281,7 @@ class StepTracer:
         self._findings.add(reason, self._locator.here(), advice)
 
     def _failure(self, error: Exception) -> CaptureError:
-        """What to raise for an error of the user's step: earlier findings explain it best."""
+        """Return the error to raise for an error of the user's step; prefer earlier diagnostics."""
         if self._findings:
             return self._findings.error()
         where = self._locator.of_error(error)
@@ -292,7 +292,7 @@ class StepTracer:
         )
 
     def _advice(self, text: str) -> str:
-        """What to do about an error of the user's step."""
+        """Return what to do about an error of the user's step."""
         of_model = {str(slot.tensor.device) for slot in self._state.parameters}
         of_batch = {str(tensor.device) for tensor in self._arguments.tensors}
         if "device" in text and not of_batch <= of_model:

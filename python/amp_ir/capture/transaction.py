@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step under a loss scale is a transaction: when a gradient is not finite, nothing changes.
+"""A step under a loss scale is a transaction: a gradient that is not finite rolls it back.
 
-While the step is traced, every write to a tensor of the state is seen before it happens, and the
-value before it kept. What an optimizer owns is selected back by what was found in that optimizer's
-gradients, as PyTorch skips each optimizer by itself; all else (BatchNorm's statistics, averaged
-copies, gradient accumulators) by what was found in any.
+While the step is traced, the value of a state tensor is saved before each write. The tensors of an
+optimizer are selected by the check of that optimizer's gradients, as PyTorch skips each optimizer
+separately; all others (BatchNorm's statistics, averaged copies, gradient accumulators) by the
+checks of all gradients together.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from amp_ir.ir.step_module import Role
 class _Written:
     """One tensor of the state.
 
-    `before` is its value ahead of the first write of the transaction, None if there was none.
-    `is_ended` says that an `update` came after the last write, and `is_settled` that after it
-    nothing is left to select: its optimizer's selection was made, or it was cleared.
+    `before` is its value before the first write of the transaction, None if there was none.
+    `is_ended` says that an `update` came after the last write, and `is_settled` that no selection
+    remains after it: its optimizer's selection was made, or it was cleared.
     """
 
     before: torch.Tensor | None = None
@@ -36,7 +36,7 @@ class _Written:
 class Transaction:
     """The state that a traced step writes.
 
-    `value_of(slot)` is the tensor that stands in a buffer's place now.
+    `value_of(slot)` is the current value of a buffer.
     """
 
     def __init__(self, state: State, value_of: Callable[[Slot], torch.Tensor]) -> None:
@@ -44,16 +44,16 @@ class Transaction:
         self._value_of = value_of
         self._written = {id(slot.fake): _Written() for slot in self._slots}
         self._owner = _owners(state)
-        # What was found for each optimizer that stepped; None for one that no scaler guards.
+        # The check of each optimizer that stepped; None for one without a scaler.
         self._found: dict[int, torch.Tensor | None] = {}
-        # Those that a scaler steps right now, and those that one has stepped.
+        # Those that a scaler steps now, and those that one has stepped.
         self._guarding: set[int] = set()
         self.guarded: set[int] = set()
         self._ended: list[tuple[object, torch.Tensor]] = []
         self._is_selecting = False
 
     def before_write(self, target: torch.Tensor) -> None:
-        """Keep the value of a tensor that is about to be written, if it is of the state."""
+        """Save the value of a tensor before it is written, if it is of the state."""
         written = self._written.get(id(target))
         if written is None or self._is_selecting:
             return
@@ -64,22 +64,22 @@ class Transaction:
         written.is_settled = False
 
     def cleared(self, target: torch.Tensor) -> None:
-        """A tensor was set to zero: a gradient that the step clears stays cleared."""
+        """Record that a tensor was set to zero: a gradient that the step clears stays cleared."""
         written = self._written.get(id(target))
         if written is not None:
             written.is_settled = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step` was called; unless a scaler called it, what it owns is the user's."""
+        """Record a call of `optimizer.step`; without a scaler, no tensor of it is rolled back."""
         if id(optimizer) not in self._guarding:
             self._found[id(optimizer)] = None
 
     @contextlib.contextmanager
     def of_optimizer(self, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> Iterator[None]:
-        """Inside, `optimizer` steps under a scaler; afterwards what it owns is selected."""
+        """Step `optimizer` under a scaler inside, and select its tensors afterwards."""
         own = [slot for slot in self._slots if self._owner.get(id(slot.fake)) == id(optimizer)]
         if id(optimizer) in self._found:
-            # What an earlier step of it did stays, whatever becomes of this one.
+            # The results of its earlier step remain, whether or not this one is skipped.
             for slot in own:
                 self._written[id(slot.fake)].before = None
         known = self._found.get(id(optimizer))
@@ -93,7 +93,7 @@ class Transaction:
             self._written[id(slot.fake)].is_settled = True
 
     def end(self, scaler: object, found: torch.Tensor) -> None:
-        """`scaler.update` was called: select what was written since the transaction began."""
+        """Select what was written since the transaction began: `scaler.update` was called."""
         if any(one is scaler for one, _ in self._ended):
             # It is another iteration of the same loop; what it did not write is settled.
             self._ended.clear()
@@ -105,7 +105,7 @@ class Transaction:
             written.is_ended = True
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """Select what was written after the last `update`, as averaged copies are.
+        """Select what was written after the last `update`, such as averaged copies.
 
         Returns:
             the new values of buffers that the step replaced instead of writing, by the id of the
@@ -150,7 +150,7 @@ class Transaction:
 
 
 def _owners(state: State) -> dict[int, int]:
-    """The id of the optimizer that owns a parameter or its state, by the id of the fake.
+    """Return the id of the optimizer that owns a parameter or its state, by the id of the fake.
 
     Requires: the optimizers hold the fakes.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention as one op: `torch.ops.amp_ir.attention`, and its backward.
 
-For the time of a capture `torch.nn.functional.scaled_dot_product_attention` is the function here.
-The CPU kernels are the definition of the ops (plain PyTorch); they are run by tests only.
+During a capture `torch.nn.functional.scaled_dot_product_attention` is the function defined here.
+The CPU kernels are the reference implementation of the ops (plain PyTorch); only tests run them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _library.define(_BACKWARD_SCHEMA)
 
 
 def _wide(q: torch.Tensor) -> torch.dtype:
-    """The dtype in which scores and their logarithms are kept."""
+    """Return the dtype of scores and their logarithms."""
     return torch.promote_types(q.dtype, torch.float32)
 
 
 def _scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float
 ) -> torch.Tensor:
-    """Scaled and masked products f32[b, h, s, t] (f64 for f64 arguments)."""
+    """Return scaled and masked scores f32[b, h, s, t] (f64 for f64 arguments)."""
     wide = _wide(q)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
     if is_causal:
@@ -47,7 +47,7 @@ def _scores(
 
 
 def _kept(scores: torch.Tensor, dropout_p: float) -> torch.Tensor | float:
-    """What dropout multiplies the probabilities with: the same at every call, for tests."""
+    """Return dropout's factor of each probability: the same at every call, for tests."""
     if dropout_p == 0.0:
         return 1.0
     generator = torch.Generator(device=scores.device).manual_seed(0)
@@ -64,15 +64,15 @@ def attention(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T scale + mask) v, and the logarithm of the softmax's denominators.
+    """Return softmax(q k^T scale + mask) v, and the logarithm of the softmax's denominators.
 
     Args:
         q: [b, h, s, d]; k: [b, h, t, d]; v: [b, h, t, e].
-        mask: broadcasts to [b, h, s, t]; bool (True: look at) or floating (added).
+        mask: broadcasts to [b, h, s, t]; bool (True: attend) or floating (added).
 
     Returns:
-        out [b, h, s, e] of q's dtype, lse f32[b, h, s] (f64 for f64). A row that may look at
-        nothing is zero with lse -inf.
+        out [b, h, s, e] of q's dtype, lse f32[b, h, s] (f64 for f64). A row whose positions are all
+        masked is zero with lse -inf.
     """
     scores = _scores(q, k, mask, is_causal, scale)
     lse = torch.logsumexp(scores, -1)
@@ -97,7 +97,7 @@ def attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, each of its argument's shape and dtype."""
+    """Return the gradients of q, k and v, each with its argument's shape and dtype."""
     scores = _scores(q, k, mask, is_causal, scale)
     kept = _kept(scores, dropout_p)
     weights = _probabilities(scores, lse)
@@ -127,7 +127,7 @@ torch.library.register_fake("amp_ir::attention_backward", _backward_types, lib=_
 
 
 class _Attention(torch.autograd.Function):
-    """The derivative of the op is an op too; the derivative of that is plain PyTorch."""
+    """The op with a derivative that is an op too; the second derivative is plain PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, *options: Any) -> Any:
@@ -152,7 +152,7 @@ class _Attention(torch.autograd.Function):
 def _differentiable_backward(
     grad: Any, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float
 ) -> Any:
-    """The backward in ops that autograd can differentiate again (create_graph=True)."""
+    """Compute the backward with ops that autograd can differentiate again (create_graph=True)."""
     if dropout_p > 0.0:
         raise NotImplementedError(
             "a gradient of a gradient through scaled_dot_product_attention with dropout_p="
@@ -173,13 +173,13 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` as one op.
+    """Return `torch.nn.functional.scaled_dot_product_attention` as one op.
 
-    A mask that needs a gradient (a learnt bias) has none in that op: then it is plain PyTorch.
+    The op has no gradient of a mask (a learnt bias): a mask that needs one uses plain PyTorch.
     """
     query, key, value, attn_mask = _under_autocast(query, key, value, attn_mask)
     if query.shape[-1] == 0:
-        # Scores of no numbers are 0, whatever their scale, as of one number that is 0.
+        # Scores over a dimension of 0 elements are 0 at any scale, as over one element that is 0.
         query, key, scale = query.sum(-1, keepdim=True), key.sum(-1, keepdim=True), 1.0
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if enable_gqa and key.shape[-3] != query.shape[-3]:
@@ -218,7 +218,7 @@ def _four_dimensional(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
 
 
 def _mask_of_four(mask: torch.Tensor | None, leading: torch.Size) -> torch.Tensor | None:
-    """The mask with four dimensions; only where ranks above four were folded is it expanded."""
+    """Return the mask with four dimensions; expand it only where ranks above four were folded."""
     if mask is None:
         return None
     if len(leading) > 2:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torch.batch_norm` and `torch.instance_norm` while a step is traced.
 
-cuDNN's kernels are ops of their own, which keep what only they can read: none is chosen here. And
-a momentum may be a tensor: the share of the batch in a cumulative average.
+cuDNN's kernels are ops of their own, whose saved tensors only they can read: the functions here
+never choose them. And a momentum may be a tensor: the weight of a batch in a cumulative average.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# Patched for the time of a capture, so that torch.nn.functional calls the functions here.
+# Patched during a capture, so that torch.nn.functional calls the functions here.
 _batch_norm: Any = torch.batch_norm
 _instance_norm: Any = torch.instance_norm
 
@@ -27,11 +27,13 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,  # noqa: ARG001, FBT001
 ) -> torch.Tensor:
-    """`torch.batch_norm`; a momentum f64[] is 1 / n for the n-th batch, which counts as much as
-    each one before it."""
+    """Replace `torch.batch_norm`; a momentum f64[] is 1 / n for the n-th batch.
+
+    The n-th batch then has the same weight as each one before it.
+    """
     averages = (running_mean, running_var)
     if isinstance(momentum, torch.Tensor) and input.numel() == 0:
-        momentum = 0.0  # PyTorch leaves the averages
+        momentum = 0.0  # PyTorch leaves the averages unchanged
     if not isinstance(momentum, torch.Tensor):
         y: torch.Tensor = _batch_norm(
             input, weight, bias, *averages, training, momentum, eps, False
@@ -48,7 +50,7 @@ def batch_norm(
 
 
 def instance_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.instance_norm`, whose last argument tells whether cuDNN's kernel is wanted."""
+    """Replace `torch.instance_norm`, whose last argument says whether to use cuDNN's kernel."""
     if "cudnn_enabled" in kwargs:
         y: torch.Tensor = _instance_norm(*args, **{**kwargs, "cudnn_enabled": False})
     else:

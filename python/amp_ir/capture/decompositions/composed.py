@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of PyTorch that are composed of others while a step is traced.
+"""Functions of PyTorch that the trace decomposes into other functions.
 
-ATen has each of them as one op, or checks values on the way. Composed before PyTorch
-differentiates, their gradients are composed of the same few ops: reads and additive writes at
-places, and arithmetic.
+ATen implements each as one op, or checks values on the host. Decomposed before PyTorch
+differentiates, their gradients consist of the same few ops: gathers, scatter-adds and arithmetic.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from torch._decomp import decompositions
 
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
 
-# More rows than this, and PyTorch computes Euclidean distances by a matrix product.
+# Above this number of rows PyTorch computes Euclidean distances with a matmul.
 _ROWS_WITHOUT_PRODUCT = 25
 
 
 def composed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives if it is composed here; NotImplemented if PyTorch is to make it."""
+    """Return the decomposed result of a call; NotImplemented if PyTorch computes it."""
     function = _COMPOSED.get(func)
     return NotImplemented if function is None else function(*args, **kwargs)
 
 
 def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in float32 inside of an autocast region, where PyTorch computes so."""
+    """Return the tensors in float32 inside of an autocast region, where PyTorch computes in it."""
     if not torch.is_autocast_enabled(tensors[0].device.type):
         return tensors
     return tuple(tensor.float() for tensor in tensors)
 
 
 def _rnn(whole: Callable[..., Any], spelt_out: Callable[..., Any]) -> Callable[..., Any]:
-    """A stack of plain recurrent layers, step by step; cuDNN has it whole."""
+    """Run a stack of plain recurrent layers, step by step; cuDNN has a fused op of it."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         is_on_gpu = args[0].device.type == "cuda"
@@ -48,7 +47,7 @@ def _rnn(whole: Callable[..., Any], spelt_out: Callable[..., Any]) -> Callable[.
 
 
 def _is_packed(args: tuple[Any, ...]) -> bool:
-    """Whether a recurrent layer gets packed sequences: the parameters are its fourth argument."""
+    """Return whether a recurrent layer gets packed sequences: parameters as fourth argument."""
     return len(args) > 3 and isinstance(args[3], (list, tuple))
 
 
@@ -58,7 +57,10 @@ def _cdist(
     p: float = 2.0,
     compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
 ) -> torch.Tensor:
-    """Distances of rows, f32[..., n, d] and f32[..., m, d] -> f32[..., n, m]; 0 has gradient 0."""
+    """Return distances of rows, f32[..., n, d] and f32[..., m, d] -> f32[..., n, m].
+
+    A distance of 0 has gradient 0.
+    """
     is_many = max(x1.shape[-2], x2.shape[-2]) > _ROWS_WITHOUT_PRODUCT
     by_product = {
         "use_mm_for_euclid_dist_if_necessary": is_many,
@@ -71,7 +73,7 @@ def _cdist(
 
 
 def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    """Distances of each two rows, f32[n, d] -> f32[n * (n - 1) / 2]."""
+    """Return distances of each pair of rows, f32[n, d] -> f32[n * (n - 1) / 2]."""
     (input,) = _wide(input)
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
     return torch.linalg.vector_norm(input[first] - input[second], p, dim=-1)
@@ -90,7 +92,10 @@ def _embedding_bag(
     include_last_offset: bool = False,  # noqa: FBT001, FBT002
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    """Sums or means of rows of the weight, a bag each: ids int[bags, n] or int[n] and offsets."""
+    """Return sums or means of rows of the weight, one per bag.
+
+    The ids are int[bags, n], or int[n] with offsets.
+    """
     is_plain = max_norm is None and not scale_grad_by_freq and not sparse
     if not is_plain or mode not in ("sum", "mean") or (input.ndim == 1) == (offsets is None):
         return F.embedding_bag(
@@ -114,8 +119,8 @@ def _embedding_bag(
 
 
 def _bags(offsets: torch.Tensor, count: int) -> torch.Tensor:
-    """The bag of each of `count` ids, int64[count]; bad offsets are indices out of range."""
-    # Read by the first offset, so that one other than 0 is out of range.
+    """Return the bag of each of `count` ids, int64[count]; bad offsets are indices out of range."""
+    # Indexed by the first offset, so that an offset other than 0 is out of range.
     zero = offsets.new_zeros(1).index_select(0, offsets[:1])
     begins = offsets.new_zeros(count + 1).index_add(0, offsets[1:], torch.ones_like(offsets[1:]))
     return begins.cumsum(0)[:count].long() + zero
@@ -128,7 +133,7 @@ def _grid_sample(
     padding_mode: str = "zeros",
     align_corners: bool | None = None,  # noqa: FBT001 - torch's own signature
 ) -> torch.Tensor:
-    """Elements of f32[n, c, *space] at computed places, f32[n, *out, axes], the last axis first."""
+    """Return elements of f32[n, c, *space] interpolated at f32[n, *out, axes], last axis first."""
     if mode not in ("bilinear", "nearest"):
         return F.grid_sample(input, grid, mode, padding_mode, align_corners)
     input, grid = _wide(input, grid)
@@ -152,7 +157,7 @@ def _grid_sample(
 
 
 def _unnormalized(place: torch.Tensor, extent: int, align_corners: bool | None) -> torch.Tensor:  # noqa: FBT001
-    """From -1 to 1 between the outermost elements' centres (or their outer edges) to positions."""
+    """Map [-1, 1] to positions between the centres (or outer edges) of the outermost elements."""
     return (place + 1) / 2 * (extent - 1) if align_corners else ((place + 1) * extent - 1) / 2
 
 
@@ -162,7 +167,7 @@ def _inside(
     padding_mode: str,
     align_corners: bool | None,  # noqa: FBT001
 ) -> torch.Tensor:
-    """Places outside moved to the border or reflected; on the border the gradient is 0."""
+    """Clamp or reflect positions outside of the range; on the border the gradient is 0."""
     if padding_mode == "zeros":
         return place
     if padding_mode == "reflection":
@@ -178,7 +183,7 @@ def _inside(
 
 
 def _taken(x: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
-    """The elements at whole places f32[n, *out], and 0 for places outside: f32[n, c, *out]."""
+    """Return the elements at integer positions f32[n, *out], 0 outside: f32[n, c, *out]."""
     extents = x.shape[2:]
     flat = torch.zeros_like(places[0], dtype=torch.int64)
     is_within = torch.ones_like(places[0], dtype=torch.bool)
@@ -199,14 +204,14 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """As PyTorch has it, but that no negative variance is looked for."""
+    """Compute PyTorch's loss without its check for negative variances."""
     if not isinstance(var, torch.Tensor):
         var = input.new_full(input.shape, var)
     elif var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
     elif var.shape != input.shape and var.shape != (*input.shape[:-1], 1):
         raise ValueError(f"var is of shape {tuple(var.shape)}, input of {tuple(input.shape)}")
-    # The gradient passes the lower limit, as PyTorch has it.
+    # The gradient passes the lower limit, as in PyTorch.
     var = var + (var.detach().clamp(min=eps) - var.detach())
     loss = 0.5 * (var.log() + (input - target) ** 2 / var)
     if full:
@@ -226,10 +231,10 @@ def _multinomial(
     *,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Positions drawn by their weights, f32[..., n] -> int64[..., num_samples].
+    """Sample positions by their weights, f32[..., n] -> int64[..., num_samples].
 
-    Times drawn from exponential distributions: the shorter one of two is the first with a chance
-    in proportion to its rate, which is how PyTorch draws one, or several without replacement.
+    Draws one number per position from an exponential distribution: the probability that a position
+    has the smallest is proportional to its rate. PyTorch samples in the same way.
     """
     if generator is not None:
         return torch.multinomial(input, num_samples, replacement, generator=generator)

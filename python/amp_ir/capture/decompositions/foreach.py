@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch._foreach_*` as the ops it stands for, one tensor after the other."""
+"""`torch._foreach_*` as calls of the op for one tensor, in the order of the lists."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OTHER_NAMES = {
 
 
 def is_foreach(func: Any) -> bool:
-    """Whether an ATen op works on lists of tensors."""
+    """Return whether an ATen op works on lists of tensors."""
     return func._schema.name.startswith("aten::" + _PREFIX)
 
 
 def call_foreach(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the op of one tensor for each position of the lists.
+    """Call the op for one tensor at each position of the lists.
 
     Returns:
         a list of tensors; None for an op in place, as ATen does.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of PyTorch that use indices, composed so that one out of range is seen as one.
+"""Functions of PyTorch that use indices, decomposed so that an index out of range is detected.
 
-PyTorch's own compositions compare where its kernels look up, or add an offset of the plane first:
+PyTorch's own decompositions compare where its kernels look up, or add an offset of the plane first:
 an index out of range would be a row of zeros, or an element of the next plane.
 """
 
@@ -18,7 +18,7 @@ from amp_ir.capture.refusals import UnfitCall
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """1 at each class and 0 elsewhere, int64[...] -> int64[..., num_classes]."""
+    """Return 1 at each class and 0 elsewhere, int64[...] -> int64[..., num_classes]."""
     if num_classes == -1:
         raise UnfitCall(
             "one_hot without num_classes has as many columns as the largest class says, and a "
@@ -26,7 +26,7 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
             "Pass num_classes=",
         )
     if num_classes <= 0 or tensor.dtype != torch.int64:
-        return F.one_hot(tensor, num_classes)  # which says what is wrong
+        return F.one_hot(tensor, num_classes)  # which reports the error
     classes = torch.arange(num_classes, device=tensor.device)
     known = classes.index_select(0, tensor.reshape(-1)).reshape(tensor.shape)
     return (known.unsqueeze(-1) == classes).long()
@@ -45,7 +45,7 @@ def _max_unpool(ndim_space: int) -> Callable[..., torch.Tensor]:
         padding: int | Sequence[int] = 0,
         output_size: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Elements of f32[*batch, *space] put where a pooling found them, in a plane of zeros."""
+        """Return zeros with elements of f32[*batch, *space] at the positions of a pooling."""
         kernel = each(kernel_size)
         strides = kernel if stride is None else each(stride)
         space = F._unpool_output_size(input, kernel, strides, each(padding), output_size)  # type: ignore[attr-defined]

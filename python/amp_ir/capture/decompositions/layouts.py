@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that speak of where elements lie in memory, said by which elements they take.
+"""Ops that depend on memory layout, expressed by the elements that they read.
 
-A decomposition may give its result another layout than the kernel that it stands for, so that what
-was a view of the user's tensor need not be one of the captured value.
+A decomposition may give its result another layout than the kernel that it replaces, so that a
+view of the user's tensor need not be a view of the captured value.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ aten = torch.ops.aten
 
 
 def is_viewable(x: torch.Tensor, size: Sequence[int]) -> bool:
-    """Whether `x.view(size)` needs no copy; one extent of `size` may be -1.
+    """Return whether `x.view(size)` needs no copy; one extent of `size` may be -1.
 
-    Axes that lie one behind the other in memory are one run, and no new axis may reach across the
-    ends of a run.
+    Axes that are contiguous with each other form one run, and no new axis may cross the ends of a
+    run.
     """
     if not x.numel() or x.is_contiguous():
         return True
@@ -36,7 +36,7 @@ def is_viewable(x: torch.Tensor, size: Sequence[int]) -> bool:
 
 
 def view(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """A decomposition of `aten.view`: a copy where the layout allows no view."""
+    """Decompose `aten.view`: copy where the layout allows no view."""
     if is_viewable(x, size):
         return NotImplemented
     copy = x.clone(memory_format=torch.contiguous_format)
@@ -51,9 +51,9 @@ def strided(
     stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> torch.Tensor | None:
-    """`as_strided(x, size, stride, storage_offset)` by views, `x` having the elements of `layout`.
+    """Return `as_strided(x, size, stride, storage_offset)` by views of `x`, stored as `layout`.
 
-    `layout` has the shape of `x`, and the strides that `x` had where the step was run. None where
+    `layout` has the shape of `x`, and the strides that `x` had when the step was run. None where
     the result is not all the elements of `x`, each once.
     """
     order = _order_in_memory(layout.shape, layout.stride())
@@ -68,7 +68,7 @@ def strided(
 
 
 def _order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
-    """The axes from the outermost to the innermost; None where they leave gaps or overlap."""
+    """Return the axes from the outermost to the innermost; None where they have gaps or overlap."""
     order = sorted(range(len(shape)), key=lambda axis: (-stride[axis], shape[axis] == 1))
     long = [axis for axis in order if shape[axis] != 1]
     expected = 1

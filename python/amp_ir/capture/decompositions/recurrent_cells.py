@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cell of an LSTM and of a GRU on a GPU in the ops that PyTorch spells it out with on a CPU.
+"""The cells of LSTM and GRU on a GPU, decomposed as PyTorch decomposes them on a CPU.
 
-On a GPU ATen has a cell after its two matmuls, and the gradient of that, as one op each. These mean
-the same, and fusion makes kernels of them, as it does of a cell on a CPU. `workspace` is what a
-forward op keeps for its gradient: what is in it is between the two of them. Whole layers are in
+On a GPU ATen has a cell after its two matmuls, and the gradient of that, as one op each. The
+functions here compute the same, and fusion makes kernels of them, as for a cell on a CPU.
+`workspace` is what a forward op saves for its gradient: no other op reads it. Whole layers are in
 recurrent_layers.py.
 
-Source: RNN.cpp of ATen for the formulas, derivatives.yaml for which gradient is whose.
+Source: RNN.cpp of ATen for the formulas, derivatives.yaml for the order of gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def lstm_cell(
     input_bias: torch.Tensor | None = None,
     hidden_bias: torch.Tensor | None = None,
 ) -> _Tensors:
-    """The new hidden and cell state f32[n, h], and the gates f32[n, 4 h] after their functions."""
+    """Return the new hidden and cell state f32[n, h], and the activated gates f32[n, 4 h]."""
     gates = _with_bias(input_gates, input_bias) + _with_bias(hidden_gates, hidden_bias)
     into, forget, made, out = gates.chunk(4, 1)
     into, forget, made, out = into.sigmoid(), forget.sigmoid(), made.tanh(), out.sigmoid()
@@ -43,7 +43,7 @@ def lstm_cell_backward(
     workspace: torch.Tensor,
     has_bias: bool,  # noqa: FBT001 - ATen's own signature
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the gates before their functions, of the cell state, and of the bias."""
+    """Return gradients of the gates before activation, of the cell state, and of the bias."""
     into, forget, made, out = workspace.chunk(4, 1)
     seen = new_cell.tanh()
     grad_out, grad_new_cell = torch.zeros_like(out), grad_cell
@@ -71,7 +71,7 @@ def gru_cell(
     input_bias: torch.Tensor | None = None,
     hidden_bias: torch.Tensor | None = None,
 ) -> _Tensors:
-    """The new hidden state f32[n, h], and what the gradient needs, f32[n, 5 h]."""
+    """Return the new hidden state f32[n, h], and the workspace of the gradient, f32[n, 5 h]."""
     from_input = _with_bias(input_gates, input_bias).chunk(3, 1)
     from_hidden = _with_bias(hidden_gates, hidden_bias).chunk(3, 1)
     reset = (from_input[0] + from_hidden[0]).sigmoid()
@@ -86,7 +86,7 @@ def gru_cell_backward(
     workspace: torch.Tensor,
     has_bias: bool,  # noqa: FBT001 - ATen's own signature
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of both kinds of gates, of the hidden state, and of both biases."""
+    """Return gradients of both kinds of gates, of the hidden state, and of both biases."""
     reset, update, made, hidden, from_hidden = workspace.chunk(5, 1)
     grad_update = aten.sigmoid_backward(grad_hidden * (hidden - made), update)
     grad_made = aten.tanh_backward(grad_hidden * (1 - update), made)
@@ -101,7 +101,7 @@ def _with_bias(gates: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return gates if bias is None else gates + bias
 
 
-# What each of ATen's ops is traced as.
+# The decomposition of each of ATen's ops.
 FUSED_CELLS: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_lstm_cell.default: lstm_cell,
     aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,

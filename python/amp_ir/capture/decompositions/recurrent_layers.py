@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU layers as one op a layer and direction: `torch.ops.amp_ir.lstm` and its like.
+"""LSTM and GRU layers as one op per layer and direction: `torch.ops.amp_ir.lstm` and others.
 
-While a step is traced, `torch.lstm` and `torch.gru` are the functions here. Around each op stand
-ordinary matmuls over all time steps: the input's part of the gates, and the gradients of weights,
-biases and input. The CPU kernels are the definition of the ops (plain PyTorch); they are run by
-tests, and differentiated where a gradient is (create_graph=True).
+While a step is traced, `torch.lstm` and `torch.gru` are the functions here. Each op is surrounded
+by ordinary matmuls over all time steps: the input's part of the gates, and the gradients of
+weights, biases and input. The CPU kernels are the reference implementation of the ops (plain
+PyTorch); tests run them, and autograd differentiates them for a gradient of a gradient
+(create_graph=True).
 
-Of a layer with projections (proj_size) no op is made: it is spelt out step by step. Packed
-sequences are left to PyTorch, which does the same.
+A layer with projections (proj_size) is decomposed step by step. Packed sequences are left to
+PyTorch, which decomposes them too.
 
 Source: RNN.cpp of ATen for the order of layers, directions and parameters.
 """
@@ -37,7 +38,7 @@ _library = torch.library.Library("amp_ir", "FRAGMENT")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of cells beside gates of `dtype`."""
+    """Return the dtype of cells beside gates of `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -48,7 +49,7 @@ def _computed(
     reverse: bool,
     wide_results: Sequence[int] = (),
 ) -> _Tensors:
-    """The op of `meaning`, in float32 or wider; results but `wide_results` take the first dtype."""
+    """Run the reference implementation in float32 or wider; only `wide_results` keep that dtype."""
     dtype = tensors[0].dtype
     results = meaning(*(one.to(_wide(dtype)) for one in tensors), reverse=reverse)
     return tuple(
@@ -128,13 +129,13 @@ for _name, _arguments, _kernel, _types in _OPS:
 
 
 def _of_weight(grad: torch.Tensor, states: torch.Tensor, *, reverse: bool) -> torch.Tensor:
-    """The gradient of a weight that multiplied the previous states, over all steps at once."""
+    """Return the gradient of the weight of the previous states, over all steps at once."""
     previous = states[previous_slice(reverse=reverse)]
     return grad.flatten(0, 1).t() @ previous.flatten(0, 1)
 
 
 class _Lstm(torch.autograd.Function):
-    """The derivative of the op is an op too; the derivative of that is plain PyTorch."""
+    """The op with a derivative that is an op too; the second derivative is plain PyTorch."""
 
     @staticmethod
     def forward(
@@ -144,7 +145,7 @@ class _Lstm(torch.autograd.Function):
         ctx.save_for_backward(gates, weight, hidden, cell, states, cells, activated)
         ctx.reverse = reverse
         last = last_index(reverse=reverse)
-        # Copies, which the capture drops: what a user may write to must be no view.
+        # Copies, which the capture drops: a tensor that a user may write to must not be a view.
         output = states[output_slice(reverse=reverse)].clone()
         return output, states[last].clone(), cells[last].clone()
 
@@ -165,7 +166,7 @@ class _Lstm(torch.autograd.Function):
 
 
 class _Gru(torch.autograd.Function):
-    """As `_Lstm`; the bias of what the state gives has a gradient of its own."""
+    """The GRU op, as `_Lstm`; the bias of the state's matmul has its own gradient."""
 
     @staticmethod
     def forward(
@@ -195,19 +196,19 @@ class _Gru(torch.autograd.Function):
         return of_gates, of_weight, of_bias, initial, None
 
 
-# One layer and direction: (input [t, n, i], initial states, parameters, reverse) -> the output
-# [t, n, h] and the last states.
+# One layer and direction: (input [t, n, i], initial states, parameters, reverse) -> the output [t,
+# n, h] and the last states.
 _Layer = Callable[..., _Tensors]
 
 
 def _input_gates(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What the input gives to the gates of all steps [t, n, gates]: one matmul."""
+    """Return the input's part of the gates of all steps [t, n, gates]: one matmul."""
     steps, rows = x.shape[:2]
     return F.linear(x.reshape(steps * rows, -1), weight, bias).view(steps, rows, -1)
 
 
 def _low_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype of the user's torch.autocast region around the layer, if there is one."""
+    """Return the dtype of the user's torch.autocast region around the layer, if there is one."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -218,7 +219,7 @@ def _lstm_layer(
     hidden, cell = initial
     of_input, of_state, *biases = params
     gates = _input_gates(x, of_input, biases[0] + biases[1] if biases else None)
-    # As the ops that PyTorch would spell it out with, which promote.
+    # The ops of PyTorch's decomposition promote; so does this.
     dtype = torch.promote_types(gates.dtype, cell.dtype)
     results = _Lstm.apply(
         gates,
@@ -245,7 +246,7 @@ def _gru_layer(
 def _projected_lstm_layer(
     x: torch.Tensor, initial: Sequence[torch.Tensor], params: Sequence[torch.Tensor], reverse: bool  # noqa: FBT001
 ) -> _Tensors:  # fmt: skip
-    """An LSTM whose state is a projection of what its gates make: step by step."""
+    """Run an LSTM whose state is a projection of its gates' output, step by step."""
     hidden, cell = initial
     of_input, of_state, *biases, projection = params
     gates = _input_gates(x, of_input, biases[0] if biases else None)
@@ -270,7 +271,7 @@ def _layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> _Tensors:
-    """The output of the last layer, and each kind of last state of all layers."""
+    """Return the output of the last layer, and each kind of last state of all layers."""
     directions = 2 if bidirectional else 1
     each = len(params) // (layer_count * directions)
     x = x.transpose(0, 1) if batch_first else x
@@ -298,9 +299,9 @@ def _fit_together(
     *,
     batch_first: bool,
 ) -> bool:
-    """Whether shapes are those of a stack of layers; if they are not, PyTorch says why.
+    """Return whether shapes fit a stack of layers; if they do not, PyTorch raises the error.
 
-    `of_states` are the weights of the previous states, one a layer and direction.
+    `of_states` are the weights of the previous states, one per layer and direction.
     """
     if x.dim() != 3 or any(one.dim() != 3 for one in initial):
         return False
@@ -311,7 +312,7 @@ def _fit_together(
 
 
 def _take_one_dtype(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the layers compute in one floating dtype, and no extent is 0."""
+    """Return whether the layers compute in one floating dtype, and no extent is 0."""
     if any(one.numel() == 0 or not one.dtype.is_floating_point for one in tensors):
         return False
     if len({one.dtype for one in tensors}) == 1:
@@ -320,10 +321,10 @@ def _take_one_dtype(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def layers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """What computes `func(*args)` where that is a stack of LSTM or GRU layers; None: itself.
+    """Return the function that computes `func(*args)` for a stack of LSTM or GRU layers, or None.
 
-    Packed sequences, whose fourth argument is the list of parameters, are left alone, and so is
-    what PyTorch is to refuse.
+    None leaves the call to PyTorch: packed sequences, whose fourth argument is the list of
+    parameters, and calls that PyTorch rejects.
     """
     if func not in (torch.lstm, torch.gru) or kwargs or len(args) != 9:
         return None

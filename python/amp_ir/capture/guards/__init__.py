@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a capture read of the user's Python: inputs that are followed, and guards."""
+"""The user's Python values that a capture read: followed inputs, and guards."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random generators and iterators: every use moves them on, and a compiled step would not."""
+"""Random generators and iterators: every use advances them, and a compiled step would not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy
 
 @attrs.frozen(eq=False)
 class Advancing:
-    """An object, where it was when the step came by, and how it is moved back if it can be."""
+    """An object, its state when the step reached it, and a function that resets it if possible."""
 
     name: Callable[[], str]
     word: str
@@ -25,12 +25,12 @@ class Advancing:
     move_back: Callable[[], object] = lambda: None
 
     def has_moved(self) -> bool:
-        """Whether the step moved it on."""
+        """Return whether the step advanced it."""
         return bool(self.position() != self.before)
 
 
 def advancing(value: Any, name: Callable[[], str]) -> Advancing | None:
-    """The object as one that moves on; None for others, and where that cannot be seen."""
+    """Return the object as an advancing one; None for others, and where that cannot be detected."""
     position: Callable[[], Any]
     if isinstance(value, random.Random):
         state = value.getstate()
@@ -67,7 +67,7 @@ def _position(iterator: Any) -> Any:
         return None if frame is None else (frame.f_lasti, frame.f_lineno)
     try:
         with warnings.catch_warnings():
-            # Iterators of itertools are to lose it in Python 3.14.
+            # Iterators of itertools lose it in Python 3.14.
             warnings.simplefilter("ignore", DeprecationWarning)
             return repr(iterator.__reduce__())
     except TypeError:

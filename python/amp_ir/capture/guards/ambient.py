@@ -21,7 +21,7 @@ def _autocast_of(device: str) -> Callable[[], Any]:
     return state
 
 
-# (name in a message, what gives the value now).
+# (name in a message, function that returns the current value).
 _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("torch.autocast of the CPU", _autocast_of("cpu")),
     ("torch.autocast of the GPU", _autocast_of("cuda")),
@@ -37,7 +37,7 @@ _READERS = tuple(read for _, read in _SETTINGS)
 
 
 class Ambient:
-    """The settings as they were when it was made."""
+    """The settings at the time of construction."""
 
     def __init__(self) -> None:
         self._before = self._now()
@@ -47,11 +47,11 @@ class Ambient:
         return [read() for read in _READERS]
 
     def holds(self) -> bool:
-        """Whether all settings are as they were."""
+        """Return whether all settings are unchanged."""
         return self._now() == self._before
 
     def changes(self) -> list[str]:
-        """What differs, in words."""
+        """Describe what differs."""
         return [
             f"{name} was {before} and is {now}"
             for (name, _), before, now in zip(_SETTINGS, self._before, self._now(), strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around the runs of a captured step: whether it still holds, and what to set after it."""
+"""The hooks around a run of a captured step: guards before it, state updates after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _gradient_of = attrgetter("grad")
 
 
 class Currency:
-    """Compares the user's models, optimizers and objects with what the capture saw.
+    """The guards of a capture: the user's models, optimizers and objects as the capture saw them.
 
     `unfollowed` are the names of numbers that were to be inputs and cannot be.
     """
@@ -69,7 +69,8 @@ class Currency:
     def _make_tiers(self, observer: Observer, ambient: Ambient) -> list[Tier]:
         groups = [group for one in self._state.optimizers for group in one.param_groups]
         options = Versions(groups)
-        # A value that is a tensor, or a Python number of the step's, changes without a trace.
+        # A value that is a tensor, or a Python number of the step's, can change without a new
+        # version.
         always = bool(self._numbers and self._guards) or any(
             isinstance(value, torch.Tensor) for group in groups for value in group.values()
         )
@@ -92,7 +93,7 @@ class Currency:
         ]
 
     def _python_tier(self, modules: GuardedModules) -> Tier:
-        """Modules and objects, whose dictionaries are watched once."""
+        """Return guards on modules and objects, whose dictionaries are watched together."""
         objects = self._objects
         versions = Versions([*modules.dictionaries, *objects.dictionaries])
 
@@ -128,11 +129,11 @@ class Currency:
         ]
 
     def holds(self) -> bool:
-        """Whether the graph is what the step would do now."""
+        """Return whether the graph still equals the step."""
         return not self.what_changed()
 
     def what_changed(self) -> str:
-        """What makes the graph another one than the step's, in words; "" where nothing does."""
+        """Return the recompile reason: how the step differs from the graph; "" if it does not."""
         for tier in self._tiers:
             if not tier.holds():
                 change = next(tier.changes(), "")
@@ -142,11 +143,11 @@ class Currency:
         return ""
 
     def is_over(self) -> bool:
-        """Whether the graph is of a state of the optimizer that will not be again."""
+        """Return whether the graph is of an optimizer state that will not recur."""
         return self._was_first_step() or any(self._changed_optimizer_state())
 
     def changed_numbers(self) -> tuple[str, ...]:
-        """The names of guarded Python numbers that differ now, and could be inputs."""
+        """Return the names of guarded Python numbers that changed and could be inputs."""
         return self._objects.changed_numbers()
 
     def install_state(self) -> None:
@@ -193,7 +194,10 @@ class Currency:
         yield "the optimizer's first step is unlike the later ones"
 
     def _was_first_step(self) -> bool:
-        """Whether the graph is of the optimizer's first step, and one was made: here or eagerly."""
+        """Return whether the graph is of the optimizer's first step, and the first step has run.
+
+        It may have run compiled or eagerly.
+        """
         if not self._is_first_step_only:
             return False
         optimizers = self._state.optimizers
@@ -203,7 +207,7 @@ class Currency:
         )
 
     def _passed(self) -> Iterator[str]:
-        """What decides otherwise now than in the capture."""
+        """Return the inputs of each recorded comparison whose result differs from the capture's."""
         inputs: list[HyperParameter | FollowedNumber] = [*self._hypers, *self._numbers]
         values = [one.value() for one in inputs]
         for guard in self._guards:
@@ -268,9 +272,9 @@ _Owned = tuple[torch.optim.Optimizer, torch.Tensor, list[tuple[str, str, torch.T
 
 
 def _owned_state(state: State, interface: Interface) -> list[_Owned]:
-    """For each optimizer and parameter: key, name, tensor, and whether the capture made it.
+    """Return for each optimizer and parameter: key, name, tensor, whether the capture made it.
 
-    Only what the graph works on: a step that calls no optimizer leaves its state alone.
+    Only the state that the graph uses: a step that calls no optimizer leaves its state alone.
     """
     used = {id(entry.tensor_or_reader) for entry in interface.inputs}
     used |= {id(tensor) for _, _, _, tensor in interface.fresh}
@@ -294,7 +298,7 @@ _KindOfGradient = tuple[torch.dtype, torch.device, torch.layout] | None
 
 
 def _kind_of_gradient(parameter: torch.Tensor) -> _KindOfGradient:
-    """What the graph depends on of a gradient beside its values; None where there is none."""
+    """Return the properties of a gradient, besides values, that the graph depends on, or None."""
     gradient = parameter.grad
     return None if gradient is None else (gradient.dtype, gradient.device, gradient.layout)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program depends on of the arguments of its call, as something to look programs up by.
+"""The properties of a call's arguments that a program depends on, as a lookup key.
 
-Two calls with equal signatures run the same program, whatever their tensors hold.
+Two calls with equal signatures run the same program, whatever the values of their tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from amp_ir.errors import ArgumentError
 
 @attrs.frozen
 class TensorKind:
-    """What a program depends on of one tensor of the batch.
+    """The properties of one batch tensor that a program depends on.
 
-    `strides` is None for a contiguous tensor: a step may ask for it, and decide by the answer.
+    `strides` is None for a contiguous tensor: a step may read it, and branch on it.
     """
 
     shape: torch.Size
@@ -40,12 +40,12 @@ class TensorKind:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorKind:
-        """The kind of a tensor."""
+        """Return the kind of a tensor."""
         strides = None if tensor.is_contiguous() else tensor.stride()
         return cls(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, strides)
 
     def in_words(self, other: TensorKind) -> str:
-        """What the other one has otherwise."""
+        """Describe how the other kind differs."""
         words = []
         if self.shape != other.shape:
             words.append(f"of shape {tuple(self.shape)}")
@@ -64,9 +64,9 @@ class TensorKind:
 class CallSignature:
     """The arguments of one call without the values of their tensors.
 
-    `kinds` has an entry a leaf, None for a plain value; `values` are the plain values in order, as
-    `identity_of` gives them, and `plain` as they are. `followed` are the positions among them of
-    the numbers that a program of this signature reads at each call.
+    `kinds` has an entry per leaf, None for a plain value; `values` are the plain values in order,
+    as `identity_of` returns them, and `plain` the values themselves. `followed` are the positions
+    among them of the numbers that a program of this signature reads at each call.
     """
 
     spec: pytree.TreeSpec
@@ -77,7 +77,7 @@ class CallSignature:
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> tuple[CallSignature, list[torch.Tensor]]:
-        """The signature of a call, and its tensors in order.
+        """Return the signature of a call, and its tensors in order.
 
         Raises:
             ArgumentError: leaves that are neither usable tensors nor plain values, all of them.
@@ -94,15 +94,15 @@ class CallSignature:
 
     @property
     def key(self) -> Any:
-        """All but the plain values: what programs are grouped by."""
+        """Return all but the plain values: the key that groups programs."""
         return self.spec, self.kinds
 
     def fits(self, call: CallSignature) -> bool:
-        """Whether a program of this signature is one for a call of the same key."""
+        """Return whether a program of this signature fits a call of the same key."""
         return self.values == call.values or (bool(self.followed) and not call._changed(self))
 
     def changed_numbers(self, earlier: CallSignature) -> list[str]:
-        """Where numbers of the same type are that differ, if the structure is the same."""
+        """Return the positions of numbers of one type that differ, if the structure is the same."""
         plain, was_plain = ([kind is None for kind in one.kinds] for one in (self, earlier))
         if self.spec != earlier.spec or plain != was_plain:
             return []
@@ -114,7 +114,7 @@ class CallSignature:
         ]
 
     def _changed(self, program: CallSignature) -> list[int]:
-        """The positions of the plain values that are others than a program's."""
+        """Return the positions of the plain values that differ from a program's."""
         pairs = zip(self.values, program.values, strict=True)
         return [
             position
@@ -131,13 +131,13 @@ class CallSignature:
         return ["argument " + path_text(path) for path, _ in found]
 
     def differences(self, earlier: CallSignature) -> list[str]:
-        """How this call differs from an earlier one, in words."""
+        """Describe how this call differs from an earlier one."""
         if self.spec != earlier.spec:
             was, now = earlier._structure(), self._structure()
             return [f"the structure of the arguments was {was} and is {now}"]
         values = list(self.values)
         if self.key == earlier.key:
-            # Numbers that the earlier one's program reads at each call are no difference.
+            # Numbers that the earlier call's program reads at each call do not count.
             changed = self._changed(earlier)
             values = [values[i] if i in changed else was for i, was in enumerate(earlier.values)]
         pairs = zip(self._leaves(values), earlier._leaves(earlier.values), strict=True)
@@ -148,7 +148,7 @@ class CallSignature:
         ]
 
     def _leaves(self, plain: Iterable[tuple[type, str]]) -> Iterator[TensorKind | str]:
-        """Each leaf: its kind, or its value as text."""
+        """Return for each leaf its kind, or its value as text."""
         values = iter(plain)
         return (next(values)[1] if kind is None else kind for kind in self.kinds)
 
@@ -162,7 +162,7 @@ class CallSignature:
 
 
 def _difference(was: TensorKind | str, now: TensorKind | str) -> str:
-    """What differs of one leaf, as "was ... and is ..."; "" where nothing does."""
+    """Return what differs in one leaf, as "was ... and is ..."; "" where nothing does."""
     if was == now:
         return ""
     if isinstance(was, str) or isinstance(now, str):

@@ -10,7 +10,7 @@ from amp_ir.capture.guards.call_signature import CallSignature
 
 
 class ChangingArguments:
-    """By the structure of the arguments: how often each number has changed, and from what.
+    """Counts of the changes of each number, by the structure of the arguments.
 
     Calls of other shapes count together: the last batch of an epoch has fewer rows.
     """
@@ -20,7 +20,7 @@ class ChangingArguments:
         self._last: dict[Any, CallSignature] = {}
 
     def counts(self, signature: CallSignature) -> collections.Counter[str]:
-        """How often each number will have changed with this call, by its path."""
+        """Return how often each number has changed, this call included, by its path."""
         counts = collections.Counter(self._counts.get(signature.spec, ()))
         last = self._last.get(signature.spec)
         if last is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function's bytecode names: the attributes, globals and entries that it may touch."""
+"""The names in a function's bytecode: the attributes, globals and entries that it may access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
 _ENTRY_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
-# With these, code reaches attributes whose names are strings, or modules it does not name.
+# With these, code reaches attributes whose names are strings, or modules that it does not name.
 _BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter"})
 _TRAVERSALS = frozenset(
     {"children", "named_children", "modules", "named_modules", "get_submodule", *_BY_STRING}
@@ -26,7 +26,7 @@ _TRAVERSALS = frozenset(
 
 @attrs.define
 class CodeReads:
-    """Names by what the code does with them, those of functions defined inside included.
+    """Names by how the code uses them, those of functions defined inside included.
 
     The values of the `*_stores` are the lines of the first store. `stored_first` are the attributes
     and globals that are stored before any load of them in the order of the code. `constants` are
@@ -48,13 +48,13 @@ class CodeReads:
 
     @property
     def touched(self) -> set[str]:
-        """Attributes that are loaded or stored."""
+        """Return attributes that are loaded or stored."""
         return self.attributes | self.attribute_stores.keys()
 
 
 @functools.lru_cache(maxsize=4096)
 def reads_of(code: CodeType) -> CodeReads:
-    """What the code, and the functions defined in it, name."""
+    """Return the names in the code, and in the functions defined in it."""
     found = CodeReads()
     inner: set[CodeType] = set()
     strings: set[str] = set()
@@ -104,7 +104,7 @@ def _add_one(found: CodeReads, name: str, argument: Any, line: int) -> None:
 
 
 def _instructions(code: CodeType) -> Iterator[tuple[str, Any, int]]:
-    """(opcode, argument, line) of each instruction."""
+    """Return (opcode, argument, line) of each instruction."""
     starts = dict(dis.findlinestarts(code))
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python numbers outside of the step that are inputs, as hyper-parameters are.
 
-Whether a number can be followed is found out by tracing the step again: with symbolic floats, and
-plainly with other values. Where the first graph, computed with the other values, is the second one,
-the number reaches the step only in ways that are followed: as a scalar of tensor ops, through
-arithmetic. Sizes, branches, strings and C functions show as a difference. What PyTorch's
-decompositions compute of a scalar shows in the functional graph, of symbols with other values.
+A second trace decides whether a number can be followed: one with symbolic floats, and one plain
+with other values. If the first graph, evaluated with the other values, equals the second one, the
+number reaches the step only as a scalar of tensor ops, through arithmetic. Sizes, branches,
+strings and C functions show as a difference. What PyTorch's decompositions compute from a scalar
+shows in the functional graph, of symbols with other values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from amp_ir.capture.symbolic_float import BINARY, UNARY, Expression, FloatTape, 
 from amp_ir.capture.traced import Traced
 from amp_ir.errors import StateError
 
-_CLOSE = 1e-9  # two ways to compute a float64 of a few operations differ by less
+_CLOSE = 1e-9  # two methods to compute a float64 of a few operations differ by less
 
 
 @attrs.frozen(eq=False)
 class FollowedNumber:
-    """One number, by the place that it is read from at each call."""
+    """One number, with the place that each call reads it from."""
 
     name: str
     place: Place
 
     def value(self) -> float:
-        """The value now.
+        """Return the current value.
 
         Raises:
             StateError: there is no number any more.
@@ -47,14 +47,14 @@ class FollowedNumber:
         return float(now)
 
     def read(self) -> torch.Tensor:
-        """The value now as a new float64 tensor of shape []."""
+        """Return the current value as a new float64 tensor of shape []."""
         return torch.tensor(self.value(), dtype=torch.float64)
 
 
 class Numbers:
-    """The numbers of one trace that are replaced: by symbols, by other values, or both.
+    """The numbers that one trace replaces: by symbols, by other values, or both.
 
-    `put` are the objects that stand in their places, by id.
+    `put` are the replacing objects, by id.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Numbers:
         self.put: dict[int, Any] = {}
 
     def replace(self, place: Place) -> Any:
-        """What is to stand in the place of a number while the step runs."""
+        """Return what replaces a number while the step runs."""
         other = self.instead_of(place)
         if other is not place.before:
             self.put[id(other)] = other
         return other
 
     def instead_of(self, place: Place) -> Any:
-        """As `replace`, for what the step may store elsewhere no more than any other value."""
+        """Return what `replace` does, for a value that the step must not store elsewhere."""
         name = place.name()
         if name not in self._wanted or any(one.name == name for one in self.found):
             return place.before
@@ -83,7 +83,7 @@ class Numbers:
         return value if self._tape is None else self._tape.add_input(value)
 
     def arguments(self, arguments: Arguments) -> list[Any]:
-        """The plain values of the arguments as the step is to take them."""
+        """Return the plain values of the arguments as the step receives them."""
         return [
             self.instead_of(Place(arguments.plain, "entry", position, path.__str__, value))
             if is_number(value) and can_follow(value, value)
@@ -95,7 +95,7 @@ class Numbers:
 
 
 def another(value: float) -> float:
-    """A number that is unlike `value`, but of its type and sign."""
+    """Return a number that differs from `value`, with its type and sign."""
     return value + 1 if isinstance(value, int) else value * 1.25 + math.copysign(0.125, value)
 
 
@@ -106,7 +106,7 @@ def is_followed(
     other: Traced,
     plain: FloatTape,
 ) -> bool:
-    """Whether a graph with symbols is the `other` graph, where their values are put in."""
+    """Return whether a graph with symbols equals the `other` graph with their values inserted."""
     inputs = [*tape.inputs]
     positions = range(len(inputs) - len(numbers), len(inputs))
     if any(not inputs_of(one).isdisjoint(positions) for one in tape.shown):
@@ -118,7 +118,7 @@ def is_followed(
 
 
 def is_same_graph(one: Traced, tape: FloatTape, two: Traced, other: FloatTape) -> bool:
-    """Whether two traces are of one step."""
+    """Return whether two traces are of the same step."""
     comparison = _Comparison(tape, tape.inputs, other, one.graph, two.graph)
     return comparison.graphs_agree() and _same_constants(one, two)
 
@@ -188,7 +188,7 @@ class _Comparison:
 
 
 def _evaluated(expression: Expression, inputs: list[float]) -> float:
-    """As `evaluate`, with a value for what a tensor holds."""
+    """Evaluate an expression as `evaluate` does, with a value for each tensor that it reads."""
     if expression.op == "input":
         return inputs[expression.args[0]]
     if expression.op == "constant":

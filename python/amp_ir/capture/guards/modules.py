@@ -47,26 +47,26 @@ _forward_of = attrgetter("forward")
 
 
 class HookCount:
-    """How many hooks the process had registered when all were last found unchanged.
+    """The number of hooks registered in the process when all were last found unchanged.
 
-    Whatever registers one, of modules or tensors, makes a RemovableHandle, which counts them.
+    Registering a hook, of a module or tensor, creates a RemovableHandle, which counts them.
     """
 
     def __init__(self) -> None:
         self.refresh()
 
     def holds(self) -> bool:
-        """Whether no hook was added anywhere since."""
+        """Return whether no hook was added anywhere since."""
         return RemovableHandle.next_id == self._count
 
     def refresh(self) -> None:
-        """Take all hooks as unchanged."""
+        """Record all hooks as unchanged."""
         self._count = RemovableHandle.next_id
 
 
 @attrs.frozen(eq=False)
 class _Seen:
-    """A module as the capture saw it."""
+    """A module at the time of the capture."""
 
     module: torch.nn.Module
     name: Callable[[], str]
@@ -79,11 +79,11 @@ class _Seen:
 
     @classmethod
     def of(cls, module: torch.nn.Module, name: Callable[[], str]) -> _Seen:
-        """The module as it is now."""
+        """Return the module as it is now."""
         return cls(module, name, *_form(module))
 
     def changes(self) -> Iterator[str]:
-        """What differs now, in words."""
+        """Describe what differs now."""
         training, children, tensors, hooks, forward, kind = _form(self.module)
         name = self.name()
         if training != self.training:
@@ -117,7 +117,7 @@ def _form(module: torch.nn.Module) -> tuple[Any, ...]:
 class GuardedModules:
     """The modules of the models, and those that ran.
 
-    `dictionaries` are those to watch, which tell that something may have changed.
+    `dictionaries` are the dictionaries to watch: a new version means a possible change.
     """
 
     def __init__(self, modules: list[tuple[torch.nn.Module, Callable[[], str]]]) -> None:
@@ -134,15 +134,15 @@ class GuardedModules:
             self.dictionaries += [table for table in tables if table]
 
     def hold(self) -> bool:
-        """Whether nothing differs, as long as nothing was written to `dictionaries`."""
+        """Return whether nothing differs, given that nothing was written to `dictionaries`."""
         return self._count.holds() and list(map(_forward_of, self._kinds)) == self._forwards
 
     def refresh(self) -> None:
-        """Take everything as unchanged."""
+        """Record everything as unchanged."""
         self._count.refresh()
 
     def changes(self) -> Iterator[str]:
-        """What differs, in words."""
+        """Describe what differs."""
         for one in self._seen:
             yield from one.changes()
         hooks = _global_hooks()
@@ -170,7 +170,7 @@ class GuardedParameters:
         self._refresh()
 
     def tier(self) -> Tier:
-        """These guards."""
+        """Return these guards as a tier."""
         return Tier(self._hold, self._changes, self._refresh)
 
     def _refresh(self) -> None:
@@ -210,12 +210,12 @@ def _hooks(tensor: torch.Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def _kind(tensor: torch.Tensor) -> _Kind:
-    """What the graph depends on and the user may change."""
+    """Return the properties that the graph depends on and the user may change."""
     return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape
 
 
 def _kind_in_words(before: _Kind, now: _Kind) -> str:
-    """What differs, as "was ... and is ..."."""
+    """Describe the difference, as "was ... and is ..."."""
     words = []
     for kind, other in ((before, now), (now, before)):
         requires_grad, dtype, device, shape = kind

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards on the Python objects that a step read: compared at every call, in words if one differs.
+"""Guards on the Python objects that a step read: compared at every call.
 
-The fast way asks each dictionary for its version, which PyTorch counts; only dictionaries with
-another version are looked into.
+The fast path reads each dictionary's version, which PyTorch counts; only dictionaries with
+another version are compared. `changes` describes what differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ except ImportError:
     _ticks = itertools.count()
 
     def dict_version(d: dict[Any, Any]) -> int:
-        """Nothing is known: no two versions are equal."""
+        """Return a version that equals no other: nothing is known."""
         return next(_ticks)
 
 
@@ -46,11 +46,11 @@ class Versions:
         self.refresh()
 
     def hold(self) -> bool:
-        """Whether nothing was written to any of them since."""
+        """Return whether nothing was written to any of them since."""
         return list(map(dict_version, self.dictionaries)) == self._known
 
     def refresh(self) -> None:
-        """Take them all as unchanged."""
+        """Record all of them as unchanged."""
         self._known = list(map(dict_version, self.dictionaries))
 
 
@@ -58,7 +58,7 @@ class Versions:
 class Tier:
     """Guards that are compared together.
 
-    `holds` is quick, and may be False where nothing differs; `changes` says what does, and
+    `holds` is fast, and may be False where nothing differs; `changes` describes what does, and
     `refresh` makes `holds` True again after it has found nothing.
     """
 
@@ -68,7 +68,7 @@ class Tier:
 
 
 class GuardedObjects:
-    """What the observer saw that is compared: `followed` names numbers that are inputs instead."""
+    """Guards on what the observer saw: `followed` names numbers that are inputs instead."""
 
     def __init__(self, observer: Observer, followed: frozenset[str], fixed: frozenset[str]) -> None:
         self._fixed = fixed
@@ -93,7 +93,7 @@ class GuardedObjects:
         self.dictionaries = [*holders, *(c.target for c in self._dictionaries)]
 
     def hold(self) -> bool:
-        """Whether nothing differs, as long as nothing was written to `dictionaries`."""
+        """Return whether nothing differs, given that nothing was written to `dictionaries`."""
         return (
             not self._arrays
             and not self._read_values
@@ -103,7 +103,7 @@ class GuardedObjects:
         )
 
     def changes(self) -> Iterator[str]:
-        """What differs, in words."""
+        """Describe what differs."""
         for name, place in self.followed.items():
             if type(place.now()) is not type(place.before):
                 yield f"{name} {change_in_words(place.before, place.now())}"
@@ -119,7 +119,7 @@ class GuardedObjects:
                 yield f"the value of {name_of()} {change_in_words(value, tensor.tolist())}"
 
     def changed_numbers(self) -> tuple[str, ...]:
-        """The numbers that could be inputs and have another value now."""
+        """Return the numbers that could be inputs and have another value now."""
         return tuple(
             name
             for place in self._changed_places()
@@ -135,7 +135,7 @@ class GuardedObjects:
         for place in self._others:
             if not is_same(place.now(), place.before):
                 yield place
-        # Numbers in lists; that something differs is told by the contents.
+        # Numbers in lists; the guards of contents report that something differs.
         for contents in self._lists:
             if isinstance(contents.target, list) and not _is_untouched(contents):
                 for key, before in enumerate(contents.before):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the user's Python code runs in a capture, and what that may read and write.
+"""The user's Python code that runs in a capture, and what it may read and write.
 
-A profile hook sees every call. When a function of the user's begins, what its bytecode names on the
-objects that it holds (arguments, closure, globals, and what these lead to) is noted with its value,
-before the function can read or change it. It is more than what is read, and never less where code
-names what it reads; `getattr` with a computed name and C code that calls back are not seen.
+A profile hook sees every call. When a function of the user's begins, the observer records the value
+of each name in its bytecode on the objects that it holds (arguments, closure, globals, and what
+these lead to), before the function can read or change it. That is a superset of the reads that
+code names; `getattr` with a computed name and C code that calls back are not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from amp_ir.capture.guards.places import (
 from amp_ir.capture.locations import Locator, is_users_file
 from amp_ir.capture.refusals import Findings
 
-# A container with more items is compared as a whole, and what is in it is not looked into.
+# A container with more items is compared as a whole; its items are not followed.
 _MOST_ITEMS = 256
 _MODULE_FILE = torch.nn.Module._call_impl.__code__.co_filename
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
@@ -62,17 +62,17 @@ _TORCH_CONTAINERS = (
     torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList,
     torch.nn.ParameterDict,
 )  # fmt: skip
-# Later, every change of the hook costs more than the calls that it spares.
+# Beyond this, changing the hook costs more than the calls that it avoids.
 _PAUSES = sys.version_info < (3, 12)
 Name = Callable[[], str]
 
 
 class Observer:
-    """What the user's code may have read and written; use once, with `watching`.
+    """A record of what the user's code may have read and written; use once, with `watching`.
 
     `places`, `contents` and `modules` are all that was seen, by identity; `tensors` are names of
     the user's tensors, and `caches` the functions with `functools.cache` that ran.
-    `replaced(place)` gives what is to stand in the place of a number while the step runs.
+    `replaced(place)` returns what replaces a number while the step runs.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Observer:
         self._is_watching = False
 
     def add_models(self, models: list[torch.nn.Module]) -> None:
-        """Let the models' modules be known by their paths."""
+        """Register the models' modules with their paths."""
         for index, model in enumerate(models):
             prefix = f"model{index}" if index else ""
             for path, module in model.named_modules(prefix=prefix):
@@ -121,7 +121,7 @@ class Observer:
                         self._reach(_NOTHING, found, is_users=True)
 
     def add_step(self, step: Any) -> None:
-        """Let the step's function, what it is bound to and its arguments be known."""
+        """Register the step's function, its bound object and its arguments."""
         if not isinstance(step, (FunctionType, MethodType, functools.partial)):
             self._known.setdefault(id(step), (step, lambda: f"the {type(step).__name__}"))
             self._index_class(type(step), frozenset({"__call__"}))
@@ -129,7 +129,7 @@ class Observer:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """See every call inside; a profiler of the user's waits."""
+        """Observe every call inside; a profiler of the user's is suspended."""
         before = sys.getprofile()
         self._is_watching = True
         sys.setprofile(self._hook)
@@ -145,12 +145,12 @@ class Observer:
                 sys.setprofile(before)
 
     def pause(self) -> None:
-        """See nothing for a while, in which only PyTorch and the capture work."""
+        """Suspend observation while only PyTorch and the capture run."""
         if _PAUSES and self._is_watching:
             sys.setprofile(None)
 
     def go_on(self) -> None:
-        """See every call again."""
+        """Resume observation."""
         if _PAUSES and self._is_watching:
             sys.setprofile(self._hook)
 
@@ -178,7 +178,7 @@ class Observer:
         if file in _RANDOM_FILES:
             kind = _RANDOM
         elif file in ("<stdin>", "<string>") or file.startswith("<ipython"):
-            # Typed in or generated: of whom, the function's module tells.
+            # Typed in or generated: the function's module tells whose it is.
             root = str(frame.f_globals.get("__name__")).partition(".")[0]
             library = root in ("torch", "amp_ir") or root in sys.stdlib_module_names
             return _LIBRARY if library else _USERS
@@ -200,7 +200,7 @@ class Observer:
                 self._on_running(module)
 
     def _on_running(self, module: torch.nn.Module) -> None:
-        """A module runs: of PyTorch's own all plain attributes count, of others what code names."""
+        """Observe a running module: all plain attributes if it is PyTorch's, else those in code."""
         kind = type(module)
         _, name = self._known.setdefault(id(module), (module, lambda: f"a {kind.__name__}"))
         if (id(_CALL), id(module)) in self._looked:
@@ -212,7 +212,7 @@ class Observer:
             own = vars(module)
             for key in own.keys() - _INTERNAL:
                 if not is_plain(own[key]):
-                    continue  # PyTorch's own bookkeeping, as the list of an LSTM's weights
+                    continue  # PyTorch's own bookkeeping, such as the list of an LSTM's weights
                 self._place(own, "entry", key, _part("attribute", key, name), is_loaded=True)
 
     def _on_call(self, frame: FrameType, *, is_users: bool) -> None:
@@ -275,7 +275,7 @@ class Observer:
         self._findings.add(*draw(what, self._locator.here()))
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        """The step reads the value of a tensor of the user's in Python."""
+        """Record that the step reads the value of a tensor of the user's in Python."""
         if id(tensor) not in self.read_values:
             _, name = self.tensors.get(
                 id(tensor), (tensor, lambda: "a tensor outside of the model")
@@ -288,7 +288,7 @@ class Observer:
         values = frame.f_locals.values()
         known = [self._known.get(id(value)) for value in values]
         found = [one for one in known if one is not None]
-        # A module that no place led to, as those that other libraries keep.
+        # A module without a known path, such as those that other libraries hold.
         for value in values:
             if isinstance(value, torch.nn.Module) and id(value) not in self._known:
                 if id(value) not in self._made:
@@ -324,7 +324,7 @@ class Observer:
             for key, cell in cells.items():
                 found.append(self._cell(frame, function, key, cell, reads))
         if not found and code not in self._inner:
-            # A function that no place led to; what its closure holds is seen, not the cell.
+            # A function without a known path; its closure's contents are observed, not the cell.
             of = functools.partial(str, code.co_name)
             keys = [key for key in code.co_freevars if key in held]
             found += [(held[key], _part("closure variable", key, of)) for key in keys]
@@ -416,7 +416,7 @@ class Observer:
         for key, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=False
         ):
-            # What a decorator wraps; a cell itself is a place once its function runs.
+            # The function that a decorator wraps; a cell itself is a place once its function runs.
             value = cell_value(cell)
             if isinstance(value, (FunctionType, MethodType, functools.partial)):
                 yield value, _part("closure variable", key, of)
@@ -464,8 +464,8 @@ class Observer:
         if isinstance(value, torch.nn.Module):
             keys -= _INTERNAL - {"training"}
         if own is not None and not isinstance(value, ModuleType):
-            # What is stored but not there yet, what is asked for with getattr, and what the class
-            # has for all: an object's own would come before it.
+            # Attributes that are stored later, read with getattr, or defined in the class: an
+            # attribute of the object would take precedence.
             absent = reads.attribute_stores.keys() | reads.optional
             absent |= touched & _names_of_class(type(value)) if is_users else set()
             keys |= absent - own.keys() - _INTERNAL
@@ -494,7 +494,7 @@ class Observer:
                 yield _unwrapped(found), part
 
     def _index_class(self, kind: type, names: frozenset[str] | set[str]) -> None:
-        """Know the functions of a class by their code, to find the closures of those that run."""
+        """Index the functions of a class by their code, to find the closures of those that run."""
         for owner in kind.__mro__:
             if str(owner.__module__).partition(".")[0] in ("torch", "builtins"):
                 continue
@@ -518,7 +518,7 @@ class Observer:
         reads: CodeReads,
         code: CodeType | None,
     ) -> Any:
-        """Note a place that code names; returns what stands there."""
+        """Record a place that code names; return its value."""
         is_global = isinstance(holder, dict) and "__name__" in holder and "__builtins__" in holder
         loads = reads.global_names | reads.attributes if is_global else reads.attributes
         stores = reads.attribute_stores
@@ -565,7 +565,7 @@ _MUTATORS = frozenset(
 
 
 def draw(what: str, where: Any) -> tuple[str, Any, str]:
-    """The finding for a random number of Python's or NumPy's generators."""
+    """Return the diagnostic for a random number of Python's or NumPy's generators."""
     return (
         f"{what} draws a random number in Python, which a compiled step would do only when it is "
         "captured",
@@ -603,7 +603,7 @@ def _class_name(owner: type) -> str:
 
 
 def _unwrapped(found: Any) -> Any:
-    """The function of a method, property or cached property."""
+    """Return the function of a method, property or cached property."""
     for key in ("__func__", "fget", "func"):
         inner = getattr(found, key, None)
         if isinstance(inner, FunctionType):
@@ -620,12 +620,12 @@ def _own_attributes(value: Any) -> dict[str, Any] | None:
 
 
 def _is_end(value: Any) -> bool:
-    """Whether nothing is looked for in a value."""
+    """Return whether a value is a leaf: nothing in it is followed."""
     return value is None or value is ABSENT or is_plain(value) or _is_library(value)
 
 
 def _is_library(value: Any) -> bool:
-    """PyTorch, the standard library and builtins: not followed, and taken for what they are."""
+    """Return whether a module is PyTorch's, the standard library's or a builtin: not followed."""
     if isinstance(value, ModuleType):
         root = value.__name__.partition(".")[0]
         return root in ("torch", "amp_ir", "numpy") or root in sys.stdlib_module_names

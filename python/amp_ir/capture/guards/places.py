@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in the user's Python objects that a step may read: where they are, what is in them."""
+"""Places in the user's Python objects that a step may read: their location and contents."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SHOWN = 60
 
 
 class _Absent:
-    """Stands for a value where there is none."""
+    """The value of a place without a value."""
 
     def __repr__(self) -> str:
-        """Say so."""
+        """Return "absent"."""
         return "absent"
 
 
@@ -35,8 +35,8 @@ class Place:
     """One entry of a dictionary, attribute of an object or content of a closure's cell.
 
     `holder` is the dictionary, object or cell; `kind` is "entry", "attribute" or "cell".
-    `before` is what stood there when the step came by for the first time. `is_loaded` says that
-    the step may have read it before it wrote it, and `line` is (file, line) of a store, if any.
+    `before` is the value when the step first reached the place. `is_loaded` says that the step may
+    have read it before it wrote it, and `line` is (file, line) of a store, if any.
     """
 
     holder: Any
@@ -48,7 +48,7 @@ class Place:
     line: tuple[str, int] = ("", 0)
 
     def now(self) -> Any:
-        """What stands there now; ABSENT for nothing."""
+        """Return the current value; ABSENT for none."""
         if self.kind == "entry":
             if isinstance(self.holder, list):
                 return self.holder[self.key] if self.key < len(self.holder) else ABSENT
@@ -61,7 +61,7 @@ class Place:
         return getattr(self.holder, self.key, ABSENT)
 
     def put(self, value: Any) -> None:
-        """Let `value` stand there; ABSENT removes what does."""
+        """Store `value`; ABSENT removes the entry."""
         if self.kind == "cell":
             if value is ABSENT:
                 del self.holder.cell_contents
@@ -80,7 +80,7 @@ class Place:
 
 @attrs.define(eq=False)
 class Contents:
-    """A list, dictionary or set as a whole: its length, order and what is in it."""
+    """A list, dictionary or set as a whole: its length, order and items."""
 
     target: Any
     name: Callable[[], str]
@@ -89,16 +89,16 @@ class Contents:
     line: tuple[str, int] = ("", 0)
 
     def now(self) -> tuple[Any, ...]:
-        """What is in it, flat."""
+        """Return the current items, flat."""
         return flat(self.target)
 
     def holds(self) -> bool:
-        """Whether the same objects, or equal plain values, are in it."""
+        """Return whether the items are the same objects, or equal plain values."""
         now = self.now()
         return len(now) == len(self.before) and all(map(is_same, now, self.before))
 
     def put(self, items: tuple[Any, ...]) -> None:
-        """Let these items, as `now` gives them, be in it."""
+        """Store these items, as `now` returns them."""
         target = self.target
         if isinstance(target, list):
             target[:] = items
@@ -111,26 +111,26 @@ class Contents:
 
 
 def flat(container: Any) -> tuple[Any, ...]:
-    """The items of a list or set; keys and values of a dictionary in turn."""
+    """Return the items of a list or set; keys and values of a dictionary in turn."""
     if isinstance(container, dict):
         return tuple(part for pair in container.items() for part in pair)
     return tuple(container)
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is compared rather than told by which object it is."""
+    """Return whether a value is compared by value rather than by identity."""
     if isinstance(value, (tuple, frozenset)) and not hasattr(value, "_fields"):
         return all(map(is_plain, value))
     return isinstance(value, (*PLAIN, *_NUMPY_PLAIN, range))
 
 
 def is_number(value: object) -> bool:
-    """Whether a value can become an input that is read at each call."""
+    """Return whether a value can become an input that is read at each call."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def is_same(now: Any, before: Any) -> bool:
-    """Whether a graph that saw `before` would see the same in `now`."""
+    """Return whether a graph that saw `before` is valid for `now`."""
     if now is before:
         return True
     if type(now) is not type(before) or not is_plain(before):
@@ -138,13 +138,13 @@ def is_same(now: Any, before: Any) -> bool:
     if isinstance(now, tuple):
         return len(now) == len(before) and all(map(is_same, now, before))
     if isinstance(now, (float, numpy.floating)):
-        # Tells 0.0 from -0.0, and takes a NaN for itself.
+        # Distinguishes 0.0 from -0.0, and treats NaN as equal to NaN.
         return repr(now) == repr(before)
     return bool(now == before)
 
 
 def in_words(value: object) -> str:
-    """A value for a message: itself if it is plain and short, else what it is."""
+    """Return a value for a message: itself if it is plain and short, else its description."""
     if value is ABSENT:
         return "absent"
     if isinstance(value, torch.Tensor):
@@ -160,7 +160,7 @@ def in_words(value: object) -> str:
 
 
 def change_in_words(before: object, now: object) -> str:
-    """What was and what is."""
+    """Describe the old and the new value."""
     was, is_now = in_words(before), in_words(now)
     if was == is_now:
         return f"was {was} and is another one"
@@ -168,14 +168,14 @@ def change_in_words(before: object, now: object) -> str:
 
 
 def describe_function(function: FunctionType) -> str:
-    """A function by its name and place: `step (train.py:12)`."""
+    """Return a function's name and location: `step (train.py:12)`."""
     code = function.__code__
     name = function.__qualname__.rsplit("<locals>.", 1)[-1]
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def cell_value(cell: CellType) -> Any:
-    """What is in a cell; ABSENT for an empty one."""
+    """Return the content of a cell; ABSENT for an empty one."""
     try:
         return cell.cell_contents
     except ValueError:

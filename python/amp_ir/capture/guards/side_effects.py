@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced step changed in the user's Python objects: put back, and refused where it matters.
+"""Changes of a traced step to the user's Python objects: undone, and rejected where they matter.
 
 A compiled step changes tensors only. A counter, a list that grows or an attribute that keeps a
-tensor would stay as it is; the capture says so. What it may drop: attributes that are written
-before they are read and hold no tensor, and tensors that hang on nothing that the step is given
-(caches of positions and masks), which are computed in the graph.
+tensor would not change; the capture reports it. It may ignore attributes that are written before
+they are read and hold no tensor, and tensors that do not depend on the step's inputs (caches of
+positions and masks), which are computed in the graph.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _RETURN = "Return the tensor from the step, and keep it after the call"
 
 @attrs.define(eq=False)
 class SideEffects:
-    """What one traced step did beside computing; `put` are the objects that the capture put.
+    """The effects of one traced step besides computing; `put` are the objects that the capture put.
 
     `left` are the plain values that it left, with their places. A step that would leave the same
-    again, and be the same, has only made up its mind (`if self.kind is None: ...`); one that would
-    not has state, which `findings_of_left` are for.
+    values again, and have the same graph, has only initialized itself
+    (`if self.kind is None: ...`); any other has state, which `findings_of_left` report.
     """
 
     observer: Observer
@@ -51,7 +51,7 @@ class SideEffects:
     numpy_before: Any = attrs.Factory(numpy.random.get_state)
 
     def refuse(self, findings: Findings) -> None:
-        """Note everything that a compiled step would not do again; inside of the trace."""
+        """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
         for place in self.observer.places.values():
             now = place.now()
@@ -68,7 +68,7 @@ class SideEffects:
         self._refuse_draws(findings)
 
     def restore(self) -> None:
-        """Put everything back as it was before the step."""
+        """Restore everything to its value before the step."""
         for contents in self.observer.contents.values():
             now = flat(contents.target)
             if len(now) != len(contents.before) or any(
@@ -83,12 +83,12 @@ class SideEffects:
                 moving.move_back()
         for cache, size in self.observer.caches.values():
             if cache.cache_info().currsize != size:
-                # It may have kept fake tensors, and makes what it forgets again.
+                # It may hold fake tensors; its next call recomputes what it drops here.
                 cache.cache_clear()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the user's objects hold what the step left."""
+        """Hold in the user's objects, for the duration of the context, what the step left."""
         for place, value in self.left:
             place.put(value)
         try:
@@ -99,7 +99,7 @@ class SideEffects:
     def _refuse_contents(
         self, contents: Contents, reported: set[tuple[int, Any]], findings: Findings
     ) -> None:
-        """Entries that are places are reported as such."""
+        """Report changes of containers; entries that are places are reported as places."""
         changed = [
             (key, now)
             for key, now, before in _differences(contents)
@@ -125,7 +125,7 @@ class SideEffects:
         return place.line if place.line[1] or contents is None else contents.line
 
     def _refuse_draws(self, findings: Findings) -> None:
-        """Draws that were not seen as calls: their line is where the generator is named."""
+        """Report draws that were not seen as calls, with the line that names the generator."""
         for moving in self.observer.advancing.values():
             if moving.has_moved() and not self.observer.has_drawn:
                 what = (
@@ -140,7 +140,7 @@ class SideEffects:
 
 
 def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
-    """(key or position, value now, value before) of what differs; ABSENT where there is none."""
+    """Return (key or position, value now, value before) of differences; ABSENT for no value."""
     now, before = flat(contents.target), contents.before
     if isinstance(contents.target, dict):
         new, old = (dict(zip(one[::2], one[1::2], strict=True)) for one in (now, before))
@@ -171,7 +171,7 @@ def _at(line: tuple[str, int]) -> Location:
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The fake tensors in a value, a few containers and objects deep."""
+    """Return the fake tensors in a value, a few containers and objects deep."""
     if isinstance(value, FakeTensor):
         yield value
     elif depth < _MOST_DEEP and not isinstance(value, (type, torch.nn.Module)):
@@ -187,7 +187,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _holds_result(value: Any) -> bool:
-    """Whether a value holds a tensor that hangs on what the step is given, or on chance."""
+    """Return whether a value holds a tensor that depends on inputs or on random numbers."""
     return any(not _is_constant(tensor) for tensor in _tensors(value, 0))
 
 
@@ -196,7 +196,7 @@ def _is_constant_tensor(value: Any) -> bool:
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the trace is the same at every call."""
+    """Return whether a tensor of the trace is the same at every call."""
     mode = get_proxy_mode()
     assert mode is not None
     slot = get_proxy_slot(tensor, mode.tracer, None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regions of the user's step in which `torch.autocast` is switched off: their ops stay as they are.
+"""Regions of the user's step in which `torch.autocast` is disabled: their ops keep their dtypes.
 
-The step is traced without autocast, so such a region changes nothing there; what `amp_ir.autocast`
-does later must leave its ops alone, and their backward pass too. Two things make one:
+The step is traced without autocast, so such a region changes nothing there; `amp_ir.autocast` must
+later leave its ops alone, and their backward pass too. Two calls make such a region:
 `torch.autocast(..., enabled=False)`, and `torch.amp.custom_fwd(cast_inputs=torch.float32)`.
-A region that is switched on needs no note: PyTorch itself writes its casts into the trace.
+An enabled region needs no mark: PyTorch itself writes its casts into the trace.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from amp_ir.ir.location import autocast_switched
 
 
 def mark_autocast_regions(restores: Restores, device_types: frozenset[str]) -> None:
-    """Mark what is traced inside regions without autocast; those of other devices mean nothing."""
+    """Mark ops traced in regions without autocast; regions of other devices have no effect."""
     open_regions: list[contextlib.AbstractContextManager[None]] = []
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
     def marked_enter(region: Any) -> Any:
-        # Inside of a custom function's backward, PyTorch repeats what its forward found.
+        # Inside of a custom function's backward, PyTorch repeats the settings of its forward.
         mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if region.device in device_types and torch._C._current_autograd_node() is None:
             mark = autocast_switched(off=not region._enabled)
@@ -58,7 +58,7 @@ def _marked_apply(apply: Any, device_types: frozenset[str]) -> Callable[..., Any
 
 
 def _runs_in_float32(forward: Callable[..., Any], device_types: frozenset[str]) -> bool:
-    """Whether a custom function's forward is decorated with custom_fwd(cast_inputs=float32)."""
+    """Return whether a custom function's forward has custom_fwd(cast_inputs=float32)."""
     if getattr(forward, "__module__", None) is None or not hasattr(forward, "__wrapped__"):
         return False
     bound = inspect.getclosurevars(forward).nonlocals

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random generators that a step may use while it is traced, put back where they were.
+"""The random generators that a step may use while it is traced, restored afterwards.
 
 Other threads may draw from the same generators meanwhile, and would draw the same numbers again
-after a generator was put back. So it is done where no other thread runs, or where it is known that
-the step has moved a generator: PyTorch's draw nothing while tensors are fake, and are moved by
-seeding them only. `random`'s and NumPy's then stay where a step that draws from them has left them.
+after a restore. So the capture restores a generator only where no other thread runs, or where the
+step is known to have changed it: while tensors are fake, PyTorch's generators draw nothing, and
+only seeding changes them. `random`'s and NumPy's otherwise keep the state that the step left.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SEEDING = (
 
 
 def keep_generators(restores: Restores) -> None:
-    """Put the generators back when `restores` run."""
-    # A trace imports it, and it then replaces torch.manual_seed for good.
+    """Restore the generators when `restores` run."""
+    # A trace imports it, and it then replaces torch.manual_seed permanently.
     import torch._dynamo
 
     seeded: list[None] = []
@@ -49,12 +49,12 @@ def keep_generators(restores: Restores) -> None:
 
 
 def _is_alone() -> bool:
-    """Whether no other thread may have drawn; the one behind PyTorch's progress bars does not."""
+    """Return whether no other thread may have drawn; that of PyTorch's progress bars does not."""
     return sum(thread.name != "tqdm_monitor" for thread in threading.enumerate()) == 1
 
 
 def _noted(seed: Callable[..., Any], seeded: list[None]) -> Callable[..., Any]:
-    """A function that seeds a generator, and notes that it did."""
+    """Return a function that seeds a generator, and records that it did."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         seeded.append(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in PyTorch for the time of a capture, and put back after it."""
+"""Changes to PyTorch during a capture, undone after it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def patched(
 
     for optimizer in state.optimizers:
         vars(optimizer)["step"] = _located_step(optimizer, locator, findings, on_step)
-        # Fused kernels would unscale by themselves; the captured step is the plain one.
+        # Fused kernels would unscale by themselves; the captured step uses the plain loop.
         vars(optimizer)["_step_supports_amp_scaling"] = False
     replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (torch.nn.Module, "zero_grad", _watched_zero_grad(torch.nn.Module.zero_grad, watch)),
@@ -66,10 +66,10 @@ def patched(
         (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
         (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
         (torch.amp.GradScaler, "scale", _refused_scaler(locator, findings)),
-        # nn.TransformerEncoderLayer has an inference kernel that hides many ops in one.
+        # nn.TransformerEncoderLayer has an inference kernel that fuses many ops.
         (torch.backends.mha, "get_fastpath_enabled", lambda: False),
     )
-    # A thread's own, as is all below.
+    # Thread-local, as is everything below.
     with torch.autograd.set_multithreading_enabled(mode=False), restoring() as restores:
         for owner, name, replacement in replacements:
             patch_function(restores, owner, name, replacement)
@@ -83,8 +83,8 @@ def patched(
         distribution = torch.distributions.Distribution
         checks = ValueHere(value=False, elsewhere=distribution._validate_args)
         patch(restores, distribution, "_validate_args", checks)
-        # The functions of clip_grad convert their threshold, which may depend on the loss scale;
-        # a BatchNorm without a momentum converts its count of batches. For a number that is not
+        # The functions of clip_grad convert their threshold, which may depend on the loss scale; a
+        # BatchNorm without a momentum converts its count of batches. For a number that is not
         # followed it is Python's own `float`.
         for module in (clip_grad, batchnorm):
             patch(restores, module, "float", _float_of)
@@ -129,7 +129,7 @@ def _watched_zero_grad(zero_grad: Callable[..., None], watch: GradientWatch) -> 
 
 
 def _float_of(value: Any) -> Any:
-    """`float` that leaves a number which is followed as it is, and makes a tensor a float64."""
+    """Return `float` that keeps a followed number, and converts a tensor to float64."""
     if isinstance(value, FakeTensor):
         return value.double()
     return value if isinstance(value, SymbolicFloat) else float(value)
@@ -147,7 +147,7 @@ def _refused_scheduler(locator: Locator, findings: Findings) -> Callable[..., No
 
 
 def _refused_scaler(locator: Locator, findings: Findings) -> Callable[..., Any]:
-    """Scalers that were passed have methods of their own while a step is traced."""
+    """Return a method that rejects scalers that were not passed; those that were have their own."""
     scale = torch.amp.GradScaler.scale
 
     def refuse(self: Any, outputs: Any) -> Any:
@@ -166,7 +166,7 @@ def _refused_scaler(locator: Locator, findings: Findings) -> Callable[..., Any]:
 def _checked_call(
     call: Callable[..., Any], locator: Locator, findings: Findings
 ) -> Callable[..., Any]:
-    """A `torch.nn.Module.__call__` that refuses modules which share their training."""
+    """Return a `torch.nn.Module.__call__` that rejects modules which distribute their training."""
 
     def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         fault = wrapper_fault(module)
@@ -180,7 +180,7 @@ def _checked_call(
 
 
 def _checkpoint_function() -> type:
-    """Activation checkpointing changes memory, not results; memory is planned by the compiler."""
+    """Run the function without activation checkpointing: the compiler plans memory."""
 
     def plain(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:  # noqa: FBT001
         return function(*args)

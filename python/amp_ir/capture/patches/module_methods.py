@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of torch.nn.Module that torch.fx replaces while it traces, kept from other threads.
+"""The methods of torch.nn.Module that torch.fx replaces while it traces, hidden from other threads.
 
-What torch.fx puts there passes every call on, so it is needed in no thread: the graphs here are
-made by the dispatcher. But it registers what it finds with the trace that is going on.
+torch.fx's replacements forward every call, so no thread needs them: the dispatcher makes the graphs
+here. But they also register modules with the active trace.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from amp_ir.capture.patches.thread_patches import patch
 
 @attrs.frozen
 class ModuleMethods:
-    """PyTorch's own methods, taken before a trace begins."""
+    """PyTorch's own methods, saved before a trace begins."""
 
     call: Callable[..., Any]
     lookup: Callable[..., Any]
 
     @classmethod
     def now(cls) -> ModuleMethods:
-        """Those that are there now."""
+        """Return the current methods."""
         return cls(torch.nn.Module.__call__, torch.nn.Module.__getattr__)
 
     def patch_call(self, restores: Restores) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Putting things back after a capture, whatever happens in it: an error, or Ctrl-C at any moment.
+"""Restoring state after a capture, whatever happens in it: an error, or Ctrl-C at any moment.
 
-A context manager alone does not hold that: an interrupt may come while it is entered or left. What
-is changed for a capture therefore registers its way back *before* it is changed, and the outermost
-frame of the capture goes over what is left.
+A context manager alone does not guarantee that: an interrupt may come on entry or exit. Every
+change therefore registers its restore function *before* it is made, and the outermost frame of the
+capture runs those that remain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _of_thread = threading.local()
 
 
 class Restores:
-    """Functions that put something back, to be called last first; calling one twice is harmless."""
+    """Functions that restore something, called in reverse order; calling one twice is harmless."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], object]] = []
@@ -34,14 +34,14 @@ class Restores:
         return len(self._pending)
 
     def add(self, restore: Callable[[], object]) -> None:
-        """Call `restore` in the end. To be added before the change is made."""
+        """Register `restore`; call this before the change is made."""
         self._pending.append(restore)
 
     def run(self, keep: int) -> None:
         """Call all but the first `keep`. One that is interrupted is called again.
 
         Raises:
-            BaseException: the first that came in between, when all is done.
+            BaseException: the first one that interrupted, after all have run.
         """
         first: BaseException | None = None
         failed: Callable[[], object] | None = None
@@ -66,7 +66,7 @@ def _current() -> Restores:
 
 @contextlib.contextmanager
 def restoring() -> Iterator[Restores]:
-    """Run what is added inside when it is left."""
+    """Run on exit what is added inside."""
     restores = _current()
     keep = len(restores)
     try:
@@ -78,7 +78,7 @@ def restoring() -> Iterator[Restores]:
 def alone(
     prepare: Callable[[Restores], None],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function that captures run in one thread at a time and leave nothing behind.
+    """Make a function of captures run in one thread at a time and restore everything.
 
     `prepare(restores)` is called before it.
     """
@@ -96,7 +96,7 @@ def alone(
                     finally:
                         restores.run(keep)
                 finally:
-                    # An interrupt may have come before the line above had begun.
+                    # An interrupt may have come before the line above ran.
                     restores.run(keep)
 
         return run

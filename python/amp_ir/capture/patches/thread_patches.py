@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes of PyTorch that are others in the thread that captures, and as always in the rest."""
+"""Attributes of PyTorch that are replaced in the thread that captures, and unchanged in others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ABSENT = object()
 
 
 class ThisThread(threading.local):
-    """Whether the code that asks runs in the thread that made this.
+    """A test of whether the calling thread is the one that made this object.
 
     A thread's number would not do: after a fork another thread may get it.
     """
@@ -27,14 +27,14 @@ class ThisThread(threading.local):
 
     @classmethod
     def marked(cls) -> ThisThread:
-        """One that is true in this thread."""
+        """Return one that is true in this thread."""
         made = cls()
         made.is_here = True
         return made
 
 
 def here(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is `replacement` in this thread and `original` in every other."""
+    """Return a function that is `replacement` in this thread and `original` in every other."""
     this_thread = ThisThread.marked()
 
     @functools.wraps(original)
@@ -62,7 +62,7 @@ class ValueHere:
 def patch(restores: Restores, owner: Any, name: str, replacement: Any) -> None:
     """Set an attribute of a module or class until `restores` run.
 
-    What another thread has set meanwhile stays.
+    A value that another thread sets meanwhile stays.
     """
     before = vars(owner).get(name, _ABSENT)
 
@@ -81,24 +81,24 @@ def patch(restores: Restores, owner: Any, name: str, replacement: Any) -> None:
 def patch_function(
     restores: Restores, owner: Any, name: str, replacement: Callable[..., Any]
 ) -> None:
-    """`patch` for a function of a module or a method of a class, in this thread only."""
+    """Apply `patch` to a function of a module or a method of a class, in this thread only."""
     patch(restores, owner, name, here(replacement, getattr(owner, name)))
 
 
 class _NotHere(logging.Filter):
-    """Drops what this thread logs."""
+    """A filter that drops the log records of this thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self._this_thread = ThisThread.marked()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is logged."""
+        """Return whether a record is logged."""
         return not self._this_thread.is_here
 
 
 def silence(restores: Restores, name: str) -> None:
-    """Let a logger drop what this thread logs until `restores` run."""
+    """Drop this thread's records of a logger until `restores` run."""
     log, silent = logging.getLogger(name), _NotHere()
     restores.add(lambda: log.removeFilter(silent))
     log.addFilter(silent)

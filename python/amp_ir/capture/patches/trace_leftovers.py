@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PyTorch leaves behind where an interrupt cuts off its own way out of a trace."""
+"""State that PyTorch leaves behind when an interrupt cuts off its own cleanup of a trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _functorch: Any = torch._C._functorch
 
 
 def clear_leftovers(restores: Restores) -> None:
-    """Let this thread have the modes, and PyTorch the methods, that they have now."""
+    """Restore this thread's modes, and PyTorch's methods, to those of now."""
     before = vars(_symbolic_trace).get("CURRENT_PATCHER")
     functions = torch._C._len_torch_function_stack()
     dispatchers = torch._C._len_torch_dispatch_stack()
@@ -24,7 +24,7 @@ def clear_leftovers(restores: Restores) -> None:
     def clear() -> None:
         patcher = vars(_symbolic_trace).get("CURRENT_PATCHER")
         if patcher is not before and patcher is not None:
-            # The name itself is taken back when PyTorch's generator is closed, which expects it.
+            # PyTorch's generator restores the name itself when it is closed, and expects it.
             patcher.revert_all_patches()
         if _functorch.get_dynamic_layer_stack_depth() > depth:
             _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
@@ -38,7 +38,7 @@ def clear_leftovers(restores: Restores) -> None:
 
 
 def _pop_dispatcher() -> None:
-    """Take the last mode off the stack; PyTorch's own stand beside it, each under a key."""
+    """Remove the top mode of the stack; PyTorch's own modes are stored beside it, each by a key."""
     for key in (
         torch._C._TorchDispatchModeKey.PROXY,
         torch._C._TorchDispatchModeKey.FUNCTIONAL,

@@ -171,8 +171,6 @@ def hypot(ops: Emitter, x: relax.Expr, y: relax.Expr) -> relax.Expr:
     """Return the length of (x, y), as the longer side times sqrt(1 + ratio ** 2): no overflow.
 
     The result is infinite where either side is, whatever the other one is.
-
-    An infinite side makes it infinite, whatever the other one is.
     """
     sides = [ops.emit(relax.op.abs(ops.cast(one, ops.dtype))) for one in (x, y)]
     longer = ops.emit(relax.op.maximum(*sides))

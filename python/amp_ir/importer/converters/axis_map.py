@@ -19,8 +19,6 @@ def apply_axis_map(ops: Emitter, x: relax.Expr, axis: int, weights: torch.Tensor
     """Return y[..., j, ...] = sum over i of weights[i, j] * x[..., i, ...] along one axis.
 
     Column j has few nonzero entries; term k gathers the k-th of every column.
-
-    Column j has few entries that are not zero; term k gathers the k-th of every column.
     """
     count = max(1, int((weights != 0).sum(0).max()))
     # A stable sort by "is zero" puts the nonzero entries first, in ascending order of position.

@@ -66,9 +66,6 @@ def batch_norm_in_place(
 
     In training these overloads also write the running statistics, which a functional graph
     cannot express; the capture uses the functional overload there.
-
-    In training these overloads also write the running statistics, which a functional graph
-    cannot say; the capture uses the functional overload there.
     """
     if not training:
         return _batch_norm_inference(ops, x, weight, bias, running_mean, running_var, eps)

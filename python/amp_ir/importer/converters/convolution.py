@@ -37,8 +37,6 @@ def convolution(
     """Return the convolution of x f[n, c, *space] with f[o, c / groups, *window], plus bias f[o].
 
     The weight of a transposed convolution is f[c, o / groups, *window].
-
-    The weight of a transposed one is f[c, o / groups, *window].
     """
     windows = {
         "strides": _every_axis(stride, x),

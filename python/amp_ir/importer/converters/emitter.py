@@ -76,9 +76,7 @@ class Emitter:
         return self._builder.emit(located)
 
     def call(self, name: str, *args: relax.Expr, **options: Any) -> Any:
-        """Emit a call of an `amp_ir.*` op; return a tuple of expressions when it has several
-        results.
-        """
+        """Emit a call of an `amp_ir.*` op; return a tuple of expressions for several results."""
         for option, value in options.items():
             if isinstance(value, relax.Expr):
                 self.refuse(f"takes {option} as a constant, and it is computed at each call")
@@ -124,9 +122,7 @@ class Emitter:
         return filled
 
     def fill_value(self, x: relax.Expr) -> Scalar | None:
-        """Return the value that `full` gave every element of x, or None when x is another
-        expression.
-        """
+        """Return the value that `full` gave every element of x, or None for another expression."""
         return self._fills.get(x)
 
     # Types and shapes; each emits nothing where nothing changes.
@@ -217,9 +213,6 @@ class Emitter:
 
         PyTorch's multiply and divide (and only these) read a Python number or 0-d tensor combined
         with a float16 or bfloat16 tensor at float32 precision and round the result once.
-
-        PyTorch's multiply and divide (and only these) read a Python number or 0-d tensor beside a
-        float16 or bfloat16 tensor at float32 precision and round the result once.
         """
         dtype = promoted_dtype(x, y)
         if dtype in LOW_DTYPES and (_is_inexact(x, dtype) or _is_inexact(y, dtype)):
@@ -271,9 +264,6 @@ class Emitter:
         """Return the random state of the next step: the same seed, the counter plus one.
 
         It does not change when every update of a loss scale found an overflow: a skipped step
-        changes nothing.
-
-        It stays as it is when every update of a loss scale found an overflow: a skipped step
         changes nothing.
         """
         assert self._random_state is not None, "no op drew a random number"

@@ -180,8 +180,6 @@ def median_dim(
     """Return (the medians, their indices) along one axis; of an even count the lower one.
 
     Where there is a NaN, the median is the first one.
-
-    Where there is a NaN it is the first one.
     """
     count = shape_of(x)[dim] if shape_of(x) else 1
     values, places = kthvalue(ops, x, (count + 1) // 2, dim, keepdim)

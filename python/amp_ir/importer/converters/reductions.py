@@ -186,9 +186,6 @@ def _var_mean(
 
     In float32 the mean of large numbers has an error larger than their differences, and squares of
     2e19 are infinite.
-
-    In float32 the mean of large numbers is off by more than what they differ by, and squares of
-    2e19 are infinite.
     """
     axes, dtype = axes_of(x, dims), dtype_of(x)
     count = math.prod(shape_of(x)[axis] for axis in axes)

@@ -247,8 +247,6 @@ def _dropped_gradients(
 
     An example is the discriminator's .grad, which the generator's backward pass adds to after
     the discriminator's own optimizer step.
-
-    The discriminator's, for one, to which the generator's loss adds behind its own optimizer step.
     """
     dropped = {spec.name for spec in outputs if spec.role is Role.GRADIENT}
     while True:

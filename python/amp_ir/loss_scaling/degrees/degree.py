@@ -96,9 +96,7 @@ class Solver:
         return any(symbol in self._open for symbol, _ in degree.powers)
 
     def equate(self, a: Degree, b: Degree) -> bool:
-        """Make two degrees equal, solving for one unknown if necessary; return False when they
-        differ.
-        """
+        """Make two degrees equal, solving for one unknown if needed; return whether it worked."""
         difference = self.resolve(a) - self.resolve(b)
         if not difference.powers:
             return True

@@ -153,9 +153,7 @@ class Faults:
         return next((self._names[leaf] for leaf in leaves if leaf in self._kept_gradients), None)
 
     def uncleared(self, name: str) -> None:
-        """Record a .grad that the step unscales; the analysis cannot see whether the user clears
-        it.
-        """
+        """Record a .grad that the step unscales; whether the user clears it is not visible."""
         self._note(
             "{} must be cleared before the next call, as optimizer.zero_grad() does: the step "
             "leaves unscaled gradients there, and adds scaled ones.",

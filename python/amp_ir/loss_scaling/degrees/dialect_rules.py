@@ -162,9 +162,7 @@ def attention_score_gradient(op: Operands) -> Known:
 
 @rule_for("amp_ir.lstm_backward")
 def lstm_backward(op: Operands) -> tuple[Known, ...]:
-    """Apply a form linear in the gradients of all states and of the last cell; the rest is
-    unscaled.
-    """
+    """Apply a form linear in gradients of all states and the last cell; the rest is unscaled."""
     op.expect_plain(*every(op)[3:])
     return (op.join(0, 1, 2),) * len(op.result_shapes)
 
@@ -222,7 +220,5 @@ def next_scale(op: Operands) -> tuple[Known, ...]:
     *_named("layer_norm rms_norm group_norm batch_norm attention_probabilities lstm gru"),
 )
 def plain_many(op: Operands) -> tuple[Known, ...]:
-    """Apply `plain` to all operands: eps is added to the variance; softmax and gates are not
-    linear.
-    """
+    """Apply `plain` to all operands: eps is added to the variance; softmax, gates are nonlinear."""
     return (plain(op),) * len(op.result_shapes)
