@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times training steps beside PyTorch: `python -m benchmarks [WORKLOAD ...]`.
+"""Training steps beside PyTorch, in milliseconds: `python -m benchmarks [WORKLOAD ...]`.
 
 For each workload and dtype our compiled step, PyTorch eager and torch.compile run in turns in one
-process, so that a change of the machine's speed meets all of them; convolutional networks of
-PyTorch's in channels_last as well, and the better layout counts. One table is printed. It is saved
-after each row with a description of the machine under benchmarks/results/, and an interrupt (^C)
-keeps the rows that are finished. `--columns` leaves out what is not needed; all of it takes minutes
-a row, most of which torch.compile spends compiling.
+process, so that a change of the machine's speed affects all of them. Convolutional networks of
+PyTorch's run in channels_last as well, and the faster layout counts. The command prints one table.
+It saves the table after each row, with a description of the machine, under benchmarks/results/; an
+interrupt (^C) keeps the finished rows. `--columns` selects the columns; all of them take minutes
+per row, most of which torch.compile spends compiling.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from benchmarks.step_table import footnotes, table_of
 DTYPES = ("float32", "bfloat16")
 DEFAULT_COLUMNS = tuple(name for name in COLUMNS if name != "layouts")
 INTERRUPTED = 130
-# What a table needs that goes to a file; a terminal has the width that it has.
+# The width of a table that goes to a file; a terminal uses its own.
 _FILE_COLUMNS = 140
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurements that the command line asks for; returns the exit code."""
+    """Run the measurements on the command line; return the exit code."""
     chosen = _parser().parse_args(arguments)
     if chosen.device == "cuda":
         return _on_gpu(chosen)
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _on_gpu(chosen: argparse.Namespace) -> int:
-    """The table of a GPU; what is finished stays when it is interrupted."""
+    """Measure the table of a GPU; an interrupt keeps the finished rows."""
     try:
         target_of("cuda")
     except DeviceError as error:
@@ -120,7 +120,7 @@ def _on_gpu(chosen: argparse.Namespace) -> int:
 
 
 def _check_names(chosen: argparse.Namespace) -> None:
-    """Refuse what is not known before anything is measured."""
+    """Raise on an unknown name before anything is measured."""
     for given, known, what in (
         (chosen.workloads, WORKLOADS, "workload"),
         (chosen.columns, COLUMNS, "group of columns"),
@@ -156,9 +156,9 @@ def show(rows: Sequence[Row]) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
-    """A bar on a terminal, else a line a stage; on stderr, so that the table can be piped.
+    """Return a function that begins a row and returns one that receives its stages.
 
-    Gives a function that begins a row and returns one to tell its stages to.
+    It shows a bar on a terminal, else a line per stage; on stderr, so that the table can be piped.
     """
     console = Console(stderr=True)
     started = time.monotonic()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiling takes: `python -m benchmarks.compile_time [WORKLOAD ...]`.
+"""Seconds of compilation: `python -m benchmarks.compile_time [WORKLOAD ...]`.
 
 Seconds of each stage up to the end of the first step, beside torch.compile's from a cold cache, and
-the compiler's peak memory. "bert-N" is BERT-base with N layers: its rows show how compiling grows
-with a program. Each measurement has a process of its own, one after the other. Seconds are wall
-time, but the processor's, which are those of compiling without the first run: a machine that is
-busy with something else shows in the one and not in the other, so growth is told by them. The rows
-are saved under benchmarks/results/ as they come.
+the compiler's peak memory. "bert-N" is BERT-base with N layers: its rows show how compile time
+grows with a program. Each measurement has its own process, one after the other. Seconds are wall
+time, except the processor's, which count compilation without the first run: load on the machine
+increases the wall time and not the processor's, so compare growth by the latter. Each row is saved
+under benchmarks/results/ as it is measured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MEBIBYTE = 2**20
 
 @attrs.frozen
 class Compiled:
-    """What our compiler took: seconds by stage, the processor's before the first run, bytes."""
+    """Our compiler's cost: seconds by stage, processor seconds before the first run, bytes."""
 
     seconds: dict[str, float]
     processor_seconds: float
@@ -51,15 +51,15 @@ class Compiled:
 
     @property
     def total(self) -> float:
-        """Seconds up to the end of the first step."""
+        """Return the seconds up to the end of the first step."""
         return sum(self.seconds.values())
 
 
 @attrs.frozen
 class Row:
-    """One workload in one dtype; torch.compile's seconds are None where its limit did not do.
+    """One workload in one dtype; torch.compile's seconds are None where it reached its limit.
 
-    A limit of 0: it was not asked for.
+    A limit of 0 means that it was not measured.
     """
 
     workload: str
@@ -70,14 +70,14 @@ class Row:
 
     @property
     def torch_text(self) -> str:
-        """Torch.compile's seconds for people."""
+        """Return torch.compile's seconds as text."""
         if self.torch_seconds is not None:
             return f"{self.torch_seconds:.1f}"
         return f"over {self.torch_limit:.0f}" if self.torch_limit else "not run"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the command line asks for."""
+    """Run the measurements on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_time", description=__doc__)
     parser.add_argument("workloads", nargs="*", default=[], help=", ".join(NAMES))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def workload_of(name: str) -> Workload:
-    """A workload of the demos, or "bert-N"."""
+    """Return a workload of the demos, or "bert-N"."""
     if name in WORKLOADS:
         return WORKLOADS[name]
     kind, _, count = name.partition("-")
@@ -121,7 +121,7 @@ def workload_of(name: str) -> Workload:
 
 
 def deep_bert(layers: int, *, small: bool) -> Training:
-    """The BERT workload with another number of layers."""
+    """Return the BERT workload with another number of layers."""
     import transformers
 
     batch, length, vocabulary = (2, 8, 96) if small else (8, 128, 30522)
@@ -143,8 +143,8 @@ def deep_bert(layers: int, *, small: bool) -> Training:
 
 
 def measure(name: str, dtype: str, *, small: bool, limit: float) -> Row:
-    """Both compilers on one workload; torch.compile is stopped after `limit` seconds, if any."""
-    workload_of(name)  # an unknown name is refused here
+    """Measure both compilers on one workload; stop torch.compile after `limit` seconds, if any."""
+    workload_of(name)  # an unknown name raises here
     ours = _in_a_process(name, "ours", dtype, small=small, limit=None)
     assert ours is not None
     peer = _in_a_process(name, "torch", dtype, small=small, limit=limit) if limit else None
@@ -166,7 +166,7 @@ def _in_a_process(
 
 
 def measure_ours(name: str, dtype: str, *, small: bool) -> dict[str, Any]:
-    """The fields of `Compiled`. Memory is what compiling adds, without the optimizer's state."""
+    """Return the fields of `Compiled`; bytes are the compiler's, without the optimizer's state."""
     training = workload_of(name).make(small=small)
     seconds: dict[str, float] = {}
     compiled: list[amp_ir.CompiledStep] = []
@@ -203,7 +203,7 @@ def measure_ours(name: str, dtype: str, *, small: bool) -> dict[str, Any]:
 
 
 def measure_torch(name: str, dtype: str, *, small: bool) -> dict[str, float]:
-    """Seconds of torch.compile's first step from a cold cache."""
+    """Return seconds of torch.compile's first step from a cold cache."""
     with cold_compiler():
         peer = make_peer(workload_of(name), dtype, "compile", "contiguous", small=small)
         started = time.perf_counter()
@@ -212,7 +212,7 @@ def measure_torch(name: str, dtype: str, *, small: bool) -> dict[str, float]:
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """The rows for people."""
+    """Return the rows as text."""
     table = Table(title="seconds to the end of the first step, by stage")
     for heading in ("workload", "dtype"):
         table.add_column(heading)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the gradients of a compiled step are from float64, beside PyTorch's."""
+"""The error of a compiled step's gradients against float64, beside PyTorch's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.precision import Case, relative_error
 
 @attrs.frozen
 class CompiledError:
-    """Errors of the gradients that compiled steps leave, beside PyTorch's.
+    """Errors of the gradients of compiled steps, beside PyTorch's.
 
     `ours` and `torch` are medians over the draws; `ratio` is the geometric mean over the draws of
-    ours over PyTorch's: a median of few draws moves with the draw, a ratio within a draw does less.
+    ours over PyTorch's: a median of few draws varies with the draw, a ratio within one varies less.
     It is NaN where an error is not finite.
     """
 
@@ -34,7 +34,7 @@ def compiled_error(name: str, dtype: str, *, draws: int) -> CompiledError:
         ours.append(relative_error(case.compiled_gradients(dtype), case.exact))
         theirs.append(relative_error(case.torch_gradients(dtype), case.exact))
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    # A gradient that is not finite is for the table to show: not a reason to lose the row.
+    # The table shows a gradient that is not finite: no reason to lose the row.
     is_number = all(0 < ratio < math.inf for ratio in ratios)
     ratio = geometric_mean(ratios) if is_number else math.nan
     return CompiledError(median(ours), median(theirs), ratio, draws)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that a step cannot beat on this machine, at the rates that it has at this moment."""
+"""The speed-of-light time of a step on this machine, at its current peak rates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from amp_ir.ir.target import target_of
 from amp_ir.memory.call_cost import flop_of_calls
 from benchmarks.peers import Step
 
-# Short beside a step, long beside the first call after something else.
+# Short beside a step, long beside the first call after another program's.
 _CALLS_A_TURN = 3
 
 
 def peak_trials() -> dict[str, Step]:
-    """`cpu_trials`, a few calls of each, to take turns with steps; see `peaks_of`."""
+    """Return `cpu_trials`, a few calls of each, that take turns with steps; see `peaks_of`."""
 
     def repeated(call: Callable[[], object]) -> Step:
         def run() -> None:
@@ -30,16 +30,16 @@ def peak_trials() -> dict[str, Step]:
 
 
 def peaks_of(milliseconds: dict[str, float]) -> MachinePeaks:
-    """The rates of a machine on which the turns of `peak_trials` took so long."""
+    """Return the peak rates that the seconds of the trials in `peak_trials` imply."""
     seconds = {name: took / _CALLS_A_TURN / 1e3 for name, took in milliseconds.items()}
     return cpu_peaks(seconds, "medians of turns between the steps")
 
 
 def floor_milliseconds(mod: StepModule, peaks: MachinePeaks, device: str = "cpu") -> float:
-    """`max(FLOP / matmul's rate, bytes / copy's)` of a step as we compile it, all calls together.
+    """Return the speed-of-light time of a step: max(FLOP / matmul rate, bytes / copy rate).
 
-    Arithmetic counts at the rate of the dtype that it is done in; bytes are those that calls read
-    and write, each tensor once a call.
+    The sums are over all calls of the step as we compile it. Arithmetic counts at the rate of its
+    dtype; bytes are those that calls read and write, each tensor once per call.
     """
     planned = lower(mod, target=target_of(device))
     calls = planned.plan.calls

@@ -11,18 +11,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _STEP = "amp_ir host_waits"
-# Of the runtime and of the driver: what returns when the GPU is done, and what frees its memory.
+# Of the runtime and of the driver: calls that return when the GPU is done, and that free its
+# memory.
 _WAITS = {
     "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy",
     "cudaMemcpy2D", "cudaFree", "cudaFreeHost", "cuCtxSynchronize", "cuStreamSynchronize",
     "cuEventSynchronize", "cuMemcpyDtoH", "cuMemcpyDtoH_v2", "cuMemFree", "cuMemFree_v2",
 }  # fmt: skip
-# What the GPU did: a copy to the host's memory, which PyTorch's own calls then wait for.
+# GPU activities: a copy to the host's memory, which PyTorch's own calls then wait for.
 _TO_HOST = "Memcpy DtoH"
 
 
 def calls_of(step: Callable[[], Any]) -> Counter[str]:
-    """Calls of CUDA's runtime and driver in a step, and its copies to the host, by name.
+    """Return the calls of CUDA's runtime and driver in a step, and its copies to the host, by name.
 
     Requires: the device is idle or busy with steps alone; the step has run before.
     """
@@ -34,7 +35,7 @@ def calls_of(step: Callable[[], Any]) -> Counter[str]:
 
 
 def calls_in(events: Iterable[Any]) -> Counter[str]:
-    """The calls among a profile's events; the profiler's own wait at its end is not the step's."""
+    """Return the calls among a profile's events, without the profiler's own wait at its end."""
     events = list(events)
     is_host = torch.autograd.DeviceType.CPU
     (span,) = [one.time_range for one in events if one.name == _STEP and one.device_type == is_host]
@@ -47,12 +48,12 @@ def calls_in(events: Iterable[Any]) -> Counter[str]:
 
 
 def waits_in(calls: Counter[str]) -> dict[str, int]:
-    """Those that make the host wait."""
+    """Return the calls that make the host wait."""
     return {
         name: count for name, count in calls.items() if name in _WAITS or name.startswith(_TO_HOST)
     }
 
 
 def host_waits(step: Callable[[], Any]) -> int:
-    """How often the step makes the host wait."""
+    """Return how often the step makes the host wait."""
     return sum(waits_in(calls_of(step)).values())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dynamic loss scaling costs: `python -m benchmarks.loss_scale [WORKLOAD ...]`.
+"""The cost of dynamic loss scaling: `python -m benchmarks.loss_scale [WORKLOAD ...]`.
 
 For each workload the compiled step with and without an `amp_ir.GradScaler`, and PyTorch's step with
-autocast with and without a `torch.amp.GradScaler`, run in turns in one process. Printed are medians
-and the ratio of each pair. The ratio is the median over the rounds of one round's ratio: neighbours
-in time meet the same machine.
+autocast with and without a `torch.amp.GradScaler`, run in turns in one process. The table has
+medians and the ratio of each pair. The ratio is the median over the rounds of each round's ratio:
+consecutive measurements see the same state of the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCALE = 2.0**10
 
 @attrs.frozen
 class Cost:
-    """One workload; milliseconds a step without and with a scaler, and the ratio of the two."""
+    """One workload; milliseconds per step without and with a scaler, and the ratio of the two."""
 
     workload: str
     dtype: str
@@ -45,7 +45,7 @@ class Cost:
 
 
 def scaled_step(training: Training, scaler: torch.amp.GradScaler) -> Callable[..., torch.Tensor]:
-    """The training step as PyTorch's note on mixed precision writes it."""
+    """Run the training step of PyTorch's note on mixed precision."""
 
     def step(*batch: torch.Tensor) -> torch.Tensor:
         loss = training.loss(*batch)
@@ -61,7 +61,7 @@ def scaled_step(training: Training, scaler: torch.amp.GradScaler) -> Callable[..
 def compiled(
     training: Training, step: Callable[..., Any], scaler: Any, dtype: str
 ) -> amp_ir.CompiledStep:
-    """The step, captured, cast and compiled."""
+    """Return the step, captured, cast and compiled."""
     mod, args = amp_ir.trace_step(
         step, training.batch, model=training.model, optimizer=training.optimizer, scaler=scaler
     )
@@ -71,7 +71,7 @@ def compiled(
 
 
 def eager(training: Training, scaler: torch.amp.GradScaler, dtype: str) -> Callable[..., Any]:
-    """PyTorch's step, under autocast where a low dtype is asked for."""
+    """Return PyTorch's step, under autocast for a low dtype."""
     is_low = dtype != "float32"
     low = getattr(torch, dtype) if is_low else torch.bfloat16
 
@@ -101,7 +101,7 @@ def measure(name: str, dtype: str, *, rounds: int, small: bool) -> Cost:
         step(*batch)
     times: list[list[float]] = [[] for _ in steps]
     for number in range(rounds):
-        # Each of a pair goes first in turn.
+        # The two of a pair take turns in going first.
         order = (0, 1, 2, 3) if number % 2 else (1, 0, 3, 2)
         for k in order:
             started = time.perf_counter()
@@ -121,7 +121,7 @@ def measure(name: str, dtype: str, *, rounds: int, small: bool) -> Cost:
 
 
 def table_of(costs: list[Cost]) -> Table:
-    """The costs for people."""
+    """Return the costs as text."""
     table = Table(title="milliseconds a step without and with a dynamic loss scale (medians)")
     for heading in ("workload", "dtype"):
         table.add_column(heading)
@@ -141,7 +141,7 @@ def table_of(costs: list[Cost]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the measurements that the command line asks for."""
+    """Run the measurements on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_scale", description=__doc__)
     parser.add_argument("workloads", nargs="*", default=[], help=", ".join(WORKLOADS))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])

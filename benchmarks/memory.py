@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps need in memory: `python -m benchmarks.memory [WORKLOAD ...]`.
+"""The memory of steps: `python -m benchmarks.memory [WORKLOAD ...]`.
 
 Two tables, printed and saved under benchmarks/results/ row by row. Peaks: planned, its lower bound,
 measured, and PyTorch eager's (under torch.autocast for bfloat16). Measured is the rise of the
-resident set during two steps, in a process of its own, plus the bytes of parameters and batch that
-were there before. Budgets: whether `memory_budget` at a share of the bytes that are not state is
-held, else the least that is; the calls that run again for it, and the blocks of rows in which the
-loss is computed for it; and, where the step is run, its time beside that without a budget, in
-turns. A share of all bytes would ask for less than the state alone
-(0.60 of bert1's peak, 0.72 of a deep GPT-2's), which no compiler can give up.
+resident set during two steps, in a separate process, plus the bytes of parameters and batch that
+were allocated before. Budgets: whether `memory_budget` at a share of the bytes that are not state
+is met, else the smallest that is; the calls that are recomputed for it, and the chunks of the loss;
+and, where the step is run, its time beside that without a budget, in turns. A share of all bytes
+would require less than the state alone (0.60 of bert1's peak, 0.72 of a deep GPT-2's), which no
+compiler can free.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Peak:
 
 @attrs.frozen
 class Budget:
-    """One budget: `share` of the bytes that are not state; milliseconds only where it was run."""
+    """One budget: `share` of the bytes that are not state; milliseconds only if it was run."""
 
     workload: str
     dtype: str
@@ -75,7 +75,7 @@ class Budget:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the command line asks for."""
+    """Run the measurements on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("workloads", nargs="*", default=[], help=", ".join(NAMES))
     parser.add_argument("--small", action="store_true", help="shapes of a test")
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def captured(training: Training, dtype: str) -> tuple[StepModule, tuple[Any, ...]]:
-    """The step of a training, with casts unless it is to be float32."""
+    """Return the step of a training, with casts except in float32."""
     mod, args = amp_ir.trace_step(
         training.step, training.batch, model=training.model, optimizer=training.optimizer
     )
@@ -112,7 +112,7 @@ def captured(training: Training, dtype: str) -> tuple[StepModule, tuple[Any, ...
 
 
 def measure_peak(name: str, dtype: str, *, small: bool) -> Peak:
-    """Peaks of one workload in one dtype, each measured in a process of its own."""
+    """Measure the peaks of one workload in one dtype, each in a separate process."""
     plan = lower(captured(WORKLOADS[name].make(small=small), dtype)[0]).plan
     measured = {who: _in_a_process(name, who, dtype, small) for who in ("ours", "eager")}
     bound = plan.peak_bytes - plan.arena_bytes + plan.lower_bound_bytes
@@ -127,7 +127,7 @@ def _in_a_process(name: str, who: str, dtype: str, small: bool) -> int:
 
 
 def _measured(name: str, who: str, dtype: str, *, small: bool) -> int:
-    """Bytes that a training has in use at most."""
+    """Return the peak of the bytes that a training uses."""
     _step(WORKLOADS["mlp"].make(small=True), who, dtype)()  # code that any step needs
     training = WORKLOADS[name].make(small=small)
     step = _step(training, who, dtype)
@@ -143,7 +143,7 @@ def _step(training: Training, who: str, dtype: str) -> Callable[[], Any]:
 
 
 def measure_budgets(chosen: argparse.Namespace) -> Iterator[Budget]:
-    """Steps run within a budget, and a deep GPT-2's planned within one."""
+    """Measure steps run within a budget, and plan a deep GPT-2's within one."""
     names = [name for name in BUDGETED if name in (chosen.workloads or BUDGETED)]
     for share in chosen.budgets:
         for dtype in DTYPES:
@@ -159,7 +159,7 @@ def measure_budgets(chosen: argparse.Namespace) -> Iterator[Budget]:
 
 
 def tell(what: str) -> None:
-    """A line of progress on stderr, so that the tables can be piped."""
+    """Write a line of progress to stderr, so that the tables can be piped."""
     print(what, file=sys.stderr, flush=True)
 
 
@@ -180,7 +180,7 @@ def _budget(name: str, training: Training, dtype: str, share: float) -> Budget:
 
 
 def _with_times(training: Training, dtype: str, row: Budget) -> Budget:
-    """Run the step within the budget, or within the least that can be held, and without."""
+    """Run the step within the budget, or within the smallest that can be met, and without."""
     mod, _ = captured(training, dtype)
     budget = row.planned if row.planned is not None else row.least
     steps = [amp_ir.compile(mod), amp_ir.compile(mod, memory_budget=budget)]
@@ -196,7 +196,7 @@ def _with_times(training: Training, dtype: str, row: Budget) -> Budget:
 
 
 def deep_gpt2(layers: int, *, small: bool) -> Training:
-    """The GPT-2 workload with another number of layers."""
+    """Return the GPT-2 workload with another number of layers."""
     import transformers
 
     shape: dict[str, Any] = {}
@@ -217,7 +217,7 @@ def deep_gpt2(layers: int, *, small: bool) -> Training:
 
 
 def peak_table(rows: Sequence[Peak]) -> Table:
-    """Peaks in MiB, and their ratios."""
+    """Return the table of peaks in MiB, and their ratios."""
     table = Table("workload", "dtype", title="peak MiB of a training step, state included")
     for name in ("planned", "over bound", "measured", "off plan", "eager", "planned / eager"):
         table.add_column(name, justify="right")
@@ -236,7 +236,7 @@ def peak_table(rows: Sequence[Peak]) -> Table:
 
 
 def budget_table(rows: Sequence[Budget]) -> Table:
-    """Budgets in MiB beside what was held; "least" where the budget was refused."""
+    """Return the table of budgets in MiB and the peaks; "least" where the budget was not met."""
     table = Table("workload", "dtype", title="memory_budget as a share of what is not state, MiB")
     for name in (
         "share",
@@ -270,7 +270,7 @@ def budget_table(rows: Sequence[Budget]) -> Table:
 
 
 def save(name: str, rows: Sequence[Peak] | Sequence[Budget], chosen: argparse.Namespace) -> None:
-    """Write rows and the machine's description as JSON; tiny shapes are measured but not kept."""
+    """Write rows and the machine's description as JSON; tiny shapes are measured but not saved."""
     if chosen.small:
         return
     RESULTS.mkdir(exist_ok=True)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times training steps on a GPU beside PyTorch: `python -m benchmarks --device cuda`.
+"""Training steps on a GPU beside PyTorch, in milliseconds: `python -m benchmarks --device cuda`.
 
 For each workload our step in float32 (without and with TF32), bfloat16, and float16 with the loss
 scaler, and PyTorch's eager and compiled steps in the same precisions: torch.autocast, a GradScaler
-for float16, fused optimizers, torch.compile in its default mode and in "reduce-overhead". All ways
-of one precision run in turns. A time is the median over rounds of the mean step of a round, between
-two synchronisations. Peaks are what was allocated at most while the way was set up and run alone.
-`waits` are the calls of a step that make the host wait for the GPU, counted by PyTorch's profiler.
-`floor` is the share of our time that the GPU's measured peaks leave no way around.
+for float16, fused optimizers, torch.compile in its default mode and in "reduce-overhead". All
+variants of one precision run in turns. A time is the median over rounds of the mean step of a
+round, between two synchronisations. Peaks are the maximum of allocated bytes while the variant was
+set up and run alone. `waits` are the calls of a step that make the host wait for the GPU, counted
+by PyTorch's profiler. `floor` is the speed-of-light time at the GPU's measured peak rates, as a
+share of our time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.peers import in_layout, layouts_of, peer_name
 
 Step = Callable[[], Any]
 Tell = Callable[[str], None]
-# A precision: the dtype, and whether float32 products may be rounded to TF32.
+# A precision: the dtype, and whether float32 matmuls may be rounded to TF32.
 PRECISIONS = {
     "float32": ("float32", False),
     "tf32": ("float32", True),
@@ -46,17 +47,17 @@ PRECISIONS = {
 }
 OURS = "ours"
 MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
-# Enough that eager has its state, torch.compile its kernels and both their graphs.
+# Enough for eager's state, for torch.compile's kernels and for both their graphs.
 _WARMUP = 5
 _STEPS_A_ROUND = 10
 
 
 @attrs.frozen
 class GpuRow:
-    """One workload in one precision; the keys of the mappings are "ours" and PyTorch's ways.
+    """One workload in one precision; the keys of the mappings are "ours" and PyTorch's variants.
 
-    `unscaled_milliseconds` is our float16 step without the scaler; `failed` says why a way is not
-    there.
+    `unscaled_milliseconds` is our float16 step without the scaler; `failed` says why a variant is
+    missing.
     """
 
     workload: str
@@ -72,24 +73,24 @@ class GpuRow:
 
     @property
     def best(self) -> tuple[str, float]:
-        """The fastest of PyTorch's ways, and its milliseconds."""
+        """Return the fastest of PyTorch's variants, and its milliseconds."""
         peers = {name: value for name, value in self.milliseconds.items() if name != OURS}
         name = min(peers, key=peers.__getitem__)
         return name, peers[name]
 
     @property
     def ratio(self) -> float:
-        """Our time over PyTorch's best; below 1 is faster."""
+        """Return our time over PyTorch's best; below 1 is faster."""
         return self.milliseconds[OURS] / self.best[1]
 
     @property
     def floor_share(self) -> float:
-        """What our step would take at the device's peaks over what it takes."""
+        """Return our step's time at the device's peak rates over its measured time."""
         return self.floor_milliseconds / self.milliseconds[OURS]
 
     @property
     def scaler_cost(self) -> float | None:
-        """The step with the loss scaler over the step without it."""
+        """Return the time of the step with the loss scaler over that without it."""
         if self.unscaled_milliseconds is None:
             return None
         return self.milliseconds[OURS] / self.unscaled_milliseconds
@@ -98,7 +99,7 @@ class GpuRow:
 def measure(
     name: str, precision: str, *, rounds: int, small: bool, tell: Tell, device: str = "cuda"
 ) -> GpuRow:
-    """Time all ways of one workload in one precision, in turns."""
+    """Measure all variants of one workload in one precision, in turns."""
     dtype, allow_tf32 = PRECISIONS[precision]
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
@@ -117,7 +118,7 @@ def measure(
                 with _peak(device, peaks, way):
                     _run(step, _WARMUP, device)
             except RuntimeError as error:
-                # All that torch.compile raises is one; the other ways are still wanted.
+                # Whatever torch.compile raises is recorded; the other variants still run.
                 if way.startswith("eager"):
                     raise
                 failed[way] = str(error).strip().partition("\n")[0]
@@ -164,14 +165,14 @@ def _peers(workload: Workload, dtype: str, small: bool, device: str) -> Iterator
 
 
 def _peer_step(training: Training, dtype: str, device: str) -> Step:
-    """PyTorch's step in its recommended form; a disabled scaler passes everything through."""
+    """Run PyTorch's step in its recommended form; a disabled scaler has no effect."""
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     step = eager(training, scaler, dtype)
     return lambda: step(*training.batch)
 
 
 def _with_fused_optimizer(training: Training) -> Training:
-    """The training with the optimizer's fused kernels, which PyTorch advises on a GPU."""
+    """Return the training with the optimizer's fused kernels, as PyTorch recommends on a GPU."""
     old = training.optimizer
     known = inspect.signature(type(old)).parameters
     options = {key: value for key, value in old.defaults.items() if key in known}
@@ -205,7 +206,7 @@ def _synchronise(device: str) -> None:
 
 @contextlib.contextmanager
 def _peak(device: str, peaks: dict[str, float], way: str) -> Iterator[None]:
-    """Note the most MiB that were allocated inside of the block, beyond what was there before."""
+    """Record the peak of MiB allocated inside of the block, above those allocated before."""
     if device != "cuda":
         yield
         return
@@ -220,7 +221,7 @@ def _peak(device: str, peaks: dict[str, float], way: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    """Let float32 products, ours and PyTorch's, be rounded to TF32, or not."""
+    """Allow or forbid rounding float32 matmuls, ours and PyTorch's, to TF32."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = allowed
@@ -231,7 +232,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 def table_of(rows: Sequence[GpuRow]) -> Table:
-    """One row a workload and precision."""
+    """Return a table with one row per workload and precision."""
     table = Table(title="milliseconds a step; MiB at the peak", title_justify="left")
     table.add_column("workload")
     table.add_column("precision")
@@ -259,7 +260,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def describe_gpu() -> dict[str, Any]:
-    """What the numbers were taken on; the peaks as PyTorch has TF32 by itself."""
+    """Return the description of the GPU; the peak rates are those of PyTorch's default for TF32."""
     is_here = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if is_here else "none",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's ways of running a workload's step: eager and torch.compile, in both memory layouts."""
+"""PyTorch's variants of a workload's step: eager and torch.compile, in both memory layouts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from amp_ir.demo.workloads import Training, Workload
 
 Step = Callable[[], Any]
-# Convolutions of PyTorch may be faster on pixels that hold their channels together.
+# PyTorch's convolutions may be faster in channels_last.
 LAYOUTS = {"resnet50": ("contiguous", "channels_last"), "ssd": ("contiguous", "channels_last")}
 
 
 @attrs.frozen
 class Peer:
-    """One way of PyTorch's: "eager" or "compile", in a memory layout, ready to run."""
+    """One PyTorch variant: "eager" or "compile", in a memory layout, ready to run."""
 
     way: str
     layout: str
@@ -29,29 +29,29 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """Its key among the measured ways."""
+        """Return the variant's key among the measurements."""
         return peer_name(self.way, self.layout)
 
 
 def peer_name(way: str, layout: str) -> str:
-    """The key of a way of PyTorch's; the usual layout goes without saying."""
+    """Return the key of a PyTorch variant; the default layout is left out."""
     return way if layout == "contiguous" else f"{way} {layout}"
 
 
 def layouts_of(workload: str) -> tuple[str, ...]:
-    """The memory layouts that are worth trying for a workload."""
+    """Return the memory layouts that are worth measuring for a workload."""
     return LAYOUTS.get(workload, ("contiguous",))
 
 
 def make_peer(workload: Workload, dtype: str, way: str, layout: str, *, small: bool) -> Peer:
-    """A training of its own with PyTorch's step; nothing is run yet."""
+    """Make a separate training with PyTorch's step; it does not run yet."""
     training = in_layout(workload.make(small=small), layout)
     step = peer_step(training, dtype)
     return Peer(way, layout, training, torch.compile(step) if way == "compile" else step)
 
 
 def peer_step(training: Training, dtype: str) -> Step:
-    """PyTorch's step: plain in float32, under torch.autocast otherwise."""
+    """Return PyTorch's step: plain in float32, under torch.autocast otherwise."""
     if dtype == "float32":
         return lambda: training.step(*training.batch)
     low = getattr(torch, dtype)
@@ -59,7 +59,7 @@ def peer_step(training: Training, dtype: str) -> Step:
 
 
 def in_layout(training: Training, layout: str) -> Training:
-    """The training with its images and convolution weights in a memory layout."""
+    """Return the training with its images and convolution weights in a memory layout."""
     if layout == "contiguous":
         return training
     form = getattr(torch, layout)
@@ -72,7 +72,7 @@ def in_layout(training: Training, layout: str) -> Training:
 
 @contextlib.contextmanager
 def cold_compiler() -> Iterator[None]:
-    """Torch.compile finds nothing that it made before, neither in memory nor on the disk."""
+    """Disable torch.compile's caches in memory and on the disk."""
     from torch._inductor.utils import fresh_cache
 
     torch._dynamo.reset()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dtypes cost with the cut and with RAF's greedy placement: `python -m benchmarks.placement`.
+"""Cast traffic with the minimum cut and RAF's greedy placement: `python -m benchmarks.placement`.
 
 Two tables, printed and saved under benchmarks/results/. The first has, for the workloads and both
-placements, the bytes that the compiled step moves because of dtypes: casts that are kernels of
-their own, low copies beside float32 values, and what tensors in float32 cost above low ones;
-below it, the certificate of what the cut leaves, by reason. The second has seconds of autocast
+placements, the bytes that the compiled step moves because of dtypes: casts that are separate
+kernels, low copies beside float32 values, and the cost of tensors in float32 above low ones;
+below it, the remaining cast traffic of the cut, by reason. The second has seconds of autocast
 beside those of the capture, over the number of BERT layers. Nothing is compiled or run.
 """
 
@@ -35,17 +35,17 @@ PLACEMENTS = ("greedy", "cut")
 
 @attrs.frozen
 class Placed:
-    """One workload by one placement; bytes are those of the step's kernels.
+    """One workload with one placement; bytes are those of the step's kernels.
 
     Attributes:
-        alone: casts that are kernels of their own.
+        alone: casts that are separate kernels.
         alone_at_kernels: those of them that cast what a kernel or library call of the step makes;
             the others make the low copies of parameters and of the batch for library calls.
-        cast_nbytes: what casts alone, second copies, and values in float32 where the placement
-            chose that, move.
-        rule_nbytes: what values move that are float32 by a rule, above what low ones would.
-        model_nbytes: what values of free ops move, by the cost model.
-        bound_nbytes: the least that any placement has there.
+        cast_nbytes: bytes moved by separate casts, by second copies, and by values that the
+            placement keeps in float32.
+        rule_nbytes: bytes moved by values that a rule keeps in float32, above those of low values.
+        model_nbytes: bytes moved by values of free ops, by the cost model.
+        bound_nbytes: the lower bound of any placement for them.
     """
 
     workload: str
@@ -62,7 +62,7 @@ class Placed:
 
 @attrs.frozen
 class Scaling:
-    """Seconds for a BERT of some layers."""
+    """Seconds for a BERT with a number of layers."""
 
     layers: int
     bindings: int
@@ -71,7 +71,7 @@ class Scaling:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the command line asks for."""
+    """Run the measurements on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
     parser.add_argument("workloads", nargs="*", default=[], help=", ".join(NAMES))
     parser.add_argument("--layers", type=int, nargs="*", default=[1, 6, 12, 24])
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def place(name: str, *, small: bool, amp_dtype: str) -> list[Placed]:
-    """The costs of a workload, by the greedy placement and by the cut."""
+    """Return the costs of a workload, by the greedy placement and by the cut."""
     training = WORKLOADS[name].make(small=small)
     mod, args = amp_ir.trace_step(
         training.step, training.batch, model=training.model, optimizer=training.optimizer
@@ -111,7 +111,7 @@ def place(name: str, *, small: bool, amp_dtype: str) -> list[Placed]:
 
 
 def row_of(name: str, placement: str, plan: CastPlan) -> Placed:
-    """The numbers of an explained plan."""
+    """Return the numbers of an explained plan."""
     alone = [cast for cast in plan.casts if cast.is_alone]
     of_casts = [one for one in plan.moved if one.is_free or one.what != "float32"]
     return Placed(
@@ -129,7 +129,7 @@ def row_of(name: str, placement: str, plan: CastPlan) -> Placed:
 
 
 def scale(layers: int, *, amp_dtype: str) -> Scaling:
-    """Capture and cast a step of BERT with small tensors; their size matters to neither."""
+    """Capture and cast a step of BERT with small tensors; their size affects neither time."""
     import transformers
 
     config = transformers.BertConfig(
@@ -150,7 +150,7 @@ def scale(layers: int, *, amp_dtype: str) -> Scaling:
         return loss
 
     batch = (torch.randint(0, 96, (2, 8)),)
-    # What the last size has left is not to be collected in this one's time.
+    # Garbage of the previous size must not be collected in this one's time.
     gc.collect()
     started = time.perf_counter()
     mod, args = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
@@ -168,7 +168,7 @@ def save(path: Path, rows: Sequence[Any]) -> None:
 
 
 def table_of_placements(rows: Sequence[Placed]) -> Table:
-    """Both placements of a workload in two lines; MiB a step, and the cut's share of greedy's."""
+    """Return two lines per workload, one a placement: MiB a step, the cut's share of greedy's."""
     names = ("workload", "placement", "casts", "alone", "at kernels", "cast MiB", "share",
              "float32 by rule", "all MiB", "share", "model MiB", "bound")  # fmt: skip
     table = Table(*names, box=None, title="bytes that a step moves because of dtypes")
@@ -194,7 +194,7 @@ def table_of_placements(rows: Sequence[Placed]) -> Table:
 
 
 def table_of_scaling(rows: Sequence[Scaling]) -> Table:
-    """A line a number of layers."""
+    """Return a line per number of layers."""
     names = ("layers", "bindings", "capture s", "autocast s", "share", "autocast us a binding")
     table = Table(*names, box=None, title="AutoCast of BERT beside its capture")
     for row in rows:
@@ -210,7 +210,7 @@ def table_of_scaling(rows: Sequence[Scaling]) -> Table:
 
 
 def show(tables: Sequence[Table], certificates: Sequence[str], path: Path) -> None:
-    """Print tables and certificates, and keep them as text."""
+    """Print tables and cast traffic, and save them as text."""
     console = Console(record=True, width=140)
     for table in tables:
         console.print(table)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient errors against float64 beside torch.autocast's: `python -m benchmarks.precision`.
 
-Every workload of the demos, in small shapes, in bfloat16 and float16, evaluated op by op by the
-interpreter, which rounds exactly where the plan says: no hardware for either dtype is needed. Of a
-few draws also as the compiled kernels compute them, which may round less: a fused kernel rounds
-what it stores. For each, the five ops whose roundings disturb the
-gradients most: everything is evaluated in float64 but for the roundings of that one op. Tables are
-printed and saved under benchmarks/results/.
+The interpreter evaluates every workload of the demos, in small shapes, in bfloat16 and float16, op
+by op, and rounds exactly where the plan says: no hardware for either dtype is needed. A few draws
+also run as compiled kernels, which may round less: a fused kernel rounds what it stores. For each
+workload, the table lists the five ops whose roundings affect the gradients most: only that op
+rounds, everything else is evaluated in float64. Tables are printed and saved under
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Gradients = dict[str, torch.Tensor]
 
 @attrs.frozen
 class Contribution:
-    """What the roundings of one op do to the gradients: a relative error."""
+    """The effect of one op's roundings on the gradients: a relative error."""
 
     op: str
     error: float
@@ -44,11 +44,11 @@ class Contribution:
 
 @attrs.frozen
 class Row:
-    """One workload in one dtype; errors are relative, in the Euclidean norm over all
-    gradients, medians over seeds.
+    """One workload in one dtype; errors are relative, in the Euclidean norm over all gradients.
 
-    `ratio_of_draws` is the geometric mean of ours over torch.autocast's, draw by draw. `compiled`
-    is of the first seeds only, and `compiled_ratio` is it over torch.autocast's there.
+    They are medians over seeds. `ratio_of_draws` is the geometric mean of ours over
+    torch.autocast's, draw by draw. `compiled` is of the first seeds only, and `compiled_ratio` is
+    it over torch.autocast's there.
     """
 
     workload: str
@@ -63,7 +63,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the command line asks for."""
+    """Run the measurements on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__)
     parser.add_argument("workloads", nargs="*", default=[], help=", ".join(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=25, help="draws of weights and batch")
@@ -79,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(name: str, *, seeds: int, worst: int, compiled: int) -> list[Row]:
-    """Medians over some seeds, and the worst ops for the first seed; a row a dtype.
+    """Measure medians over some seeds, the worst ops for the first seed; return a row a dtype.
 
-    Medians of many, since an activation of relu that changes sides disturbs one draw by 0.1 and
-    more: of one draw, ours may be half or twice the error of torch.autocast.
+    Many seeds, since a relu activation that changes sign changes one draw by 0.1 and more: in one
+    draw, ours may be half or twice the error of torch.autocast.
     """
     ours: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
     theirs: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
@@ -125,7 +125,7 @@ class Case:
             loss.backward()
             return loss
 
-        # Without the optimizer: the gradients are left in p.grad, as outputs of the step.
+        # Without the optimizer: p.grad holds the gradients, as outputs of the step.
         mod, args = amp_ir.trace_step(step, training.batch, model=training.model)
         self._low = {dtype: amp_ir.autocast(mod, args, amp_dtype=dtype) for dtype in dtypes}
         self._full = mod
@@ -133,11 +133,11 @@ class Case:
         self.exact = self._run(mod, float_dtype=torch.float64)
 
     def gradients(self, dtype: str) -> Gradients:
-        """With every rounding of the plan."""
+        """Return the gradients with every rounding of the plan."""
         return self._run(self._low[dtype])
 
     def compiled_gradients(self, dtype: str) -> Gradients:
-        """As the compiled step leaves them in p.grad; also in float32, without casts."""
+        """Return the compiled step's p.grad; also in float32, without casts."""
         model = self._training.model
         model.zero_grad()
         amp_ir.compile(self._low.get(dtype, self._full))(*self._training.batch)
@@ -148,7 +148,7 @@ class Case:
         }
 
     def torch_gradients(self, dtype: str) -> Gradients:
-        """By PyTorch's own autocast, which does nothing in float32."""
+        """Return the gradients of PyTorch's own autocast, which does nothing in float32."""
         training = self._make()
         # Without oneDNN, which has no float16 on most CPUs: PyTorch's own kernels always run.
         with (
@@ -164,7 +164,7 @@ class Case:
         }
 
     def contributions(self, dtype: str) -> list[Contribution]:
-        """What the roundings of each op do alone, the worst first."""
+        """Return the error caused by each op's roundings alone, the worst first."""
         found = []
         for label, variables in roundings(self._low[dtype]).items():
             on_value = _rounding(variables, getattr(torch, dtype))
@@ -183,14 +183,14 @@ class Case:
 
 
 def relative_error(got: Gradients, exact: Gradients) -> float:
-    """Of all gradients together: |got - exact| / |exact|; infinite where `got` is not finite."""
+    """Return |got - exact| / |exact| of all gradients together; infinite if `got` is not finite."""
     error = sum(float(((got[name].double() - exact[name]) ** 2).sum()) for name in exact)
     size = sum(float((one**2).sum()) for one in exact.values())
     return float("inf") if error != error else (error / size) ** 0.5
 
 
 def roundings(mod: amp_ir.StepModule) -> dict[str, set[relax.Var]]:
-    """The variables of a step that are rounded, by the op and module that they come from."""
+    """Return the rounded variables of a step, by the op and module that they come from."""
     maker: dict[relax.Var, str] = {}
     found: dict[str, set[relax.Var]] = {}
     names = [one.name for one in mod.signature.inputs]
@@ -205,7 +205,7 @@ def roundings(mod: amp_ir.StepModule) -> dict[str, set[relax.Var]]:
     return found
 
 
-# What only moves elements, or names them anew, rounds nothing.
+# Ops that only move elements or rename tensors do not round.
 _MOVES = ("amp_ir.cast", "relax.reshape", "relax.permute_dims", "relax.broadcast_to")
 
 
@@ -251,7 +251,7 @@ def save(rows: Sequence[Row], path: Path) -> None:
 
 
 def show(rows: Sequence[Row], path: Path) -> None:
-    """Print errors of all workloads, then the worst ops of each, and keep both as text."""
+    """Print errors of all workloads, then the worst ops of each, and save both as text."""
     names = ("workload", "dtype", "draws", "ours", "torch.autocast", "ratio", "ratio of draws",
              "compiled", "ratio")  # fmt: skip
     errors = Table(*names, box=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where results of the benchmarks are kept, and what they say of the machine."""
+"""The place of benchmark results, and the description of the machine in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """Return the description of the machine."""
     return {
         "cpu": host_description(),
         "threads": torch.get_num_threads(),

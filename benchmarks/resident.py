@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step has in memory, by the operating system's count of the resident set."""
+"""The memory of a training step, by the operating system's count of the resident set."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from amp_ir.demo.workloads import Training
 
 
 def measured_bytes(step: Callable[[], Any], known: Iterable[torch.Tensor]) -> int:
-    """The bytes in use at most during two steps: `known`, there before, and the set's rise.
+    """Return the bytes in use at most during two steps: `known`, allocated before, and the rise.
 
-    Freed memory is given back to the system first, so that a step cannot hide in it.
+    Freed memory is returned to the system first, so that a step cannot reuse it uncounted.
     """
 
     def two_steps() -> None:
@@ -29,17 +29,17 @@ def measured_bytes(step: Callable[[], Any], known: Iterable[torch.Tensor]) -> in
 
 
 def rise_of_peak(work: Callable[[], Any]) -> int:
-    """How many bytes above its size beforehand the resident set gets at most during `work`."""
+    """Return by how many bytes the resident set rises at most during `work`."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of the resident set
     work()
     return _status("VmHWM") - before
 
 
 def tensors_of(training: Training, *, with_optimizer: bool) -> Iterator[torch.Tensor]:
-    """What a training holds before a step: parameters, buffers, batch, perhaps optimizer state."""
+    """Return the tensors before a step: parameters, buffers, batch, perhaps optimizer state."""
     yield from training.model.parameters()
     yield from training.model.buffers()
     yield from training.batch

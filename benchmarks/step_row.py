@@ -20,8 +20,8 @@ from benchmarks.floor import floor_milliseconds, peak_trials, peaks_of
 from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
 from benchmarks.resident import measured_bytes, tensors_of
 
-# What may be asked for apart: each costs time of its own. Times of our step and eager's are
-# always there.
+# Groups of optional measurements, as each costs time. Times of our step and eager's are always
+# measured.
 COLUMNS = {
     "compile": "torch.compile as a peer, and how long it takes from a cold cache",
     "layouts": "torch.compile in both memory layouts, not only in the one that is eager's best",
@@ -37,16 +37,16 @@ Tell = Callable[[str], None]
 
 @attrs.frozen
 class Row:
-    """What was measured of one workload in one dtype; None where it was not asked for.
+    """The measurements of one workload in one dtype; None where one was not requested.
 
-    The keys of the mappings are "ours" and the names of PyTorch's ways, such as "eager
-    channels_last". `milliseconds` are medians of a step. `compile_seconds` are from nothing to
-    steps at full speed: the first steps, less what as many steps take. `floor_milliseconds` is what
-    the step's arithmetic takes at the rate of a large matmul, or its bytes at that of a large copy,
-    whichever is more; `peaks` are these rates, medians of trials that took turns with the steps: of
-    a machine that others share, the best rate ever met says little about this minute.
-    `outside_milliseconds` is what a call of the compiled step takes beside
-    its kernels and library calls. `failed` says which of PyTorch's ways did not run, and why.
+    The keys of the mappings are "ours" and the names of PyTorch's variants, such as "eager
+    channels_last". `milliseconds` are medians of a step. `compile_seconds` are from no program to
+    steps at full speed: the first steps, less the time of as many steps. `floor_milliseconds` is
+    the speed-of-light time: the step's arithmetic at the rate of a large matmul, or its bytes at
+    that of a large copy, whichever is more; `peaks` are these rates, medians of trials that took
+    turns with the steps: on a shared machine, the best rate ever measured says little about this
+    minute. `outside_milliseconds` is the time of a call of the compiled step outside of its kernels
+    and library calls. `failed` says which of PyTorch's variants did not run, and why.
     """
 
     workload: str
@@ -68,28 +68,28 @@ class Row:
 
     @property
     def ours(self) -> float:
-        """Milliseconds of our step."""
+        """Return milliseconds of our step."""
         return self.milliseconds["ours"]
 
     def best(self, way: str = "") -> tuple[str, float] | None:
-        """The fastest of PyTorch's ways that begin with `way`: its name and milliseconds."""
+        """Return the fastest PyTorch variant that begins with `way`: its name and milliseconds."""
         names = [name for name in self.milliseconds if name != "ours" and name.startswith(way)]
         name = min(names, key=self.milliseconds.__getitem__, default=None)
         return None if name is None else (name, self.milliseconds[name])
 
     def ratio(self, way: str = "") -> float | None:
-        """Our time over that of PyTorch's best way that begins with `way`; below 1 is faster."""
+        """Return our time over the best variant's that begins with `way`; below 1 is faster."""
         best = self.best(way)
         return None if best is None else self.ours / best[1]
 
     @property
     def floor_share(self) -> float | None:
-        """The floor over our time: 1 is as fast as the machine can be."""
+        """Return the speed-of-light time over our time: 1 is as fast as the machine can be."""
         return None if self.floor_milliseconds is None else self.floor_milliseconds / self.ours
 
     @property
     def outside_share(self) -> float | None:
-        """The share of a step outside of kernels, both by the same clock."""
+        """Return the share of a step outside of kernels, both by the same clock."""
         if self.outside_milliseconds is None or self.clocked_milliseconds is None:
             return None
         return self.outside_milliseconds / self.clocked_milliseconds
@@ -97,7 +97,7 @@ class Row:
 
 @attrs.frozen
 class Asked:
-    """What to measure: groups of columns, steps of each way, draws for the error."""
+    """What to measure: groups of columns, steps of each variant, draws for the error."""
 
     columns: frozenset[str]
     rounds: int = 7
@@ -106,10 +106,10 @@ class Asked:
 
 
 def measure(name: str, dtype: str, asked: Asked, tell: Tell) -> Row:
-    """Measure one workload in one dtype; `tell` hears what is being done."""
+    """Measure one workload in one dtype; call `tell` with the current stage."""
     with contextlib.ExitStack() as stack:
         if "compile" in asked.columns:
-            # Around all of it: what is compiled later must not come from an older cache either.
+            # Around everything: later compilations must not use an older cache either.
             stack.enter_context(cold_compiler())
         return _Measurement(WORKLOADS[name], dtype, asked, tell).run()
 
@@ -173,7 +173,7 @@ class _Measurement:
             try:
                 self._start(peer)
             except RuntimeError as error:
-                # All that torch.compile raises is one; the other rows are still wanted.
+                # Whatever torch.compile raises is recorded; the other rows still run.
                 self.failed[peer.name] = str(error).strip().partition("\n")[0]
                 del self.steps[peer.name]
 
@@ -202,7 +202,7 @@ class _Measurement:
         known = list(tensors_of(training, with_optimizer=True))
         step = self._kept("ours", lambda: train(*training.batch))
         if "peak" in self.asked.columns:
-            # Before any other step: the pages of the arena are not there yet.
+            # Before any other step: the pages of the arena are not allocated yet.
             self.measured["ours"] = measured_bytes(step, known)
         self._take_first_steps("ours", seconds)
         return train, mod
@@ -213,12 +213,12 @@ class _Measurement:
         step = self._kept(peer.name, peer.step)
         self._take_first_steps(peer.name, 0.0)
         if "peak" in self.asked.columns:
-            # After them: what a compiler needs while it compiles is no memory of a step.
+            # After them: the compiler's own memory is not that of a step.
             known = list(tensors_of(peer.training, with_optimizer=True))
             self.measured[peer.name] = measured_bytes(step, known)
 
     def _kept(self, name: str, step: Step) -> Step:
-        """The step, which leaves its first loss: all ways must begin with the same."""
+        """Return the step, which records its first loss: all variants must start with the same."""
 
         def run() -> None:
             self.losses.setdefault(name, float(step()))
@@ -252,7 +252,7 @@ class _Measurement:
 
 
 def in_turns(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each; one warm-up round, then `rounds`, one step after another."""
+    """Return median milliseconds of each; one warm-up round, then `rounds`, step after step."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + 1):
         for name, step in steps.items():
@@ -266,11 +266,11 @@ def in_turns(steps: dict[str, Step], rounds: int) -> dict[str, float]:
 def outside_of_kernels(
     train: amp_ir.CompiledStep, batch: Sequence[Any], steps: int
 ) -> tuple[float, float]:
-    """Median milliseconds that a step spends outside of calls, and that it takes under the clock.
+    """Return median milliseconds of a step outside of calls, and of the step under the clock.
 
     From the call of the compiled step to its return: checks of batch, model and optimizer, views
-    of their tensors, the virtual machine. The clock stays in `train`, which is not to be timed
-    otherwise afterwards.
+    of their tensors, the virtual machine. The clock stays in `train`, so time it in no other manner
+    afterwards.
     """
     times = time_calls(train.program, (), warmup=1, steps=steps, step=lambda: train(*batch))
     outside = statistics.median(one.outside_milliseconds for one in times)

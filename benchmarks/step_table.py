@@ -12,14 +12,14 @@ from rich.table import Table
 from benchmarks.step_row import Row
 
 _NONE = "-"
-_MARK = "*"  # of a time of PyTorch's that another memory layout than the usual one reaches
-# All columns need 115 characters, and this many with another space between them.
+_MARK = "*"  # marks a PyTorch time in another memory layout than the default
+# All columns need 115 characters, and this many more with another space between them.
 _AIRY_COLUMNS = 135
 Cell = Callable[[Row], str]
 
 
 def table_of(rows: Sequence[Row], width: int) -> Table:
-    """One row a workload and dtype, for a terminal; a column without any number is left out."""
+    """Return one row per workload and dtype, for a terminal, without columns without numbers."""
     space = 1 if width >= _AIRY_COLUMNS else 0
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, space, 0, 0))
     for heading in ("", ""):
@@ -65,7 +65,7 @@ def _columns(full: Mapping[str, float]) -> Iterator[tuple[str, Cell]]:
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What the columns mean: those that are there, and no others."""
+    """Return what the columns mean, for those in the table."""
     peers = "eager's, torch.compile's and the better one's"
     if not any(row.best("compile") for row in rows):
         peers = "eager's"
