@@ -31,7 +31,7 @@ class ArgumentError(AmpIrError, TypeError):
     """A step was called with arguments that do not fit the compiled program."""
 
 
-class ShapeChanged(ArgumentError):
+class ShapeMismatchError(ArgumentError):
     """A batch tensor has another shape than the captured one; `jit` compiles again on it."""
 
 
@@ -124,7 +124,7 @@ class BudgetError(AmpIrError, MemoryError):
 
 
 # Old public names -> the current ones.
-_RENAMED = {"IdError": "IndexOutOfRangeError"}
+_RENAMED = {"IdError": "IndexOutOfRangeError", "ShapeChanged": "ShapeMismatchError"}
 
 
 def __getattr__(name: str) -> Any:

@@ -112,7 +112,7 @@ def test_new_state_is_installed_only_when_asked_for() -> None:
     assert not trained.optimizer.state
     captured.install_state()
     captured.install_state()
-    assert captured.is_current()
+    assert captured.guards_hold()
     weight = trained.model[0].weight
     assert list(trained.optimizer.state[weight]) == ["step", "exp_avg", "exp_avg_sq"]
     CapturedRunner(captured)(*batch(0))

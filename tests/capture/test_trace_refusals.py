@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from amp_ir import errors
 from amp_ir.capture.trace import capture_model, capture_step
-from amp_ir.errors import ArgumentError, CaptureError, ShapeChanged, StateError
+from amp_ir.errors import ArgumentError, CaptureError, ShapeMismatchError, StateError
 from step_comparison import integers, normal
 
 READS = "aten._local_scalar_dense.default reads a tensor's value in Python (.item(), float(), bool(), if)"  # noqa: E501
@@ -251,7 +252,7 @@ WRONG_CALLS = [
 def test_wrong_calls_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         captured_pair().flatten_batch(*arguments)
-    assert not isinstance(caught.value, ShapeChanged)
+    assert not isinstance(caught.value, ShapeMismatchError)
     advice = "Call it as it was captured, or capture (jit) the step again"
     assert str(caught.value) == f"{message}. {advice}"
 
@@ -266,7 +267,7 @@ def test_an_array_is_refused() -> None:
 
 
 def test_another_shape_is_an_error_of_its_own() -> None:
-    with pytest.raises(ShapeChanged) as caught:
+    with pytest.raises(ShapeMismatchError) as caught:
         captured_pair().flatten_batch(({"x": normal(0, 5, 6), "scale": 2.0}, [True, None]))
     assert str(caught.value) == (
         "argument 0['x'] has shape (5, 6), captured with (4, 6). Call it as it was captured, or "
@@ -299,4 +300,14 @@ def test_a_capture_inside_of_a_capture_is_refused() -> None:
         capture_step(lambda x, y: capture_model(model, (x,)), batch(), model=model)
     assert str(caught.value) == (
         "this is already inside of a capture; capture the outermost step only"
+    )
+
+
+def test_the_old_name_of_a_shape_mismatch_is_a_deprecated_alias() -> None:
+    with pytest.warns(DeprecationWarning) as caught:
+        old = errors.ShapeChanged
+    assert old is ShapeMismatchError
+    assert str(caught[0].message) == (
+        "amp_ir.errors.ShapeChanged is called amp_ir.errors.ShapeMismatchError now; the old name "
+        "goes in the next minor version"
     )

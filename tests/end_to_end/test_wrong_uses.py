@@ -26,7 +26,7 @@ from amp_ir.errors import (
     IndexOutOfRangeError,
     OptionError,
     RuleError,
-    ShapeChanged,
+    ShapeMismatchError,
     StateError,
     UnsupportedOpError,
 )
@@ -586,7 +586,7 @@ COMPILE: list[Row] = [
     (
         "peak of another batch",
         lambda s: amp_ir.get_peak_memory(s.mod, "cpu", (s.x[:2], s.y)),
-        ShapeChanged,
+        ShapeMismatchError,
         f"argument 0 has shape (2, 6), captured with (4, 6). {ANEW}",
     ),
 ]
@@ -615,7 +615,7 @@ CALL: list[Row] = [
     (
         "shape",
         lambda s: s.train(s.x[:2], s.y[:2]),
-        ShapeChanged,
+        ShapeMismatchError,
         "argument 0 has shape (2, 6), captured with (4, 6); argument 1 has shape (2,), captured "
         f"with (4,). {ANEW}",
     ),

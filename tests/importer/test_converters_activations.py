@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_ir.capture.functional import WHOLE
-from import_checks import ALSO_WHOLE, check
+from amp_ir.capture.functional import FUSED_OPS
+from import_checks import ALSO_FUSED, check
 
 # Away from the corners of the piecewise ones, where a gradient is a convention; 0 is tested apart.
 X = torch.linspace(-4.7, 5.3, 24).reshape(2, 3, 4)
@@ -64,10 +64,10 @@ def test_activation(name):
     ],
 )
 def test_activation_kept_whole(name):
-    check(ACTIVATIONS[name], X.clone().requires_grad_(), whole=WHOLE | ALSO_WHOLE)
+    check(ACTIVATIONS[name], X.clone().requires_grad_(), whole=FUSED_OPS | ALSO_FUSED)
 
 
-@pytest.mark.parametrize("whole", [WHOLE, WHOLE | ALSO_WHOLE], ids=["captured", "whole"])
+@pytest.mark.parametrize("whole", [FUSED_OPS, FUSED_OPS | ALSO_FUSED], ids=["captured", "whole"])
 @pytest.mark.parametrize("weight", [torch.tensor([0.25]), torch.tensor([0.1, 0.2, -0.3])])
 def test_prelu(weight, whole):
     check(F.prelu, X.clone().requires_grad_(), weight.requires_grad_(), whole=whole)

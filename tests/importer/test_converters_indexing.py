@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_ir.capture.functional import WHOLE
-from import_checks import ALSO_WHOLE, check, evaluated
+from amp_ir.capture.functional import FUSED_OPS
+from import_checks import ALSO_FUSED, check, evaluated
 
 X = torch.arange(24.0).reshape(2, 3, 4) / 7 - 1.5
 Y = torch.arange(24.0).flip(0).reshape(2, 3, 4) / 5
@@ -92,7 +92,7 @@ def test_write(name):
 @pytest.mark.parametrize("name", ["index_add", "select_scatter", "slice_scatter"])
 def test_write_kept_whole(name):
     inputs = X.clone().requires_grad_(), Y.clone().requires_grad_(), IDS
-    check(WRITES[name], *inputs, whole=WHOLE | ALSO_WHOLE)
+    check(WRITES[name], *inputs, whole=FUSED_OPS | ALSO_FUSED)
 
 
 @pytest.mark.parametrize("reduce", ["prod", "amax", "amin"])
@@ -172,7 +172,7 @@ def test_product(name):
 @pytest.mark.parametrize("name", ["dot", "addmv", "matrix by a vector", "addmm"])
 def test_product_kept_whole(name):
     inputs = X.clone().requires_grad_(), Y.clone().requires_grad_()
-    check(PRODUCTS[name], *inputs, atol=1e-4, whole=WHOLE | ALSO_WHOLE)
+    check(PRODUCTS[name], *inputs, atol=1e-4, whole=FUSED_OPS | ALSO_FUSED)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_ir.capture.functional import WHOLE
-from import_checks import ALSO_WHOLE, check, imported
+from amp_ir.capture.functional import FUSED_OPS
+from import_checks import ALSO_FUSED, check, imported
 
 X = torch.arange(24.0).reshape(2, 3, 4) / 7 - 1.5
 Y = torch.arange(12.0).reshape(3, 4)
@@ -133,7 +133,7 @@ def test_rearrangement(name):
     ],
 )
 def test_rearrangement_kept_whole(name):
-    check(ONE[name], X.clone().requires_grad_(), whole=WHOLE | ALSO_WHOLE)
+    check(ONE[name], X.clone().requires_grad_(), whole=FUSED_OPS | ALSO_FUSED)
 
 
 @pytest.mark.parametrize("name", ["reshape", "slice with step", "roll", "pad", "stack"])
@@ -180,7 +180,7 @@ def test_tensor_from_numbers(name):
     "name", ["eye", "eye of another shape", "linspace", "ones_like", "new_full", "new_zeros"]
 )
 def test_tensor_from_numbers_kept_whole(name):
-    check(MADE[name], X, whole=WHOLE | ALSO_WHOLE)
+    check(MADE[name], X, whole=FUSED_OPS | ALSO_FUSED)
 
 
 def test_bfloat16_and_large_constants_keep_their_bits():
@@ -205,6 +205,6 @@ def test_gradients_of_slices_are_concatenations():
     mod = imported(
         lambda x: torch.autograd.grad((x[:, 1:2] * 3).sum(), x),
         X.clone().requires_grad_(),
-        whole=WHOLE | ALSO_WHOLE,
+        whole=FUSED_OPS | ALSO_FUSED,
     )
     assert "R.concat(" in mod.script()

@@ -320,9 +320,9 @@ def test_the_common_case_asks_one_guard(monkeypatch: pytest.MonkeyPatch) -> None
         ours.train(*batch(0))
     asked = []
     for variant in ours.train._variants._recent:
-        real = variant.guards.what_changed
+        real = variant.guards.recompile_reason
         counted = attrs.evolve(
-            variant.guards, what_changed=lambda real=real: asked.append(0) or real()
+            variant.guards, recompile_reason=lambda real=real: asked.append(0) or real()
         )
         object.__setattr__(variant, "guards", counted)
         monkeypatch.setattr(
@@ -429,7 +429,7 @@ def test_a_number_that_changes_twice_becomes_an_input(monkeypatch: pytest.Monkey
         hooks = attrs.evolve(
             mod.hooks,
             changed_numbers=lambda: changed.pop(0),
-            what_changed=lambda: "a number changed",
+            recompile_reason=lambda: "a number changed",
         )
         return attrs.evolve(mod, hooks=hooks), args
 

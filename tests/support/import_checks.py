@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tvm import relax
 
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
-from amp_ir.capture.functional import WHOLE
+from amp_ir.capture.functional import FUSED_OPS
 from amp_ir.capture.trace import capture_step
 from amp_ir.importer.import_step import import_step
 from amp_ir.ir.captured_step import CapturedInput, CapturedOutput, CapturedStep
@@ -25,7 +25,7 @@ from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.step_module import Role, StepModule
 
 # Ops with a converter that the capture decomposes today, as PyTorch does.
-ALSO_WHOLE = frozenset(
+ALSO_FUSED = frozenset(
     """
     hardswish hardswish_backward hardsigmoid hardsigmoid_backward mish mish_backward
     log_sigmoid_forward log_sigmoid_backward softshrink hardshrink celu prelu _prelu_kernel
@@ -84,7 +84,7 @@ def traced(
     function: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
     *,
-    whole: frozenset[str] = WHOLE,
+    whole: frozenset[str] = FUSED_OPS,
 ) -> CapturedStep:
     """The function as a captured step, each input a BATCH input and each output a RESULT."""
 
@@ -120,7 +120,7 @@ def traced(
 
 
 def imported(
-    function: Callable[..., Any], *inputs: torch.Tensor, whole: frozenset[str] = WHOLE
+    function: Callable[..., Any], *inputs: torch.Tensor, whole: frozenset[str] = FUSED_OPS
 ) -> StepModule:
     """The function as a module, well formed."""
     mod = import_step(traced(function, inputs, whole=whole))
@@ -171,7 +171,7 @@ def check(
     *inputs: torch.Tensor,
     rtol: float = 1e-5,
     atol: float = 1e-6,
-    whole: frozenset[str] = WHOLE,
+    whole: frozenset[str] = FUSED_OPS,
 ) -> StepModule:
     """Import function and gradients, and compare dtype, shape and values with PyTorch's own.
 
@@ -194,7 +194,7 @@ def check_module(
     *inputs: torch.Tensor,
     rtol: float = 1e-4,
     atol: float = 1e-5,
-    whole: frozenset[str] = WHOLE,
+    whole: frozenset[str] = FUSED_OPS,
 ) -> StepModule:
     """As `check`, for a module: its parameters (which get gradients) and buffers are inputs too.
 

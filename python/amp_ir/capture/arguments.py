@@ -12,8 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from amp_ir.capture.batch import leaf_fault
-from amp_ir.capture.distribution import WRAPPER_ADVICE, group_fault, wrapper_fault
+from amp_ir.capture.batch import leaf_error
+from amp_ir.capture.distribution import WRAPPER_ADVICE, group_error, wrapper_error
 from amp_ir.errors import ArgumentError
 from amp_ir.ir.unusable_tensors import fault_of
 
@@ -39,10 +39,10 @@ def check_arguments(
     """
     if get_proxy_mode() is not None:
         raise ArgumentError(NESTED)
-    batch_faults = [*_batch_faults(example_batch)]
-    wrong = [*_step_faults(step), *batch_faults, *_scaler_faults(scaler)]
+    batch_errors = [*_batch_errors(example_batch)]
+    wrong = [*_step_errors(step), *batch_errors, *_scaler_errors(scaler)]
     if not wrong:
-        wrong += _call_faults(step, example_batch)
+        wrong += _call_errors(step, example_batch)
     return _check(wrong, model, optimizer, scaler, example_batch)
 
 
@@ -52,7 +52,7 @@ def check_training(step: object, model: object, optimizer: object, scaler: objec
     Raises:
         ArgumentError: listing everything that is wrong.
     """
-    _check([*_step_faults(step), *_scaler_faults(scaler)], model, optimizer, scaler, ())
+    _check([*_step_errors(step), *_scaler_errors(scaler)], model, optimizer, scaler, ())
 
 
 def _check(
@@ -62,20 +62,20 @@ def _check(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if optimizer is None:
         optimizers = []
-    model_faults = list(dict.fromkeys(fault for m in models for fault in _model_faults(m)))
+    model_errors = list(dict.fromkeys(fault for m in models for fault in _model_errors(m)))
     if not models:
-        model_faults = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
-    wrong += [*filter(None, [group_fault()]), *model_faults]
-    if not model_faults:
-        wrong += _tensor_faults(models, batch)
-        wrong += _optimizer_faults(models, optimizers)
-        wrong += _state_faults(models, optimizers)
+        model_errors = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
+    wrong += [*filter(None, [group_error()]), *model_errors]
+    if not model_errors:
+        wrong += _tensor_errors(models, batch)
+        wrong += _optimizer_errors(models, optimizers)
+        wrong += _state_errors(models, optimizers)
     if wrong:
         raise ArgumentError("; ".join(wrong))
     return Checked(models, optimizers, [one for one in _scalers(scaler) if one.is_enabled()])
 
 
-def _step_faults(step: object) -> Iterator[str]:
+def _step_errors(step: object) -> Iterator[str]:
     if not callable(step):
         yield f"step= is a {type(step).__name__}, expected a function that makes one training step"
     elif isinstance(step, torch.nn.Module) or hasattr(step, "_torchdynamo_orig_callable"):
@@ -83,7 +83,7 @@ def _step_faults(step: object) -> Iterator[str]:
             yield "step= was made by torch.compile; pass the plain function instead"
 
 
-def _call_faults(step: Any, batch: Any) -> Iterator[str]:
+def _call_errors(step: Any, batch: Any) -> Iterator[str]:
     """Return why the step cannot be called with as many arguments as the batch has."""
     try:
         signature = inspect.signature(step)
@@ -96,7 +96,7 @@ def _call_faults(step: Any, batch: Any) -> Iterator[str]:
         yield f"step= takes {signature} and example_batch= has {count}: {error}"
 
 
-def _scaler_faults(scaler: object) -> Iterator[str]:
+def _scaler_errors(scaler: object) -> Iterator[str]:
     seen: set[int] = set()
     for one in _scalers(scaler):
         if not isinstance(one, torch.amp.GradScaler):
@@ -117,7 +117,7 @@ def _scalers(scaler: object) -> list[Any]:
     return list(scaler) if isinstance(scaler, (list, tuple)) else [scaler]
 
 
-def _batch_faults(batch: object) -> Iterator[str]:
+def _batch_errors(batch: object) -> Iterator[str]:
     if not isinstance(batch, tuple):
         yield (
             f"example_batch= is a {type(batch).__name__}, expected the tuple of the step's "
@@ -128,18 +128,18 @@ def _batch_faults(batch: object) -> Iterator[str]:
     if not any(isinstance(leaf, torch.Tensor) for _, leaf in found):
         yield "example_batch= holds no tensor; pass an example of what the step is called with"
     for path, leaf in found:
-        fault = leaf_fault(leaf)
+        fault = leaf_error(leaf)
         if fault:
             yield f"example_batch{pytree.keystr(path)} {fault}"
 
 
-def _model_faults(model: object) -> Iterator[str]:
+def _model_errors(model: object) -> Iterator[str]:
     if not isinstance(model, torch.nn.Module):
         yield f"model= has {_in_words(model)}, expected torch.nn.Module"
         return
     for name, module in model.named_modules():
         kind, where = type(module).__name__, f"model= ({name or 'itself'})"
-        shared = wrapper_fault(module)
+        shared = wrapper_error(module)
         if shared is not None:
             yield f"{where} {shared}; {WRAPPER_ADVICE}"
         elif kind == "OptimizedModule":
@@ -152,7 +152,7 @@ def _model_faults(model: object) -> Iterator[str]:
             yield f"{where} has sparse gradients; make the {kind} with sparse=False"
 
 
-def _tensor_faults(models: list[torch.nn.Module], batch: object) -> Iterator[str]:
+def _tensor_errors(models: list[torch.nn.Module], batch: object) -> Iterator[str]:
     """Return errors of parameters and buffers: kinds, devices, sharing unknown to PyTorch."""
     owners: dict[int, tuple[str, torch.Tensor]] = {}
     devices: dict[torch.device, str] = {}
@@ -188,7 +188,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-def _optimizer_faults(models: list[torch.nn.Module], optimizers: list[object]) -> Iterator[str]:
+def _optimizer_errors(models: list[torch.nn.Module], optimizers: list[object]) -> Iterator[str]:
     known = {id(parameter) for model in models for parameter in model.parameters()}
     seen: set[int] = set()
     for index, optimizer in enumerate(optimizers):
@@ -212,7 +212,7 @@ def _optimizer_faults(models: list[torch.nn.Module], optimizers: list[object]) -
             )
 
 
-def _state_faults(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[str]:
+def _state_errors(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[str]:
     """Return errors of gradients and of optimizer state."""
     names: dict[int, str] = {}
     for index, model in enumerate(models):

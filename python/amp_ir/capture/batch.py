@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.utils._pytree as pytree
 
-from amp_ir.errors import ArgumentError, ShapeChanged
+from amp_ir.errors import ArgumentError, ShapeMismatchError
 from amp_ir.ir.unusable_tensors import fault_of
 
 _LARGEST = 2**52  # float64 holds every integer twice as large
@@ -81,11 +81,11 @@ class Arguments:
 
         Raises:
             ArgumentError: structure, dtype, device or a plain value differs.
-            ShapeChanged: only shapes differ.
+            ShapeMismatchError: only shapes differ.
         """
         leaves, spec = pytree.tree_flatten(tuple(args))
-        if any(map(leaf_fault, leaves)):
-            raise ArgumentError("; ".join(faults_of(args, "argument ")))
+        if any(map(leaf_error, leaves)):
+            raise ArgumentError("; ".join(leaf_errors(args, "argument ")))
         if spec != self.spec:
             raise ArgumentError(
                 f"the step was called with the structure {_structure(args)}, but was captured "
@@ -108,7 +108,7 @@ class Arguments:
             if isinstance(expected, torch.Tensor) and got.shape != expected.shape
         ]
         if shapes:
-            raise ShapeChanged(f"{'; '.join(shapes)}. {_ANEW}")
+            raise ShapeMismatchError(f"{'; '.join(shapes)}. {_ANEW}")
         self.take([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)])
         return tensors
 
@@ -129,7 +129,7 @@ def can_follow(now: Any, before: Any) -> bool:
     return type(now) is type(before) and (type(now) is float or abs(now) <= _LARGEST)
 
 
-def leaf_fault(leaf: object) -> str | None:
+def leaf_error(leaf: object) -> str | None:
     """Return why a leaf of the arguments cannot be used; None where it can."""
     if not isinstance(leaf, torch.Tensor):
         if isinstance(leaf, PLAIN):
@@ -143,10 +143,10 @@ def leaf_fault(leaf: object) -> str | None:
     return fault_of(leaf)
 
 
-def faults_of(args: tuple[Any, ...], prefix: str) -> Iterator[str]:
+def leaf_errors(args: tuple[Any, ...], prefix: str) -> Iterator[str]:
     """Return what is wrong with every leaf of the arguments, each after `prefix` and position."""
     for path, leaf in pytree.tree_flatten_with_path(args)[0]:
-        fault = leaf_fault(leaf)
+        fault = leaf_error(leaf)
         if fault:
             yield f"{prefix}{path_text(path)} {fault}"
 

@@ -13,7 +13,7 @@ import torch
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def wrapper_fault(module: torch.nn.Module) -> str | None:
+def wrapper_error(module: torch.nn.Module) -> str | None:
     """Return what is wrong with a module that distributes its training; None for any other."""
     names = {kind.__name__ for kind in type(module).__mro__}
     wrapper = next((name for name in _WRAPPERS if name in names), None)
@@ -38,7 +38,7 @@ def process_count() -> int:
     return distributed.get_world_size()
 
 
-def group_fault() -> str | None:
+def group_error() -> str | None:
     """Return what is wrong where several processes train together; None where one does."""
     count = process_count()
     if count == 1:

@@ -26,7 +26,7 @@ from amp_ir.capture.symbolic_float import FloatTape
 aten = torch.ops.aten
 
 # Fused ops that PyTorch could decompose: casting rules refer to them (design D3).
-WHOLE = frozenset(
+FUSED_OPS = frozenset(
     """
     convolution convolution_backward addmm mm bmm baddbmm
     native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
@@ -64,7 +64,7 @@ _COPIES = frozenset({aten.copy_.default, aten.copy.default})
 @functools.lru_cache(maxsize=1)
 def _core_table() -> Mapping[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions().items())
-    return {op: function for op, function in table.items() if _packet_name(op) not in WHOLE}
+    return {op: function for op, function in table.items() if _packet_name(op) not in FUSED_OPS}
 
 
 def _packet_name(op: Any) -> str:
@@ -72,7 +72,7 @@ def _packet_name(op: Any) -> str:
 
 
 def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
-    """Return core ATen's decompositions except of WHOLE, with followed scalars kept symbolic."""
+    """Return core ATen's decompositions without FUSED_OPS, with followed scalars kept symbolic."""
 
     def follow(value: float) -> float:
         return tape.find(value) or value
@@ -130,7 +130,7 @@ def make_functional(
     tape: FloatTape,
     mode: FakeTensorMode,
 ) -> torch.fx.GraphModule:
-    """Return a graph of the same inputs and outputs without writes, in core ATen and WHOLE."""
+    """Return a graph of the same inputs and outputs without writes, in core ATen and FUSED_OPS."""
 
     without_names(traced)
 

@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.locations import Locator
-from amp_ir.capture.refusals import Findings
 from amp_ir.capture.state import ScalerSlots
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.transaction import Transaction
@@ -101,7 +101,7 @@ class CapturedScaler:
         slots: ScalerSlots,
         transaction: Transaction,
         locator: Locator,
-        findings: Findings,
+        diagnostics: Diagnostics,
         read: Callable[[torch.Tensor], Any],
     ) -> None:
         self._scaler = slots.scaler
@@ -111,7 +111,7 @@ class CapturedScaler:
         self._log = StepLog(slots.ring.fake, slots.counts.fake)
         self._transaction = transaction
         self._locator = locator
-        self._findings = findings
+        self._diagnostics = diagnostics
         self._read = read
         self._checked: dict[int, _Checked] = {}
         self._stepped: set[int] = set()
@@ -136,7 +136,7 @@ class CapturedScaler:
         if self._checked:
             begun = "scaler.step" if self._stepped else "scaler.unscale_"
             missing = "scaler.update()" if self._stepped else "scaler.step and scaler.update()"
-            self._findings.add(
+            self._diagnostics.add(
                 f"the step calls {begun} but ends before {missing}",
                 self._locator.here(),
                 "A captured step ends with scaler.update() after the scaler.step of every "

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_ir.capture.refusals import Findings
+from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.state import Slot, State, fake_of
 from amp_ir.capture.traced import Traced
 from amp_ir.ir.location import META_KEY, Location
@@ -64,20 +64,20 @@ def lift_outside_tensors(
     own = {_geometry(slot.tensor): node for slot, node in zip(slots, placeholders, strict=False)}
     memory = {_address(slot.tensor): slot for slot in slots if slot.tensor.numel()}
     behind = next(node for node in graph.nodes if node not in set(placeholders[: len(slots)]))
-    findings, added = Findings(), []
+    diagnostics, added = Diagnostics(), []
     for tensor, nodes in users:
         node = own.get(_geometry(tensor))
         if node is None:
             sharing = memory.get(_address(tensor))
             if sharing is not None and tensor.numel():
-                _refuse_part(findings, tensor, sharing, nodes[0])
+                _report_part(diagnostics, tensor, sharing, nodes[0])
             node = _add_input(graph, behind, tensor, names, state, mode)
             added.append(node)
         for constant in nodes:
             constant.replace_all_uses_with(node)
             graph.erase_node(constant)
-    if findings:
-        raise findings.error()
+    if diagnostics:
+        raise diagnostics.error()
     output = next(iter(reversed(graph.nodes)))
     at = traced.result_count + len(slots)
     flat = list(output.args[0])
@@ -122,9 +122,11 @@ def _add_input(
     return node
 
 
-def _refuse_part(findings: Findings, tensor: torch.Tensor, slot: Slot, node: torch.fx.Node) -> None:
+def _report_part(
+    diagnostics: Diagnostics, tensor: torch.Tensor, slot: Slot, node: torch.fx.Node
+) -> None:
     user = next(iter(node.users), node)
-    findings.add(
+    diagnostics.add(
         f"uses a view of shape {tuple(tensor.shape)} of {slot.name} that was made before the step",
         user.meta.get(META_KEY, Location()),
         "Make the view inside of the step",

@@ -23,13 +23,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_ir.capture.decompositions.composed import composed
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
 from amp_ir.capture.decompositions.recurrent_layers import layers_of
+from amp_ir.capture.decompositions.torch_functions import decompose
+from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedCall
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
-from amp_ir.capture.refusals import Findings, TracingStopped, UnfitCall
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.transaction import Transaction
 from amp_ir.ir.empty_tensors import results_by_evaluation
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self,
         locator: Locator,
-        findings: Findings,
+        diagnostics: Diagnostics,
         batch: list[torch.Tensor],
         transaction: Transaction,
         mode: FakeTensorMode,
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         self._observer = observer
         self._transaction = transaction
         self._locator = locator
-        self._findings = findings
+        self._diagnostics = diagnostics
         self._batch_storages = {_storage(tensor) for tensor in batch}
         self._written: dict[Any, tuple[int, ...]] = {}
         self._reads = 0
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             packet = getattr(error.func, "overloadpacket", None)
             what, advice = _OF_OPS.get(packet, (_VALUES, _SHAPE_ADVICE))
-            self._findings.add(f"{error.func} {what}", location, advice)
+            self._diagnostics.add(f"{error.func} {what}", location, advice)
             raise TracingStopped from error
         self._marker.mark(location)
         return out
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
     def _read(self, tensor: torch.Tensor) -> int | float | bool:
         """Record the read and continue with 1, to find the other places too."""
         location = self._locator.here()
-        self._findings.add(_READ_TEXT, location, _READ_ADVICE)
+        self._diagnostics.add(_READ_TEXT, location, _READ_ADVICE)
         self._reads += 1
         if self._reads > _MOST_READS:
             raise TracingStopped
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
             else:
                 self._transaction.before_write(target)
                 continue
-            self._findings.add(what, self._locator.here(), advice)
+            self._diagnostics.add(what, self._locator.here(), advice)
             raise TracingStopped
 
     def _targets(
@@ -298,13 +298,13 @@ class Substitution(TorchFunctionMode):
         fakes: Mapping[int, torch.Tensor],
         watch: GradientWatch,
         locator: Locator,
-        findings: Findings,
+        diagnostics: Diagnostics,
     ) -> None:
         super().__init__()
         self._fakes = fakes
         self._watch = watch
         self._locator = locator
-        self._findings = findings
+        self._diagnostics = diagnostics
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -326,10 +326,10 @@ class Substitution(TorchFunctionMode):
         if layers is not None:
             return layers()
         try:
-            out = composed(func, args, kwargs)
-        except UnfitCall as unfit:
-            self._findings.add(unfit.what, self._locator.here(), unfit.advice)
-            raise TracingStopped from unfit
+            out = decompose(func, args, kwargs)
+        except UnsupportedCall as unsupported:
+            self._diagnostics.add(unsupported.what, self._locator.here(), unsupported.advice)
+            raise TracingStopped from unsupported
         if out is not NotImplemented:
             return out
         out = func(*args, **kwargs)
@@ -355,7 +355,7 @@ class Substitution(TorchFunctionMode):
         what = f"uses a tensor of shape {tuple(tensor.shape)} that requires a gradient"
         where = "but is in none of the models"
         location = self._locator.here()
-        self._findings.add(
+        self._diagnostics.add(
             f"{what} {where}", location, "Pass its module in model=[...], or detach() the tensor"
         )
         return tensor.detach()

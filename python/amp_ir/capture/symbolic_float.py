@@ -104,14 +104,14 @@ class FloatTape:
 
     `inputs` are the true values of the inputs; `guards` the comparisons made so far;
     `shown` are those that the step converted to text or used as a key, which are frozen;
-    `on_refusal(reason)` is called when the step does what cannot be followed.
+    `on_unsupported(reason)` is called when the step does what cannot be followed.
     """
 
-    def __init__(self, inputs: list[float], on_refusal: Callable[[str], None]) -> None:
+    def __init__(self, inputs: list[float], on_unsupported: Callable[[str], None]) -> None:
         self.guards: list[Guard] = []
         self.inputs = inputs
         self.shown: list[Expression] = []
-        self._refuse = on_refusal
+        self._refuse = on_unsupported
         self._by_value: dict[float, SymbolicFloat] = {}
         self._random = random.Random(20)
 

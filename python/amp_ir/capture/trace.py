@@ -22,7 +22,7 @@ from amp_ir.capture.arguments import check_arguments, check_training
 from amp_ir.capture.batch import Arguments
 from amp_ir.capture.functional import make_functional
 from amp_ir.capture.guards.ambient import Ambient
-from amp_ir.capture.guards.call_hooks import Currency
+from amp_ir.capture.guards.call_hooks import CaptureGuards
 from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
 from amp_ir.capture.hyper_parameters import HyperParameter, find_hyper_parameters
 from amp_ir.capture.interface import finish
@@ -92,7 +92,7 @@ def capture_step(
     unfollowed |= numbers_as_inputs - followed
     positions = (i for i, path in enumerate(arguments.plain_paths) if path in followed)
     arguments = attrs.evolve(arguments, followed=frozenset(positions))
-    currency = Currency(
+    capture_guards = CaptureGuards(
         state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient
     )
     return CapturedStep(
@@ -106,12 +106,12 @@ def capture_step(
             *number_notes(followed, unfollowed),
             *_notes_on(moved),
         ),
-        install_state=currency.install_state,
-        is_current=currency.holds,
-        after_step=currency.after_step,
-        what_changed=currency.what_changed,
-        is_over=currency.is_over,
-        changed_numbers=currency.changed_numbers,
+        install_state=capture_guards.install_state,
+        guards_hold=capture_guards.holds,
+        after_step=capture_guards.after_step,
+        recompile_reason=capture_guards.recompile_reason,
+        is_over=capture_guards.is_over,
+        changed_numbers=capture_guards.changed_numbers,
         take_numbers=arguments.take,
         followed=arguments.followed,
     )
@@ -140,7 +140,7 @@ class _Tracing:
             with effects.again():
                 other, second = self._once(numbers, symbolic=symbolic, others=others)
             if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
-                raise effects.findings_of_left.error()
+                raise effects.left_diagnostics.error()
         return tracer, traced
 
     def _once(self, numbers: frozenset[str], **how: bool) -> tuple[StepTracer, Traced]:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_ir.capture.batch import Arguments, Results, unusable_result
+from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.functional import uncompiled_graphs
 from amp_ir.capture.guards.followed_numbers import Numbers
 from amp_ir.capture.guards.observer import Observer
@@ -23,7 +24,6 @@ from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.recording import GradientWatch, Recorder, Substitution
-from amp_ir.capture.refusals import Findings, TracingStopped
 from amp_ir.capture.state import Slot, State, fake_of, kept, put_fakes
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
@@ -54,12 +54,12 @@ class StepTracer:
         self._state = state
         self._hypers = hypers
         self.mode = mode
-        self._findings = Findings()
+        self._diagnostics = Diagnostics()
         self._locator = Locator(state.models)
         self.tape = FloatTape([hyper.value() for hyper in hypers], self._refuse_float)
         self.numbers = Numbers(numbers, self.tape if symbolic else None, others=others)
         opaque = [*state.optimizers, *(slots.scaler for slots in state.scalers)]
-        self.observer = Observer(self._locator, self._findings, opaque, self.numbers.replace)
+        self.observer = Observer(self._locator, self._diagnostics, opaque, self.numbers.replace)
         self.effects = SideEffects(self.observer, self.numbers.put)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
@@ -104,20 +104,22 @@ class StepTracer:
             with contextlib.ExitStack() as stack:
                 stack.callback(captured_scalers.reset, given)
                 stepped = stack.enter_context(
-                    patched(state, self._locator, watch, self._findings, transaction, self._modules)
+                    patched(
+                        state, self._locator, watch, self._diagnostics, transaction, self._modules
+                    )
                 )
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
                 stack.enter_context(
                     Recorder(
                         self._locator,
-                        self._findings,
+                        self._diagnostics,
                         batch,
                         transaction,
                         self.mode,
                         self.observer,
                     )
                 )
-                stack.enter_context(Substitution(fakes, watch, self._locator, self._findings))
+                stack.enter_context(Substitution(fakes, watch, self._locator, self._diagnostics))
                 self.observer.add_models(state.models)
                 self.observer.add_step(self._step)
                 arguments = self._arguments.with_tensors(
@@ -130,12 +132,12 @@ class StepTracer:
                 with self._locator.optimizing():
                     self._replaced = transaction.finish()
         except TracingStopped:
-            raise self._findings.error() from None
+            raise self._diagnostics.error() from None
         except AmpIrError:
             raise
         except Exception as error:  # the user's code may raise anything
             raise self._failure(error) from error
-        self.effects.refuse(self._findings)
+        self.effects.refuse(self._diagnostics)
         for key in overwritten():
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)
@@ -143,8 +145,8 @@ class StepTracer:
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
         self._left.update(observed=observed, stepped=stepped)
         outputs = self._outputs(value)
-        if self._findings:
-            raise self._findings.error()
+        if self._diagnostics:
+            raise self._diagnostics.error()
         return outputs
 
     def _outputs(self, value: Any) -> list[torch.Tensor]:
@@ -238,7 +240,7 @@ class StepTracer:
                 slots,
                 transaction,
                 self._locator,
-                self._findings,
+                self._diagnostics,
                 lambda tensor: self.tape.tensor(self._read_value(tensor)),
             )
             for slots in self._state.scalers
@@ -274,16 +276,16 @@ class StepTracer:
         return len(self._read) - 1
 
     def _refuse(self, what: str, advice: str) -> None:
-        self._findings.add(what, Location(), advice)
+        self._diagnostics.add(what, Location(), advice)
 
     def _refuse_float(self, reason: str) -> None:
         advice = "Compute with the value as it is, or with tensors"
-        self._findings.add(reason, self._locator.here(), advice)
+        self._diagnostics.add(reason, self._locator.here(), advice)
 
     def _failure(self, error: Exception) -> CaptureError:
         """Return the error to raise for an error of the user's step; prefer earlier diagnostics."""
-        if self._findings:
-            return self._findings.error()
+        if self._diagnostics:
+            return self._diagnostics.error()
         where = self._locator.of_error(error)
         text = str(error).rstrip(". \n")
         return CaptureError(

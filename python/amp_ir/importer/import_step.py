@@ -19,7 +19,7 @@ from torch import fx
 from tvm import relax
 
 from amp_ir.errors import UnsupportedOpError
-from amp_ir.importer.converters import Emitter, RefusedError, converter_of
+from amp_ir.importer.converters import ConversionError, Emitter, converter_of
 from amp_ir.importer.converters.emitter import RANDOM_STATE, dtype_name
 from amp_ir.importer.converters.promotion import DTYPE_NAMES, Scalar, dtype_of, is_scalar, shape_of
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
@@ -67,10 +67,10 @@ def import_step(captured: CapturedStep) -> StepModule:
         state=state,
         notes=captured.notes,
         hooks=StepHooks(
-            is_current=captured.is_current,
+            guards_hold=captured.guards_hold,
             install_state=captured.install_state,
             after_step=captured.after_step,
-            what_changed=captured.what_changed,
+            recompile_reason=captured.recompile_reason,
             is_over=captured.is_over,
             changed_numbers=captured.changed_numbers,
             take_numbers=captured.take_numbers,
@@ -175,7 +175,7 @@ class _Graph:
         self._emitter.span = to_span(location)
         try:
             self._values[node] = self._convert_node(node)
-        except RefusedError as refused:
+        except ConversionError as refused:
             op = str(node.target)
             self._unsupported.append(_Unsupported(op, str(refused), location))
             self._values[node] = self._stand_in(node)
@@ -192,7 +192,7 @@ class _Graph:
             return of_nothing
         converter = converter_of(node.target)
         if converter is None:
-            raise RefusedError("")
+            raise ConversionError("")
         self._emitter.result = node.meta["val"]
         arguments = [self._lookup(argument) for argument in node.args]
         options = {name: self._lookup(argument) for name, argument in node.kwargs.items()}
@@ -262,7 +262,7 @@ def _check(value: Any, expected: Any) -> None:
     got = (shape_of(value), dtype_of(value))
     wanted = (tuple(expected.shape), dtype_name(expected.dtype))
     if got != wanted:
-        raise RefusedError(
+        raise ConversionError(
             f"its converter gives {_type_text(*got)} and PyTorch {_type_text(*wanted)}; "
             f"this is a fault of amp_ir"
         )

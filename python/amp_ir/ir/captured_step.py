@@ -82,17 +82,16 @@ class CapturedStep:
     is a constant tensor. A Python scalar of ATen (`alpha`, an exponent, ...) may be a node of a
     0-d float64 tensor where it depends on a hyper-parameter.
     `flatten_batch(args)` gives the batch tensors in the order of the BATCH inputs; it raises
-    `errors.ArgumentError`, or `errors.ShapeChanged` when nothing but a shape differs.
+    `errors.ArgumentError`, or `errors.ShapeMismatchError` when nothing but a shape differs.
     `unflatten_results(tensors)` builds what the user's step returns from the RESULT outputs.
     `notes` says in words what the capture decided, one sentence each.
 
     Around a run, in this order:
-    `is_current()` tells whether the graph still is what the step does: False when the user froze
+    `guards_hold()` tells whether the graph still equals the step: False when the user froze
     a parameter, changed a flag of a param group, replaced a state tensor (`load_state_dict` of an
-    optimizer), left gradients where there were none, ...; then capture again. `what_changed()` is
-    the reason in words, "" while the graph is current. `is_over()` tells whether it will never be
-    current again.
-    the reason in words, "" while the graph is current. `changed_numbers()` names the Python numbers
+    optimizer), left gradients where there were none, ...; then capture again.
+    `recompile_reason()` describes the failed guard, "" while all guards hold. `is_over()` tells
+    whether the guards will never hold again. `changed_numbers()` names the Python numbers
     outside of the step that have another value now and could be inputs (`numbers_as_inputs`).
     `take_numbers(plain)` is told the plain values among the arguments, in order, before that;
     `followed` are the positions of those that are read at every call.
@@ -110,11 +109,11 @@ class CapturedStep:
     unflatten_results: Callable[[list[torch.Tensor]], Any] = attrs.field(eq=False)
     notes: tuple[str, ...] = ()
     install_state: Callable[[], None] = attrs.field(default=_nothing, eq=False)
-    is_current: Callable[[], bool] = attrs.field(default=_always, eq=False)
+    guards_hold: Callable[[], bool] = attrs.field(default=_always, eq=False)
     after_step: Callable[[Sequence[torch.Tensor]], None] = attrs.field(
         default=_no_gradients, eq=False
     )
-    what_changed: Callable[[], str] = attrs.field(default=_no_change, eq=False)
+    recompile_reason: Callable[[], str] = attrs.field(default=_no_change, eq=False)
     is_over: Callable[[], bool] = attrs.field(default=_never, eq=False)
     changed_numbers: Callable[[], tuple[str, ...]] = attrs.field(default=_no_numbers, eq=False)
     take_numbers: Callable[[Sequence[Any]], None] = attrs.field(default=_take_none, eq=False)

@@ -63,7 +63,7 @@ class Signature:
 
     `flatten_batch(args)` gives the batch tensors in the order of the BATCH inputs and raises
     `errors.ArgumentError` when structure, dtype, device or a plain value differs from what was
-    captured (a differing shape raises `ShapeChanged`, which `jit` answers by compiling again).
+    captured (another shape raises `ShapeMismatchError`; `jit` then compiles again).
     `unflatten_results(tensors)` builds what the user's step returns from the RESULT outputs.
     """
 
@@ -109,22 +109,22 @@ def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
 class StepHooks:
     """What surrounds a run of a step.
 
-    `is_current()`: whether the capture still is what the step does; if not, capture again.
+    `guards_hold()`: whether the capture still equals the step; if not, capture again.
     `install_state()`: put optimizer state that the capture created into the optimizer (once).
     `after_step(gradients)`: set or clear each `p.grad` as the step leaves it; takes the GRADIENT
     outputs that update no input, in order.
-    `what_changed()`: why the capture is not current, in words; "" while it is.
-    `is_over()`: whether the capture will not be current again, as after the optimizer's first step.
+    `recompile_reason()`: the guard that fails, as text; "" while all guards hold.
+    `is_over()`: whether the guards will not hold again, as after the optimizer's first step.
     `changed_numbers()`: the names of the Python numbers outside of the step that are guarded, have
     another value now, and can be inputs of the next capture (`trace_step(numbers_as_inputs=...)`).
     `take_numbers(plain)`: told the plain values among the arguments of a call, in order, before
-    `what_changed` is asked; `followed` are the positions of those that are read from there.
+    `recompile_reason` is asked; `followed` are the positions of those that are read from there.
     """
 
-    is_current: Callable[[], bool] = _always
+    guards_hold: Callable[[], bool] = _always
     install_state: Callable[[], None] = _nothing
     after_step: Callable[[Sequence[torch.Tensor]], None] = _ignore
-    what_changed: Callable[[], str] = _no_change
+    recompile_reason: Callable[[], str] = _no_change
     is_over: Callable[[], bool] = _never
     changed_numbers: Callable[[], tuple[str, ...]] = _no_numbers
     take_numbers: Callable[[Sequence[Any]], None] = _take_none

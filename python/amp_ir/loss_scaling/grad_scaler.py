@@ -202,9 +202,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             names = ("scale", "growth_factor", "backoff_factor")
-            faults = [_not_a_power(f"state_dict[{n!r}]", state_dict[n]) for n in names
+            errors = [_not_a_power(f"state_dict[{n!r}]", state_dict[n]) for n in names
                       if n in state_dict]  # fmt: skip
-            _raise_all([fault for found in faults for fault in found])
+            _raise_all([error for found in errors for error in found])
         super().load_state_dict(state_dict)
         if not self._enabled:
             return
@@ -227,7 +227,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _check_numbers(scaler: GradScaler) -> None:
-    faults: list[str] = []
+    errors: list[str] = []
     numbers = {
         "init_scale": scaler._init_scale,
         "growth_factor": scaler._growth_factor,
@@ -237,7 +237,7 @@ def _check_numbers(scaler: GradScaler) -> None:
     }
     for name, value in numbers.items():
         if value is not None:
-            faults += _not_a_power(name, value)
+            errors += _not_a_power(name, value)
     counts = {
         "hysteresis": (scaler.hysteresis, 1),
         "max_consecutive_skips": (scaler.max_consecutive_skips, 0),
@@ -245,8 +245,8 @@ def _check_numbers(scaler: GradScaler) -> None:
     for name, (count, least) in counts.items():
         is_count = isinstance(count, int) and not isinstance(count, bool)
         if count is not None and (not is_count or count < least):
-            faults.append(f"{name}={count!r}, expected an integer of at least {least}")
-    _raise_all(faults)
+            errors.append(f"{name}={count!r}, expected an integer of at least {least}")
+    _raise_all(errors)
 
 
 def _not_a_power(name: str, value: Any) -> list[str]:
@@ -263,6 +263,6 @@ def _not_a_power(name: str, value: Any) -> list[str]:
     ]
 
 
-def _raise_all(faults: list[str]) -> None:
-    if faults:
-        raise OptionError("; ".join(faults))
+def _raise_all(errors: list[str]) -> None:
+    if errors:
+        raise OptionError("; ".join(errors))

@@ -87,7 +87,7 @@ class CompiledStep:
         use_threads_that_exist()
         tensors = self.module.signature.flatten_batch(batch)
         self._program.check_inputs(tensors)
-        change = self.module.hooks.what_changed()
+        change = self.module.hooks.recompile_reason()
         if change:
             raise StateError(
                 f"the step is no longer as it was captured: {change}. Call amp_ir.trace_step and "

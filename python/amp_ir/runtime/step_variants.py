@@ -51,7 +51,7 @@ class Guards(Protocol):
     def take_numbers(self, plain: Sequence[Any], /) -> None:
         """The plain values of the call that is asked about next."""
 
-    def what_changed(self) -> str:
+    def recompile_reason(self) -> str:
         """Why it is not, in words; "" where it is."""
 
     def is_over(self) -> bool:
@@ -105,7 +105,7 @@ class StepVariants(Generic[S, P]):
         """The program for a call; in the common case one guard is asked."""
         for variant in self._alike(signature):
             variant.guards.take_numbers(signature.plain)
-            if not variant.guards.what_changed():
+            if not variant.guards.recompile_reason():
                 if variant is not self.last:
                     self._use(variant)
                 return variant
@@ -119,7 +119,7 @@ class StepVariants(Generic[S, P]):
         """Why no program fits a call, or what differs from the nearest; "" where there is none."""
         alike = self.alike(signature)
         if alike is not None:
-            return alike.guards.what_changed()
+            return alike.guards.recompile_reason()
         known = self._by_key.get(signature.key) or self._recent
         differences = (signature.differences(one.signature) for one in known)
         return "; ".join(min(differences, key=operator.length_hint, default=[]))

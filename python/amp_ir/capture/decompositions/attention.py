@@ -186,7 +186,7 @@ def scaled_dot_product_attention(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        return _spelt_out(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _decomposed(query, key, value, attn_mask, dropout_p, is_causal, scale)
     leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (_four_dimensional(x, leading) for x in (query, key, value))
     mask = _mask_of_four(attn_mask, leading)
@@ -229,7 +229,7 @@ def _mask_of_four(mask: torch.Tensor | None, leading: torch.Size) -> torch.Tenso
     return mask
 
 
-def _spelt_out(
+def _decomposed(
     query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float
 ) -> Any:
     scores = _scores(query, key, mask, is_causal, scale).to(query.dtype)

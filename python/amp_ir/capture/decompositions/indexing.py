@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from amp_ir.capture.refusals import UnfitCall
+from amp_ir.capture.diagnostics import UnsupportedCall
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Return 1 at each class and 0 elsewhere, int64[...] -> int64[..., num_classes]."""
     if num_classes == -1:
-        raise UnfitCall(
+        raise UnsupportedCall(
             "one_hot without num_classes has as many columns as the largest class says, and a "
             "compiled step has fixed shapes",
             "Pass num_classes=",

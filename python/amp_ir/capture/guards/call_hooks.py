@@ -27,7 +27,7 @@ from amp_ir.errors import StateError
 _gradient_of = attrgetter("grad")
 
 
-class Currency:
+class CaptureGuards:
     """The guards of a capture: the user's models, optimizers and objects as the capture saw them.
 
     `unfollowed` are the names of numbers that were to be inputs and cannot be.
@@ -130,9 +130,9 @@ class Currency:
 
     def holds(self) -> bool:
         """Return whether the graph still equals the step."""
-        return not self.what_changed()
+        return not self.recompile_reason()
 
-    def what_changed(self) -> str:
+    def recompile_reason(self) -> str:
         """Return the recompile reason: how the step differs from the graph; "" if it does not."""
         for tier in self._tiers:
             if not tier.holds():

@@ -15,9 +15,9 @@ import torch.utils._pytree as pytree
 
 from amp_ir.capture.batch import (
     can_follow,
-    faults_of,
     identity_of,
-    leaf_fault,
+    leaf_error,
+    leaf_errors,
     path_text,
     structure_in_words,
 )
@@ -83,8 +83,8 @@ class CallSignature:
             ArgumentError: leaves that are neither usable tensors nor plain values, all of them.
         """
         leaves, spec = pytree.tree_flatten(args)
-        if any(map(leaf_fault, leaves)):
-            raise ArgumentError("; ".join(faults_of(args, "argument ")))
+        if any(map(leaf_error, leaves)):
+            raise ArgumentError("; ".join(leaf_errors(args, "argument ")))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         kinds = tuple(
             TensorKind.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves

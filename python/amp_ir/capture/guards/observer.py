@@ -26,6 +26,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.advancing_objects import Advancing, advancing
 from amp_ir.capture.guards.code_reads import CodeReads, reads_of
 from amp_ir.capture.guards.places import (
@@ -39,7 +40,6 @@ from amp_ir.capture.guards.places import (
     is_plain,
 )
 from amp_ir.capture.locations import Locator, is_users_file
-from amp_ir.capture.refusals import Findings
 
 # A container with more items is compared as a whole; its items are not followed.
 _MOST_ITEMS = 256
@@ -78,7 +78,7 @@ class Observer:
     def __init__(
         self,
         locator: Locator,
-        findings: Findings,
+        diagnostics: Diagnostics,
         opaque: Iterable[object],
         replaced: Callable[[Place], Any],
     ) -> None:
@@ -93,7 +93,7 @@ class Observer:
         self.numpy_line: tuple[str, int] = ("", 0)
         self.has_drawn = False
         self._locator = locator
-        self._findings = findings
+        self._diagnostics = diagnostics
         self._replaced = replaced
         self._known: dict[int, tuple[Any, Name]] = {}
         self._opaque = {id(one): one for one in opaque}
@@ -257,7 +257,7 @@ class Observer:
                     contents.line = frame.f_code.co_filename, frame.f_lineno
         elif _is_clock(function, owner):
             what = f"{getattr(owner, '__name__', 'time')}.{function.__name__}()"
-            self._findings.add(
+            self._diagnostics.add(
                 f"{what} reads the clock, which a compiled step would do only when it is captured",
                 self._locator.here(),
                 "Read it outside of the step",
@@ -272,7 +272,7 @@ class Observer:
 
     def _refuse_draw(self, what: str) -> None:
         self.has_drawn = True
-        self._findings.add(*draw(what, self._locator.here()))
+        self._diagnostics.add(*draw(what, self._locator.here()))
 
     def note_read(self, tensor: torch.Tensor) -> None:
         """Record that the step reads the value of a tensor of the user's in Python."""

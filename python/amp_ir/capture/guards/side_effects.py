@@ -20,9 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.places import ABSENT, Contents, Place, flat, in_words, is_same
-from amp_ir.capture.refusals import Findings
 from amp_ir.ir.location import Location
 
 _MOST_DEEP = 4
@@ -40,17 +40,17 @@ class SideEffects:
 
     `left` are the plain values that it left, with their places. A step that would leave the same
     values again, and have the same graph, has only initialized itself
-    (`if self.kind is None: ...`); any other has state, which `findings_of_left` report.
+    (`if self.kind is None: ...`); any other has state, which `left_diagnostics` report.
     """
 
     observer: Observer
     put: dict[int, Any]
     left: list[tuple[Place | Contents, Any]] = attrs.Factory(list)
-    findings_of_left: Findings = attrs.Factory(Findings)
+    left_diagnostics: Diagnostics = attrs.Factory(Diagnostics)
     random_before: Any = attrs.Factory(random.getstate)
     numpy_before: Any = attrs.Factory(numpy.random.get_state)
 
-    def refuse(self, findings: Findings) -> None:
+    def refuse(self, diagnostics: Diagnostics) -> None:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
         for place in self.observer.places.values():
@@ -59,13 +59,13 @@ class SideEffects:
                 continue
             reported.add((id(place.holder), place.key))
             if _holds_result(now):
-                findings.add(*_kept(place.name(), now, self._line(place)))
+                diagnostics.add(*_kept(place.name(), now, self._line(place)))
             elif place.is_loaded and not _is_constant_tensor(now):
                 self.left.append((place, now))
-                self.findings_of_left.add(*_changed(place, now, self._line(place)))
+                self.left_diagnostics.add(*_changed(place, now, self._line(place)))
         for contents in self.observer.contents.values():
-            self._refuse_contents(contents, reported, findings)
-        self._refuse_draws(findings)
+            self._report_contents(contents, reported, diagnostics)
+        self._report_draws(diagnostics)
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
@@ -96,8 +96,8 @@ class SideEffects:
         finally:
             self.restore()
 
-    def _refuse_contents(
-        self, contents: Contents, reported: set[tuple[int, Any]], findings: Findings
+    def _report_contents(
+        self, contents: Contents, reported: set[tuple[int, Any]], diagnostics: Diagnostics
     ) -> None:
         """Report changes of containers; entries that are places are reported as places."""
         changed = [
@@ -113,30 +113,30 @@ class SideEffects:
         kept = [now for _, now in changed if _holds_result(now)]
         kind = type(contents.target).__name__
         if kept:
-            findings.add(*_kept(f"{contents.name()} (a {kind})", kept[0], contents.line))
+            diagnostics.add(*_kept(f"{contents.name()} (a {kind})", kept[0], contents.line))
             return
         keys = ", ".join(repr(key) for key, _ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"
         self.left.append((contents, contents.now()))
-        self.findings_of_left.add(what, _at(contents.line), _MOVE)
+        self.left_diagnostics.add(what, _at(contents.line), _MOVE)
 
     def _line(self, place: Place) -> tuple[str, int]:
         contents = self.observer.contents.get(id(place.holder))
         return place.line if place.line[1] or contents is None else contents.line
 
-    def _refuse_draws(self, findings: Findings) -> None:
+    def _report_draws(self, diagnostics: Diagnostics) -> None:
         """Report draws that were not seen as calls, with the line that names the generator."""
         for moving in self.observer.advancing.values():
             if moving.has_moved() and not self.observer.has_drawn:
                 what = (
                     f"moves {moving.name()} on, {moving.word}, which a compiled step would not do"
                 )
-                findings.add(what, Location(), _PASS)
+                diagnostics.add(what, Location(), _PASS)
         if random.getstate() != self.random_before and not self.observer.has_drawn:
-            findings.add(*draw("the step", Location()))
+            diagnostics.add(*draw("the step", Location()))
         before, now = self.numpy_before, numpy.random.get_state()
         if any(not numpy.array_equal(a, b) for a, b in zip(before, now, strict=True)):
-            findings.add(*draw("numpy.random", _at(self.observer.numpy_line)))
+            diagnostics.add(*draw("numpy.random", _at(self.observer.numpy_line)))
 
 
 def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:

@@ -15,14 +15,14 @@ from torch.nn.utils import clip_grad
 
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.batch_statistics import batch_norm, instance_norm
-from amp_ir.capture.distribution import WRAPPER_ADVICE, wrapper_fault
+from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
+from amp_ir.capture.distribution import WRAPPER_ADVICE, wrapper_error
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.patches.thread_patches import ValueHere, here, patch, patch_function, silence
 from amp_ir.capture.recording import GradientWatch
-from amp_ir.capture.refusals import Findings, TracingStopped
 from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.transaction import Transaction
@@ -33,7 +33,7 @@ def patched(
     state: State,
     locator: Locator,
     watch: GradientWatch,
-    findings: Findings,
+    diagnostics: Diagnostics,
     transaction: Transaction,
     modules: ModuleMethods,
 ) -> Iterator[list[torch.optim.Optimizer]]:
@@ -50,7 +50,7 @@ def patched(
         transaction.stepped(optimizer)
 
     for optimizer in state.optimizers:
-        vars(optimizer)["step"] = _located_step(optimizer, locator, findings, on_step)
+        vars(optimizer)["step"] = _located_step(optimizer, locator, diagnostics, on_step)
         # Fused kernels would unscale by themselves; the captured step uses the plain loop.
         vars(optimizer)["_step_supports_amp_scaling"] = False
     replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
@@ -64,8 +64,8 @@ def patched(
         (torch, "batch_norm", batch_norm),
         (torch, "instance_norm", instance_norm),
         (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
-        (torch.optim.lr_scheduler.LRScheduler, "step", _refused_scheduler(locator, findings)),
-        (torch.amp.GradScaler, "scale", _refused_scaler(locator, findings)),
+        (torch.optim.lr_scheduler.LRScheduler, "step", _rejected_scheduler(locator, diagnostics)),
+        (torch.amp.GradScaler, "scale", _rejected_scaler(locator, diagnostics)),
         # nn.TransformerEncoderLayer has an inference kernel that fuses many ops.
         (torch.backends.mha, "get_fastpath_enabled", lambda: False),
     )
@@ -73,7 +73,7 @@ def patched(
     with torch.autograd.set_multithreading_enabled(mode=False), restoring() as restores:
         for owner, name, replacement in replacements:
             patch_function(restores, owner, name, replacement)
-        call = _checked_call(locator.wrap_call(modules.call), locator, findings)
+        call = _checked_call(locator.wrap_call(modules.call), locator, diagnostics)
         patch(restores, torch.nn.Module, "__call__", here(call, modules.call))
         modules.patch_lookup(restores)
         devices = frozenset(slot.tensor.device.type for slot in state.slots)
@@ -96,14 +96,14 @@ def patched(
 def _located_step(
     optimizer: torch.optim.Optimizer,
     locator: Locator,
-    findings: Findings,
+    diagnostics: Diagnostics,
     on_step: Callable[[torch.optim.Optimizer], None],
 ) -> Callable[..., Any]:
     step = optimizer.step
 
     def located(*args: Any, **kwargs: Any) -> Any:
         if any(callable(value) for value in (*args, *kwargs.values())):
-            findings.add(
+            diagnostics.add(
                 f"{type(optimizer).__name__}.step is called with a closure",
                 locator.here(),
                 "Compute the loss and call backward() before step(); use an optimizer that needs "
@@ -135,9 +135,9 @@ def _float_of(value: Any) -> Any:
     return value if isinstance(value, SymbolicFloat) else float(value)
 
 
-def _refused_scheduler(locator: Locator, findings: Findings) -> Callable[..., None]:
+def _rejected_scheduler(locator: Locator, diagnostics: Diagnostics) -> Callable[..., None]:
     def refuse(self: Any, *_args: Any, **_kwargs: Any) -> None:
-        findings.add(
+        diagnostics.add(
             f"{type(self).__name__}.step is called inside the step",
             locator.here(),
             "Call it after the compiled step: the new learning rate is read at the next call",
@@ -146,14 +146,14 @@ def _refused_scheduler(locator: Locator, findings: Findings) -> Callable[..., No
     return refuse
 
 
-def _refused_scaler(locator: Locator, findings: Findings) -> Callable[..., Any]:
+def _rejected_scaler(locator: Locator, diagnostics: Diagnostics) -> Callable[..., Any]:
     """Return a method that rejects scalers that were not passed; those that were have their own."""
     scale = torch.amp.GradScaler.scale
 
     def refuse(self: Any, outputs: Any) -> Any:
         if not self.is_enabled():
             return scale(self, outputs)
-        findings.add(
+        diagnostics.add(
             f"a {type(self).__name__} that was not passed scales a loss",
             locator.here(),
             "Pass it in scaler=",
@@ -164,15 +164,15 @@ def _refused_scaler(locator: Locator, findings: Findings) -> Callable[..., Any]:
 
 
 def _checked_call(
-    call: Callable[..., Any], locator: Locator, findings: Findings
+    call: Callable[..., Any], locator: Locator, diagnostics: Diagnostics
 ) -> Callable[..., Any]:
     """Return a `torch.nn.Module.__call__` that rejects modules which distribute their training."""
 
     def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        fault = wrapper_fault(module)
+        fault = wrapper_error(module)
         if fault is not None:
             advice = WRAPPER_ADVICE[0].upper() + WRAPPER_ADVICE[1:]
-            findings.add(f"the step calls a module that {fault}", locator.here(), advice)
+            diagnostics.add(f"the step calls a module that {fault}", locator.here(), advice)
             raise TracingStopped
         return call(module, *args, **kwargs)
 

@@ -26,6 +26,6 @@ from amp_ir.importer.converters import (  # noqa: F401  (each registers its conv
     softmax,
 )
 from amp_ir.importer.converters.emitter import Emitter
-from amp_ir.importer.converters.registry import CONVERTERS, RefusedError, converter_of
+from amp_ir.importer.converters.registry import CONVERTERS, ConversionError, converter_of
 
-__all__ = ["CONVERTERS", "Emitter", "RefusedError", "converter_of"]
+__all__ = ["CONVERTERS", "Emitter", "ConversionError", "converter_of"]

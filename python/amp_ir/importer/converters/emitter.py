@@ -23,7 +23,7 @@ from amp_ir.importer.converters.promotion import (
     promoted_dtype,
     shape_of,
 )
-from amp_ir.importer.converters.registry import RefusedError
+from amp_ir.importer.converters.registry import ConversionError
 
 RANDOM_STATE = "random_state"
 
@@ -66,7 +66,7 @@ class Emitter:
 
     def refuse(self, reason: str) -> NoReturn:
         """Reject this call; the importer reports every rejected call at once."""
-        raise RefusedError(reason)
+        raise ConversionError(reason)
 
     # Emitting.
 
@@ -285,10 +285,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     """TVM's name of a torch dtype.
 
     Raises:
-        RefusedError: amp_ir has no such dtype (complex, quantized, 8-bit floats).
+        ConversionError: amp_ir has no such dtype (complex, quantized, 8-bit floats).
     """
     if dtype not in DTYPE_NAMES:
-        raise RefusedError(f"dtype {dtype}")
+        raise ConversionError(f"dtype {dtype}")
     return DTYPE_NAMES[dtype]
 
 

@@ -13,7 +13,7 @@ Converter: TypeAlias = Callable[..., Any]
 CONVERTERS: dict[Any, Converter] = {}
 
 
-class RefusedError(Exception):
+class ConversionError(Exception):
     """A call that a converter cannot express; `import_step` collects all of them."""
 
 

@@ -33,7 +33,7 @@ from amp_ir.dialect.registry import DECLARATIONS, options_of
 from amp_ir.ir.step_graph import Op, StepGraph, read_step
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, StepModule
 from amp_ir.loss_scaling.degrees.degree import ZERO, Degree, Solver, Special, Unknown, ValueDegree
-from amp_ir.loss_scaling.degrees.diagnostics import Fault, Faults, Kind
+from amp_ir.loss_scaling.degrees.diagnostics import Diagnostic, Diagnostics, Kind
 from amp_ir.loss_scaling.degrees.operands import CannotTell, DegreesDiffer, NotScaled, Operands
 from amp_ir.loss_scaling.degrees.relax_rules import INDIFFERENT, RULES
 
@@ -68,15 +68,15 @@ def check_scale_degrees(step: StepModule) -> ScaleDegrees:
     graph, outputs = read_step(step.ir), step.signature.outputs
     analysis = _Analysis(graph, inputs, outputs, scalers)
     analysis.run()
-    if analysis.faults.count and any(one.role is Role.GRADIENT for one in inputs):
+    if analysis.diagnostics.count and any(one.role is Role.GRADIENT for one in inputs):
         # The source line to report depends on the degree of an accumulated .grad: in such a loop it
         # is scaled.
         again = _Analysis(graph, inputs, outputs, scalers, kept_gradient=Degree.of(scalers[0]))
         again.run()
-        if again.faults.count <= analysis.faults.count:
+        if again.diagnostics.count <= analysis.diagnostics.count:
             analysis = again
-    analysis.faults.raise_if_any()
-    return ScaleDegrees(analysis.by_name(), analysis.by_output(), analysis.faults.notes())
+    analysis.diagnostics.raise_if_any()
+    return ScaleDegrees(analysis.by_name(), analysis.by_output(), analysis.diagnostics.notes())
 
 
 def _is_scale(spec: InputSpec) -> bool:
@@ -104,7 +104,7 @@ class _Analysis:
         self.kept_gradient = kept_gradient
         self.solver = Solver()
         self.degrees: list[ValueDegree] = [ZERO] * len(graph.values)
-        self.faults = Faults(graph, inputs, scalers, self.solver)
+        self.diagnostics = Diagnostics(graph, inputs, scalers, self.solver)
         self._dropped = _dropped_gradients(graph, inputs, outputs)
         self._matters = _ops_behind(
             graph, outputs, lambda spec: _is_state(spec) and spec.name not in self._dropped
@@ -167,15 +167,15 @@ class _Analysis:
         try:
             result = rule(operands)
         except CannotTell as error:
-            return [Unknown(self.faults.why_unknown(op, operands, error.position))] * count
+            return [Unknown(self.diagnostics.why_unknown(op, operands, error.position))] * count
         except DegreesDiffer as error:
-            fault = Fault(Kind.DIFFER, op, error.positions, operands)
-            return [self._fault(op, fault)] * count
+            diagnostic = Diagnostic(Kind.DIFFER, op, error.positions, operands)
+            return [self._report(op, diagnostic)] * count
         except NotScaled as error:
-            fault = Fault(Kind.NOT_SCALED, op, (error.position,), operands)
-            return [self._fault(op, fault)] * count
+            diagnostic = Diagnostic(Kind.NOT_SCALED, op, (error.position,), operands)
+            return [self._report(op, diagnostic)] * count
         if operands.guarded_by is not None:
-            self.faults.guard(op, operands)
+            self.diagnostics.guard(op, operands)
         return list(result) if isinstance(result, tuple) else [result]
 
     def _bad_operand(self, op: Op) -> ValueDegree | None:
@@ -198,18 +198,18 @@ class _Analysis:
             solver=self.solver,
         )
 
-    def _fault(self, op: Op, fault: Fault) -> ValueDegree:
+    def _report(self, op: Op, diagnostic: Diagnostic) -> ValueDegree:
         """Report an error that the state depends on; a value that is only returned affects none."""
-        kept = self.faults.kept_gradient_of(fault) if op.name == "relax.where" else None
+        kept = self.diagnostics.kept_gradient_of(diagnostic) if op.name == "relax.where" else None
         if kept is not None and op.position not in self._matters_beyond_gradients:
             # A skipped step selects the old .grad, still scaled, instead of the unscaled one.
-            self.faults.uncleared(kept)
+            self.diagnostics.uncleared(kept)
             return Special.WRONG
         if op.position in self._matters:
-            self.faults.add(fault)
+            self.diagnostics.add(diagnostic)
             return Special.WRONG
-        self.faults.add_harmless(fault)
-        return Unknown(self.faults.sentence(fault))
+        self.diagnostics.add_harmless(diagnostic)
+        return Unknown(self.diagnostics.sentence(diagnostic))
 
     def _check_output(self, leaf: int, spec: OutputSpec) -> None:
         degree = self._resolved(leaf)
@@ -217,18 +217,18 @@ class _Analysis:
         if is_free or degree is Special.WRONG or degree is Special.ANY:
             return
         if isinstance(degree, Unknown):
-            self.faults.unknown_output(spec, degree)
+            self.diagnostics.unknown_output(spec, degree)
         elif spec.role is Role.RESULT:
-            self.faults.scaled_result(spec, degree)
+            self.diagnostics.scaled_result(spec, degree)
         elif spec.updates is not None and spec.name not in self._dropped:
             expected = self._resolved(self.graph.inputs[spec.updates])
             assert isinstance(expected, Degree)
             if self.solver.equate(degree, expected):
                 return
             if spec.role is Role.GRADIENT:
-                self.faults.uncleared(spec.name)
+                self.diagnostics.uncleared(spec.name)
             else:
-                self.faults.wrong_state(leaf, spec, degree, expected)
+                self.diagnostics.wrong_state(leaf, spec, degree, expected)
 
 
 def _is_state(spec: OutputSpec) -> bool:

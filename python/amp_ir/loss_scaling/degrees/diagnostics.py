@@ -66,7 +66,7 @@ class Kind(enum.Enum):
 
 
 @attrs.frozen(eq=False)
-class Fault:
+class Diagnostic:
     """A root cause at `op`; `positions` are the operands that it is about."""
 
     kind: Kind
@@ -89,7 +89,7 @@ class _Line:
         return f"{self.location}: {self.what}{more}. {self.advice}"
 
 
-class Faults:
+class Diagnostics:
     """The diagnostics of one analysis."""
 
     def __init__(
@@ -118,13 +118,13 @@ class Faults:
         """Return how many places the error would list, without those that only explain others."""
         return len(self._lines)
 
-    def add(self, fault: Fault) -> None:
+    def add(self, diagnostic: Diagnostic) -> None:
         """Record a root cause; several on one source line count as one."""
-        _count(self._lines, self._line(fault), fault.op.location)
+        _count(self._lines, self._line(diagnostic), diagnostic.op.location)
 
-    def add_harmless(self, fault: Fault) -> None:
+    def add_harmless(self, diagnostic: Diagnostic) -> None:
         """Record an error that no state depends on; it may explain one in the backward pass."""
-        _count(self._harmless, self._line(fault), fault.op.location)
+        _count(self._harmless, self._line(diagnostic), diagnostic.op.location)
 
     def wrong_state(self, leaf: int, spec: OutputSpec, degree: Degree, expected: Degree) -> None:
         """Record a state tensor whose degree after the step differs from that before it."""
@@ -147,9 +147,9 @@ class Faults:
             "",
         )
 
-    def kept_gradient_of(self, fault: Fault) -> str | None:
-        """Return the name of the accumulated .grad that is an operand of a fault."""
-        leaves = [self._graph.values[fault.op.reads[k]].root for k in fault.positions]
+    def kept_gradient_of(self, diagnostic: Diagnostic) -> str | None:
+        """Return the name of the accumulated .grad that is an operand of a diagnostic."""
+        leaves = [self._graph.values[diagnostic.op.reads[k]].root for k in diagnostic.positions]
         return next((self._names[leaf] for leaf in leaves if leaf in self._kept_gradients), None)
 
     def uncleared(self, name: str) -> None:
@@ -191,9 +191,9 @@ class Faults:
         """Return all notes, each once."""
         return tuple(text.replace("{}", _listed(names)) for text, names in self._notes.items())
 
-    def sentence(self, fault: Fault) -> str:
-        """Describe a fault that affects no state, as the reason why a value has no degree."""
-        return f"{fault.op.location}: {self._what(fault)}"
+    def sentence(self, diagnostic: Diagnostic) -> str:
+        """Describe a diagnostic that affects no state, as the reason why a value has no degree."""
+        return f"{diagnostic.op.location}: {self._what(diagnostic)}"
 
     def why_unknown(self, op: Op, operands: Operands, position: int) -> str:
         """Return why an op's result has no degree."""
@@ -201,20 +201,20 @@ class Faults:
         words = self._words.of(degree) if isinstance(degree, Degree) else "not multiplied by it"
         return f"{op.location}: {op.name} of {self._noun(op, position)} that is {words}"
 
-    def _line(self, fault: Fault) -> _Line:
-        return _Line(fault.op.location, self._what(fault), self._advice(fault))
+    def _line(self, diagnostic: Diagnostic) -> _Line:
+        return _Line(diagnostic.op.location, self._what(diagnostic), self._advice(diagnostic))
 
     def _note(self, text: str, name: str) -> None:
         names = self._notes.setdefault(text, [])
         if name and name not in names:
             names.append(name)
 
-    def _what(self, fault: Fault) -> str:
-        op, degrees = fault.op, [fault.operands.degree(k) for k in fault.positions]
+    def _what(self, diagnostic: Diagnostic) -> str:
+        op, degrees = diagnostic.op, [diagnostic.operands.degree(k) for k in diagnostic.positions]
         words = [self._words.of(one) if isinstance(one, Degree) else "" for one in degrees]
-        nouns = [self._noun(op, k) for k in fault.positions]
-        if fault.kind is Kind.NOT_SCALED:
-            scale = fault.operands.degree(len(op.reads) - 1)
+        nouns = [self._noun(op, k) for k in diagnostic.positions]
+        if diagnostic.kind is Kind.NOT_SCALED:
+            scale = diagnostic.operands.degree(len(op.reads) - 1)
             assert isinstance(scale, Degree)
             name = self._words.scale(scale.powers[0][0])
             return f"{op.name} divides {nouns[0]}, {words[0]}, by {name}"
@@ -235,11 +235,12 @@ class Faults:
         is_own = maker.location.phase == "backward"
         return "a gradient" if is_own else "a value computed from gradients"
 
-    def _advice(self, fault: Fault) -> str:
-        if fault.kind is Kind.NOT_SCALED:
+    def _advice(self, diagnostic: Diagnostic) -> str:
+        if diagnostic.kind is Kind.NOT_SCALED:
             return _SCALE_ONCE
-        op, reads = fault.op, [fault.op.reads[position] for position in fault.positions]
-        is_plain = any(fault.operands.is_plain(position) for position in fault.positions)
+        op = diagnostic.op
+        reads = [op.reads[position] for position in diagnostic.positions]
+        is_plain = any(diagnostic.operands.is_plain(position) for position in diagnostic.positions)
         if op.location.phase == "backward":
             return _SCALE_ALL if is_plain else _PENALTY
         if op.location.phase == "optimizer":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that are composed of others while a step is traced, beside PyTorch's own kernels."""
+"""Functions that the trace decomposes into others, beside PyTorch's own kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.capture.decompositions import batch_statistics
-from amp_ir.capture.decompositions.composed import composed
+from amp_ir.capture.decompositions.torch_functions import decompose
 from amp_ir.errors import CaptureError
 from compiled_steps import assert_compiled_alike
 from step_comparison import Training, integers, normal
@@ -31,7 +31,7 @@ def assert_same(func: Any, *args: Any, **options: Any) -> None:
     expected = func(*args, **options)
     weights = normal(9, 1, *expected.shape)[0].double()
     wanted = torch.autograd.grad((expected * weights).sum(), leaves, allow_unused=True)
-    found = composed(func, args, options)
+    found = decompose(func, args, options)
     assert found is not NotImplemented and found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     gradients = torch.autograd.grad((found * weights).sum(), leaves, allow_unused=True)
@@ -62,7 +62,7 @@ def test_many_rows_are_a_product_as_in_pytorch() -> None:
     x, y = torch.zeros(26, 2), torch.ones(3, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.linalg, "vector_norm", None)
-        torch.testing.assert_close(composed(torch.cdist, (x, y), {}), torch.cdist(x, y))
+        torch.testing.assert_close(decompose(torch.cdist, (x, y), {}), torch.cdist(x, y))
 
 
 GRID = itertools.product(["bilinear", "nearest"], ["zeros", "border", "reflection"], [False, True])
@@ -122,7 +122,7 @@ def test_other_options_are_left_to_pytorch(func: Any, args: tuple[Any, ...]) -> 
     with pytest.MonkeyPatch.context() as patch:
         called = []
         patch.setattr(F, func.__name__, lambda *given: called.append(given))
-        composed(func, args, {})
+        decompose(func, args, {})
     assert len(called) == 1
 
 
@@ -206,7 +206,7 @@ def test_in_an_autocast_region_they_are_wide_as_in_pytorch(func: Any, shapes: An
     args = tuple(normal(k, *shape).bfloat16() for k, shape in enumerate(shapes))
     with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # grid_sample's, of align_corners
-        expected, found = func(*args), composed(func, args, {})
+        expected, found = func(*args), decompose(func, args, {})
     assert found.dtype == expected.dtype == torch.float32
     # Some ten roundings of float32.
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -23,7 +23,7 @@ from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
 _ROWS_WITHOUT_PRODUCT = 25
 
 
-def composed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def decompose(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the decomposed result of a call; NotImplemented if PyTorch computes it."""
     function = _COMPOSED.get(func)
     return NotImplemented if function is None else function(*args, **kwargs)
@@ -36,12 +36,12 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.float() for tensor in tensors)
 
 
-def _rnn(whole: Callable[..., Any], spelt_out: Callable[..., Any]) -> Callable[..., Any]:
+def _rnn(fused: Callable[..., Any], decomposed: Callable[..., Any]) -> Callable[..., Any]:
     """Run a stack of plain recurrent layers, step by step; cuDNN has a fused op of it."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         is_on_gpu = args[0].device.type == "cuda"
-        return (spelt_out if is_on_gpu and not _is_packed(args) else whole)(*args, **kwargs)
+        return (decomposed if is_on_gpu and not _is_packed(args) else fused)(*args, **kwargs)
 
     return plain
 

@@ -12,7 +12,7 @@ _MOST_SHOWN = 20
 
 
 @attrs.frozen
-class Finding:
+class Diagnostic:
     """One thing that a compiled step cannot do, its location, and what to do about it."""
 
     what: str
@@ -24,11 +24,11 @@ class Finding:
         return f"{self.location}: {self.what}. {self.advice}"
 
 
-class Findings:
+class Diagnostics:
     """The diagnostics of one capture, each location once."""
 
     def __init__(self) -> None:
-        self._found: dict[Finding, None] = {}
+        self._found: dict[Diagnostic, None] = {}
 
     def __bool__(self) -> bool:
         """Return whether there are diagnostics."""
@@ -40,7 +40,7 @@ class Findings:
 
     def add(self, what: str, location: Location, advice: str) -> None:
         """Add a diagnostic; the same one twice counts once."""
-        self._found.setdefault(Finding(what, location, advice))
+        self._found.setdefault(Diagnostic(what, location, advice))
 
     def error(self) -> CaptureError:
         """Return the error that lists all of them, in the order of the step."""
@@ -56,7 +56,7 @@ class TracingStopped(Exception):
     """Tracing cannot continue after a diagnostic; never leaves the capture."""
 
 
-class UnfitCall(Exception):
+class UnsupportedCall(Exception):
     """A call of PyTorch's cannot be captured with these arguments; never leaves the capture."""
 
     def __init__(self, what: str, advice: str) -> None:
