@@ -124,7 +124,7 @@ def row_of(name: str, placement: str, plan: CastPlan) -> Placed:
         rule_nbytes=sum(one.nbytes for one in plan.moved) - sum(one.nbytes for one in of_casts),
         model_nbytes=plan.cost_nbytes.chosen,
         bound_nbytes=plan.cost_nbytes.bound,
-        certificate=plan.certificate(),
+        certificate=plan.cast_traffic(),
     )
 
 

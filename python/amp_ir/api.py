@@ -13,7 +13,7 @@ from tvm import relax
 
 from amp_ir import pipeline
 from amp_ir.amp import autocast as autocast_stage
-from amp_ir.amp.cast_traffic import account
+from amp_ir.amp.cast_traffic import traffic_by_reason
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.capture import trace
@@ -40,8 +40,8 @@ from amp_ir.ir.options import (
 from amp_ir.ir.stages import seconds_by_stage, stage
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.ir.target import cpu, parse_target, target_of
-from amp_ir.ir.tuning_cache import MeasuredWays, this_machine
-from amp_ir.loops.fusion.kernel_assignment import memberships, stored_tensors
+from amp_ir.ir.tuning_cache import TuningCache, this_machine
+from amp_ir.loops.fusion.kernel_assignment import assign_kernels, stored_tensors
 from amp_ir.loss_scaling.scale_loss import scalers_of
 from amp_ir.memory.call_cost import flop_of_calls
 from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
@@ -53,7 +53,7 @@ from amp_ir.runtime.launch_times import time_launches, time_whole_steps
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
-from amp_ir.runtime.time_algorithms import measure_ways
+from amp_ir.runtime.time_algorithms import measure_algorithms
 from amp_ir.vm import build as build_stage
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
@@ -129,7 +129,7 @@ def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -
 
 def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
     """Find the kernel or library call that computes each variable; nothing is written."""
-    found = memberships(dispatch(_decomposed_for_fusion(ir)))
+    found = assign_kernels(dispatch(_decomposed_for_fusion(ir)))
     return {variable: place.kernel for variable, place in found.items()}
 
 
@@ -153,12 +153,12 @@ def lower(mod: StepModule, **options: Any) -> PlannedStep:
 def tune(mod: StepModule) -> MatmulTimes:
     """Measure how this CPU computes the step's matmuls fastest, for all steps compiled from now on.
 
-    oneDNN has several ways for a matmul, and its own choice is not always the best one. Each matmul
-    is timed on its own, on random numbers, for about a second; a bar on stderr shows how far it is.
-    The times are kept in a file for this kind of CPU and number of threads, matmul by matmul: an
-    interruption loses one, and what is known is not measured again. A step that is compiled then
-    takes a way that is faster by 3 % or more; sums are added up in another order in it, and
-    `report.dispatched` says so. Delete the file to forget.
+    oneDNN has several algorithms for a matmul, and its own choice is not always the fastest. `tune`
+    times each matmul on its own, on random numbers, for about a second; a bar on stderr shows the
+    progress. The times go to a file for this kind of CPU and number of threads, matmul by matmul:
+    an interruption loses one, and no matmul is measured twice. Steps compiled afterwards use an
+    algorithm that is faster by 3 % or more; it may add in another order, and `report.dispatched`
+    says so. Delete the file to start again.
 
     Returns:
         The times of this step's matmuls; `print` them.
@@ -173,8 +173,8 @@ def tune(mod: StepModule) -> MatmulTimes:
     products = products_of(
         pipeline.library_calls(ir, mod.signature.outputs, cpu(), DispatchLog(), in_blocks=False)
     )
-    known = MeasuredWays.read(this_machine())
-    measure_ways(products, known)
+    known = TuningCache.read(this_machine())
+    measure_algorithms(products, known)
     times: dict[str, Mapping[str, float]] = {}
     for name, call in products.items():
         label = product_label(call)
@@ -188,7 +188,7 @@ def explain_plan(mod: StepModule) -> CastPlan:
     """The plan of a step that went through autocast, with the kernels it really gets.
 
     `mod.plan` was made before fusion and estimates which ops share a kernel. Here `kernel` of each
-    op, whether a cast is alone, and what the step moves because of dtypes (`certificate`) are what
+    op, whether a cast is alone, and what the step moves because of dtypes (`cast_traffic`) are what
     the loops stage does; nothing is compiled.
 
     Raises:
@@ -198,10 +198,10 @@ def explain_plan(mod: StepModule) -> CastPlan:
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
     ir = fold_casts(dispatch(fold_casts(_decomposed_for_fusion(mod.ir))))
-    found = memberships(ir)
+    found = assign_kernels(ir)
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
-    moved = account(mod.plan, ir, stored_tensors(ir), of_casts)
+    moved = traffic_by_reason(mod.plan, ir, stored_tensors(ir), of_casts)
     return with_real_kernels(mod.plan, mod.ir, kernels, of_casts, moved)
 
 

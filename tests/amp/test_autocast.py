@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from amp_ir.amp import CustomTypeHint, PrimType, check_dtype, gen_hint_helper, overrides
+from amp_ir.amp import CustomTypeHint, PrimType, check_dtype, hint_for_floats, overrides
 from amp_ir.amp.autocast import autocast
 from amp_ir.amp.policies import POLICIES
 from amp_ir.dialect.registry import call_op
@@ -210,7 +210,7 @@ def test_casts_carry_the_place_of_their_consumer():
 def cast_bias_add(args, ret_type, amp_dtype):
     """Follow the input data type, as in RAF's document."""
     target_dtype = amp_dtype if check_dtype(args[0].ty, amp_dtype) else "float32"
-    return [gen_hint_helper(argument.ty, target_dtype) for argument in args]
+    return [hint_for_floats(argument.ty, target_dtype) for argument in args]
 
 
 def never_cast_bias_add(args, ret_type, amp_dtype):

@@ -34,9 +34,11 @@ def test_a_linear_layer_casts_its_weight_and_the_batch_and_keeps_its_gradient_in
     assert not any(one.is_free for one in gradients)
 
 
-def test_the_certificate_says_all_of_it_by_reason():
+def test_the_cast_traffic_says_all_of_it_by_reason():
     plan = explained(nn.Sequential(nn.Linear(8, 8), nn.GELU()), (torch.randn(4, 8),))
-    text = plan.certificate()
+    text = plan.cast_traffic()
+    with pytest.warns(DeprecationWarning, match="is called CastPlan.cast_traffic now"):
+        assert plan.certificate() == text
     assert len(text.splitlines()) == len(plan.moved) + 2
     for one in plan.moved:
         assert one.reason in text

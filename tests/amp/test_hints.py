@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of a rule, its registration and the errors of a wrong one."""
+"""The hints of a rule, its registration and the errors of a wrong one."""
 
 from __future__ import annotations
 
 import pytest
 from tvm import relax
 
+from amp_ir import amp
 from amp_ir.amp.hints import (
     FREE,
     RULES,
-    Hints,
     PrimType,
+    RuleResult,
     TupleType,
-    answer_of,
+    apply_rule,
     check_dtype,
-    gen_hint_helper,
+    hint_for_floats,
     reason_of,
     type_hint,
 )
@@ -34,12 +35,12 @@ def test_check_dtype_looks_into_tuples():
 
 @pytest.mark.parametrize("dtype", ["bool", "int64", "float64"])
 def test_the_helper_leaves_what_autocast_may_not_touch(dtype):
-    assert gen_hint_helper(tensor(dtype), "float16") == PrimType(None)
+    assert hint_for_floats(tensor(dtype), "float16") == PrimType(None)
 
 
 def test_the_helper_asks_for_floats_one_by_one():
     both = relax.TupleType([tensor("float32"), tensor("int32")])
-    assert gen_hint_helper(both, "bfloat16") == TupleType([PrimType("bfloat16"), PrimType(None)])
+    assert hint_for_floats(both, "bfloat16") == TupleType([PrimType("bfloat16"), PrimType(None)])
 
 
 def test_leave_as_it_was_and_float32_are_different_words():
@@ -84,14 +85,22 @@ def odd(args, ret_type, amp_dtype):
     ("rule", "message"),
     [
         (short, "gives 1 hints for relax.add, which has 2 arguments here; give one hint"),
-        (odd, r"answers 'float16' for relax.add; the words are PrimType\(\"float32\"\)"),
+        (odd, r"returns 'float16' for relax.add; the hints are PrimType\(\"float32\"\)"),
     ],
 )
 def test_a_wrong_answer_is_explained(rule, message):
     with pytest.raises(RuleError, match=message):
-        answer_of(rule, "relax.add", [None, None], tensor("float32"), "bfloat16")
+        apply_rule(rule, "relax.add", [None, None], tensor("float32"), "bfloat16")
 
 
 def test_a_list_is_short_for_hints():
-    answer = answer_of(lambda *_: [FREE], "relax.abs", [None], tensor("float32"), "float16")
-    assert answer == Hints([FREE])
+    result = apply_rule(lambda *_: [FREE], "relax.abs", [None], tensor("float32"), "float16")
+    assert result == RuleResult([FREE])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("Hints", amp.RuleResult), ("gen_hint_helper", amp.hint_for_floats)]
+)
+def test_a_name_of_the_last_version_still_works_with_a_warning(old, new):
+    with pytest.warns(DeprecationWarning, match=f"amp_ir.amp.{old} is called amp_ir.amp"):
+        assert getattr(amp, old) is new

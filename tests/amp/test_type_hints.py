@@ -9,7 +9,7 @@ from tvm import relax
 
 import amp_ir.amp.type_hints  # noqa: F401
 import amp_ir.dialect  # noqa: F401
-from amp_ir.amp.hints import FREE, RULES, Hints, PrimType, reason_of
+from amp_ir.amp.hints import FREE, RULES, PrimType, RuleResult, reason_of
 from amp_ir.dialect.registry import DECLARATIONS
 from amp_ir.ir.relax_reference import RELAX_OPS
 
@@ -19,8 +19,8 @@ FULL = PrimType("float32")
 
 def hints(op: str, amp_dtype: str, arity: int) -> list:
     args = [relax.Var(f"a{i}", relax.TensorType((4, 4), "float32")) for i in range(arity)]
-    answer = RULES[op](args, args[0].ty, amp_dtype)
-    return list(answer.args) if isinstance(answer, Hints) else list(answer)
+    result = RULES[op](args, args[0].ty, amp_dtype)
+    return list(result.args) if isinstance(result, RuleResult) else list(result)
 
 
 def test_every_op_of_the_dialect_has_a_rule():
@@ -46,10 +46,10 @@ def test_every_rule_states_its_reason_in_a_sentence():
 )
 def test_products_read_low_accumulate_float32_and_keep_gradients(op, arity, amp_dtype):
     args = [relax.Var("a", relax.TensorType((4, 4), "float32"))] * arity
-    answer = RULES[op](args, args[0].ty, amp_dtype)
-    assert isinstance(answer, Hints)
-    assert list(answer.args) == [PrimType(amp_dtype)] * arity
-    assert (answer.accumulate, answer.gradient, answer.result) == ("float32", FULL, FREE)
+    result = RULES[op](args, args[0].ty, amp_dtype)
+    assert isinstance(result, RuleResult)
+    assert list(result.args) == [PrimType(amp_dtype)] * arity
+    assert (result.accumulate, result.gradient, result.result) == ("float32", FULL, FREE)
 
 
 @pytest.mark.parametrize("amp_dtype", LOW)

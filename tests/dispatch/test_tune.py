@@ -21,7 +21,7 @@ from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.host import native
 from amp_ir.ir import tuning_cache
 from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.tuning_cache import RULES, WAYS, MeasuredWays, best_way
+from amp_ir.ir.tuning_cache import ALGORITHMS, RULES, TuningCache, fastest_algorithm
 from amp_ir.runtime import time_algorithms
 from library_calls import lines_of
 from matmul_calls import LAYOUTS, check, nan, random
@@ -30,7 +30,7 @@ from native_calls import layout, matmul, memory, relative_error
 pytestmark = pytest.mark.skipif(
     not native.has("amp_ir.onednn.matmul"), reason="oneDNN is not in this build"
 )
-OTHERS = WAYS[1:]
+OTHERS = ALGORITHMS[1:]
 
 
 # What a way computes.
@@ -87,9 +87,9 @@ def test_an_unknown_way_is_refused() -> None:
 # Which way is taken.
 
 
-@given(st.fixed_dictionaries({way: st.floats(1e-3, 1e3) for way in WAYS}))
+@given(st.fixed_dictionaries({way: st.floats(1e-3, 1e3) for way in ALGORITHMS}))
 def test_the_best_way_is_faster_by_three_percent_or_none(times: dict[str, float]) -> None:
-    best = best_way(times)
+    best = fastest_algorithm(times)
     assert times[best] <= times[RULES]
     if best == RULES:
         assert min(times.values()) >= 0.97 * times[RULES]
@@ -156,13 +156,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def times(product: object) -> dict[str, float]:
         real = measure(product)
-        assert set(real) == set(WAYS) and all(0 < one < 1e4 for one in real.values())
+        assert set(real) == set(ALGORITHMS) and all(0 < one < 1e4 for one in real.values())
         asked.append(product_label(product))
-        return dict.fromkeys(WAYS, 2.0) | {"gemm": 1.0}
+        return dict.fromkeys(ALGORITHMS, 2.0) | {"gemm": 1.0}
 
-    measure = time_algorithms.milliseconds_by_way
+    measure = time_algorithms.milliseconds_by_algorithm
     monkeypatch.setattr(time_algorithms, "_SECONDS_A_PRODUCT", 0.0)
-    monkeypatch.setattr(time_algorithms, "milliseconds_by_way", times)
+    monkeypatch.setattr(time_algorithms, "milliseconds_by_algorithm", times)
     return asked
 
 
@@ -175,7 +175,7 @@ def test_what_is_known_is_not_measured_again(quick: list[str]) -> None:
     )
     assert first.saved_share == 0.5
     assert str(first).splitlines()[0].split() == [
-        *"milliseconds of rows x sum x columns".split(), *WAYS, "taken",
+        *"milliseconds of rows x sum x columns".split(), *ALGORITHMS, "taken",
     ]  # fmt: skip
     assert "16 x 24 x 40, float32, b transposed, with bias" in str(first)
     assert str(first).splitlines()[-1] == str(first.file)
@@ -184,17 +184,17 @@ def test_what_is_known_is_not_measured_again(quick: list[str]) -> None:
 def test_an_interruption_loses_one_matmul(
     quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = MeasuredWays.add
+    add = TuningCache.add
 
-    def interrupted(self: MeasuredWays, product: str, times: dict[str, float]) -> None:
+    def interrupted(self: TuningCache, product: str, times: dict[str, float]) -> None:
         if len(self.milliseconds) == 3:
             raise KeyboardInterrupt
         add(self, product, times)
 
-    monkeypatch.setattr(MeasuredWays, "add", interrupted)
+    monkeypatch.setattr(TuningCache, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         amp_ir.tune(captured())
-    monkeypatch.setattr(MeasuredWays, "add", add)
+    monkeypatch.setattr(TuningCache, "add", add)
     quick.clear()
     assert len(amp_ir.tune(captured()).by_matmul) == 5
     assert len(quick) == 2
@@ -223,10 +223,10 @@ def test_a_file_that_makes_no_sense_is_an_empty_one(content: str) -> None:
     file = tuning_cache.default_directory() / "here.json"
     file.parent.mkdir()
     file.write_text(content)
-    known = MeasuredWays.read("here")
-    assert known.milliseconds == {} and known.best("a") == RULES
-    known.add("a", dict.fromkeys(WAYS, 1.0))
-    assert MeasuredWays.read("here").milliseconds == known.milliseconds
+    cache = TuningCache.read("here")
+    assert cache.milliseconds == {} and cache.best("a") == RULES
+    cache.add("a", dict.fromkeys(ALGORITHMS, 1.0))
+    assert TuningCache.read("here").milliseconds == cache.milliseconds
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(
@@ -234,9 +234,9 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(tuning_cache, "default_directory", lambda: tmp_path / "file" / "no")
-    known = MeasuredWays.read("here")
-    known.add("a", dict.fromkeys(WAYS, 1.0))
-    assert list(known.milliseconds) == ["a"]
+    cache = TuningCache.read("here")
+    cache.add("a", dict.fromkeys(ALGORITHMS, 1.0))
+    assert list(cache.milliseconds) == ["a"]
 
 
 def test_wrong_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

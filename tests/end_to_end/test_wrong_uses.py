@@ -479,11 +479,11 @@ AUTOCAST: list[Row] = [
         "here; give one hint an argument, PrimType(None) for one to leave as it is",
     ),
     (
-        "rule without an answer",
+        "rule without a result",
         lambda s: cast_with(nameless, s),
         RuleError,
-        f"rule {rule_place(nameless)} answers None for relax.matmul; expected a list with one hint "
-        "an argument, or Hints(...)",
+        f"rule {rule_place(nameless)} returns None for relax.matmul; expected a list with one hint "
+        "an argument, or RuleResult(...)",
     ),
 ]
 

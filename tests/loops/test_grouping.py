@@ -9,7 +9,7 @@ from tvm.relax import op
 
 from amp_ir.dialect.registry import call_op
 from amp_ir.loops.fusion.fuse import fuse_loops, group_values
-from amp_ir.loops.fusion.kernel_assignment import memberships
+from amp_ir.loops.fusion.kernel_assignment import assign_kernels
 from amp_ir.loops.fusion.unit_order import UnitOrder
 from small_programs import program
 
@@ -63,7 +63,7 @@ def test_a_cast_of_a_library_result_costs_no_kernel():
 
     ir = program(build, (64, 32))
     assert len(calls(ir, KERNEL)) == 1
-    assert not any(place.only_casts for place in memberships(ir).values())
+    assert not any(place.only_casts for place in assign_kernels(ir).values())
 
 
 def test_a_hand_written_kernel_reads_the_narrow_value():
@@ -119,7 +119,7 @@ def test_a_parameter_that_only_a_library_reads_low_is_a_cast_alone_and_a_fill_is
         filled = e(cast(zeros, "bfloat16"))
         return library(e, low, filled, shape=(64, 32))
 
-    places = memberships(program(build, (64, 32)))
+    places = assign_kernels(program(build, (64, 32)))
     assert [place.only_casts for place in places.values()].count(True) == 1
 
 

@@ -15,8 +15,8 @@ from amp_ir import pipeline
 from amp_ir.loops import write_kernels
 from amp_ir.loops.fusion import cpu_tasks as merge_tasks
 from amp_ir.loops.fusion import horizontal
-from amp_ir.loops.fusion.families import Merger
 from amp_ir.loops.fusion.horizontal import merge_horizontally
+from amp_ir.loops.fusion.horizontal_groups import Merger
 
 
 def training(optimizer: str, *, is_scaled: bool) -> tuple[Any, ...]:

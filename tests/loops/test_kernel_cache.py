@@ -20,7 +20,7 @@ from amp_ir.loops.fusion import kernel_cache
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.fusion.kernel_template import KernelTemplate
 from amp_ir.loops.group import Domain, Group
-from amp_ir.loops.ir import Buffer, Constant, Distance, Pointwise, TensorSpec, pointwise
+from amp_ir.loops.ir import Buffer, Constant, LoadOffset, Pointwise, TensorSpec, pointwise
 from random_steps import random_step
 from small_programs import program
 
@@ -53,7 +53,7 @@ def counting(emitter: Any, written: list[Group]) -> Any:
         return emitter.emit_group(group, strict=strict)
 
     return SimpleNamespace(
-        LOOKS_AT_DISTANCES=emitter.LOOKS_AT_DISTANCES,
+        USES_LOAD_OFFSETS=emitter.USES_LOAD_OFFSETS,
         emit_group=emit_group,
         emit_opaque=emitter.emit_opaque,
         emit_copy=emitter.emit_copy,
@@ -100,7 +100,7 @@ def test_groups_that_read_elsewhere_are_written_as_often_as_needed_for_a_templat
     assert_the_same_either_way(ir)
 
 
-def test_on_a_gpu_a_distance_is_part_of_the_structure():
+def test_on_a_gpu_a_load_offset_is_part_of_the_structure():
     # Row 1 of 30 columns starts where no vector does.
     written: list[Group] = []
     fuse_loops(of_rows(3, 5, 9, 5), emitter=counting(emit_cuda, written))
@@ -163,7 +163,7 @@ def group_of(value: Pointwise, *inputs: Buffer) -> Group:
 
 def tokens_of(body: Any, *inputs: Buffer) -> Any:
     group = group_of(pointwise(SPEC.shape, SPEC.dtype, body), *inputs)
-    found = kernel_cache.structure_of(group, with_distances=True)
+    found = kernel_cache.structure_of(group, with_offsets=True)
     # The group is kept, as by who remembers: ids of what its bodies close over are tokens.
     return None if found is None else (found.tokens, group)
 
@@ -203,15 +203,15 @@ def test_what_closes_over_something_unknown_is_written_anew():
         assert tokens(unknown) is None
 
 
-def test_a_template_is_given_up_where_a_distance_is_not_only_a_place_to_read():
+def test_a_template_is_given_up_where_a_load_offset_is_not_only_a_place_to_read():
     # Written as a number of elements, the variable would be left in the arithmetic.
-    x, distance = Buffer(SPEC), Distance(3)
+    x, offset = Buffer(SPEC), LoadOffset(3)
     value = pointwise(
-        SPEC.shape, SPEC.dtype, lambda i: x[i] * tirx.Cast("float32", i + distance.here())
+        SPEC.shape, SPEC.dtype, lambda i: x[i] * tirx.Cast("float32", i + offset.here())
     )
     group = group_of(value, x)
-    memory = kernel_cache.RememberedKernels(emit_cpu, strict=False)
-    structure = kernel_cache.structure_of(group, with_distances=False)
-    assert structure is not None and structure.distances == (distance,)
-    assert memory._template(group, structure.distances) is None
+    memory = kernel_cache.KernelCache(emit_cpu, strict=False)
+    structure = kernel_cache.structure_of(group, with_offsets=False)
+    assert structure is not None and structure.offsets == (offset,)
+    assert memory._template(group, structure.offsets) is None
     assert KernelTemplate.of(emit_cpu.emit_group(group), []) is not None

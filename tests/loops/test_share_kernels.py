@@ -38,7 +38,7 @@ def kernels(ir: tvm.IRModule) -> list[tirx.PrimFunc]:
     return [one for one in ir.functions.values() if isinstance(one, tirx.PrimFunc)]
 
 
-def distances(ir: tvm.IRModule) -> list[list[int]]:
+def offsets(ir: tvm.IRModule) -> list[list[int]]:
     """The numbers that each kernel call passes, in order; calls that pass none are left out."""
     values = [one.value for one in ir["main"].body.blocks[0].bindings]
     calls = [one for one in values if isinstance(one, tvm.ir.Call)]
@@ -59,14 +59,14 @@ def test_kernels_that_read_other_rows_are_one_with_a_number():
     assert len(kernels(ir)) == 4
     shared = share_kernels(ir)
     assert len(kernels(shared)) == 2
-    assert distances(shared) == [[row * COLUMNS] for row in (3, 5, 9)]
+    assert offsets(shared) == [[row * COLUMNS] for row in (3, 5, 9)]
 
 
 def test_a_kernel_of_which_there_is_one_and_the_first_row_stay_as_they_are():
     # Reading from row 0 adds nothing, so that there is no number to replace.
     ir = fused(0, 7, build=summed)
     assert share_kernels(ir).functions.keys() == ir.functions.keys()
-    assert distances(share_kernels(ir)) == []
+    assert offsets(share_kernels(ir)) == []
 
 
 def test_a_kernel_written_twice_is_written_once_and_takes_no_number():
@@ -75,7 +75,7 @@ def test_a_kernel_written_twice_is_written_once_and_takes_no_number():
     twice = tvm.IRModule({**ir.functions, fifth: ir[third]})
     shared = share_kernels(twice)
     assert len(kernels(shared)) == 2
-    assert distances(shared) == []
+    assert offsets(shared) == []
 
 
 def test_numbers_that_all_kernels_share_stay_literals():
@@ -84,7 +84,7 @@ def test_numbers_that_all_kernels_share_stay_literals():
         return op.sum(e(op.tanh(e(left))), [1], keepdims=True)
 
     shared = share_kernels(fused(3, 5, build=shifted))
-    assert distances(shared) == [[row * COLUMNS] for row in (3, 5)]
+    assert offsets(shared) == [[row * COLUMNS] for row in (3, 5)]
     (text,) = [str(one) for one in kernels(shared) if "start" in str(one)]
     assert "+ 4" in text or "4 +" in text
 

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where low precision is used: rules, placement, the pass and its plan.
+"""Choice of low precision: rules, placement, the pass and its plan.
 
-In the order of use: `hints` (the words of a rule), `type_hints` (the rules), `overrides` (how a
-user changes them), `step_graph` (the IR as records), `decisions` (what the rules say of a step),
+In the order of use: `hints` (what a rule returns), `type_hints` (the rules), `overrides` (how a
+user changes them), `step_graph` (the IR as records), `decisions` (the rules applied to a step),
 `kernels` and `placement` (the dtype of free ops), `reads` and `rewrite` (casts), `autocast` (the
-pass), `plan` (what was decided, as data), `erasure` (the proof that only dtypes changed).
+pass), `plan` (the decisions as data), `uncast` (the proof that only dtypes changed).
 """
+
+import warnings
+from typing import Any
 
 from amp_ir.amp.autocast import plan_of
 from amp_ir.amp.hints import (
     FREE,
-    Hints,
     PrimType,
+    RuleResult,
     TupleType,
     check_dtype,
-    gen_hint_helper,
+    hint_for_floats,
     type_hint,
 )
 from amp_ir.amp.overrides import CustomTypeHint, Override
@@ -25,13 +28,29 @@ __all__ = [
     "FREE",
     "CastPlan",
     "CustomTypeHint",
-    "Hints",
+    "RuleResult",
     "Override",
     "PrimType",
     "TupleType",
     "check_dtype",
-    "gen_hint_helper",
+    "hint_for_floats",
     "list_ops",
     "plan_of",
     "type_hint",
 ]
+
+# Names of 0.1 -> what they are called now. `gen_hint_helper` is RAF's.
+_RENAMED = {"Hints": "RuleResult", "gen_hint_helper": "hint_for_floats"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return an object by the name that it had in the last minor version."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"amp_ir.amp.{name} is called amp_ir.amp.{_RENAMED[name]} now; the old name goes in the "
+        "next minor version",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return globals()[_RENAMED[name]]

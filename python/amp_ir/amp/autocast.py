@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass: rules decide, a placement labels the free ops, one rewrite inserts the casts."""
+"""The autocast pass: rules decide, a placement labels the free ops, a rewrite inserts the casts."""
 
 from __future__ import annotations
 
@@ -138,17 +138,17 @@ def _listed(overrides: Any) -> Sequence[Any]:
 
 
 def plan_of(mod: StepModule | tvm.IRModule, **options: Any) -> CastPlan:
-    """The plan that `autocast(mod, **options)` follows; for bare modules, which carry none."""
+    """Return the plan that `autocast(mod, **options)` follows; for bare modules, without a plan."""
     find_kernels = options.pop("find_kernels", None)
     ir = mod.ir if isinstance(mod, StepModule) else mod
     defaults = inspect.signature(autocast).parameters
-    words = {
+    choices = {
         field.name: options.pop(field.name, defaults[field.name].default)
         for field in attrs.fields(_Choices)
     }
     if options:
         raise OptionError(f"plan_of has no option {', '.join(sorted(options))}")
-    return _rewritten(mod, ir, _Choices(**words), None, find_kernels)[1]
+    return _rewritten(mod, ir, _Choices(**choices), None, find_kernels)[1]
 
 
 def _rewritten(
@@ -158,7 +158,7 @@ def _rewritten(
     plan: CastPlan | None,
     find_kernels: FindKernels | None,
 ) -> tuple[tvm.IRModule, CastPlan, list[str]]:
-    """The new module, its plan, and the dtypes of its outputs."""
+    """Return the new module, its plan, and the dtypes of its outputs."""
     with _no_garbage_collection():
         graph = read_step(ir)
         kernels = _kernels(graph, ir, plan, find_kernels)
@@ -168,7 +168,7 @@ def _rewritten(
 def _kernels(
     graph: StepGraph, ir: tvm.IRModule, plan: CastPlan | None, find_kernels: FindKernels | None
 ) -> list[int]:
-    """The kernel of each op: as the plan has it, as fusion says, or estimated."""
+    """Return the kernel of each op: from the plan, from fusion, or estimated."""
     if plan is not None and len(plan.ops) == len(graph.ops):
         return [one.kernel for one in plan.ops]
     if find_kernels is None:
@@ -182,9 +182,9 @@ def _kernels(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage inside: a big step makes 10^5 records that live until the end.
+    """Disable garbage collection inside: a big step makes 10^5 records that live until the end.
 
-    Every collection would walk them and all of torch's objects: half of the time at 24 layers.
+    Every collection would visit them and all of torch's objects: half of the time at 24 layers.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -235,7 +235,7 @@ def _decided(
     choices: _Choices,
     mod: StepModule | tvm.IRModule,
 ) -> tuple[list[Decision], PlanCost]:
-    """Decisions by the rules and the overrides, with labels by the placement, and their cost."""
+    """Return the decisions of rules and overrides, with labels by the placement, and their cost."""
     rules = functools.partial(find_rule, find_policy(choices.policy))
     amp_dtype, on_unknown = choices.amp_dtype, choices.on_unknown
     decisions = decide(graph, rules, amp_dtype, output_dtypes, on_unknown=on_unknown)
@@ -289,10 +289,10 @@ def _check_output_dtype(
 def native_cut(
     vertices: int, edges: Sequence[tuple[int, int, int]], source: int, sink: int
 ) -> tuple[list[bool], int]:
-    """The minimum cut in C++ (include/amp_ir/min_cut.h): who is on the source's side; its value."""
+    """Return the minimum cut in C++ (include/amp_ir/min_cut.h): the source side, and its value."""
     flat = [number for edge in edges for number in edge]
-    answer = native.function("amp_ir.min_cut")(vertices, flat, source, sink)
-    return [bool(side) for side in answer[1:]], int(answer[0])
+    cut = native.function("amp_ir.min_cut")(vertices, flat, source, sink)
+    return [bool(side) for side in cut[1:]], int(cut[0])
 
 
 def _input_names(graph: StepGraph, mod: StepModule | tvm.IRModule) -> list[str]:

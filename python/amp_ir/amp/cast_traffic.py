@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled step moves because of dtypes, and for which reasons: `account(...)`.
+"""Cast traffic: the bytes that a compiled step moves because of dtypes, by reason.
 
-Three things cost bytes. A kernel that only casts reads and writes. A kernel that leaves a value in
-both dtypes writes the low copy besides. And each time a kernel or library call reads or writes a
-tensor in float32, it moves two bytes an element more than in the low dtype. What the optimizer
-leaves is not counted: it is float32 without mixed precision, too.
+Three things cost bytes. A kernel that only casts reads and writes. A kernel that stores a value in
+both dtypes also writes the low copy. And each time a kernel or library call reads or writes a
+tensor in float32, it moves two bytes per element more than in the low dtype. What the optimizer
+stores is not counted: it is float32 without mixed precision, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stored(Protocol):
 
     @property
     def variables(self) -> Sequence[relax.Var]:
-        """The variables that are this memory."""
+        """The variables that share this memory."""
 
     @property
     def dtype(self) -> str:
@@ -38,29 +38,29 @@ class Stored(Protocol):
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """Number of elements."""
 
     @property
     def written_by(self) -> int | None:
-        """Who writes it; None for inputs and constants."""
+        """The kernel that writes it; None for inputs and constants."""
 
     @property
     def read_by(self) -> Sequence[int]:
-        """Who reads it."""
+        """The kernels that read it."""
 
 
-def account(
+def traffic_by_reason(
     plan: CastPlan,
     ir: tvm.IRModule,
     stored: Sequence[Stored],
     cast_kernels: Collection[int],
 ) -> tuple[Moved, ...]:
-    """The bytes by reason, the largest first.
+    """Return the bytes by reason, the largest first.
 
     Args:
         plan: of the step.
-        ir: what fusion gets: the step's bindings, folded and dispatched.
-        stored: what lies in memory while `ir` runs.
+        ir: the input of fusion: the step's bindings, folded and dispatched.
+        stored: the tensors in memory while `ir` runs.
         cast_kernels: kernels that do nothing but cast.
     """
     return _Account(plan, ir, stored, cast_kernels).run()
@@ -119,10 +119,10 @@ class _Account:
 
 
 def _makers(plan: CastPlan, ir: tvm.IRModule) -> dict[relax.Var, PlannedOp | None]:
-    """The op of the plan that each variable comes from; None for copies of inputs.
+    """Return the op of the plan that each variable comes from; None for copies of inputs.
 
-    A variable that the plan does not know is a step on the way to the next one that it does:
-    passes that take an op apart leave its result under its own variable.
+    A variable that the plan does not know is an intermediate value of the next one that it does:
+    passes that decompose an op bind its result to the op's own variable.
     """
     ops = {one.variable: one for one in reversed(plan.ops)}
     casts: Mapping[str, PlannedCast] = {one.variable: one for one in reversed(plan.casts)}
@@ -142,5 +142,5 @@ def _makers(plan: CastPlan, ir: tvm.IRModule) -> dict[relax.Var, PlannedOp | Non
 
 
 def _cast_sources(ir: tvm.IRModule) -> dict[relax.Var, relax.Expr]:
-    """What each cast of autocast reads, by the variable that it is bound to."""
+    """Return what each cast of autocast reads, by the variable that it is bound to."""
     return {one: call.args[0] for one, call in Dataflow(ir).calls("amp_ir.cast").items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which constants a low dtype can hold.
+"""Constants that a low dtype can hold.
 
 Overflow: the nearest low number is infinite and the constant is not (1e9 in float16, and the least
 float32, -3.4028e38, in bfloat16: its nearest is -inf). Underflow: the nearest low number is below
@@ -28,7 +28,7 @@ class Holds(enum.Enum):
 
 
 def holds(values: np.ndarray, low_dtype: str) -> Holds:
-    """The worst that happens to an element of a float32 array in `low_dtype`."""
+    """Return the worst that happens to an element of a float32 array in `low_dtype`."""
     if low_dtype == "float32":
         return Holds.EXACTLY
     if values.size == 1:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules say about each op of a step, before placement: `decide(graph, ...)`.
+"""Decisions of the rules about each op of a step, before placement: `decide(graph, ...)`.
 
-A decision holds a mode for every tensor that the op reads and a label, the dtype of what it leaves:
-"low", "full", or "free" where the placement chooses. Optimizer ops are left alone, and gradients of
-parameters leave in float32. What else stays in float32 for what it carries is in keep_full.py.
+A decision has a mode for every tensor that the op reads and a label, the dtype of its result:
+"low", "full", or "free" where the placement chooses. Optimizer ops keep their dtypes, and
+gradients of parameters are stored in float32. keep_full.py keeps further ops in float32 for what
+they carry.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from amp_ir.amp.hints import (
     FREE,
     FULL_DTYPE,
     Hint,
-    Hints,
     PrimType,
     Rule,
+    RuleResult,
     TupleType,
-    answer_of,
+    apply_rule,
     reason_of,
 )
 from amp_ir.dialect.registry import DECLARATIONS, options_of
@@ -37,7 +38,7 @@ FindRule = Callable[[str], "Rule | None"]
 
 
 class Mode(enum.Enum):
-    """In which dtype an op reads a tensor.
+    """The dtype in which an op reads a tensor.
 
     EITHER takes the low copy where there is one. VARY is EITHER where the op is labelled low and
     FULL where it is labelled full. KEEP is the dtype of the user's program.
@@ -55,10 +56,10 @@ Label = Literal["low", "full", "free"]
 
 @attrs.define(eq=False)
 class Decision:
-    """What is to be done with one op.
+    """The decision for one op.
 
     `follows` says which results take the label's dtype, `is_free` that the placement chose the
-    dtype in which the result lies in memory.
+    dtype in which the result is stored.
     """
 
     rule: str
@@ -87,10 +88,10 @@ def decide(
     *,
     on_unknown: str = "error",
 ) -> list[Decision]:
-    """One decision an op; `output_dtypes` has the dtype in which each output leaves the step.
+    """Return one decision per op; `output_dtypes` has the dtype of each output of the step.
 
     Raises:
-        RuleError: ops without a rule (all of them, with counts), or a rule with a wrong answer.
+        RuleError: ops without a rule (all of them, with counts), or a rule with a wrong result.
     """
     _check_all_known(graph, find_rule, on_unknown)
     feeds_gradients_only = _values_that_feed_gradients_only(graph, output_dtypes)
@@ -130,14 +131,14 @@ def _by_rule(graph: StepGraph, op: Op, rule: Rule | None, amp_dtype: str) -> Dec
     if rule is None or untouched is not None:
         name, reason = untouched or ("on_unknown", 'No rule, and on_unknown="float32"')
         return Decision(name, reason, [Mode.KEEP] * len(castable), "full", follows)
-    hints = _ask(graph, op, rule, amp_dtype)
-    words = _leaf_words(op, hints)
+    hints = _apply(graph, op, rule, amp_dtype)
+    hints_of_leaves = _leaf_hints(op, hints)
     modes = [
-        _mode(word) if is_castable else Mode.KEEP
-        for word, is_castable in zip(words, castable, strict=True)
+        _mode(hint) if is_castable else Mode.KEEP
+        for hint, is_castable in zip(hints_of_leaves, castable, strict=True)
     ]
     decision = Decision(rule.__name__, reason_of(rule), modes, "full", follows)
-    decision.exact = any(isinstance(word, PrimType) and word.exact for word in words)
+    decision.exact = any(isinstance(hint, PrimType) and hint.exact for hint in hints_of_leaves)
     decision.accumulate = hints.accumulate
     decision.is_unbounded = hints.is_unbounded
     _set_label(graph, op, decision, hints, amp_dtype)
@@ -154,18 +155,18 @@ def _why_untouched(op: Op, amp_dtype: str) -> tuple[str, str] | None:
     return None
 
 
-def _ask(graph: StepGraph, op: Op, rule: Rule, amp_dtype: str) -> Hints:
-    """Ask a rule; one that looks at the dtypes of its arguments is asked twice.
+def _apply(graph: StepGraph, op: Op, rule: Rule, amp_dtype: str) -> RuleResult:
+    """Apply a rule; one that looks at the dtypes of its arguments is called twice.
 
-    A rule such as RAF's `cast_bias_add` follows its data: it answers float32 for float32 arguments
-    and low for low ones. Asked with both, it shows that the op may be either: FREE.
+    A rule such as RAF's `cast_bias_add` follows its data: it returns float32 for float32 arguments
+    and low for low ones. Called with both, it shows that the op may be either: FREE.
     """
     ty = op.variable.ty
-    hints = answer_of(rule, op.name, op.call.args, ty, amp_dtype)
+    hints = apply_rule(rule, op.name, op.call.args, ty, amp_dtype)
     if rule.__module__ in _OWN_RULES or FREE in hints.args:
         return hints
     low_args = [_with_low_type(argument, amp_dtype) for argument in op.call.args]
-    with_low = answer_of(rule, op.name, low_args, ty, amp_dtype)
+    with_low = apply_rule(rule, op.name, low_args, ty, amp_dtype)
     if with_low == hints:
         return hints
     merged = [
@@ -187,35 +188,37 @@ def _low_type(ty: relax.Type, amp_dtype: str) -> relax.Type:
     return ty
 
 
-def _leaf_words(op: Op, hints: Hints) -> list[Hint]:
-    words: list[Hint] = []
+def _leaf_hints(op: Op, hints: RuleResult) -> list[Hint]:
+    hints_of_leaves: list[Hint] = []
     for tree, hint in zip(op.args, hints.args, strict=True):
-        words.extend(_spread(tree, hint))
-    return words
+        hints_of_leaves.extend(_spread(tree, hint))
+    return hints_of_leaves
 
 
 def _spread(tree: Tree, hint: Hint) -> list[Hint]:
-    """The word for each tensor of an argument; a single word speaks for a whole tuple."""
+    """Return the hint for each tensor of an argument; a single hint holds for a whole tuple."""
     if isinstance(tree, tuple):
         if isinstance(hint, TupleType):
             if len(hint.fields) != len(tree):
                 raise RuleError(f"{len(hint.fields)} hints for a tuple of {len(tree)} tensors")
             pairs = zip(tree, hint.fields, strict=True)
-            return [word for field, inner in pairs for word in _spread(field, inner)]
+            return [hint for field, inner in pairs for hint in _spread(field, inner)]
         return [hint] * len(leaves(tree))
     return [hint] if isinstance(tree, int) else []
 
 
-def _mode(word: Hint) -> Mode:
-    if word is FREE:
+def _mode(hint: Hint) -> Mode:
+    if hint is FREE:
         return Mode.VARY
-    assert isinstance(word, PrimType)
-    if word.dtype is None:
+    assert isinstance(hint, PrimType)
+    if hint.dtype is None:
         return Mode.KEEP
-    return Mode.FULL if word.dtype == FULL_DTYPE else Mode.LOW
+    return Mode.FULL if hint.dtype == FULL_DTYPE else Mode.LOW
 
 
-def _set_label(graph: StepGraph, op: Op, decision: Decision, hints: Hints, amp_dtype: str) -> None:
+def _set_label(
+    graph: StepGraph, op: Op, decision: Decision, hints: RuleResult, amp_dtype: str
+) -> None:
     has_result = any(decision.follows)
     varies = Mode.VARY in decision.modes
     if varies and not (has_result and hints.result is None):
@@ -239,7 +242,7 @@ def _set_label(graph: StepGraph, op: Op, decision: Decision, hints: Hints, amp_d
 
 
 def _following(graph: StepGraph, op: Op, decision: Decision, amp_dtype: str) -> list[bool]:
-    """Which results are low when the op runs low (statistics, for one, are not)."""
+    """Return which results are low when the op runs low (statistics, for one, are not)."""
     if op.name not in DECLARATIONS or len(op.results) == 1:
         return decision.follows
     reads_low = [mode in (Mode.LOW, Mode.VARY) for mode in decision.modes]
@@ -266,7 +269,7 @@ _GRADIENT_PATH = frozenset(
 
 
 def _values_that_feed_gradients_only(graph: StepGraph, output_dtypes: Sequence[str]) -> list[bool]:
-    """Whether each value reaches nothing but optimizer ops, sums, norms, checks and outputs."""
+    """Return, per value, whether only optimizer ops, sums, norms, checks and outputs use it."""
     only = [True] * len(graph.values)
     for leaf, dtype in zip(graph.outputs, output_dtypes, strict=True):
         only[leaf] = dtype == graph.values[leaf].dtype
@@ -295,8 +298,9 @@ def _is_gradient(graph: StepGraph, op: Op, feeds_gradients_only: Sequence[bool])
 def round_after_convolution(graph: StepGraph, decisions: Sequence[Decision]) -> None:
     """Leave convolutions in float32 where that is cheap and what follows rounds again.
 
-    One that is used only to add a bias to it; and one before a batch normalization over few
-    elements. Matmuls need no such care: their library call adds the bias, as the placement knows.
+    That is one that is used only to add a bias to it, and one before a batch normalization over
+    few elements. Matmuls need no such care: their library call adds the bias, as the placement
+    knows.
     """
     for op in graph.ops:
         decision = decisions[op.position]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of a cast rule, and the table of rules.
+"""The hints of a cast rule, and the table of rules. RAF calls them type hints.
 
-A rule answers, for one call of an op, what each argument must be:
+A rule returns, for one call of an op, what each argument must be:
 
     @type_hint("relax.nn.softmax")
     def softmax(args, ret_type, amp_dtype):
@@ -9,8 +9,8 @@ A rule answers, for one call of an op, what each argument must be:
         return [PrimType("float32")]
 
 It gets the arguments as Relax expressions (`args[i].ty` is the type), the type of the result and
-the low dtype, and returns words; it rewrites nothing. Its docstring is the numerical reason, and
-the first sentence of it is what a plan prints.
+the low dtype, and returns hints; it rewrites nothing. Its docstring is the numerical reason, and
+a plan prints the first sentence of it.
 
 `bool`, integer and float64 arguments are never cast, whatever a rule says; neither are values that
 the user made bfloat16 or float16 already.
@@ -36,10 +36,11 @@ def _to_hints(hints: Iterable[Hint]) -> tuple[Hint, ...]:
 
 @attrs.frozen
 class PrimType:
-    """A tensor must have this dtype; `PrimType(None)` leaves it as it was in the user's program.
+    """A tensor must have this dtype; `PrimType(None)` keeps the dtype of the user's program.
 
     `PrimType("float32")` asks for the dtype of the argument, and takes a value that was stored low
-    (widening is exact). With `exact=True` no value on the way to the argument may be rounded.
+    (widening is exact). With `exact=True` no value that leads to the argument may be rounded. The
+    name is RAF's.
     """
 
     dtype: str | None
@@ -48,7 +49,7 @@ class PrimType:
 
 @attrs.frozen
 class TupleType:
-    """One hint a field, for an argument or result that is a tuple."""
+    """One hint per field, for an argument or result that is a tuple. The name is RAF's."""
 
     fields: tuple[Hint, ...] = attrs.field(converter=_to_hints)
 
@@ -65,18 +66,18 @@ Hint: TypeAlias = PrimType | TupleType | _Free
 
 
 @attrs.frozen
-class Hints:
-    """The long form of a rule's answer.
+class RuleResult:
+    """The hints of a rule with its options.
 
     Attributes:
-        args: one hint an argument of the call.
+        args: one hint per argument of the call.
         result: dtype of the (first) result; None follows the arguments, FREE lets the placement
             choose, whatever the dtype of the arguments.
-        accumulate: dtype in which the op adds up; "float32" is what every kernel of amp_ir does.
-        gradient: dtype of the result where the call makes a gradient of a parameter, that is where
-            its result reaches only the optimizer, sums of gradients and outputs.
+        accumulate: dtype in which the op accumulates; every kernel of amp_ir uses "float32".
+        gradient: dtype of the result where the call computes a gradient of a parameter, that is
+            where its result reaches only the optimizer, sums of gradients and outputs.
         is_unbounded: the result may leave the range of a low dtype although the arguments do not;
-            sums and products that carry it on stay in float32 then.
+            sums and products that use it stay in float32 then.
     """
 
     args: tuple[Hint, ...] = attrs.field(converter=_to_hints)
@@ -86,8 +87,8 @@ class Hints:
     is_unbounded: bool = attrs.field(default=False, kw_only=True)
 
 
-Answer: TypeAlias = Hints | Sequence[Hint]
-Rule = Callable[[Sequence[relax.Expr], relax.Type, str], Answer]
+RuleReturn: TypeAlias = RuleResult | Sequence[Hint]
+Rule = Callable[[Sequence[relax.Expr], relax.Type, str], RuleReturn]
 RULES: dict[str, Rule] = {}
 
 
@@ -116,46 +117,48 @@ def type_hint(*op_names: str) -> Callable[[Rule], Rule]:
 
 
 def describe(rule: Rule) -> str:
-    """Name and file of a rule."""
+    """Return the name and file of a rule."""
     code = getattr(rule, "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"{getattr(rule, '__name__', repr(rule))}{place}"
 
 
 def reason_of(rule: Rule) -> str:
-    """The first sentence of a rule's docstring."""
+    """Return the first sentence of a rule's docstring."""
     paragraph = " ".join((rule.__doc__ or "").strip().split("\n\n")[0].split())
     return paragraph.split(". ")[0].rstrip(".")
 
 
 def check_dtype(ty: relax.Type, dtype: str) -> bool:
-    """Whether a tensor, or every tensor of a tuple, has this dtype."""
+    """Return whether a tensor, or every tensor of a tuple, has this dtype."""
     if isinstance(ty, relax.TupleType):
         return all(check_dtype(field, dtype) for field in ty.fields)
     return isinstance(ty, relax.TensorType) and str(ty.dtype) == dtype
 
 
-def gen_hint_helper(ty: relax.Type, dtype: str | None) -> Hint:
-    """The hint that asks for `dtype` wherever `ty` has a float that autocast may touch."""
+def hint_for_floats(ty: relax.Type, dtype: str | None) -> Hint:
+    """Return the hint that asks for `dtype` wherever `ty` has a float that autocast may cast."""
     if isinstance(ty, relax.TupleType):
-        return TupleType([gen_hint_helper(field, dtype) for field in ty.fields])
+        return TupleType([hint_for_floats(field, dtype) for field in ty.fields])
     castable = check_dtype(ty, FULL_DTYPE) or any(check_dtype(ty, low) for low in LOW_DTYPES)
     return PrimType(dtype if castable else None)
 
 
-def answer_of(rule: Rule, op_name: str, args: Sequence[Any], ty: Any, amp_dtype: str) -> Hints:
-    """Ask a rule, and check the form of its answer.
+def apply_rule(
+    rule: Rule, op_name: str, args: Sequence[Any], ty: Any, amp_dtype: str
+) -> RuleResult:
+    """Call a rule, and check the form of its result.
 
     Raises:
-        RuleError: not one hint an argument, or a word that is none.
+        RuleError: not one hint per argument, or a hint of another kind.
     """
-    answer = rule(args, ty, amp_dtype)
-    if not isinstance(answer, (Hints, Sequence)):
+    result = rule(args, ty, amp_dtype)
+    if not isinstance(result, (RuleResult, Sequence)):
         raise RuleError(
-            f"rule {describe(rule)} answers {answer!r} for {op_name}; expected a list with one "
-            "hint an argument, or Hints(...)"
+            f"rule {describe(rule)} returns {result!r} for {op_name}; expected a list with one "
+            "hint an argument, or RuleResult(...)"
         )
-    hints = answer if isinstance(answer, Hints) else Hints(tuple(answer))
+    hints = result if isinstance(result, RuleResult) else RuleResult(tuple(result))
     if len(hints.args) != len(args):
         raise RuleError(
             f"rule {describe(rule)} gives {len(hints.args)} hints for {op_name}, "
@@ -163,19 +166,19 @@ def answer_of(rule: Rule, op_name: str, args: Sequence[Any], ty: Any, amp_dtype:
             "PrimType(None) for one to leave as it is"
         )
     for hint in hints.args:
-        _check_word(hint, rule, op_name, amp_dtype)
+        _check_hint(hint, rule, op_name, amp_dtype)
     return hints
 
 
-def _check_word(hint: Any, rule: Rule, op_name: str, amp_dtype: str) -> None:
+def _check_hint(hint: Any, rule: Rule, op_name: str, amp_dtype: str) -> None:
     if isinstance(hint, TupleType):
         for field in hint.fields:
-            _check_word(field, rule, op_name, amp_dtype)
+            _check_hint(field, rule, op_name, amp_dtype)
         return
     allowed = (None, FULL_DTYPE, amp_dtype)
     if hint is FREE or (isinstance(hint, PrimType) and hint.dtype in allowed):
         return
     raise RuleError(
-        f"rule {describe(rule)} answers {hint!r} for {op_name}; the words are "
+        f"rule {describe(rule)} returns {hint!r} for {op_name}; the hints are "
         f'PrimType("float32"), PrimType("{amp_dtype}"), PrimType(None), TupleType([...]) and FREE'
     )

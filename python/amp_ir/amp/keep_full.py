@@ -3,13 +3,13 @@
 
 - constants that the low dtype cannot hold, and values that may leave its range: powers, sums, what
   the user made float32 himself, and whatever is multiplied by the loss scale;
-- an exact argument (a phase, a step), and everything on the way to it;
-- the new value of a tensor of the state, and everything on the way to it: what a low dtype rounds
+- an exact argument (a phase, a step), and every op that leads to it;
+- the new value of a tensor of the state, and every op that leads to it: what a low dtype rounds
   away there is missing in every later step;
 - what comes from inputs alone, through nothing that rounds: an embedding, its dropout, a token that
   is a parameter. It begins the residual stream, and torch.autocast keeps it in float32;
 - a number, and a gradient that has one number for many elements, as the seed of a backward pass
-  has: its one rounding falls on all that is computed from it, and no mean takes it away.
+  has: everything computed from it has its one rounding error, which no mean removes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from amp_ir.ir.step_graph import Op, StepGraph
 
 @attrs.frozen
 class Border:
-    """What a step's inputs and outputs are: the values that become state, and those of a batch."""
+    """The boundary of a step: the values that become state, and the inputs of a batch."""
 
     state: frozenset[int] = frozenset()
     batch: frozenset[int] = frozenset()
@@ -35,7 +35,7 @@ class Border:
 def keep_full(
     graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, border: Border
 ) -> None:
-    """Label ops "full" for what they carry; `amp_dtype` tells what may be carried low."""
+    """Label ops "full" for what they carry; `amp_dtype` determines what may be stored low."""
     # The range of bfloat16 is that of float32, and a batch is not the step's own doing.
     large = border.batch if amp_dtype == "float16" else frozenset()
     _pin_large_values(graph, decisions, amp_dtype, large)
@@ -93,7 +93,7 @@ def _worst_constant(graph: StepGraph, op: Op, amp_dtype: str) -> Holds | None:
 
 
 def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision]) -> None:
-    """Keep free ops whose result reaches an exact argument, through free ops, in float32."""
+    """Keep free ops in float32 whose result reaches an exact argument through free ops."""
     exact: set[int] = set()
     for op in reversed(graph.ops):
         decision = decisions[op.position]
@@ -106,9 +106,9 @@ def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision])
 
 
 def _pin_state(graph: StepGraph, decisions: Sequence[Decision], state: frozenset[int]) -> None:
-    """Keep free ops whose result becomes state, through free ops, in float32.
+    """Keep free ops in float32 whose result becomes state through free ops.
 
-    Optimizer ops are left as they were, and are looked through too.
+    Optimizer ops keep their dtypes, and are looked through too.
     """
     wanted = set(state)
     for op in reversed(graph.ops):
@@ -158,7 +158,7 @@ _ELEMENTWISE = frozenset(
 
 
 def _pin_numbers(graph: StepGraph, decisions: Sequence[Decision]) -> None:
-    """Keep free ops that leave one number, or a gradient of few numbers, in float32."""
+    """Keep free ops in float32 that compute one number, or a gradient of few numbers."""
     few: set[int] = set()
     for op in graph.ops:
         if _leaves_few_numbers(graph, op, few):
@@ -171,7 +171,7 @@ def _pin_numbers(graph: StepGraph, decisions: Sequence[Decision]) -> None:
 
 
 def _leaves_few_numbers(graph: StepGraph, op: Op, few: set[int]) -> bool:
-    """Whether an op of the backward pass gives a few numbers, repeated: a seed, masked or signed.
+    """Return whether a backward op gives a few numbers, repeated: a seed, masked or signed.
 
     In the forward pass such tensors are masks, of numbers that a low dtype holds.
     """

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops share a kernel: as fusion says, or an estimate where nobody asked fusion.
+"""Ops that share a kernel: from fusion, or from an estimate where fusion has not run.
 
 `kernels_from` takes the numbers that fusion gives the step before any cast.
 
 `kernels_of` estimates. A library call (matmul, convolution, attention, an LSTM) or a kernel of its
-own kind (scatter, sort) reads and writes memory: it shares with nobody. Everything else becomes
-loops, and loops over the same number of elements that follow each other fuse, reductions over
-trailing dimensions included; a reduction over leading dimensions ends a kernel. Two ops share a
-kernel when they are neighbours of this kind at the same depth, the number of kernel boundaries on
-the longest path from the inputs (an op that begins a kernel waits for the readers it may join).
-Equal depth makes kernels acyclic, and the result does not depend on the order in which ops are
-written.
+own kind (scatter, sort) reads and writes memory: it shares a kernel with no other op. Everything
+else becomes loops, and loops over the same number of elements that follow each other fuse,
+reductions over trailing dimensions included; a reduction over leading dimensions ends a kernel.
+Two ops share a kernel when they are neighbours of this kind at the same depth, the number of
+kernel boundaries on the longest path from the inputs (an op that begins a kernel waits for the
+readers it may join). Equal depth makes kernels acyclic, and the result does not depend on the
+order in which ops are written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tvm import relax
 
 from amp_ir.ir.step_graph import Op, StepGraph
 
-# Tells for a module, without optimizer, the kernel or library call that computes each variable. One
-# that is missing is computed anew by the kernels that read it, or by the library call that follows.
+# Returns for a module, without optimizer, the kernel or library call that computes each variable. A
+# missing one is recomputed by the kernels that read it, or by the library call that follows.
 FindKernels = Callable[[tvm.IRModule], Mapping[relax.Var, int]]
 # The kernels in which each op is computed.
 Places = Sequence[frozenset[int]]
@@ -33,7 +33,7 @@ COMPUTED_BY_READERS = -1
 
 
 class Kind(enum.Enum):
-    """What an op becomes."""
+    """The kind of kernel that an op becomes."""
 
     LIBRARY = "library"
     OPAQUE = "opaque"
@@ -91,7 +91,7 @@ _COLUMN_REDUCTIONS = frozenset(
 
 
 def kind_of(op: Op) -> Kind:
-    """What the op becomes."""
+    """Return the kind of kernel that the op becomes."""
     if op.is_view:
         return Kind.VIEW
     if op.name in _LIBRARY:
@@ -100,9 +100,9 @@ def kind_of(op: Op) -> Kind:
 
 
 def kernels_from(graph: StepGraph, numbers: Mapping[relax.Var, int]) -> list[int]:
-    """A number for each op, by fusion; COMPUTED_BY_READERS where that gave none.
+    """Return a number for each op, from fusion; COMPUTED_BY_READERS where fusion has none.
 
-    Ops of the optimizer, and those that fusion takes apart (attention), get numbers of their own.
+    Ops of the optimizer, and those that fusion decomposes (attention), get numbers of their own.
     """
     fresh = itertools.count(1 + max(numbers.values(), default=0))
     kernels = []
@@ -116,7 +116,7 @@ def kernels_from(graph: StepGraph, numbers: Mapping[relax.Var, int]) -> list[int
 
 
 def places_of(graph: StepGraph, kernels: Sequence[int]) -> list[frozenset[int]]:
-    """The kernels in which each op is computed: its own, or those of all its readers."""
+    """Return the kernels that compute each op: its own, or those of all its readers."""
     places: list[frozenset[int]] = [frozenset()] * len(graph.ops)
     outside = frozenset({1 + max(kernels, default=0)})
     for op in reversed(graph.ops):
@@ -130,7 +130,7 @@ def places_of(graph: StepGraph, kernels: Sequence[int]) -> list[frozenset[int]]:
 
 
 def kernels_of(graph: StepGraph) -> list[int]:
-    """An estimated number for each op; ops with the same number are taken to share a kernel."""
+    """Return an estimated number for each op; ops with the same number share a kernel."""
     joins = _joining_sources(graph)
     depths = _depths(graph, joins)
     parent = list(range(len(graph.ops)))
@@ -142,7 +142,7 @@ def kernels_of(graph: StepGraph) -> list[int]:
 
 
 def _joining_sources(graph: StepGraph) -> list[set[int]]:
-    """For each op, the ops it reads from with which it may share a kernel."""
+    """Return, for each op, the ops it reads from with which it may share a kernel."""
     kinds = [kind_of(op) for op in graph.ops]
     domains = [_domain(graph, op) for op in graph.ops]
     ends = [_ends_kernel(op, graph) for op in graph.ops]
@@ -159,7 +159,7 @@ def _joining_sources(graph: StepGraph) -> list[set[int]]:
 
 
 def _depths(graph: StepGraph, joins: list[set[int]]) -> list[int]:
-    """The depth of each op; one that begins a kernel waits for the readers that it may join."""
+    """Return the depth of each op; one that begins a kernel waits for the readers it may join."""
     depths = [0] * len(graph.ops)
     begins = [True] * len(graph.ops)
     for op in graph.ops:
@@ -182,7 +182,7 @@ def _depths(graph: StepGraph, joins: list[set[int]]) -> list[int]:
 
 
 def _sources(graph: StepGraph, op: Op) -> set[int]:
-    """The ops, views looked through, whose results `op` reads."""
+    """Return the ops, views looked through, whose results `op` reads."""
     values = graph.values
     return {values[values[leaf].root].op for leaf in op.reads if values[values[leaf].root].op >= 0}
 
@@ -195,7 +195,7 @@ def _find(parent: list[int], position: int) -> int:
 
 
 def _domain(graph: StepGraph, op: Op) -> int:
-    """Number of elements the op loops over."""
+    """Return the number of elements the op loops over."""
     leaves = op.reads if op.name in _REDUCTIONS else op.results
     return max((graph.values[leaf].size for leaf in leaves), default=0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a user changes a decision: replace the rule of an op for a while, or select calls of it."""
+"""User changes of decisions: replace the rule of an op in a block, or select calls of it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(
 
 
 class CustomTypeHint:
-    """Replace the rules of some ops inside a `with` block, in this thread only.
+    """Replace the rules of some ops inside a `with` block, in this thread only. The name is RAF's.
 
         with amp_ir.CustomTypeHint({"relax.add": never_cast}):
             amp_mod = amp_ir.autocast(mod, args)
 
-    Blocks nest, the inner one winning; leaving one, by an exception too, restores what was.
+    Blocks nest, and the inner one wins; leaving one, by an exception too, restores the rules.
 
     Raises:
         RuleError: a rule cannot be called with three arguments, or no op has that name.
@@ -89,13 +89,13 @@ def _check_rule(name: str, rule: object) -> None:
 
 
 def find_rule(policy: Policy, op_name: str) -> Rule | None:
-    """The rule of an op in this thread: the innermost CustomTypeHint's, else the policy's."""
+    """Return the op's rule in this thread: the innermost CustomTypeHint's, else the policy's."""
     return _replaced.get().get(op_name) or policy.rule(op_name)
 
 
 @attrs.frozen(kw_only=True)
 class Override:
-    """Selects calls of a step and says what is to become of them.
+    """Select calls of a step and set their dtypes.
 
         Override(module="bert.encoder.layer.*.attention", op="amp_ir.softmax", to="float32")
 
@@ -107,7 +107,7 @@ class Override:
     Attributes:
         to: "float32"; "low", the low dtype for the arguments and the result; "free", the placement
             chooses; "original", the dtypes of the user's program.
-        argument: position of the one argument that is meant; the result is then left alone.
+        argument: position of the one argument to change; the result then keeps its dtype.
 
     Precedence: of several that match a call, the last in the list decides. An override comes after
     everything else: the rule, CustomTypeHint, the policy, `autocast_off`, gradients in float32 and
@@ -138,7 +138,7 @@ class Override:
             )
 
     def matches(self, op: Op, parameters: Sequence[str]) -> bool:
-        """Whether a call is selected; `parameters` are the names of the inputs it reads."""
+        """Return whether a call is selected; `parameters` are the names of the inputs it reads."""
         place = op.location
         if self.phase is None and place.phase == "optimizer":
             return False
@@ -220,13 +220,13 @@ def _describe(override: Override) -> str:
 
 
 def _modules(graph: StepGraph) -> list[str]:
-    """The module paths of a step, and the paths that lead to them."""
+    """Return the module paths of a step, and the paths that lead to them."""
     paths = [op.location.module.split(".") for op in graph.ops if op.location.module]
     return sorted({".".join(path[:n]) for path in paths for n in range(1, len(path) + 1)})
 
 
 def _explain_unused(graph: StepGraph, override: Override, input_names: Sequence[str]) -> str:
-    """Why an override selects nothing: which of its words match no call, and what is near."""
+    """Explain why an override selects nothing: the fields that match no call, and near matches."""
     candidates = {
         "op": sorted({op.name for op in graph.ops}),
         "module": _modules(graph),

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the dtype that each free op leaves: a minimum cut over bytes, or RAF's greedy majority.
+"""Choose the dtype of each free op's result: a minimum cut over bytes, or RAF's greedy majority.
 
 The cost model. Loops compute in float32 whatever they read, so a cast beside an op of the same
 kernel costs nothing; bytes move only where a value crosses from one kernel to another. The kernels
-are those that fusion makes of the step before any cast (kernels.py); what its readers compute anew
-is in all of their kernels, and so is a matmul in the library call that adds its bias. With n
-elements, a low copy has 2n bytes and a full one 4n.
+are those that fusion makes of the step before any cast (kernels.py); a value that its readers
+recompute is in all of their kernels, and so is a matmul in the library call that adds its bias.
+With n elements, a low copy has 2n bytes and a full one 4n.
 
-- A value left low is written once, 2n, if a kernel other than its own reads it, and each such
+- A value stored low is written once, 2n, if a kernel other than its own reads it, and each such
   kernel reads 2n. An op that must have it in float32 widens it in registers, unless that op is a
   library call: then a kernel of its own widens it, 2n + 4n, and the call reads 4n.
-- A value left full has a full copy, 4n written and 4n read in each kernel, for those that want it
+- A value stored full has a full copy, 4n written and 4n read in each kernel, for those that want it
   full, and a low copy, 2n written and 2n read in each, for those that want it low. Where a library
   call made the value, the low copy takes a kernel of its own, 4n more to read; loops read the full
   copy instead.
-- A free op wants its arguments in the dtype that it leaves. A copy is counted once, however many
+- A free op wants its arguments in the dtype of its result. A copy is counted once, however many
   read it. An output of the step is written in its own dtype, in addition.
 - A value that is read again in a later phase counts once more: it occupies memory until then.
 - Inputs exist in float32 and loops read them so; their casts for library calls are there in any
   placement.
 
 For two labels this is minimised exactly by an s-t cut (Kolmogorov and Zabih 2004): free ops are
-vertices, sums over one op are edges to a terminal, and each copy is one auxiliary vertex. One thing
-is rounded up, since it would not be submodular: a value left full is charged the full copy if any
-free op of another kernel reads it, even if all of these end up low. The result is optimal under
-this model and no more is claimed. Of several optima the one with most ops in float32 is taken,
-which is unique: the order in which ops are visited has no influence.
+vertices, sums over one op are edges to a terminal, and each copy is one auxiliary vertex. One
+thing is rounded up, since it would not be submodular: a value stored full is charged the full copy
+if any free op of another kernel reads it, even if all of these end up low. The result is optimal
+under this model and no more is claimed. Of several optima the one with most ops in float32 is
+taken, which is unique: the order in which ops are visited has no influence.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Copy:
 class Problem:
     """Costs in bytes of labelling vertices 0..n-1 low or full.
 
-    `open_ops` are ops in float32 by rule whose result need not lie so in memory: that depends on
-    the labels of those who read it.
+    `open_ops` are ops in float32 by rule whose result need not be stored so: that depends on the
+    labels of its readers.
     """
 
     low_nbytes: list[int]
@@ -73,7 +73,7 @@ class Problem:
     open_ops: set[int] = attrs.field(factory=set)
 
     def cost(self, is_low: Sequence[bool]) -> int:
-        """The bytes of one labelling."""
+        """Return the bytes of one labelling."""
         total = sum(
             low if label else full
             for low, full, label in zip(self.low_nbytes, self.full_nbytes, is_low, strict=True)
@@ -88,7 +88,7 @@ class Problem:
 
 @attrs.define
 class _Readers:
-    """Who reads a value from memory: kernels by what they want, and free ops by kernel."""
+    """Readers of a value in memory: kernels by what they want, and free ops by kernel."""
 
     full: set[int] = attrs.field(factory=set)
     full_library: set[int] = attrs.field(factory=set)
@@ -100,12 +100,12 @@ class _Readers:
 
     @property
     def kernels(self) -> int:
-        """How many kernels read the value."""
+        """Return how many kernels read the value."""
         return len(self.full | self.low | set(self.varying))
 
 
 def free_ops(graph: StepGraph, decisions: Sequence[Decision]) -> list[int]:
-    """Positions of the ops whose label the placement chooses; the vertices, in order."""
+    """Return the ops whose label the placement chooses; the vertices, in order."""
     return [
         op.position for op in graph.ops if decisions[op.position].label == "free" and not op.is_view
     ]
@@ -117,7 +117,7 @@ def build_problem(
     places: Places,
     output_dtypes: Sequence[str],
 ) -> Problem:
-    """The costs of a step, as the module describes."""
+    """Return the costs of a step, as the module describes."""
     vertices = {position: number for number, position in enumerate(free_ops(graph, decisions))}
     problem = Problem([0] * len(vertices), [0] * len(vertices))
     readers = _readers_of_roots(graph, decisions, places, vertices)
@@ -171,7 +171,7 @@ def _readers_of_roots(
 
 
 def _library_kernels(graph: StepGraph, places: Places) -> frozenset[int]:
-    """The library calls and hand-written kernels: they leave each result in one dtype."""
+    """Return the library calls and hand-written kernels: each result has one dtype."""
     own = [places[op.position] for op in graph.ops if kind_of(op) in (Kind.LIBRARY, Kind.OPAQUE)]
     return frozenset().union(*own)
 
@@ -190,7 +190,7 @@ def _add_outputs(
 def _charge_free(
     problem: Problem, vertex: int, value: Value, who: _Readers, *, makes_low: bool
 ) -> None:
-    """The costs of a value whose producer is a free op."""
+    """Add the costs of a value whose producer is a free op."""
     low, full = LOW_NBYTES * value.size, FULL_NBYTES * value.size
     is_read = who.kernels > 0
     has_full_copy = bool(who.full or who.varying or who.is_output)
@@ -216,7 +216,7 @@ def _charge_free(
 
 
 def _charge_full(problem: Problem, value: Value, who: _Readers) -> None:
-    """The costs, for the free ops that read it, of a value that a loop leaves in float32."""
+    """Add the costs, for the free ops that read it, of a value that a loop stores in float32."""
     if not who.varying:
         return
     low, full = LOW_NBYTES * value.size, FULL_NBYTES * value.size
@@ -233,11 +233,11 @@ def _charge_full(problem: Problem, value: Value, who: _Readers) -> None:
 
 
 def solve(problem: Problem, min_cut: Cut) -> tuple[list[bool], int]:
-    """The cheapest labelling, True for low, of equals the one with fewest low; and a bound.
+    """Return the cheapest labelling, True for low, with the fewest low among equals; and a bound.
 
     The bound, the value of a maximum flow, is reached by the labelling and undercut by none.
-    `min_cut(vertices, edges, source, sink)` tells for each vertex whether it is on the source side
-    of the smallest minimum cut, and the cut's value; an edge is (from, to, capacity).
+    `min_cut(vertices, edges, source, sink)` returns for each vertex whether it is on the source
+    side of the smallest minimum cut, and the cut's value; an edge is (from, to, capacity).
     """
     count = len(problem.low_nbytes)
     source, sink = count, count + 1
@@ -266,7 +266,7 @@ def solve(problem: Problem, min_cut: Cut) -> tuple[list[bool], int]:
 
 
 def greedy(graph: StepGraph, decisions: Sequence[Decision]) -> list[bool]:
-    """RAF's placement: in program order, a free op is low if at least half its arguments are."""
+    """Place as RAF does: in program order, a free op is low if at least half its arguments are."""
     is_low: dict[int, bool] = {}
     labels = []
     for op in graph.ops:

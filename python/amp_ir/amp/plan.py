@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CastPlan: what autocast did to a step and why, as data: to read, compare, keep and replay.
+"""CastPlan: the decisions of autocast and their reasons as data, to read, compare and replay.
 
 amp_mod = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
 print(amp_mod.plan.summary())
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -29,14 +30,14 @@ _NBYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @attrs.frozen
 class PlannedOp:
-    """One op of the step: what was decided, by which rule and for which reason.
+    """One op of the step: its decision, the rule and the reason.
 
-    `label` is the dtype class of what the op leaves; `modes` is how it reads each tensor ("full",
+    `label` is the dtype class of the op's result; `modes` is how it reads each tensor ("full",
     "low", "either" takes the low copy where there is one, "vary" follows the label, "keep").
-    `kernel` numbers the kernel that the cost model took it to be in, -1 for what is computed by the
-    kernels that read it. `is_free` says that the placement chose the dtype in which the
-    result lies in memory. For each tensor read, `sources` has the op that makes it, views looked
-    through, -1 for an input and -2 for a constant, and `left` the dtype in which that leaves it.
+    `kernel` numbers the op's kernel in the cost model, -1 for what is computed by the kernels that
+    read it. `is_free` says that the placement chose the dtype in which the result is stored. For
+    each tensor read, `sources` has the op that makes it, views looked through, -1 for an input and
+    -2 for a constant, and `left` the dtype in which it is stored.
     """
 
     id: int
@@ -79,7 +80,7 @@ class PlannedCast:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this cast moves."""
+        """Return the bytes that this cast moves."""
         width = _NBYTES[self.from_dtype] + _NBYTES[self.to_dtype]
         return self.elements * width if self.is_alone else 0
 
@@ -134,7 +135,7 @@ class CastPlan:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of what was decided; the same for the same decisions, wherever files lie."""
+        """Return the SHA-256 of the decisions; equal for equal decisions, wherever files are."""
         data = self.to_json()
         del data["format"]
         for one in data["ops"]:
@@ -143,12 +144,12 @@ class CastPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain dicts, lists, strings and numbers."""
+        """Return the plan as plain dicts, lists, strings and numbers."""
         return {"format": FORMAT, **attrs.asdict(self)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CastPlan:
-        """Make the plan of what `to_json` gave.
+        """Make the plan from the result of `to_json`.
 
         Raises:
             FileFormatError: another format, or a field is missing, unknown or of another type.
@@ -156,15 +157,16 @@ class CastPlan:
         return plan_from(cls, data)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, one op or cast a line, so that text tools can compare it.
+        """Write the plan as JSON, one op or cast per line, so that text tools can compare it.
 
-        The file has a digest, and a process that is killed meanwhile leaves the one before whole.
+        The file has a digest, and a process that is killed meanwhile leaves the previous file
+        intact.
         """
         write_plan(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> CastPlan:
-        """Read what `save` wrote.
+        """Read the file that `save` wrote.
 
         Raises:
             FileFormatError: the file is no plan, was altered, or is of a newer format.
@@ -172,11 +174,11 @@ class CastPlan:
         return cls.from_json(read_plan(path))
 
     def diff(self, other: CastPlan) -> str:
-        """What `other` decides differently, one line a difference; empty if nothing."""
+        """Return what `other` decides differently, one line per difference; empty if nothing."""
         return "\n".join(_differences(self, other))
 
     def summary(self) -> str:
-        """Casts, bytes and dtypes in numbers: two lines in all, then one an op name."""
+        """Return casts, bytes and dtypes in numbers: two lines in all, then one per op name."""
         alone = sum(cast.is_alone for cast in self.casts)
         mebibytes = sum(cast.nbytes for cast in self.casts) / 2**20
         low = sum(self.amp_dtype in one.reads + one.results for one in self.ops)
@@ -195,8 +197,8 @@ class CastPlan:
         ]
         return "\n".join(lines)
 
-    def certificate(self) -> str:
-        """The bytes that dtypes cost the compiled step, by reason; what no placement changes last.
+    def cast_traffic(self) -> str:
+        """Return the bytes that dtypes cost the compiled step, by reason; fixed reasons come last.
 
         Under the cost model, no placement moves less than the bound for the values of free ops.
         """
@@ -215,8 +217,18 @@ class CastPlan:
         ]
         return "\n".join(lines)
 
+    def certificate(self) -> str:
+        """Return `cast_traffic()`; this name of 0.1 goes in the next minor version."""
+        warnings.warn(
+            "CastPlan.certificate is called CastPlan.cast_traffic now; the old name goes in the "
+            "next minor version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.cast_traffic()
+
     def explain(self, what: str = "*") -> str:
-        """Why each op of a module, or of a name, has its dtypes, and each of its casts is there.
+        """Explain the dtypes of each op of a module, or of a name, and each of its casts.
 
         `what` is a glob over module paths (what is inside of a module included) or op names.
 

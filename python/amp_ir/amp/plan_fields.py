@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the classes of a plan from JSON: every field there, of its type, and no other."""
+"""Strict construction of a plan's classes from JSON: every field, of its type, and no other."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _MODES = frozenset(mode.value for mode in Mode)
 
 
 def write_plan(path: str | os.PathLike[str], data: dict[str, Any]) -> None:
-    """Write what `CastPlan.to_json` gave, so that text tools can compare it line by line."""
+    """Write the result of `CastPlan.to_json` so that text tools can compare it line by line."""
     document = sealed({"kind": KIND, **data})
     parts = {name: document.pop(name) for name in ("ops", "casts")}
     head = json.dumps(document)[:-1]
@@ -79,7 +79,7 @@ def plan_from(cls: Any, data: Any) -> Any:
 
 
 def _faults(plan: Any) -> Iterator[str]:
-    """What in a plan names an op or a mode that there is not."""
+    """Return what in a plan names an op or a mode that does not exist."""
     count = len(plan.ops)
     for position, one in enumerate(plan.ops):
         if one.id != position:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready-made policies: each is a name, a sentence, and the rules in which it differs from default.
+"""Predefined policies: each is a name, a sentence, and the rules that differ from the default.
 
 amp_ir.autocast(mod, args, policy="conservative")
 amp_ir.list_ops("torch", "float32")
@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from amp_ir.amp import type_hints
-from amp_ir.amp.hints import FREE, RULES, Answer, Hints, PrimType, Rule, answer_of
+from amp_ir.amp.hints import FREE, RULES, PrimType, Rule, RuleResult, RuleReturn, apply_rule
 from amp_ir.dialect.registry import DECLARATIONS
 from amp_ir.errors import OptionError
 
@@ -31,7 +31,7 @@ class Policy:
     rules: dict[str, Rule]
 
     def rule(self, op_name: str) -> Rule | None:
-        """The rule of an op under this policy."""
+        """Return the rule of an op under this policy."""
         return self.rules.get(op_name) or RULES.get(op_name)
 
 
@@ -39,32 +39,32 @@ def _ops_of(*rules: Rule) -> list[str]:
     return [name for name, rule in RULES.items() if rule in rules]
 
 
-def follows_its_input(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def follows_its_input(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Not on PyTorch's lists, or to be promoted: runs in the dtype of its inputs."""
     return type_hints.each(args, FREE)
 
 
-def float32_on_cuda(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def float32_on_cuda(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """On PyTorch's CUDA list of ops that run in float32."""
     return type_hints.each(args, type_hints.FULL)
 
 
-def stored_low(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def stored_low(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Computed in float32 and stored low where that saves bytes: memory before accuracy."""
     hints = [
         FREE if isinstance(hint, PrimType) and hint.dtype == "float32" and not hint.exact else hint
         for hint in type_hints.each(args, type_hints.FULL)
     ]
-    return Hints(hints)
+    return RuleResult(hints)
 
 
-def product_in_float32(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def product_in_float32(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Low inputs, and a float32 result: only the inputs of matrix products are rounded."""
     low = type_hints.each(args, PrimType(amp_dtype))
-    return Hints(low, result=type_hints.FULL, accumulate="float32", gradient=type_hints.FULL)
+    return RuleResult(low, result=type_hints.FULL, accumulate="float32", gradient=type_hints.FULL)
 
 
-def arithmetic_in_float32(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def arithmetic_in_float32(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Accuracy before memory: whatever computes leaves float32."""
     return type_hints.each(args, type_hints.FULL)
 
@@ -117,7 +117,7 @@ POLICIES = {
 
 
 def find_policy(name: str) -> Policy:
-    """The policy of this name.
+    """Return the policy of this name.
 
     Raises:
         OptionError: there is none; the message lists those there are.
@@ -130,10 +130,10 @@ def find_policy(name: str) -> Policy:
 
 
 def list_ops(policy: str = "default", kind: str | None = None) -> dict[str, list[str]] | list[str]:
-    """The ops of a policy by kind: "low", "float32", "free" or "untouched"; one list if `kind`.
+    """Return a policy's ops by kind: "low", "float32", "free", "untouched"; one list if `kind`.
 
-    An op is low if it reads low, float32 if it computes and leaves float32, free if the placement
-    chooses what it leaves, untouched if autocast leaves it as it was.
+    An op is low if it reads low, float32 if it computes and stores float32, free if the placement
+    chooses the dtype of its result, untouched if autocast does not change it.
 
     Raises:
         OptionError: no such policy or kind.
@@ -152,7 +152,7 @@ def list_ops(policy: str = "default", kind: str | None = None) -> dict[str, list
 def _kind_of(rule: Rule, op_name: str) -> str:
     argument = relax.Var("x", relax.TensorType((4, 4), "float32"))
     args = [argument] * _arity(op_name)
-    hints = answer_of(rule, op_name, args, argument.ty, "bfloat16")
+    hints = apply_rule(rule, op_name, args, argument.ty, "bfloat16")
     if PrimType("bfloat16") in hints.args:
         return "low"
     if hints.result is FREE or (FREE in hints.args and hints.result is None):
@@ -160,7 +160,7 @@ def _kind_of(rule: Rule, op_name: str) -> str:
     return "float32" if PrimType("float32") in _plain(hints) else "untouched"
 
 
-def _plain(hints: Hints) -> list[PrimType]:
+def _plain(hints: RuleResult) -> list[PrimType]:
     return [PrimType(hint.dtype) for hint in hints.args if isinstance(hint, PrimType)]
 
 

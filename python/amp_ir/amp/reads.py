@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which dtype each op reads each tensor, once all labels are known: `plan_reads(...)`.
+"""Plan the dtype in which each op reads each tensor, once all labels are known: `plan_reads`.
 
-Two questions a read. Which copy: the low one where the op takes low and one is stored (or is to be
-made by the kernel that makes the value), else the full one. And in which dtype the op gets it: ops
-of Relax want one dtype for all their arguments, so a low copy is widened where others are full.
+Two questions per read. Which copy: the low one where the op takes low and one is stored (or is to
+be made by the kernel that makes the value), else the full one. And in which dtype the op gets it:
+ops of Relax want one dtype for all their arguments, so a low copy is widened where others are
+full.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from amp_ir.ir.step_graph import Op, StepGraph
 class Reads:
     """The dtypes in which ops get their tensors, and the low copies to make.
 
-    `dtypes` and `through_low` hold a list an op, an entry a tensor that it reads; `through_low`
+    `dtypes` and `through_low` hold a list per op, an entry per tensor that it reads; `through_low`
     says that the low copy is read, though it may be widened for the op. `low_copies` maps a value
     that is full to the position of the first op that reads it low.
     """
@@ -53,7 +54,7 @@ def plan_reads(
 
 
 def fits_low_exactly(graph: StepGraph, leaf: int, amp_dtype: str) -> bool:
-    """Whether a value is a constant that the low dtype holds without rounding."""
+    """Return whether a value is a constant that the low dtype holds without rounding."""
     constant = graph.values[leaf].expr
     if not isinstance(constant, GenericConst):
         return False
@@ -63,7 +64,7 @@ def fits_low_exactly(graph: StepGraph, leaf: int, amp_dtype: str) -> bool:
 def _values_with_a_low_reader(
     graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, output_dtypes: Sequence[str]
 ) -> dict[int, int]:
-    """Values that some op or output must have low, with the position of the first such op."""
+    """Return values that some op or output needs low, with the position of the first such op."""
     found: dict[int, int] = {}
     for op in graph.ops:
         if op.is_view:
@@ -114,7 +115,7 @@ class _Planner:
         self.plan.dtypes.append(self.dtypes(op, decision, takes_low))
 
     def takes_low(self, op: Op, leaf: int, mode: Mode, *, is_low: bool) -> bool:
-        """Whether `op`, labelled low or not, reads the low copy of this tensor."""
+        """Return whether `op`, labelled low or not, reads the low copy of this tensor."""
         value = self.graph.values[leaf]
         if mode is Mode.LOW:
             return True
@@ -132,7 +133,7 @@ class _Planner:
         return not self.places[op.position] <= self.places[maker]
 
     def dtypes(self, op: Op, decision: Decision, takes_low: Sequence[bool]) -> list[str]:
-        """The dtype in which the op gets each tensor."""
+        """Return the dtype in which the op gets each tensor."""
         own = [self.graph.values[leaf].dtype for leaf in op.reads]
         as_read = [
             self.amp_dtype if low else dtype for low, dtype in zip(takes_low, own, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autocast asks of fusion: a step without its optimizer; and the plan with what came out."""
+"""The kernels of fusion for autocast: a step without its optimizer, and the plan with kernels."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def with_real_kernels(
     cast_kernels: frozenset[int],
     moved: tuple[Moved, ...] = (),
 ) -> CastPlan:
-    """`plan` with `kernel` of each op and `is_alone` of each cast as they came out, and `moved`.
+    """Return `plan` with the real `kernel` of each op and `is_alone` of each cast, and `moved`.
 
     Args:
         plan: made with `ir`.
-        ir: what autocast left; its casts are the plan's, in order.
+        ir: the result of autocast; its casts are the plan's, in order.
         kernels: the kernel or library call that computes each variable of `ir`. A variable without
-            one is -1 in the plan: a view, folded away, computed anew by its readers, or a matmul
-            whose library call computes the following bias and activation too.
+            one is -1 in the plan: a view, folded away, recomputed by its readers, or a matmul whose
+            library call computes the following bias and activation too.
         cast_kernels: kernels that do nothing but cast.
     """
     flow = Dataflow(ir)
@@ -51,9 +51,9 @@ def with_real_kernels(
 
 
 def without_optimizer(ir: tvm.IRModule) -> tvm.IRModule:
-    """`main` up to the optimizer, with all that is read after as its outputs.
+    """Return `main` up to the optimizer, with all that is read after as its outputs.
 
-    The optimizer's ops stay as they are in any placement, and are most of the ops of a step.
+    The optimizer's ops keep their dtypes in any placement, and are most of the ops of a step.
     """
     flow = Dataflow(ir)
     kept: list[relax.Binding] = []

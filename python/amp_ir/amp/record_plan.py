@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From decisions to a CastPlan, and back."""
+"""Conversion of decisions to a CastPlan, and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_plan(
     rewritten: Rewritten,
     **choices: Any,
 ) -> CastPlan:
-    """Record what was decided and done; `choices` are the other fields of the plan."""
+    """Record decisions and casts; `choices` are the other fields of the plan."""
     ops = [_planned_op(graph, op, decisions[op.position], kernels, rewritten) for op in graph.ops]
     casts = [_planned_cast(graph, cast) for cast in rewritten.casts]
     return CastPlan(ops=tuple(ops), casts=tuple(casts), **choices)
@@ -57,7 +57,7 @@ def _planned_op(
 
 
 def _left_dtype(graph: StepGraph, root: Value, rewritten: Rewritten) -> str:
-    """The dtype in which the op that makes a value leaves it."""
+    """Return the dtype in which the op that makes a value stores it."""
     if root.op < 0 or not rewritten.result_dtypes[root.op]:
         return root.dtype
     results = [graph.values[leaf] for leaf in graph.ops[root.op].results]
@@ -86,7 +86,7 @@ def _planned_cast(graph: StepGraph, cast: CastRecord) -> PlannedCast:
 
 
 def replay(plan: CastPlan, graph: StepGraph, amp_dtype: str) -> list[Decision]:
-    """The decisions of a plan, for the step that it was made from.
+    """Return the decisions of a plan, for the step that it was made from.
 
     Raises:
         OptionError: the step has other ops, or another low dtype is asked for.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the new `main` from labelled decisions: one pass over the ops, types known beforehand.
+"""Build the new `main` from labelled decisions: one pass over the ops, with known types.
 
 Where a cast goes:
-- A value that leaves its op low although the op computed in float32 is rounded right after it, so
-  that the kernel that makes it stores it low.
+- A value that its op computed in float32 and stores low is rounded right after the op, so that the
+  kernel that makes it stores it low.
 - A low value that an op wants in float32 is widened by a cast of that op's own, which fuses into
   its kernel (a shared one would have to be stored wide).
 - An input or a library call's float32 result is rounded once, before its first low reader.
-- A view is no op: it is made again for each dtype in which somebody looks through it, after the
-  cast, so that a weight and its transpose share one cast.
+- A view is no op: it is repeated for each dtype in which a reader looks through it, after the cast,
+  so that a weight and its transpose share one cast.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SET_BY_OPTION = frozenset(
 
 @attrs.frozen
 class CastRecord:
-    """One inserted cast: what it casts, for whom, and whether others share it."""
+    """One inserted cast: its source, its consumer, and whether others share it."""
 
     variable: str
     source: int
@@ -60,7 +60,7 @@ class CastRecord:
 
 @attrs.define(eq=False)
 class Rewritten:
-    """The new function, the casts in it and the dtypes each op reads and leaves."""
+    """The new function, the casts in it and the dtypes each op reads and stores."""
 
     function: relax.Function
     casts: list[CastRecord]
@@ -75,13 +75,13 @@ def rewrite(
     amp_dtype: str,
     output_dtypes: Sequence[str],
 ) -> Rewritten:
-    """Rewrite a step whose decisions are all labelled; `output_dtypes` has one dtype an output."""
+    """Rewrite a step whose decisions are all labelled; `output_dtypes` has one dtype per output."""
     reads = plan_reads(graph, decisions, places, amp_dtype, output_dtypes)
     return _Rewriter(graph, decisions, amp_dtype, reads).run(output_dtypes)
 
 
 class _Rewriter:
-    """Builds bindings in order; `have[value][dtype]` is the expression of a value in a dtype."""
+    """Builder of bindings in order; `have[value][dtype]` is a value's expression in a dtype."""
 
     def __init__(
         self, graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, reads: Reads
@@ -141,7 +141,7 @@ class _Rewriter:
     def call(
         self, op: Op, args: list[relax.Expr], dtypes: list[str], decision: Decision
     ) -> tuple[relax.Call, list[str]]:
-        """The call, typed, and the dtype of each result as the op itself leaves it."""
+        """Return the call, typed, and the dtype of each result as the op itself stores it."""
         before = [self.graph.values[leaf].dtype for leaf in op.results]
         was = [self.graph.values[leaf].dtype for leaf in op.reads]
         attributes = op.call.attrs
@@ -217,7 +217,7 @@ class _Rewriter:
         *,
         through_low: bool = False,
     ) -> relax.Expr:
-        """`leaf` in `dtype`, as `consumer` reads it; `through_low` widens the low copy."""
+        """Return `leaf` in `dtype`, as `consumer` reads it; `through_low` widens the low copy."""
         value = self.graph.values[leaf]
         if through_low and dtype == FULL_DTYPE and not value.is_constant:
             low = self.read(leaf, self.amp_dtype, consumer, span)
@@ -322,13 +322,13 @@ class _Rewriter:
 
 
 def with_out_dtype(call: relax.Call, dtype: str) -> tvm.ir.Attrs:
-    """The attributes of a matmul or convolution with another dtype of its result."""
+    """Return the attributes of a matmul or convolution with another dtype of its result."""
     kind, fields = attribute_fields(call.attrs)
     return tvm.ir.make_node(kind, **{**fields, "out_dtype": dtype})
 
 
 def attribute_fields(attributes: tvm.ir.Attrs) -> tuple[str, dict[str, Any]]:
-    """The kind of an attribute node and its fields."""
+    """Return the kind of an attribute node and its fields."""
     if isinstance(attributes, tvm.ir.attrs.DictAttrs):
         return "ir.DictAttrs", dict(attributes)
     info = type(attributes).__dict__["__tvm_ffi_type_info__"]

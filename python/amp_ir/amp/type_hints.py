@@ -3,9 +3,9 @@
 
 u is the unit roundoff: 2^-11 for float16, 2^-8 for bfloat16 (half a unit in the last of 11 and 8
 significant bits). Every kernel of amp_ir computes in float32 and rounds once, when it stores: a
-word about an argument is a word about the precision in which that tensor is kept in memory.
+hint for an argument is the precision in which that tensor is stored.
 
-Where the systems we answer to disagree: softmax is float32 in PyTorch, apex and RAF, "infer" in
+Where the reference systems disagree: softmax is float32 in PyTorch, apex and RAF, "infer" in
 TensorFlow; gelu is float32 in RAF and apex, its input's dtype in PyTorch; sum is float32 in all
 but PyTorch on CPU. The choices here are the numerics policy of the design, section 5.
 """
@@ -16,7 +16,15 @@ from collections.abc import Sequence
 
 from tvm import relax
 
-from amp_ir.amp.hints import FREE, Answer, Hint, Hints, PrimType, gen_hint_helper, type_hint
+from amp_ir.amp.hints import (
+    FREE,
+    Hint,
+    PrimType,
+    RuleResult,
+    RuleReturn,
+    hint_for_floats,
+    type_hint,
+)
 
 FULL = PrimType("float32")
 KEEP = PrimType(None)
@@ -30,7 +38,7 @@ def each(args: Args, hint: Hint) -> list[Hint]:
         return [hint] * len(args)
     if hint.exact:
         return [hint] * len(args)
-    return [gen_hint_helper(argument.ty, hint.dtype) for argument in args]
+    return [hint_for_floats(argument.ty, hint.dtype) for argument in args]
 
 
 @type_hint(
@@ -42,7 +50,7 @@ def each(args: Args, hint: Hint) -> list[Hint]:
     "amp_ir.conv_backward_weight",
     "amp_ir.conv_transpose",
 )
-def convolution(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def convolution(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Low inputs, float32 accumulation: products of two low numbers are exact in float32.
 
     The error of a sum of K products is then K u^2 of float32 and not of the low dtype; only the
@@ -50,11 +58,11 @@ def convolution(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     a parameter leaves in float32: storing it low flushes entries below 2^-24 in float16.
     """
     low = PrimType(amp_dtype)
-    return Hints(each(args, low), result=FREE, accumulate="float32", gradient=FULL)
+    return RuleResult(each(args, low), result=FREE, accumulate="float32", gradient=FULL)
 
 
 @type_hint("relax.matmul")
-def matmul(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def matmul(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Low inputs, float32 accumulation: products of two low numbers are exact in float32.
 
     Measured at K = 768: accumulating in bfloat16 instead costs an error of 0.41. The result may be
@@ -65,30 +73,30 @@ def matmul(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     if shape is not None and len(shape) > 0 and int(shape[-1]) == 1:
         return each(args, FREE)
     low = PrimType(amp_dtype)
-    return Hints(each(args, low), result=FREE, accumulate="float32", gradient=FULL)
+    return RuleResult(each(args, low), result=FREE, accumulate="float32", gradient=FULL)
 
 
 @type_hint("amp_ir.attention")
-def attention(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def attention(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Two matrix products with a softmax between them: low inputs, float32 inside.
 
     Scores and the logarithm of their sum never leave float32; an additive mask stays float32,
     since -1e9 or the least float32 is -inf in the low dtype.
     """
-    return Hints([PrimType(amp_dtype)] * 3 + [FULL] * (len(args) - 3), accumulate="float32")
+    return RuleResult([PrimType(amp_dtype)] * 3 + [FULL] * (len(args) - 3), accumulate="float32")
 
 
 @type_hint("amp_ir.attention_backward")
-def attention_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def attention_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Five matrix products around a recomputed softmax: low inputs, float32 inside.
 
     The saved logarithm of the sum is float32: it is subtracted from scores of its own size.
     """
-    return Hints([PrimType(amp_dtype)] * 5 + [FULL] * (len(args) - 5), accumulate="float32")
+    return RuleResult([PrimType(amp_dtype)] * 5 + [FULL] * (len(args) - 5), accumulate="float32")
 
 
 @type_hint("amp_ir.lstm")
-def lstm(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def lstm(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """A matrix product a time step, then bounded functions: low inputs, float32 inside.
 
     The functions have slope 1 at most: a rounding u |g| of what goes into a gate moves the state by
@@ -96,21 +104,21 @@ def lstm(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     over time, in which a low dtype loses what is below u of it (256 + 1 = 256 in bfloat16).
     """
     low = PrimType(amp_dtype)
-    return Hints([low, low, low, FULL], accumulate="float32")
+    return RuleResult([low, low, low, FULL], accumulate="float32")
 
 
 @type_hint("amp_ir.gru")
-def gru(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def gru(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """A matrix product a time step, then bounded functions: low inputs, float32 inside.
 
     The functions have slope 1 at most: a rounding u |g| of what goes into a gate moves the state by
     no more. The state is stored low, as what the next product reads.
     """
-    return Hints([PrimType(amp_dtype)] * len(args), accumulate="float32")
+    return RuleResult([PrimType(amp_dtype)] * len(args), accumulate="float32")
 
 
 @type_hint("amp_ir.lstm_backward")
-def lstm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def lstm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """A matrix product a time step: low inputs; gradients are carried through time in float32.
 
     The cells, and the gradient of the last one, are float32: a gradient that is handed back through
@@ -118,17 +126,17 @@ def lstm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     with the weight and with the input read.
     """
     low = PrimType(amp_dtype)
-    return Hints([low, low, FULL, low, FULL, low], accumulate="float32")
+    return RuleResult([low, low, FULL, low, FULL, low], accumulate="float32")
 
 
 @type_hint("amp_ir.gru_backward")
-def gru_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def gru_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """A matrix product a time step: low inputs; gradients are carried through time in float32.
 
     Gradients of the gates are stored low, as what the products with the weight and with the input
     read.
     """
-    return Hints([PrimType(amp_dtype)] * len(args), accumulate="float32")
+    return RuleResult([PrimType(amp_dtype)] * len(args), accumulate="float32")
 
 
 @type_hint(
@@ -140,14 +148,14 @@ def gru_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "relax.cosh",
     "amp_ir.expm1",
 )
-def unbounded(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def unbounded(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Stay in float32: the result leaves float16's range for harmless arguments.
 
     exp(x) overflows above x = ln 65504 = 11.09, x^2 above 255.9; 1/sqrt(x)^3, in the gradient of a
     normalization written by hand, above x = 6.2e-4. So sums and products with such a factor stay in
     float32 too, as PyTorch's promotion keeps them. exp turns an absolute error into a relative one.
     """
-    return Hints(each(args, FULL), is_unbounded=True)
+    return RuleResult(each(args, FULL), is_unbounded=True)
 
 
 @type_hint(
@@ -170,7 +178,7 @@ def unbounded(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "amp_ir.log_sigmoid_backward",
     "amp_ir.log1p",
 )
-def range_sensitive(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def range_sensitive(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Stay in float32: the functions cancel, or are steep, for some arguments.
 
     log near 1 and log_softmax near 0 cancel; the slope of sqrt at 0, and of asin and acos at 1, is
@@ -180,7 +188,7 @@ def range_sensitive(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
 
 
 @type_hint("amp_ir.log_softmax_backward")
-def log_softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def log_softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Stay in float32: the saved logarithms are exponentiated, u |log p| becomes relative error.
 
     At p = 1/30522, |log p| = 10.3: rounding it to bfloat16 moves the probability by 4 %.
@@ -194,7 +202,7 @@ def log_softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> An
     "amp_ir.attention_weights",
     "amp_ir.attention_score_gradient",
 )
-def softmax(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def softmax(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Compute in float32: exp overflows float16 above 11.09, and the sum runs over a whole row.
 
     The result, in [0, 1], may be stored low by those who read it low.
@@ -203,12 +211,12 @@ def softmax(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
 
 
 @type_hint("amp_ir.softmax_backward")
-def softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Gradient in float32, since grad - sum(grad y) cancels; y may come from low storage.
 
     y enters as a factor: a relative error u in it is a relative error u in the result.
     """
-    return Hints([FULL, FREE], result=FULL)
+    return RuleResult([FULL, FREE], result=FULL)
 
 
 @type_hint(
@@ -225,7 +233,7 @@ def softmax_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer
     "relax.nn.rms_norm",
     "relax.nn.group_norm",
 )
-def normalization(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def normalization(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Statistics, scale and shift in float32: x - mean cancels, and the variance squares.
 
     The data may come from low storage, and the result is stored low by those who read it low.
@@ -237,12 +245,12 @@ def normalization(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "amp_ir.batch_norm_backward",
     "amp_ir.group_norm_backward_input",
 )
-def batch_norm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def batch_norm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Float32 inside: means over the batch are subtracted; the input's gradient may be low.
 
     The gradients of scale and shift, sums over the batch, leave in float32.
     """
-    return Hints(each(args, FULL), result=FREE)
+    return RuleResult(each(args, FULL), result=FREE)
 
 
 _LOSSES = (
@@ -261,7 +269,7 @@ _LOSSES = (
     *(f"amp_ir.{name}" for name in _LOSSES),
     *(f"amp_ir.{name}_backward" for name in _LOSSES),
 )
-def loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Stay in float32: a loss is a mean over the batch, and the seed of every gradient.
 
     A gradient of 1/N is below float16's least normal number 6.1e-5 at N = 16384 already.
@@ -282,19 +290,19 @@ def loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "amp_ir.index_put",
     "relax.scatter_elements",
 )
-def accumulation(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def accumulation(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Accumulate and leave in float32: adding n numbers in a low dtype loses what is below n u.
 
     In bfloat16 256 + 1 = 256. The terms themselves may come from low storage.
     """
-    return Hints(each(args, FULL), accumulate="float32", is_unbounded=True)
+    return RuleResult(each(args, FULL), accumulate="float32", is_unbounded=True)
 
 
 @type_hint(
     "relax.sin", "relax.cos", "relax.tan", "relax.mod", "relax.floor_mod", "relax.floor_divide",
     "relax.floor", "relax.ceil", "relax.round", "relax.trunc",
 )  # fmt: skip
-def periodic_or_discontinuous(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def periodic_or_discontinuous(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Exact float32 argument: its absolute error is a phase, or moves it over a step.
 
     Position 1000 of a rotary embedding rounds to a multiple of 4 in bfloat16, a phase of up to 2
@@ -304,7 +312,7 @@ def periodic_or_discontinuous(args: Args, ret_type: relax.Type, amp_dtype: str) 
 
 
 @type_hint("relax.add", "relax.subtract")
-def addition(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def addition(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype for a bias; a sum of two activations or gradients stays in float32.
 
     Such a sum is a residual stream, or a gradient that several branches add to: every partial sum
@@ -324,7 +332,7 @@ def _dimensions(argument: relax.Expr) -> int:
     "relax.multiply", "relax.divide", "relax.negative", "relax.abs",
     "relax.sign", "relax.maximum", "relax.minimum", "relax.where", "relax.clip",
 )  # fmt: skip
-def arithmetic(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def arithmetic(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype: one operation in float32 and one rounding, of relative size u.
 
     Constants that the low dtype cannot hold keep the op in float32 (see constants.py).
@@ -341,7 +349,7 @@ def arithmetic(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "amp_ir.hardtanh_backward", "amp_ir.hardswish_backward", "amp_ir.hardsigmoid_backward",
     "amp_ir.mish_backward",
 )  # fmt: skip
-def activation(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def activation(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype: the function is bounded by its argument and evaluated in float32.
 
     RAF and apex keep gelu and tanh in float32 since their low kernels were inaccurate (float16
@@ -356,7 +364,7 @@ def activation(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "relax.triu", "relax.expand_dims", "relax.squeeze", "relax.flatten", "relax.stack",
     "relax.repeat", "relax.tile", "amp_ir.index", "amp_ir.embedding",
 )  # fmt: skip
-def data_movement(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def data_movement(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype: moving data rounds nothing."""
     return each(args, FREE)
 
@@ -366,7 +374,7 @@ def data_movement(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "amp_ir.adaptive_max_pool", "amp_ir.adaptive_max_pool_backward", "amp_ir.dropout",
     "amp_ir.dropout_backward",
 )  # fmt: skip
-def selection(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def selection(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype: the result is one of the inputs, or that times one scale."""
     return each(args, FREE)
 
@@ -375,17 +383,17 @@ def selection(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "amp_ir.avg_pool", "amp_ir.avg_pool_backward", "amp_ir.adaptive_avg_pool",
     "amp_ir.adaptive_avg_pool_backward",
 )  # fmt: skip
-def window_mean(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def window_mean(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype: a mean over a small window, accumulated in float32 and rounded once."""
     return each(args, FREE)
 
 
 def _are_float(args: Args) -> list[bool]:
-    return [gen_hint_helper(argument.ty, "float32") != KEEP for argument in args]
+    return [hint_for_floats(argument.ty, "float32") != KEEP for argument in args]
 
 
 @type_hint("relax.equal", "relax.not_equal")
-def equality(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def equality(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Float32, and nothing on the way rounded: a rounded number equals no number it came from.
 
     The gradient of a maximum divides by the count of elements that equal it: 0 otherwise.
@@ -394,7 +402,7 @@ def equality(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
 
 
 @type_hint("relax.less", "relax.less_equal", "relax.greater", "relax.greater_equal")
-def order(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def order(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype beside a constant; two tensors are compared before either is rounded.
 
     A score beside the k-th largest of its row is below that where only one of them was rounded.
@@ -404,13 +412,13 @@ def order(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
 
 
 @type_hint("relax.isfinite", "relax.isinf", "relax.isnan")
-def kind_of_number(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def kind_of_number(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype: the result is bool, and a stored number is what is asked about."""
     return each(args, FREE)
 
 
 @type_hint("relax.argmax", "relax.argmin", "relax.argsort", "relax.sort", "relax.topk")
-def ordering(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def ordering(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Stay in float32: rounding makes ties, and ties change which index wins."""
     return each(args, FULL)
 
@@ -422,28 +430,28 @@ def ordering(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
     "relax.ones", "relax.zeros_like", "relax.ones_like", "relax.arange", "relax.one_hot",
     "amp_ir.random_uniform", "amp_ir.random_normal",
 )  # fmt: skip
-def untouched(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def untouched(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Left as it was: no float argument, or a generator whose bits define the result."""
     return [KEEP] * len(args)
 
 
 @type_hint("amp_ir.unscale", "amp_ir.all_finite", "amp_ir.update_scale")
-def loss_scale(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def loss_scale(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Left as it was: the scale is beyond 65504, and an unscaled gradient may underflow."""
     return [KEEP] * len(args)
 
 
 @type_hint("amp_ir.scale_loss")
-def scaled_loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def scaled_loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Left as it was, and what carries it on: the default scale of 65536 is beyond 65504.
 
     A gradient is stored low from the first product on, as PyTorch's is from the first op that its
     autocast runs low.
     """
-    return Hints([KEEP] * len(args), is_unbounded=True)
+    return RuleResult([KEEP] * len(args), is_unbounded=True)
 
 
 @type_hint("relax.astype", "amp_ir.cast")
-def user_cast(args: Args, ret_type: relax.Type, amp_dtype: str) -> Answer:
+def user_cast(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Left as it was: a cast that the user wrote is honoured, rounding included."""
     return [KEEP] * len(args)

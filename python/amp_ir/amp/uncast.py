@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Undo autocast: the proof that it changed dtypes and nothing else.
 
-`erase_casts(autocast(mod))` computes, bit for bit, what `mod` computes: every inserted cast is
-dropped, every result that was stored low is float32 again. What the user cast stays cast.
+`uncast(autocast(mod))` is bit-identical to `mod`: it drops every inserted cast, and every result
+that was stored low is float32 again. The user's own casts stay.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from amp_ir.ir.step_module import StepModule
 Module = TypeVar("Module", StepModule, tvm.IRModule)
 
 
-def erase_casts(mod: Module) -> Module:
-    """The module with float32 wherever autocast put a low dtype (for tests and comparisons)."""
+def uncast(mod: Module) -> Module:
+    """Return the module with float32 wherever autocast chose a low dtype (for tests)."""
     if isinstance(mod, StepModule):
-        return mod.with_ir(erase_casts(mod.ir))
+        return mod.with_ir(uncast(mod.ir))
     flow = Dataflow(mod)
-    eraser = _Eraser()
+    uncaster = _Uncaster()
     for variable, value in flow.values.items():
-        eraser.bind(variable, value)
-    output = eraser.read(flow.result)
+        uncaster.bind(variable, value)
+    output = uncaster.read(flow.result)
     last = relax.Var("outputs", output.ty)
-    eraser.bindings.append(relax.VarBinding(last, output))
-    new = flow.finish(eraser.bindings, last)
+    uncaster.bindings.append(relax.VarBinding(last, output))
+    new = flow.finish(uncaster.bindings, last)
     new.update_func(new.get_global_var("main"), new["main"].without_attr(ATTRIBUTE))
     return new
 
 
-class _Eraser:
+class _Uncaster:
     def __init__(self) -> None:
         self.bindings: list[relax.Binding] = []
         self.now: dict[relax.Var, relax.Expr] = {}
@@ -78,13 +78,13 @@ class _Eraser:
 
 
 def _widen_constant(expr: relax.Expr) -> relax.Expr:
-    """A float32 constant again: autocast narrows only constants that the low dtype holds."""
+    """Widen a constant to float32: autocast narrows only constants that the low dtype holds."""
     if isinstance(expr, GenericConst) and str(expr.ty.dtype) in LOW_DTYPES:
         return relax.const(expr.value.numpy().astype(FULL_DTYPE), FULL_DTYPE)
     return expr
 
 
 def _with_full_result(call: relax.Call) -> tvm.ir.Attrs:
-    """The attributes of a call with a float32 result."""
+    """Return the attributes of a call with a float32 result."""
     kind, fields = attribute_fields(call.attrs)
     return tvm.ir.make_node(kind, **{**fields, "out_dtype": FULL_DTYPE})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA's toolchain: source to machine code, TVM's CUDA runtime, and what machine code tells.
+"""CUDA's toolchain: source to machine code, TVM's CUDA runtime, and facts from machine code.
 
-Nothing here needs a GPU or a driver, and nothing is loaded before a CUDA step is asked for.
+Nothing here needs a GPU or a driver, and nothing is loaded before a CUDA step is compiled.
 """

@@ -27,21 +27,21 @@ _SHOWN_LINES = 30
 
 
 class Compiler(Protocol):
-    """What a CUDA compiler must do."""
+    """Interface of a CUDA compiler."""
 
     @property
     def identity(self) -> str:
-        """Name and version, as far as they decide the code that comes out."""
+        """Return name and version, as far as they determine the generated code."""
 
     def architectures(self) -> tuple[str, ...]:
-        """The architectures it has, as "sm_90"."""
+        """Return the architectures it has, as "sm_90"."""
 
     def compile(self, source: str, arch: str, options: Sequence[str]) -> tuple[bytes | None, str]:
-        """The cubin, or None where the source has errors; and the compiler's log."""
+        """Return the cubin, or None where the source has errors; and the compiler's log."""
 
 
 def find_compiler() -> Compiler:
-    """The best compiler of this machine; raises BuildError where there is none."""
+    """Return the best compiler of this machine; raise BuildError where there is none."""
     found = nvrtc.find() or nvcc.find()
     if found is None:
         raise BuildError(
@@ -53,7 +53,7 @@ def find_compiler() -> Compiler:
 
 @functools.cache
 def architectures() -> tuple[str, ...]:
-    """The architectures that steps can be compiled for on this machine."""
+    """Return the architectures that steps can be compiled for on this machine."""
     return find_compiler().architectures()
 
 
@@ -69,7 +69,7 @@ def check_architecture(arch: str) -> None:
 
 
 def compile_source(source: str, arch: str, *, compiler: Compiler | None = None) -> bytes:
-    """CUDA C++ to a cubin for `arch`, as a GPU's driver loads it.
+    """Compile CUDA C++ to a cubin for `arch`, as a GPU's driver loads it.
 
     Raises:
         OptionError: the compiler lacks the architecture.
@@ -98,7 +98,7 @@ def register() -> None:
 
 
 def _compile_for_tvm(source: str) -> bytes:
-    """TVM's callback: it passes no target, so the build stands in a `with target:` block."""
+    """Compile for TVM's callback, which passes no target: the build runs in `with target:`."""
     target = tvm.target.Target.current(allow_none=True)
     if target is None or "arch" not in target.attrs:
         raise BuildError(
@@ -109,7 +109,7 @@ def _compile_for_tvm(source: str) -> bytes:
 
 
 def _failure(identity: str, arch: str, source: str, log: str) -> str:
-    """The compiler's log, and the kernel that its first error is in."""
+    """Return the compiler's log, and the kernel with its first error."""
     message = f"{identity} refuses a generated kernel for {arch}; please report this message.\n"
     message += log.strip()[:_LONGEST_LOG]
     place = re.search(r"kernels\.cu\((\d+)\): (?:catastrophic )?error", log)

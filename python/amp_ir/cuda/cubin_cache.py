@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine code on disk by what it was made from, so that the same step compiles once a machine."""
+"""Cache of machine code on disk by its inputs, so that a step compiles once per machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEAD_NBYTES = len(_HEAD) + 64 + 1
 
 
 def key(parts: Iterable[str]) -> str:
-    """A name for what `parts` decide."""
+    """Return a name for the content of `parts`."""
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode()
@@ -33,7 +33,7 @@ def key(parts: Iterable[str]) -> str:
 
 
 def default_directory() -> Path | None:
-    """Where a user's machine code is kept; None where nothing can be."""
+    """Return the directory of a user's machine code; None where nothing can be stored."""
     return cache_directory("cubin")
 
 
@@ -41,15 +41,15 @@ def default_directory() -> Path | None:
 class CubinCache:
     """A directory of cubins. Several processes may use it at once; none sees half a file.
 
-    A cache never makes a build fail: a directory that cannot be read or written is an empty one,
-    and an entry that is damaged is dropped. What is returned is what was kept under that name.
+    A cache never makes a build fail: a directory that cannot be read or written counts as empty,
+    and a damaged entry is removed. A returned cubin is the one stored under that name.
     """
 
     directory: Path | None = attrs.field(factory=default_directory)
     limit_nbytes: int = LIMIT_NBYTES
 
     def get(self, name: str) -> bytes | None:
-        """The cubin of that name, or None."""
+        """Return the cubin of that name, or None."""
         if self.directory is None:
             return None
         path = self.directory / name
@@ -66,7 +66,7 @@ class CubinCache:
         return cubin
 
     def put(self, name: str, cubin: bytes) -> None:
-        """Keep a cubin, and drop those unused for longest while there are too many bytes."""
+        """Store a cubin, and remove those unused for longest while there are too many bytes."""
         if self.directory is None:
             return
         with contextlib.suppress(OSError):

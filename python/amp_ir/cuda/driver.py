@@ -54,7 +54,7 @@ def load_runtime() -> None:
 
 
 def missing_reason() -> str | None:
-    """Why CUDA steps cannot run here, or None."""
+    """Return why CUDA steps cannot run here, or None."""
     driver = _real_driver()
     if driver is None:
         return f"this machine has no NVIDIA driver ({_DRIVER} was not found)"
@@ -73,7 +73,7 @@ def _is_loaded() -> bool:
 
 
 def _real_driver() -> ctypes.CDLL | None:
-    """The driver's library; our stub, once loaded, answers to the same name and lacks cuInit."""
+    """Return the driver's library; our stub, once loaded, has the same name and lacks cuInit."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What machine code tells about its kernels: registers, memory, how wide they load and store."""
+"""Facts from machine code about its kernels: registers, memory, width of loads and stores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KernelCode:
 
 @attrs.frozen
 class Accesses:
-    """How often a kernel's code accesses memory, by instructions."""
+    """The memory accesses in a kernel's code, by instruction."""
 
     global_loads: int
     wide_global_loads: int
@@ -53,7 +53,7 @@ class Accesses:
 
 
 def kernels_of(cubin: bytes) -> tuple[KernelCode, ...]:
-    """The kernels of a cubin, in the order of their names."""
+    """Return the kernels of a cubin, in the order of their names."""
     sections = list(_sections(cubin))
     nbytes = {name: size for name, _, size in sections}
     contents = {name: cubin[at : at + size] for name, at, size in sections}
@@ -80,7 +80,7 @@ def kernels_of(cubin: bytes) -> tuple[KernelCode, ...]:
 
 
 def accesses_of(cubin: bytes) -> dict[str, Accesses]:
-    """Loads and stores of each kernel of a cubin; raises BuildError where there is no nvdisasm."""
+    """Return loads and stores of each kernel of a cubin; raise BuildError without nvdisasm."""
     counts: dict[str, Counter[str]] = {}
     for line in disassemble(cubin).splitlines():
         if line.startswith(_KERNEL_CODE):
@@ -91,7 +91,7 @@ def accesses_of(cubin: bytes) -> dict[str, Accesses]:
 
 
 def cubins_of(module: Any, arch: str) -> Iterator[bytes]:
-    """The cubins of a module that was built for `arch`, and of what it imports.
+    """Return the cubins of a module that was built for `arch`, and of its imports.
 
     TVM gives a module's source and not its machine code, so this compiles again: from the cache.
     """
@@ -115,7 +115,7 @@ def _accesses(count: Counter[str]) -> Accesses:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The instructions of a cubin; raises BuildError where there is no nvdisasm."""
+    """Return the instructions of a cubin; raise BuildError where there is no nvdisasm."""
     disassembler = toolkit.tool("nvdisasm")
     if disassembler is None:
         raise BuildError(
@@ -130,7 +130,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and bytes of every section of a 64-bit little-endian ELF file."""
+    """Return name, offset and bytes of every section of a 64-bit little-endian ELF file."""
     if elf[:4] != b"\x7fELF":
         raise BuildError(f"not a cubin: it begins with {elf[:4]!r}, expected an ELF file")
     (table,) = struct.unpack_from("<Q", elf, 0x28)
@@ -152,7 +152,7 @@ def _symbol_names(symbols: bytes, names: bytes) -> list[str]:
 
 
 def _attributes(information: bytes) -> Iterator[tuple[int, bytes]]:
-    """Number and value of every attribute of an `.nv.info` section."""
+    """Return number and value of every attribute of an `.nv.info` section."""
     at = 0
     while at < len(information):
         form, attribute, size = struct.unpack_from("<BBH", information, at)

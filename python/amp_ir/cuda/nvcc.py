@@ -22,12 +22,12 @@ class Nvcc:
     identity: str
 
     def architectures(self) -> tuple[str, ...]:
-        """The architectures it has, as "sm_90"."""
+        """Return the architectures it has, as "sm_90"."""
         listed = _run([self._path, "--list-gpu-code"])
         return tuple(line for line in listed.stdout.split() if line.startswith("sm_"))
 
     def compile(self, source: str, arch: str, options: Sequence[str]) -> tuple[bytes | None, str]:
-        """The cubin, or None where the source has errors; and the compiler's log."""
+        """Return the cubin, or None where the source has errors; and the compiler's log."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernels.cu"
             path.write_text(source)
@@ -40,7 +40,7 @@ class Nvcc:
 
 @functools.cache
 def find() -> Nvcc | None:
-    """An nvcc that runs, or None."""
+    """Return an nvcc that runs, or None."""
     path = toolkit.tool("nvcc")
     if path is None:
         return None

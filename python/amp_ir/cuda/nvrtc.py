@@ -75,13 +75,13 @@ class Nvrtc:
 
     @property
     def identity(self) -> str:
-        """Name and version, as far as they decide the code that comes out."""
+        """Return name and version, as far as they determine the generated code."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         return f"NVRTC {major.value}.{minor.value}"
 
     def architectures(self) -> tuple[str, ...]:
-        """The architectures it has, as "sm_90"."""
+        """Return the architectures it has, as "sm_90"."""
         count = ctypes.c_int()
         self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()
@@ -89,7 +89,7 @@ class Nvrtc:
         return tuple(f"sm_{number}" for number in numbers)
 
     def compile(self, source: str, arch: str, options: Sequence[str]) -> tuple[bytes | None, str]:
-        """The cubin, or None where the source has errors; and the compiler's log."""
+        """Return the cubin, or None where the source has errors; and the compiler's log."""
         program = ctypes.c_void_p()
         self._check(
             self._library.nvrtcCreateProgram(
@@ -129,7 +129,7 @@ class Nvrtc:
 
 @functools.cache
 def find() -> Nvrtc | None:
-    """NVRTC with its headers, or None where either is missing."""
+    """Return NVRTC with its headers, or None where either is missing."""
     path = toolkit.library("libnvrtc.so.1?")
     headers = toolkit.header_directory()
     if path is None or headers is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds CUDA's compilers, headers and libraries: pip's wheels first, then an installed toolkit."""
+"""Search for CUDA's compilers, headers and libraries: pip's wheels, then an installed toolkit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIBRARIES = ("lib", "lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/li
 
 @functools.cache
 def roots() -> tuple[Path, ...]:
-    """Directories that hold (parts of) a CUDA toolkit, most trusted first."""
+    """Return directories that hold (parts of) a CUDA toolkit, most trusted first."""
     return tuple(dict.fromkeys(path for path in _candidates() if path.is_dir()))
 
 
@@ -40,7 +40,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def library(pattern: str) -> Path | None:
-    """The first shared library whose name matches, such as "libnvrtc.so.1?"."""
+    """Return the first shared library whose name matches, such as "libnvrtc.so.1?"."""
     for root in roots():
         for folder in _LIBRARIES:
             found = sorted((root / folder).glob(pattern))
@@ -50,7 +50,7 @@ def library(pattern: str) -> Path | None:
 
 
 def tool(name: str) -> Path | None:
-    """An executable of the toolkit, or of the path."""
+    """Return an executable of the toolkit, or of the path."""
     for root in roots():
         path = root / "bin" / name
         if path.is_file():
@@ -60,6 +60,6 @@ def tool(name: str) -> Path | None:
 
 
 def header_directory() -> Path | None:
-    """Where a device compiler finds cuda_fp16.h and what that includes; None where it is not."""
+    """Return the folder where a device compiler finds cuda_fp16.h and its includes; else None."""
     candidates = (root / folder for root in roots() for folder in _HEADERS)
     return next((path for path in candidates if (path / "cuda_fp16.h").is_file()), None)

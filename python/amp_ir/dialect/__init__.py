@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `amp_ir.*` ops; importing this package registers all of them.
 
-One file a family. `registry.DECLARATIONS` lists every op; `registry.call_op` builds a call.
+One file per family. `registry.DECLARATIONS` lists every op; `registry.call_op` builds a call.
 """
 
 from amp_ir.dialect import (

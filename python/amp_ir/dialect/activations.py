@@ -22,7 +22,7 @@ Formula = Callable[..., Any]
 
 
 def _gelu_backward(m: Any, grad: Any, x: Any, *, approximate: str) -> Any:
-    """`approximate` is "none" (by erf) or "tanh" (Hendrycks and Gimpel 2016)."""
+    """Compute gelu's gradient; `approximate`: "none" (erf), "tanh" (Hendrycks and Gimpel 2016)."""
     if approximate == "none":
         bell = m.exp(-0.5 * x * x)
         return grad * (m.normal_cdf(x, bell) + x * bell * (1.0 / math.sqrt(2.0 * math.pi)))
@@ -38,13 +38,13 @@ def _silu_backward(m: Any, grad: Any, x: Any) -> Any:
 
 
 def _expm1(m: Any, x: Any) -> Any:
-    """exp(x) - 1 for x <= 1 without the cancellation near 0: 2t / (1 - t), t = tanh(x / 2)."""
+    """Return exp(x) - 1 for x <= 1 without cancellation near 0: 2t / (1 - t), t = tanh(x / 2)."""
     t = m.tanh(0.5 * x)
     return 2.0 * t / (1.0 - t)
 
 
 def _softplus_of(m: Any, x: Any) -> Any:
-    """log(1 + exp(x)) that does not overflow."""
+    """Return log(1 + exp(x)) without overflow."""
     return m.maximum(x, 0.0) + m.log1p(m.exp(-m.absolute(x)))
 
 
@@ -63,7 +63,7 @@ def _elu_backward(
     input_scale: float,
     is_result: bool,
 ) -> Any:
-    """`is_result`: the second argument is elu's result, not its input."""
+    """Compute elu's gradient; `is_result`: the second argument is elu's result, not its input."""
     if is_result:
         negative = x_or_y + alpha * scale
     else:
@@ -76,7 +76,7 @@ def _softplus(m: Any, x: Any, *, beta: float, threshold: float) -> Any:
 
 
 def _softplus_backward(m: Any, grad: Any, x: Any, *, beta: float, threshold: float) -> Any:
-    """By e^x, which is a number where e^-x is infinite."""
+    """Compute softplus's gradient from e^x, which is finite where e^-x is infinite."""
     z = m.exp(m.minimum(x * beta, threshold))
     return m.select(x * beta > threshold, grad, grad * z / (z + 1.0))
 
@@ -93,12 +93,12 @@ def _mish_backward(m: Any, grad: Any, x: Any) -> Any:
 
 
 def _inside(m: Any, x: Any, low: float, high: float, value: Any) -> Any:
-    """`value` where low < x < high, else 0."""
+    """Return `value` where low < x < high, else 0."""
     return m.select(x <= low, 0.0, m.select(x >= high, 0.0, value))
 
 
 def _outside(m: Any, x: Any, bound: float, value: Any) -> Any:
-    """`value` where |x| > bound, else 0."""
+    """Return `value` where |x| > bound, else 0."""
     return m.select(m.absolute(x) <= bound, 0.0, value)
 
 
@@ -162,7 +162,7 @@ def _define_activation(name: str, formula: Formula) -> None:
     define(
         f"amp_ir.{name}",
         *arguments,
-        meaning=lambda *tensors, **given: formula(torch_math, *tensors, **given),
+        reference=lambda *tensors, **given: formula(torch_math, *tensors, **given),
     )(rule)
 
 

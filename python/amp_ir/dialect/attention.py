@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled dot-product attention, whole; attention_parts.py has the ops that it expands into.
+"""Scaled dot-product attention as a fused op; attention_parts.py has the ops of its decomposition.
 
 Shapes: q f[*batch, s, d], k f[*batch, t, d], v f[*batch, t, e]. The mask broadcasts to
 [*batch, s, t]: bool (True takes part) or floating (added to the scaled scores). `is_causal` lets
@@ -69,7 +69,7 @@ def _attention_backward(
 
 
 def _check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Check the three and give the shape of their scores."""
+    """Check the three and return the shape of their scores."""
     q.expect_float()
     if q.ndim < 2:
         q.refuse("shape", "(*batch, rows, width)")
@@ -83,7 +83,7 @@ def _check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> Shape:
 
 
 @define(
-    "amp_ir.attention", "q", "k", "v", "mask?", "random_state?", meaning=_attention,
+    "amp_ir.attention", "q", "k", "v", "mask?", "random_state?", reference=_attention,
     stores_inside=True,
 )  # fmt: skip
 def attention(
@@ -97,7 +97,7 @@ def attention(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Attention: q, k, v, then the mask if `has_mask`, then random_state if `dropout_p` > 0.
+    """Compute attention of q, k, v, a mask if `has_mask`, random_state if `dropout_p` > 0.
 
     -> (out f[*batch, s, e] in the dtype of q, lse f32[*batch, s]).
     """
@@ -111,7 +111,7 @@ def attention(
 @define(
     "amp_ir.attention_backward",
     "grad", "q", "k", "v", "out", "lse", "mask?", "random_state?",
-    meaning=_attention_backward, stores_inside=True,
+    reference=_attention_backward, stores_inside=True,
 )  # fmt: skip
 def attention_backward(
     grad: Tensor,
@@ -127,7 +127,7 @@ def attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv) like q, k, v; grad and out f[*batch, s, e], lse f[*batch, s].
+    """Return (dq, dk, dv) like q, k, v; grad and out f[*batch, s, e], lse f[*batch, s].
 
     The options and the optional arguments are those of the forward op. The mask has no gradient.
     """

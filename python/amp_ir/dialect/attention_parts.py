@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax-like ops between the matmuls of attention, which expand_attention leaves.
+"""The softmax-like ops between the matmuls of attention, into which dispatch decomposes it.
 
 All of them start from scores = q k^T f[*batch, s, t] and do scale, mask, causal mask, softmax and
-dropout in one kernel. Meaning of the options and of a row that sees nothing: attention.py.
+dropout in one kernel. attention.py defines the options and a row that sees nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Options:
 def _rest(
     rest: tuple[torch.Tensor, ...], options: Options
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(mask, random_state) of the arguments that may be absent."""
+    """Return (mask, random_state) of the arguments that may be absent."""
     mask = rest[0] if options.has_mask else None
     return mask, rest[-1] if options.dropout_p > 0 else None
 
@@ -39,7 +39,7 @@ def _rest(
 def _hidden(
     scores: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
 ) -> torch.Tensor | None:
-    """bool: the places that a row does not see, or None for none."""
+    """Return bool: the places that a row does not see, or None for none."""
     hidden = None
     if mask is not None and mask.dtype == torch.bool:
         hidden = ~mask
@@ -65,7 +65,7 @@ def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
 def _survivors(
     shape: torch.Size, random_state: torch.Tensor | None, options: Options
 ) -> torch.Tensor | float:
-    """What dropout multiplies the weights by: 0 or 1 / (1 - p)."""
+    """Return the factor of dropout for the weights: 0 or 1 / (1 - p)."""
     if random_state is None:
         return 1.0
     p = options.dropout_p
@@ -76,7 +76,7 @@ def _survivors(
 def _weights_from_lse(
     scores: torch.Tensor, lse: torch.Tensor, rest: tuple[torch.Tensor, ...], options: Options
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """(weights before dropout, what dropout multiplies them by)."""
+    """Return (weights before dropout, the factor of dropout)."""
     mask, random_state = _rest(rest, options)
     weights = torch.exp(_logits(scores, mask, options) - lse[..., None])
     return weights, _survivors(scores.shape, random_state, options)
@@ -85,7 +85,7 @@ def _weights_from_lse(
 def attention_probabilities_of(
     scores: torch.Tensor, *rest: torch.Tensor, out_dtype: str | None, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Meaning of `amp_ir.attention_probabilities`."""
+    """Compute `amp_ir.attention_probabilities` with PyTorch."""
     taken = Options(**options)
     lse = _log_sum_exp(_logits(scores, _rest(rest, taken)[0], taken))
     weights, survivors = _weights_from_lse(scores, lse, rest, taken)
@@ -99,7 +99,7 @@ def attention_weights_of(
     out_dtype: str | None,
     **options: Any,
 ) -> torch.Tensor:
-    """Meaning of `amp_ir.attention_weights`."""
+    """Compute `amp_ir.attention_weights` with PyTorch."""
     weights, survivors = _weights_from_lse(scores, lse, rest, Options(**options))
     return weights * survivors
 
@@ -114,7 +114,7 @@ def attention_score_gradient_of(
     out_dtype: str | None,
     **options: Any,
 ) -> torch.Tensor:
-    """Meaning of `amp_ir.attention_score_gradient`."""
+    """Compute `amp_ir.attention_score_gradient` with PyTorch."""
     taken = Options(**options)
     weights, survivors = _weights_from_lse(scores, lse, rest, taken)
     correction = (grad * out).sum(-1, keepdim=True)
@@ -152,7 +152,7 @@ def _check_scores(
 
 @define(
     "amp_ir.attention_probabilities", "scores", "mask?", "random_state?",
-    meaning=attention_probabilities_of,
+    reference=attention_probabilities_of,
 )  # fmt: skip
 def attention_probabilities(
     scores: Tensor,
@@ -164,7 +164,10 @@ def attention_probabilities(
     scale: float,
     out_dtype: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """Weights after dropout out_dtype[*batch, s, t], and lse f32[*batch, s], of scores = q k^T."""
+    """Return the weights after dropout, out_dtype[*batch, s, t], and lse f32[*batch, s].
+
+    `scores` is q k^T.
+    """
     options = Options(has_mask, dropout_p, index, is_causal, scale)
     weights = _check_scores("amp_ir.attention_probabilities", scores, rest, out_dtype, options)
     return weights, Tensor(scores.shape[:-1], scores.statistic_dtype)
@@ -172,7 +175,7 @@ def attention_probabilities(
 
 @define(
     "amp_ir.attention_weights", "scores", "lse", "mask?", "random_state?",
-    meaning=attention_weights_of,
+    reference=attention_weights_of,
 )  # fmt: skip
 def attention_weights(
     scores: Tensor,
@@ -185,7 +188,7 @@ def attention_weights(
     scale: float,
     out_dtype: str | None = None,
 ) -> Tensor:
-    """The weights after dropout once more, from scores f[*batch, s, t] and lse f[*batch, s]."""
+    """Recompute the weights after dropout from scores f[*batch, s, t] and lse f[*batch, s]."""
     lse.expect_float()
     lse.expect_shape(scores.shape[:-1])
     options = Options(has_mask, dropout_p, index, is_causal, scale)
@@ -195,7 +198,7 @@ def attention_weights(
 @define(
     "amp_ir.attention_score_gradient",
     "scores", "lse", "grad_weights", "grad", "out", "mask?", "random_state?",
-    meaning=attention_score_gradient_of,
+    reference=attention_score_gradient_of,
 )  # fmt: skip
 def attention_score_gradient(
     scores: Tensor,
@@ -211,7 +214,7 @@ def attention_score_gradient(
     scale: float,
     out_dtype: str | None = None,
 ) -> Tensor:
-    """The gradient of q k^T, out_dtype[*batch, s, t].
+    """Return the gradient of q k^T, out_dtype[*batch, s, t].
 
     scores and grad_weights = grad v^T f[*batch, s, t], lse f[*batch, s], grad and out
     f[*batch, s, e].

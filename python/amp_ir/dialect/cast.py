@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cast that autocast inserts; a cast of the user's is `relax.astype` and is never elided."""
+"""The cast that autocast inserts; a cast of the user's is `relax.astype`, which no pass removes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _cast(x: torch.Tensor, *, dtype: str) -> torch.Tensor:
     return x
 
 
-@define("amp_ir.cast", "x", meaning=_cast)
+@define("amp_ir.cast", "x", reference=_cast)
 def cast(x: Tensor, *, dtype: str) -> Tensor:
     """Round to `dtype`: f[...] -> dtype[...]; both floating."""
     x.expect_float()

@@ -31,7 +31,7 @@ def _expect_groups(x: Tensor, groups: int) -> int:
 
 
 def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[channels] as [1, channels, 1...], to go with x."""
+    """Reshape [channels] to [1, channels, 1...], to broadcast with x."""
     return values.reshape((1, -1) + (1,) * (x.ndim - 2))
 
 
@@ -62,7 +62,7 @@ def _group_norm(
     return y, mean[..., 0], rstd[..., 0]
 
 
-@define("amp_ir.group_norm", "x", "weight?", "bias?", meaning=_group_norm)
+@define("amp_ir.group_norm", "x", "weight?", "bias?", reference=_group_norm)
 def group_norm(
     x: Tensor,
     *rest: Tensor,
@@ -112,7 +112,7 @@ def _check_group_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, g
 @define(
     "amp_ir.group_norm_backward_input",
     "grad", "x", "mean", "rstd", "weight?",
-    meaning=_group_norm_backward_input,
+    reference=_group_norm_backward_input,
 )  # fmt: skip
 def group_norm_backward_input(
     grad: Tensor,
@@ -123,7 +123,7 @@ def group_norm_backward_input(
     groups: int,
     has_weight: bool = True,
 ) -> Tensor:
-    """dx of group_norm, shaped and typed like grad; mean and rstd f[n, groups]."""
+    """Return dx of group_norm, shaped and typed like grad; mean and rstd f[n, groups]."""
     channels = _check_group_backward(grad, x, mean, rstd, groups)
     expect_rest(rest, {"has_weight": has_weight}, (channels,), "amp_ir.group_norm_backward_input")
     return grad.with_shape(grad.shape)
@@ -139,12 +139,12 @@ def _group_norm_backward_weight(
 @define(
     "amp_ir.group_norm_backward_weight",
     "grad", "x", "mean", "rstd",
-    meaning=_group_norm_backward_weight,
+    reference=_group_norm_backward_weight,
 )  # fmt: skip
 def group_norm_backward_weight(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, groups: int
 ) -> tuple[Tensor, ...]:
-    """(dweight f32[c], dbias f32[c]) of group_norm."""
+    """Return (dweight f32[c], dbias f32[c]) of group_norm."""
     channels = _check_group_backward(grad, x, mean, rstd, groups)
     result = Tensor((channels,), grad.statistic_dtype)
     return result, result
@@ -182,7 +182,7 @@ def _batch_norm(
 @define(
     "amp_ir.batch_norm",
     "x", "weight?", "bias?", "running_mean?", "running_var?",
-    meaning=_batch_norm,
+    reference=_batch_norm,
 )  # fmt: skip
 def batch_norm(
     x: Tensor,
@@ -229,12 +229,12 @@ def _batch_norm_backward(
 
 @define(
     "amp_ir.batch_norm_backward", "grad", "x", "weight?", "mean", "rstd",
-    meaning=_batch_norm_backward,
+    reference=_batch_norm_backward,
 )  # fmt: skip
 def batch_norm_backward(
     grad: Tensor, x: Tensor, *rest: Tensor, has_weight: bool = True
 ) -> tuple[Tensor, ...]:
-    """Gradients of batch_norm in training.
+    """Return the gradients of batch_norm in training.
 
     grad and x f[n, c, *space], then weight f[c] (only with `has_weight`), save_mean f[c],
     save_rstd f[c] -> (dx like grad, dweight f32[c], dbias f32[c]).

@@ -2,7 +2,7 @@
 """Convolutions of 1 to 3 spatial axes and their gradients.
 
 Layouts are PyTorch's: data f[n, c, *space], weights f[out, c / groups, *window]. `strides`,
-`padding` (the same on both sides) and `dilation` have one number a spatial axis. A bias is a
+`padding` (the same on both sides) and `dilation` have one number per spatial axis. A bias is a
 separate add. Both tensors have one dtype; accumulation is float32, and the result is rounded once
 to `out_dtype` (by default the dtype of the tensors).
 """
@@ -23,7 +23,7 @@ def convolved_shape(
     padding: Shape,
     dilation: Shape,
 ) -> Shape:
-    """The shape of conv's result for shapes of data and weights."""
+    """Return the shape of conv's result for shapes of data and weights."""
     space = tuple(
         (extent + 2 * pad - dilated * (window - 1) - 1) // stride + 1
         for extent, window, stride, pad, dilated in zip(
@@ -92,7 +92,7 @@ def _conv(
     )
 
 
-@define("amp_ir.conv", "x", "weight", meaning=_conv)
+@define("amp_ir.conv", "x", "weight", reference=_conv)
 def conv(
     x: Tensor,
     weight: Tensor,
@@ -103,7 +103,10 @@ def conv(
     groups: int = 1,
     out_dtype: str | None = None,
 ) -> Tensor:
-    """x f[n, c, *space], weight f[o, c / groups, *window] -> out_dtype[n, o, *out_space]."""
+    """Convolve x with weight.
+
+    x f[n, c, *space], weight f[o, c / groups, *window] -> out_dtype[n, o, *out_space].
+    """
     _expect_pair(x, weight)
     _check_options("amp_ir.conv", x.ndim - 2, strides, padding, dilation, out_dtype)
     _expect_channels(weight, x.shape[1], groups)
@@ -132,7 +135,7 @@ def _conv_backward_input(
     )  # fmt: skip
 
 
-@define("amp_ir.conv_backward_input", "grad", "weight", meaning=_conv_backward_input)
+@define("amp_ir.conv_backward_input", "grad", "weight", reference=_conv_backward_input)
 def conv_backward_input(
     grad: Tensor,
     weight: Tensor,
@@ -144,7 +147,10 @@ def conv_backward_input(
     groups: int = 1,
     out_dtype: str | None = None,
 ) -> Tensor:
-    """Dx of conv: grad f[n, o, *out_space], weight f[o, c / groups, *window] -> [*input_shape]."""
+    """Return dx of conv.
+
+    grad f[n, o, *out_space], weight f[o, c / groups, *window] -> [*input_shape].
+    """
     _expect_pair(grad, weight)
     op = "amp_ir.conv_backward_input"
     _check_options(op, grad.ndim - 2, strides, padding, dilation, out_dtype)
@@ -175,7 +181,7 @@ def _conv_backward_weight(
     )  # fmt: skip
 
 
-@define("amp_ir.conv_backward_weight", "grad", "x", meaning=_conv_backward_weight)
+@define("amp_ir.conv_backward_weight", "grad", "x", reference=_conv_backward_weight)
 def conv_backward_weight(
     grad: Tensor,
     x: Tensor,
@@ -187,7 +193,7 @@ def conv_backward_weight(
     groups: int = 1,
     out_dtype: str | None = None,
 ) -> Tensor:
-    """Dweight of conv: grad f[n, o, *out_space], x f[n, c, *space] -> [*weight_shape]."""
+    """Return dweight of conv: grad f[n, o, *out_space], x f[n, c, *space] -> [*weight_shape]."""
     _expect_pair(grad, x)
     op = "amp_ir.conv_backward_weight"
     _check_options(op, grad.ndim - 2, strides, padding, dilation, out_dtype)
@@ -206,7 +212,7 @@ def _conv_transpose(
     return _conv_backward_input(x, weight, input_shape=output_shape, **options)  # type: ignore[arg-type]
 
 
-@define("amp_ir.conv_transpose", "x", "weight", meaning=_conv_transpose)
+@define("amp_ir.conv_transpose", "x", "weight", reference=_conv_transpose)
 def conv_transpose(
     x: Tensor,
     weight: Tensor,
@@ -218,7 +224,7 @@ def conv_transpose(
     groups: int = 1,
     out_dtype: str | None = None,
 ) -> Tensor:
-    """Transposed convolution, the gradient of conv with respect to its input.
+    """Convolve transposed: the gradient of conv with respect to its input.
 
     x f[n, i, *space], weight f[i, o / groups, *window] -> [*output_shape] = [n, o, *out_space];
     `output_shape` is the whole shape, PyTorch's output_padding included. Its own gradients are

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the families of the dialect write an op: a shape rule and a meaning, nothing else.
+"""Declaration of an op by a shape rule and a reference implementation, for the op families.
 
-    @define("amp_ir.softmax_backward", "grad", "y", meaning=_softmax_backward)
+    @define("amp_ir.softmax_backward", "grad", "y", reference=_softmax_backward)
     def softmax_backward(grad: Tensor, y: Tensor, *, axis: int) -> Tensor: ...
 
-The shape rule sees shapes and dtypes as `Tensor` and says those of the results, so that one
-function serves the IR's type inference and the rounding of the reference. The meaning computes
-with PyTorch on arguments that are float32 or wider and need not think of dtypes.
+The shape rule maps shapes and dtypes as `Tensor` to those of the results, so that one function
+serves the IR's type inference and the rounding of the reference. The reference computes with
+PyTorch on arguments that are float32 or wider and need not handle dtypes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LOW_DTYPES = ("float16", "bfloat16")
 INDEX_DTYPES = ("int32", "int64")
 
 Shape = tuple[int, ...]
-Meaning = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
+Reference = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 
 @attrs.frozen
 class Tensor:
-    """What a shape rule knows of one argument or says of one result.
+    """Shape and dtype of an argument or a result of a shape rule.
 
     `label` is how errors name it ("argument grad of amp_ir.softmax_backward"); results need none.
     """
@@ -54,11 +54,11 @@ class Tensor:
 
     @property
     def statistic_dtype(self) -> str:
-        """The dtype of means, variances and sums over this tensor: float32 or wider."""
+        """Return the dtype of means, variances and sums over this tensor: float32 or wider."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def with_shape(self, shape: Sequence[int]) -> Tensor:
-        """A result of this dtype."""
+        """Return a result of this dtype."""
         return Tensor(tuple(shape), self.dtype)
 
     def refuse(self, what: str, expected: object) -> NoReturn:
@@ -96,7 +96,7 @@ class Tensor:
             self.refuse("shape", f"one that broadcasts to {tuple(shape)}")
 
     def axis(self, axis: int) -> int:
-        """`axis` counted from the front; raises OptionError when there is no such axis."""
+        """Return `axis` counted from the front; raise OptionError when there is no such axis."""
         if not -self.ndim <= axis < self.ndim:
             raise OptionError(
                 f"axis {axis} is out of range for {self.label} of shape {self.shape}, "
@@ -109,16 +109,16 @@ ShapeRule = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
 
 def define(
-    name: str, *arguments: str, meaning: Meaning, stores_inside: bool = False
+    name: str, *arguments: str, reference: Reference, stores_inside: bool = False
 ) -> Callable[[ShapeRule], ShapeRule]:
     """Declare the op `name`; decorates its shape rule.
 
     `arguments` are names for errors; one that ends in "?" may be absent, one that ends in "..."
     stands for any number. Options are the keyword-only parameters of the shape rule, with their
-    defaults, and both the rule and the meaning receive all of them.
+    defaults, and both the rule and the reference receive all of them.
 
-    An op that `stores_inside`, in the dtype of its first argument, is several kernels. Its meaning
-    receives `stored`, which rounds to that dtype what one kernel leaves for the next.
+    An op that `stores_inside`, in the dtype of its first argument, is several kernels. Its
+    reference receives `stored`, which rounds to that dtype what one kernel stores for the next.
     """
 
     def register(rule: ShapeRule) -> ShapeRule:
@@ -137,7 +137,7 @@ def define(
             ]
             return _to_type(apply(specs, options).results)
 
-        def reference(
+        def compute(
             *tensors: torch.Tensor, **options: Any
         ) -> torch.Tensor | tuple[torch.Tensor, ...]:
             specs = [
@@ -149,12 +149,12 @@ def define(
             taken = applied.options
             if stores_inside:
                 taken = {**taken, "stored": functools.partial(_stored, tensors[0].dtype)}
-            values = meaning(*(_widen(tensor) for tensor in tensors), **taken)
+            values = reference(*(_widen(tensor) for tensor in tensors), **taken)
             return _round_all(values, applied.results, exact=exact)
 
         infer.__doc__ = rule.__doc__
         infer.__signature__ = signature  # type: ignore[attr-defined]
-        declare(name, *arguments, reference=reference)(infer)
+        declare(name, *arguments, reference=compute)(infer)
         return rule
 
     return register
@@ -178,7 +178,7 @@ def check_length(op: str, option: str, got: Sequence[int], length: int) -> None:
 def expect_rest(rest: tuple[Tensor, ...], flags: dict[str, bool], shape: Shape, op: str) -> None:
     """Require one floating tensor of `shape` in `rest` for each flag that is set.
 
-    `flags` maps what says that a tensor is there ("has_weight") to whether it is.
+    `flags` maps the option that declares a tensor ("has_weight") to its value.
     """
     present = [name for name, flag in flags.items() if flag]
     if len(rest) != len(present):
@@ -192,7 +192,7 @@ def expect_rest(rest: tuple[Tensor, ...], flags: dict[str, bool], shape: Shape, 
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """TVM's name of a torch tensor's dtype."""
+    """Return TVM's name of a torch tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -274,7 +274,7 @@ def _round_all(
 
 
 def _round(value: torch.Tensor, result: Tensor, *, exact: bool) -> torch.Tensor:
-    """One result in its dtype; with a float64 argument (an oracle) floats stay float64."""
+    """Round a result to its dtype; with a float64 argument (an oracle) floats stay float64."""
     assert tuple(value.shape) == result.shape, (tuple(value.shape), result)
     if exact and value.is_floating_point():
         return value.double()

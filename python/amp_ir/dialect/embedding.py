@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a table by their numbers, and the gradient of the table."""
+"""Look-up of table rows by number, and the gradient of the table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def _embedding(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return weight[ids.long()]
 
 
-@define("amp_ir.embedding", "weight", "ids", meaning=_embedding)
+@define("amp_ir.embedding", "weight", "ids", reference=_embedding)
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """Weight f[rows, width], ids int32 or int64[...] in [0, rows) -> f[..., width]."""
+    """Gather rows: weight f[rows, width], ids int32 or int64[...] in [0, rows) -> f[..., width]."""
     weight.expect_float()
     ids.expect_index()
     if weight.ndim != 2:
@@ -38,7 +38,7 @@ def _embedding_backward(
     return rows.new_zeros(num_embeddings, rows.shape[1]).index_add_(0, flat, rows)
 
 
-@define("amp_ir.embedding_backward", "grad", "ids", meaning=_embedding_backward)
+@define("amp_ir.embedding_backward", "grad", "ids", reference=_embedding_backward)
 def embedding_backward(
     grad: Tensor,
     ids: Tensor,
@@ -47,9 +47,9 @@ def embedding_backward(
     padding_idx: int | None = None,
     out_dtype: str | None = None,
 ) -> Tensor:
-    """Dweight: grad f[..., width], ids[...] -> out_dtype[num_embeddings, width].
+    """Return dweight: grad f[..., width], ids[...] -> out_dtype[num_embeddings, width].
 
-    Rows are added in float32 in the order of `ids`, so the result is reproducible. The row
+    Rows are added in float32 in the order of `ids`, so the result is deterministic. The row
     `padding_idx` gets no gradient; None (PyTorch's -1) means that there is no such row.
     """
     op = "amp_ir.embedding_backward"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing elements at computed places.
+"""Reading and writing elements at computed positions.
 
-Indices are int32 or int64. Negative ones count from the end, where PyTorch's op lets them (`wraps`;
-`scatter_add` counts from 0). What is out of range is checked by `rewrites/check_indices.py`, which
-refuses or rolls back the step; the kernels clamp it, so that no access is wild.
+Indices are int32 or int64. Negative ones count from the end, where PyTorch's op allows it
+(`wraps`; `scatter_add` counts from 0). `rewrites/check_indices.py` checks for indices out of range
+and refuses or rolls back the step; the kernels clamp them, so that no access is out of bounds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from amp_ir.errors import ArgumentError, OptionError
 
 
 def indexed_shape(x: Shape, ids: tuple[Shape, ...], axes: Shape) -> tuple[Shape, Shape, int]:
-    """NumPy's advanced indexing of `axes` of a tensor of shape `x` by tensors of shapes `ids`.
+    """Return the shapes of indexing `axes` of a tensor `x` by tensors of shapes `ids`, as in NumPy.
 
-    Returns (shape of the result, shape that the indices broadcast to, axis where it stands):
-    the place of the first indexed axis when they are neighbours, else the front.
+    Returns (shape of the result, broadcast shape of the indices, the axis where that stands):
+    the position of the first indexed axis when they are neighbours, else the front.
     """
     together = tuple(np.broadcast_shapes(*ids))
     place = axes[0] if axes == tuple(range(axes[0], axes[0] + len(axes))) else 0
@@ -46,7 +46,7 @@ def _check(op: str, x: Tensor, ids: tuple[Tensor, ...], axes: Shape) -> Shape:
 
 
 def _places(x: torch.Tensor, ids: tuple[torch.Tensor, ...], axes: Shape) -> list[Any]:
-    """`ids` as PyTorch's indices, with all-slices for the axes that are not indexed."""
+    """Return `ids` as PyTorch's indices, with full slices for the axes that are not indexed."""
     places: list[Any] = [slice(None)] * x.ndim
     for axis, one in zip(axes, ids, strict=True):
         places[axis] = one.long()
@@ -57,9 +57,9 @@ def _index(x: torch.Tensor, *ids: torch.Tensor, axes: Shape, wraps: bool) -> tor
     return x[tuple(_places(x, ids, axes))]
 
 
-@define("amp_ir.index", "x", "ids...", meaning=_index)
+@define("amp_ir.index", "x", "ids...", reference=_index)
 def index(x: Tensor, *ids: Tensor, axes: Shape, wraps: bool = True) -> Tensor:
-    """x[..., ids, ...] as NumPy has it: x any[...], ids int[...] that broadcast -> any[...].
+    """Return x[..., ids, ...] as in NumPy: x any[...], ids int[...] that broadcast -> any[...].
 
     `axes[k]` is the axis that `ids[k]` indexes; ascending. The broadcast shape of the indices
     stands at the first indexed axis when these are neighbours, else in front. Without `wraps` a
@@ -80,7 +80,7 @@ def _index_put(
     return torch.ops.aten.index_put(x, places, values.to(x.dtype), accumulate)
 
 
-@define("amp_ir.index_put", "x", "values", "ids...", meaning=_index_put)
+@define("amp_ir.index_put", "x", "values", "ids...", reference=_index_put)
 def index_put(
     x: Tensor,
     values: Tensor,
@@ -89,7 +89,7 @@ def index_put(
     accumulate: bool = False,
     wraps: bool = True,
 ) -> Tensor:
-    """A copy of x with x[..., ids, ...] replaced by values, or values added to it.
+    """Copy x with x[..., ids, ...] replaced by values, or values added to it.
 
     values any[...] broadcasts to the shape that `index` with the same options gives. Duplicates:
     with `accumulate` all are added, in float32 and in order; without, the last one stays. Without
@@ -108,12 +108,12 @@ def _scatter_add(
     return x.scatter_add(axis, ids.long(), within)
 
 
-@define("amp_ir.scatter_add", "x", "ids", "src", meaning=_scatter_add)
+@define("amp_ir.scatter_add", "x", "ids", "src", reference=_scatter_add)
 def scatter_add(x: Tensor, ids: Tensor, src: Tensor, *, axis: int) -> Tensor:
-    """A copy of x with src[i...] added at x[i..., ids[i...] on `axis`, ...].
+    """Copy x with src[i...] added at x[i..., ids[i...] on `axis`, ...].
 
     x any[...], ids int[...] with no extent larger than src's, nor (off `axis`) than x's, src
-    any[...] -> like x. Floats are added in float32 and in order, so the result is reproducible.
+    any[...] -> like x. Floats are added in float32 and in order, so the result is deterministic.
     """
     ids.expect_index()
     src.expect_dtype(x.dtype)

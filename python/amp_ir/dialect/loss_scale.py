@@ -26,7 +26,7 @@ def _scale_loss(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x * scale
 
 
-@define("amp_ir.scale_loss", "x", "scale", meaning=_scale_loss)
+@define("amp_ir.scale_loss", "x", "scale", reference=_scale_loss)
 def scale_loss(x: Tensor, scale: Tensor) -> Tensor:
     """Multiply a loss, or the gradient that enters it, by the scale: x f[...], f32[] -> like x."""
     x.expect_float()
@@ -39,11 +39,11 @@ def _unscale(grad: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """As PyTorch takes it: through float64, then rounded once."""
+    """Return 1 / scale as PyTorch computes it: through float64, then rounded once."""
     return scale.double().reciprocal().to(scale.dtype)
 
 
-@define("amp_ir.unscale", "grad", "scale", meaning=_unscale)
+@define("amp_ir.unscale", "grad", "scale", reference=_unscale)
 def unscale(grad: Tensor, scale: Tensor) -> Tensor:
     """Divide a gradient by the scale: grad f[...], f32[] -> like grad."""
     grad.expect_float()
@@ -59,9 +59,9 @@ def _all_finite(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return finite, squares.sum().sqrt()
 
 
-@define("amp_ir.all_finite", "gradient", "gradients...", meaning=_all_finite)
+@define("amp_ir.all_finite", "gradient", "gradients...", reference=_all_finite)
 def all_finite(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether scaled gradients hold no infinity and no NaN, and their norm: g f[...]..., f32[].
+    """Check scaled gradients for infinity and NaN, and return their norm: g f[...]..., f32[].
 
     The last tensor is the scale. Returns bool[], and f32[]: the 2-norm of all gradients together,
     divided by the scale; it may overflow where each gradient is finite.
@@ -88,7 +88,7 @@ def next_scale(
     min_scale: float,
     max_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The scale and the two trackers after a step.
+    """Return the scale and the two trackers after a step.
 
     After an overflow the scale backs off, unless `hysteresis` allows more overflows in a row than
     there were; after `growth_interval` clean steps in a row it grows, unless it then would not be
@@ -111,7 +111,7 @@ def next_scale(
 
 
 def options_of(scaler: Any) -> dict[str, Any]:
-    """The numbers that update_scale works with; what `torch.amp.GradScaler` lacks is off."""
+    """Return the numbers that update_scale uses; what `torch.amp.GradScaler` lacks is off."""
     is_dynamic = getattr(scaler, "dynamic", True)
     lowest, highest = getattr(scaler, "min_scale", None), getattr(scaler, "max_scale", None)
     return {
@@ -130,7 +130,7 @@ def options_of(scaler: Any) -> dict[str, Any]:
     "growth_tracker",
     "hysteresis_tracker",
     "found_inf",
-    meaning=next_scale,
+    reference=next_scale,
 )
 def update_scale(
     scale: Tensor,
@@ -145,7 +145,10 @@ def update_scale(
     min_scale: float,
     max_scale: float,
 ) -> tuple[Tensor, ...]:
-    """The next scale f32[], growth tracker i32[] and hysteresis tracker i32[]; see `next_scale`."""
+    """Return the next scale f32[], growth tracker i32[] and hysteresis tracker i32[].
+
+    `next_scale` defines them.
+    """
     _expect_scale(scale)
     for tracker in (growth_tracker, hysteresis_tracker):
         tracker.expect_dtype("int32")

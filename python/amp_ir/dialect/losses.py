@@ -56,13 +56,13 @@ def _huber(m: Any, pred: Any, target: Any, *, delta: float) -> Any:
 
 
 def _cross_entropy(m: Any, pred: Any, target: Any) -> Any:
-    """PyTorch keeps the logarithms above -100, so that a wrong certainty is not infinite."""
+    """Compute binary cross entropy with logarithms above -100, as PyTorch: errors stay finite."""
     yes, no = m.maximum(m.log(pred), -100.0), m.maximum(m.log1p(-pred), -100.0)
     return (target - 1.0) * no - target * yes
 
 
 def _sigmoid(m: Any, x: Any) -> Any:
-    """sigmoid(x) by e^-|x|, which does not overflow: its smallest numbers are there too."""
+    """Return sigmoid(x) from e^-|x|, which does not overflow and keeps the smallest numbers."""
     z = m.exp(-m.absolute(x))
     return m.select(x < 0.0, z / (1.0 + z), 1.0 / (1.0 + z))
 
@@ -114,7 +114,7 @@ def _check(op: str, tensors: tuple[Tensor, ...], reduction: str) -> None:
 
 
 def _signature_of(formula: Callable[..., Any]) -> inspect.Signature:
-    """Any tensors, `reduction` and the formula's own options."""
+    """Return a signature with any tensors, `reduction` and the formula's own options."""
     parameter = inspect.Parameter
     options = [
         one
@@ -157,8 +157,8 @@ def _define_loss(name: str, loss: Loss) -> None:
     rule_backward.__doc__ = "grad f[] (f[...] for none), pred f[...], target f[...] -> f[...]."
     signature = _signature_of(loss.value)
     rule.__signature__ = rule_backward.__signature__ = signature  # type: ignore[attr-defined]
-    define(f"amp_ir.{name}", "pred", "target", meaning=forward)(rule)
-    define(f"amp_ir.{name}_backward", "grad", "pred", "target", meaning=backward)(rule_backward)
+    define(f"amp_ir.{name}", "pred", "target", reference=forward)(rule)
+    define(f"amp_ir.{name}_backward", "grad", "pred", "target", reference=backward)(rule_backward)
 
 
 for _name, _loss in LOSSES.items():
@@ -168,7 +168,7 @@ for _name, _loss in LOSSES.items():
 def _weights(
     target: torch.Tensor, weight: tuple[torch.Tensor, ...], ignore_index: int, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(class numbers safe to index with, weight of each target; 0 for the ignored)."""
+    """Return (class numbers safe to index with, weight of each target; 0 for the ignored)."""
     kept = target != ignore_index
     classes = torch.where(kept, target, 0).long()
     weights = weight[0][classes] if weight else torch.ones_like(classes, dtype=like.dtype)
@@ -176,7 +176,7 @@ def _weights(
 
 
 def class_axis(shape: Shape) -> int:
-    """Classes are axis 1 of a batch, axis 0 of a single sample."""
+    """Return the axis of classes: 1 in a batch, 0 in a single sample."""
     return 1 if len(shape) > 1 else 0
 
 
@@ -210,7 +210,7 @@ def _check_target(
     expect_rest(weight, {"has_weight": has_weight}, (shape[axis],), op)
 
 
-@define("amp_ir.nll_loss", "logp", "target", "weight?", meaning=_nll_loss)
+@define("amp_ir.nll_loss", "logp", "target", "weight?", reference=_nll_loss)
 def nll_loss(
     logp: Tensor,
     target: Tensor,
@@ -219,7 +219,7 @@ def nll_loss(
     ignore_index: int = -100,
     has_weight: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Negative log-likelihood.
+    """Compute the negative log-likelihood.
 
     logp f[n, classes, *space] (or f[classes]), target int[n, *space], weight f[classes]
     -> (loss f[] or f[n, *space], total_weight f32[]). The mean is over the total weight; it is
@@ -255,7 +255,7 @@ def _nll_loss_backward(
 
 @define(
     "amp_ir.nll_loss_backward", "grad", "target", "total_weight", "weight?",
-    meaning=_nll_loss_backward,
+    reference=_nll_loss_backward,
 )  # fmt: skip
 def nll_loss_backward(
     grad: Tensor,
@@ -268,7 +268,7 @@ def nll_loss_backward(
     has_weight: bool = False,
     dtype: str | None = None,
 ) -> Tensor:
-    """Dlogp f[*input_shape] of nll_loss, in `dtype` (by default that of grad).
+    """Return dlogp f[*input_shape] of nll_loss, in `dtype` (by default that of grad).
 
     grad f[] (f[n, *space] for "none"), target int[n, *space], total_weight f[], weight f[classes].
     """

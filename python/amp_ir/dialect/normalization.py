@@ -56,7 +56,7 @@ def _layer_norm(
     return _affine(centered * rstd, rest, has_weight, has_bias), mean, rstd
 
 
-@define("amp_ir.layer_norm", "x", "weight?", "bias?", meaning=_layer_norm)
+@define("amp_ir.layer_norm", "x", "weight?", "bias?", reference=_layer_norm)
 def layer_norm(
     x: Tensor,
     *rest: Tensor,
@@ -107,7 +107,7 @@ def _check_backward(grad: Tensor, x: Tensor, statistics: tuple[Tensor, ...], ndi
 @define(
     "amp_ir.layer_norm_backward_input",
     "grad", "x", "mean", "rstd", "weight?",
-    meaning=_layer_norm_backward_input,
+    reference=_layer_norm_backward_input,
 )  # fmt: skip
 def layer_norm_backward_input(
     grad: Tensor,
@@ -118,7 +118,7 @@ def layer_norm_backward_input(
     ndim_normalized: int,
     has_weight: bool = True,
 ) -> Tensor:
-    """dx of layer_norm, shaped and typed like grad; mean and rstd f[*batch, 1...]."""
+    """Return dx of layer_norm, shaped and typed like grad; mean and rstd f[*batch, 1...]."""
     normalized = _check_backward(grad, x, (mean, rstd), ndim_normalized)
     expect_rest(rest, {"has_weight": has_weight}, normalized, "amp_ir.layer_norm_backward_input")
     return grad.with_shape(grad.shape)
@@ -144,12 +144,12 @@ def _layer_norm_backward_weight(
 @define(
     "amp_ir.layer_norm_backward_weight",
     "grad", "x", "mean", "rstd",
-    meaning=_layer_norm_backward_weight,
+    reference=_layer_norm_backward_weight,
 )  # fmt: skip
 def layer_norm_backward_weight(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, ndim_normalized: int
 ) -> tuple[Tensor, ...]:
-    """(dweight f32[*normalized], dbias f32[*normalized]) of layer_norm."""
+    """Return (dweight f32[*normalized], dbias f32[*normalized]) of layer_norm."""
     normalized = _check_backward(grad, x, (mean, rstd), ndim_normalized)
     result = Tensor(normalized, grad.statistic_dtype)
     return result, result
@@ -162,7 +162,7 @@ def _rms_norm(
     return _affine(x * rstd, rest, has_weight, False), rstd
 
 
-@define("amp_ir.rms_norm", "x", "weight?", meaning=_rms_norm)
+@define("amp_ir.rms_norm", "x", "weight?", reference=_rms_norm)
 def rms_norm(
     x: Tensor, *rest: Tensor, ndim_normalized: int, eps: float, has_weight: bool = True
 ) -> tuple[Tensor, ...]:
@@ -193,7 +193,7 @@ def _rms_norm_backward_input(
 @define(
     "amp_ir.rms_norm_backward_input",
     "grad", "x", "rstd", "weight?",
-    meaning=_rms_norm_backward_input,
+    reference=_rms_norm_backward_input,
 )  # fmt: skip
 def rms_norm_backward_input(
     grad: Tensor,
@@ -203,7 +203,7 @@ def rms_norm_backward_input(
     ndim_normalized: int,
     has_weight: bool = True,
 ) -> Tensor:
-    """dx of rms_norm, shaped and typed like grad."""
+    """Return dx of rms_norm, shaped and typed like grad."""
     normalized = _check_backward(grad, x, (rstd,), ndim_normalized)
     expect_rest(rest, {"has_weight": has_weight}, normalized, "amp_ir.rms_norm_backward_input")
     return grad.with_shape(grad.shape)
@@ -215,10 +215,10 @@ def _rms_norm_backward_weight(
     return _sum_batch(grad * x * rstd, ndim_normalized)
 
 
-@define("amp_ir.rms_norm_backward_weight", "grad", "x", "rstd", meaning=_rms_norm_backward_weight)
+@define("amp_ir.rms_norm_backward_weight", "grad", "x", "rstd", reference=_rms_norm_backward_weight)
 def rms_norm_backward_weight(
     grad: Tensor, x: Tensor, rstd: Tensor, *, ndim_normalized: int
 ) -> Tensor:
-    """Dweight f32[*normalized] of rms_norm."""
+    """Return dweight f32[*normalized] of rms_norm."""
     normalized = _check_backward(grad, x, (rstd,), ndim_normalized)
     return Tensor(normalized, grad.statistic_dtype)

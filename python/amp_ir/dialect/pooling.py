@@ -2,7 +2,7 @@
 """Poolings over 1 to 3 spatial axes and their gradients.
 
 Data are f[*batch, *space]: the spatial axes are the last `len(kernel)` (or `len(output_size)`)
-ones, any axes may come before them. Options have one number a spatial axis. `indices` are int64
+ones, any axes may come before them. Options have one number per spatial axis. `indices` are int64
 flat positions in the spatial plane, as PyTorch's.
 """
 
@@ -20,7 +20,10 @@ from amp_ir.errors import OptionError
 def pooled_extent(
     extent: int, kernel: int, stride: int, pad: int, dilation: int, ceil_mode: bool
 ) -> int:
-    """How many windows an axis of `extent` has (PyTorch's rule, the last window begins inside)."""
+    """Return how many windows an axis of `extent` has, by PyTorch's rule for the last window.
+
+    The last window begins inside the axis.
+    """
     span = extent + 2 * pad - dilation * (kernel - 1) - 1
     count = (span + (stride - 1 if ceil_mode else 0)) // stride + 1
     return count - 1 if ceil_mode and (count - 1) * stride >= extent + pad else count
@@ -35,7 +38,7 @@ def pooled_shape(
     dilation: Shape,
     ceil_mode: bool,
 ) -> Shape:
-    """The shape of a pooling's result for the shape of its input."""
+    """Return the shape of a pooling's result for the shape of its input."""
     batch, space = shape[: -len(kernel)], shape[-len(kernel) :]
     return batch + tuple(
         pooled_extent(*numbers, ceil_mode)
@@ -60,7 +63,7 @@ def _check_window(
 
 
 def _planes(x: torch.Tensor, ndim_space: int) -> torch.Tensor:
-    """[*batch, *space] as [1, batch, *space], PyTorch's batch and channels."""
+    """Reshape [*batch, *space] to [1, batch, *space], PyTorch's batch and channels."""
     return x.reshape(1, -1, *x.shape[x.ndim - ndim_space :])
 
 
@@ -79,7 +82,7 @@ def _max_pool(x: torch.Tensor, *, kernel: Shape, **options: Any) -> tuple[torch.
     return _as_batch(y, shape, n), _as_batch(indices, shape, n)
 
 
-@define("amp_ir.max_pool", "x", meaning=_max_pool)
+@define("amp_ir.max_pool", "x", reference=_max_pool)
 def max_pool(
     x: Tensor,
     *,
@@ -89,7 +92,7 @@ def max_pool(
     dilation: Shape,
     ceil_mode: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The largest of each window: x f[*batch, *space] -> (y f[*batch, *out], indices int64).
+    """Return the maximum of each window: x f[*batch, *space] -> (y f[*batch, *out], indices int64).
 
     Of equal elements the first counts; a NaN is larger than any number.
     """
@@ -112,7 +115,7 @@ def _scatter_to(
     return flat.reshape(input_shape)
 
 
-@define("amp_ir.max_pool_backward", "grad", "indices", meaning=_scatter_to)
+@define("amp_ir.max_pool_backward", "grad", "indices", reference=_scatter_to)
 def max_pool_backward(
     grad: Tensor,
     indices: Tensor,
@@ -124,9 +127,9 @@ def max_pool_backward(
     dilation: Shape,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """Dx of max_pool: grad f[*batch, *out], indices int64 likewise -> f[*input_shape].
+    """Return dx of max_pool: grad f[*batch, *out], indices int64 likewise -> f[*input_shape].
 
-    The window options are those of the forward op: they say which windows cover an element.
+    The window options are those of the forward op: they determine which windows cover an element.
     """
     grad.expect_float()
     op = "amp_ir.max_pool_backward"
@@ -173,7 +176,7 @@ def _average_shape(op: str, x: Shape, **options: Any) -> Shape:
     return pooled_shape(x, **windows, dilation=dilation, ceil_mode=options["ceil_mode"])
 
 
-@define("amp_ir.avg_pool", "x", meaning=_avg_pool)
+@define("amp_ir.avg_pool", "x", reference=_avg_pool)
 def avg_pool(
     x: Tensor,
     *,
@@ -184,10 +187,10 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor: int | None = None,
 ) -> Tensor:
-    """The mean of each window: x f[*batch, *space] -> f[*batch, *out].
+    """Return the mean of each window: x f[*batch, *space] -> f[*batch, *out].
 
     A window's sum is divided by `divisor`, or by its number of elements, where padding counts
-    only with `count_include_pad`; what lies beyond the padding (ceil_mode) never counts.
+    only with `count_include_pad`; what is beyond the padding (ceil_mode) never counts.
     """
     x.expect_float()
     shape = _average_shape(
@@ -198,7 +201,7 @@ def avg_pool(
 
 
 def _transposed(linear: Any, grad: torch.Tensor, input_shape: Shape) -> torch.Tensor:
-    """The gradient of a linear map, by autograd."""
+    """Return the gradient of a linear map, by autograd."""
     with torch.enable_grad():
         x = torch.zeros(input_shape, dtype=grad.dtype, requires_grad=True)
         return torch.autograd.grad(linear(x), x, grad)[0]
@@ -208,7 +211,7 @@ def _avg_pool_backward(grad: torch.Tensor, *, input_shape: Shape, **options: Any
     return _transposed(lambda x: _avg_pool(x, **options), grad, input_shape)
 
 
-@define("amp_ir.avg_pool_backward", "grad", meaning=_avg_pool_backward)
+@define("amp_ir.avg_pool_backward", "grad", reference=_avg_pool_backward)
 def avg_pool_backward(
     grad: Tensor,
     *,
@@ -220,7 +223,7 @@ def avg_pool_backward(
     count_include_pad: bool = True,
     divisor: int | None = None,
 ) -> Tensor:
-    """Dx of avg_pool with the same options: grad f[*batch, *out] -> f[*input_shape]."""
+    """Return dx of avg_pool with the same options: grad f[*batch, *out] -> f[*input_shape]."""
     grad.expect_float()
     shape = _average_shape(
         "amp_ir.avg_pool_backward", tuple(input_shape), kernel=kernel, strides=strides,
@@ -245,9 +248,9 @@ def _adaptive_avg_pool(x: torch.Tensor, *, output_size: Shape) -> torch.Tensor:
     return _as_batch(pool(_planes(x, n), output_size), tuple(x.shape), n)
 
 
-@define("amp_ir.adaptive_avg_pool", "x", meaning=_adaptive_avg_pool)
+@define("amp_ir.adaptive_avg_pool", "x", reference=_adaptive_avg_pool)
 def adaptive_avg_pool(x: Tensor, *, output_size: Shape) -> Tensor:
-    """Means of `output_size` windows: x f[*batch, *space] -> f[*batch, *output_size].
+    """Return means of `output_size` windows: x f[*batch, *space] -> f[*batch, *output_size].
 
     Window i of an axis of extent n covers floor(i n / out) up to ceil((i + 1) n / out) exclusive.
     """
@@ -267,9 +270,12 @@ def _check_adaptive_backward(op: str, grad: Tensor, input_shape: Shape, ndim_spa
     grad.expect_shape(tuple(input_shape[:-ndim_space]) + grad.shape[-ndim_space:])
 
 
-@define("amp_ir.adaptive_avg_pool_backward", "grad", meaning=_adaptive_avg_pool_backward)
+@define("amp_ir.adaptive_avg_pool_backward", "grad", reference=_adaptive_avg_pool_backward)
 def adaptive_avg_pool_backward(grad: Tensor, *, input_shape: Shape, ndim_space: int) -> Tensor:
-    """Dx of adaptive_avg_pool over `ndim_space` axes: grad f[*batch, *out] -> f[*input_shape]."""
+    """Return dx of adaptive_avg_pool over `ndim_space` axes.
+
+    grad f[*batch, *out] -> f[*input_shape].
+    """
     _check_adaptive_backward("amp_ir.adaptive_avg_pool_backward", grad, input_shape, ndim_space)
     return grad.with_shape(input_shape)
 
@@ -281,19 +287,22 @@ def _adaptive_max_pool(x: torch.Tensor, *, output_size: Shape) -> tuple[torch.Te
     return _as_batch(y, shape, n), _as_batch(indices, shape, n)
 
 
-@define("amp_ir.adaptive_max_pool", "x", meaning=_adaptive_max_pool)
+@define("amp_ir.adaptive_max_pool", "x", reference=_adaptive_max_pool)
 def adaptive_max_pool(x: Tensor, *, output_size: Shape) -> tuple[Tensor, ...]:
-    """The largest of each of `output_size` windows: x f[*batch, *space] -> (y, indices int64)."""
+    """Return the maxima of `output_size` windows: x f[*batch, *space] -> (y, indices int64)."""
     x.expect_float()
     shape = _check_output_size("amp_ir.adaptive_max_pool", x.shape, output_size)
     return x.with_shape(shape), Tensor(shape, "int64")
 
 
-@define("amp_ir.adaptive_max_pool_backward", "grad", "indices", meaning=_scatter_to)
+@define("amp_ir.adaptive_max_pool_backward", "grad", "indices", reference=_scatter_to)
 def adaptive_max_pool_backward(
     grad: Tensor, indices: Tensor, *, input_shape: Shape, ndim_space: int
 ) -> Tensor:
-    """Dx of adaptive_max_pool: grad f[*batch, *out], indices int64 likewise -> f[*input_shape]."""
+    """Return dx of adaptive_max_pool.
+
+    grad f[*batch, *out], indices int64 likewise -> f[*input_shape].
+    """
     _check_adaptive_backward("amp_ir.adaptive_max_pool_backward", grad, input_shape, ndim_space)
     indices.expect_dtype("int64")
     indices.expect_shape(grad.shape)

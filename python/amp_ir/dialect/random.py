@@ -2,12 +2,12 @@
 """Random numbers as a pure function of (seed, step, op index, element).
 
 `random_state` is int64[2]: the seed and the counter of the step, which the step itself advances.
-`index` is a number of its own for each random op of the step. Nothing is stored between calls, so
-a backward op, a second device or a restored checkpoint sees the same numbers.
+`index` is unique for each random op of the step. Nothing is stored between calls, so a backward
+op, a second device or a restored checkpoint sees the same numbers.
 
 The generator is two rounds of a 32-bit mixing permutation of the element's flat position, keyed
-with 64 bits that absorb seed, step and index. All arithmetic is modulo 2^32; `loops/lower_random`
-computes the same bits.
+with 64 bits that absorb seed, step and index. All arithmetic is modulo 2^32;
+`loops/lowerings/random.py` computes the same bits.
 
 Source: the mixer is lowbias32 of C. Wellons, "Prospecting for hash functions" (2018); the idea of
     counters as generators is Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
@@ -56,7 +56,7 @@ def _keys(random_state: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.T
 def random_bits(
     random_state: torch.Tensor, shape: Shape, index: int, *, draw: int = 0
 ) -> torch.Tensor:
-    """32 random bits an element, as int64 in [0, 2^32). `draw` 1 gives a second, other tensor."""
+    """Return 32 random bits per element, as int64 in [0, 2^32); `draw` 1 is a second tensor."""
     first, second = _keys(random_state, index)
     element = torch.arange(math.prod(shape), dtype=torch.int64)
     first = first ^ (SECOND_DRAW if draw else 0)
@@ -69,7 +69,7 @@ def _random_uniform(random_state: torch.Tensor, *, shape: Shape, index: int) -> 
 
 
 def _random_normal(random_state: torch.Tensor, *, shape: Shape, index: int) -> torch.Tensor:
-    """Box and Muller 1958; the radius takes a uniform in (0, 1], so its logarithm is finite."""
+    """Draw by Box and Muller 1958; the radius uses a uniform in (0, 1]: its logarithm is finite."""
     radius = ((random_bits(random_state, shape, index) >> 8) + 1).float() * 2.0**-24
     angle = (random_bits(random_state, shape, index, draw=1) >> 8).float() * 2.0**-24
     return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle * (2.0 * math.pi))
@@ -85,16 +85,16 @@ def check_state(op: str, random_state: Tensor, shape: Shape, index: int) -> None
         raise OptionError(f"{op}: shape {tuple(shape)} has more than 2^32 - 1 elements")
 
 
-@define("amp_ir.random_uniform", "random_state", meaning=_random_uniform)
+@define("amp_ir.random_uniform", "random_state", reference=_random_uniform)
 def random_uniform(random_state: Tensor, *, shape: Shape, index: int) -> Tensor:
-    """Uniform in [0, 1): int64[2] -> f32[*shape], multiples of 2^-24."""
+    """Draw uniforms in [0, 1): int64[2] -> f32[*shape], multiples of 2^-24."""
     check_state("amp_ir.random_uniform", random_state, shape, index)
     return Tensor(tuple(shape), "float32")
 
 
-@define("amp_ir.random_normal", "random_state", meaning=_random_normal)
+@define("amp_ir.random_normal", "random_state", reference=_random_normal)
 def random_normal(random_state: Tensor, *, shape: Shape, index: int) -> Tensor:
-    """Standard normal: int64[2] -> f32[*shape]."""
+    """Draw standard normals: int64[2] -> f32[*shape]."""
     check_state("amp_ir.random_normal", random_state, shape, index)
     return Tensor(tuple(shape), "float32")
 
@@ -102,12 +102,12 @@ def random_normal(random_state: Tensor, *, shape: Shape, index: int) -> Tensor:
 def keep_mask(
     random_state: torch.Tensor, shape: Shape, *, dropout_p: float, index: int
 ) -> torch.Tensor:
-    """bool[*shape]: True, with probability 1 - p, where an element stays."""
+    """Return bool[*shape]: True, with probability 1 - p, where an element stays."""
     return _random_uniform(random_state, shape=shape, index=index) >= dropout_p
 
 
 def survivor_scale(dropout_p: float) -> float:
-    """What survivors of a dropout are multiplied by; 0 when nothing survives."""
+    """Return the factor of the elements that dropout keeps; 0 when it keeps none."""
     return 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
 
 
@@ -124,7 +124,7 @@ def _dropout(
     return torch.where(mask, x * survivor_scale(p), 0.0), mask
 
 
-@define("amp_ir.dropout", "x", "random_state", meaning=_dropout)
+@define("amp_ir.dropout", "x", "random_state", reference=_dropout)
 def dropout(x: Tensor, random_state: Tensor, *, p: float, index: int) -> tuple[Tensor, ...]:
     """Zero elements with probability p: x f[...], int64[2] -> (y like x, mask bool[...]).
 
@@ -140,9 +140,9 @@ def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, *, scale: float) -
     return torch.where(mask, grad * scale, 0.0)
 
 
-@define("amp_ir.dropout_backward", "grad", "mask", meaning=_dropout_backward)
+@define("amp_ir.dropout_backward", "grad", "mask", reference=_dropout_backward)
 def dropout_backward(grad: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Dx of dropout: grad f[...], mask bool[...] -> f[...]; `scale` is 1 / (1 - p)."""
+    """Return dx of dropout: grad f[...], mask bool[...] -> f[...]; `scale` is 1 / (1 - p)."""
     grad.expect_float()
     mask.expect_dtype("bool")
     mask.expect_shape(grad.shape)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer and direction of an LSTM or a GRU over all its time steps, and the gradient of that.
+"""One layer and direction of an LSTM or a GRU over all its time steps, and its gradient.
 
-Shapes: t steps of n rows, h wide; time comes first. What the input gives to the gates is computed
+Shapes: t steps of n rows, h wide; time comes first. The input's part of the gates is computed
 outside, as one matmul for all steps, and so are the gradients of weights and biases.
 
-- `states` f[t + 1, n, h] (and an LSTM's `cells`) hold the initial state too. Walking forward, the
-  initial state is states[0], and step k writes states[k + 1] from states[k]. With `reverse` time is
-  walked backwards: the initial state is states[t], and step k writes states[k] from states[k + 1].
-- `activated` f[t, n, 4h] is what a step keeps for its gradient. LSTM: input, forget, new cell and
-  output gate after their functions. GRU: reset, update, new state after their functions, and what
-  the previous state gives to the new one, W_n h + b_n.
+- `states` f[t + 1, n, h] (and an LSTM's `cells`) hold the initial state too. Forward, the initial
+  state is states[0], and step k writes states[k + 1] from states[k]. With `reverse` time runs
+  backwards: the initial state is states[t], and step k writes states[k] from states[k + 1].
+- `activated` f[t, n, 4h] is what a step stores for its gradient. LSTM: input, forget, new cell and
+  output gate after their functions. GRU: reset, update, new state after their functions, and the
+  previous state's part of the new one, W_n h + b_n.
 - A matmul reads states and gradients of gates as they are stored: `stored` rounds them.
 - Cells and their gradients are float32 (float64 for float64) whatever the rest is, since they are
   sums over time; a kernel carries the gradient of the state from step to step in float32 too.
@@ -32,22 +32,22 @@ LSTM_GATES, GRU_GATES, ACTIVATED = 4, 3, 4
 
 
 def time_steps(length: int, *, reverse: bool) -> range:
-    """The steps in the order in which the recurrence walks them."""
+    """Return the steps in the order in which the recurrence runs them."""
     return range(length - 1, -1, -1) if reverse else range(length)
 
 
 def output_slice(*, reverse: bool) -> slice:
-    """Which of `states` the steps wrote; entry k is that of step k."""
+    """Return the slice of `states` that the steps wrote; entry k is that of step k."""
     return slice(0, -1) if reverse else slice(1, None)
 
 
 def previous_slice(*, reverse: bool) -> slice:
-    """Which of `states` the steps read; entry k is that of step k."""
+    """Return the slice of `states` that the steps read; entry k is that of step k."""
     return slice(1, None) if reverse else slice(0, -1)
 
 
 def last_index(*, reverse: bool) -> int:
-    """Where in `states` the last step wrote."""
+    """Return the index in `states` that the last step wrote."""
     return 0 if reverse else -1
 
 
@@ -56,7 +56,7 @@ def _as_it_is(value: torch.Tensor) -> torch.Tensor:
 
 
 def _in_time(walked: Sequence[torch.Tensor], *, reverse: bool) -> torch.Tensor:
-    """What the steps made, in the order in which they were walked, by time."""
+    """Order the results of the steps, given in execution order, by time."""
     return torch.stack(list(reversed(walked)) if reverse else list(walked))
 
 
@@ -69,7 +69,7 @@ def lstm_of(
     reverse: bool,
     stored: _Stored = _as_it_is,
 ) -> _Tensors:
-    """Meaning of `amp_ir.lstm`; can be differentiated."""
+    """Compute `amp_ir.lstm` with PyTorch; differentiable."""
     states, cells, activated = [hidden], [cell], []
     for k in time_steps(len(gates), reverse=reverse):
         into, forget, made, out = (gates[k] + stored(states[-1]) @ weight.mT).chunk(4, -1)
@@ -91,7 +91,7 @@ def lstm_backward_of(
     reverse: bool,
     stored: _Stored = _as_it_is,
 ) -> _Tensors:
-    """Meaning of `amp_ir.lstm_backward`; can be differentiated."""
+    """Compute `amp_ir.lstm_backward` with PyTorch; differentiable."""
     new, before = cells[output_slice(reverse=reverse)], cells[previous_slice(reverse=reverse)]
     walked: list[torch.Tensor] = []
     for k in reversed(time_steps(len(grad), reverse=reverse)):
@@ -124,7 +124,7 @@ def gru_of(
     reverse: bool,
     stored: _Stored = _as_it_is,
 ) -> _Tensors:
-    """Meaning of `amp_ir.gru`; can be differentiated."""
+    """Compute `amp_ir.gru` with PyTorch; differentiable."""
     states, activated = [hidden], []
     for k in time_steps(len(gates), reverse=reverse):
         before = states[-1]
@@ -148,7 +148,7 @@ def gru_backward_of(
     reverse: bool,
     stored: _Stored = _as_it_is,
 ) -> _Tensors:
-    """Meaning of `amp_ir.gru_backward`; can be differentiated."""
+    """Compute `amp_ir.gru_backward` with PyTorch; differentiable."""
     before = states[previous_slice(reverse=reverse)]
     of_gates, of_recurrent = [], []
     for k in reversed(time_steps(len(grad), reverse=reverse)):
@@ -171,7 +171,7 @@ def _check_alike(first: Tensor, *others: Tensor) -> None:
 
 
 def _check_wide(*tensors: Tensor) -> None:
-    """Cells: kept in float32 beside low gates."""
+    """Require float32 cells beside low gates."""
     for one in tensors:
         one.expect_float()
 
@@ -184,7 +184,7 @@ def _check_sequence(x: Tensor, what: str) -> tuple[int, int, int]:
 
 
 def _check_forward(gates: Tensor, weight: Tensor, hidden: Tensor, count: int) -> tuple[int, ...]:
-    """(t, n, h) of a forward op with `count` gates."""
+    """Return (t, n, h) of a forward op with `count` gates."""
     steps, rows, width = _check_sequence(gates, f"(steps, rows, {count} times the width)")
     if hidden.ndim != 2:
         hidden.refuse("shape", "(rows, width)")
@@ -196,11 +196,11 @@ def _check_forward(gates: Tensor, weight: Tensor, hidden: Tensor, count: int) ->
     return steps, rows, of_state
 
 
-@define("amp_ir.lstm", "gates", "weight", "hidden", "cell", meaning=lstm_of, stores_inside=True)
+@define("amp_ir.lstm", "gates", "weight", "hidden", "cell", reference=lstm_of, stores_inside=True)
 def lstm(
     gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor, *, reverse: bool
 ) -> tuple[Tensor, ...]:
-    """An LSTM: gates f[t, n, 4h] = x W^T + b, weight f[4h, h], hidden f[n, h], cell f32[n, h].
+    """Run an LSTM: gates f[t, n, 4h] = x W^T + b, weight f[4h, h], hidden f[n, h], cell f32[n, h].
 
     -> (states f[t + 1, n, h], cells f32[t + 1, n, h], activated f[t, n, 4h]).
     """
@@ -216,7 +216,7 @@ def lstm(
 @define(
     "amp_ir.lstm_backward",
     "grad", "grad_hidden", "grad_cell", "activated", "cells", "weight",
-    meaning=lstm_backward_of, stores_inside=True,
+    reference=lstm_backward_of, stores_inside=True,
 )  # fmt: skip
 def lstm_backward(
     grad: Tensor,
@@ -228,10 +228,10 @@ def lstm_backward(
     *,
     reverse: bool,
 ) -> tuple[Tensor, ...]:
-    """(grad_gates f[t, n, 4h], and the gradients of hidden f[n, h] and of cell f32[n, h]).
+    """Return (grad_gates f[t, n, 4h], the gradients of hidden f[n, h] and of cell f32[n, h]).
 
-    grad f[t, n, h] is of the steps' states, grad_hidden f[n, h] and grad_cell f32[n, h] of the last
-    ones; the rest is what the forward op left.
+    grad f[t, n, h] is of the steps' states, grad_hidden f[n, h] and grad_cell f32[n, h] of the
+    last ones; the rest are results of the forward op.
     """
     steps, rows, width = _check_sequence(grad, "(steps, rows, width)")
     _check_alike(grad, grad_hidden, activated, weight)
@@ -249,11 +249,11 @@ def lstm_backward(
     )
 
 
-@define("amp_ir.gru", "gates", "weight", "bias", "hidden", meaning=gru_of, stores_inside=True)
+@define("amp_ir.gru", "gates", "weight", "bias", "hidden", reference=gru_of, stores_inside=True)
 def gru(
     gates: Tensor, weight: Tensor, bias: Tensor, hidden: Tensor, *, reverse: bool
 ) -> tuple[Tensor, ...]:
-    """A GRU: gates f[t, n, 3h] = x W^T + b, weight f[3h, h] and bias f[3h] of the state f[n, h].
+    """Run a GRU: gates f[t, n, 3h] = x W^T + b, weight f[3h, h], bias f[3h] of the state f[n, h].
 
     -> (states f[t + 1, n, h], activated f[t, n, 4h]).
     """
@@ -267,7 +267,7 @@ def gru(
 @define(
     "amp_ir.gru_backward",
     "grad", "grad_hidden", "activated", "states", "weight",
-    meaning=gru_backward_of, stores_inside=True,
+    reference=gru_backward_of, stores_inside=True,
 )  # fmt: skip
 def gru_backward(
     grad: Tensor,
@@ -278,10 +278,10 @@ def gru_backward(
     *,
     reverse: bool,
 ) -> tuple[Tensor, ...]:
-    """(grad_gates f[t, n, 3h], grad_recurrent f[t, n, 3h], gradient of hidden f[n, h]).
+    """Return (grad_gates f[t, n, 3h], grad_recurrent f[t, n, 3h], gradient of hidden f[n, h]).
 
-    grad_gates is of what the input gives to the gates, grad_recurrent of what the state gives,
-    W h + b. grad f[t, n, h] is of the steps' states, grad_hidden f[n, h] of the last one.
+    grad_gates is of the input's part of the gates, grad_recurrent of the state's part, W h + b.
+    grad f[t, n, h] is of the steps' states, grad_hidden f[n, h] of the last one.
     """
     steps, rows, width = _check_sequence(grad, "(steps, rows, width)")
     _check_alike(grad, grad_hidden, activated, states, weight)

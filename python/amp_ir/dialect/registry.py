@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an `amp_ir.*` op is declared: its type inference and its meaning in PyTorch.
+"""Registry of `amp_ir.*` ops: type inference and reference implementation in PyTorch.
 
-One declaration an op, in the file of its family:
+One declaration per op, in the file of its family:
 
     @declare("amp_ir.softmax_backward", "grad", "y")
     def softmax_backward(grad, y, *, axis): ...        # infer: types in, type out
 
-The registered op takes its options as `DictAttrs`. The lowering to loops is registered apart
-(`loops/`), the cast rule in `amp/type_hints.py`.
+The registered op takes its options as `DictAttrs`. The lowering to loops is registered in
+`loops/`, the cast rule in `amp/type_hints.py`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def declare(name: str, *arguments: str, reference: Reference) -> Callable[[Infer
 
 
 def options_of(call: relax.Call) -> dict[str, Any]:
-    """The options of a call as plain Python values (tuples for lists)."""
+    """Return the options of a call as plain Python values (tuples for lists)."""
     if not isinstance(call.attrs, tvm.ir.attrs.DictAttrs):
         return {}
     return {

@@ -20,7 +20,7 @@ def _softmax_backward(grad: torch.Tensor, y: torch.Tensor, *, axis: int) -> torc
     return (grad - (grad * y).sum(axis, keepdim=True)) * y
 
 
-@define("amp_ir.softmax_backward", "grad", "y", meaning=_softmax_backward)
+@define("amp_ir.softmax_backward", "grad", "y", reference=_softmax_backward)
 def softmax_backward(grad: Tensor, y: Tensor, *, axis: int) -> Tensor:
     """Gradient of y = softmax(x): grad f[...], y f[...] -> f[...]."""
     return _check(grad, y, axis)
@@ -30,7 +30,7 @@ def _log_softmax_backward(grad: torch.Tensor, y: torch.Tensor, *, axis: int) -> 
     return grad - y.exp() * grad.sum(axis, keepdim=True)
 
 
-@define("amp_ir.log_softmax_backward", "grad", "y", meaning=_log_softmax_backward)
+@define("amp_ir.log_softmax_backward", "grad", "y", reference=_log_softmax_backward)
 def log_softmax_backward(grad: Tensor, y: Tensor, *, axis: int) -> Tensor:
     """Gradient of y = log_softmax(x): grad f[...], y f[...] -> f[...]."""
     return _check(grad, y, axis)

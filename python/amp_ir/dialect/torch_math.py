@@ -22,28 +22,28 @@ absolute = torch.abs
 
 
 def normal_cdf(x: torch.Tensor, bell: torch.Tensor) -> torch.Tensor:
-    """How much of the normal distribution lies below x, whose `bell` is e^(-x^2 / 2)."""
+    """Return the normal distribution function at x; `bell` is e^(-x^2 / 2)."""
     # torch.special.ndtr has no digits left below -8.
     return 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
 
 
 def power(base: torch.Tensor, exponent: float) -> torch.Tensor:
-    """`base ** exponent`."""
+    """Return `base ** exponent`."""
     return torch.pow(base, exponent)
 
 
 def maximum(x: torch.Tensor, bound: float) -> torch.Tensor:
-    """The larger of an element and a number; NaN if the element is."""
+    """Return the larger of an element and a number; NaN if the element is."""
     return torch.clamp(x, min=bound)
 
 
 def minimum(x: torch.Tensor, bound: float) -> torch.Tensor:
-    """The smaller of an element and a number; NaN if the element is."""
+    """Return the smaller of an element and a number; NaN if the element is."""
     return torch.clamp(x, max=bound)
 
 
 def select(
     condition: torch.Tensor, chosen: torch.Tensor | float, other: torch.Tensor | float
 ) -> torch.Tensor:
-    """`chosen` where the condition holds, else `other`; the one not taken may be NaN."""
+    """Return `chosen` where the condition is true, else `other`; the one not taken may be NaN."""
     return torch.where(condition, chosen, other)

@@ -13,7 +13,7 @@ from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import library_call
-from amp_ir.ir.tuning_cache import RULES, MeasuredWays, this_machine, with_way
+from amp_ir.ir.tuning_cache import RULES, TuningCache, this_machine, with_algorithm
 
 # Calls that take the name of a way behind the epilogue, as in "relu+gemm"; the argument before
 # the result is the epilogue.
@@ -35,7 +35,7 @@ def choose_measured_ways(
     """Name the measured algorithm in the calls of oneDNN's matmuls, where `amp_ir.tune` has run."""
     if "onednn" not in libraries or not native.has("amp_ir.onednn.matmul"):
         return ir
-    known = MeasuredWays.read(this_machine())
+    known = TuningCache.read(this_machine())
     # Naming every matmul of a step takes time; where `tune` has not run, for nothing.
     return choose_ways(ir, known.best, log=log) if known.milliseconds else ir
 
@@ -103,5 +103,5 @@ def _is_matmul(value: relax.Expr) -> bool:
 
 def _with_way(call: relax.Call, way: str) -> relax.Call:
     *arguments, finish = call.args[1].fields
-    arguments.append(tvm.ir.StringImm(with_way(finish.value, way)))
+    arguments.append(tvm.ir.StringImm(with_algorithm(finish.value, way)))
     return library_call(str(call.args[0].global_symbol), arguments, call.ty_args[0], call.span)

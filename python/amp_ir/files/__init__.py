@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How files are written and read: atomically, sealed with digests, in a cache directory."""
+"""Writing and reading of files: atomic, sealed with digests, in a cache directory."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a file so that whoever looks sees the old content or the new, and never a part of it.
+"""Write a file so that a reader sees the old content or the new, and never a part of it.
 
     with atomic_file(path) as file:
         file.write(content)
 
-The content goes to a temporary file in the folder of the target. It is created exclusively, under a
-random name and never through a link. It is brought to the disk and then renamed to the target in
-one operation of the file system. An error removes it. The temporary file of a process that was
-killed is removed by the next one that writes the same target: its lock is gone.
+The content goes to a temporary file in the folder of the target. It is created exclusively, under
+a random name and never through a link. It is flushed to the disk and then renamed to the target in
+one operation of the file system. An error removes it. The next writer of the same target removes
+the temporary file of a process that was killed: its lock is gone.
 
 A target that is a link stays one: the file that it leads to is replaced, as an editor does it. A
-file that was there keeps its mode, and its owner where the system allows that; a new one has what
+file that existed keeps its mode, and its owner where the system allows that; a new one has what
 the umask leaves of 0666. A target that is no file, such as /dev/stdout or a pipe, is written
 directly: nothing there could be half a file.
 """
@@ -38,7 +38,7 @@ _LEFT_BEHIND = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a binary file, readable too, whose content takes the place of `path` at the end.
+    """Yield a binary file, readable too, whose content replaces `path` at the end.
 
     Raises:
         OSError: the file cannot be written; it is as before, or still missing.
@@ -78,7 +78,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _target_of(path: str | os.PathLike[str]) -> Path:
-    """The file that is to be replaced: where links lead."""
+    """Return the file to replace: the end of the links."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():  # only a circle of links is left as one
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -93,12 +93,12 @@ def _status(target: Path) -> os.stat_result | None:
 
 
 def _stem(target: Path) -> str:
-    """What the names of a target's temporary files begin with."""
+    """Return the common prefix of the names of a target's temporary files."""
     return os.fsdecode(os.fsencode(f".{target.name}")[:_LONGEST_STEM_BYTES])
 
 
 def _create(target: Path, before: os.stat_result | None) -> tuple[int, Path]:
-    """A new file beside the target, locked, and its path.
+    """Create a file beside the target, locked; return it and its path.
 
     One that replaces a file is the owner's alone until it has that file's mode.
     """
@@ -113,7 +113,7 @@ def _create(target: Path, before: os.stat_result | None) -> tuple[int, Path]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Take the lock that says that a writer lives; False where another has it, or none exist."""
+    """Take the lock of a living writer; False where another has it, or locks do not exist."""
     try:
         fcntl.flock(descriptor, how)
     except OSError:
@@ -149,7 +149,7 @@ def _keep_owner_and_mode(descriptor: int, before: os.stat_result | None) -> None
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the renaming itself on the disk, where the file system lets folders be opened."""
+    """Flush the renaming itself to the disk, where the file system lets folders be opened."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a user's caches are, and what is done with an entry that is damaged."""
+"""Cache directories of a user, and removal of damaged entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOLD: set[Path] = set()
 def cache_directory(name: str) -> Path | None:
     """Return the directory for one kind of cache (the XDG base directory rules).
 
-    None where this user has no home directory: nothing is kept then.
+    None where this user has no home directory: nothing is cached then.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(given):  # the rules say to ignore another
@@ -27,7 +27,7 @@ def cache_directory(name: str) -> Path | None:
 
 
 def drop_damaged(path: Path, reason: str) -> None:
-    """Remove a cache's file that cannot be used, and say so once through logging."""
+    """Remove a cache's file that cannot be used, and log it once."""
     with contextlib.suppress(OSError):
         path.unlink()
     if path not in _TOLD:

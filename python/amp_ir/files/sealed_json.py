@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files that say what they are, in which format, and the digest of their content.
+"""JSON files with their kind, their format, and the digest of their content.
 
     {"kind": "plan", "format": 2, ..., "sha256": "5f1c..."}
 
@@ -32,7 +32,7 @@ def sealed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_document(path: str | os.PathLike[str], *, what: str, remedy: str) -> dict[str, Any]:
-    """Read the JSON object in a file; whether it is sealed is not looked at.
+    """Read the JSON object in a file; the seal is not checked.
 
     Args:
         path: the file.
@@ -58,10 +58,10 @@ def read_document(path: str | os.PathLike[str], *, what: str, remedy: str) -> di
 def check_seal(
     document: dict[str, Any], path: str | os.PathLike[str], *, what: str, remedy: str, newest: int
 ) -> None:
-    """Refuse a document that is newer than what is read, that is no `what`, or that was altered.
+    """Refuse a document of a newer format, one that is no `what`, or one that was altered.
 
     Raises:
-        FileFormatError: with what was found and what was expected.
+        FileFormatError: says got and expected.
     """
     found = document.get("format")
     if isinstance(found, int) and found > newest:

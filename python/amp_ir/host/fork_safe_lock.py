@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lock that a forked process does not wait for in vain."""
+"""A lock on which a forked process does not wait forever."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from amp_ir.errors import StateError
 
 
 class ForkSafeLock:
-    """A reentrant lock. Threads wait for each other; a child says what a fork has cut off.
+    """A reentrant lock. Threads wait for each other; a forked child raises an error.
 
-    A fork copies a lock that another thread holds, but not the thread, which would give it back.
+    A fork copies a lock that another thread holds, but not the thread, which would release it.
 
     Args:
-        held_for: what goes on while it is held, for the error: "a step was running".
+        held_for: what happens while it is held, for the error: "a step was running".
     """
 
     def __init__(self, held_for: str) -> None:
@@ -46,5 +46,5 @@ class ForkSafeLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()

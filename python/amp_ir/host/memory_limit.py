@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the system says where memory ends, said as an error that tells what to do."""
+"""Out-of-memory errors of the system, converted to an error that says what to do."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ADVICE = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of PyTorch, of a library or of Python says that memory has ended."""
+    """Return whether an error of PyTorch, of a library or of Python means out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
 
 
 def asked_nbytes(error: BaseException) -> int:
-    """The bytes that could not be had, where the error names them; else 0."""
+    """Return the bytes that could not be allocated, where the error names them; else 0."""
     found = _NBYTES.search(str(error))
     return int(found[1]) if found else 0
 
 
 def out_of_memory(doing: str, error: BaseException, nbytes: int = 0) -> OutOfMemoryError:
-    """The error to raise: `doing` is as in "the capture needs".
+    """Return the error to raise: `doing` is as in "the capture needs".
 
-    `nbytes` is what was asked for where the system's error does not say.
+    `nbytes` is the requested size where the system's error does not say.
     """
     nbytes = asked_nbytes(error) or nbytes
     size = f" of {nbytes} bytes ({nbytes / 2**20:.1f} MiB)" if nbytes else ""
@@ -49,7 +49,7 @@ def out_of_memory(doing: str, error: BaseException, nbytes: int = 0) -> OutOfMem
 
 @contextlib.contextmanager
 def memory_for(doing: str, nbytes: int = 0) -> Iterator[None]:
-    """Say what `doing` could not have; for work that leaves the user's state alone.
+    """Convert out-of-memory errors inside; for work that does not touch the user's state.
 
     The arguments are as for `out_of_memory`.
 

@@ -72,13 +72,13 @@ def load() -> dict[str, str]:
 
 
 def has(name: str) -> bool:
-    """Whether the native function `name` (such as "amp_ir.onednn.matmul") can be called."""
+    """Return whether the native function `name` (such as "amp_ir.onednn.matmul") can be called."""
     load()
     return tvm_ffi.get_global_func(name, allow_missing=True) is not None
 
 
 def function(name: str) -> tvm_ffi.Function:
-    """The native function `name`; raises BuildError where its library is missing."""
+    """Return the native function `name`; raise BuildError where its library is missing."""
     load()
     found = tvm_ffi.get_global_func(name, allow_missing=True)
     if found is None:
@@ -101,7 +101,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def _disabled() -> set[str]:
-    """The libraries that the user wants to do without."""
+    """Return the libraries that the user disables."""
     value = os.environ.get(DISABLE_VARIABLE, "")
     names = {name.strip() for name in value.split(",")} - {""}
     optional = [name for name in CONSEQUENCES if name != "passes"]
@@ -114,7 +114,7 @@ def _disabled() -> set[str]:
 
 
 def _load_library(name: str) -> str | None:
-    """Load libamp_ir_<name>; the reason why not, or None."""
+    """Load libamp_ir_<name>; return the reason why not, or None."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     path = LIBRARY_DIRECTORY / f"libamp_ir_{name}{suffix}"
     if not path.exists():
@@ -138,9 +138,9 @@ def _load_library(name: str) -> str | None:
 
 
 def _wheel_libraries(name: str) -> Iterator[Path]:
-    """The shared library that a wheel puts outside the dynamic linker's search path.
+    """Return the shared library that a wheel puts outside the dynamic linker's search path.
 
-    Loading it by path first lets libamp_ir_onednn find it by its SONAME. Nothing is given where
+    Loading it by path first lets libamp_ir_onednn find it by its SONAME. The result is empty where
     oneDNN was not installed by pip: the linker may know it.
     """
     if name == "onednn":

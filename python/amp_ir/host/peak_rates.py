@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can do at best, measured: the roof that kernels are held against."""
+"""Measured peak rates of this machine: the roofline against which kernels are compared."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _TFLOP_FROM = 1e4
 
 @attrs.frozen
 class MachinePeaks:
-    """The best rates met: GFLOP/s of a large matmul by dtype, and GB/s of a large copy.
+    """The best measured rates: GFLOP/s of a large matmul by dtype, and GB/s of a large copy.
 
-    A copy of n bytes counts as 2 n: read and written. `machine` says what computed: "2 threads", or
-    a GPU's name.
+    A copy of n bytes counts as 2 n: read and written. `machine` says what computed: "2 threads",
+    or a GPU's name.
     """
 
     gflop_per_second: Mapping[str, float]
@@ -39,12 +39,12 @@ class MachinePeaks:
     machine: str
 
     def floor_milliseconds(self, flop: float, nbytes: float, dtype: str) -> float:
-        """The time that neither arithmetic nor memory can beat (Williams et al. 2009, roofline)."""
+        """Return the speed-of-light time by arithmetic and memory (Williams et al. 2009)."""
         rate = self.gflop_per_second.get(dtype, self.gflop_per_second["float32"])
         return max(flop / rate, nbytes / self.gigabytes_per_second) / 1e6
 
     def __str__(self) -> str:
-        """Say the rates in one line."""
+        """Return the rates in one line."""
         divisor, unit = 1.0, "GFLOP/s"
         if max(self.gflop_per_second.values()) >= _TFLOP_FROM:
             divisor, unit = 1e3, "TFLOP/s"
@@ -55,10 +55,10 @@ class MachinePeaks:
 
 
 def measure_peaks(device: Any = "cpu") -> MachinePeaks:
-    """Measure the peaks of a device, once in a process; takes about a second.
+    """Measure the peaks of a device, once per process; takes about a second.
 
-    On a CPU they are of the number of threads that PyTorch has, on a GPU with TF32 as PyTorch has
-    it at this moment.
+    On a CPU they are for PyTorch's number of threads, on a GPU for PyTorch's current setting of
+    TF32.
     """
     place = torch.device(device)
     if place.type == "cpu":
@@ -69,13 +69,13 @@ def measure_peaks(device: Any = "cpu") -> MachinePeaks:
 
 @functools.cache
 def measure_cpu(threads: int) -> MachinePeaks:
-    """The peaks of the CPU; see `measure_peaks`."""
+    """Return the peaks of the CPU; see `measure_peaks`."""
     seconds = {name: _best_seconds(call) for name, call in cpu_trials().items()}
     return cpu_peaks(seconds, f"{threads} threads")
 
 
 def cpu_trials() -> dict[str, Callable[[], object]]:
-    """The calls that show what a CPU can do: for `cpu_peaks`, which takes the seconds of each.
+    """Return the calls that `cpu_peaks` needs the seconds of.
 
     A dtype that no library multiplies fast here has none.
     """
@@ -87,7 +87,7 @@ def cpu_trials() -> dict[str, Callable[[], object]]:
 
 
 def cpu_peaks(seconds: Mapping[str, float], machine: str) -> MachinePeaks:
-    """The rates of a CPU whose `cpu_trials` took so many seconds; the faster library counts."""
+    """Return a CPU's rates from the seconds of its `cpu_trials`; the faster library counts."""
     rates = {}
     for name in map(_name, _CPU_DTYPES):
         took = [took for trial, took in seconds.items() if trial.startswith(f"{name} ")]
@@ -101,7 +101,7 @@ def cpu_peaks(seconds: Mapping[str, float], machine: str) -> MachinePeaks:
 
 @functools.cache
 def measure_gpu(device: str, allow_tf32: bool) -> MachinePeaks:
-    """The peaks of a GPU; see `measure_peaks`."""
+    """Return the peaks of a GPU; see `measure_peaks`."""
     # Half of what is free holds the matrices in float32; what is measured must not run out.
     free_nbytes, _ = torch.cuda.mem_get_info(device)
     extent, copy_nbytes = _GPU_EXTENT, _GPU_COPY_BYTES
@@ -131,7 +131,7 @@ def _copy(nbytes: int, device: str) -> Callable[[], object]:
 def _matmuls(
     library: str, dtype: torch.dtype, extent: int, device: str, finish: str = "none"
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The same product by PyTorch and by the library that steps call, where they are fast at it."""
+    """Return the same matmul by PyTorch and by the library that steps call, where they are fast."""
     a, b = (torch.randn(extent, extent, device=device).to(dtype) for _ in range(2))
     out = torch.empty(extent, extent, dtype=dtype, device=device)
     # Without the instructions PyTorch multiplies bfloat16 in a scalar loop, which takes minutes.
@@ -156,7 +156,7 @@ def _best_seconds(call: Callable[[], object]) -> float:
 
 
 def _best_seconds_on_gpu(call: Callable[[], object], device: str) -> float:
-    """The GPU's time of one call; the first calls choose algorithms and are not timed."""
+    """Return the GPU's time of one call; the first calls choose algorithms and are not timed."""
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         best = float("inf")

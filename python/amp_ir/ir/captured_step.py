@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CapturedStep: what the capture hands to the importer, a functional graph and what it works on."""
+"""CapturedStep, the capture's result: a functional graph and the tensors that it works on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class CapturedInput:
     """One placeholder of the graph, in order.
 
     `tensor_or_reader` is the user's own live tensor for state (parameters, buffers, optimizer
-    state), a function that gives the tensor in `p.grad` now for a gradient, one that reads the
-    present value as a new 0-d float64 tensor for a hyper-parameter, and the example's tensor for
-    the batch.
+    state), a function that returns the current tensor in `p.grad` for a gradient, a function that
+    reads the current value as a new 0-d float64 tensor for a hyper-parameter, and the example's
+    tensor for the batch.
     """
 
     name: str
@@ -32,8 +32,8 @@ class CapturedOutput:
     """One field of the graph's output tuple, in order.
 
     `updates` is the position of the input whose tensor takes this value after the step. It is None
-    for a RESULT, and for a GRADIENT of a parameter whose `grad` was not an input: that tensor is
-    handed to `CapturedStep.after_step`, which puts it into `p.grad`.
+    for a RESULT, and for a GRADIENT of a parameter whose `grad` was not an input: that tensor goes
+    to `CapturedStep.after_step`, which assigns it to `p.grad`.
     """
 
     name: str
@@ -46,22 +46,22 @@ def _nothing() -> None:
 
 
 def _always() -> bool:
-    """Hold forever."""
+    """Return True."""
     return True
 
 
 def _no_change() -> str:
-    """Nothing has changed."""
+    """Report no change."""
     return ""
 
 
 def _never() -> bool:
-    """Do not end."""
+    """Return False."""
     return False
 
 
 def _no_numbers() -> tuple[str, ...]:
-    """No number has changed."""
+    """Report no changed number."""
     return ()
 
 
@@ -84,7 +84,7 @@ class CapturedStep:
     `flatten_batch(args)` gives the batch tensors in the order of the BATCH inputs; it raises
     `errors.ArgumentError`, or `errors.ShapeMismatchError` when nothing but a shape differs.
     `unflatten_results(tensors)` builds what the user's step returns from the RESULT outputs.
-    `notes` says in words what the capture decided, one sentence each.
+    `notes` describe what the capture decided, one sentence each.
 
     Around a run, in this order:
     `guards_hold()` tells whether the graph still equals the step: False when the user froze
@@ -96,7 +96,7 @@ class CapturedStep:
     `take_numbers(plain)` is told the plain values among the arguments, in order, before that;
     `followed` are the positions of those that are read at every call.
     `install_state()` puts optimizer state that did not exist before the capture (zeros as the
-    optimizer makes them; these tensors already stand in `inputs`) into `optimizer.state`. Call it
+    optimizer makes them; these tensors are in `inputs` already) into `optimizer.state`. Call it
     once before the first run; calling it again changes nothing.
     `after_step(gradients)` is called after every run with the values of the GRADIENT outputs that
     have `updates=None`, in order. It sets or clears every `p.grad` as the step leaves it.

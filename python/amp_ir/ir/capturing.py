@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code that a step calls may ask while the step is captured."""
+"""Queries about the capture for code that a step calls while it is captured."""
 
 from __future__ import annotations
 

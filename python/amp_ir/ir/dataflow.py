@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The view of `main` that passes work with: what it binds, what reads it, what stands instead.
+"""The view of `main` that passes work with: its bindings, their readers, their replacements.
 
 A pass is `module -> module`: it reads a `Dataflow`, writes bindings, and finishes with those that
 the result needs. No other file knows that `main` consists of blocks.
@@ -18,7 +18,7 @@ from tvm.ir import Op
 
 
 def variables_of(expr: relax.Expr) -> list[relax.Var]:
-    """The variables that an expression reads, in order and as often as it does."""
+    """Return the variables that an expression reads, in order, with repetitions."""
     kind = _kind_of(type(expr))
     if kind is relax.Var:
         return [expr]
@@ -41,7 +41,7 @@ _kinds: dict[type, Any] = {}
 
 
 def _kind_of(class_: type) -> Any:
-    """Which of the kinds told apart here a class is of; `relax.Expr`: one without variables."""
+    """Return the kind of node that a class is; `relax.Expr`: a node without variables."""
     if class_ not in _kinds:
         known = (relax.Var, relax.Call, relax.Tuple, relax.TupleGetItem)
         _kinds[class_] = next((one for one in known if issubclass(class_, one)), relax.Expr)
@@ -49,7 +49,7 @@ def _kind_of(class_: type) -> Any:
 
 
 def op_name(expr: Any) -> str:
-    """The name of the op that `expr` calls; "" where it calls none."""
+    """Return the name of the op that `expr` calls; "" where it calls none."""
     if _kind_of(type(expr)) is not relax.Call:
         return ""
     op = expr.op
@@ -59,7 +59,7 @@ def op_name(expr: Any) -> str:
 def with_arguments(
     call: relax.Call, args: Sequence[relax.Expr], ty: relax.Type | None = None
 ) -> relax.Call:
-    """A new call of the same op with `args`, its options and location; `ty` if that changes."""
+    """Return a call of the same op with `args`, its options and location; `ty` if that changes."""
     result = call.ty if ty is None else ty
     return relax.Call(call.op, list(args), call.attrs, call.ty_args, call.span, result)
 
@@ -100,7 +100,7 @@ class Dataflow:
         return uses
 
     def calls(self, *names: str) -> dict[relax.Var, relax.Call]:
-        """The calls of these ops by what they are bound to, in order."""
+        """Return the calls of these ops by what they are bound to, in order."""
         return {one: value for one, value in self.values.items() if op_name(value) in names}
 
     def only_readers(self, name: str) -> dict[relax.Var, relax.Var]:
@@ -111,7 +111,7 @@ class Dataflow:
     def finish(
         self, bindings: Sequence[relax.VarBinding], result: relax.Expr | None = None
     ) -> tvm.IRModule:
-        """The module whose `main` is the `bindings` that the result needs, in one dataflow block.
+        """Return the module whose `main` has the needed `bindings` in one dataflow block.
 
         `result` is what it returns, if another than before; it may have another type.
         """
@@ -129,7 +129,7 @@ class Dataflow:
 def live_bindings(
     bindings: Sequence[relax.VarBinding], result: relax.Expr
 ) -> list[relax.VarBinding]:
-    """The bindings that the result needs, in order."""
+    """Return the bindings that the result needs, in order."""
     needed = set(variables_of(result))
     kept = []
     for binding in reversed(bindings):

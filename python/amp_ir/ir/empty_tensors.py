@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that compute with tensors without elements, which need no kernel and no library.
+"""Evaluation of nodes on tensors without elements, which need no kernel and no library.
 
-A batch of no rows, a mean over nothing, a parameter of no elements: what such an op gives has no
-elements either, or is one number everywhere (0 for a sum, NaN for a mean), or another argument as
-it was (nothing is written to it). PyTorch itself says what, on arguments made up for the others.
-So no stage behind, and no library, sees an extent of 0 but in what the step returns.
+A batch of no rows, a mean over nothing, a parameter of no elements: the result of such an op has
+no elements either, or is one number everywhere (0 for a sum, NaN for a mean), or is another
+argument, unchanged (nothing is written to it). PyTorch itself gives the result, on substitute
+arguments. So no later stage, and no library, sees an extent of 0 except in what the step returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def results_by_evaluation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What an op gives for fake tensors without elements, where PyTorch's own tracing of it fails.
+    """Return an op's result for fake tensors without elements, where PyTorch's tracing fails.
 
     It may divide by their number, or take it for a flag. None where eager PyTorch fails too, and
     where elements of other arguments decide the result.
@@ -57,14 +57,14 @@ def results_by_evaluation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _number_of_both(first: torch.Tensor | None, second: torch.Tensor | None) -> Any:
-    """The number that all elements of two trials' results are, 0 where there are none, or None."""
+    """Return the number that all elements of two trials' results are, 0 without any, or None."""
     if first is None or second is None or not _alike(first, second):
         return None
     return number_everywhere(first) if first.numel() else 0
 
 
 def has_no_elements(value: Any) -> bool:
-    """Whether a node's `meta["val"]` is a tensor without elements, or a tuple of only such."""
+    """Return whether `meta["val"]` is a tensor without elements, or a tuple of only such."""
     if isinstance(value, (tuple, list)):
         given = [one for one in value if one is not None]
         return bool(given) and all(has_no_elements(one) for one in given)
@@ -72,9 +72,9 @@ def has_no_elements(value: Any) -> bool:
 
 
 def results_of_nothing(node: fx.Node) -> list[torch.Tensor | fx.Node | None] | None:
-    """What each result of a node is, tensor or argument, where an argument has no elements.
+    """Return each result of a node, tensor or argument, where an argument has no elements.
 
-    None where no argument is such a one, or where elements of others decide the result.
+    None where every argument has elements, or where elements of others decide the result.
     """
     tensors = [one for one in node.all_input_nodes if _is_tensor(one)]
     if not any(has_no_elements(one.meta["val"]) for one in tensors):
@@ -109,7 +109,7 @@ def results_of_nothing(node: fx.Node) -> list[torch.Tensor | fx.Node | None] | N
 
 
 def number_everywhere(value: torch.Tensor) -> float | int | bool | None:
-    """The number that all elements of a tensor are; None if they differ."""
+    """Return the number that all elements of a tensor are; None if they differ."""
     first = value.flatten()[0]
     return first.item() if _alike(value, first.expand(value.shape)) else None
 
@@ -119,7 +119,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _made_up(like: torch.Tensor, trial: int) -> torch.Tensor:
-    """A tensor of the shape and dtype of `like`, another at each trial."""
+    """Return a tensor of the shape and dtype of `like`, another at each trial."""
     shape = tuple(like.shape)
     if like.dtype.is_floating_point:
         numbers = torch.arange(1, math.prod(shape) + 1).reshape(shape)

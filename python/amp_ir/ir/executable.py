@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A built step as TVM's virtual machine runs it."""
+"""A built step, loaded into TVM's virtual machine."""
 
 from __future__ import annotations
 

@@ -14,5 +14,5 @@ TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
 def moved(index: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
-    """An index, or extents, with its dimensions in another order."""
+    """Permute an index, or extents, to another order of dimensions."""
     return tuple(index[d] for d in order)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the indices of one op must be, and how an error says that they are not."""
+"""Valid ranges of an op's indices, and the error for indices out of range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amp_ir.ir.location import Location
 
 @attrs.frozen
 class IndexCheck:
-    """Indices of one op must lie in [least, extent), or equal `ignored`.
+    """Indices of one op must be in [least, extent), or equal `ignored`.
 
     `least` is -extent where negative indices count from the end, else 0.
     """
@@ -26,19 +26,19 @@ class IndexCheck:
     ignored: int | None = None
 
     def implies(self, other: IndexCheck) -> bool:
-        """Whether indices that pass this check pass `other` too."""
+        """Return whether indices that pass this check pass `other` too."""
         is_within = other.least <= self.least and self.extent <= other.extent
         return is_within and self.ignored in (None, other.ignored)
 
     def wrong_value(self, extremes: tuple[int, int]) -> int | None:
-        """The one of (smallest, largest) that is out of range; None where both are in it."""
+        """Return the one of (smallest, largest) that is out of range; None where neither is."""
         smallest, largest = extremes
         if smallest < self.least:
             return smallest
         return largest if largest >= self.extent else None
 
     def extremes_of(self, indices: torch.Tensor) -> tuple[int, int]:
-        """The smallest and largest index that counts; (least, least) where none does."""
+        """Return the smallest and largest index that counts; (least, least) where none does."""
         if indices.numel() == 0:
             return self.least, self.least
         smallest, largest = (int(one) for one in indices.aminmax())
@@ -52,7 +52,7 @@ class IndexCheck:
 
     @property
     def expectation(self) -> str:
-        """What was expected, for which op and where: "expected 0 to 6, for amp_ir.index in ..."."""
+        """Describe the range, op and location: "expected 0 to 6, for amp_ir.index in ..."."""
         expected = f"{self.least} to {self.extent - 1}"
         if self.extent <= 0:
             expected = "none, since the axis has no elements"
@@ -60,20 +60,20 @@ class IndexCheck:
         return f"expected {expected}{but}, for {self.op} in {self.location}"
 
     def describe(self, subject: str, wrong: int) -> str:
-        """Say what was got and expected: "batch0 holds the index 7, expected 0 to 6, for ..."."""
+        """Describe got and expected: "batch0 holds the index 7, expected 0 to 6, for ..."."""
         return f"{subject} {wrong}, {self.expectation}"
 
 
 @attrs.frozen
 class DivisorCheck(IndexCheck):
-    """Where an integer divisor is 0, a flag is 1; it must lie in [0, 1)."""
+    """A flag is 1 where an integer divisor is 0; it must be in [0, 1)."""
 
     def describe(self, subject: str, wrong: int) -> str:
-        """Say that the step divides by 0, and where."""
+        """Describe a division by 0, and where it is."""
         return f"the step divides an integer by 0 in {self.location}; PyTorch refuses that too"
 
 
 def error_of(checks: Sequence[IndexCheck], message: str) -> Exception:
-    """The error for checks that failed: about divisors alone, or about indices."""
+    """Return the error for checks that failed: about divisors alone, or about indices."""
     of_divisors = all(isinstance(one, DivisorCheck) for one in checks)
     return (DivisionByZeroError if of_divisors else IndexOutOfRangeError)(message)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops read or write by an index: op -> (index argument, axis extent, what is allowed).
+"""Ops that read or write by an index: op -> (index argument, axis extent, allowed range).
 
-Kernels clamp what is out of range, so that no access is ever wild; that a step with such an index
-is refused or rolled back is the business of `rewrites/check_indices.py`, which reads this table, as
-the interpreter does. An op that takes integer tensors is here or in NEVER_OUT_OF_RANGE.
+Kernels clamp what is out of range, so that no access is out of bounds;
+`rewrites/check_indices.py`, which reads this table as the interpreter does, refuses a step with
+such an index or rolls it back. An op that takes integer tensors is here or in NEVER_OUT_OF_RANGE.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Uses = list[tuple[int, int, int, "int | None"]]
 
 
 def index_uses(call: relax.Call) -> list[IndexUse]:
-    """The arguments of a call that hold indices; none for other ops."""
+    """Return the arguments of a call that hold indices; none for other ops."""
     name = op_name(call)
     rule = INDEX_USES.get(name)
     if rule is None:
@@ -47,7 +47,7 @@ def index_uses(call: relax.Call) -> list[IndexUse]:
 
 
 def _rows(call: relax.Call) -> _Uses:
-    """Rows of a table, counted from 0: as `F.embedding`."""
+    """Return the indices of table rows, counted from 0: as `F.embedding`."""
     return [(1, 0, shape_of(call.args[0])[0], None)]
 
 
@@ -56,7 +56,7 @@ def _table_gradient(call: relax.Call) -> _Uses:
 
 
 def _places(first: int) -> Callable[[relax.Call], _Uses]:
-    """Index tensors from argument `first` on, one an axis of x; negative ones may wrap."""
+    """Return index tensors from argument `first` on, one per axis of x; negative ones may wrap."""
 
     def rule(call: relax.Call) -> _Uses:
         options, shape = options_of(call), shape_of(call.args[0])
@@ -68,14 +68,14 @@ def _places(first: int) -> Callable[[relax.Call], _Uses]:
 
 
 def _along_axis(call: relax.Call) -> _Uses:
-    """Places along one axis, counted from 0: as `gather` and `scatter`."""
+    """Return positions along one axis, counted from 0: as `gather` and `scatter`."""
     options = options_of(call)
     axis = options["axis"] if options else call.attrs.axis
     return [(1, 0, shape_of(call.args[0])[int(axis)], None)]
 
 
 def _take(call: relax.Call) -> _Uses:
-    """As Relax has it, from either end; converters take at places that they know."""
+    """Return positions from either end, as in Relax; converters take at known positions."""
     shape, axis = shape_of(call.args[0]), call.attrs.axis
     extent = math.prod(shape) if axis is None else shape[int(axis)]
     return [(1, -extent, extent, None)]

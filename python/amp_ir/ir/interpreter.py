@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate a module op by op with PyTorch: slow, simple, and the oracle for everything else.
+"""Interpreter: evaluates a module op by op with PyTorch; slow, and the oracle for all else.
 
 A Relax op is an entry of `relax_reference.RELAX_OPS`, an `amp_ir` op the reference of its
 declaration.
 bfloat16 and float16 arguments are computed in float32, and each op's results are rounded once, to
-the dtype that the IR declares: what a kernel of one op may do at best. An op that is several
-kernels (attention) also rounds what one of them leaves for the next.
+the dtype that the IR declares: the best that a kernel of one op can do. An op that is several
+kernels (attention) also rounds what one of them stores for the next.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def evaluate(
     bindings: Sequence[relax.Binding],
     values: Mapping[relax.Var, torch.Tensor],
 ) -> torch.Tensor:
-    """The value of `expr` after `bindings`, all of whose other variables `values` holds."""
+    """Evaluate `expr` after `bindings`; `values` holds all of their other variables."""
     run = _Run(None, None, dict(values))
     for binding in bindings:
         run.bind(binding.var, run.evaluate(binding.value))
@@ -96,7 +96,7 @@ class _Run:
         self.values[var] = value
 
     def evaluate(self, expr: Any) -> Any:
-        """The value of an expression: a tensor, a tuple of values, a shape or a number."""
+        """Evaluate an expression to a tensor, a tuple of values, a shape or a number."""
         if isinstance(expr, relax.Var):
             return self.values[expr]
         if isinstance(expr, relax.Call):
@@ -134,7 +134,7 @@ class _Run:
         return self.to_dtype(value, str(ty.dtype))
 
     def to_dtype(self, value: torch.Tensor, dtype: str) -> torch.Tensor:
-        """`value` in the declared dtype, or in `float_dtype` where that is floating."""
+        """Convert `value` to the declared dtype, or to `float_dtype` where that is floating."""
         target: torch.dtype = getattr(torch, dtype)
         if self.float_dtype is not None and target.is_floating_point:
             target = self.float_dtype

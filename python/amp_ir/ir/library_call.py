@@ -15,7 +15,7 @@ WRITTEN_OVER = {"amp_ir.onednn.matmul_accumulate": 2}
 def library_call(
     name: str, arguments: list[relax.Expr], type_: relax.Type, span: tvm.ir.Span | None
 ) -> relax.Call:
-    """A call of `name` with `arguments` and then a place for each result of `type_`."""
+    """Return a call of `name` with `arguments`, followed by a buffer for each result of `type_`."""
     call = relax.Call(
         tvm.ir.Op.get("relax.call_dps_packed"),
         [relax.ExternFunc(name), relax.Tuple(arguments)],
@@ -28,5 +28,5 @@ def library_call(
 
 
 def shape_argument(numbers: Sequence[int]) -> relax.ShapeExpr:
-    """Numbers as a library function takes them."""
+    """Return numbers in the form that a library function takes."""
     return relax.ShapeExpr([int(n) for n in numbers])

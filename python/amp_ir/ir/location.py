@@ -25,7 +25,7 @@ _is_off: contextvars.ContextVar[bool] = contextvars.ContextVar("amp_ir_autocast_
 
 @contextlib.contextmanager
 def autocast_off() -> Iterator[None]:
-    """Leave what the user's model computes inside as it is, and its backward pass too.
+    """Leave the ops inside, and their backward pass, in the user's dtypes.
 
         with amp_ir.autocast_off():
             weights = torch.softmax(scores / temperature, -1)
@@ -38,7 +38,7 @@ def autocast_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_switched(*, off: bool) -> Iterator[None]:
-    """Mark what is traced inside as to be left alone by autocast, or (again) not."""
+    """Switch autocast off, or on again, for what is traced inside."""
     token = _is_off.set(off)
     try:
         yield
@@ -47,7 +47,7 @@ def autocast_switched(*, off: bool) -> Iterator[None]:
 
 
 def autocast_is_off() -> bool:
-    """Whether the innermost region around this is one without autocast."""
+    """Return whether the innermost region around this is one without autocast."""
     return _is_off.get()
 
 
@@ -67,7 +67,7 @@ class Location:
     autocast: bool = True
 
     def __str__(self) -> str:
-        """Read as a person would say it: `encoder.layer.0 (backward), model.py:12`."""
+        """Format for people: `encoder.layer.0 (backward), model.py:12`."""
         place = f"{self.module or 'step'} ({self.phase})"
         return f"{place}, {self.file}:{self.line}" if self.file else place
 
@@ -94,7 +94,7 @@ def from_span(span: tvm.ir.Span | None) -> Location:
 
 
 def join_spans(spans: Iterable[tvm.ir.Span | None]) -> tvm.ir.Span | None:
-    """The span of what several ops became together: each place once, in order; None for none."""
+    """Return the span of an op made from several: each place once, in order; None for none."""
     distinct: dict[tuple[str, int], tvm.ir.Span] = {}
     for span in spans:
         if isinstance(span, tvm.ir.Span):
@@ -104,7 +104,7 @@ def join_spans(spans: Iterable[tvm.ir.Span | None]) -> tvm.ir.Span | None:
 
 
 def locations_of(span: tvm.ir.Span | None) -> tuple[Location, ...]:
-    """Every place that a span names, in order; () for a span of another origin."""
+    """Return every place that a span names, in order; () for a span of another origin."""
     parts = list(span.spans) if isinstance(span, tvm.ir.SequentialSpan) else [span]
     found = (from_span(part) for part in parts if part is not None)
     return tuple(dict.fromkeys(place for place in found if place != Location()))

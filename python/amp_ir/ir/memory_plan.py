@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every tensor of a step lies in memory, and what it is to the user."""
+"""Memory plan: where every tensor of a step is stored, and its role for the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amp_ir.ir.step_module import OutputSpec, Role, Signature
 
 
 class MemoryRole(enum.Enum):
-    """Why bytes are held, in the words of reports."""
+    """Why bytes are allocated, in the words of reports."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -43,9 +43,9 @@ ROLE_OF_STATE = {
 
 @attrs.frozen
 class Interval:
-    """One piece of the arena and how long it is taken; positions of calls, both inclusive.
+    """One piece of the arena and its live interval; positions of calls, both inclusive.
 
-    Values that take over each other's bytes share one interval.
+    Values that reuse each other's bytes share one interval.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Interval:
 
 @attrs.frozen
 class PlannedValue:
-    """One value that the step holds; alive from call `first_use` to call `last_use`, inclusive.
+    """One value in memory; alive from call `first_use` to call `last_use`, inclusive.
 
-    `offset_bytes` is its place in the arena, None for what lies in memory of its own: state, the
-    batch and results, which are there all the time. A value that takes over another's bytes begins
-    when that one has ended.
+    `offset_bytes` is its offset in the arena, None for values with memory of their own: state, the
+    batch and results, which are alive throughout. A value that reuses another's bytes begins when
+    that one has ended.
     """
 
     name: str
@@ -81,10 +81,10 @@ class PlannedValue:
 class PlannedCall:
     """One call of a kernel or of a library.
 
-    `symbol` is what the virtual machine calls; `ops` are the names of the ops that it computes, and
-    `locations` where they come from, each once. `read_nbytes` and `written_nbytes` count every
-    tensor once. `compute_dtype` is what a library multiplies in; kernels compute in float32.
-    `is_rerun` marks a call that runs a second time because its results were not held.
+    `symbol` is what the virtual machine calls; `ops` are the names of the ops that it computes,
+    and `locations` where they come from, each once. `read_nbytes` and `written_nbytes` count every
+    tensor once. `compute_dtype` is the dtype in which a library multiplies; kernels compute in
+    float32. `is_rerun` marks a call that runs a second time because its results were not kept.
     """
 
     name: str
@@ -100,11 +100,11 @@ class PlannedCall:
 
 @attrs.frozen
 class StateWrites:
-    """What a failed step can be undone by, and until when.
+    """The state that is saved to roll back a failed step, and until when that works.
 
-    `kept` are the positions of the inputs whose values are kept aside before a step, in
-    `kept_nbytes` bytes. From call `first_call` on, state that is not kept is written; that is the
-    number of calls where none is.
+    `kept` are the positions of the inputs whose values are saved before a step, in `kept_nbytes`
+    bytes. From call `first_call` on, the step writes state that is not saved; that is the number
+    of calls where there is none.
     """
 
     kept: tuple[int, ...] = ()
@@ -114,9 +114,9 @@ class StateWrites:
 
 @attrs.frozen
 class RowSplit:
-    """A product that is made in `blocks` blocks of its rows; `nbytes` is what all of it takes.
+    """A matmul that is computed in `blocks` chunks of its rows; `nbytes` is its whole size.
 
-    `location` is where the user's program makes it.
+    `location` is where the user's program computes it.
     """
 
     location: Location
@@ -124,7 +124,7 @@ class RowSplit:
     nbytes: int
 
     def __str__(self) -> str:
-        """One line for a report."""
+        """Return one line for a report."""
         return (
             f"to hold the memory budget, {self.location.module or 'a product'} and its loss are "
             f"computed in {self.blocks} blocks of rows ({self.nbytes} bytes as a whole): the loss "
@@ -134,13 +134,13 @@ class RowSplit:
 
 @attrs.frozen
 class MemoryPlan:
-    """Where everything lies: `arena_bytes` for intermediates, state and results apart from it.
+    """The storage of all values: `arena_bytes` for intermediates; state and results are apart.
 
-    `lower_bound_bytes` is the largest sum of bytes alive at once: no plan of this order is smaller.
-    `intervals` are the stays in the arena; `values` is everything that is held, whatever its place;
-    `calls` are what the step runs, in order; `library_bytes` is what libraries take from the system
-    themselves and keep; `splits` is what a `memory_budget` computes in blocks of rows; `writes` is
-    when the step writes its state.
+    `lower_bound_bytes` is the largest sum of bytes alive at once: no plan of this order is
+    smaller. `intervals` are the live intervals in the arena; `values` is everything that is
+    stored, wherever it is; `calls` are what the step runs, in order; `library_bytes` is what
+    libraries allocate from the system themselves and keep; `splits` is what a `memory_budget`
+    computes in chunks of rows; `writes` is when the step writes its state.
     """
 
     arena_bytes: int
@@ -157,13 +157,13 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """All bytes that a step needs: state and what is kept of it, batch, results, and so on."""
+        """Return all bytes of a step: state and its saved part, batch, results and so on."""
         outside = self.state_bytes + self.batch_bytes + self.result_bytes + self.library_bytes
         return self.arena_bytes + outside + self.writes.kept_nbytes
 
     @functools.cached_property
     def live_bytes(self) -> tuple[int, ...]:
-        """Bytes of the arena that are in use during each call."""
+        """Return the bytes of the arena that are in use during each call."""
         changes = [0] * (len(self.calls) + 1)
         for value in self.values:
             if value.offset_bytes is not None:
@@ -193,5 +193,5 @@ class PlannedStep:
     outputs: tuple[OutputSpec, ...] | None = None
 
     def signature(self, captured: Signature) -> Signature:
-        """The signature of the planned step, given that of the captured one."""
+        """Return the signature of the planned step, given that of the captured one."""
         return captured if self.outputs is None else attrs.evolve(captured, outputs=self.outputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users pass with a step, checked before anything is done."""
+"""Checks of the options that users pass with a step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROUNDINGS = ("strict", "fast")
 
 
 def check_rounding(rounding: str) -> None:
-    """Refuse what is neither "strict" nor "fast"."""
+    """Refuse a rounding that is neither "strict" nor "fast"."""
     if rounding not in ROUNDINGS:
         accepted = " or ".join(f'"{word}"' for word in ROUNDINGS)
         raise OptionError(f"rounding={rounding!r} is not known; expected {accepted}")
 
 
 def check_budget(memory_budget: Any) -> None:
-    """Refuse what is no positive number of bytes; None is no budget."""
+    """Refuse a budget that is no positive number of bytes; None is no budget."""
     is_number = isinstance(memory_budget, int) and not isinstance(memory_budget, bool)
     if memory_budget is not None and not (is_number and memory_budget > 0):
         raise OptionError(
@@ -31,7 +31,7 @@ def check_budget(memory_budget: Any) -> None:
 
 
 def batch_of(mod: StepModule, args: Any) -> list[torch.Tensor]:
-    """The tensors of `args`, which must be the tuple that `trace_step` returns, or one like it."""
+    """Return the tensors of `args`, the tuple that `trace_step` returns or one like it."""
     if not isinstance(args, (tuple, list)):
         raise ArgumentError(
             f"args is a {type(args).__name__}, expected the tuple of the step's arguments that "
@@ -41,13 +41,13 @@ def batch_of(mod: StepModule, args: Any) -> list[torch.Tensor]:
 
 
 def check_opt_level(opt_level: Any) -> None:
-    """Refuse what is none of TVM's optimisation levels."""
+    """Refuse a level that is none of TVM's optimisation levels."""
     if isinstance(opt_level, bool) or opt_level not in range(4):
         raise OptionError(f"opt_level={opt_level!r} is not known; expected 0, 1, 2 or 3")
 
 
 def check_module(mod: Any, function: str) -> None:
-    """Refuse what is no StepModule; `function` is what it was passed to."""
+    """Refuse a module that is no StepModule; `function` is the caller's name for the message."""
     if not isinstance(mod, StepModule):
         raise OptionError(
             f"{function} takes a StepModule and got {type(mod).__name__}; make one with "
@@ -56,7 +56,7 @@ def check_module(mod: Any, function: str) -> None:
 
 
 def check_limit(recompile_limit: Any) -> None:
-    """Refuse what is no positive number of programs."""
+    """Refuse a limit that is no positive number of programs."""
     is_number = isinstance(recompile_limit, int) and not isinstance(recompile_limit, bool)
     if not (is_number and recompile_limit > 0):
         raise OptionError(

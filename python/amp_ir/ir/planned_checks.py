@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of a compiled step's indices: what the host looks at, and what the step reports."""
+"""The index checks of a compiled step: those made on the host, and those the step reports."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from amp_ir.ir.interpreter import evaluate
 
 @attrs.frozen(eq=False)
 class HostCheck:
-    """A check of indices that inputs bring, made before the step.
+    """A check of indices among the inputs, made before the step.
 
     `names` and `positions` are those inputs; `bindings` compute `ids` from `parameters`, which
-    stand for them. Without bindings `ids` is the one parameter. `is_of_state`: of
-    the batch is none of them.
+    stand for them. Without bindings `ids` is the one parameter. `is_of_state`: none of them is of
+    the batch.
     """
 
     check: IndexCheck
@@ -35,7 +35,7 @@ class HostCheck:
     _passed: list[torch.Tensor] = attrs.field(factory=list, init=False, repr=False)
 
     def fault(self, inputs: Sequence[Any]) -> str | None:
-        """What is wrong with the inputs, all of the step's; None where nothing is."""
+        """Describe what is wrong with the inputs, all of the step's; None where nothing is."""
         given = [inputs[position] for position in self.positions]
         if self._passed and all(map(torch.equal, given, self._passed)):
             return None
@@ -82,7 +82,7 @@ class PlannedChecks:
             raise error_of([check for check, _ in faults], message)
 
     def check_extremes(self, extremes: torch.Tensor) -> None:
-        """Raise what a step that ran has found: `extremes` int64[2 * checks], on the host.
+        """Raise the error for what a step has found: `extremes` int64[2 * checks], on the host.
 
         Raises:
             IndexOutOfRangeError: the step used an index out of range, and was rolled back.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each Relax op of a step means, in PyTorch: one table, name -> function.
+"""Reference implementation of each Relax op of a step in PyTorch: one table, name -> function.
 
 An entry takes the attributes of the call and the values of its arguments (a tuple argument is a
-tuple of tensors, a shape a tuple of ints) and gives the result, or a tuple of results. Arguments
-are float32 or wider; rounding to the declared dtype is the caller's (`interpreter.py`).
+tuple of tensors, a shape a tuple of ints) and returns the result, or a tuple of results. Arguments
+are float32 or wider; the caller (`interpreter.py`) rounds to the declared dtype.
 """
 
 from __future__ import annotations

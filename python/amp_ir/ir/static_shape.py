@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extents of a tensor type as Python numbers, read quickly.
+"""Fast access to the extents of a tensor type as Python numbers.
 
 Iterating over an array of TVM asks for its length and for each element through several Python
 functions; a slice asks once. Passes read the types of thousands of bindings.
@@ -11,7 +11,7 @@ from tvm import relax
 
 
 def extents_of(type_: relax.TensorType) -> tuple[int, ...]:
-    """The extents of a tensor type.
+    """Return the extents of a tensor type.
 
     Requires: a static shape.
     """
@@ -19,5 +19,5 @@ def extents_of(type_: relax.TensorType) -> tuple[int, ...]:
 
 
 def shape_of(expr: relax.Expr) -> tuple[int, ...]:
-    """The extents of a tensor; see `extents_of`."""
+    """Return the extents of a tensor; see `extents_of`."""
     return extents_of(expr.ty)

@@ -2,8 +2,8 @@
 """`main` as plain records: which op makes which tensor, and who reads it.
 
 Reading the IR once into Python objects makes everything after it (rules, placement, rewriting) a
-loop over lists. Tuples are taken apart: a value is always one tensor. A reshape or a permutation
-of dimensions is a view: it has no dtype of its own and stands for the tensor it looks at.
+loop over lists. Tuples are flattened: a value is always one tensor. A reshape or a permutation of
+dimensions is a view: it has no dtype of its own and stands for the tensor it looks at.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Value:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the value is a constant of the program."""
+        """Return whether the value is a constant of the program."""
         return self.op == -2
 
 
 @attrs.define(eq=False)
 class Op:
-    """One call. `args` is a tree an argument, `reads` the tensors among them in order."""
+    """One call. `args` is one tree per argument, `reads` the tensors among them in order."""
 
     position: int
     name: str
@@ -80,7 +80,7 @@ class StepGraph:
 
 
 def leaves(tree: Tree) -> list[int]:
-    """The value ids of a tree, in order."""
+    """Return the value ids of a tree, in order."""
     if isinstance(tree, int):
         return [tree]
     if isinstance(tree, tuple):

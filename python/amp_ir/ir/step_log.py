@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the last steps: a ring in the step's own state, written inside the step.
+"""Log of the last steps: a ring buffer in the step's own state, written inside the step.
 
-Nothing is read back while training goes on: `StepLog` reads the tensors when it is asked.
+Training reads nothing back: `StepLog` reads the tensors on demand.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class StepLog:
 
     @classmethod
     def empty(cls, device: torch.device) -> StepLog:
-        """A log of no steps."""
+        """Return a log of no steps."""
         ring = torch.zeros(LENGTH, 4, device=device)
         return cls(ring, torch.zeros(3, dtype=torch.int64, device=device))
 
     def write(
         self, skipped: torch.Tensor, scale: torch.Tensor, gradient_norm: torch.Tensor
     ) -> None:
-        """Add one step, in place: bool[], f32[] before its update, f32[]. May be traced."""
+        """Append one step, in place: bool[], f32[] before its update, f32[]. May be traced."""
         steps, skips, in_a_row = self.counts.unbind()
         in_a_row = torch.where(skipped, in_a_row + 1, torch.zeros_like(in_a_row))
         row = torch.stack([skipped.float(), scale, gradient_norm, in_a_row.float()])
@@ -64,30 +64,30 @@ class StepLog:
 
     @property
     def steps(self) -> int:
-        """How many steps there were."""
+        """Return the number of steps."""
         return int(self.counts[STEPS])
 
     @property
     def skips(self) -> int:
-        """How many of them were skipped."""
+        """Return the number of skipped steps."""
         return int(self.counts[SKIPS])
 
     @property
     def consecutive_skips(self) -> int:
-        """How many were skipped in a row, up to now."""
+        """Return the current number of skipped steps in a row."""
         return int(self.counts[SKIPS_IN_A_ROW])
 
     def set_consecutive_skips(self, count: int) -> None:
-        """Go on from a checkpoint's count."""
+        """Set the count of skips in a row from a checkpoint."""
         self.counts[SKIPS_IN_A_ROW] = count
 
     def last(self) -> StepRecord | None:
-        """The last step; None before the first."""
+        """Return the last step; None before the first."""
         steps = self.steps
         return self._record(steps - 1, self.ring[(steps - 1) % LENGTH].tolist()) if steps else None
 
     def history(self) -> list[StepRecord]:
-        """The last steps, at most 1024, oldest first."""
+        """Return the last steps, at most 1024, oldest first."""
         steps, rows = self.steps, self.ring.tolist()
         numbers = range(max(0, steps - LENGTH), steps)
         return [self._record(number, rows[number % LENGTH]) for number in numbers]

@@ -13,7 +13,7 @@ import tvm
 
 
 class Role(enum.Enum):
-    """What an input or output of a step is to the user."""
+    """The role of a step's input or output for the user."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -78,22 +78,22 @@ def _nothing() -> None:
 
 
 def _always() -> bool:
-    """Hold forever."""
+    """Return True."""
     return True
 
 
 def _never() -> bool:
-    """Do not end."""
+    """Return False."""
     return False
 
 
 def _no_change() -> str:
-    """Nothing has changed."""
+    """Report no change."""
     return ""
 
 
 def _no_numbers() -> tuple[str, ...]:
-    """No number has changed."""
+    """Report no changed number."""
     return ()
 
 
@@ -107,7 +107,7 @@ def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
 
 @attrs.frozen
 class StepHooks:
-    """What surrounds a run of a step.
+    """The hooks around a run of a step.
 
     `guards_hold()`: whether the capture still equals the step; if not, capture again.
     `install_state()`: put optimizer state that the capture created into the optimizer (once).
@@ -138,8 +138,8 @@ class StepModule:
     `ir` has one function `main(inputs...) -> R.Tuple(outputs...)`, a single dataflow block.
     `state` maps the name of every state input to the user's own live tensor; a hyper-parameter
     maps to the function that reads its current value (a 0-d tensor), a gradient to the one that
-    gives the tensor in `p.grad` now.
-    `notes` says in words what the capture decided, one sentence each.
+    returns the current tensor in `p.grad`.
+    `notes` describe what the capture decided, one sentence each.
     `hooks` connect a run to the user's model and optimizer.
     `plan` is the CastPlan of a step that went through autocast, else None.
     """
@@ -152,22 +152,22 @@ class StepModule:
     plan: Any = attrs.field(default=None, eq=False, repr=False)
 
     def with_ir(self, ir: tvm.IRModule) -> StepModule:
-        """The same step with other IR of the same signature."""
+        """Return the same step with other IR of the same signature."""
         return attrs.evolve(self, ir=ir)
 
     @property
     def random_state(self) -> torch.Tensor | None:
-        """int64[2], the seed and the number of the step; None for a step without random ops."""
+        """Return int64[2], the seed and the step's number; None for a step without random ops."""
         names = [one.name for one in self.signature.inputs if one.role is Role.RANDOM_STATE]
         found = self.state[names[0]] if names else None
         assert found is None or isinstance(found, torch.Tensor)
         return found
 
     def with_random_state(self, random_state: torch.Tensor) -> StepModule:
-        """The same step drawing its random numbers from another state, which it advances."""
+        """Return the same step that draws random numbers from another state, and advances it."""
         names = {one.name for one in self.signature.inputs if one.role is Role.RANDOM_STATE}
         return attrs.evolve(self, state={**self.state, **dict.fromkeys(names, random_state)})
 
     def script(self) -> str:
-        """The IR as TVMScript text."""
+        """Return the IR as TVMScript text."""
         return str(self.ir.script())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a value lies in another value's memory, so that a library reads transposes in place."""
+"""Strided views of a value in another's memory, so that libraries read transposes in place."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class StridedView:
 
     @classmethod
     def dense(cls, base: relax.Expr) -> StridedView:
-        """The view of all of `base`, row-major."""
+        """Return the view of all of `base`, row-major."""
         shape = tuple(int(n) for n in base.ty.shape)
         return cls(base, shape, dense_strides(shape))
 
     def permuted(self, order: list[int]) -> StridedView:
-        """The view with its dimensions in another order."""
+        """Return the view with its dimensions in another order."""
         shape = tuple(self.shape[d] for d in order)
         strides = tuple(self.strides[d] for d in order)
         return StridedView(self.base, shape, without_idle_strides(shape, strides))
 
     def reshaped(self, shape: tuple[int, ...]) -> StridedView | None:
-        """The same elements in the same order as `shape`, or None where that needs a copy."""
+        """Return the same elements in order as `shape`, or None where that needs a copy."""
         strides = _reshape_strides(self.shape, self.strides, shape)
         if strides is None:
             return None
@@ -47,7 +47,7 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def without_idle_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides with those of dims of one element, which are never taken, as in dense memory.
+    """Return the strides with those of dimensions of one element, never used, as in dense memory.
 
     Libraries take the stride of a single row for the distance between rows.
     """
@@ -72,7 +72,7 @@ def view_of(expr: relax.Expr, values: Mapping[relax.Var, relax.Expr]) -> Strided
 
 
 def permutation(call: relax.Call) -> list[int]:
-    """The order of dimensions that a `relax.permute_dims` gives."""
+    """Return the order of dimensions that a `relax.permute_dims` gives."""
     rank = len(call.args[0].ty.shape)
     axes = call.attrs.axes
     return [int(a) % rank for a in axes] if axes is not None else list(reversed(range(rank)))

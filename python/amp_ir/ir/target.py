@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is compiled for: a kind of device, its architecture, the libraries to call there."""
+"""Compile target: a kind of device, its architecture, and the libraries to call there."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _OLDEST = 80
 class CompileTarget:
     """A kind of device and its architecture.
 
-    `libraries` are the prefixes of library functions (`amp_ir.<library>.<verb>`) that heavy ops may
-    go to, the preferred one first. `allow_tf32`: float32 products may be rounded to TF32 there.
+    `libraries` are the prefixes of library functions (`amp_ir.<library>.<verb>`) that heavy ops
+    may go to, the preferred one first. `allow_tf32`: float32 matmuls may round to TF32 there.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -40,25 +40,25 @@ class CompileTarget:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether kernels are launched on a GPU."""
+        """Return whether kernels are launched on a GPU."""
         return self.kind == "cuda"
 
     @property
     def tvm_target(self) -> tvm.target.Target:
-        """The target as TVM's code generation takes it."""
+        """Return the target in the form of TVM's code generation."""
         if not self.is_cuda:
             return tvm.target.Target({"kind": "llvm", "mcpu": self.arch, "mattr": _cpu_features()})
         # The host part only launches: any CPU of this machine's kind may run it.
         return tvm.target.Target({"kind": "cuda", "arch": self.arch}, host="llvm")
 
     def __str__(self) -> str:
-        """The architecture, as options name it."""
+        """Return the architecture, as options name it."""
         return self.arch if self.is_cuda else "cpu"
 
 
 @functools.cache
 def cpu() -> CompileTarget:
-    """This machine's own CPU, or the lesser one that `AMP_IR_LLVM_CPU` names.
+    """Return this machine's CPU, or the lesser one that `AMP_IR_LLVM_CPU` names.
 
     Raises:
         OptionError: LLVM has no CPU of that name.
@@ -75,9 +75,9 @@ def cpu() -> CompileTarget:
 
 
 def cuda(arch: str | None = None) -> CompileTarget:
-    """A CUDA GPU of architecture `arch` ("sm_90"); by default the one in this machine.
+    """Return a CUDA GPU of architecture `arch` ("sm_90"); by default the one in this machine.
 
-    TF32 is as PyTorch has it at this moment: `torch.backends.cuda.matmul.fp32_precision`, or the
+    TF32 follows PyTorch's current setting: `torch.backends.cuda.matmul.fp32_precision`, or the
     older `allow_tf32`, which sets it.
 
     Raises:
@@ -96,7 +96,7 @@ def cuda(arch: str | None = None) -> CompileTarget:
 
 
 def parse_target(name: str) -> CompileTarget:
-    """The target called "cpu", "cuda" or by a CUDA architecture ("sm_90").
+    """Return the target called "cpu", "cuda" or by a CUDA architecture ("sm_90").
 
     Raises:
         OptionError: nothing has that name.
@@ -113,10 +113,10 @@ def parse_target(name: str) -> CompileTarget:
 
 
 def with_libraries(target: CompileTarget, names: str | None) -> CompileTarget:
-    """The target with only the libraries of `names`: "cublaslt", "onednn,torch", "none".
+    """Return the target with only the libraries of `names`: "cublaslt", "onednn,torch", "none".
 
-    None: with those it has. What none of them takes is a kernel of our own, which is slow for large
-    matmuls and convolutions.
+    None: with those it has. An op that no library takes is a kernel of our own, which is slow for
+    large matmuls and convolutions.
 
     Raises:
         OptionError: the kind of device has no such library.
@@ -133,7 +133,7 @@ def with_libraries(target: CompileTarget, names: str | None) -> CompileTarget:
 
 
 def target_of(device: Any) -> CompileTarget:
-    """The target for running on `device`: "cpu", "cuda", "cuda:1" or a torch.device.
+    """Return the target for running on `device`: "cpu", "cuda", "cuda:1" or a torch.device.
 
     Raises:
         OptionError: no device has that name.
@@ -168,7 +168,7 @@ def target_of(device: Any) -> CompileTarget:
 
 
 def _cpu_features() -> list[str]:
-    """What LLVM must not use although the CPU has it.
+    """Return the features that LLVM must not use although the CPU has them.
 
     With float16 arithmetic it would multiply and add in float16 at once, without the rounding in
     between that the plan asks for. Kernels widen float16 when they read it.

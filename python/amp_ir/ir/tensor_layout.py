@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensors lie in memory: what kernels, the memory plan and exported files agree on."""
+"""Storage of tensors in memory, on which kernels, the memory plan and exported files agree."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PHYSICAL_DTYPES = {"bfloat16": "uint16", "bool": "uint8"}
 
 
 def physical_dtype(dtype: str) -> str:
-    """The dtype under which kernels see elements of `dtype`."""
+    """Return the dtype under which kernels see elements of `dtype`."""
     return PHYSICAL_DTYPES.get(dtype, dtype)
 
 
 @functools.cache
 def dtype_nbytes(dtype: str) -> int:
-    """Bytes of one stored element."""
+    """Return the bytes of one stored element."""
     return np.dtype(physical_dtype(dtype)).itemsize

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors whose values are not what their memory holds: none of them may reach a kernel.
 
-A kernel gets an address. What a fake or freed tensor has there is nothing, and what a negated,
-sparse or wrapped one has there is something else than its values.
+A kernel gets an address. A fake or freed tensor has no memory there, and a negated, sparse or
+wrapped one has other numbers there than its values.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def fault_of(tensor: torch.Tensor) -> str | None:
-    """Why a compiled step cannot work on a tensor, and what to do; None where it can."""
+    """Return why a compiled step cannot work on a tensor, and what to do; None where it can."""
     return next(_faults(tensor), None)
 
 
 def memory_fault(tensor: torch.Tensor) -> str | None:
-    """As `fault_of`, for what may befall a strided tensor of a known dtype after a capture.
+    """Return `fault_of` for what may happen to a strided tensor of a known dtype after a capture.
 
-    It is asked for every tensor at every call, and takes half a microsecond.
+    It runs for every tensor at every call, and takes half a microsecond.
     """
     held = tensor.untyped_storage().nbytes()
     needed = _needed_bytes(tensor)
@@ -36,7 +36,7 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
 
 
 def _needed_bytes(tensor: torch.Tensor) -> int:
-    """The bytes that a storage must have for a strided tensor."""
+    """Return the bytes that a storage must have for a strided tensor."""
     count = tensor.numel()
     if count and not tensor.is_contiguous():
         extents = zip(tensor.shape, tensor.stride(), strict=True)
@@ -66,7 +66,7 @@ def _faults(tensor: torch.Tensor) -> Iterator[str]:
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class are as PyTorch's own: parameters with a name of their own are."""
+    """Return whether tensors of a class behave as PyTorch's: also plain subclasses of Parameter."""
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return True
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much scratch memory a library call needs, asked of the library when memory is planned."""
+"""Workspace sizes of library calls, which the planner asks the library for."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _BORROWERS = ("onednn", "cublaslt")
 
 
 def with_scratch(symbol: str) -> str:
-    """The function that lends scratch to calls of `symbol`; it takes (symbol, scratch, ...)."""
+    """Return the function that gives calls of `symbol` a workspace: (symbol, workspace, ...)."""
     return f"{symbol.rpartition('.')[0]}.with_scratch"
 
 
 def lends_scratch(symbol: str) -> bool:
-    """Whether the function is one of `with_scratch`."""
+    """Return whether the function is one of `with_scratch`."""
     return symbol.rpartition(".")[2] == "with_scratch"
 
 
 def scratch_nbytes(call: relax.Call) -> int:
-    """Bytes of scratch that the call takes when it is lent them; 0 where it cannot be lent any.
+    """Return the bytes of workspace that the call takes from its caller; 0 where it takes none.
 
-    oneDNN works the call out for these shapes, dtypes and this number of threads, as the first run
+    oneDNN computes the size for these shapes, dtypes and this number of threads, as the first run
     would otherwise do. For cuBLASLt the shapes alone decide how much it may use, since a step is
-    planned where there is no GPU. PyTorch's kernels take what they need from PyTorch's allocator
-    and cannot be asked: their scratch is not in the plan.
+    planned where there is no GPU. PyTorch's kernels allocate from PyTorch's allocator and cannot
+    be asked: their workspace is not in the plan.
 
     Args:
         call: a call_dps_packed whose tensors are flat or dense; their contents are not needed.
@@ -48,9 +48,9 @@ def scratch_nbytes(call: relax.Call) -> int:
 
 
 def kept_nbytes(call: relax.Call) -> int:
-    """Bytes that the call takes from the system itself, which stay the process's afterwards.
+    """Return the bytes that the call allocates from the system itself and keeps for the process.
 
-    oneDNN's gemm does so for copies of its operands' pieces. The largest call's serve all.
+    oneDNN's gemm does so for copies of its operands' pieces. All calls share the largest one's.
     """
     name = str(call.args[0].global_symbol)
     query = f"{name.rpartition('.')[0]}.kept_nbytes"
@@ -60,7 +60,7 @@ def kept_nbytes(call: relax.Call) -> int:
 
 
 def _examples(call: relax.Call) -> list[Any]:
-    """The call's arguments, and then its results."""
+    """Return the call's arguments, and then its results."""
     type_ = call.ty_args[0]
     results = type_.fields if isinstance(type_, relax.TupleType) else [type_]
     arguments = [_example(argument) for argument in call.args[1].fields]
@@ -68,7 +68,7 @@ def _examples(call: relax.Call) -> list[Any]:
 
 
 def _example(argument: relax.Expr) -> Any:
-    """The argument as a function takes it; tensors without contents."""
+    """Return the argument as a function takes it; tensors without contents."""
     if isinstance(argument.ty, relax.TensorType):
         return _empty(argument.ty)
     if isinstance(argument, relax.ShapeExpr):

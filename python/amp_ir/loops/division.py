@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounded quotients and remainders of kernel elements as PyTorch's, of integers and of floats.
+"""Rounded quotients and remainders of kernel elements as in PyTorch, for integers and floats.
 
-No integer division traps: by 0 the quotient and the remainder are 0 (whether a step may divide by
-0 is checked elsewhere), and the lowest integer over -1 wraps around.
+No integer division traps: by 0 the quotient and the remainder are 0 (another pass checks whether a
+step may divide by 0), and the lowest integer over -1 wraps around.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from amp_ir.loops.elements import (
     select,
     signed_zero,
 )
-from amp_ir.loops.ir import bind
+from amp_ir.loops.ir import let
 
 
 def truncated(a: Any, b: Any) -> Any:
-    """a / b rounded towards 0."""
+    """Return a / b rounded towards 0."""
     if not integers.is_integer(dtype_of(a)):
         return tirx.trunc(quotient(a, b))
-    a, b = bind(a), bind(b)
-    return bind(_safe_quotient(a, b))
+    a, b = let(a), let(b)
+    return let(_safe_quotient(a, b))
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """What is left of a by `truncated`, with the sign of a; exact, also of floats."""
-    a, b = bind(a), bind(b)
+    """Return the remainder of `truncated`, with the sign of a; exact, also for floats."""
+    a, b = let(a), let(b)
     if integers.is_integer(dtype_of(a)):
-        return bind(_safe_remainder(a, b))
-    return bind(tirx.Mod(a, b))
+        return let(_safe_remainder(a, b))
+    return let(tirx.Mod(a, b))
 
 
 def floor_remainder(a: Any, b: Any) -> Any:
-    """What is left of a by `floored`, with the sign of b."""
-    a, b = bind(a), bind(b)
+    """Return the remainder of `floored`, with the sign of b."""
+    a, b = let(a), let(b)
     rest = remainder(a, b)
     if not integers.is_integer(dtype_of(a)):
         return select(_differ_in_sign(rest, b), rest + b, rest)
@@ -51,8 +51,8 @@ def floor_remainder(a: Any, b: Any) -> Any:
 
 
 def floored(a: Any, b: Any) -> Any:
-    """a / b rounded down."""
-    a, b = bind(a), bind(b)
+    """Return a / b rounded down."""
+    a, b = let(a), let(b)
     if not integers.is_integer(dtype_of(a)):
         return _floored_floats(a, b)
     if not integers.is_signed(dtype_of(a)):
@@ -62,16 +62,16 @@ def floored(a: Any, b: Any) -> Any:
 
 
 def _floored_floats(a: Any, b: Any) -> Any:
-    """By the remainder, since floor(a / b) is not always right: 1.0 // 0.1 is 9.
+    """Return floor(a / b) from the remainder; floor(a / b) itself may be wrong: 1.0 // 0.1 is 9.
 
     Source: div_floor_floating in c10/util/generic_math.h.
     """
     zero, one, half = (constant(number, dtype_of(a)) for number in (0.0, 1.0, 0.5))
-    by_quotient = bind(quotient(a, b))
+    by_quotient = let(quotient(a, b))
     rest = remainder(a, b)
-    whole = bind(quotient(difference(a, rest), b))
-    whole = bind(select(_differ_in_sign(rest, b), difference(whole, one), whole))
-    floor = bind(tirx.floor(whole))
+    whole = let(quotient(difference(a, rest), b))
+    whole = let(select(_differ_in_sign(rest, b), difference(whole, one), whole))
+    floor = let(tirx.floor(whole))
     floor = select(difference(whole, floor) > half, floor + one, floor)
     result = select(tirx.EQ(whole, zero), signed_zero(by_quotient), floor)
     return select(tirx.EQ(b, zero), by_quotient, result)
@@ -96,9 +96,9 @@ def _safe_remainder(a: Any, b: Any) -> Any:
 
 
 def _safe_divisor(b: Any) -> Any:
-    """b, or 1 in place of 0, and of -1, whose quotient may overflow."""
+    """Replace a divisor of 0 by 1, and one of -1 too, whose quotient may overflow."""
     zero, one = constant(0, dtype_of(b)), constant(1, dtype_of(b))
     by_nothing = tirx.EQ(b, zero)
     if integers.is_signed(dtype_of(b)):
         by_nothing = tirx.any(by_nothing, tirx.EQ(b, constant(-1, dtype_of(b))))
-    return bind(select(by_nothing, one, b))
+    return let(select(by_nothing, one, b))

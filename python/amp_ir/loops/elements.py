@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elements of kernels as numbers: literals, comparisons, arithmetic that takes floats as floats."""
+"""Arithmetic on kernel elements: literals, comparisons, float arithmetic that keeps rounding."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from amp_ir.loops.ir import bind, scalar_loop
+from amp_ir.loops.ir import let, scalar_loop
 
 # The integers of a float's bits.
 _WORDS = {"float32": "uint32", "float64": "uint64"}
 
 
 def constant(number: float, dtype: str = "float32") -> Any:
-    """A literal of `dtype`."""
+    """Return a literal of `dtype`."""
     return tirx.const(number, dtype)
 
 
 def libm(function: Any) -> Any:
-    """A TIR function that only exists for one element at a time."""
+    """Return a TIR function that exists for one element at a time only."""
 
     def call(*elements: Any) -> Any:
         scalar_loop()
@@ -31,48 +31,50 @@ def libm(function: Any) -> Any:
 
 
 def dtype_of(element: Any) -> str:
-    """The dtype of an element expression."""
+    """Return the dtype of an element expression."""
     return str(element.ty.dtype)
 
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """`if_true` where `condition` holds; both sides are evaluated.
+    """Return `if_true` where `condition` is true, else `if_false`; both sides are evaluated.
 
     TVM's interval analysis (0.27) gives up on a product of a choice between two floats that it
     knows nothing of ("IntImm supports only int"), under whatever name: it must not see the choice.
     """
     chosen = tirx.Select(condition, if_true, if_false)
     return (
-        chosen if literal(if_true) is not None or literal(if_false) is not None else opaque(chosen)
+        chosen
+        if literal(if_true) is not None or literal(if_false) is not None
+        else optimization_barrier(chosen)
     )
 
 
 def clamp(index: Any, extent: int) -> Any:
-    """The index in [0, extent) nearest to `index`: for reads whose value a `select` then drops."""
+    """Clamp an index to [0, extent), for reads whose value a `select` then drops."""
     return tirx.max(tirx.min(index, tirx.const(extent - 1, "int32")), tirx.const(0, "int32"))
 
 
 def inside(index: Any, extent: int) -> Any:
-    """Whether `index` lies in [0, extent)."""
+    """Return whether `index` is in [0, extent)."""
     return tirx.all(index >= tirx.const(0, "int32"), index < tirx.const(extent, "int32"))
 
 
 def relu(x: Any) -> Any:
-    """x, or 0 where it is below: NaN and -0 stay."""
-    x = bind(x)
+    """Return max(x, 0); NaN and -0 stay."""
+    x = let(x)
     return tirx.Select(x < constant(0, dtype_of(x)), constant(0, dtype_of(x)), x)
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """The larger one; NaN if either is NaN, as PyTorch's maximum."""
-    a, b = bind(a), bind(b)
+    """Return the larger one; NaN if either is NaN, as PyTorch's maximum."""
+    a, b = let(a), let(b)
     larger = select(a > b, a, b)
     return _nan_from(a, larger) if dtype_of(a).startswith("float") else larger
 
 
 def minimum(a: Any, b: Any) -> Any:
-    """The smaller one; NaN if either is NaN, as PyTorch's minimum."""
-    a, b = bind(a), bind(b)
+    """Return the smaller one; NaN if either is NaN, as PyTorch's minimum."""
+    a, b = let(a), let(b)
     smaller = select(a < b, a, b)
     return _nan_from(a, smaller) if dtype_of(a).startswith("float") else smaller
 
@@ -82,12 +84,12 @@ def _nan_from(a: Any, otherwise: Any) -> Any:
     return select(isnan(a), a, otherwise)
 
 
-def opaque(x: Any) -> Any:
-    """`x`, of which TVM's simplifier sees nothing; for float32 and float64, but no literals.
+def optimization_barrier(x: Any) -> Any:
+    """Hide `x` from TVM's simplifier; for float32 and float64, but no literals.
 
-    It takes floats for real numbers: (x + y) - y becomes x, which is no rounding of x to what y
-    leaves of it; x - x and 0 x become 0, and x == x true, also of NaN. A CPU's kernels are compiled
-    without it; the code generation for CUDA needs it, for its indices.
+    The simplifier treats floats as real numbers: (x + y) - y becomes x, without the rounding of
+    the sum; x - x and 0 x become 0, and x == x true, also for NaN. The kernels of a CPU are
+    compiled without it; CUDA code generation needs it, for its indices.
     """
     words = _WORDS.get(dtype_of(x))
     if words is None or literal(x) is not None:
@@ -96,7 +98,7 @@ def opaque(x: Any) -> Any:
 
 
 def total(a: Any, b: Any) -> Any:
-    """`a` plus `b`, floats; -0 + 0 is 0."""
+    """Add two floats; -0 + 0 is 0."""
     if _is_zero(a, 1.0):
         a, b = b, a
     return tirx.Add(a, _zero_beside(a, b)) if _is_zero(b, 1.0) else a + b
@@ -108,14 +110,14 @@ def _is_zero(x: Any, sign: float) -> bool:
 
 
 def difference(a: Any, b: Any) -> Any:
-    """`a` less `b`, whatever either is made of."""
+    """Subtract `b` from `a`, whatever the operands are."""
     if _is_zero(b, -1.0) and literal(a) is None:
         return tirx.Sub(a, _zero_beside(a, b))
-    return opaque(a) - b if literal(b) is not None else a - opaque(b)
+    return optimization_barrier(a) - b if literal(b) is not None else a - optimization_barrier(b)
 
 
 def product(a: Any, b: Any) -> Any:
-    """`a` times `b`; NaN for 0 times inf."""
+    """Multiply two floats; 0 times inf is NaN."""
     if literal(a) is not None and literal(b) is not None:
         return _of_literals(np.multiply, a, b)
     if literal(a) == 0.0:
@@ -124,7 +126,7 @@ def product(a: Any, b: Any) -> Any:
 
 
 def quotient(a: Any, b: Any) -> Any:
-    """`a` over `b`, floats; NaN for 0 over 0."""
+    """Divide two floats; 0 / 0 is NaN."""
     if literal(a) is not None and literal(b) is not None:
         return _of_literals(np.divide, a, b)
     if literal(a) == 0.0:
@@ -133,7 +135,7 @@ def quotient(a: Any, b: Any) -> Any:
 
 
 def _of_literals(function: Any, a: Any, b: Any) -> Any:
-    """What TVM would compute by laws of real numbers, or refuse to (1 / 0)."""
+    """Fold literals that TVM would fold by laws of real numbers, or reject (1 / 0)."""
     dtype = dtype_of(a)
     with np.errstate(all="ignore"):
         number = function(*(np.asarray(one.value, dtype) for one in (a, b)))
@@ -141,7 +143,7 @@ def _of_literals(function: Any, a: Any, b: Any) -> Any:
 
 
 def _zero_beside(x: Any, zero: Any) -> Any:
-    """A literal 0 or -0 by way of the bits of `x`, where TVM would conclude from the literal."""
+    """Return a literal 0 or -0 through the bits of `x`, so that TVM does not fold the literal."""
     words = _WORDS.get(dtype_of(x))
     if words is None or literal(x) is not None:
         return constant(0, dtype_of(x))
@@ -153,26 +155,26 @@ def _zero_beside(x: Any, zero: Any) -> Any:
 
 
 def signed_zero(x: Any) -> Any:
-    """0 with the sign of a float."""
+    """Return 0 with the sign of a float."""
     words = _WORDS[dtype_of(x)]
     top = tirx.const(1 << (31 if words == "uint32" else 63), words)
     return tirx.reinterpret(dtype_of(x), tirx.bitwise_and(tirx.reinterpret(words, x), top))
 
 
 def equals(a: Any, b: Any) -> Any:
-    """Whether two numbers are equal, as NaN is to none."""
-    return tirx.EQ(a, opaque(b))
+    """Return whether two numbers are equal; NaN equals nothing."""
+    return tirx.EQ(a, optimization_barrier(b))
 
 
 def differs(a: Any, b: Any) -> Any:
-    """Whether two numbers are not equal, as NaN is to all: TVM's `!=` says no of NaN on a CPU."""
+    """Return whether two numbers differ; NaN does from all, which TVM's `!=` denies on a CPU."""
     return tirx.Not(equals(a, b))
 
 
 def isnan(x: Any) -> Any:
-    """Whether x is NaN; never, for integers.
+    """Return whether x is NaN; false for integers.
 
-    By its bits in float32, which a CPU compares in fewer steps.
+    Compares the bits of a float32, which takes a CPU fewer steps.
     """
     number = literal(x)
     if number is not None:
@@ -184,24 +186,24 @@ def isnan(x: Any) -> Any:
 
 
 def sqrt(x: Any) -> Any:
-    """Square root."""
+    """Return the square root."""
     return tirx.sqrt(x)
 
 
 def rsqrt(x: Any) -> Any:
-    """1 / sqrt(x)."""
+    """Return 1 / sqrt(x)."""
     return constant(1.0, dtype_of(x)) / tirx.sqrt(x)
 
 
 def absolute(x: Any) -> Any:
-    """|x|, of a float."""
+    """Return |x| of a float."""
     words = _WORDS[dtype_of(x)]
     mask = tirx.const((1 << (31 if words == "uint32" else 63)) - 1, words)
     return tirx.reinterpret(dtype_of(x), tirx.bitwise_and(tirx.reinterpret(words, x), mask))
 
 
 def power(x: Any, y: Any) -> Any:
-    """x^y. Small constant integer and half-integer exponents are multiplications and roots."""
+    """Return x^y; small constant integer and half-integer exponents use products and roots."""
     exponent = literal(y)
     dtype = dtype_of(x)
     if exponent is not None and -2 <= exponent <= 4 and float(exponent).is_integer():
@@ -212,7 +214,7 @@ def power(x: Any, y: Any) -> Any:
 
 
 def _integer_power(x: Any, exponent: int) -> Any:
-    x, one = bind(x), constant(1, dtype_of(x))
+    x, one = let(x), constant(1, dtype_of(x))
     result = one
     for k in range(abs(exponent)):
         result = x if k == 0 else result * x
@@ -220,7 +222,7 @@ def _integer_power(x: Any, exponent: int) -> Any:
 
 
 def literal(x: Any) -> float | None:
-    """The number that `x` is a literal of, or None."""
+    """Return the number of a literal, or None."""
     if isinstance(x, (int, float)):
         return float(x)
     value = getattr(x, "value", None)
@@ -241,12 +243,12 @@ def cast(x: Any, dtype: str) -> Any:
 
 
 def _truncated(x: Any, dtype: str) -> Any:
-    """A float as an integer, towards 0; what no integer is, is the lowest, as on x86.
+    """Convert a float to an integer, towards 0; out of range it is the lowest, as on x86.
 
     PyTorch converts to 32 or 64 bits, of which narrower integers are the low ones.
     """
     wide = "int64" if dtype == "int64" else "int32"
-    x = bind(x)
+    x = let(x)
     bound = 2.0 ** (63 if wide == "int64" else 31)
     held = absolute(x) < constant(bound, dtype_of(x))
     whole = tirx.Cast(wide, tirx.Select(held, x, constant(-bound, dtype_of(x))))

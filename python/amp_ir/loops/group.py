@@ -35,18 +35,18 @@ class Domain:
 
     @property
     def columns(self) -> int:
-        """Number of elements in a row."""
+        """Return the number of elements in a row."""
         return math.prod(self.shape[axis] for axis in self.axes or ())
 
     @property
     def rows(self) -> int:
-        """Number of rows; of rows without elements, too."""
+        """Return the number of rows; of rows without elements, too."""
         columns = self.axes or ()
         return math.prod(n for d, n in enumerate(self.shape) if d not in columns)
 
     @property
     def is_trailing(self) -> bool:
-        """Whether the columns are the last dimensions, so that a row is contiguous."""
+        """Return whether the columns are the last dimensions, so that a row is contiguous."""
         if self.axes is None:
             return True
         significant = [d for d, n in enumerate(self.shape) if n > 1]
@@ -55,7 +55,7 @@ class Domain:
 
     @property
     def keeps_innermost(self) -> bool:
-        """Whether the reduction runs over outer dimensions: one result a column of memory."""
+        """Return whether the reduction is over outer dimensions: a result per column of memory."""
         if self.axes is None:
             return False
         significant = [d for d, n in enumerate(self.shape) if n > 1]
@@ -82,7 +82,7 @@ class Group:
 
     @property
     def ordered_inputs(self) -> tuple[Value, ...]:
-        """What the kernel reads from memory, in the order of its parameters."""
+        """Return what the kernel reads from memory, in the order of its parameters."""
         return tuple(sorted(self.inputs.values(), key=lambda value: value.serial))
 
 
@@ -90,21 +90,21 @@ Placement = Literal["full", "row", "column"]
 
 
 def storage_of(value: Value) -> Value:
-    """The value whose memory holds `value`: a reshape has none of its own."""
+    """Return the value whose memory `value` uses: a reshape has none of its own."""
     while isinstance(value, Pointwise) and value.is_reshape:
         value = value.reads[0].value
     return value
 
 
 def is_inlined(value: Value) -> bool:
-    """Whether every reader computes `value` anew: views and values that read nothing."""
+    """Return whether every reader recomputes `value`: views and values that read nothing."""
     if isinstance(value, Constant):
         return True
     return isinstance(value, Pointwise) and (value.is_view or not value.reads)
 
 
 def effective_reads(value: Value, cache: dict[int, list[Read]]) -> list[Read]:
-    """What `value` reads, looking through inlined values."""
+    """Return what `value` reads, looking through inlined values."""
     known = cache.get(id(value))
     if known is not None:
         return known

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer arithmetic of kernel elements as PyTorch's: it wraps around, and nothing traps.
+"""Integer arithmetic of kernel elements as in PyTorch: it wraps around, and nothing traps.
 
-TVM's integers do not overflow: its simplifier counts on that, and so does LLVM, which is told (nsw,
-nuw) of 32 bits and more, also of unsigned ones: `a + 1 > a` is true there and `0 - a` is 0. So sums
-are made in a type that holds them, and cut off by bits. LLVM makes one instruction of it again.
+TVM assumes that integers do not overflow: its simplifier relies on it, and TVM marks arithmetic of
+32 bits and more nsw or nuw for LLVM, also of unsigned integers: `a + 1 > a` is true there and `0 -
+a` is 0. So sums are computed in a type that holds them and truncated; LLVM folds that into one
+instruction.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from typing import Any
 from tvm import tirx
 
 from amp_ir.loops.elements import constant, dtype_of
-from amp_ir.loops.ir import bind
+from amp_ir.loops.ir import let
 
 
 def is_signed(dtype: str) -> bool:
-    """Whether a dtype is one of the signed integers."""
+    """Return whether a dtype is a signed integer."""
     return dtype.startswith("int")
 
 
 def is_integer(dtype: str) -> bool:
-    """Whether a dtype is one of the integers; bool is not."""
+    """Return whether a dtype is an integer; bool is not."""
     return dtype.startswith(("int", "uint"))
 
 
 def bits_of(dtype: str) -> int:
-    """The width of an integer dtype."""
+    """Return the width of an integer dtype in bits."""
     return int(dtype.removeprefix("u").removeprefix("int"))
 
 
 def add(a: Any, b: Any) -> Any:
-    """a + b."""
+    """Return a + b."""
     return _by_halves(tirx.Add, a, b) if _is_widest(a) else _cut_off(tirx.Add, a, b)
 
 
 def subtract(a: Any, b: Any) -> Any:
-    """a - b."""
+    """Return a - b."""
     return _by_halves(tirx.Sub, a, b) if _is_widest(a) else _cut_off(tirx.Sub, a, b)
 
 
 def multiply(a: Any, b: Any) -> Any:
-    """a b."""
+    """Return a * b."""
     if not _is_widest(a):
         return _cut_off(tirx.Mul, a, b)
     (low, high), (other_low, other_high) = _halves(a), _halves(b)
@@ -58,7 +59,7 @@ def _is_widest(x: Any) -> bool:
 
 
 def _cut_off(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """`function(a, b)` in a type that is at least twice as wide, and of that the low bits."""
+    """Compute `function(a, b)` in a type at least twice as wide, and return the low bits."""
     dtype = dtype_of(a)
     bits, unsigned = bits_of(dtype), dtype if dtype.startswith("u") else "u" + dtype
     wide = "int64" if bits == 32 else "int32"
@@ -68,29 +69,29 @@ def _cut_off(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 
 
 def _by_halves(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """A sum or difference of 64 bits as two of 32, of which the lower may carry or borrow."""
+    """Add or subtract 64-bit integers as two halves of 32 bits, with carry or borrow."""
     (low, high), (other_low, other_high) = _halves(a), _halves(b)
-    low = bind(function(low, other_low))
+    low = let(function(low, other_low))
     high = function(high, other_high) + _down(low)
     return tirx.bitwise_or(_up(high), _low_half(low))
 
 
 def _halves(x: Any) -> tuple[Any, Any]:
-    x = bind(x)
-    return bind(_low_half(x)), bind(_down(x))
+    x = let(x)
+    return let(_low_half(x)), let(_down(x))
 
 
 def _up(x: Any) -> Any:
-    """x 2^32.
+    """Return x * 2^32.
 
     In two shifts, as below: TVM makes what indexes a buffer 32 bits wide, where the numbers fit,
-    and knows no shift by 32 of these. Two by 16 give the same there.
+    and has no shift by 32 of these. Two by 16 give the same there.
     """
     return tirx.shift_left(tirx.shift_left(x, _word(16)), _word(16))
 
 
 def _down(x: Any) -> Any:
-    """x / 2^32, rounded down."""
+    """Return x / 2^32, rounded down."""
     return tirx.shift_right(tirx.shift_right(x, _word(16)), _word(16))
 
 
@@ -103,28 +104,28 @@ def _word(number: int) -> Any:
 
 
 def negative(x: Any) -> Any:
-    """-x; the lowest integer is its own negative."""
+    """Return -x; the lowest integer is its own negative."""
     return subtract(constant(0, dtype_of(x)), x)
 
 
 def absolute(x: Any) -> Any:
-    """|x|; the lowest integer stays as it is."""
+    """Return |x|; the lowest integer stays as it is."""
     if not is_signed(dtype_of(x)):
         return x
-    x = bind(x)
+    x = let(x)
     return tirx.Select(x < constant(0, dtype_of(x)), negative(x), x)
 
 
 def left_shift(x: Any, y: Any) -> Any:
-    """x 2^y; 0 where y is negative or not below the width."""
-    x, y = bind(x), bind(y)
+    """Return x * 2^y; 0 where y is negative or not below the width."""
+    x, y = let(x), let(y)
     shifted = tirx.shift_left(x, _within_width(y))
     return tirx.Select(_is_within_width(y), shifted, constant(0, dtype_of(x)))
 
 
 def right_shift(x: Any, y: Any) -> Any:
-    """x / 2^y, rounded down, also where y is not below the width, as which a negative y counts."""
-    x, y = bind(x), bind(y)
+    """Return x / 2^y, rounded down; a negative y counts as one that is not below the width."""
+    x, y = let(x), let(y)
     last = constant(bits_of(dtype_of(x)) - 1, dtype_of(x))
     if is_signed(dtype_of(x)):
         return tirx.shift_right(x, tirx.Select(_is_within_width(y), y, last))
@@ -143,17 +144,17 @@ def _within_width(y: Any) -> Any:
 
 
 def power(x: Any, y: Any) -> Any:
-    """x^y by squaring; a negative power is 0, but of 1 and -1."""
-    x, y = bind(x), bind(y)
+    """Return x^y by squaring; a negative power is 0, except of 1 and -1."""
+    x, y = let(x), let(y)
     dtype = dtype_of(x)
     zero, one = constant(0, dtype), constant(1, dtype)
     result, square, rest = one, x, y
     # Powers of integers by an exponent with more bits are 0, 1 or -1 modulo 2^64 or out of range.
     for _ in range(bits_of(dtype)):
         is_odd = tirx.NE(tirx.bitwise_and(rest, one), zero)
-        result = bind(tirx.Select(is_odd, multiply(result, square), result))
-        square = bind(multiply(square, square))
-        rest = bind(tirx.shift_right(rest, one))
+        result = let(tirx.Select(is_odd, multiply(result, square), result))
+        square = let(multiply(square, square))
+        rest = let(tirx.shift_right(rest, one))
     if not is_signed(dtype):
         return result
     minus = constant(-1, dtype)

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loop values: tensors described by how one element of them is computed.
+"""Loop values: tensors described by the computation of one element.
 
-An op is lowered by saying what an element is, in terms of elements of its arguments:
+A lowering gives one element of the result in terms of elements of the arguments:
 
     @lowers("amp_ir.softmax_backward")
     def softmax_backward(op, grad, y, *, axis):
         dot = reduce("sum", grad.shape, (axis,), lambda *i: grad[i] * y[i])
         return pointwise(y.shape, op.results[0].dtype, lambda *i: (grad[i] - dot[i]) * y[i])
 
-Nothing is computed or stored when a lowering runs. Which values get memory, which share a kernel
-and how its loops run is decided later, by `grouping.py` and the emitter of the device.
+Nothing is computed or stored when a lowering runs. `grouping.py` and the emitter of the device
+decide later which values get memory, which share a kernel and how its loops run.
 
 Elements are read in their compute dtype: bfloat16 and float16 are widened to float32 at the read
 and rounded once, at the store.
 
 Two rules for bodies. Every index they read must be in range, on every path: a body that pads reads
-at a clamped index and selects afterwards (`math.clamp`), because reads are not guarded by a
-`select`. And an expression that is used more than once goes through `bind`, which gives it a name
-in the kernel; otherwise the text of the kernel grows with every use.
+at a clamped index and selects afterwards (`math.clamp`), because a `select` does not guard reads.
+And an expression that is used more than once goes through `let`, which gives it a name in the
+kernel; otherwise the text of the kernel grows with every use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOW_DTYPES = ("bfloat16", "float16")
 
 
 def compute_dtype(dtype: str) -> str:
-    """The dtype in which elements of a tensor of `dtype` take part in arithmetic."""
+    """Return the dtype in which elements of a tensor of `dtype` take part in arithmetic."""
     return "float32" if dtype in LOW_DTYPES else dtype
 
 
@@ -99,7 +99,7 @@ class Value:
         return current_access()(self, self.align(index))
 
     def align(self, index: Index) -> Index:
-        """The index of this value that an index of a broadcast result stands for."""
+        """Return the index of this value for an index of a broadcast result."""
         if len(index) < len(self.shape):
             raise BuildError(f"{len(index)} indices for a value of shape {self.shape}")
         tail = index[len(index) - len(self.shape) :]
@@ -115,21 +115,21 @@ class Buffer(Value):
 
 @attrs.define(eq=False)
 class Constant(Value):
-    """A scalar known when compiling; never in memory. `number` is a Python number."""
+    """A compile-time scalar; never in memory. `number` is a Python number."""
 
     number: float | int | bool = 0
 
 
 @attrs.define(eq=False)
 class Pointwise(Value):
-    """Each element from elements at computed places; `body(*index)` gives it.
+    """A value whose elements `body(*index)` computes from elements at computed positions.
 
     `is_view`: only moves elements (transpose, slice, broadcast); never worth memory by itself.
     `is_reshape`: a view that keeps the flat order. `rounds`: the user wrote this cast, so its
     rounding happens even where the value never reaches memory. `last`: the same tensor with its
-    channels last, of which this is a view; see `channels_last`. `parts`: the values that it is,
-    one after the other in each of `part_rows` rows. `one_hot`: an axis along which at most one
-    element is not 0, and the value, without that axis, of these elements.
+    channels last, of which this is a view; see `channels_last`. `parts`: the values that it
+    concatenates, one after the other in each of `part_rows` rows. `one_hot`: an axis along which
+    at most one element is not 0, and the value, without that axis, of these elements.
     """
 
     body: Element = attrs.field(kw_only=True, repr=False)
@@ -147,9 +147,9 @@ class Pointwise(Value):
 class Reduction(Value):
     """`kind` over `axes` of `source_shape`; the reduced dimensions stay, with extent 1.
 
-    `is_gate`: what reads the same tensor waits for the result (an update for its gradient's
-    check), so in one kernel with it would have to be stored for later. `divisor`: what a sum is
-    divided by before it is rounded; 1 where nothing asks for a mean.
+    `is_gate`: readers of the same tensor wait for the result (an update for its gradient's check),
+    so that a fused kernel would have to store the tensor. `divisor`: divides the sum before it is
+    rounded, for a mean; 1 otherwise.
     """
 
     is_gate: bool = attrs.field(default=False, kw_only=True)
@@ -188,10 +188,11 @@ class OpaqueKernel:
 
 @attrs.frozen(eq=False)
 class Read:
-    """That a value's body reads `value`.
+    """A read of `value` by a value's body.
 
     `place` says where: "same" (the reader's own index, equal shapes), "broadcast" (the reader's
-    index with some dimensions dropped or 0), "flat" (a reshape: the same flat position) or "other".
+    index with some dimensions dropped or 0), "flat" (a reshape: the same flat position) or
+    "other".
     """
 
     value: Value
@@ -203,7 +204,7 @@ _access_stack: list[Access] = []
 
 
 def current_access() -> Access:
-    """What `value[index]` does at this moment."""
+    """Return the current meaning of `value[index]`."""
     if not _access_stack:
         raise BuildError("an element is read outside of the body of a loop value")
     return _access_stack[-1]
@@ -220,23 +221,23 @@ def reading(access: Access) -> Iterator[None]:
 
 
 Bind = Callable[[Any], Any]
-_bind_stack: list[Bind] = []
+_let_stack: list[Bind] = []
 
 
-def bind(element: Any) -> Any:
+def let(element: Any) -> Any:
     """Name an element expression in the kernel being written, so that it is computed once."""
-    return _bind_stack[-1](element) if _bind_stack else element
+    return _let_stack[-1](element) if _let_stack else element
 
 
 @contextlib.contextmanager
-def binding(bind_element: Bind, needs_scalar_loop: Callable[[], None]) -> Iterator[None]:
-    """Let `bind(x)` mean `bind_element(x)`, and `scalar_loop` call the other, inside the block."""
-    _bind_stack.append(bind_element)
+def let_as(let_element: Bind, needs_scalar_loop: Callable[[], None]) -> Iterator[None]:
+    """Make `let(x)` call `let_element(x)`, and `scalar_loop` the other, inside the block."""
+    _let_stack.append(let_element)
     _scalar_stack.append(needs_scalar_loop)
     try:
         yield
     finally:
-        _bind_stack.pop()
+        _let_stack.pop()
         _scalar_stack.pop()
 
 
@@ -244,49 +245,49 @@ _scalar_stack: list[Callable[[], None]] = []
 
 
 def scalar_loop() -> None:
-    """Say that the element being written uses a function that cannot be vectorised.
+    """Declare that the element being written uses a function that cannot be vectorised.
 
-    TVM's vectoriser takes such a statement apart lane by lane and loses the names bound before it.
+    TVM's vectoriser splits such a statement lane by lane and loses the names bound before it.
     """
     if _scalar_stack:
         _scalar_stack[-1]()
 
 
 @attrs.define(eq=False)
-class Distance:
-    """How far on a view reads: a number that kernels which are otherwise alike may differ in."""
+class LoadOffset:
+    """The offset at which a view reads; kernels of one structure may differ in it."""
 
     number: int
 
     def here(self) -> Any:
-        """The number; a variable while a kernel is written that is told the number later."""
-        return _distance_stack[-1](self) if _distance_stack and self.number else self.number
+        """Return the number, or a variable while a kernel template is being written."""
+        return _offset_stack[-1](self) if _offset_stack and self.number else self.number
 
 
-_distance_stack: list[Callable[[Distance], Any]] = []
+_offset_stack: list[Callable[[LoadOffset], Any]] = []
 
 
 @contextlib.contextmanager
-def distances_as(stand_in: Callable[[Distance], Any]) -> Iterator[None]:
-    """Let `stand_in(distance)` be what distances other than 0 are, inside the block."""
-    _distance_stack.append(stand_in)
+def load_offsets_as(stand_in: Callable[[LoadOffset], Any]) -> Iterator[None]:
+    """Replace load offsets other than 0 by `stand_in(offset)` inside the block."""
+    _offset_stack.append(stand_in)
     try:
         yield
     finally:
-        _distance_stack.pop()
+        _offset_stack.pop()
 
 
 def channels_last(value: Value) -> Value | None:
-    """The tensor in memory of which `value` is the view with channels first, or None.
+    """Return the tensor in memory of which `value` is the view with channels first, or None.
 
-    What is computed from such a view has its channels last in memory too (`pointwise`, `reduce`),
+    A value computed from such a view has its channels last in memory too (`pointwise`, `reduce`),
     so that chains between convolutions never change their layout.
     """
     return value.last if isinstance(value, Pointwise) else None
 
 
 def channels_first(value: Value) -> Value:
-    """A tensor whose channels are last in memory, as the step sees it; never costs a kernel."""
+    """Return the channels-first view of a channels-last tensor; never costs a kernel."""
     spec = TensorSpec(moved(value.shape, TO_FIRST), value.dtype)
 
     def body(*index: Any) -> Any:
@@ -296,7 +297,7 @@ def channels_first(value: Value) -> Value:
 
 
 def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> Pointwise:
-    """A value of `shape` whose element at `i` is `body(*i)`, rounded to `dtype` when stored."""
+    """Return a value of `shape` with element `body(*i)` at `i`, rounded to `dtype` when stored."""
     spec = TensorSpec(tuple(int(n) for n in shape), dtype)
     reads, reads_last = _reads_of(spec.shape, body, spec.shape)
     if not reads_last:
@@ -316,9 +317,9 @@ def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> 
 def elementwise(
     shape: Sequence[int], dtype: str, arguments: Sequence[Value], body: Element, **flags: Any
 ) -> Pointwise:
-    """As `pointwise`, for a body that reads each of `arguments` at its own index and nothing else.
+    """Return `pointwise` of a body that reads each of `arguments` at its own index only.
 
-    What it reads follows from the shapes then, and the body, whose arithmetic may be long, is not
+    The shapes then determine what it reads, and the body, whose arithmetic may be long, need not
     run to find out.
     """
     spec = TensorSpec(tuple(int(n) for n in shape), dtype)
@@ -341,7 +342,7 @@ def reduce(
     dtype: str,
     **flags: Any,
 ) -> Value:
-    """`kind` of `body(*i)` over `axes` of an index space of `source_shape`; extents stay as 1.
+    """Reduce `body(*i)` by `kind` over `axes` of the space `source_shape`; extents stay as 1.
 
     `flags` are `is_gate` and `divisor`: see `Reduction`.
     """
@@ -375,7 +376,7 @@ def _reduction(
 
 
 def reshape(source: Value, shape: Sequence[int]) -> Value:
-    """The same elements in the same order under another shape; never costs a kernel by itself."""
+    """Return the same elements in the same order under another shape; never costs a kernel."""
     spec = TensorSpec(tuple(int(n) for n in shape), source.dtype)
     if spec.size != source.size:
         raise BuildError(f"cannot reshape {source.shape} to {spec.shape}: the sizes differ")
@@ -405,9 +406,9 @@ def opaque(
     inplace: tuple[tuple[int, int], ...] = (),
     emit_cuda: Callable[[list[Any], list[Any]], list[tirx.Stmt]] | None = None,
 ) -> tuple[Opaque, ...]:
-    """The results of a kernel written out as TIR; see `OpaqueKernel`.
+    """Return the results of a kernel written out as TIR; see `OpaqueKernel`.
 
-    Its buffers widen what they load, so an input that only widens another value is that one.
+    Its buffers widen what they load, so an input that only widens another value is replaced by it.
     """
     inputs = [_before_widening(value) for value in inputs]
     kernel = OpaqueKernel(name, inputs, list(specs), emit, inplace, emit_cuda)
@@ -424,7 +425,7 @@ def _before_widening(value: Value) -> Value:
 
 
 def flatten(index: Index, shape: Sequence[int]) -> Any:
-    """Row-major flat position of `index` in a tensor of `shape`."""
+    """Return the row-major flat position of `index` in a tensor of `shape`."""
     flat: Any = 0
     for i, n in zip(index, shape, strict=True):
         flat = i if isinstance(flat, int) and flat == 0 else flat * n + i
@@ -432,7 +433,7 @@ def flatten(index: Index, shape: Sequence[int]) -> Any:
 
 
 def unflatten(flat: Any, shape: Sequence[int]) -> Index:
-    """The index whose row-major flat position in a tensor of `shape` is `flat`."""
+    """Return the index whose row-major flat position in a tensor of `shape` is `flat`."""
     index: list[Any] = []
     for d in reversed(range(len(shape))):
         if shape[d] == 1:
@@ -448,9 +449,9 @@ def unflatten(flat: Any, shape: Sequence[int]) -> Index:
 def _reads_of(
     shape: tuple[int, ...], body: Element, own_shape: tuple[int, ...] | None
 ) -> tuple[list[Read], bool]:
-    """Run `body` once on fresh index variables and note what it reads, and where.
+    """Run `body` once on fresh index variables and record what it reads, and where.
 
-    Also whether it reads images whose channels are last in memory, and makes one.
+    Also record whether it reads images whose channels are last in memory, and makes one.
     """
     index = tuple(tirx.Var(f"i{d}", "int32") for d in range(len(shape)))
     reads: dict[int, Read] = {}
@@ -488,7 +489,7 @@ def _place(
 
 
 def dummy_element(value: Value) -> Any:
-    """An expression of the compute dtype of `value`, for runs of a body that only look."""
+    """Return an expression of the compute dtype of `value`, for dry runs of a body."""
     if isinstance(value, Constant):
         return tirx.const(value.number, compute_dtype(value.dtype))
     return tirx.Var("element", compute_dtype(value.dtype))
@@ -496,7 +497,7 @@ def dummy_element(value: Value) -> Any:
 
 @attrs.frozen
 class Lowering:
-    """What a lowering is told about its call: the declared results and the call itself."""
+    """Arguments of a lowering: the declared results and the call itself."""
 
     name: str
     results: tuple[TensorSpec, ...]

@@ -2,8 +2,8 @@
 """Scalar functions of kernel elements that the CPU back end can vectorise.
 
 TVM's LLVM output calls libm once per lane for exp, log, tanh and erf; the float32 versions below
-are polynomials in plain arithmetic. Error bounds are tested against float64 in test_loops_math.py.
-float64 arguments use libm: only optimizer scalars are float64.
+are polynomials in plain arithmetic. tests/loops tests the error bounds against float64. float64
+arguments use libm: only optimizer scalars are float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from amp_ir.loops.elements import (
     literal,
     maximum,
     minimum,
-    opaque,
+    optimization_barrier,
     power,
     product,
     quotient,
@@ -39,7 +39,7 @@ from amp_ir.loops.elements import (
     sqrt,
     total,
 )
-from amp_ir.loops.ir import bind
+from amp_ir.loops.ir import let
 
 __all__ = [
     "absolute",
@@ -63,7 +63,7 @@ __all__ = [
     "maximum",
     "minimum",
     "normal_cdf",
-    "opaque",
+    "optimization_barrier",
     "power",
     "product",
     "quotient",
@@ -89,23 +89,23 @@ _EXP_NORMAL, _EXP_LOW, _EXP_HIGH = -87.33654, -104.0, 88.72283
 
 
 def exp(x: Any, *, halvings: int = 0) -> Any:
-    """e^x over 2^`halvings`, of which e^x may overflow; relative error below 1.2e-7 in float32.
+    """Return e^x / 2^`halvings`, where e^x may overflow; relative error below 1.2e-7 in float32.
 
-    A subnormal result is a normal one, times 2^-64: no other number on the way is subnormal, whose
-    arithmetic takes a CPU a hundred times as long, and a mask has -inf everywhere.
+    A subnormal result is a normal one times 2^-64: no intermediate number is subnormal, since
+    subnormal arithmetic takes a CPU a hundred times as long, and a mask has -inf everywhere.
     """
     if dtype_of(x) != "float32":
         return tirx.exp(x) * constant(0.5**halvings, dtype_of(x)) if halvings else tirx.exp(x)
-    x = bind(x)
+    x = let(x)
     low = constant(_EXP_LOW)
-    y = bind(select(x < low, low, x))
+    y = let(select(x < low, low, x))
     # y = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite). A number this large
     # has no bits below 1, so that the sum rounds, and its last bits are n.
     rounder = constant(1.5 * 2.0**23)
-    shifted = bind(tirx.reinterpret("int32", y * constant(1.4426950408889634) + rounder))
-    n = bind(tirx.reinterpret("float32", shifted) - rounder)
-    r = bind(y - n * constant(0.693359375))
-    r = bind(r - n * constant(-2.12194440054690583e-4))
+    shifted = let(tirx.reinterpret("int32", y * constant(1.4426950408889634) + rounder))
+    n = let(tirx.reinterpret("float32", shifted) - rounder)
+    r = let(y - n * constant(0.693359375))
+    r = let(r - n * constant(-2.12194440054690583e-4))
     series = constant(_EXP_SERIES[0])
     for coefficient in _EXP_SERIES[1:]:
         series = series * r + constant(coefficient)
@@ -125,28 +125,28 @@ def _int(number: int) -> Any:
 
 
 def log(x: Any) -> Any:
-    """Natural logarithm; relative error below 2e-7 in float32; -inf at 0, NaN below."""
+    """Return the natural logarithm; relative error below 2e-7 in float32; -inf at 0, NaN below."""
     if dtype_of(x) != "float32":
         return tirx.log(x)
-    x = bind(x)
-    tiny = bind(x < constant(1.17549435e-38))
+    x = let(x)
+    tiny = let(x < constant(1.17549435e-38))
     scaled = select(tiny, x * constant(2.0**24), x)
     bits = tirx.reinterpret("int32", scaled)
     # m in [sqrt(1/2), sqrt(2)): subtract the bits of sqrt(1/2) so that the exponent rounds there.
-    shifted = bind(bits - tirx.const(0x3F3504F3, "int32"))
+    shifted = let(bits - tirx.const(0x3F3504F3, "int32"))
     exponent = tirx.Cast("float32", tirx.shift_right(shifted, tirx.const(23, "int32")))
-    exponent = bind(exponent - select(tiny, constant(24.0), constant(0.0)))
+    exponent = let(exponent - select(tiny, constant(24.0), constant(0.0)))
     mantissa_bits = tirx.bitwise_and(shifted, tirx.const(0x007FFFFF, "int32")) + tirx.const(
         0x3F3504F3, "int32"
     )
-    f = bind(tirx.reinterpret("float32", mantissa_bits) - constant(1.0))
+    f = let(tirx.reinterpret("float32", mantissa_bits) - constant(1.0))
     # log(1 + f) = 2 atanh(s), s = f / (2 + f) (fdlibm's reduction, series in s^2).
-    s = bind(f / (constant(2.0) + f))
-    z = bind(s * s)
+    s = let(f / (constant(2.0) + f))
+    z = let(s * s)
     series = constant(2.0 / 9)
     for k in (7, 5, 3):
         series = series * z + constant(2.0 / k)
-    half_square = bind(constant(0.5) * f * f)
+    half_square = let(constant(0.5) * f * f)
     low = exponent * constant(-2.12194440054690583e-4)
     result = f - (half_square - (s * (half_square + series * z) + low))
     result = exponent * constant(0.693359375) + result
@@ -156,11 +156,11 @@ def log(x: Any) -> Any:
 
 
 def log1p(x: Any) -> Any:
-    """log(1 + x), accurate for small x (Kahan's correction)."""
+    """Return log(1 + x), accurate for small x (Kahan's correction)."""
     if dtype_of(x) != "float32":
         return _extern("log1p")(x)
-    x = bind(x)
-    u = bind(constant(1.0) + x)
+    x = let(x)
+    u = let(constant(1.0) + x)
     corrected = log(u) * (x / difference(u, constant(1.0)))
     is_one = tirx.EQ(u, constant(1.0))
     exact = tirx.any(is_one, tirx.EQ(u, constant(math.inf)))
@@ -168,17 +168,17 @@ def log1p(x: Any) -> Any:
 
 
 def _extern(name: str) -> Any:
-    """A function of float64 in libm, which TVM's own formulas are less exact than."""
+    """Call a function of float64 in libm, which is more accurate than TVM's own formulas."""
     return libm(lambda x: tirx.call_pure_extern(dtype_of(x), name, x))
 
 
 def tanh(x: Any) -> Any:
-    """Hyperbolic tangent; absolute error below 2e-7 in float32."""
+    """Return the hyperbolic tangent; absolute error below 2e-7 in float32."""
     if dtype_of(x) != "float32":
         return _extern("tanh")(x)
-    x = bind(x)
-    magnitude = bind(absolute(x))
-    z = bind(x * x)
+    x = let(x)
+    magnitude = let(absolute(x))
+    z = let(x * x)
     # tanh x = x + x^3 P(x^2) near 0 (Cephes tanhf), 1 - 2 / (e^2x + 1) elsewhere.
     series = constant(-5.70498872745e-3)
     for c in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
@@ -189,18 +189,18 @@ def tanh(x: Any) -> Any:
 
 
 def _with_sign(x: Any, magnitude: Any) -> Any:
-    """A float32 that is not negative, with the sign of `x`, also of -0."""
+    """Give a non-negative float32 the sign of `x`, also of -0."""
     sign = tirx.bitwise_and(tirx.reinterpret("uint32", x), tirx.const(1 << 31, "uint32"))
     bits = tirx.bitwise_or(tirx.reinterpret("uint32", magnitude), sign)
     return tirx.reinterpret("float32", bits)
 
 
 def sinh(x: Any) -> Any:
-    """(e^x - e^-x) / 2; by its series near 0, where that cancels."""
+    """Return (e^x - e^-x) / 2; by its series near 0, where that cancels."""
     if dtype_of(x) != "float32":
         return _extern("sinh")(x)
-    x = bind(x)
-    square = bind(x * x)
+    x = let(x)
+    square = let(x * x)
     series = constant(1 / 6) + square * (constant(1 / 120) + square * constant(1 / 5040))
     near = x + x * (square * series)
     # 0 has the sign of x by way of x + x 0.
@@ -208,25 +208,25 @@ def sinh(x: Any) -> Any:
 
 
 def cosh(x: Any) -> Any:
-    """(e^x + e^-x) / 2."""
+    """Return (e^x + e^-x) / 2."""
     if dtype_of(x) != "float32":
         return _extern("cosh")(x)
-    x = bind(x)
+    x = let(x)
     return exp(x, halvings=1) + exp(-x, halvings=1)
 
 
 def atanh(x: Any) -> Any:
-    """log((1 + x) / (1 - x)) / 2."""
+    """Return log((1 + x) / (1 - x)) / 2."""
     if dtype_of(x) != "float32":
         return _extern("atanh")(x)
-    x = bind(x)
-    size = bind(absolute(x))
-    ratio = bind(constant(2.0) * size / (constant(1.0) - size))
-    return bind(_with_sign(x, constant(0.5) * log1p(ratio)))
+    x = let(x)
+    size = let(absolute(x))
+    ratio = let(constant(2.0) * size / (constant(1.0) - size))
+    return let(_with_sign(x, constant(0.5) * log1p(ratio)))
 
 
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + e^-x)."""
+    """Return 1 / (1 + e^-x)."""
     one = constant(1.0, dtype_of(x))
     return one / (one + exp(-x))
 
@@ -249,21 +249,21 @@ _ERF_SERIES = (
 
 
 def normal_cdf(x: Any, bell: Any) -> Any:
-    """How much of the normal distribution lies below x; `bell` is e^(-x^2 / 2), which users have.
+    """Return the normal distribution function at x; `bell` is e^(-x^2 / 2), which users have.
 
     The tails keep their digits: 1 + erf(x) has none left below -5.
     """
     if dtype_of(x) != "float32":
         half = constant(0.5, dtype_of(x))
         return half * _extern("erfc")(x * constant(-math.sqrt(0.5), dtype_of(x)))
-    x = bind(x)
-    tail = bind(_scaled_tail(absolute(x)) * bell)
+    x = let(x)
+    tail = let(_scaled_tail(absolute(x)) * bell)
     return select(x > constant(0.0), constant(1.0) - tail, tail)
 
 
 def _scaled_tail(a: Any) -> Any:
     # There the bell is 0; the polynomials would overflow far beyond. NaN is not below 15.
-    a = bind(select(a > constant(15.0), constant(15.0), a))
+    a = let(select(a > constant(15.0), constant(15.0), a))
     return _polynomial(_TAIL_TOP, a) / _polynomial(_TAIL_BOTTOM, a)
 
 
@@ -275,12 +275,12 @@ def _polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
 
 
 def erf(x: Any) -> Any:
-    """Error function; relative error below 3e-7 in float32."""
+    """Return the error function; relative error below 3e-7 in float32."""
     if dtype_of(x) != "float32":
         return _extern("erf")(x)
-    x = bind(x)
-    size, square = bind(absolute(x)), bind(x * x)
-    near = bind(size * _polynomial(_ERF_SERIES, square))
+    x = let(x)
+    size, square = let(absolute(x)), let(x * x)
+    near = let(size * _polynomial(_ERF_SERIES, square))
     tail = _scaled_tail(size * constant(math.sqrt(2.0))) * exp(-square)
     far = constant(1.0) - constant(2.0) * tail
-    return _with_sign(x, bind(select(size < constant(1.0), near, far)))
+    return _with_sign(x, let(select(size < constant(1.0), near, far)))

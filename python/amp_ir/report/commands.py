@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amp-ir profile` and `amp-ir report`: their arguments, and what is done with the results."""
+"""`amp-ir profile` and `amp-ir report`: their arguments and output."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from amp_ir.report.wide_console import wide_console
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
-    """The arguments of `amp-ir profile`."""
+    """Add the arguments of `amp-ir profile`."""
     _add_run_arguments(parser, workloads)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for ui.perfetto.dev")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the profile and the memory")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
-    """The arguments of `amp-ir report`."""
+    """Add the arguments of `amp-ir report`."""
     _add_run_arguments(parser, workloads)
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
@@ -34,7 +34,7 @@ def add_report_arguments(parser: argparse.ArgumentParser, workloads: Iterable[st
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
-    """What a command works on: whose step, and in which dtype."""
+    """Add the arguments that select a step and its dtype."""
     parser.add_argument(
         "training",
         metavar="WORKLOAD|FILE",
@@ -65,7 +65,7 @@ def show_profile(
     arguments: argparse.Namespace,
     console: Console | None = None,
 ) -> int:
-    """Print the table by kernel and the memory in a line; write the files that were asked for."""
+    """Print the table by kernel and the memory in a line; write the requested files."""
     console = console or wide_console()
     console.print(profile)
     console.print()
@@ -94,7 +94,7 @@ def write_report(
     machine: str,
     out: Path,
 ) -> int:
-    """Write the page and say so."""
+    """Write the page and print its path."""
     write_text(out, step_page(title, memory, profile, plan, machine))
     wide_console().print(f"wrote {out}", highlight=False)
     return 0

@@ -38,11 +38,11 @@ class Cast(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it moves."""
+        """The bytes that it moves."""
 
 
 class Plan(Protocol):
-    """What is shown; see amp_ir.amp.plan.CastPlan."""
+    """The part of a plan to show; see amp_ir.amp.plan.CastPlan."""
 
     @property
     def amp_dtype(self) -> str:
@@ -57,7 +57,7 @@ class Plan(Protocol):
         """The casts that were made."""
 
     def summary(self) -> str:
-        """Two lines of numbers, then one an op name."""
+        """Return two lines of numbers, then one line per op name."""
 
 
 @attrs.frozen
@@ -69,18 +69,18 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its casts move by themselves."""
+        """Return the bytes that its casts move by themselves."""
         return sum(cast.nbytes for cast in self.casts)
 
     @property
     def phrases(self) -> tuple[str, ...]:
-        """Its casts in words, equal ones once with their number."""
+        """Describe its casts, equal ones once with their number."""
         counts = Counter(_phrase(cast) for cast in self.casts)
         return tuple(text if n == 1 else f"{n} x {text}" for text, n in counts.items())
 
 
 def add_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
-    """The arguments of `amp-ir explain`."""
+    """Add the arguments of `amp-ir explain`."""
     parser.add_argument("workload", choices=list(workloads))
     parser.add_argument(
         "--module", default="*", metavar="GLOB", help='modules or ops, such as "*.attention"'
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> 
 
 
 def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = None) -> int:
-    """Print the part of a plan that the arguments ask for; returns the exit code.
+    """Print the part of a plan that the arguments select; return the exit code.
 
     Raises:
         OptionError: `--module` matches nothing.
@@ -122,7 +122,7 @@ def _title(plan: Plan, arguments: argparse.Namespace) -> str:
 
 
 def rows_of(plan: Plan, what: str = "*", *, views: bool = False) -> list[Row]:
-    """The ops that `what` matches by module (what is inside included) or by name, with their casts.
+    """Return the ops that `what` matches by module (inner modules included) or name, with casts.
 
     Raises:
         OptionError: it matches nothing.
@@ -144,7 +144,7 @@ def rows_of(plan: Plan, what: str = "*", *, views: bool = False) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows as a table for a terminal, below the name of their module each."""
+    """Return the rows as a table for a terminal, below the name of their module."""
     result = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("op", "phase", "dtypes", "rule", "casts for it"):
         result.add_column(name, overflow="fold")
@@ -168,7 +168,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def reasons(rows: Sequence[Row]) -> Table:
-    """What the rules of the rows say, each once, with the number of ops that they decided."""
+    """Return the reasons of the rows' rules, each once, with the number of ops."""
     counts = Counter((row.op.rule, row.op.reason) for row in rows)
     result = Table(box=None, pad_edge=False, header_style="bold")
     result.add_column("rule")

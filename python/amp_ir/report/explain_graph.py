@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cast plan as a graph: nodes and edges, and where they stand on the page.
+"""A cast plan as a graph: nodes and edges, and their positions on the page.
 
-A node is an op, or, where there are too many, a run of ops of one module. The forward pass goes
-down at the left; the backward pass goes up at the right, beside what it differentiates; the
+A node is an op, or, where there are too many, a run of ops of one module. The forward pass runs
+down at the left; the backward pass runs up at the right, beside what it differentiates; the
 optimizer is one node at the top right.
 """
 
@@ -24,7 +24,7 @@ _OUTSIDE = "outside of modules"
 
 @attrs.define(eq=False)
 class Node:
-    """A box: ops of one phase; `row` and `column` are filled in by `arrange`."""
+    """A box: ops of one phase; `arrange` sets `row` and `column`."""
 
     number: int
     label: str
@@ -34,13 +34,13 @@ class Node:
     column: float = 0.0
 
     def leaning(self, low: str) -> float:
-        """The share of its ops that touch the low dtype."""
+        """Return the share of its ops that touch the low dtype."""
         return sum(low in (*op.reads, *op.results) for op in self.ops) / len(self.ops)
 
 
 @attrs.frozen
 class Edge:
-    """Tensors that go from one node to another; `casts` counts those cast on the way."""
+    """Tensors from one node to another; `casts` counts those that are cast in between."""
 
     source: Node
     target: Node
@@ -52,7 +52,7 @@ class Edge:
 
 @attrs.define
 class Graph:
-    """What is drawn. `is_folded` says that nodes are runs of ops."""
+    """A drawing. `is_folded` says that nodes are runs of ops."""
 
     nodes: list[Node]
     edges: list[Edge]
@@ -60,7 +60,7 @@ class Graph:
 
 
 def graph_of(plan: Any, rows: Sequence[Any]) -> Graph:
-    """The rows of a plan as a graph, arranged."""
+    """Return the rows of a plan as a graph, arranged."""
     ops = [row.op for row in rows if row.op.results or row.op.reads]
     nodes, is_folded = _nodes(ops)
     edges = _edges(plan, nodes)
@@ -88,7 +88,7 @@ def _short(name: str) -> str:
 
 
 def _runs(ops: Sequence[Any]) -> list[tuple[str, list[Any]]]:
-    """Neighbours in program order of one module and phase; module paths as deep as will fit."""
+    """Group neighbours in program order of one module and phase, to the deepest paths that fit."""
     deepest = max(op.module.count(".") + 1 for op in ops)
     runs: list[tuple[str, list[Any]]] = []
     for depth in range(deepest, 0, -1):
@@ -148,7 +148,7 @@ def arrange(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
 
 
 def _depths(nodes: Sequence[Node], edges: Iterable[Edge]) -> dict[int, int]:
-    """The longest way to each node from the nodes without a source among these."""
+    """Return the length of the longest path to each node from the nodes without a source."""
     known = {node.number: 0 for node in nodes}
     ordered = sorted(edges, key=lambda edge: (edge.target.number, edge.source.number))
     for edge in ordered:
@@ -159,7 +159,7 @@ def _depths(nodes: Sequence[Node], edges: Iterable[Edge]) -> dict[int, int]:
 
 
 def _spread(nodes: Sequence[Node], edges: Sequence[Edge], *, first: float) -> float:
-    """Columns from `first` on, each row in the order of its neighbours' columns; the end."""
+    """Set columns from `first` on, each row in its neighbours' order of columns; return the end."""
     rows: dict[int, list[Node]] = {}
     for node in nodes:
         rows.setdefault(node.row, []).append(node)
@@ -188,6 +188,6 @@ def _middle(node: Node, around: dict[int, list[Node]], mine: set[int]) -> float:
 
 
 def casts_in(edge: Edge) -> str:
-    """The casts of an edge in words, equal ones once with their number."""
+    """Describe the casts of an edge, equal ones once with their number."""
     counts = Counter(edge.casts)
     return ", ".join(text if n == 1 else f"{n} x {text}" for text, n in counts.items())

@@ -53,7 +53,7 @@ for (const node of document.querySelectorAll(".node")) {
 
 
 def graph_page(title: str, plan: Any, rows: Sequence[Any]) -> str:
-    """The rows of a plan as a drawing: colours for dtypes, dashed marked edges for casts."""
+    """Draw the rows of a plan: colours for dtypes, dashed marked edges for casts."""
     graph = graph_of(plan, rows)
     low = plan.amp_dtype
     numbers = "".join(f"<p>{escape(line)}</p>" for line in plan.summary().splitlines()[:2])
@@ -76,7 +76,7 @@ def graph_page(title: str, plan: Any, rows: Sequence[Any]) -> str:
 
 
 def svg(graph: Graph, low: str) -> str:
-    """The drawing."""
+    """Return the drawing."""
     top = min((node.row for node in graph.nodes), default=0)
     right = max((_x(node) for node in graph.nodes), default=0) + _WIDTH + _MARGIN
     bottom = max((_y(node, top) for node in graph.nodes), default=0) + _HEIGHT + _MARGIN
@@ -154,12 +154,12 @@ def _tooltip(node: Node) -> str:
 
 
 def _fitted(text: str, length: int) -> str:
-    """The end of a long module path says most."""
+    """Shorten a long module path from the left: its end says most."""
     return text if len(text) <= length else "…" + text[1 - length :].lstrip(".")
 
 
 def _edge(edge: Edge, top: int, low: str) -> tuple[str, str]:
-    """The line of an edge, and the mark of its casts with their words."""
+    """Return the line of an edge, and the mark of its casts with their description."""
     a, b = edge.source, edge.target
     x1, y1, x2, y2 = _ends(a, b, top)
     bend = max(abs(y2 - y1) / 2, 18) * (1 if y2 >= y1 else -1)
@@ -191,7 +191,7 @@ def _edge(edge: Edge, top: int, low: str) -> tuple[str, str]:
 
 
 def _ends(a: Node, b: Node, top: int) -> tuple[float, float, float, float]:
-    """Where an edge leaves and enters: below and above in a lane, at the sides between lanes."""
+    """Return where an edge leaves and enters: below and above in a lane, at the sides otherwise."""
     ax, ay, bx, by = _x(a), _y(a, top), _x(b), _y(b, top)
     if a.phase != b.phase:
         return ax + _WIDTH, ay + _HEIGHT / 2, bx, by + _HEIGHT / 2

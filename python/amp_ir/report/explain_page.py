@@ -56,7 +56,7 @@ _HEAD = "".join(
 
 
 def page(title: str, plan: Any, rows: Sequence[Any]) -> str:
-    """The rows of a plan as a page: a block a module, colours for dtypes, a box to search."""
+    """Return the rows of a plan as a page: a block per module, colours for dtypes, a search box."""
     numbers = "".join(f"<p>{escape(line)}</p>" for line in plan.summary().splitlines()[:2])
     low = plan.amp_dtype
     blocks = "".join(
@@ -104,7 +104,7 @@ def _row(row: Any, low: str) -> str:
 
 
 def _leaning(op: Any, low: str) -> str:
-    """Whether an op touches the low dtype, else float32, else neither."""
+    """Return whether an op touches the low dtype, else float32, else neither."""
     dtypes = {*op.reads, *op.results}
     return "low" if low in dtypes else "full" if "float32" in dtypes else "other"
 

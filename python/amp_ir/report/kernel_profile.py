@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amp_ir.profile_kernels`: where the milliseconds of a step go, kernel by kernel."""
+"""`amp_ir.profile_kernels`: the milliseconds of a step by kernel."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class KernelTotal:
 
     @property
     def gflop_per_second(self) -> float:
-        """10^9 operations a second; 0 for a kernel that took no measurable time."""
+        """Return 10^9 operations a second; 0 for a kernel that took no measurable time."""
         return self.flop / self.milliseconds / 1e6 if self.milliseconds else 0.0
 
     @property
@@ -106,10 +106,10 @@ class GpuSteps:
 
 @attrs.frozen
 class KernelProfile:
-    """Where a step's time goes, and which library each heavy op went to.
+    """The time of a step by kernel, and the library that each heavy op went to.
 
-    `step_milliseconds` is the median of `steps` whole steps; on a GPU, which has `gpu`, of steps as
-    they run in training, while kernels are timed launch by launch.
+    `step_milliseconds` is the median of `steps` whole steps; on a GPU, which has `gpu`, of steps
+    as they run in training, while kernels are timed launch by launch.
     """
 
     step_milliseconds: float
@@ -122,7 +122,7 @@ class KernelProfile:
 
     @property
     def kernels(self) -> tuple[KernelTotal, ...]:
-        """The calls, equal ones together, the longest first."""
+        """Return the calls, equal ones together, the longest first."""
         groups: dict[Any, list[CallProfile]] = {}
         for call in self.calls:
             key = (call.name, call.ops, call.phase, call.dtype, call.nbytes, call.flop)
@@ -132,17 +132,17 @@ class KernelProfile:
 
     @property
     def kernel_milliseconds(self) -> float:
-        """The time inside of kernels and library calls."""
+        """Return the time inside of kernels and library calls."""
         return sum(call.milliseconds for call in self.calls)
 
     @property
     def overhead_share(self) -> float:
-        """Share of the step that no kernel accounts for."""
+        """Return the share of the step outside of all kernels."""
         return max(0.0, 1 - self.kernel_milliseconds / self.step_milliseconds)
 
     @property
     def cast_share(self) -> float:
-        """Share of the step spent in kernels that do nothing but cast."""
+        """Return the share of the step spent in kernels that do nothing but cast."""
         return sum(call.milliseconds for call in self.calls if call.is_cast) / (
             self.step_milliseconds
         )
@@ -154,9 +154,9 @@ class KernelProfile:
 
     @property
     def milliseconds_by_phase(self) -> Mapping[str, float]:
-        """The time of kernels in the forward pass, the backward pass and the optimizer.
+        """Return the time of kernels in the forward pass, the backward pass and the optimizer.
 
-        "other" is what no line of yours asked for, such as the copy of a state.
+        "other" is work that no line of yours asked for, such as the copy of a state.
         """
         sums: dict[str, float] = {}
         for call in self.calls:
@@ -165,7 +165,7 @@ class KernelProfile:
         return sums
 
     def to_json(self) -> str:
-        """Everything, as a JSON document."""
+        """Return everything as a JSON document."""
         document = attrs.asdict(self)
         document["kernels"] = [
             attrs.asdict(one)
@@ -179,16 +179,17 @@ class KernelProfile:
     def save_trace(self, path: str | Path) -> None:
         """Write one step as a JSON trace for chrome://tracing or ui.perfetto.dev.
 
-        Tracks for forward, backward and optimizer, and a counter of the bytes held in the arena.
+        It has tracks for forward, backward and optimizer, and a counter of the arena's bytes in
+        use.
         """
         write_text(path, json.dumps(trace_events(self.calls, self.held_nbytes)))
 
     def headline(self) -> str:
-        """The step in a few lines."""
+        """Return the step in a few lines."""
         return headline(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """A few lines, a table, and where heavy ops went, for a terminal."""
+        """Yield a few lines, a table, and the libraries of heavy ops, for a terminal."""
         yield escape(self.headline())
         yield ""
         yield kernel_table(self, options.max_width)
@@ -197,7 +198,7 @@ class KernelProfile:
             yield from (escape(str(note)) for note in self.dispatched)
 
     def __str__(self) -> str:
-        """The same as plain text, as wide as a file's."""
+        """Return the same as plain text, as wide as a file's."""
         console = Console(file=io.StringIO(), width=FILE_COLUMNS, record=True)
         console.print(self)
         return console.export_text().rstrip()
@@ -210,7 +211,7 @@ def profile_of(
     peaks: MachinePeaks,
     gpu: GpuSteps | None = None,
 ) -> KernelProfile:
-    """Join what was planned with what was measured.
+    """Join the plan with the measurements.
 
     Args:
         planned: its plan's calls are those that were timed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile by kernel as text: what a step takes in a few lines, and a row a kernel."""
+"""A profile by kernel as text: the step in a few lines, and one row per kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHORT_MILLISECONDS = 10.0
 
 
 def headline(profile: KernelProfile) -> str:
-    """What the step takes: three lines, and one more for a GPU."""
+    """Return the step's times: three lines, and one more for a GPU."""
     phases = ", ".join(
         f"{name} {step_time(profile, spent)}"
         for name, spent in profile.milliseconds_by_phase.items()
@@ -46,7 +46,7 @@ def _whole_step(profile: KernelProfile) -> str:
 
 
 def how_timed(profile: KernelProfile) -> str:
-    """How the times of kernels were taken on a GPU; nothing for a CPU."""
+    """Explain how the times of kernels were taken on a GPU; "" for a CPU."""
     if profile.gpu is None:
         return ""
     return (
@@ -56,31 +56,31 @@ def how_timed(profile: KernelProfile) -> str:
 
 
 def step_time(profile: KernelProfile, milliseconds: float) -> str:
-    """Milliseconds with the digits that the step's length leaves a meaning."""
+    """Format milliseconds with the digits that are significant for the step's length."""
     digits = 1 if profile.step_milliseconds >= _SHORT_MILLISECONDS else 3
     return f"{milliseconds:.{digits}f}"
 
 
 def kernel_time(profile: KernelProfile, milliseconds: float) -> str:
-    """Milliseconds of a kernel: a digit more than those of the step."""
+    """Format milliseconds of a kernel: a digit more than those of the step."""
     digits = 2 if profile.step_milliseconds >= _SHORT_MILLISECONDS else 4
     return f"{milliseconds:.{digits}f}"
 
 
 def rate_unit(profile: KernelProfile) -> str:
-    """The unit of `rate`."""
+    """Return the unit of `rate`."""
     return "GFLOP/s" if profile.gpu is None else "TFLOP/s"
 
 
 def rate(profile: KernelProfile, one: KernelTotal) -> str:
-    """What a kernel computes a second."""
+    """Return how much a kernel computes per second."""
     if profile.gpu is None:
         return f"{one.gflop_per_second:.0f}"
     return f"{one.gflop_per_second / 1e3:.2f}"
 
 
 def kernel_table(profile: KernelProfile, columns: int) -> Table:
-    """A row for each of the longest kernels; a narrow terminal shows only where the time goes."""
+    """Return a row for each of the longest kernels; on a narrow terminal only the times."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     is_wide = columns >= _COLUMNS_OF_ALL
     table.add_column("kernel", overflow="fold", min_width=14, no_wrap=is_wide)
@@ -119,12 +119,12 @@ def kernel_table(profile: KernelProfile, columns: int) -> Table:
 
 
 def _tail(module: str) -> str:
-    """The last three parts of a module's path, which tell modules apart."""
+    """Return the last three parts of a module's path, which identify modules."""
     parts = module.split(".")
     return module if len(parts) <= 3 else "…" + ".".join(parts[-3:])
 
 
 def shortened(names: Sequence[str], count: int) -> str:
-    """At most `count` of the names, and how many there are besides."""
+    """Return at most `count` of the names, and how many there are besides."""
     rest = len(names) - count
     return ", ".join(names[:count]) + (f" +{rest}" if rest > 0 else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amp_ir.memory_report`: what a step holds in memory, when, and why."""
+"""`amp_ir.memory_report`: the memory of a step over time, and its owners."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMELINE_BARS = 24
 
 @attrs.frozen
 class HeldValue:
-    """A tensor that is there at the peak; `module` and `phase` are "" for state and the batch."""
+    """A tensor alive at the peak; `module` and `phase` are "" for state and the batch."""
 
     name: str
     op: str
@@ -35,7 +35,7 @@ class HeldValue:
 
 @attrs.frozen
 class Moment:
-    """One call of the step, and the bytes of each role that are held while it runs."""
+    """One call of the step, and the bytes of each role that are alive while it runs."""
 
     call: str
     ops: tuple[str, ...]
@@ -58,16 +58,16 @@ class AmpBalance:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the roles that shrank."""
+        """Return the bytes of the roles that shrank."""
         return -sum(change for change in self.change_by_role.values() if change < 0)
 
     @property
     def cost_bytes(self) -> int:
-        """Bytes of the roles that grew."""
+        """Return the bytes of the roles that grew."""
         return sum(change for change in self.change_by_role.values() if change > 0)
 
     def __str__(self) -> str:
-        """Say both in one line."""
+        """Return both in one line."""
         net = self.saved_bytes - self.cost_bytes
         return (
             f"AMP saved {mebibytes(self.saved_bytes)}, cost {mebibytes(self.cost_bytes)}: "
@@ -80,10 +80,10 @@ class AmpBalance:
 class MemoryReport:
     """The memory of one step, from its plan; all bytes include state, batch and results.
 
-    `lower_bound_bytes` is the most that is alive at once: no placement of this order of calls needs
+    `lower_bound_bytes` is the largest sum alive at once: no placement of this order of calls needs
     less. `peak_call` is the position in `timeline` at which that much is alive. The bytes by role
     and by dtype are those of that moment and add up to `lower_bound_bytes`. `splits` is what is
-    computed in blocks of rows to hold a `memory_budget`.
+    computed in chunks of rows for a `memory_budget`.
     """
 
     peak_bytes: int
@@ -99,11 +99,11 @@ class MemoryReport:
 
     @property
     def gap_bytes(self) -> int:
-        """What the placement wastes between tensors at the peak."""
+        """Return the bytes that the placement wastes between tensors at the peak."""
         return self.peak_bytes - self.lower_bound_bytes
 
     def to_json(self) -> str:
-        """Everything, as a JSON document."""
+        """Return everything as a JSON document."""
         document = attrs.asdict(self) | {"gap_bytes": self.gap_bytes}
         if self.balance is not None:
             sums = {"saved_bytes": self.balance.saved_bytes, "cost_bytes": self.balance.cost_bytes}
@@ -111,7 +111,7 @@ class MemoryReport:
         return json.dumps(document, indent=1)
 
     def __rich__(self) -> RenderableType:
-        """Lines and tables for a terminal."""
+        """Return lines and tables for a terminal."""
         parts: list[RenderableType] = [escape(self.headline())]
         parts += [*(escape(str(split)) for split in self.splits), ""]
         parts += [_role_table(self), "", _live_table(self), "", _timeline_table(self)]
@@ -120,13 +120,13 @@ class MemoryReport:
         return Group(*parts)
 
     def __str__(self) -> str:
-        """The same as plain text, 120 columns wide."""
+        """Return the same as plain text, 120 columns wide."""
         console = Console(file=io.StringIO(), width=120, record=True)
         console.print(self)
         return console.export_text().rstrip()
 
     def headline(self) -> str:
-        """Peak, lower bound and gap in one line."""
+        """Return peak, lower bound and gap in one line."""
         share = self.gap_bytes / max(self.lower_bound_bytes, 1)
         moment = self.timeline[self.peak_call] if self.timeline else None
         where = "" if moment is None else f", at call {self.peak_call} ({moment.call})"
@@ -138,7 +138,7 @@ class MemoryReport:
 
 
 def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> MemoryReport:
-    """The report of a plan; with the plan of the step without casts, what AMP saved and cost."""
+    """Return the report of a plan; with the plan without casts, what AMP saved and cost too."""
     fixed = [value for value in plan.values if value.offset_bytes is None]
     fixed_bytes = sum(value.nbytes for value in fixed)
     live = plan.live_bytes
@@ -162,7 +162,7 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
 
 
 def mebibytes(nbytes: float) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     if 0 < nbytes < 10_486:  # else it would read 0.00
         return f"{nbytes:.0f} B" if nbytes < 1024 else f"{nbytes / 1024:.1f} KiB"
     number = nbytes / 2**20
@@ -244,7 +244,7 @@ def _live_table(report: MemoryReport) -> Table:
 
 
 def _timeline_table(report: MemoryReport) -> Table:
-    """The calls in at most _TIMELINE_BARS stretches, the highest call of each."""
+    """Return the calls in at most _TIMELINE_BARS stretches, the highest call of each."""
     table = _table("over time: call", "what", "phase", "", right=("bytes",))
     count = len(report.timeline)
     stretch = -(-count // _TIMELINE_BARS) or 1

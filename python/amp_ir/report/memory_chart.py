@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes over a step as one drawing: what is held while each call runs, by role, stacked."""
+"""Bytes over a step as one drawing: the memory alive during each call, by role, stacked."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LEAST_SHOWN = 500  # a role below 1 / 500 of the peak is thinner than a line
 
 
 def colour_class(role: str) -> str:
-    """The class that carries a role's colour."""
+    """Return the class that carries a role's colour."""
     return "role-" + role.replace(" ", "-")
 
 
 def memory_chart(report: MemoryReport) -> str:
-    """The chart with its legend and axis as HTML; empty for a step without calls."""
+    """Return the chart with its legend and axis as HTML; empty for a step without calls."""
     moments = report.timeline
     if not moments:
         return "<p>The step runs nothing.</p>"
@@ -57,7 +57,7 @@ def memory_chart(report: MemoryReport) -> str:
 
 
 def _areas(moments: Sequence[Moment], roles: Sequence[str], top: int) -> Iterator[str]:
-    """One path a role: along the upper edges of its columns, back along the lower ones."""
+    """Return one path per role: along the upper edges of its columns, back along the lower ones."""
     below = [0] * len(moments)
     for role in roles:
         above = [
@@ -89,7 +89,7 @@ def _phases(moments: Sequence[Moment]) -> str:
 
 
 def _legend(report: MemoryReport, roles: Sequence[str]) -> str:
-    """The roles that can be seen, with their bytes at the peak."""
+    """Return the visible roles, with their bytes at the peak."""
     at_peak = report.nbytes_by_role
     most = {role: max(m.nbytes_by_role.get(role, 0) for m in report.timeline) for role in roles}
     return " ".join(

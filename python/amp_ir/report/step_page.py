@@ -20,7 +20,7 @@ _SHOWN_VALUES = 20
 def step_page(
     title: str, memory: MemoryReport, profile: KernelProfile, plan: Any, machine: str
 ) -> str:
-    """The page; it loads nothing from anywhere.
+    """Return the page; it loads nothing from anywhere.
 
     Args:
         title: what was measured.
@@ -150,7 +150,7 @@ def _kernel_row(one: KernelTotal, top: float, profile: KernelProfile) -> str:
 
 
 def _library_section(profile: KernelProfile) -> str:
-    """Which library each heavy op went to; a row for each reason."""
+    """Return which library each heavy op went to; a row for each reason."""
     rows = "".join(
         f'<tr><td>{escape(note.op)}</td><td class="number">{note.calls}</td>'
         f"<td>{escape(note.library)}</td><td>{escape(note.reason) or 'the first choice'}</td></tr>"
@@ -177,7 +177,7 @@ def _plan_section(plan: Any) -> str:
 
 
 def _moments(memory: MemoryReport) -> str:
-    """One line of text a call, for the chart; "<" is escaped so that it cannot end the script."""
+    """Return one line of text per call, for the chart; "<" is escaped: it could end the script."""
     lines = [
         f"{', '.join(one.ops[:4]) or one.call}"
         + (f" in {shortened(one.modules, 2)}" if one.modules else "")

@@ -14,7 +14,7 @@ _TRACKS = ("forward", "backward", "optimizer")
 
 
 def trace_events(calls: Sequence[Any], held_nbytes: Sequence[int]) -> dict[str, Any]:
-    """The calls as events on a track for their phase, with the arena's bytes as a counter.
+    """Return the calls as events on a track per phase, with the arena's bytes as a counter.
 
     Args:
         calls: see amp_ir.report.kernel_profile.CallProfile.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where wide tables are printed: a terminal has its width, and a file or a pipe wraps nothing."""
+"""Consoles for wide tables: a terminal has its width, and a file or a pipe wraps nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ FILE_COLUMNS = 140
 
 
 def wide_console(columns: int = FILE_COLUMNS) -> Console:
-    """Standard output as wide as its terminal, or `columns` wide where it is none."""
+    """Return standard output as wide as its terminal, or `columns` wide where it is none."""
     console = Console()
     return console if console.is_terminal else Console(width=columns)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running compiled steps on the user's tensors, and timing them."""
+"""Execution of compiled steps on the user's tensors, and their timing."""

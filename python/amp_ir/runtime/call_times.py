@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each kernel and library call of a step begins and ends."""
+"""Begin and end times of each kernel and library call of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_ir.runtime.program import Program
 
 @attrs.frozen
 class StepTimes:
-    """One step: its length, and when each call began and ended, in milliseconds from its start."""
+    """One step: its duration, and begin and end of each call, in milliseconds from its start."""
 
     milliseconds: float
     begin_milliseconds: tuple[float, ...]
@@ -27,7 +27,7 @@ class StepTimes:
 
     @property
     def outside_milliseconds(self) -> float:
-        """The time in which no kernel and no library call ran: Python and the virtual machine."""
+        """Return the time outside of kernels and library calls: Python and the virtual machine."""
         calls = zip(self.begin_milliseconds, self.end_milliseconds, strict=True)
         return self.milliseconds - sum(end - begin for begin, end in calls)
 
@@ -42,10 +42,10 @@ def time_calls(
 ) -> list[StepTimes]:
     """Run `warmup` steps, then time every call of `steps` steps, on a CPU.
 
-    The clock is read by native code around each call of the virtual machine and adds less than a
-    microsecond to it. `program` is left with the clock in place: use one made for this. A step is
-    `program.run(batch)` or, where it is given, `step()`, which runs the program and what belongs to
-    it: with a CompiledStep's call its checks of batch and state count as well.
+    Native code reads the clock around each call of the virtual machine, which adds less than a
+    microsecond to it. `program` keeps the clock afterwards: use one made for this. A step is
+    `program.run(batch)` or, where it is given, `step()`, which runs the program and what belongs
+    to it: with a CompiledStep's call its checks of batch and state count as well.
 
     Raises:
         OptionError: a number of steps is out of range.
@@ -70,7 +70,7 @@ def time_calls(
 def _step_times(
     symbols: list[str], reading: tuple[Sequence[str], Sequence[int]], started: int, ended: int
 ) -> StepTimes:
-    """Keep what is planned; views and the virtual machine's own calls are between them."""
+    """Keep planned calls; views and the virtual machine's own calls come between them."""
     wanted = set(symbols)
     names, times = list(reading[0]), list(reading[1])
     at = [k for k, name in enumerate(names) if str(name) in wanted]
@@ -83,7 +83,7 @@ def _step_times(
 
 
 def check_seen(seen: list[str], planned: list[str]) -> None:
-    """Make sure that the calls that a clock saw are those of the plan.
+    """Require that the calls that a clock timed are those of the plan.
 
     Raises:
         BuildError: they are not.

@@ -7,9 +7,9 @@
                                    train=train)["epoch"]
 
 The file is `torch.save` of one dictionary with an entry for each name, so that
-`torch.load("run.pt")["model"]` is the model's state dictionary in plain PyTorch too. The random
-state of torch, Python and NumPy is in it as "random", and as "amp_ir" the format and the classes of
-what was saved. A digest of all bytes stands at its end (checkpoint_file.py).
+`torch.load("run.pt")["model"]` is the model's state dictionary in plain PyTorch too. It has the
+random state of torch, Python and NumPy as "random", and the format and the saved classes as
+"amp_ir". A digest of all bytes is at its end (checkpoint_file.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _RESERVED = {RANDOM: "the random state", ENTRY: "what the file says of itself"}
 
 
 def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
-    """Write a checkpoint; a process that is killed meanwhile leaves the one before whole.
+    """Write a checkpoint; a process that is killed meanwhile leaves the previous file intact.
 
     The bytes go to a temporary file beside `path` and to the disk, then replace `path` in one
     operation of the file system (files/atomic_file.py). The next call removes what a killed one
     left behind. Gradients are in no state dictionary: save where an accumulation has ended.
 
     Args:
-        path: the file to write; where it is a link, the file that it leads to.
+        path: the file to write; where it is a link, its target.
         parts: by name, objects with `state_dict()` (models, optimizers, scalers, schedulers,
             compiled steps), lists of such, or plain values: numbers, strings, tensors and
             containers of these.
@@ -59,14 +59,14 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     """Load a checkpoint into objects, set the random state, and return the plain values.
 
     Either everything is loaded, or nothing: names, shapes, dtypes and classes are checked before
-    the first object is written, and an error after that puts all of them back.
+    the first object is written, and an error after that rolls back all of them.
 
     Args:
-        path: what `save_checkpoint` wrote.
+        path: a file that `save_checkpoint` wrote.
         parts: by the names used there, the objects to load into, or lists of them.
 
     Returns:
-        the entries of the file that no object was given for, by name.
+        the entries of the file without an object here, by name.
 
     Raises:
         FileFormatError: the file is damaged, is of a newer format, or is no checkpoint.

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a checkpoint: what `torch.save` writes, sealed with a digest of all its bytes.
+"""The file of a checkpoint: `torch.save`'s file, sealed with a digest of all its bytes.
 
-The seal is the comment at the end of the zip file, which PyTorch and zip tools pass over:
+The seal is the comment at the end of the zip file, which PyTorch and zip tools ignore:
 
     amp_ir checkpoint format 2 sha256 5f1c...
 
-and the SHA-256 is of every byte before it. It is checked before PyTorch sees the file, whose reader
-checks no CRC and believes the lengths that it reads. The dictionary also has an entry "amp_ir", so
-that a file that lost its seal is not taken for one of amp_ir 0.1.0. Those had none: they are read
-with a warning where the CRCs of the zip file hold, since a run may depend on one.
+and the SHA-256 is of every byte before it. It is checked before PyTorch sees the file, whose
+reader checks no CRC and trusts the lengths that it reads. The dictionary also has an entry
+"amp_ir", so that a file that lost its seal does not pass for one of amp_ir 0.1.0. Those had none:
+they are read with a warning where the CRCs of the zip file are right, since a run may depend on
+one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _REMEDY = "take an earlier checkpoint; nothing was loaded"
 
 
 def write_states(path: str | os.PathLike[str], states: dict[str, Any]) -> None:
-    """Write state dictionaries, sealed, in the place of the file that is there.
+    """Write state dictionaries, sealed, over an existing file.
 
     Raises:
         ArgumentError: they hold objects that a checkpoint cannot be loaded with.
@@ -51,7 +52,7 @@ def write_states(path: str | os.PathLike[str], states: dict[str, Any]) -> None:
 
 
 def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what `write_states` wrote.
+    """Read a file that `write_states` wrote.
 
     Raises:
         FileFormatError: the file is damaged, newer, or no checkpoint.
@@ -86,7 +87,7 @@ def _seal(file: BinaryIO) -> None:
 
 
 def _check_seal(file: BinaryIO, path: str | os.PathLike[str]) -> bool:
-    """Whether the file has a seal; refuses a broken one."""
+    """Return whether the file has a seal; refuse a broken one."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(end - _LONGEST_SEAL_BYTES, 0))
     tail = file.read()
@@ -156,7 +157,7 @@ def _has_mark(archive: zipfile.ZipFile, name: str) -> bool:
 
 
 def _refuse_objects(file: BinaryIO) -> None:
-    """Refuse what torch.load(weights_only=True) would not load: better now than after the run."""
+    """Refuse what torch.load(weights_only=True) would not load: before the run, not after it."""
     file.flush()
     file.seek(0)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)

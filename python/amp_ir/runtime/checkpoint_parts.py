@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads states into objects, all or none: checked before, and put back after an error."""
+"""Loading of states into objects, all or none: checked before, and rolled back after an error."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Part:
 
 
 def kind_of(part: Any) -> str | None:
-    """Name the class where another's state would load, and mean something else."""
+    """Name the class for objects where another class's state would load with another effect."""
     is_kind = isinstance(part, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler)
     return type(part).__name__ if is_kind else None
 
 
 def part_faults(part: Part) -> Iterator[str]:
-    """Yield what keeps a part's state from being loaded, all that can be told beforehand."""
+    """Yield what keeps a part's state from being loaded, as far as it is known beforehand."""
     kind = kind_of(part.target)
     if not hasattr(part.target, "load_state_dict"):
         given = type(part.target).__name__
@@ -57,7 +57,7 @@ def part_faults(part: Part) -> Iterator[str]:
 def load_all(parts: Sequence[Part], random: Mapping[str, Any]) -> None:
     """Load every part and set the random state; after an error everything is as before.
 
-    While it loads, a second copy of all state is held.
+    A second copy of all state is in memory meanwhile.
 
     Raises:
         StateError: a part's `load_state_dict` raised; the message has what it said.
@@ -87,7 +87,7 @@ def load_all(parts: Sequence[Part], random: Mapping[str, Any]) -> None:
 
 
 def _put_back(restores: Sequence[tuple[str, Callable[[], None]]]) -> list[str]:
-    """Put every part back; what refuses that, with its reason."""
+    """Restore every part; return the parts that refuse, with their reasons."""
     torn = []
     for name, restore in restores:
         try:
@@ -102,7 +102,7 @@ def _said(error: BaseException) -> str:
 
 
 def _restore(target: Any) -> Callable[[], None]:
-    """A function that puts an object back to where it is now."""
+    """Return a function that restores an object to its current state."""
     if isinstance(target, nn.Module):
         return _restore_module(target)
     if isinstance(target, torch.optim.Optimizer) and _loads_as_pytorch(target):
@@ -170,7 +170,7 @@ def _module_faults(part: Part) -> Iterator[str]:
 
 
 def _translates(module: nn.Module) -> bool:
-    """Whether a module reads other names than it writes; PyTorch's own only read older ones too."""
+    """Return whether a module reads other names than it writes; PyTorch's also read older ones."""
     own = type(module)._load_from_state_dict
     return bool(module._load_state_dict_pre_hooks) or not own.__module__.startswith("torch.")
 

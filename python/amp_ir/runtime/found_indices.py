@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps on a GPU found of their indices: read when it is there, never waited for."""
+"""Index checks of steps on a GPU: results are read when they have arrived, without waiting."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MOST_PENDING = 64
 
 
 class FoundIndices:
-    """The extremes of indices that steps return, on their way from a GPU to the host.
+    """The extremes of indices that steps return, in transfer from a GPU to the host.
 
-    A step with an index out of range has rolled itself back there, and so needs no hurry.
+    A step with an index out of range has rolled itself back on the GPU, so the host need not wait.
     """
 
     def __init__(self, checks: PlannedChecks) -> None:
@@ -37,7 +37,7 @@ class FoundIndices:
         self._pending.append((copy, event))
 
     def check(self, *, all_steps: bool = False) -> None:
-        """Raise what the steps have found that are done; with `all_steps`, wait for the others.
+        """Raise the errors of the steps that are done; with `all_steps`, wait for the others.
 
         Raises:
             IndexOutOfRangeError: a step used an index out of range, and was rolled back.

@@ -18,11 +18,11 @@ def _nothing() -> None:
 
 
 class GraphRun:
-    """Calls `main` with tensors on a GPU; from the second call with the same memory on, by a graph.
+    """`main` on a GPU: from the second call with the same memory on, as a CUDA graph.
 
     The first call runs it launch by launch, on PyTorch's current stream: libraries choose their
-    algorithms and modules are loaded, which a recording must not contain. When an argument lies
-    elsewhere than in the recording, the next two calls do the same again.
+    algorithms and modules are loaded, which a recording must not contain. When an argument has
+    another address than in the recording, the next two calls do the same again.
     """
 
     def __init__(self, main: Callable[..., Any], device: torch.device, step_run: StepRun) -> None:
@@ -34,7 +34,7 @@ class GraphRun:
         self._refused = False
 
     def __call__(self, arguments: Sequence[Any], addresses: tuple[int, ...]) -> None:
-        """Run on `arguments`, which lie at `addresses`; returns before the GPU is done."""
+        """Run on `arguments`, stored at `addresses`; return before the GPU is done."""
         with torch.cuda.device(self._device):
             if addresses != self._addresses:
                 self._addresses, self._graph = addresses, None
@@ -49,16 +49,16 @@ class GraphRun:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the next run with the same memory is a single launch."""
+        """Return whether the next run with the same memory is a single launch."""
         return self._graph is not None
 
     def launch(self, arguments: Sequence[Any]) -> None:
-        """Run launch by launch; what is recorded stays."""
+        """Run launch by launch; the recorded graph stays."""
         with torch.cuda.device(self._device), tvm_ffi.use_torch_stream():
             self._step_run(arguments, _nothing)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Launch the graph; of a launch that fails nothing is known but that it failed."""
+        """Launch the graph; a launch that fails does not say which call failed."""
         try:
             graph.replay()
         except RuntimeError as error:

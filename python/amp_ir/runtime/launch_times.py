@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each kernel and library call of a step begins and ends on a GPU, by CUDA events."""
+"""Begin and end times of each kernel and library call of a step on a GPU, by CUDA events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CYCLES_A_SECOND = 2e9
 
 @attrs.frozen
 class LaunchTimes:
-    """Steps launched call by call; `event_milliseconds` is what two events say of nothing.
+    """Steps launched call by call; `event_milliseconds` is the time of two events without a call.
 
     Each call's time includes it.
     """
@@ -36,7 +36,7 @@ class LaunchTimes:
 
 @attrs.frozen
 class WholeSteps:
-    """Steps as they run in training, one graph if `is_graph`, and steps launched call by call."""
+    """Times of steps as in training, a graph if `is_graph`, and of steps launched call by call."""
 
     milliseconds: float
     launched_milliseconds: float
@@ -50,7 +50,7 @@ _STEPS_AT_ONCE = 10
 def time_whole_steps(
     program: Program, batch: Sequence[torch.Tensor], *, warmup: int, repeat: int
 ) -> WholeSteps:
-    """Medians of `repeat` means of some steps, from the host's call to the GPU's end."""
+    """Return medians of `repeat` means of some steps, from the host's call to the GPU's end."""
     # The second run records the graph.
     options: dict[str, Any] = {"warmup": max(warmup, 2), "number": _STEPS_AT_ONCE, "repeat": repeat}
     in_graph = statistics.median(time_program(program, batch, **options))
@@ -66,7 +66,7 @@ def time_launches(
 
     An event is recorded before and after each call of the virtual machine, on the stream that the
     step runs on. They are read when the step is done: a step waits for the GPU once, at its end.
-    `program` is left with the clock in place: use one made for this.
+    `program` keeps the clock afterwards: use one made for this.
 
     Raises:
         OptionError: a number of steps is out of range.
@@ -105,19 +105,19 @@ class _EventClock:
         self._pairs = [(_event(), _event()) for _ in symbols]
 
     def begin(self) -> None:
-        """Forget the step before; the next one begins here."""
+        """Discard the previous step and begin the next one."""
         self._seen.clear()
         self._start.record()
 
     def finish(self) -> None:
-        """The step ends here."""
+        """End the step."""
         self._end.record()
         self._after_nothing.record()
 
     def record(
         self, _function: Any, symbol: str, is_before: bool, _result: Any, *_arguments: Any
     ) -> None:
-        """The virtual machine's instrument; views and its own calls launch nothing."""
+        """Record events around a call (the virtual machine's instrument); views launch nothing."""
         symbol = str(symbol)
         if symbol not in self._wanted:
             return
@@ -128,7 +128,7 @@ class _EventClock:
         self._pairs[len(self._seen) - 1][0 if is_before else 1].record()
 
     def step_times(self) -> StepTimes:
-        """The step's times; the GPU must be done with it."""
+        """Return the step's times; the GPU must be done with it."""
         check_seen(self._seen, self._symbols)
         return StepTimes(
             milliseconds=self._start.elapsed_time(self._end),
@@ -137,7 +137,7 @@ class _EventClock:
         )
 
     def nothing_milliseconds(self) -> float:
-        """The time between two events with nothing between them."""
+        """Return the time between two events with nothing between them."""
         return self._end.elapsed_time(self._after_nothing)
 
 

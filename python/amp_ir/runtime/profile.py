@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step takes."""
+"""Timing of whole steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def time_program(
     repeat: int,
     in_graph: bool = True,
 ) -> list[float]:
-    """Milliseconds a step: the mean of `number` steps, `repeat` times, after `warmup` steps.
+    """Return milliseconds per step: `repeat` means of `number` steps, after `warmup` steps.
 
-    On a GPU a step is one graph from the third run on, or launched call by call where `in_graph` is
-    False.
+    On a GPU a step is one graph from the third run on, or launched call by call where `in_graph`
+    is False.
 
     Raises:
-        OptionError: `number` or `repeat` is below 1, or `warmup` below 0, or none is an integer.
+        OptionError: `number` or `repeat` is below 1, or `warmup` below 0, or one is no integer.
     """
     check_counts(("warmup", warmup, 0), ("number", number, 1), ("repeat", repeat, 1))
     for _ in range(warmup):

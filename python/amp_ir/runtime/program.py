@@ -35,7 +35,7 @@ def _as_it_is(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def flat_view(tensor: torch.Tensor) -> tvm.runtime.Tensor:
-    """A dense tensor as kernels take it: flat, of physical dtype, sharing memory."""
+    """Return a dense tensor as kernels take it: flat, of physical dtype, sharing memory."""
     flat = tensor.detach().view(-1) if tensor.dim() != 1 else tensor.detach()
     if flat.numel() == 0:
         flat = flat.new_empty(1)
@@ -44,13 +44,13 @@ def flat_view(tensor: torch.Tensor) -> tvm.runtime.Tensor:
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the batch as kernels can read it: dense and aligned; copied if it is not."""
+    """Return a tensor of the batch, dense and aligned for kernels; copied if it is not."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT_BYTES else tensor
 
 
 class Program:
-    """Runs a planned step on given state tensors, which it updates in place.
+    """A planned step on given state tensors, which it updates in place.
 
     On a GPU a run is asynchronous, as PyTorch's ops are: nothing is read back. Batch and results
     have memory of their own there, which the recorded graph works on; batches are copied into it
@@ -90,7 +90,7 @@ class Program:
         return _OnGpu(self) if self.device.type == "cuda" else None
 
     def check_state(self) -> None:
-        """Make sure that a run can take the state as it is now.
+        """Require state that a run can take as it is now.
 
         Raises:
             StateError: a tensor has another shape or dtype than the program, or is not dense; or
@@ -101,7 +101,7 @@ class Program:
                 one.current_view()
 
     def check_inputs(self, batch: Sequence[torch.Tensor]) -> None:
-        """Look at the indices that the batch and the state bring.
+        """Check the indices in the batch and the state.
 
         Raises:
             IndexOutOfRangeError: one is out of range; nothing has changed.
@@ -119,11 +119,11 @@ class Program:
         in_graph: bool = True,
         finish: Callable[[list[torch.Tensor]], T] = _as_it_is,  # type: ignore[assignment]
     ) -> T:
-        """One step; returns `finish` of the outputs that update no input, in order.
+        """Run one step; return `finish` of the outputs that update no input, in order.
 
         On a GPU it is one graph once that is recorded; without `in_graph` it is launched call by
-        call, for measurements. `finish` is part of the step: an interruption, after which it may be
-        called again, does not keep it from being done.
+        call, for measurements. `finish` is part of the step: after an interruption it may be
+        called again, so that it is always done.
 
         Raises:
             StepFailedError: the state is torn by an earlier failure, or a call failed.
@@ -158,24 +158,24 @@ class Program:
         return finish(results)
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the step works on, by name; what is read as a number is none."""
+        """Return the tensors that the step works on, by name, without hyper-parameters."""
         for one in self._inputs:
             if isinstance(one.source, torch.Tensor):
                 yield one.spec.name, one.source
 
     def _written(self) -> dict[int, torch.Tensor]:
-        """The state that the step updates, by the position of the input."""
+        """Return the state that the step updates, by the position of the input."""
         updated = {spec.updates for spec in self.signature.outputs if spec.updates is not None}
         sources = {k: self._inputs[k].source for k in sorted(updated)}
         return {k: one for k, one in sources.items() if isinstance(one, torch.Tensor)}
 
     @property
     def is_graph(self) -> bool:
-        """Whether the next run with the same memory is the launch of a graph."""
+        """Return whether the next run with the same memory is the launch of a graph."""
         return self._graph_run is not None and self._graph_run.is_recorded
 
     def empty_results(self) -> list[torch.Tensor]:
-        """New tensors for the outputs that update no input, in order."""
+        """Return new tensors for the outputs that update no input, in order."""
         return [
             torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
             for spec in self.signature.outputs
@@ -225,7 +225,7 @@ class _OnGpu:
         return self._run.is_recorded
 
     def run(self, batch: Sequence[torch.Tensor], *, in_graph: bool) -> list[torch.Tensor]:
-        """One step; copies from host memory are asynchronous where it is pinned."""
+        """Run one step; copies from pinned host memory are asynchronous."""
         self.found.check()
         for target, source in zip(self._batch, batch, strict=True):
             target.copy_(source, non_blocking=True)
@@ -245,7 +245,7 @@ class _OnGpu:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device as tensors name theirs: a GPU has a number."""
+    """Return the device with an index, as tensors name theirs."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
@@ -253,7 +253,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def _room_for(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
-    """Say what a device without room for the arena, the batch and the results would need."""
+    """Explain what a device without room for the arena, the batch and the results would need."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -274,7 +274,7 @@ def _room_for(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
 
 
 class _Input:
-    """Where one input's tensor comes from; `source` is None for the batch."""
+    """The source of one input's tensor; `source` is None for the batch."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class _Input:
         return cls(spec, state[spec.name] if spec.is_state else None, device)
 
     def current_view(self) -> tvm.runtime.Tensor:
-        """The state tensor as it is now; the view is made anew only when its memory moved."""
+        """Return the view of the current state tensor, made again only when its memory moved."""
         assert self.source is not None
         if not isinstance(self.source, torch.Tensor):
             value = self.source()
@@ -309,7 +309,7 @@ class _Input:
         return self._view_of(self.source)
 
     def _on_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
-        """A number, written to the GPU when it has changed: a launch, nothing to wait for."""
+        """Return a number on the GPU, written when it has changed: a launch, without waiting."""
         if value.dim():
             return self._copied_to_gpu(value)
         number = float(value)
@@ -322,7 +322,7 @@ class _Input:
         return self._view_of(self._number)
 
     def _copied_to_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
-        """A tensor that kernels cannot read where it is, in memory that stays for the graph."""
+        """Copy a tensor that kernels cannot read where it is to memory that stays for the graph."""
         if self._number is None:
             self._number = torch.empty(value.shape, dtype=self._dtype, device=self.device)
         self._number.copy_(value)

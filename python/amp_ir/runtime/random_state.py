@@ -16,7 +16,7 @@ _NUMPY_NAME, _NUMPY_WORDS = "MT19937", 624
 
 
 def random_state() -> dict[str, Any]:
-    """Return where every generator is that a data loader or a step may draw from."""
+    """Return the state of every generator that a data loader or a step may draw from."""
     numpys: Any = numpy.random.get_state()
     name, keys, *rest = numpys
     return {
@@ -46,7 +46,7 @@ def random_state_faults(state: Any) -> Iterator[str]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set every generator; those of GPUs that this machine does not have are passed over."""
+    """Set every generator; skip those of GPUs that this machine does not have."""
     torch.set_rng_state(state["torch"])
     _set_cuda(state["cuda"])
     version, words, following = state["python"]

@@ -21,7 +21,7 @@ from amp_ir.runtime.program import Program
 
 @attrs.frozen
 class CompileReport:
-    """What compiling took and gave: seconds a stage, kernels, and the memory plan.
+    """Results of compiling: seconds per stage, kernels, and the memory plan.
 
     `dispatched` says which library each heavy op went to, and why not to a better one.
     """
@@ -40,7 +40,7 @@ NO_COPY = (
 
 
 def refuse_names(named: dict[str, Any]) -> None:
-    """Refuse arguments by name, which a capture does not know.
+    """Refuse keyword arguments, which a capture does not know.
 
     Raises:
         ArgumentError: there are any.
@@ -54,7 +54,7 @@ def refuse_names(named: dict[str, Any]) -> None:
 
 
 class CompiledStep:
-    """Called as the user's step is called; updates model and optimizer in place.
+    """A compiled training step, called as the user's step; updates model and optimizer in place.
 
     Between calls the model and the optimizer are ordinary PyTorch objects: `state_dict()`,
     `torch.save`, evaluation and learning-rate schedulers see the current values. Not reentrant:
@@ -96,7 +96,7 @@ class CompiledStep:
         return self._run(tensors)
 
     def run_current(self, tensors: list[torch.Tensor]) -> Any:
-        """As a call, with the flat batch, for one who has asked whether the step is current.
+        """Run as `__call__` does on a flat batch, for a caller that has checked the guards.
 
         Raises:
             IndexOutOfRangeError, StateError: as for a call.
@@ -118,7 +118,7 @@ class CompiledStep:
         return self.module.signature.unflatten_results(results)
 
     def _finish(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What belongs to the step behind its last call; returns the results."""
+        """Do what belongs to the step after its last call; return the results."""
         # Behind the run: a first step that fails leaves the optimizer without state, as it was.
         self._install()
         results, gradients = self._program.results_of(outputs)
@@ -131,7 +131,7 @@ class CompiledStep:
             self._is_installed = True
 
     def synchronise(self) -> None:
-        """Wait until all steps so far are done; on a CPU they are.
+        """Wait until all steps so far are done; on a CPU they always are.
 
         Raises:
             IndexOutOfRangeError: a step computed an index out of range, and was rolled back.
@@ -140,11 +140,11 @@ class CompiledStep:
 
     @property
     def program(self) -> Program:
-        """What runs inside of a call, without the checks around it; for measurements."""
+        """Return the program inside of a call, without the checks around it; for measurements."""
         return self._program
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What the step keeps that is not the user's: `random_state` int64[2], if it draws numbers.
+        """Return the step's own state: `random_state` int64[2], if it draws numbers.
 
         Beside the state of model, optimizer and scaler it makes a checkpoint complete.
         """
@@ -152,7 +152,7 @@ class CompiledStep:
         return {} if random_state is None else {"random_state": random_state.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on drawing where the step that gave `state` stopped.
+        """Continue drawing numbers where the step that gave `state` stopped.
 
         Raises:
             StateError: one of the two draws random numbers and the other does not.
@@ -169,16 +169,16 @@ class CompiledStep:
 
     @property
     def logs(self) -> list[StepLog]:
-        """What became of the last 1024 steps, a log for each loss scaler in the order passed."""
+        """Return the logs of the last 1024 steps, one per loss scaler in the order passed."""
         state = self.module.state
         count = sum(name.endswith(".counts") for name in self._scaler_inputs)
         return [StepLog(state[f"scaler{k}.ring"], state[f"scaler{k}.counts"]) for k in range(count)]  # type: ignore[arg-type]
 
     @property
     def last(self) -> StepRecord:
-        """The last step: skipped or not, its scale, gradient norm, and skips in a row.
+        """Return the last step: skipped or not, its scale, gradient norm, and skips in a row.
 
-        With several scalers it is the first one's record. The step is waited for only here.
+        With several scalers it is the first one's record. Only this read waits for the step.
 
         Raises:
             StateError: the step has no loss scaler, or has not run yet.
@@ -195,7 +195,7 @@ class CompiledStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether `scaler.step` skipped in the last step; for learning-rate schedulers.
+        """Return whether `scaler.step` skipped in the last step; for learning-rate schedulers.
 
         With several scalers: whether any of them skipped. False without a loss scaler.
         """
@@ -211,7 +211,7 @@ class CompiledStep:
         raise CopyError(NO_COPY)
 
     def __repr__(self) -> str:
-        """Say what was compiled, in one line."""
+        """Describe the compiled step in one line."""
         report = self.report
         peak = report.plan.peak_bytes / 2**20
         return (

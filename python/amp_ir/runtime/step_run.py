@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a step's `main` as a transaction: where a call fails, what changed is undone or told.
+"""One run of a step's `main` as a transaction: a failed call rolls back or marks the state as torn.
 
-Nothing is asked of a run that succeeds: native code keeps aside the little state that is written
-early, and counts library calls; which call failed follows from that count and the plan.
+A run that succeeds costs no check: native code saves the little state that is written early, and
+counts library calls; that count and the plan tell which call failed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class _Progress:
 
 
 class StepRun:
-    """Calls `main`; a failure is a StepFailedError, and the state whole or marked as torn.
+    """Calls of `main`; a failure is a StepFailedError, and the state intact or marked as torn.
 
-    `written` gives the tensors that the step writes, for the marks, by their position among the
+    `written` returns the tensors that the step writes, for the marks, by their position among the
     inputs.
     """
 
@@ -67,11 +67,11 @@ class StepRun:
         self._positions = tvm_ffi.Shape(tuple(k + 1 for k in plan.writes.kept))
 
     def __call__(self, arguments: Sequence[Any], finish: Callable[[], T]) -> T:
-        """Call main(*arguments) and return `finish()`, which must bear to be called again.
+        """Call main(*arguments) and return `finish()`, which must be safe to call again.
 
         Raises:
-            StepFailedError: a call failed. What is no Exception, such as KeyboardInterrupt, is
-                passed on: if `main` was done by then, `finish` is, too.
+            StepFailedError: a call failed. An exception that is no Exception, such as
+                KeyboardInterrupt, passes through: if `main` was done by then, `finish` is, too.
         """
         ticket = next(_tickets)
         try:
@@ -88,7 +88,7 @@ class StepRun:
         arguments: Sequence[Any],
         finish: Callable[[], object],
     ) -> None:
-        """Leave the state whole or marked.
+        """Leave the state intact or marked.
 
         Raises:
             StepFailedError: for an Exception out of `main`.
@@ -108,7 +108,7 @@ class StepRun:
         self.fail(error, first, last, is_torn=is_torn)
 
     def fail_as_a_whole(self, error: Exception) -> None:
-        """As `fail`, where no call can be told from the others.
+        """Fail as `fail` does, where the failed call is unknown.
 
         Raises:
             StepFailedError: always.
@@ -119,7 +119,7 @@ class StepRun:
         """Mark the state if it is torn.
 
         Raises:
-            StepFailedError: for an Exception; it was met between calls `first` and `last`.
+            StepFailedError: for an Exception, raised between calls `first` and `last`.
         """
         calls = self._plan.calls[first : last + 1]
         if is_torn:
@@ -138,9 +138,9 @@ class StepRun:
         raise StepFailedError(message, is_torn=is_torn, **named) from error
 
     def _failed_calls(self, progress: _Progress) -> tuple[int, int]:
-        """The first and the last call of the plan that may be the one that failed.
+        """Return the first and the last call of the plan that may be the one that failed.
 
-        It is one where a library's function failed. Kernels are not counted, so a failed one lies
+        It is one where a library's function failed. Kernels are not counted, so a failed one is
         between two library calls.
         """
         calls = self._plan.calls
@@ -171,7 +171,7 @@ def _described(call: PlannedCall) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """What the library says, without the trace that may follow it."""
+    """Return the library's message, without the trace that may follow it."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(".")
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs that one jitted step was compiled to, and what they were compiled for.
 
-A program holds for calls of one signature (structure, shapes, dtypes), for the plain values among
-their arguments, and while what it was captured with is as it was. Programs that do not hold at the
-moment are kept: training and evaluation, or the steps of an accumulation, take turns.
+A program is valid for calls of one signature (structure, shapes, dtypes), for the plain values
+among their arguments, and while its guards hold. Programs whose guards fail at the moment are
+kept: training and evaluation, or the steps of an accumulation, alternate.
 
-Like PyTorch, it tells of compiling where one looks for it, through `logging` at INFO (`logger`
-"amp_ir"), and of its own accord (WARNING) only where it goes on and on.
+As PyTorch does, it reports compiles through `logging` at INFO (`logger` "amp_ir"), and warns
+(WARNING) only when compiles do not stop.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ DEFAULT_LIMIT = 8
 
 
 class Signature(Protocol):
-    """What calls are told apart by."""
+    """The key of calls."""
 
     @property
     def key(self) -> Any:
-        """What programs are grouped by."""
+        """The key by which programs are grouped."""
 
     @property
     def plain(self) -> Sequence[Any]:
         """The plain values, in order."""
 
     def fits(self, call: Any) -> bool:
-        """Whether a program for this is one for a call of the same key."""
+        """Return whether a program for this signature serves a call of the same key."""
 
     def differences(self, earlier: Any) -> list[str]:
-        """How it differs from an earlier one, in words."""
+        """Describe how it differs from an earlier one."""
 
 
 class Guards(Protocol):
-    """Tells whether a program still is what the step does."""
+    """The guards of a program: whether it is still what the step does."""
 
     def take_numbers(self, plain: Sequence[Any], /) -> None:
-        """The plain values of the call that is asked about next."""
+        """Take the plain values of the next call to check."""
 
     def recompile_reason(self) -> str:
         """Why it is not, in words; "" where it is."""
 
     def is_over(self) -> bool:
-        """Whether it will not be again."""
+        """Return whether the guards will never hold again."""
 
     def changed_numbers(self) -> tuple[str, ...]:
-        """The Python numbers that it froze and that are others now."""
+        """Return the Python numbers that it froze and that have other values now."""
 
 
 @attrs.frozen
@@ -75,7 +75,7 @@ P = TypeVar("P")
 
 @attrs.frozen(eq=False)
 class Variant(Generic[S, P]):
-    """One program, with what it holds for."""
+    """One program, with its signature and guards."""
 
     signature: S
     guards: Guards
@@ -102,7 +102,7 @@ class StepVariants(Generic[S, P]):
         return self._recent[0] if self._recent else None
 
     def find(self, signature: S) -> Variant[S, P] | None:
-        """The program for a call; in the common case one guard is asked."""
+        """Return the program for a call; the common case checks one guard."""
         for variant in self._alike(signature):
             variant.guards.take_numbers(signature.plain)
             if not variant.guards.recompile_reason():
@@ -112,11 +112,11 @@ class StepVariants(Generic[S, P]):
         return None
 
     def alike(self, signature: S) -> Variant[S, P] | None:
-        """The last used program for the same signature and values, whether it holds or not."""
+        """Return the last used program for the same signature and values, valid or not."""
         return next(self._alike(signature), None)
 
     def why_none(self, signature: S) -> str:
-        """Why no program fits a call, or what differs from the nearest; "" where there is none."""
+        """Explain why no program fits a call, or how the nearest differs; "" without programs."""
         alike = self.alike(signature)
         if alike is not None:
             return alike.guards.recompile_reason()
@@ -125,7 +125,7 @@ class StepVariants(Generic[S, P]):
         return "; ".join(min(differences, key=operator.length_hint, default=[]))
 
     def add(self, variant: Variant[S, P], reason: str, seconds: float) -> None:
-        """Keep a new program, and tell of it; `reason` is what `why_none` said before."""
+        """Add a new program, and log it; `reason` is what `why_none` returned before."""
         key = variant.signature.key
         for one in [one for one in self._recent if one.guards.is_over()]:
             self._drop(one)
@@ -174,5 +174,5 @@ class StepVariants(Generic[S, P]):
 
 
 def _subject(reason: str) -> str:
-    """What a reason speaks of, without what it was and is."""
+    """Return the subject of a reason, without its old and new values."""
     return re.split(r",? (?:which |and )?(?:was|is|has|had|were) ", reason, maxsplit=1)[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State that a failed step left half written: no step runs on it until it is loaded.
 
-It is told by tensor, since other compiled steps share the model. A tensor counts as loaded once
-PyTorch has written to it, as `load_state_dict` does, or another stands in its place.
+The mark is per tensor, since other compiled steps share the model. A tensor counts as loaded once
+PyTorch has written to it, as `load_state_dict` does, or another tensor replaces it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mark(tensors: Iterable[torch.Tensor], why: str) -> None:
 
 
 def refuse_torn(state: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Look at a step's state, as (name, tensor), before it runs.
+    """Refuse a step's state, as (name, tensor), that is torn, before the step runs.
 
     Raises:
         StepFailedError: some of it is torn.
@@ -61,7 +61,7 @@ def refuse_torn(state: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def is_torn(state: Iterable[tuple[str, torch.Tensor]]) -> bool:
-    """Whether any of a step's state is torn."""
+    """Return whether any of a step's state is torn."""
     return bool(_torn) and any(_still_torn(tensor) for _, tensor in state)
 
 

@@ -33,12 +33,12 @@ define void @{SET_LAUNCH}_in_module(ptr %launch) {{
 
 @tvm.transform.module_pass(opt_level=0, name="LowerKernels")
 def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-    """Lower kernels to what code generation takes.
+    """Lower kernels to the input of code generation.
 
-    TVM's default list minus the passes for scheduled blocks; above all without three of them.
+    TVM's default list minus the passes for scheduled blocks, and without three others.
     StorageRewrite retypes a buffer that is read both as scalars and as vectors, and then reads it
-    wrongly. StmtSimplify, and RemoveNoOp where it looks for stores of what is there already, take
-    floats for real numbers (see `loops.math.opaque`), and LLVM simplifies by itself.
+    wrongly. StmtSimplify, and RemoveNoOp where it searches for stores of existing values, treat
+    floats as real numbers (see `loops.math.optimization_barrier`), and LLVM simplifies by itself.
     """
     transform = tirx.transform
     mod = _equally_careful(mod)
@@ -60,7 +60,7 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
 
 
 def _equally_careful(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with kernels of which all promise that no two arguments overlap, or none.
+    """Return the module with kernels that all promise disjoint arguments, or none.
 
     Code generation keeps one such flag for the whole module (TVM 0.27): a kernel that writes over
     its input next to one that promises not to would be compiled under that promise.
@@ -92,7 +92,7 @@ def lower_cuda_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -
 
 
 def cuda_passes(*before_split: tvm.transform.Pass) -> list[tvm.transform.Pass]:
-    """The passes of `lower_cuda_kernels`, with others before hosts and devices part."""
+    """Return the passes of `lower_cuda_kernels`, with others before host and device are split."""
     transform = tirx.transform
     return [
         transform.StmtSimplify(),
@@ -111,7 +111,7 @@ def cuda_passes(*before_split: tvm.transform.Pass) -> list[tvm.transform.Pass]:
 
 
 def _register_pipeline(name: str, lowering: tvm.transform.Pass) -> str:
-    """Our lowering in the form and the place that TVM looks pipelines up in."""
+    """Register our lowering in the form and the place where TVM looks up pipelines."""
     finish = compilation_pipeline
 
     def stages() -> tuple[Any, Any, Any]:
@@ -161,7 +161,7 @@ def _lower_main() -> tvm.transform.Pass:
 def _compile_in_memory(
     step: PlannedStep, target: CompileTarget, *, opt_level: int
 ) -> relax.VMExecutable:
-    """As `compile_executable`, for this CPU, with the kernels in several libraries.
+    """Compile as `compile_executable`, for this CPU, with the kernels in several libraries.
 
     They cannot be exported: each has its own copy of what a shared library has once.
     """
@@ -216,7 +216,7 @@ def build(
 
 
 def _launch_setter() -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
-    """A function that points the module's parallel loops at another thread pool."""
+    """Return a function that points the module's parallel loops at another thread pool."""
     address = tirx.Var("address", "handle")
     call = tirx.call_extern("int32", f"{SET_LAUNCH}_in_module", address)
     body = tirx.AttrStmt(
@@ -230,5 +230,5 @@ def _launch_setter() -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
 
 
 def host_description() -> str:
-    """The machine in a few words, for reports."""
+    """Describe the machine in a few words, for reports."""
     return f"{platform.machine()}, {tvm.target.codegen.llvm_get_system_cpu()}"

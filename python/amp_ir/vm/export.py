@@ -91,7 +91,7 @@ _CUDA_RUNTIME = {
 
 @attrs.frozen
 class ExportedStep:
-    """What was written, for the command's table."""
+    """The written files, for the command's table."""
 
     path: Path
     nbytes: int
@@ -102,7 +102,7 @@ class ExportedStep:
     description: dict[str, Any] = attrs.field(repr=False)
 
     def table(self, seconds: dict[str, float]) -> Table:
-        """The file, its kernels, its library calls and how long each stage took."""
+        """Return a table of the file, its kernels, its library calls and the seconds per stage."""
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_row("file", f"{self.path}, {self.nbytes / 2**20:.2f} MiB")
         table.add_row("kernels", self._kernels())
@@ -139,7 +139,7 @@ def export_step(
 ) -> ExportedStep:
     """Write the step to `path` and its description beside it.
 
-    Each takes its place whole. Where a kill comes between them the new file has the old
+    Each file is replaced as a whole. If a kill comes between the two, the new file has the old
     description, whose digest refuses it.
 
     Raises:
@@ -175,7 +175,7 @@ def export_step(
 
 
 def _linked(executable: relax.VMExecutable, path: Path) -> bytes:
-    """The shared library, linked where no one else looks."""
+    """Return the shared library, linked in a private folder."""
     with tempfile.TemporaryDirectory() as folder:
         linked = Path(folder) / "step.so"
         try:
@@ -189,7 +189,7 @@ def _linked(executable: relax.VMExecutable, path: Path) -> bytes:
 
 
 def save_state(mod: StepModule, path: Path) -> None:
-    """Write what the step's state is now to a .npz file, by the description's names.
+    """Write the step's current state to a .npz file, by the description's names.
 
     One more entry is the digest of the others.
 
@@ -214,13 +214,13 @@ def save_state(mod: StepModule, path: Path) -> None:
 
 
 def _tensor_of(mod: StepModule, name: str) -> torch.Tensor:
-    """A state input as it is now."""
+    """Return the current tensor of a state input."""
     held = mod.state[name]
     return held if isinstance(held, torch.Tensor) else held()
 
 
 def _arguments(planned: PlannedStep, mod: StepModule) -> Iterator[dict[str, Any]]:
-    """What `main` takes, in order: the arena, the inputs, the results that update none of them."""
+    """Return the arguments of `main`, in order: arena, inputs, results that update no input."""
     signature = planned.signature(mod.signature)
     yield _argument("arena", "arena", (planned.plan.arena_bytes,), "uint8", is_updated=False)
     updated = {one.updates for one in signature.outputs}
@@ -237,10 +237,10 @@ def _arguments(planned: PlannedStep, mod: StepModule) -> Iterator[dict[str, Any]
 
 
 def _index_checks(checks: PlannedChecks) -> Iterator[dict[str, Any]]:
-    """What must hold of the batch's indices, then of those whose extremes the step gives.
+    """Return the checks of the batch's indices, then of those whose extremes the step returns.
 
     Raises:
-        BuildError: the host is to compute indices, which what runs the file cannot.
+        BuildError: the host is to compute indices, which the runner of the file cannot.
     """
     if any(one.bindings for one in checks.on_host):
         raise BuildError('a step for a file is planned with lower(..., host_checks="batch")')
@@ -271,7 +271,7 @@ def _argument(
 
 
 def _functions(ir: tvm.IRModule) -> Iterator[str]:
-    """The native functions that `main` calls, as often as it does; what is lent scratch too."""
+    """Return the native functions that `main` calls, with repetitions; also under a workspace."""
     for call in Dataflow(ir).values.values():
         if not isinstance(call, relax.Call) or not isinstance(call.op, relax.ExternFunc):
             continue
@@ -288,7 +288,7 @@ def _library_calls(ir: tvm.IRModule) -> Iterator[str]:
 
 
 def _libraries(ir: tvm.IRModule, target: CompileTarget) -> Iterator[dict[str, Any]]:
-    """The shared libraries that hold these functions, and what they need themselves."""
+    """Return the shared libraries that hold these functions, and their own dependencies."""
     if target.is_cuda:
         yield _CUDA_RUNTIME
     held: dict[str, set[str]] = collections.defaultdict(set)

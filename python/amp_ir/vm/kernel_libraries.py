@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels to machine code on all cores: LLVM takes most of the seconds, and holds no lock."""
+"""Compile kernels to machine code on all cores: LLVM takes most of the time, and holds no lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_side_by_side(
     opt_level: int,
     of_all: Callable[[], Functions],
 ) -> list[tvm.runtime.Module]:
-    """Build libraries of `kernels` by PyTorch's number of threads, each a part, for a CPU.
+    """Build libraries of `kernels`, one part per thread of PyTorch's, for a CPU.
 
     Each library also gets the functions that `of_all` makes. Machine code is made at once, not at
     the first call, which would be by one thread.

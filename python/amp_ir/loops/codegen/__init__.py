@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU and the CUDA emitter share of writing a kernel."""
+"""Code that the CPU emitter and the CUDA emitter share to write a kernel."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the loops of a long sum are cut into blocks, so that no running value takes many elements.
+"""Blocked summation: where the loops of a long reduction are cut into blocks.
 
-A running value of float32 that takes n elements one by one is off by up to n roundings of what it
-holds. Here it takes a block of elements and is then added to a wider one (float64), whose own
-roundings are nothing beside those of float32: the error stays that of a block, however long the
-sum is (blocked summation, Higham 1993). PyTorch's sums have blocks of 16, at several levels.
+A float32 running value that takes n elements one by one has an error of up to n roundings of its
+value. Here it takes a block of elements and is then added to a wider value (float64), whose
+roundings are negligible beside those of float32: the error stays that of one block, however long
+the sum is (Higham 1993). PyTorch's sums have blocks of 16, at several levels.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.loops.codegen.statements import sequence
 
-# Elements that one running value takes before it is added to a wider one. Of equal numbers, which
-# all err the same way, 8 are off by 6e-8 of their sum, half a unit in the last place; 16 by twice
-# that.
+# Elements that one running value takes before it is added to a wider one. For equal numbers, whose
+# errors all have the same sign, 8 are off by 6e-8 of their sum, half a unit in the last place; 16
+# by twice that.
 BLOCK = 8
-# The same where running values lie in memory, one a column, and ends of blocks are not for nothing.
+# The same where running values are in memory, one per column, and the end of a block costs time.
 COLUMN_BLOCK = 16
 
 
 @attrs.frozen
 class Cut:
-    """Which of some nested loops is cut, and how many of its iterations are a block."""
+    """Position of the cut among nested loops, and the number of iterations in a block."""
 
     level: int
     size: int
 
 
 def cut_of(extents: Sequence[int], most: int) -> Cut | None:
-    """Where loops, outermost first, are cut so that a block has `most` innermost iterations.
+    """Return where to cut loops, outermost first, into blocks of `most` innermost iterations.
 
-    None: they have no more than that.
+    None when the loops have no more iterations than that.
     """
     inner = 1
     for level in reversed(range(len(extents))):
@@ -48,16 +48,16 @@ def cut_of(extents: Sequence[int], most: int) -> Cut | None:
 
 
 def _block_size(extent: int, most: int) -> int:
-    """`most`, or a little less where that divides the loop: then its last block is no shorter."""
+    """Return `most`, or slightly less where that divides the loop and makes all blocks equal."""
     divisors = (size for size in range(most, most // 2, -1) if extent % size == 0)
     return next(divisors, most)
 
 
 @attrs.define(eq=False)
 class Loop:
-    """A loop of `extent` iterations, of which the first `count` are run (None: all of them).
+    """A loop of `extent` iterations, of which the first `count` run (None: all of them).
 
-    `size`: it is cut into blocks of so many; None: it is not.
+    `size`: the length of its blocks; None when the loop is not cut.
     """
 
     name: str
@@ -73,15 +73,15 @@ class Loop:
 
     @property
     def at(self) -> Any:
-        """The iteration that the body is in."""
+        """Return the current iteration."""
         return self.inner if self.size is None else self.outer * self.size + self.inner
 
     def cut(self, most: int) -> Loop:
-        """The loop in blocks of at most `most`."""
+        """Return the loop cut into blocks of at most `most` iterations."""
         return attrs.evolve(self, size=_block_size(self.extent, min(most, self.extent)))
 
     def around(self, body: Sequence[tirx.Stmt], flush: Sequence[tirx.Stmt] = ()) -> tirx.Stmt:
-        """The loop over `body`; each block ends with `flush`."""
+        """Wrap `body` in the loop; each block ends with `flush`."""
         count: Any = self.extent if self.count is None else self.count
         if self.size is None:
             return For(self.inner, 0, count, ForKind.SERIAL, sequence(body))
@@ -93,7 +93,7 @@ class Loop:
 
 
 def nested(names: Sequence[str], extents: Sequence[int], block: int | None) -> list[Loop]:
-    """Loops inside each other, outermost first; of a long sum one of them is cut into blocks."""
+    """Return nested loops, outermost first; one loop of a long sum is cut into blocks."""
     loops = [Loop(name, extent) for name, extent in zip(names, extents, strict=True)]
     cut = cut_of(extents, block) if block is not None else None
     if cut is not None:

@@ -25,14 +25,14 @@ _START: dict[str, Callable[[str], Any]] = {
 
 
 def start_of(kind: str, dtype: str) -> Any:
-    """The neutral element of a reduction."""
+    """Return the neutral element of a reduction."""
     if dtype.startswith("float") and kind in ("max", "min"):
         return m.constant(-math.inf if kind == "max" else math.inf, dtype)
     return _START[kind](dtype)
 
 
 def combine(kind: str, a: Any, b: Any) -> Any:
-    """One step of a reduction."""
+    """Combine two values of a reduction."""
     if kind == "sum":
         return a + b
     if kind == "prod":
@@ -43,22 +43,22 @@ def combine(kind: str, a: Any, b: Any) -> Any:
 
 
 def running_dtype(kind: str, dtype: str) -> str:
-    """The dtype of running values of elements of `dtype`.
+    """Return the dtype of running values for elements of `dtype`.
 
-    Of a product every rounding stays, as a share of it, whatever it is multiplied by later: so
-    blocks of float32 are no help, and all of it is float64.
+    In a product each rounding remains as a relative error, whatever is multiplied later: float32
+    blocks do not help, so products run in float64.
     """
     return wide_dtype(kind, dtype) if kind == "prod" else dtype
 
 
 def wide_dtype(kind: str, dtype: str) -> str:
-    """The dtype in which running values of elements of `dtype` are put together."""
+    """Return the dtype in which block results for elements of `dtype` are combined."""
     return "float64" if kind in ("sum", "prod") and dtype == "float32" else dtype
 
 
 @attrs.frozen(eq=False)
 class Running:
-    """`count` running values of one kind of reduction in memory; bool is kept as int32."""
+    """`count` running values of one kind of reduction in memory; bool is stored as int32."""
 
     kind: str
     dtype: str
@@ -67,12 +67,12 @@ class Running:
 
     @classmethod
     def declare(cls, kind: str, dtype: str, count: int, name: str) -> Running:
-        """Memory for the values."""
+        """Declare the memory of the values."""
         kept = "int32" if dtype == "bool" else dtype
         return cls(kind, dtype, tirx.decl_buffer((count,), kept, name), count)
 
     def allocation(self) -> tirx.Stmt:
-        """Make the memory."""
+        """Allocate the memory."""
         return tirx.AllocBuffer(self.buffer)
 
     def start(self, at: Any) -> tirx.Stmt:
@@ -80,31 +80,31 @@ class Running:
         return self.put(at, start_of(self.kind, self.dtype))
 
     def add(self, at: Any, element: Any) -> tirx.Stmt:
-        """Take an element into a value."""
+        """Accumulate an element into a value."""
         return self.put(at, combine(self.kind, self.at(at), m.cast(element, self.dtype)))
 
     def put(self, at: Any, element: Any) -> tirx.Stmt:
-        """Set a value."""
+        """Store a value."""
         return tirx.BufferStore(self.buffer, m.cast(element, str(self.buffer.ty.dtype)), [at])
 
     def at(self, at: Any) -> Any:
-        """A value."""
+        """Load a value."""
         element = tirx.BufferLoad(self.buffer, [at])
         is_bool = self.dtype == "bool"
         return tirx.NE(element, m.constant(0, "int32")) if is_bool else element
 
     def flush(self, wide: Running, at: Any) -> tirx.Stmt:
-        """End a block: `wide` takes what a value holds, which starts again."""
+        """End a block: add the running value to `wide` and restart it."""
         return tirx.SeqStmt([wide.add(at, self.at(at)), self.start(at)])
 
 
 def needs_blocks(value: Reduction) -> bool:
-    """Whether a running value gathers roundings, which blocks keep few."""
+    """Return whether the running value accumulates rounding error that blocks would limit."""
     return value.kind == "sum" and compute_dtype(value.dtype).startswith("float")
 
 
 def result_of(value: Reduction, total: Any) -> Any:
-    """The result, in compute dtype, of which `total` has taken all elements: rounded once."""
+    """Return the result of a reduction in compute dtype: `total`, rounded once."""
     if value.divisor == 0:
         total = m.constant(math.nan, m.dtype_of(total))
     elif value.divisor != 1:
@@ -115,10 +115,10 @@ def result_of(value: Reduction, total: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class Accumulator:
-    """Partial results of one reduction: `lanes` running values, then one.
+    """Partial results of one reduction: `lanes` running values, which are then combined into one.
 
-    Of a long sum, `wide` takes what the lanes hold at the end of each block, and `total`, which
-    takes what is in no lane, is wide as well: see accumulate_blocks.py.
+    For a long sum, `wide` takes the value of each lane at the end of each block, and `total`, which
+    takes the elements outside the lanes, is wide too: see accumulate_blocks.py.
     """
 
     value: Reduction
@@ -129,7 +129,7 @@ class Accumulator:
 
     @classmethod
     def declare(cls, value: Reduction, count: int = LANES, *, is_long: bool = False) -> Accumulator:
-        """Accumulators in registers; `count` running values, each for a block if it `is_long`."""
+        """Declare accumulators in registers: `count` running values, in blocks if it `is_long`."""
         kind, dtype = value.kind, compute_dtype(value.dtype)
         running, kept = running_dtype(kind, dtype), wide_dtype(kind, dtype)
         finished = Running.declare(kind, dtype, 1, "finished")
@@ -142,12 +142,12 @@ class Accumulator:
 
     @staticmethod
     def declare_shared(value: Reduction, parts: int) -> Running:
-        """One value a part, in memory that all tasks see."""
+        """Declare one value per part, in memory that all tasks share."""
         dtype = wide_dtype(value.kind, compute_dtype(value.dtype))
         return Running.declare(value.kind, dtype, parts, "parts")
 
     def allocate(self) -> list[tirx.Stmt]:
-        """Make the registers and start every running value."""
+        """Allocate the registers and start every running value."""
         buffers = [self.lanes, self.total]
         buffers += [] if self.wide is None else [self.wide]
         buffers += [] if self.finished is self.total else [self.finished]
@@ -157,7 +157,7 @@ class Accumulator:
         return statements
 
     def add(self, lane: Any | None, element: Any) -> tirx.Stmt:
-        """Take `element` into a lane, or, without a lane, into the total."""
+        """Accumulate `element` into a lane or, without a lane, into the total."""
         return self.total.add(0, element) if lane is None else self.lanes.add(lane, element)
 
     def flush(self) -> list[tirx.Stmt]:
@@ -168,7 +168,7 @@ class Accumulator:
         return [over(wide.count, lambda lane: self.lanes.flush(wide, lane))]
 
     def at(self, lane: Any) -> Any:
-        """The result of one lane, after the last block."""
+        """Return the result of one lane after the last block."""
         return result_of(self.value, (self.wide or self.lanes).at(lane))
 
     def gather(self) -> list[tirx.Stmt]:
@@ -176,7 +176,7 @@ class Accumulator:
         return _fold(self.wide or self.lanes, self.total)
 
     def finish(self, more: Running | None = None) -> list[tirx.Stmt]:
-        """Fold the lanes (and the parts of `more`) into the total, and make it the result."""
+        """Fold the lanes (and the parts of `more`) into the total and store it as the result."""
         statements = self.gather()
         if more is not None:
             statements += _in_order(more, self.total)
@@ -185,16 +185,16 @@ class Accumulator:
         return statements
 
     def sum_so_far(self) -> Any:
-        """The total of `gather`, as wide as it is."""
+        """Return the total after `gather`, still in the wide dtype."""
         return self.total.at(0)
 
     def result(self) -> Any:
-        """The finished value."""
+        """Return the finished value."""
         return self.finished.at(0)
 
 
 def over(count: int, body: Callable[[Any], tirx.Stmt]) -> tirx.Stmt:
-    """`body(lane)` for `count` values, in vectors if they fill some."""
+    """Run `body(lane)` for `count` values, vectorised where they fill a vector."""
     if count == 1:
         return body(tirx.const(0, "int32"))
     lane = tirx.Var("lane", "int32")
@@ -213,7 +213,7 @@ def _in_order(source: Running, total: Running) -> list[tirx.Stmt]:
 
 
 def _fold(source: Running, total: Running) -> list[tirx.Stmt]:
-    """Add the upper half of the values to the lower one until there is one: few roundings."""
+    """Add the upper half of the values to the lower half until one is left: log2(n) roundings."""
     if source.dtype == "bool" or source.count != LANES:
         return _in_order(source, total)
     statements: list[tirx.Stmt] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a kernel stands in its loops: flat positions and indices from row and column variables."""
+"""Coordinates of a kernel: flat positions and indices from row and column variables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Axis:
 
 
 def merged_axes(domain: Domain) -> tuple[list[Axis], list[Axis]]:
-    """The row axes and the column axes of a domain with fixed columns, outer to inner."""
+    """Return the row axes and the column axes of a domain with fixed columns, outer to inner."""
     columns = set(domain.axes or ())
     strides = _strides(domain.shape)
     runs: list[tuple[bool, list[int]]] = []
@@ -55,9 +55,9 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 @attrs.define
 class Position:
-    """The element a kernel is at: a row, and a column unless `column` is None.
+    """The element that a kernel computes: a row, and a column unless `column` is None.
 
-    `row` and `column` are the positions along the row and column axes, one entry an axis.
+    `row` and `column` are the positions along the row and column axes, one entry per axis.
     """
 
     domain: Domain
@@ -68,20 +68,20 @@ class Position:
     _indices: dict[tuple[int, ...], Index] = attrs.field(factory=dict)
 
     def flat(self) -> Any:
-        """Flat position of the element in a FULL value."""
+        """Return the flat position of the element in a FULL value."""
         assert self.column is not None
         pairs = zip(self.row_axes + self.column_axes, self.row + self.column, strict=True)
         return _sum(variable * axis.stride for axis, variable in pairs)
 
     def flat_row(self) -> Any:
-        """Flat position in a ROW value."""
+        """Return the flat position in a ROW value."""
         flat: Any = 0
         for axis, variable in zip(self.row_axes, self.row, strict=True):
             flat = variable if isinstance(flat, int) else flat * axis.extent + variable
         return flat
 
     def index(self, shape: tuple[int, ...]) -> Index:
-        """The index of the element in a FULL value of `shape`; the same objects at every call."""
+        """Return the element's index in a FULL value of `shape`, the same objects each time."""
         known = self._indices.get(shape)
         if known is None:
             known = self._make_index(shape)
@@ -89,7 +89,7 @@ class Position:
         return known
 
     def row_index(self, shape: tuple[int, ...]) -> Index:
-        """The index of the row in a ROW value of `shape`."""
+        """Return the index of the row in a ROW value of `shape`."""
         return unflatten(self.flat_row(), shape)
 
     def _make_index(self, shape: tuple[int, ...]) -> Index:
@@ -113,10 +113,10 @@ class Position:
 
 
 def split_index(row: Any, column: Any, columns: int, shape: tuple[int, ...]) -> Index:
-    """The index in `shape` of flat position `row * columns + column`, with few divisions.
+    """Return the index in `shape` of flat position `row * columns + column`, with few divisions.
 
-    A dimension that lies within the row or within the column needs only that one's variable; one
-    that straddles them takes from both.
+    A dimension inside the row or inside the column depends on that variable alone; a dimension that
+    spans both depends on both.
     """
     index: list[Any] = []
     strides = _strides(shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the elements of a group's values as TIR statements at one place of the kernel's loops."""
+"""Writer of a group's elements as TIR statements at one point of the kernel's loops."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from amp_ir.loops.ir import (
     Pointwise,
     Reduction,
     Value,
-    binding,
     compute_dtype,
     flatten,
+    let_as,
     reading,
 )
 
@@ -38,12 +38,12 @@ MAX_DEPTH = 1
 
 @attrs.define
 class ElementWriter:
-    """Elements at one `position`; statements are appended to `body` as elements are asked for.
+    """Elements at one `position`; statements are appended to `body` on demand.
 
-    `lane` is the variable of the vector loop that the place is in, if any; `scratch` are the
-    allocations that must stand before the loops. `is_scalar` becomes true when an element uses a
-    function that cannot be vectorised. `row_elements` holds what is known for the whole row
-    (results of reductions, and arithmetic on them); it is shared by the writers of one row.
+    `lane` is the variable of the enclosing vector loop, if any; `scratch` are the allocations that
+    must precede the loops. `is_scalar` becomes true when an element uses a function that cannot be
+    vectorised. `row_elements` holds the values known for the whole row (results of reductions, and
+    arithmetic on them); the writers of one row share it.
     """
 
     group: Group
@@ -66,17 +66,17 @@ class ElementWriter:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside the block, reads and `bind` of loop bodies go to this writer."""
-        with reading(self._read), binding(self.bind, self._need_scalar_loop):
+        """Direct reads and `let` of loop bodies to this writer inside the block."""
+        with reading(self._read), let_as(self.let, self._need_scalar_loop):
             yield
 
-    def bind(self, element: Any) -> Any:
+    def let(self, element: Any) -> Any:
         """Give an expression a name in the kernel."""
         if isinstance(element, (int, float, tirx.Var)) or m.literal(element) is not None:
             return element
         if m.dtype_of(element) == "bool":
             # Code generation cannot take a vector of bool under a name (TVM 0.27).
-            return tirx.NE(self.bind(m.cast(element, "int32")), m.constant(0, "int32"))
+            return tirx.NE(self.let(m.cast(element, "int32")), m.constant(0, "int32"))
         dtype = m.dtype_of(element)
         depth = 1 + max((self._depths.get(v, 0) for v in undefined_vars(element)), default=0)
         if dtype == "uint32" or depth > MAX_DEPTH:
@@ -87,9 +87,9 @@ class ElementWriter:
         return variable
 
     def _hold(self, element: Any, dtype: str) -> Any:
-        """Keep an element in scratch memory (a register, after compilation).
+        """Store an element in scratch memory (a register, after compilation).
 
-        TVM's simplifier (0.27), which CUDA's kernels pass, substitutes names into their uses, so
+        TVM's simplifier (0.27), which runs on CUDA kernels, substitutes names into their uses, so
         that the text of a hash, or of a logarithm of an exponential, multiplies at every step; it
         does not look through memory.
         """
@@ -103,18 +103,18 @@ class ElementWriter:
         self.is_scalar = True
 
     def full(self, value: Value) -> Any:
-        """The element of a FULL value at this position."""
+        """Return the element of a FULL value at this position."""
         known = self._elements.get(id(value))
         if known is None:
             assert isinstance(value, Pointwise)
             with self.active():
                 element = value.body(*self.position.index(value.shape))
-            known = self.bind(self._rounded(value, element))
+            known = self.let(self._rounded(value, element))
             self._elements[id(value)] = known
         return known
 
     def row(self, value: Value) -> Any:
-        """The element of a ROW value for this row; reductions must be known already."""
+        """Return the element of a ROW value for this row; its reductions must be finished."""
         known = self.row_elements.get(id(value))
         if known is None:
             if isinstance(value, Reduction):
@@ -122,15 +122,15 @@ class ElementWriter:
             assert isinstance(value, Pointwise)
             with self.active():
                 element = value.body(*self.position.row_index(value.shape))
-            known = self.bind(self._rounded(value, element))
+            known = self.let(self._rounded(value, element))
             self.row_elements[id(value)] = known
         return known
 
     def reduced(self, value: Reduction) -> Any:
-        """What `value` reduces, at this position."""
+        """Return the element at this position that `value` reduces."""
         with self.active():
             element = value.body(*self.position.index(value.source_shape))
-        return self.bind(m.cast(element, value.dtype))
+        return self.let(m.cast(element, value.dtype))
 
     def _rounded(self, value: Pointwise, element: Any) -> Any:
         element = m.cast(as_expression(element, value.dtype), compute_dtype(value.dtype))
@@ -165,7 +165,7 @@ class ElementWriter:
         return value.body(*index)
 
     def _flat(self, shape: tuple[int, ...], index: Index) -> Any:
-        """Flat position of `index`; short where that is the element the kernel stands at."""
+        """Return the flat position of `index`; reuse the kernel's own position where they agree."""
         position = self.position
         if position.column is not None and math.prod(shape) == position.domain.size:
             here = position.index(shape)
@@ -177,11 +177,11 @@ class ElementWriter:
         buffer = self.buffers.get(id(value))
         if buffer is None:
             raise BuildError(f"a kernel reads a value of shape {value.shape} that it was not given")
-        return self.bind(buffer.load(flat))
+        return self.let(buffer.load(flat))
 
 
 def as_expression(element: Any, dtype: str) -> Any:
-    """A Python number as a literal of `dtype`'s compute dtype; expressions pass through."""
+    """Convert a Python number to a literal of `dtype`'s compute dtype; keep expressions."""
     return (
         m.constant(element, compute_dtype(dtype)) if isinstance(element, (int, float)) else element
     )

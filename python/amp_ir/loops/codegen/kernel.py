@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel as the emitters give it to the pass that calls it."""
+"""The kernel that an emitter returns to the pass that calls it."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Kernel:
 
 
 class Emitter(Protocol):
-    """How the loops of one kind of device are written.
+    """Emitter of loops for one kind of device.
 
-    `LOOKS_AT_DISTANCES`: what is written for a group may depend on how far on its views read.
+    `USES_LOAD_OFFSETS`: the code for a group may depend on the load offsets of its views.
     """
 
-    LOOKS_AT_DISTANCES: bool
+    USES_LOAD_OFFSETS: bool
 
     def emit_group(self, group: Group, *, strict: bool) -> Kernel:
-        """Write the kernel of a group."""
+        """Emit the kernel of a group."""
 
     def emit_opaque(self, results: list[Opaque]) -> Kernel:
-        """Write the kernel whose results these are."""
+        """Emit the kernel that computes these results."""
 
     def emit_copy(self, size: int, dtype: str) -> tirx.PrimFunc:
-        """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+        """Emit a kernel (source, copy) for `size` elements of a physical dtype."""
 
 
 @attrs.frozen
@@ -60,7 +60,7 @@ class GroupBuffers:
 
     @classmethod
     def declare(cls, group: Group) -> GroupBuffers:
-        """Buffers for the inputs and the stored values of `group`, by the ids of the values."""
+        """Declare buffers for the inputs and the stored values of `group`, by value id."""
         inputs = group.ordered_inputs
         buffers: dict[int, FlatBuffer] = {}
         for k, value in enumerate(inputs):
@@ -70,7 +70,7 @@ class GroupBuffers:
         return cls(group, inputs, buffers)
 
     def finish(self, body: tirx.Stmt, scratch: Sequence[FlatBuffer] = ()) -> Kernel:
-        """The kernel of this body; `scratch` buffers follow the outputs."""
+        """Return the kernel of this body; `scratch` buffers follow the outputs."""
         values = [*self.inputs, *self.group.stored]
         parameters = [self.by_value[id(value)].buffer for value in values]
         parameters += [one.buffer for one in scratch]
@@ -82,7 +82,7 @@ class GroupBuffers:
 
 @attrs.frozen
 class OpaqueBuffers:
-    """The parameters of a hand-written kernel; inputs that are one tensor are one parameter."""
+    """The parameters of a hand-written kernel; inputs that are one tensor share a parameter."""
 
     kernel: OpaqueKernel
     owners: tuple[Value, ...]
@@ -92,7 +92,7 @@ class OpaqueBuffers:
 
     @classmethod
     def declare(cls, kernel: OpaqueKernel) -> OpaqueBuffers:
-        """Buffers for the inputs and outputs of `kernel`."""
+        """Declare buffers for the inputs and outputs of `kernel`."""
         owners: list[Value] = []
         places = []
         for value in kernel.inputs:
@@ -106,13 +106,13 @@ class OpaqueBuffers:
 
     @property
     def arguments(self) -> tuple[list[FlatBuffer], list[FlatBuffer]]:
-        """What `OpaqueKernel.emit` takes."""
+        """Return the arguments of `OpaqueKernel.emit`."""
         return [self.inputs[k] for k in self.places], self.outputs
 
     def finish(
         self, body: tirx.Stmt, results: list[Opaque], scratch: list[tirx.Var] | None = None
     ) -> Kernel:
-        """The kernel of this body; `scratch` buffers follow the outputs."""
+        """Return the kernel of this body; `scratch` buffers follow the outputs."""
         scratch = scratch or []
         parameters = [buffer.buffer for buffer in [*self.inputs, *self.outputs]] + scratch
         pairs = [(output, self.places[source]) for output, source in self.kernel.inplace]
@@ -123,13 +123,13 @@ class OpaqueBuffers:
 
 
 def with_pairs(function: tirx.PrimFunc, pairs: list[tuple[int, int]]) -> tirx.PrimFunc:
-    """The function, marked with the (output, input) pairs that may share memory."""
+    """Mark the function with the (output, input) pairs that may share memory."""
     function = function.with_attr("tirx.noalias", not pairs)
     return function.with_attr(INPLACE, [list(pair) for pair in pairs]) if pairs else function
 
 
 def unflatten_axes(variable: Any, axes: list[Axis]) -> list[Any]:
-    """The position along each axis of the flat position `variable`."""
+    """Return the position along each axis of the flat position `variable`."""
     parts: list[Any] = []
     for k, axis in enumerate(reversed(axes)):
         is_last = k == len(axes) - 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How values lie in the memory of a kernel: flat buffers of a physical dtype.
+"""Flat buffers of a physical dtype: the layout of values in the memory of a kernel.
 
-TVM's bfloat16 legalisation converts a cast of a bound bfloat16 load as if it were an integer
-(0.27), turns some NaN payloads into infinities, and bool buffers break its vectoriser. So kernels
-see bfloat16 as uint16 and bool as uint8, and convert with the integer arithmetic below.
+TVM's bfloat16 legalisation converts a cast of a let-bound bfloat16 load as if it were an integer
+(0.27) and turns some NaN payloads into infinities, and bool buffers break its vectoriser. So
+kernels see bfloat16 as uint16 and bool as uint8, and convert with the integer arithmetic below.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from amp_ir.loops.ir import (
     Pointwise,
     TensorSpec,
     Value,
-    bind,
     compute_dtype,
+    let,
 )
 
 # "global" on a CPU: only then does TVM keep it on the stack, where LLVM makes it registers; "local"
@@ -37,7 +37,7 @@ _scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default="g
 
 @contextlib.contextmanager
 def memory_scope(scope: str) -> Iterator[None]:
-    """Let `task_buffer` make memory of this TVM scope inside the block."""
+    """Make `task_buffer` allocate memory of this TVM scope inside the block."""
     token = _scope.set(scope)
     try:
         yield
@@ -46,12 +46,12 @@ def memory_scope(scope: str) -> Iterator[None]:
 
 
 def task_buffer(count: int, dtype: str, name: str) -> tirx.Var:
-    """Memory of one task's own: `count` elements of `dtype`; to be made with `AllocBuffer`."""
+    """Declare task-private memory: `count` elements of `dtype`, to allocate with `AllocBuffer`."""
     return tirx.decl_buffer((count,), dtype, name, scope=_scope.get())
 
 
 def widen(element: Any, dtype: str) -> Any:
-    """A stored element of `dtype`, as loaded, in its compute dtype."""
+    """Convert a stored element of `dtype`, as loaded, to its compute dtype."""
     if dtype == "bfloat16":
         bits = tirx.shift_left(tirx.Cast("uint32", element), tirx.const(16, "uint32"))
         return tirx.reinterpret("float32", bits)
@@ -63,7 +63,7 @@ def widen(element: Any, dtype: str) -> Any:
 
 
 def narrow(element: Any, dtype: str) -> Any:
-    """An element in compute dtype, rounded to nearest even, as it is stored for `dtype`."""
+    """Round an element in compute dtype to nearest even, as it is stored for `dtype`."""
     if dtype == "bfloat16":
         return _bfloat16_bits(element)
     if dtype == "bool":
@@ -75,7 +75,7 @@ def narrow(element: Any, dtype: str) -> Any:
 
 
 def _bfloat16_bits(element: Any) -> Any:
-    """float32 to the bits of bfloat16: add half of the last place, ties to even; NaN stays NaN."""
+    """Convert float32 to bfloat16 bits: add half of the last place, ties to even; keep NaN."""
     if isinstance(element, tirx.FloatImm):
         # Bits of a literal are known here, and CUDA has no address of a literal to read them at.
         rounded = torch.tensor(float(element.value)).to(torch.bfloat16)
@@ -91,15 +91,15 @@ def _bfloat16_bits(element: Any) -> Any:
 
 
 def round_to(element: Any, dtype: str) -> Any:
-    """`element` rounded to what `dtype` can hold, still in its compute dtype."""
+    """Round `element` to what `dtype` can hold; the result stays in its compute dtype."""
     return widen(narrow(element, dtype), dtype) if compute_dtype(dtype) != dtype else element
 
 
 def stored_element(value: Value, index: Index) -> Any:
-    """An element as memory of its dtype holds it, also where it never gets there.
+    """Return an element with the rounding of its dtype, as if it had been stored and loaded.
 
-    For comparisons: one side may come from memory and the other be computed again, unrounded. No
-    element would equal its maximum then, and what is infinite in float16 would be finite.
+    For comparisons: one side may come from memory and the other be recomputed unrounded. Otherwise
+    no element would equal its maximum, and what is infinite in float16 would be finite.
     """
     element = value[index]
     # A low value that is only widened or moved is as low as before.
@@ -107,7 +107,7 @@ def stored_element(value: Value, index: Index) -> Any:
         value = value.reads[0].value
     if isinstance(value, (Buffer, Constant, Opaque)):
         return element
-    return round_to(bind(element), value.dtype)
+    return round_to(let(element), value.dtype)
 
 
 @attrs.frozen(eq=False)
@@ -119,12 +119,12 @@ class FlatBuffer:
 
     @classmethod
     def declare(cls, spec: TensorSpec, name: str) -> FlatBuffer:
-        """A kernel parameter for a value of `spec`."""
+        """Declare a kernel parameter for a value of `spec`."""
         size = max(spec.size, 1)
         return cls(spec, tirx.decl_buffer((size,), physical_dtype(spec.dtype), name))
 
     def load(self, flat: Any) -> Any:
-        """The element at a flat position, in compute dtype."""
+        """Load the element at a flat position, in compute dtype."""
         return widen(tirx.BufferLoad(self.buffer, [flat]), self.spec.dtype)
 
     def store(self, flat: Any, element: Any) -> tirx.Stmt:

@@ -14,7 +14,7 @@ from amp_ir.loops.ir import Read, Reduction, Value
 
 @attrs.define
 class Level:
-    """What one pass over the columns of a row computes: row values first, then the pass."""
+    """The work of one pass over the columns of a row: row values first, then the pass."""
 
     row_values: list[Value] = attrs.field(factory=list)
     stores: list[Value] = attrs.field(factory=list)
@@ -23,7 +23,7 @@ class Level:
 
 
 def assign_levels(group: Group) -> list[Level]:
-    """Which pass over the row computes what: a reader of a reduction comes one level later."""
+    """Assign each value to a pass over the row: a reader of a reduction runs one level later."""
     level_of = _levels_of(group)
     rows = [value for value in group.row if isinstance(value, Reduction)]
     last = max([*level_of.values(), *(level_of[id(value)] + 1 for value in rows)])
@@ -70,12 +70,12 @@ def _levels_of(group: Group) -> dict[int, int]:
 
 
 def inplace_pairs(group: Group, inputs: list[Value]) -> list[tuple[int, int]]:
-    """The (output, input) positions that may be the same memory.
+    """Return the (output, input) positions that may share memory.
 
-    The output is written element by element, where the input's element at the same position has
-    been read for the last time: all reads of the input are at the element's own position, and in
-    no later level. A value of a row is written once a row; it may overwrite what it alone reads,
-    such as the running statistics that a batch normalization brings up to date.
+    An output element is written after the input element at the same position has been read for the
+    last time: all reads of the input are at the element's own position, and in no later level. A
+    ROW value is written once per row; it may overwrite an input that it alone reads, such as the
+    running statistics that a batch normalization updates.
     """
     levels = assign_levels(group)
     level_of = {id(value): k for k, level in enumerate(levels) for value in level.stores}
@@ -100,10 +100,10 @@ def inplace_pairs(group: Group, inputs: list[Value]) -> list[tuple[int, int]]:
 
 
 def _is_own_row(group: Group, output: Value, source: Value) -> bool:
-    """Whether `output`, a value of a row and no sum, is all that reads `source`, at its own place.
+    """Return whether `output`, a ROW value and no sum, alone reads `source`, at its own index.
 
     Nor may anything read `output` itself: on a GPU every thread of a row computes it, some of them
-    after it has been written, and what those get must not matter.
+    after it has been written, and their result must not matter.
     """
     if isinstance(output, Reduction) or not any(output is value for value in group.row):
         return False
@@ -119,7 +119,7 @@ def _is_own_row(group: Group, output: Value, source: Value) -> bool:
 def _last_read_level(
     group: Group, levels: list[Level], source: Value, cache: dict[int, list[Read]]
 ) -> float:
-    """The last level that reads `source` element by element; infinite if it is read elsewhere."""
+    """Return the last level that reads `source` element by element; infinite if read elsewhere."""
     last = 0.0
     for k, level in enumerate(levels):
         places = _places_read(
@@ -139,7 +139,7 @@ def _last_read_level(
 def _places_read(
     group: Group, values: list[Value], source: Value, cache: dict[int, list[Read]]
 ) -> set[str]:
-    """At which places `values`, and the FULL members they need, read `source`."""
+    """Return the places at which `values`, and the FULL members they need, read `source`."""
     full = {id(value) for value in group.full}
     places: set[str] = set()
     stack, seen = list(values), set()

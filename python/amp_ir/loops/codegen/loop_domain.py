@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and columns for a kernel of plain arithmetic, which no reduction has fixed."""
+"""Rows and columns of a pointwise kernel, whose domain no reduction has fixed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from amp_ir.loops.group import Domain, Group
 
 
 def loop_domain(group: Group) -> Domain:
-    """The group's domain with columns fixed: without a reduction they are chosen here."""
+    """Return the group's domain with fixed columns; without a reduction, choose them here."""
     domain = group.domain
     if domain.axes is not None:
         return domain
@@ -27,7 +27,7 @@ def loop_domain(group: Group) -> Domain:
 
 
 def _chunked(size: int) -> Domain:
-    """A flat space cut into rows of a few thousand elements."""
+    """Cut a flat space into rows of a few thousand elements."""
     for columns in (4096, 2048, 1024, 512, 256):
         if size % columns == 0:
             return Domain((size // columns, columns), (1,))
@@ -35,9 +35,9 @@ def _chunked(size: int) -> Domain:
 
 
 def _uniform_tail(group: Group) -> int:
-    """The first dimension from which on every member reads all its arguments alike.
+    """Return the first dimension from which on every member reads all its arguments the same way.
 
-    0 when all reads are at the element's own position: then any cut of the flat space will do.
+    0 when all reads are at the element's own position: then any cut of the flat space is valid.
     """
     shape = group.domain.shape
     first = 0
@@ -55,7 +55,7 @@ def _uniform_tail(group: Group) -> int:
 
 
 def _varying_tail(read_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The first of the last dimensions that are all read, or all not read."""
+    """Return the first of the trailing dimensions that are either all read or all not read."""
     padded = (1,) * (len(shape) - len(read_shape)) + read_shape
     first = len(shape) - 1
     is_read = padded[first] > 1

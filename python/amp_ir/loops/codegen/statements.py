@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statements of a kernel put together."""
+"""Sequences of kernel statements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tvm import tirx
 
 
 def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    """Statements as one; TVM refuses a sequence of none or of one."""
+    """Join statements into one; TVM rejects a sequence of none or of one."""
     if not statements:
         return tirx.Evaluate(tirx.const(0, "int32"))
     return statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running values of reductions over the rows of a CPU kernel: one a column."""
+"""Running values of reductions over the rows of a CPU kernel: one per column."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from amp_ir.loops.ir import Reduction, compute_dtype
 
 @attrs.frozen(eq=False)
 class ColumnSums:
-    """A reduction over rows: for each part of the rows, one running value a column.
+    """A reduction over rows: for each part of the rows, one running value per column.
 
-    Rows are added to `sums`. At the end of a block of rows, `kept` takes what they hold; where a
-    part is no longer than a block, the two may be the same. `part` is the one at work.
+    Rows are added to `sums`. At the end of a block of rows, `kept` takes their values; where a
+    part is no longer than a block, the two may be the same buffer. `part` is the current part.
     """
 
     value: Reduction
@@ -41,10 +41,10 @@ class ColumnSums:
     def declare(
         cls, value: Reduction, place: tuple[int, Any], extent: int, rows: int
     ) -> ColumnSums:
-        """Memory for `extent` columns of parts of `rows` rows.
+        """Declare memory for `extent` columns of parts of `rows` rows.
 
-        `place` is how many parts there are, and the one at work. Few blocks may be added up in
-        what rows are: that is less to move at the end of each.
+        `place` is the number of parts and the current one. When there are few blocks, `kept` has
+        the compute dtype: that moves fewer bytes at the end of each block.
         """
         (parts, part), kind, dtype = place, value.kind, compute_dtype(value.dtype)
         running = running_dtype(kind, dtype)
@@ -56,20 +56,20 @@ class ColumnSums:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether rows are added in blocks."""
+        """Return whether rows are added in blocks."""
         return self.kept is not self.sums
 
     @property
     def buffers(self) -> list[Running]:
-        """Its memory."""
+        """Return its memory."""
         return [self.sums, self.kept] if self.has_blocks else [self.kept]
 
     def clear(self, column: Any) -> tirx.Stmt:
-        """Start this part's value of a column."""
+        """Clear this part's value of a column."""
         return sequence([one.start(self._here(column)) for one in self.buffers])
 
     def add(self, column: Any, element: Any) -> tirx.Stmt:
-        """Take an element into the running value of a column."""
+        """Accumulate an element into the running value of a column."""
         return self.sums.add(self._here(column), element)
 
     def flush(self, column: Any) -> tirx.Stmt:
@@ -77,17 +77,17 @@ class ColumnSums:
         return self.sums.flush(self.kept, self._here(column))
 
     def fold(self, column: Any) -> list[tirx.Stmt]:
-        """Combine the parts of a column, in order, where those of the first part are.
+        """Combine the parts of a column, in order, into the first part.
 
-        Step by step in memory: as one expression a maximum, which reads its arguments three times,
-        would be written out three to the power of the parts.
+        Each step goes through memory: as one expression a maximum, which reads its arguments three
+        times, would grow to three to the power of the parts.
         """
         if needs_blocks(self.value):
             return []
         return [self.kept.add(column, self._of_part(part, column)) for part in range(1, self.parts)]
 
     def total(self, column: Any) -> Any:
-        """The finished value of a column, after `fold`."""
+        """Return the finished value of a column, after `fold`."""
         kind, dtype = self.value.kind, compute_dtype(self.value.dtype)
         total = self._of_part(0, column)
         if needs_blocks(self.value):

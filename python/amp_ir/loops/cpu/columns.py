@@ -24,7 +24,7 @@ from amp_ir.loops.cpu.group_loops import (
 
 
 def columns_kernel(loops: GroupLoops) -> tirx.Stmt:
-    """Blocks of columns, each for all rows."""
+    """Emit blocks of columns, each over all rows."""
     inner = loops.row_axes[-1]
     block = next((b for b in COLUMN_BLOCKS if inner.extent >= b), 1)
     whole = inner.extent // block * block

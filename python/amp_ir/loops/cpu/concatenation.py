@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many tensors one after the other: a CPU kernel that copies each where it belongs.
+"""CPU kernel of a concatenation: copies each tensor to its position in the result.
 
-Loops over the elements of the result would ask of each element which of the tensors it is from.
+Loops over the elements of the result would test for each element which tensor it comes from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.group import Group, storage_of
 from amp_ir.loops.ir import LANES, Pointwise
 
-# Elements that a task copies at least, and at most: shared out evenly, and worth a launch.
+# Elements that a task copies at least, and at most: balanced, and worth a launch.
 LEAST, MOST = 8192, 65536
 # Elements in a row of each tensor from which on it is copied as a whole; and tensors from which on
 # that is better whatever their size.
@@ -28,7 +28,7 @@ LONG, MANY = 2 * LANES, 8
 
 @attrs.frozen
 class _Piece:
-    """`count` elements of a tensor from `start` on, and where the result has them."""
+    """`count` elements of a tensor from `start` on, and their position in the result."""
 
     source: FlatBuffer
     start: int
@@ -37,7 +37,7 @@ class _Piece:
 
 
 def parts_of(group: Group, buffers: dict[int, FlatBuffer]) -> list[FlatBuffer] | None:
-    """The memory of what a group concatenates, if that is all that it does and copying pays."""
+    """Return the inputs that a group concatenates, if it does nothing else and copying pays off."""
     value = group.stored[0] if group.stored else None
     if not isinstance(value, Pointwise) or not value.parts or group.members != [value]:
         return None
@@ -50,7 +50,7 @@ def parts_of(group: Group, buffers: dict[int, FlatBuffer]) -> list[FlatBuffer] |
 
 
 def concatenated(parts: Sequence[FlatBuffer], out: FlatBuffer, rows: int) -> tirx.Stmt:
-    """Copy `parts`, a row of each after the other, to `out`, which is as large as all of them."""
+    """Copy a row of each of `parts` in turn to `out`, which is as large as all of them."""
     if rows > 1:
         return _rows(parts, out, rows)
     tasks = _tasks(parts)
@@ -91,9 +91,9 @@ def _tasks(parts: Sequence[FlatBuffer]) -> list[list[_Piece]]:
 
 
 def _copy(source: FlatBuffer, start: Any, out: FlatBuffer, to: Any, count: int) -> tirx.Stmt:
-    """Bits as they are: nothing is widened, and no NaN changes.
+    """Copy bits unchanged: nothing is widened, and NaN payloads stay.
 
-    A call, since LLVM writes a loop of its own for every copy, and takes seconds for some hundred.
+    A call, since LLVM emits a loop for every copy and takes seconds for several hundred.
     """
     target = tirx.address_of(tirx.BufferLoad(out.buffer, [to]))
     data = tirx.address_of(tirx.BufferLoad(source.buffer, [start]))

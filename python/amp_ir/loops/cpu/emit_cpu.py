@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a group into a CPU kernel: parallel over rows, vectorised along columns.
+"""CPU emitter: one kernel per group, parallel over rows, vectorised along columns.
 
-Sums are accumulated in `LANES` partial sums, of blocks, that are added in a fixed order: so results
-do not depend on the number of threads. See group_loops.py and accumulate_blocks.py.
+Sums run in `LANES` partial sums, in blocks, that are added in a fixed order: so results do not
+depend on the number of threads. See group_loops.py and accumulate_blocks.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from amp_ir.loops.cpu.summed_rows import summed_rows_kernel
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Opaque, Pointwise
 
-LOOKS_AT_DISTANCES = False
+USES_LOAD_OFFSETS = False
 
 
 def emit_group(group: Group, *, strict: bool = False) -> Kernel:
-    """Write the kernel of a group."""
+    """Emit the kernel of a group."""
     buffers = GroupBuffers.declare(group)
     parts = parts_of(group, buffers.by_value)
     if parts is not None:
@@ -41,7 +41,7 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
 
 
 def _rows_kernel(loops: GroupLoops) -> tirx.Stmt:
-    """Each row is done by one thread, level by level; of a single row, parts are."""
+    """Emit rows in parallel, a thread per row, level by level; split a single row into parts."""
     rows = math.prod(axis.extent for axis in loops.row_axes)
     if rows == 1 and loops.domain.size > 2 * GRAIN:
         return single_row_kernel(loops)
@@ -54,14 +54,14 @@ def _rows_kernel(loops: GroupLoops) -> tirx.Stmt:
 
 
 def emit_opaque(results: list[Opaque]) -> Kernel:
-    """Write the kernel whose results these are: its statements are for a CPU already."""
+    """Emit the kernel that computes these results: its statements are for a CPU already."""
     kernel = results[0].kernel
     buffers = OpaqueBuffers.declare(kernel)
     return buffers.finish(kernel.emit(*buffers.arguments), results)
 
 
 def emit_copy(size: int, dtype: str) -> tirx.PrimFunc:
-    """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+    """Emit a kernel (source, copy) for `size` elements of a physical dtype."""
     source = tirx.decl_buffer((size,), dtype, "source")
     copy = tirx.decl_buffer((size,), dtype, "copy")
     i = tirx.Var("i", "int32")

@@ -56,7 +56,7 @@ class GroupLoops:
         self.levels = assign_levels(self.group)
 
     def row_body(self, row: list[Any]) -> list[tirx.Stmt]:
-        """One row, level by level."""
+        """Emit one row, level by level."""
         row_elements: dict[int, Any] = {}
         statements: list[tirx.Stmt] = []
         for level in self.levels:
@@ -74,7 +74,7 @@ class GroupLoops:
     def start_level(
         self, level: Level, row: list[Any], row_elements: dict[int, Any]
     ) -> list[tirx.Stmt]:
-        """Values of the row, stored where they are wanted."""
+        """Emit the values of the row, stored where they are needed."""
         writer = self.writer(row, None, row_elements)
         for value in level.row_values:
             element = writer.row(value)
@@ -91,7 +91,7 @@ class GroupLoops:
         accumulators: list[Accumulator],
         inner_range: tuple[Any, int] | None,
     ) -> list[tirx.Stmt]:
-        """Loops over the columns of one row, or over `inner_range` (start, extent) of its axis."""
+        """Emit loops over a row's columns, or over `inner_range` (start, extent) of its axis."""
         inner_extent = self.column_axes[-1].extent
         start, extent = inner_range if inner_range is not None else (0, inner_extent)
         bulk = extent // LANES * LANES
@@ -114,7 +114,7 @@ class GroupLoops:
         return statements if is_cut or not bulk else [*statements, *flush]
 
     def _column_nest(self, accumulators: list[Accumulator], steps: int) -> list[Loop]:
-        """Loops over the outer column axes and over vectors along the last one, cut into blocks."""
+        """Emit loops over the outer column axes and vectors along the last one, cut into blocks."""
         extents = [*(axis.extent for axis in self.column_axes[:-1]), steps]
         is_long = any(accumulator.wide is not None for accumulator in accumulators)
         names = [*(f"c{d}" for d in range(len(extents) - 1)), "step"]
@@ -123,9 +123,9 @@ class GroupLoops:
     def accumulators(
         self, level: Level, extent: int | None = None, *, is_shared: bool = False
     ) -> list[Accumulator]:
-        """For the reductions over the columns, of which a thread does `extent` of the last axis.
+        """Declare reductions over the columns, of which a thread takes `extent` of the last axis.
 
-        `is_shared`: they also take what other threads found.
+        `is_shared`: they also take the partial results of other threads.
         """
         extent = self.column_axes[-1].extent if extent is None else extent
         outer = math.prod(axis.extent for axis in self.column_axes[:-1])
@@ -136,7 +136,7 @@ class GroupLoops:
     def visit(
         self, writer: ElementWriter, level: Level, accumulators: list[Accumulator], lane: Any
     ) -> tirx.Stmt:
-        """What happens at one element. All reads come before all stores: see `inplace_pairs`."""
+        """Emit the work at one element. All reads precede all stores: see `inplace_pairs`."""
         elements = [writer.full(value) for value in level.stores]
         added = [(s, writer.reduced(s.value)) for s in self.column_sums if s.value in level.columns]
         reduced = [writer.reduced(accumulator.value) for accumulator in accumulators]
@@ -157,7 +157,7 @@ class GroupLoops:
         row_elements: dict[int, Any],
         lane: Any = None,
     ) -> ElementWriter:
-        """A writer at a place; without a column it writes values of the row."""
+        """Return a writer at a position; without a column it writes values of the row."""
         axes = self.column_axes
         if column is not None and not axes[-1].dimensions:
             axes, column = [], []
@@ -167,23 +167,23 @@ class GroupLoops:
         return writer
 
     def with_scratch(self, statements: list[tirx.Stmt]) -> list[tirx.Stmt]:
-        """Put the scratch memory that writing `statements` asked for before them."""
+        """Prepend the scratch memory that writing `statements` allocated."""
         allocations = list(self.scratch)
         self.scratch.clear()
         return allocations + statements
 
 
 def ends_of_block(accumulators: list[Accumulator]) -> list[tirx.Stmt]:
-    """What ends a block in each of them."""
+    """Return the statement that ends a block in each of them."""
     return [statement for accumulator in accumulators for statement in accumulator.flush()]
 
 
 def lane_loops(
     start: Any, steps: Loop, body: Body, flush: Sequence[tirx.Stmt] = ()
 ) -> list[tirx.Stmt]:
-    """A loop over LANES columns a step, in vectors.
+    """Emit a loop over LANES columns per iteration, in vectors.
 
-    `body(column, lane)` gives the statement, and whether it can only run lane by lane.
+    `body(column, lane)` returns the statement, and whether it must run lane by lane.
     """
     lane = tirx.Var("lane", "int32")
     at = steps.at * LANES + lane if steps.extent > 1 else lane
@@ -197,7 +197,7 @@ def lane_loops(
 
 
 def block_loops(start: Any, block: int, body: Body) -> list[tirx.Stmt]:
-    """A loop over `block` columns from `start`, in vectors as far as they go."""
+    """Emit loops over `block` columns from `start`, in vectors as far as they fill them."""
     bulk = block // LANES * LANES
     statements = lane_loops(start, Loop("step", bulk // LANES), body) if bulk else []
     if bulk < block:
@@ -210,5 +210,5 @@ def block_loops(start: Any, block: int, body: Body) -> list[tirx.Stmt]:
 
 
 def is_zero(a: Any) -> bool:
-    """Whether an index is the literal 0."""
+    """Return whether an index is the literal 0."""
     return isinstance(a, int) and a == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU kernels of one long row: its columns are shared out among the threads."""
+"""CPU kernels of one long row, whose columns are divided among the threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = 64
 
 
 def single_row_kernel(loops: GroupLoops) -> tirx.Stmt:
-    """The columns are shared out among the threads, level by level."""
+    """Emit the row with its columns divided among the threads, level by level."""
     row: list[Any] = [0 for _ in loops.row_axes]
     row_elements: dict[int, Any] = {}
     statements: list[tirx.Stmt] = []

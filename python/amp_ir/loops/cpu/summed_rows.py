@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU kernels whose rows are also added up: each part of the rows has its own sums.
+"""CPU kernels that also reduce over their rows: each part of the rows has its own sums.
 
 The parts are combined at the end, in order, so results do not depend on the number of threads.
 """
@@ -24,7 +24,7 @@ ROW_PARTS = 16
 
 
 def summed_rows_kernel(loops: GroupLoops, rows: int) -> tirx.Stmt:
-    """All rows, and the sums of `loops.group.column` over them."""
+    """Emit all rows, and the sums of `loops.group.column` over them."""
     is_parallel = loops.domain.size > GRAIN
     share = -(-rows // ROW_PARTS) if is_parallel else rows
     place = (-(-rows // share), tirx.Var("part", "int32"))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a group into a CUDA kernel: one launch, or several where blocks must wait for each other.
+"""CUDA emitter: one launch per group, or several where blocks must wait for each other.
 
     no reduction            every thread computes one vector of elements (rows.py)
     over columns            threads of a block share a row (rows.py); long rows that are few
-                            are each shared by blocks, a launch a level (rows.py)
-    over rows               blocks share out the rows for a tile of columns (tiles.py)
-    over either             each block goes through some rows and keeps its own sums of the columns
+                            are each shared by blocks, one launch per level (rows.py)
+    over rows               blocks divide the rows for a tile of columns (tiles.py)
+    over either             each block takes some rows and has its own sums of the columns
                             (summed_rows.py)
 
-Loads and stores are vectors of 16 bytes where the memory allows it; arithmetic is in the compute
-dtype. What one block must tell another goes through scratch memory that the caller plans. All sums
-are taken in a fixed order: the same input gives the same bits.
+Loads and stores are vectors of 16 bytes where alignment allows; arithmetic is in the compute
+dtype. Blocks exchange data through scratch memory that the caller plans. All sums run in a fixed
+order: the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from amp_ir.loops.cuda.tiles import columns_launches
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Reduction
 
-__all__ = ["LOOKS_AT_DISTANCES", "emit_copy", "emit_group", "emit_opaque"]
+__all__ = ["USES_LOAD_OFFSETS", "emit_copy", "emit_group", "emit_opaque"]
 
 # Loads are vectors where they start at multiples of a vector's length.
-LOOKS_AT_DISTANCES = True
+USES_LOAD_OFFSETS = True
 # Rows fewer than this and longer than that are each shared by several blocks.
 FEW_ROWS, LONG_ROW = 64, 16384
 
 
 def emit_group(group: Group, *, strict: bool = False) -> Kernel:
-    """Write the kernel of a group."""
+    """Emit the kernel of a group."""
     buffers = GroupBuffers.declare(group)
     elements = GroupElements(group, buffers.by_value, loop_domain(group), strict)
     return buffers.finish(sequence(_launches(elements)), elements.scratch)
 
 
 def _launches(elements: GroupElements) -> list[tirx.Stmt]:
-    """The launches of the kernel, in order."""
+    """Return the launches of the kernel, in order."""
     if elements.domain.keeps_innermost or elements.only_sums_rows:
         return columns_launches(elements)
     if elements.group.column:
@@ -60,7 +60,7 @@ def _launches(elements: GroupElements) -> list[tirx.Stmt]:
 
 
 def emit_copy(size: int, dtype: str) -> tirx.PrimFunc:
-    """Write a kernel (source, copy) for `size` elements of a physical dtype."""
+    """Emit a kernel (source, copy) for `size` elements of a physical dtype."""
     source = tirx.decl_buffer((size,), dtype, "source")
     copy = tirx.decl_buffer((size,), dtype, "copy")
     blocks = -(-size // THREADS)

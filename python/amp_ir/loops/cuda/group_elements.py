@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The elements that a group's CUDA kernel computes, whatever way it is launched."""
+"""The elements that a group's CUDA kernel computes, for every kind of launch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MAX_WIDTH = 8
 MAX_HELD_NBYTES = 512
 # Running values of one thread that stay in registers.
 MAX_RUNNING = 32
-# Blocks that fill the largest GPUs (132 multiprocessors) a few times over. A constant, not asked of
-# the device: sums must not depend on it.
+# Blocks that fill the largest GPUs (132 multiprocessors) a few times over. A constant, not a query
+# of the device: sums must not depend on it.
 MANY_BLOCKS = 528
 # Rows of threads in a tile that adds up over rows.
 TILE_ROWS = 8
-# Shared memory that every block may have without asking.
+# Shared memory that every block has without opting in to more.
 SHARED_NBYTES = 48 * 1024
 
 
@@ -44,7 +44,7 @@ SHARED_NBYTES = 48 * 1024
 class GroupElements:
     """A group with its loops, and the memory that its launches share.
 
-    `width` is how many elements a thread computes side by side along the innermost axis.
+    `width` is the number of elements that a thread computes along the innermost axis.
     """
 
     group: Group
@@ -71,16 +71,16 @@ class GroupElements:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return math.prod(axis.extent for axis in self.row_axes)
 
     @property
     def chunks(self) -> int:
-        """Vectors in a row."""
+        """Return the number of vectors in a row."""
         return math.prod(axis.extent for axis in self.column_axes) // self.width
 
     def vector_width(self, extent: int) -> int:
-        """Elements side by side: 16 bytes of the narrowest tensor, as far as they divide a row."""
+        """Return the vector width: 16 bytes of the narrowest tensor, if that divides a row."""
         sizes = [
             dtype_nbytes(value.dtype)
             for value in [*self.group.inputs.values(), *self.group.stored]
@@ -100,7 +100,7 @@ class GroupElements:
 
     @property
     def only_sums_rows(self) -> bool:
-        """Whether all that is reduced is reduced over the rows, and no value of a row is stored."""
+        """Return whether all reductions run over the rows and no value of a row is stored."""
         stored = {id(value) for value in self.group.stored}
         is_row_plain = not any(
             isinstance(value, Reduction) or id(value) in stored for value in self.group.row
@@ -108,7 +108,7 @@ class GroupElements:
         return bool(self.group.column) and is_row_plain
 
     def tile_width(self, extent: int, reductions: list[Reduction]) -> int:
-        """The width at which a tile's sums still fit into shared memory."""
+        """Return the width at which a tile's sums still fit into shared memory."""
         width = self.vector_width(extent)
         sizes = sum(dtype_nbytes(kept_dtype_of(value, is_long=True)) for value in reductions)
         while width > 1 and sizes * TILE_ROWS * WARP * width > SHARED_NBYTES:
@@ -118,7 +118,7 @@ class GroupElements:
     def start_level(
         self, level: Level, row: list[Any], row_elements: dict[int, Any], is_writer: Any
     ) -> list[tirx.Stmt]:
-        """Values of the row, computed by every thread and stored by one."""
+        """Emit the values of the row: every thread computes them, one stores them."""
         writer = self.writer(row, None, row_elements, None)
         stores = []
         for value in level.row_values:
@@ -129,7 +129,7 @@ class GroupElements:
         return [*writer.scratch, *writer.body, *guarded(is_writer, stores)]
 
     def stores_rows(self, level: Level) -> bool:
-        """Whether a level stores values of the row."""
+        """Return whether a level stores values of the row."""
         return any(value in self.group.stored for value in level.row_values)
 
     def shared_row(
@@ -142,7 +142,7 @@ class GroupElements:
         sums: Callable[..., Any] | None = None,
         flush: list[tirx.Stmt] | None = None,
     ) -> list[tirx.Stmt]:
-        """Every `threads`-th chunk of a row, by this thread; `flush` ends a block of elements."""
+        """Emit every `threads`-th chunk of a row, by this thread; `flush` ends a block."""
         thread, threads = share
         steps = -(-self.chunks // threads)
         flushes = [] if flush is None else flush
@@ -160,7 +160,7 @@ class GroupElements:
         return blocked(steps, max(1, BLOCK // self.width), visit, flushes)
 
     def has_long_shares(self, threads: int, *, is_summed: bool = False) -> bool:
-        """Whether a thread of `threads` takes more of a row's elements than a block has.
+        """Return whether a thread of `threads` takes more than a block of a row's elements.
 
         `is_summed`: the rows are added up too, with running values for each column in registers.
         """
@@ -175,7 +175,7 @@ class GroupElements:
         row_elements: dict[int, Any],
         takes: list[tuple[Reduction, Take]],
     ) -> list[tirx.Stmt]:
-        """The vector of elements with number `chunk` of a row."""
+        """Emit the vector of elements with number `chunk` of a row."""
         outer = self.column_axes[:-1]
         inner = self.column_axes[-1].extent // self.width
         lane = tirx.Var("lane", "int32") if self.width > 1 else None
@@ -189,7 +189,7 @@ class GroupElements:
     def visit(
         self, writer: ThreadWriter, level: Level, takes: list[tuple[Reduction, Take]]
     ) -> None:
-        """What happens at one element. All reads come before all stores: see `inplace_pairs`."""
+        """Emit the work at one element. All reads precede all stores: see `inplace_pairs`."""
         elements = [writer.full(value) for value in level.stores]
         taken = [(take, writer.reduced(value)) for value, take in takes]
         for value, element in zip(level.stores, elements, strict=True):
@@ -201,7 +201,7 @@ class GroupElements:
     def writer(
         self, row: list[Any], column: list[Any] | None, row_elements: dict[int, Any], lane: Any
     ) -> ThreadWriter:
-        """A writer at a place; without a column it writes values of the row."""
+        """Return a writer at a position; without a column it writes values of the row."""
         axes = self.column_axes
         if column is not None and not axes[-1].dimensions:
             axes, column = [], []
@@ -212,7 +212,7 @@ class GroupElements:
         )
 
     def make_scratch(self, count: int, dtype: str) -> FlatBuffer:
-        """Memory that blocks share, a parameter of the kernel."""
+        """Declare memory that blocks share, a parameter of the kernel."""
         name = f"scratch{len(self.scratch)}"
         buffer = FlatBuffer.declare(TensorSpec((count,), dtype), name)
         self.scratch.append(buffer)
@@ -220,17 +220,17 @@ class GroupElements:
 
 
 def accumulator_of(value: Reduction, count: int = 1, *, is_long: bool = False) -> ThreadAccumulator:
-    """Registers for the running values of a reduction."""
+    """Return registers for the running values of a reduction."""
     return ThreadAccumulator.declare(value.kind, compute_dtype(value.dtype), count, is_long=is_long)
 
 
 def wide_accumulator_of(value: Reduction) -> ThreadAccumulator:
-    """A register for what parts of a reduction add up to."""
+    """Return a register for the combined parts of a reduction."""
     return ThreadAccumulator.declare(value.kind, wide_dtype(value.kind, compute_dtype(value.dtype)))
 
 
 def accumulator_in(value: Reduction, buffer: tirx.Var) -> ThreadAccumulator:
-    """Running values of a reduction that lie in `buffer`."""
+    """Return the running values of a reduction that are stored in `buffer`."""
     dtype = compute_dtype(value.dtype)
     return ThreadAccumulator(
         value.kind, "bool" if dtype == "bool" else str(buffer.ty.dtype), buffer, 0
@@ -238,19 +238,19 @@ def accumulator_in(value: Reduction, buffer: tirx.Var) -> ThreadAccumulator:
 
 
 def kept_dtype_of(value: Reduction, *, is_long: bool = False) -> str:
-    """The dtype of a reduction's running values in memory; of a long one they are wide."""
+    """Return the dtype of a reduction's running values in memory; a long reduction's are wide."""
     dtype = compute_dtype(value.dtype)
     dtype_of = wide_dtype if is_long else running_dtype
     return kept_dtype(dtype_of(value.kind, dtype))
 
 
 def result_in(value: Reduction, accumulator: ThreadAccumulator, at: Any = 0) -> Any:
-    """The result of what an accumulator has taken, in the compute dtype."""
+    """Return the result of an accumulator, in the compute dtype."""
     return result_of(value, accumulator.totals.result(at))
 
 
 def adding(accumulator: ThreadAccumulator, start: Any = None) -> Take:
-    """Take elements into registers: into one running value, or into one for each lane."""
+    """Accumulate elements into registers: into one running value, or one per lane."""
 
     def take(lane: Any, element: Any) -> tirx.Stmt:
         if start is not None:
@@ -261,13 +261,13 @@ def adding(accumulator: ThreadAccumulator, start: Any = None) -> Take:
 
 
 def adding_to(value: Reduction, buffer: tirx.Var, start: Any) -> Take:
-    """Take elements into memory that only this thread uses while the rows last."""
+    """Accumulate elements into memory that only this thread uses while the rows last."""
     helper = accumulator_in(value, buffer)
     return lambda lane, element: helper.add(element, start + lane)
 
 
 def named(statements: list[tirx.Stmt], element: Any) -> Any:
-    """The element under a name, so that its registers may be used again."""
+    """Name the element, so that its registers may be used again."""
     if str(element.ty.dtype) == "bool":
         return element
     variable = tirx.Var("result", str(element.ty.dtype))
@@ -276,12 +276,12 @@ def named(statements: list[tirx.Stmt], element: Any) -> Any:
 
 
 def both(a: Any, b: Any) -> Any:
-    """Both conditions; None is one that always holds."""
+    """Return the conjunction of two conditions; None is always true."""
     if a is None or b is None:
         return b if a is None else a
     return tirx.all(a, b)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of a CUDA kernel in TIR: launches, barriers, shuffles, and reductions over threads.
+"""Building blocks of a CUDA kernel in TIR: launches, barriers, shuffles, reductions over threads.
 
 A kernel function may hold several launches; they run one after the other. In each, `threads`
 threads of a block share memory and meet at barriers, so every thread must reach every barrier and
-every shuffle: what is not for all threads is guarded around stores, not around these.
+every shuffle: guards for a part of the threads go around stores, not around these.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.ir import ReduceKind
 
 WARP = 32
-# Threads of a block where nothing asks for another number: enough warps to hide loads, and several
-# blocks fit on a multiprocessor.
+# Default threads of a block: enough warps to hide loads, and several blocks fit on a
+# multiprocessor.
 THREADS = 256
 _ALL_LANES = 0xFFFFFFFF
 
@@ -42,14 +42,14 @@ def _extent(variable: tirx.Var, tag: str, extent: int, body: tirx.Stmt) -> tirx.
 
 
 def guarded(condition: Any | None, statements: Sequence[tirx.Stmt]) -> list[tirx.Stmt]:
-    """The statements, run where `condition` holds; None: everywhere."""
+    """Run the statements where `condition` is true; None: everywhere."""
     if condition is None or not statements:
         return list(statements)
     return [tirx.IfThenElse(condition, sequence(statements), None)]
 
 
 def unrolled(extent: int, name: str, body: Callable[[Any], list[tirx.Stmt]]) -> list[tirx.Stmt]:
-    """`body(i)` for each i in [0, extent), unrolled so that arrays indexed by i are registers."""
+    """Unroll `body(i)` for i in [0, extent), so that arrays indexed by i are registers."""
     if extent == 1:
         return body(tirx.const(0, "int32"))
     at = tirx.Var(name, "int32")
@@ -57,12 +57,12 @@ def unrolled(extent: int, name: str, body: Callable[[Any], list[tirx.Stmt]]) -> 
 
 
 def synchronise() -> tirx.Stmt:
-    """A barrier for the threads of a block; what they wrote before it is seen after it."""
+    """Emit a barrier for the threads of a block; earlier writes are visible after it."""
     return tirx.Evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", ir.StringImm("shared")))
 
 
 def shuffle_xor(element: Any, mask: int) -> Any:
-    """The element of the thread of this warp whose lane differs from this one's by `mask`."""
+    """Exchange elements with the thread of this warp whose lane is this one's xor `mask`."""
     return tirx.call_intrin(
         m.dtype_of(element), "tirx.tvm_warp_shuffle_xor",
         tirx.const(_ALL_LANES, "uint32"), element, mask, WARP, WARP,
@@ -70,7 +70,7 @@ def shuffle_xor(element: Any, mask: int) -> Any:
 
 
 def local_buffer(count: int, dtype: str, name: str) -> tirx.Var:
-    """An array of a thread's own: registers, where all indices are known when compiling."""
+    """Declare a thread-private array: registers, where all indices are compile-time constants."""
     return tirx.decl_buffer((count,), dtype, name, scope="local")
 
 
@@ -78,8 +78,8 @@ def local_buffer(count: int, dtype: str, name: str) -> tirx.Var:
 class ThreadAccumulator:
     """The running values of one reduction in a thread: `count` of them, side by side.
 
-    Bool is kept as int32. Of a long sum, `wide` takes what the running values hold at the end of
-    each block (`flush`): see accumulate_blocks.py.
+    Bool is stored as int32. For a long sum, `wide` takes the running values at the end of each
+    block (`flush`): see accumulate_blocks.py.
     """
 
     kind: ReduceKind
@@ -92,7 +92,7 @@ class ThreadAccumulator:
     def declare(
         cls, kind: ReduceKind, dtype: str, count: int = 1, *, is_long: bool = False
     ) -> ThreadAccumulator:
-        """Registers for `count` running values of elements of `dtype`."""
+        """Declare registers for `count` running values of elements of `dtype`."""
         running = running_dtype(kind, dtype)
         buffer = local_buffer(count, kept_dtype(running), "running")
         wide = None
@@ -102,11 +102,11 @@ class ThreadAccumulator:
 
     @property
     def totals(self) -> ThreadAccumulator:
-        """What holds all that was taken, after the last block."""
+        """Return the values that hold the sum after the last block."""
         return self if self.wide is None else self.wide
 
     def start(self) -> list[tirx.Stmt]:
-        """Make the registers and set every running value to the neutral element."""
+        """Allocate the registers and set every running value to the neutral element."""
         clears = unrolled(self.count, "at", lambda at: [self.clear(at)])
         more = [] if self.wide is None else self.wide.start()
         return [tirx.AllocBuffer(self.running), *clears, *more]
@@ -125,27 +125,27 @@ class ThreadAccumulator:
         return self.put(start_of(self.kind, self.dtype), at)
 
     def add(self, element: Any, at: Any = 0) -> tirx.Stmt:
-        """Take an element into a running value."""
+        """Accumulate an element into a running value."""
         return self.put(combine(self.kind, self.result(at), m.cast(element, self.dtype)), at)
 
     def put(self, element: Any, at: Any = 0) -> tirx.Stmt:
-        """Set a running value."""
+        """Store a running value."""
         kept = m.cast(element, kept_dtype(self.dtype))
         return tirx.BufferStore(self.running, kept, [at])
 
     def result(self, at: Any = 0) -> Any:
-        """A running value."""
+        """Return a running value."""
         return self.taken(tirx.BufferLoad(self.running, [at]))
 
     def taken(self, element: Any) -> Any:
-        """An element as it is kept in memory, in the compute dtype."""
+        """Convert an element as stored in memory to the compute dtype."""
         return tirx.NE(element, m.constant(0, "int32")) if self.dtype == "bool" else element
 
     def over_threads(self, threads: int, thread: Any) -> list[tirx.Stmt]:
         """Combine the single running values of `threads` threads; all of them get the result.
 
-        In a fixed order: a butterfly within each warp, then one over the warps, in which each warp
-        finds the same. Needs `threads` to be a power of two; below 32 it is that many neighbours.
+        The order is fixed: a butterfly within each warp, then one over the warps, computed by every
+        warp. Needs `threads` to be a power of two; below 32 it combines that many neighbours.
         """
         # A maximum reads the other's value twice, once under a condition: a shuffle must not be.
         other = local_buffer(1, kept_dtype(self.dtype), "other")
@@ -180,12 +180,12 @@ class ThreadAccumulator:
 
 
 def kept_dtype(dtype: str) -> str:
-    """The dtype in which running values of a compute dtype are kept in memory."""
+    """Return the dtype in which running values of a compute dtype are stored in memory."""
     return "int32" if dtype == "bool" else dtype
 
 
 def loop(steps: int, name: str, body: Callable[[Any], list[tirx.Stmt]]) -> list[tirx.Stmt]:
-    """`body(step)` for each step in [0, steps)."""
+    """Emit `body(step)` for each step in [0, steps)."""
     if steps == 1:
         return body(tirx.const(0, "int32"))
     at = tirx.Var(name, "int32")
@@ -195,7 +195,7 @@ def loop(steps: int, name: str, body: Callable[[Any], list[tirx.Stmt]]) -> list[
 def blocked(
     steps: int, size: int, body: Callable[[Any], list[tirx.Stmt]], flush: list[tirx.Stmt]
 ) -> list[tirx.Stmt]:
-    """`body(step)` for each step, with `flush` after every `size` of them and at the end."""
+    """Emit `body(step)` for each step, with `flush` after every `size` of them and at the end."""
     if not flush:
         return loop(steps, "step", body)
     steps_loop = Loop("step", steps).cut(size)

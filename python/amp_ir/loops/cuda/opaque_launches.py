@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-written kernels on a GPU: each parallel loop becomes a launch, with a thread an iteration.
+"""Hand-written kernels on a GPU: each parallel loop becomes a launch, one thread per iteration.
 
-Their loops are written for a CPU: tasks that share nothing, each going through its items in order.
-On a GPU the tasks are threads, and vectors are loops. A statement outside of parallel loops is a
-launch of one thread.
+Their loops are written for a CPU: tasks that share nothing, each taking its items in order. On a
+GPU the tasks are threads, and vectors are loops. A statement outside of parallel loops is a launch
+of one thread.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _THREADS = 64
 
 
 def emit_opaque(results: list[Opaque]) -> Kernel:
-    """Write the kernel whose results these are.
+    """Emit the kernel that computes these results.
 
-    Memory that the statements make outside of parallel loops is for all of them, and becomes a
-    scratch parameter; what they make inside is a thread's own.
+    Memory that the statements allocate outside of parallel loops is shared, and becomes a scratch
+    parameter; memory that they allocate inside is private to a thread.
     """
     kernel = results[0].kernel
     buffers = OpaqueBuffers.declare(kernel)
@@ -65,7 +65,7 @@ def _launched(statement: tirx.Stmt) -> tirx.Stmt:
 
 
 def _serial(statement: tirx.Stmt) -> tirx.Stmt:
-    """The statement with loops of every other kind made serial."""
+    """Make loops of every other kind in the statement serial."""
 
     def visit(loop: For) -> For:
         return For(loop.loop_var, loop.min, loop.extent, ForKind.SERIAL, loop.body)

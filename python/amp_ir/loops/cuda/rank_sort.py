@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sorting rows on a GPU: a thread an element, which counts those that come before its own.
+"""Sorting rows on a GPU: one thread per element counts the elements that precede its own.
 
-That count is the element's place in the order. A merge sort compares less, n log n times a row in
-place of n^2, but one thread would do it all, in memory of its own: of 8732 elements (the anchors of
-an SSD300) 1.2e5 steps of several dependent loads, where here each thread takes 8732 short ones.
+That count is the element's position in the order. A merge sort does fewer comparisons, n log n per
+row instead of n^2, but one thread would do them all, in memory of its own: for 8732 elements (the
+anchors of an SSD300) 1.2e5 steps of several dependent loads, where here each thread takes 8732
+short ones.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def rank_launch(
 ) -> tirx.Stmt:
     """Call `put(row, item, rank)` once for each item of each of `rows` rows of `length` items.
 
-    Equal items keep their order, so that ranks are a permutation and every place is written once.
+    Equal items keep their order, so that ranks are a permutation: each position is written once.
 
     Args:
-        rows: how many rows there are.
+        rows: the number of rows.
         length: the items of a row.
-        key: what an item of a row is compared by: `key(row, item)`.
+        key: the sort key of an item of a row: `key(row, item)`.
         precedes: whether one key comes strictly before another.
-        put: the statements for an item; `rank` is its place, int32.
+        put: the statements for an item; `rank` is its position, int32.
     """
     threads = min(THREADS, -(-length // WARP) * WARP)
     parts = -(-length // threads)
@@ -70,7 +71,7 @@ def _count(
     key: Callable[[Any, Any], Any],
     precedes: Callable[[Any, Any], Any],
 ) -> list[tirx.Stmt]:
-    """Add up in `rank` who comes before `mine`; the row passes through shared memory in tiles."""
+    """Count in `rank` the items before `mine`; the row passes through shared memory in tiles."""
     seen = tirx.decl_buffer((threads,), m.dtype_of(mine), "seen", scope="shared")
     tile, at = tirx.Var("tile", "int32"), tirx.Var("at", "int32")
     start = tile * threads

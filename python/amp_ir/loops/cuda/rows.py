@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA launches of a group without sums over its rows.
 
-Without any sum every thread computes one vector of elements. A row that is summed is shared by the
-threads of a block, or of a warp or less; few long rows are shared by blocks, and then each level is
-a launch: what the parts found is put together by the next one.
+Without any sum every thread computes one vector of elements. The threads of a block, of a warp or
+of less share a row that is summed; blocks share few long rows, and then each level is a launch:
+the next launch combines the partial results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_THREADS = 1024
 
 
 def flat_launch(elements: GroupElements) -> tirx.Stmt:
-    """One vector of elements a thread, whatever row it is in."""
+    """Emit one vector of elements per thread, whatever row it is in."""
     total = elements.rows * elements.chunks
     blocks = -(-total // THREADS)
     (level,) = elements.levels
@@ -62,7 +62,7 @@ def flat_launch(elements: GroupElements) -> tirx.Stmt:
 
 
 def rows_launch(elements: GroupElements) -> tirx.Stmt:
-    """A row for the threads of a block, or of a warp or less; a block then has several rows."""
+    """Emit a row per block, warp or less; a block then has several rows."""
     threads = threads_of_row(elements)
     together = max(1, THREADS // threads) if threads <= WARP else 1
     together = min(together, power_of_two(elements.rows))
@@ -84,7 +84,7 @@ def rows_launch(elements: GroupElements) -> tirx.Stmt:
 
 
 def threads_of_row(elements: GroupElements) -> int:
-    """How many threads share a row: a power of two."""
+    """Return how many threads share a row: a power of two."""
     if elements.chunks <= WARP:
         return power_of_two(elements.chunks)
     wanted = power_of_two(-(-elements.chunks // VECTORS_A_THREAD))
@@ -98,10 +98,10 @@ def row_body(
     inside: Any,
     sums: Callable[..., Any] | None = None,
 ) -> list[tirx.Stmt]:
-    """One row by the threads of `share` (this thread, how many), level by level.
+    """Emit one row by the threads of `share` (this thread, how many), level by level.
 
-    `inside`: the condition under which the row is there; None: it is. `sums`: how elements of
-    reductions over the rows are taken.
+    `inside`: the condition under which the row exists; None: always. `sums`: how elements of
+    reductions over the rows are accumulated.
     """
     thread, threads = share
     parts = unflatten_axes(row, elements.row_axes)
@@ -126,7 +126,7 @@ def row_body(
 
 
 def split_launches(elements: GroupElements) -> list[tirx.Stmt]:
-    """Rows that blocks share: a launch a level, with what the parts found in scratch memory."""
+    """Emit rows that blocks share: one launch per level, with partial results in scratch memory."""
     threads = THREADS
     most = -(-elements.chunks // threads)
     parts = max(1, min(-(-MANY_BLOCKS // elements.rows), most, THREADS))
@@ -195,7 +195,7 @@ def _finish(
     thread: Any,
     row_elements: dict[int, Any],
 ) -> list[tirx.Stmt]:
-    """Put together what the parts of a row found; every thread gets the result."""
+    """Combine the partial results of a row; every thread gets the result."""
     accumulator = wide_accumulator_of(value)
     statements = accumulator.start()
     load = accumulator.put(accumulator_in(value, buffer).result(row * parts + thread))
@@ -213,5 +213,5 @@ def _taking(
 
 
 def ends_of_block(accumulators: list[ThreadAccumulator]) -> list[tirx.Stmt]:
-    """What ends a block in each of them."""
+    """Return the statement that ends a block in each of them."""
     return [statement for accumulator in accumulators for statement in accumulator.flush()]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a table on a GPU: rows added up in order, so that the same bits come every time.
+"""The gradient of a table on a GPU: rows added in order, so that results are deterministic.
 
-A block for each item looks for its id among all ids, together. Only the block of an id's first
-occurrence goes on, and adds the rows of that id in order: no two blocks write the same row, and no
-atomic operation decides an order.
+A block for each item searches all ids for its own. Only the block of an id's first occurrence
+continues, and adds the rows of that id in order: no two blocks write the same row, and no atomic
+operation decides an order.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def scatter_rows(
     padding_idx: int | None,
     base: FlatBuffer | None,
 ) -> list[tirx.Stmt]:
-    """The table of `out`: `base`, or zeros, with the rows of `grad` added at `ids`.
+    """Emit the table of `out`: `base`, or zeros, with the rows of `grad` added at `ids`.
 
-    A table is kept in float32 or wider: one of a low dtype is rounded at the end, once.
+    The table is accumulated in float32 or wider; a low dtype is rounded once at the end.
     """
     total, statements = out, []
     dtype = compute_dtype(out.spec.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA launches of a group whose rows are summed both ways: blocks keep sums of the columns."""
+"""CUDA launches of a group that reduces both rows and columns: blocks have sums of the columns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from amp_ir.loops.ir import Reduction
 
 
 def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
-    """Each block goes through its rows, then the blocks' sums of the columns are added up."""
+    """Emit the rows of each block, then the sum of the blocks' sums of the columns."""
     threads = max(WARP, threads_of_row(elements))
     blocks = min(elements.rows, MANY_BLOCKS // 2)
     share = -(-elements.rows // blocks)
@@ -97,7 +97,7 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
 
 
 def _rows_of(elements: GroupElements, block: Any, share: int) -> Any:
-    """How many rows a block has; None: all that it can have."""
+    """Return how many rows a block has; None: as many as it can have."""
     if elements.rows % share == 0:
         return None
     return tirx.min(tirx.const(share, "int32"), elements.rows - block * share)
@@ -113,7 +113,7 @@ def _put_sums(
     *,
     adds: bool,
 ) -> list[tirx.Stmt]:
-    """Store a thread's sums, from a start on; or add them there, and start again."""
+    """Store a thread's sums from `start` on, or add them there and restart."""
     stored, start = target
 
     def put(step: Any) -> list[tirx.Stmt]:

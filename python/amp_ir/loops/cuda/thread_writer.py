@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the elements that one GPU thread computes side by side, with 16-byte loads and stores."""
+"""Writer of the elements that one GPU thread computes, with 16-byte loads and stores."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ VECTOR_NBYTES = 16
 
 @attrs.define
 class ThreadWriter(ElementWriter):
-    """Elements of `width` neighbouring places, of which `lane` is one.
+    """Elements of `width` neighbouring positions, of which `lane` is one.
 
-    Where the lanes of a load lie side by side and aligned, it is made once for all, before the
-    lanes; all stores are made after them. So every load comes before every store, as in-place
-    outputs need.
+    Where the lanes of a load are contiguous and aligned, one load serves all, before the lanes; all
+    stores follow them. So every load precedes every store, as in-place outputs need.
     """
 
     width: int = 1
@@ -42,24 +41,24 @@ class ThreadWriter(ElementWriter):
     _of_lane: set[tirx.Var] = attrs.field(factory=set)
 
     def statements(self) -> list[tirx.Stmt]:
-        """All of it: loads, lanes, stores."""
+        """Return all statements: loads, lanes, stores."""
         lanes = list(self.body)
         if self.width > 1:
             loop = tirx.For(self.lane, 0, self.width, tirx.ForKind.UNROLLED, sequence(lanes))
             lanes = [loop] if lanes else []
         return [*self.scratch, *self.before, *lanes, *self.after]
 
-    def bind(self, element: Any) -> Any:
-        """Give an expression a name: before the lanes, if it is the same for all of them."""
+    def let(self, element: Any) -> Any:
+        """Name an expression: before the lanes, if it is the same for all of them."""
         if self.lane is None or not isinstance(element, tvm.ir.Expr):
-            return super().bind(element)
+            return super().let(element)
         if self._is_of_lane(element):
-            named = super().bind(element)
+            named = super().let(element)
             self._of_lane.update(undefined_vars(named))
             return named
         lanes, self.body = self.body, self.before
         try:
-            return super().bind(element)
+            return super().let(element)
         finally:
             self.body = lanes
 
@@ -81,7 +80,7 @@ class ThreadWriter(ElementWriter):
         self.after += _moves(register, buffer.buffer, self.width, dtype, None, base)
 
     def here(self) -> Any:
-        """Flat position of the element in a FULL value; the same object at every call."""
+        """Return the flat position of the element in a FULL value; cached."""
         if self._here is None:
             self._here = self.position.flat()
         return self._here
@@ -99,10 +98,10 @@ class ThreadWriter(ElementWriter):
         if buffer is None or base is None:
             return super()._load(value, flat)
         register = self._register(buffer, base)
-        return self.bind(widen(tirx.BufferLoad(register, [self.lane]), value.dtype))
+        return self.let(widen(tirx.BufferLoad(register, [self.lane]), value.dtype))
 
     def _register(self, buffer: FlatBuffer, base: Any) -> tirx.Var:
-        """Registers that hold `width` elements from `base` on, loaded once."""
+        """Return registers that hold `width` elements from `base` on, loaded once."""
         known = self._registers.setdefault(id(buffer), [])
         for other, register in known:
             if tvm_ffi.structural_equal(other, base):
@@ -115,7 +114,7 @@ class ThreadWriter(ElementWriter):
         return register
 
     def _base_of(self, flat: Any) -> Any:
-        """Where lane 0 reads, if lane k reads k places on and vectors are aligned; else None."""
+        """Return the position of lane 0 if lanes are contiguous there and aligned; else None."""
         if self.lane is None or not isinstance(flat, tvm.ir.Expr):
             return None
         if any(variable in self._of_lane for variable in undefined_vars(flat)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA launches of a group that is summed over lines, which blocks share out for tiles."""
+"""CUDA launches of a group that is summed over lines, which blocks divide into tiles of columns."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from amp_ir.loops.ir import Reduction
 
 @attrs.frozen
 class _Tile:
-    """What a sum over lines keeps (`axes`, the last one innermost in memory) and goes through.
+    """The axes that a sum over lines keeps (`axes`, innermost in memory last) and those it reduces.
 
-    `is_of_columns`: the kept axes are the columns of the group's domain, else they are its rows.
+    `is_of_columns`: the remaining axes are the columns of the group's domain, else its rows.
     """
 
     axes: list[Axis]
@@ -57,13 +57,13 @@ class _Tile:
 
     @property
     def depth(self) -> int:
-        """Number of lines."""
+        """Return the number of lines."""
         return math.prod(axis.extent for axis in self.depth_axes)
 
 
 @attrs.define
 class TileMemory:
-    """Shared memory through which the lines of a tile put their running values together."""
+    """Shared memory through which the lines of a tile combine their running values."""
 
     line: Any
     lane: Any
@@ -102,7 +102,7 @@ class TileMemory:
 
 
 def columns_launches(elements: GroupElements) -> list[tirx.Stmt]:
-    """A tile of columns and a part of the lines for each block, then the parts are added up."""
+    """Emit a tile of columns and a part of the lines per block, then the sum of the parts."""
     (level,) = elements.levels[:1]
     tile = _tile_of(elements, level)
     chunks = tile.axes[-1].extent // elements.width
@@ -177,7 +177,7 @@ def _tile_column(
     parts: int,
     flush: list[tirx.Stmt],
 ) -> list[tirx.Stmt]:
-    """What a thread of a tile adds up: every so many-th line of its columns."""
+    """Emit the sums of one thread of a tile: every so many-th line of its columns."""
     stride = parts * TILE_ROWS
     steps = -(-tile.depth // stride)
     outer = unflatten_axes(names["group"], tile.axes[:-1])
@@ -200,7 +200,7 @@ def _tile_column(
 def combine_parts(
     value: Reduction, partial: tirx.Var, parts: int, extent: int, out: FlatBuffer
 ) -> tirx.Stmt:
-    """A launch that adds up `parts` rows of `extent` partial results, in order."""
+    """Return a launch that adds up `parts` rows of `extent` partial results, in order."""
     tiles = -(-extent // WARP)
 
     def body(block: Any, thread: Any) -> list[tirx.Stmt]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a table added to another gradient, as with tied embeddings, in one kernel."""
+"""Fuse the gradient of a table with its addition to another gradient, as for tied embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GRADIENT = "amp_ir.embedding_backward"
 
 @attrs.frozen(eq=False)
 class Accumulation:
-    """A sum of `base` and what `call`, the gradient of a table, would be."""
+    """A sum of `base` and the gradient of a table that `call` computes."""
 
     call: relax.Call
     base: relax.Expr
@@ -29,12 +29,12 @@ class Accumulations:
 
 
 def find_accumulations(flow: Dataflow) -> Accumulations:
-    """Sums of two float32 tables of which one is a table's gradient that nothing else reads.
+    """Find sums of two float32 tables of which one is a table's gradient with no other reader.
 
     Before:  d = embedding_backward(grad, ids); g = add(w, d)
     After:   g = w, to whose rows at `ids` those of `grad` are added    # one table less in memory
 
-    The rows are then added to `base` one by one, in order, in place of their sum: float32 sums in
+    The rows are then added to `base` one by one, in order, instead of their sum: float32 sums in
     another order than PyTorch's, with errors of the same size.
     """
     found = Accumulations({}, set())

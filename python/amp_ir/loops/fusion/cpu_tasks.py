@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many kernels as one on a CPU: a parallel loop over the tasks of all."""
+"""Horizontal fusion on a CPU: one parallel loop over the tasks of many kernels."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops.codegen.statements import sequence
-from amp_ir.loops.fusion.families import Body, Family, like
+from amp_ir.loops.fusion.horizontal_groups import Body, HorizontalGroup, like
 
-# Elements that a task goes through, about: a launch shares out tasks by their number, so they
-# should be alike.
+# Rough number of elements of a task: a launch divides tasks by number, so they should take the
+# same time.
 TASK_ELEMENTS = 65536
 # TVM and LLVM take time that grows faster than the number of a function's parameters.
 MOST_PARAMETERS = 128
 
 
 def most_parameters() -> int:
-    """How many parameters a merged function may have."""
+    """Return how many parameters a merged function may have."""
     return MOST_PARAMETERS
 
 
 def body_of(function: tirx.PrimFunc) -> Body | None:
-    """The function as independent iterations; None if it is made of several parallel loops."""
+    """Return the function as independent iterations; None if it has several parallel loops."""
     body = function.body
     parameters = list(function.params)
     if isinstance(body, For) and body.kind == ForKind.PARALLEL:
@@ -37,15 +37,15 @@ def body_of(function: tirx.PrimFunc) -> Body | None:
     return Body(parameters, None, 1, body)
 
 
-def launch(families: list[Family]) -> tirx.Stmt:
-    """One parallel loop over the tasks of all families, behind what fills their address tables."""
+def launch(groups: list[HorizontalGroup]) -> tirx.Stmt:
+    """Emit one parallel loop over the tasks of all groups, after filling their address tables."""
     task = tirx.Var("task", "int32")
     body: tirx.Stmt | None = None
-    total = end = sum(_tasks(family) for family in families)
+    total = end = sum(_tasks(group) for group in groups)
     tables: list[tirx.Stmt] = []
-    for family in reversed(families):
-        start = end - _tasks(family)
-        statement = _task(family, task - tirx.const(start, "int32"), tables)
+    for group in reversed(groups):
+        start = end - _tasks(group)
+        statement = _task(group, task - tirx.const(start, "int32"), tables)
         body = (
             statement
             if body is None
@@ -53,22 +53,22 @@ def launch(families: list[Family]) -> tirx.Stmt:
         )
         end = start
     assert body is not None
-    elements = sum(family.iterations * family.body.elements for family in families)
+    elements = sum(group.iterations * group.body.elements for group in groups)
     is_parallel = total > 1 and elements > TASK_ELEMENTS
     loop = For(task, 0, total, ForKind.PARALLEL if is_parallel else ForKind.SERIAL, body)
     return sequence([*tables, loop])
 
 
-def _task(family: Family, number: Any, tables: list[tirx.Stmt]) -> tirx.Stmt:
-    """One task of a family: some iterations, each on the tensors of its call."""
+def _task(group: HorizontalGroup, number: Any, tables: list[tirx.Stmt]) -> tirx.Stmt:
+    """Emit one task of a group: some iterations, each on the tensors of its call."""
     step = tirx.Var("step", "int32")
-    iteration = number * tirx.const(_per_task(family), "int32") + step
-    extent = tirx.const(family.body.extent, "int32")
+    iteration = number * tirx.const(_per_task(group), "int32") + step
+    extent = tirx.const(group.body.extent, "int32")
     which = tirx.Var("which", "int32")
     statements: list[tirx.Stmt] = [tirx.Bind(which, tirx.floordiv(iteration, extent))]
     replaced: dict[tirx.Var, tirx.Var] = {}
-    for k, own in enumerate(family.body.parameters):
-        choices = [parameters[k] for parameters in family.parameters]
+    for k, own in enumerate(group.body.parameters):
+        choices = [parameters[k] for parameters in group.parameters]
         replaced[own] = choices[0]
         if any(one is not choices[0] for one in choices):
             address = tirx.Var(f"{own.name}_at", choices[0].data.ty)
@@ -77,22 +77,20 @@ def _task(family: Family, number: Any, tables: list[tirx.Stmt]) -> tirx.Stmt:
             replaced[own] = like(own, own.name)
             statements.append(tirx.Bind(address, chosen))
             statements.append(tirx.DeclBuffer(replaced[own], data=address))
-    if family.body.index is not None:
-        statements.append(tirx.Bind(family.body.index, tirx.floormod(iteration, extent)))
+    if group.body.index is not None:
+        statements.append(tirx.Bind(group.body.index, tirx.floormod(iteration, extent)))
     statements.append(
-        tvm_ffi.structural_map(
-            family.body.statement, (tirx.Var, lambda one: replaced.get(one, one))
-        )
+        tvm_ffi.structural_map(group.body.statement, (tirx.Var, lambda one: replaced.get(one, one)))
     )
     body = sequence(statements)
-    if family.iterations % _per_task(family):
-        is_there = iteration < tirx.const(family.iterations, "int32")
+    if group.iterations % _per_task(group):
+        is_there = iteration < tirx.const(group.iterations, "int32")
         body = tirx.IfThenElse(is_there, body, None)
-    return For(step, 0, _per_task(family), ForKind.SERIAL, body)
+    return For(step, 0, _per_task(group), ForKind.SERIAL, body)
 
 
 def _address_table(buffers: list[tirx.Var], statements: list[tirx.Stmt]) -> tirx.Var:
-    """A local table of the buffers' addresses, as integers: TIR has no tables of pointers."""
+    """Declare a local table of buffer addresses, as integers: TIR has no tables of pointers."""
     table = tirx.decl_buffer((len(buffers),), "uint64", "addresses")
     statements.append(tirx.AllocBuffer(table))
     for k, buffer in enumerate(buffers):
@@ -101,9 +99,9 @@ def _address_table(buffers: list[tirx.Var], statements: list[tirx.Stmt]) -> tirx
     return table
 
 
-def _per_task(family: Family) -> int:
-    return min(max(1, TASK_ELEMENTS // family.body.elements), family.iterations)
+def _per_task(group: HorizontalGroup) -> int:
+    return min(max(1, TASK_ELEMENTS // group.body.elements), group.iterations)
 
 
-def _tasks(family: Family) -> int:
-    return -(-family.iterations // _per_task(family))
+def _tasks(group: HorizontalGroup) -> int:
+    return -(-group.iterations // _per_task(group))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many kernels as one on a GPU: a launch over the blocks of all.
+"""Horizontal fusion on a GPU: one launch over the blocks of many kernels.
 
-A block finds its family and its call by halving, which costs a few branches that all its threads
-take alike; a table of addresses would be filled by every thread.
+A block finds its group and its call by bisection, which costs a few uniform branches; every thread
+would have to fill a table of addresses.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from tvm.tirx import AttrStmt
 from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.cuda import launch as cuda_launch
 from amp_ir.loops.cuda.launch import THREADS, local_buffer
-from amp_ir.loops.fusion.families import Body, Family, like
+from amp_ir.loops.fusion.horizontal_groups import Body, HorizontalGroup, like
 
 # A launch takes 4096 bytes of parameters, an address each.
 MOST_PARAMETERS = 400
 
 
 def most_parameters() -> int:
-    """How many parameters a merged function may have."""
+    """Return how many parameters a merged function may have."""
     return MOST_PARAMETERS
 
 
 def body_of(function: tirx.PrimFunc) -> Body | None:
-    """The blocks of a function's one launch; None if it has several, or blocks of another size."""
+    """Return the blocks of a function's one launch; None if several, or of another block size."""
     blocks = function.body
     if not isinstance(blocks, AttrStmt) or int(blocks.body.value) != THREADS:
         return None
@@ -38,24 +38,24 @@ def body_of(function: tirx.PrimFunc) -> Body | None:
     )
 
 
-def launch(families: list[Family]) -> tirx.Stmt:
-    """One launch over the blocks of all families."""
-    total = sum(family.iterations for family in families)
+def launch(groups: list[HorizontalGroup]) -> tirx.Stmt:
+    """Emit one launch over the blocks of all groups."""
+    total = sum(group.iterations for group in groups)
 
     def body(block: Any, thread: Any) -> list[tirx.Stmt]:
         parts: list[tuple[int, tirx.Stmt]] = []
         start = 0
-        for family in families:
-            parts.append((start, _blocks_of(family, block, start, thread)))
-            start += family.iterations
+        for group in groups:
+            parts.append((start, _blocks_of(group, block, start, thread)))
+            start += group.iterations
         return [_choose(block, parts)]
 
     return cuda_launch.launch(total, THREADS, body)
 
 
-def _blocks_of(family: Family, block: Any, start: int, thread: Any) -> tirx.Stmt:
-    """What a block does that belongs to a family, whose first block is `start`."""
-    body = family.body
+def _blocks_of(group: HorizontalGroup, block: Any, start: int, thread: Any) -> tirx.Stmt:
+    """Emit the work of a block of a group whose first block is `start`."""
+    body = group.body
     extent = tirx.const(body.extent, "int32")
     own, which = tirx.Var("own", "int32"), tirx.Var("which", "int32")
     statements: list[tirx.Stmt] = [
@@ -65,7 +65,7 @@ def _blocks_of(family: Family, block: Any, start: int, thread: Any) -> tirx.Stmt
     assert body.index is not None and body.thread is not None
     replaced: dict[tirx.Var, Any] = {body.thread: thread}
     for k, parameter in enumerate(body.parameters):
-        choices = [parameters[k] for parameters in family.parameters]
+        choices = [parameters[k] for parameters in group.parameters]
         replaced[parameter] = choices[0]
         if any(one is not choices[0] for one in choices):
             replaced[parameter] = like(parameter, parameter.name)
@@ -78,7 +78,7 @@ def _blocks_of(family: Family, block: Any, start: int, thread: Any) -> tirx.Stmt
 
 
 def _chosen(buffer: tirx.Var, choices: list[tirx.Var], which: Any) -> list[tirx.Stmt]:
-    """Let `buffer` be the one of `choices` with number `which`."""
+    """Let `buffer` be element `which` of `choices`."""
     held = local_buffer(1, "uint64", "held")
     stores = [
         (k, tirx.BufferStore(held, tirx.reinterpret("uint64", one.data), [0]))
@@ -95,7 +95,7 @@ def _chosen(buffer: tirx.Var, choices: list[tirx.Var], which: Any) -> list[tirx.
 
 
 def _choose(index: Any, parts: list[tuple[int, tirx.Stmt]]) -> tirx.Stmt:
-    """The statement with the last start that is not above `index`, found by halving."""
+    """Select by bisection the statement with the last start that is not above `index`."""
     if len(parts) == 1:
         return parts[0][1]
     middle = len(parts) // 2

@@ -22,7 +22,7 @@ from amp_ir.loops.codegen.kernel import Emitter, Kernel
 from amp_ir.loops.cpu import emit_cpu
 from amp_ir.loops.fusion.accumulate_rows import find_accumulations
 from amp_ir.loops.fusion.grouping import Grouping
-from amp_ir.loops.fusion.kernel_cache import RememberedKernels
+from amp_ir.loops.fusion.kernel_cache import KernelCache
 from amp_ir.loops.fusion.origins import Origins
 from amp_ir.loops.group import Group, storage_of
 from amp_ir.loops.ir import LOWERINGS, Buffer, Constant, Lowering, Opaque, TensorSpec, Value
@@ -33,7 +33,7 @@ LIBRARY_CALL = "relax.call_dps_packed"
 
 @attrs.define(eq=False)
 class LibraryCall:
-    """A call that stays as it is: its binding, the values it reads, the buffers it fills."""
+    """A library call, which stays: its binding, the values it reads, the buffers it fills."""
 
     call: relax.Call
     unit: int
@@ -60,7 +60,7 @@ def fuse_loops(
 
 
 def group_values(ir: tvm.IRModule) -> tuple[dict[relax.Var, Any], Grouping]:
-    """What each variable of `main` is as a value, and the finished grouping; nothing is written."""
+    """Lower each variable of `main` to a value and group the values; nothing is written."""
     program = _Program(ir, strict=False)
     program.read()
     program.grouping.finish()
@@ -161,7 +161,7 @@ class _Program:
         return results[0] if isinstance(call.ty_args[0], relax.TensorType) else tuple(results)
 
     def _materialise(self, value: Value) -> Value:
-        """The value that will own memory for `value`; scalar constants get a buffer."""
+        """Return the value that will own memory for `value`; scalar constants get a buffer."""
         owner = storage_of(value)
         if isinstance(owner, Constant):
             return Buffer(owner.spec, source=_relax_constant(owner))
@@ -171,9 +171,7 @@ class _Program:
 
     def write(self, emitter: Emitter) -> tvm.IRModule:
         groups = self.grouping.finish()
-        writer = _Writer(
-            self.main, self.origins, emitter, RememberedKernels(emitter, strict=self.strict)
-        )
+        writer = _Writer(self.main, self.origins, emitter, KernelCache(emitter, strict=self.strict))
         units: dict[int, Any] = {group.number: group for group in groups}
         units |= {call.unit: call for call in self.calls}
         units |= {unit: results for unit, results in self.opaque_units.values()}
@@ -183,7 +181,7 @@ class _Program:
 
 
 def order_units(units: dict[int, Any], grouping: Grouping) -> list[int]:
-    """The units in an order that respects their dependencies, near to program order."""
+    """Order the units by their dependencies, near to program order."""
     done = 0
     known = sum(1 << unit for unit in units)
     ordered: list[int] = []
@@ -208,10 +206,10 @@ def _last_serial(unit: Any, _number: int) -> int:
 
 
 class _Writer:
-    """Builds the new `main` and the kernels it calls."""
+    """Writer of the new `main` and of the kernels it calls."""
 
     def __init__(
-        self, main: relax.Function, origins: Origins, emitter: Emitter, groups: RememberedKernels
+        self, main: relax.Function, origins: Origins, emitter: Emitter, groups: KernelCache
     ) -> None:
         self.main = main
         self.origins = origins
@@ -232,7 +230,7 @@ class _Writer:
             self._kernel(self.emitter.emit_opaque(unit), unit)
 
     def _kernel(self, kernel: Kernel, members: list[Any]) -> None:
-        """Call a kernel; its call says which ops it computes, and where they come from."""
+        """Call a kernel; the call records the ops it computes, and their locations."""
         variable = self._function(kernel.function)
         arguments = relax.Tuple([self.expression(value) for value in kernel.inputs])
         # Memory that a kernel needs while it runs is one more result, which nothing reads.
@@ -249,7 +247,7 @@ class _Writer:
         self._bind_results(call, [*kernel.outputs, *scratch])
 
     def _function(self, function: tirx.PrimFunc) -> tvm.ir.GlobalVar:
-        """The name of a function; functions that are structurally equal have one."""
+        """Return the name of a function; functions that are structurally equal share one."""
         if id(function) not in self.named:
             self.named[id(function)] = (function, self._name_of(function))
         return self.named[id(function)][1]
@@ -293,7 +291,7 @@ class _Writer:
             self.expressions[id(value)] = field
 
     def expression(self, value: Value) -> relax.Expr:
-        """The expression that holds the memory of a materialised value; scalars get some."""
+        """Return the expression whose memory a materialised value has; scalars get some."""
         owner = storage_of(value)
         known = self.expressions.get(id(owner))
         if known is not None:
@@ -335,28 +333,28 @@ class _Writer:
 
 
 def group_values_of(group: Group) -> Iterator[Value]:
-    """What a group computes: what it stores first, then the rest, each once."""
+    """Return the values of a group: those it stores first, then the rest, each once."""
     yield from {id(value): value for value in [*group.stored, *group.members]}.values()
 
 
 def spec_of(type_: relax.Type) -> TensorSpec:
-    """Shape and dtype of a tensor type with static shape."""
+    """Return the shape and dtype of a tensor type with static shape."""
     return TensorSpec(extents_of(type_), str(type_.dtype))
 
 
 def specs_of(type_: relax.Type) -> tuple[TensorSpec, ...]:
-    """The tensors of a tensor or tuple type."""
+    """Return the tensors of a tensor or tuple type."""
     fields = type_.fields if isinstance(type_, relax.TupleType) else [type_]
     return tuple(spec_of(field) for field in fields)
 
 
 def tensor_type(spec: TensorSpec) -> relax.TensorType:
-    """The Relax type of a spec."""
+    """Return the Relax type of a spec."""
     return relax.TensorType(list(spec.shape), spec.dtype)
 
 
 def typed(expr: relax.Expr, type_: relax.Type) -> relax.Expr:
-    """The expression with this type, unless it has one."""
+    """Give the expression this type, unless it has one."""
     if expr.ty.is_missing():
         relax.expr._update_type(expr, type_)
     return expr

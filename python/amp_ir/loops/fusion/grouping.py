@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values share a kernel, and which of them get memory.
+"""Fusion: which values share a kernel, and which of them get memory.
 
 Greedy, in program order: a value joins the latest group that computes one of its arguments if its
 elements line up with that group's loops (`legality.py`) and no dependence cycle between kernels
@@ -19,7 +19,7 @@ from amp_ir.loops.ir import Buffer, Constant, Opaque, Pointwise, Read, Reduction
 
 
 class Grouping:
-    """Builds the groups of one program, then decides which values get memory.
+    """Builder of the groups of one program, which then decides the values that get memory.
 
     `place` and `demand` assign values to groups as the program is read; `finish` decides, once,
     what each group stores and reads. Kernels, library calls and opaque kernels are numbered units.
@@ -35,32 +35,32 @@ class Grouping:
         # What library calls and hand-written kernels read and make.
         self.read_by_unit: dict[int, list[Value]] = {}
         self.made_by_unit: dict[int, list[Value]] = {}
-        # The groups that read a value, by its id; a group that was absorbed leads to the other one.
+        # The groups that read a value, by its id; a merged group maps to the group that it is in.
         self._readers_of: dict[int, set[int]] = {}
         self._by_number: dict[int, Group] = {}
 
     def add_unit(self, arguments: Iterable[Value]) -> int:
-        """A library call or opaque kernel that reads `arguments` from memory; its unit number."""
+        """Add a library call or opaque kernel that loads `arguments`; return its unit number."""
         owners = [self.demand(value) for value in arguments]
         unit = self.units.add(self._units_read(owners))
         self.read_by_unit[unit] = owners
         return unit
 
     def produced_by(self, value: Value, unit: int) -> None:
-        """Note that `value` (a Buffer or Opaque) comes out of a unit."""
+        """Record that a unit produces `value` (a Buffer or Opaque)."""
         self._unit_of[id(value)] = unit
         self.made_by_unit.setdefault(unit, []).append(value)
 
     def unit_of(self, value: Value) -> int | None:
-        """The library call or opaque kernel that `value` comes out of, if any."""
+        """Return the library call or opaque kernel that produces `value`, if any."""
         return self._unit_of.get(id(value))
 
     def reads(self, value: Value) -> list[Read]:
-        """What `value` reads from memory or from other members, looking through views."""
+        """Return what `value` reads from memory or from other members, looking through views."""
         return effective_reads(value, self._read_cache)
 
     def demand(self, value: Value) -> Value:
-        """Ask for `value` in memory; returns the value that owns the memory."""
+        """Require `value` in memory; return the value that owns the memory."""
         owner = storage_of(value)
         if isinstance(owner, (Pointwise, Reduction)):
             self.place(owner)
@@ -68,7 +68,7 @@ class Grouping:
         return owner
 
     def place(self, value: Value) -> None:
-        """Give `value`, and all that it needs, a group."""
+        """Assign `value`, and all that it needs, to a group."""
         stack = [value]
         while stack:
             top = stack[-1]
@@ -90,8 +90,8 @@ class Grouping:
     def _assign(self, value: Value) -> None:
         reads = self.reads(value)
         candidates = self._candidates(reads)
-        siblings = self._siblings(value, reads) if isinstance(value, Reduction) else []
-        for group in [*candidates, *siblings]:
+        readers = self._reduction_candidates(value, reads) if isinstance(value, Reduction) else []
+        for group in [*candidates, *readers]:
             fitted = fit(value, reads, group)
             if fitted is not None and self._can_join(reads, group):
                 self._enter(value, group, *fitted)
@@ -99,7 +99,7 @@ class Grouping:
                 self.units.add_before(group.number, before - {group.number})
                 for other in candidates:
                     if other is not group:
-                        self._absorb(other, group)
+                        self._merge_group(other, group)
                 return
         unit = self.units.add(self._units_read(read.value for read in reads))
         group = Group(unit, own_domain(value))
@@ -108,9 +108,9 @@ class Grouping:
         self._enter(value, group, group.domain, own_placement(value))
 
     def _candidates(self, reads: list[Read]) -> list[Group]:
-        """The groups that compute an argument: those with reductions first, then latest first.
+        """Return the groups that compute an argument: those with reductions first, then latest.
 
-        Arithmetic can move to where a reduction is (`_absorb`), not the other way round.
+        Arithmetic can move to where a reduction is (`_merge_group`), not the other way round.
         """
         groups: dict[int, Group] = {}
         for read in reads:
@@ -123,8 +123,8 @@ class Grouping:
 
         return [groups[number] for number in sorted(groups, key=rank, reverse=True)]
 
-    def _siblings(self, value: Reduction, reads: list[Read]) -> list[Group]:
-        """The groups that read all of a tensor in memory that `value` reduces, latest first.
+    def _reduction_candidates(self, value: Reduction, reads: list[Read]) -> list[Group]:
+        """Return the groups that read all of a tensor in memory that `value` reduces, latest first.
 
         Only for reductions: their results are small, so nothing large has to wait in memory for a
         reader because it was computed early.
@@ -148,8 +148,8 @@ class Grouping:
         self.group_of[id(value)] = group
         self._unit_of[id(value)] = group.number
 
-    def _absorb(self, small: Group, into: Group) -> None:
-        """Move a group of arithmetic into another that reads it, where the loops agree."""
+    def _merge_group(self, small: Group, into: Group) -> None:
+        """Merge a group of arithmetic into another that reads it, where the loops agree."""
         if small.row or small.column or len(small.full) + len(into.members) > MAX_MEMBERS:
             return
         if not self.units.can_merge(small.number, into.number) or not self._agree(small, into):
@@ -186,7 +186,7 @@ class Grouping:
         return len(buffers) <= MAX_BUFFERS
 
     def _can_join(self, reads: list[Read], group: Group) -> bool:
-        """Whether no argument waits for a unit that itself waits for the group."""
+        """Return whether no argument waits for a unit that itself waits for the group."""
         for read in reads:
             unit = self._unit_of.get(id(read.value))
             if unit is not None and unit != group.number and self.units.waits(unit, group.number):
@@ -194,14 +194,14 @@ class Grouping:
         return True
 
     def _units_read(self, values: Iterable[Value]) -> set[int]:
-        """The units that make `values`."""
+        """Return the units that make `values`."""
         units = (self._unit_of.get(id(value)) for value in values)
         return {unit for unit in units if unit is not None}
 
     # After the last value: what is stored.
 
     def finish(self) -> list[Group]:
-        """Decide what each group stores and reads; nothing joins a group afterwards.
+        """Decide what each group stores and reads; no group changes its members afterwards.
 
         Ensures: every group in the result stores something.
         """
@@ -223,7 +223,7 @@ class Grouping:
         return groups
 
     def _read_outside(self, value: Value, group: Group) -> list[Value]:
-        """Members of other groups that computing `value` in `group` reads; notes the inputs."""
+        """Return members of other groups that `value` reads in `group`; record the inputs."""
         demanded: list[Value] = []
         stack, seen = [value], set()
         while stack:
@@ -263,11 +263,11 @@ class Grouping:
             group.domain = Domain(group.domain.shape, None)
 
     def _choose_recomputed(self) -> None:
-        """Let readers in other kernels compute cheap values anew instead of storing them.
+        """Let readers in other kernels recompute cheap values instead of storing them.
 
-        A value is cheap when it reads at most one tensor of its own size, which lies in memory
+        A value is cheap when it reads at most one tensor of its own size, which is in memory
         anyway and is not wider: reading that instead of the value saves the value's write. A
-        scalar's write is nothing, and its readers would compute it once for each element.
+        scalar's write costs nothing, and its readers would compute it once for each element.
         """
         outside = self._values_read_outside()
         for value in sorted(outside.values(), key=lambda value: -value.serial):
@@ -305,7 +305,7 @@ class Grouping:
 
 
 def _gates(group: Group) -> bool:
-    """Whether a kernel only makes scalars that readers of its arguments wait for."""
+    """Return whether a kernel only makes scalars that readers of its arguments wait for."""
     gates = [one for one in group.members if isinstance(one, Reduction) and one.is_gate]
     return bool(gates) and all(one.size == 1 for one in group.members)
 

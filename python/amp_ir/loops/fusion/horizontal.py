@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that wait for the same thing become one: the optimizer's updates behind a loss scale.
+"""Horizontal fusion of kernels behind the last library call, such as the optimizer's updates.
 
 Behind the last library call of a step all gradients exist. Kernels there that do not depend on
 each other are merged: one launch goes over the tasks of all, and what is the same function for
@@ -20,12 +20,12 @@ from tvm import relax, tirx
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import join_spans
 from amp_ir.loops.fusion import cpu_tasks
-from amp_ir.loops.fusion.families import Merger, buffer_size
 from amp_ir.loops.fusion.fuse import LIBRARY_CALL, typed
+from amp_ir.loops.fusion.horizontal_groups import Merger, buffer_size
 from amp_ir.loops.fusion.merged_kernel import Member, merged_kernel
 
 KERNEL_CALL = "relax.call_tir"
-# Elements of a kernel that may wait until the others are done: its tensors stay in the cache.
+# Largest number of elements of a kernel that may move: its tensors stay in the cache.
 SMALL_ELEMENTS = 65536
 
 
@@ -95,7 +95,7 @@ class _Merging:
     def _without_postponed(
         self, bindings: Sequence[relax.Binding]
     ) -> tuple[list[relax.Binding], list[relax.Binding]]:
-        """The bindings apart from small kernels that none of the rest waits for, and those."""
+        """Split off small kernels that none of the other bindings waits for."""
         kept: list[relax.Binding] = []
         moved: list[relax.Binding] = []
         awaited: set[relax.Var] = set()
@@ -121,7 +121,7 @@ class _Merging:
         return [*reversed(kept), *reversed(stray)], list(reversed(moved))
 
     def _read(self, bindings: Sequence[relax.Binding]) -> tuple[list[_Call], list[relax.Binding]]:
-        """The kernel calls with their levels, and what only names results."""
+        """Read the kernel calls with their levels, and the bindings that only name results."""
         calls: list[_Call] = []
         maker: dict[relax.Var, _Call] = {}
         others = []
@@ -144,7 +144,7 @@ class _Merging:
         return calls, others
 
     def _write(self, members: list[_Call]) -> None:
-        """The calls of one level, merged where their kernels can be."""
+        """Write the calls of one level, merged where their kernels can be."""
         batches: list[list[_Call]] = [[]]
         for one in members:
             if self.merger.body_of(one.function) is None:
@@ -206,7 +206,7 @@ def _is_small(function: tirx.PrimFunc) -> bool:
 
 
 def _result_ops(call: _Call) -> list[str]:
-    """The op behind each result, as the call of the kernel notes it; "" where it does not."""
+    """Return the op behind each result, as the call of the kernel records it; "" if it does not."""
     names = str(call.call.attrs["result_ops"]).split(",")
     return (names + [""] * len(call.results))[: len(call.results)]
 

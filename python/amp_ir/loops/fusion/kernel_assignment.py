@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel computes each value of a step, and what lies in memory; no kernel is written."""
+"""Kernel assignment: which kernel computes each value of a step, and what is stored in memory.
+
+No kernel is written.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from amp_ir.loops.ir import Pointwise, Value, channels_last
 
 
 @attrs.frozen
-class Membership:
+class KernelAssignment:
     """The kernel or library call that computes a value, and whether it does nothing but cast."""
 
     kernel: int
     only_casts: bool
 
 
-def memberships(ir: tvm.IRModule) -> dict[relax.Var, Membership]:
-    """The place of every bound value that gets computed in a kernel or by a library call.
+def assign_kernels(ir: tvm.IRModule) -> dict[relax.Var, KernelAssignment]:
+    """Assign every bound value to the kernel or library call that computes it.
 
-    Views, and values that each reader computes anew, are in no kernel of their own and are left
-    out. Of several results the first one counts.
+    Views, and values that each reader recomputes, have no kernel of their own and are left out. A
+    value with several results counts by its first.
 
     Requires: as `fuse_loops`.
     """
@@ -45,7 +48,7 @@ def memberships(ir: tvm.IRModule) -> dict[relax.Var, Membership]:
 class Stored:
     """A tensor that kernels and library calls write or read, by their numbers.
 
-    `variables` are those of the step that are this memory, in order, views of it included;
+    `variables` are those of the step that share this memory, in order, views of it included;
     `written_by` is None for an input or a constant.
     """
 
@@ -57,7 +60,7 @@ class Stored:
 
 
 def stored_tensors(ir: tvm.IRModule) -> list[Stored]:
-    """Everything that lies in memory while the step runs, and who moves it.
+    """Return every tensor in memory while the step runs, with its readers and writers.
 
     Requires: as `fuse_loops`.
     """
@@ -90,7 +93,7 @@ def stored_tensors(ir: tvm.IRModule) -> list[Stored]:
 
 
 def _accesses(grouping: Grouping) -> Iterator[tuple[int, Iterable[Value], Iterable[Value]]]:
-    """The number of each kernel and library call, what it reads and what it writes."""
+    """Return the number of each kernel and library call, what it reads and what it writes."""
     for group in grouping.groups:
         if group.stored:
             yield group.number, group.inputs.values(), group.stored
@@ -104,7 +107,7 @@ def _leaves(value: Any) -> list[Value]:
     return [value] if isinstance(value, Value) else []
 
 
-def _place(grouping: Grouping, value: Any) -> Membership | None:
+def _place(grouping: Grouping, value: Any) -> KernelAssignment | None:
     while isinstance(value, tuple) and value:
         value = value[0]
     if not isinstance(value, Value):
@@ -113,9 +116,9 @@ def _place(grouping: Grouping, value: Any) -> Membership | None:
     group = grouping.group_of.get(id(owner))
     if group is not None:
         is_made = group.stored and any(owner is one for one in group.members)
-        return Membership(group.number, _only_casts(grouping, group)) if is_made else None
+        return KernelAssignment(group.number, _only_casts(grouping, group)) if is_made else None
     unit = grouping.unit_of(owner)
-    return None if unit is None else Membership(unit, False)
+    return None if unit is None else KernelAssignment(unit, False)
 
 
 def _only_casts(grouping: Grouping, group: Group) -> bool:
@@ -124,10 +127,10 @@ def _only_casts(grouping: Grouping, group: Group) -> bool:
 
 
 def _computes(grouping: Grouping, value: Value) -> bool:
-    """Whether a member of a group does more than cast, itself or by what it computes anew."""
+    """Return whether a member does more than cast, itself or through values it recomputes."""
     if not isinstance(value, Pointwise):
         return True
-    # Lowerings mark arithmetic that readers are to do anew as views; moves have one source.
+    # Lowerings mark arithmetic that readers recompute as views; moves have one source.
     is_move = id(value) not in grouping.group_of and len({id(one.value) for one in value.reads}) < 2
     if not (value.is_cast or is_move):
         return True

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of the same structure are written once: the second one calls the first one's kernel.
+"""Kernel cache: groups of the same structure share a kernel, which is written once.
 
-A step repeats itself, with its layers or the time steps of a recurrence, and writing a kernel takes
-milliseconds where looking at what it would be written from takes a fraction of one. What an emitter
-sees of a group is the specs of its values, their order, and their bodies: Python functions, told
-apart by their code and what they close over. Anything else in a closure is not understood, and the
-group is written anew; equal functions are found out afterwards in any case (`fuse.py`).
+A step repeats itself, with its layers or the time steps of a recurrence, and writing a kernel
+takes milliseconds where comparing its inputs takes a fraction of one. An emitter sees the specs of
+a group's values, their order, and their bodies: Python functions, identified by their code and
+what they close over. A closure over anything else has no key, and the group is written again;
+`fuse.py` finds equal functions afterwards in any case.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from amp_ir.loops.fusion.kernel_template import KernelTemplate
 from amp_ir.loops.group import Group, is_inlined
 from amp_ir.loops.ir import (
     Constant,
-    Distance,
+    LoadOffset,
     Pointwise,
     Reduction,
     TensorSpec,
     Value,
-    distances_as,
+    load_offsets_as,
 )
 
 _NUMBERS = (bool, int, str, type(None))
 
 
-class RememberedKernels:
+class KernelCache:
     """The kernels that one emitter has written for the groups of one program."""
 
     def __init__(self, emitter: Emitter, *, strict: bool) -> None:
         self._emitter = emitter
         self._strict = strict
-        self._known: dict[tuple[Any, ...], _Alike] = {}
+        self._kernels: dict[tuple[Any, ...], _SameStructure] = {}
 
     def of(self, group: Group) -> Kernel:
-        """The kernel of a group: the same function for groups of the same structure."""
-        structure = structure_of(group, with_distances=self._emitter.LOOKS_AT_DISTANCES)
+        """Return the kernel of a group: the same function for groups of the same structure."""
+        structure = structure_of(group, with_offsets=self._emitter.USES_LOAD_OFFSETS)
         if structure is None:
             return self._write(group)
-        alike = self._known.setdefault(structure.tokens, _Alike(group))
-        numbers = tuple(one.number for one in structure.distances)
-        known = alike.kernels.get(numbers)
-        if known is not None:
-            return attrs.evolve(known, inputs=group.ordered_inputs, outputs=tuple(group.stored))
-        if alike.kernels and not alike.template:
-            alike.template.append(self._template(group, structure.distances))
-        template = alike.template[0] if alike.template else None
+        same = self._kernels.setdefault(structure.tokens, _SameStructure(group))
+        numbers = tuple(one.number for one in structure.offsets)
+        cached = same.kernels.get(numbers)
+        if cached is not None:
+            return attrs.evolve(cached, inputs=group.ordered_inputs, outputs=tuple(group.stored))
+        if same.kernels and not same.template:
+            same.template.append(self._template(group, structure.offsets))
+        template = same.template[0] if same.template else None
         kernel = self._write(group) if template is None else template.at(group, numbers)
-        alike.kernels[numbers] = kernel
+        same.kernels[numbers] = kernel
         return kernel
 
     def _write(self, group: Group) -> Kernel:
@@ -66,18 +66,18 @@ class RememberedKernels:
             return GroupBuffers.declare(group).finish(sequence([]))
         return self._emitter.emit_group(group, strict=self._strict)
 
-    def _template(self, group: Group, distances: Sequence[Distance]) -> KernelTemplate | None:
-        variables = {id(one): tirx.Var("distance", "int32") for one in distances}
-        with distances_as(lambda one: variables[id(one)]):
+    def _template(self, group: Group, offsets: Sequence[LoadOffset]) -> KernelTemplate | None:
+        variables = {id(one): tirx.Var("offset", "int32") for one in offsets}
+        with load_offsets_as(lambda one: variables[id(one)]):
             kernel = self._write(group)
         return KernelTemplate.of(kernel, list(variables.values()))
 
 
 @attrs.define(eq=False)
-class _Alike:
-    """Groups of one structure: their kernels by distances, and once there are two, a template.
+class _SameStructure:
+    """Groups of one structure: their kernels by load offsets and, from the second on, a template.
 
-    `first` is kept since ids of what its functions close over stand in the structure.
+    `first` stays alive since the structure holds ids of what its functions close over.
     """
 
     first: Group
@@ -87,24 +87,24 @@ class _Alike:
 
 @attrs.frozen(eq=False)
 class Structure:
-    """All that a kernel of a group depends on, but for `distances`, in the order of `tokens`."""
+    """All that a kernel of a group depends on, except `offsets`, in the order of `tokens`."""
 
     tokens: tuple[Any, ...]
-    distances: tuple[Distance, ...]
+    offsets: tuple[LoadOffset, ...]
 
 
-def structure_of(group: Group, *, with_distances: bool) -> Structure | None:
-    """The structure of a group; None if a body closes over something unknown.
+def structure_of(group: Group, *, with_offsets: bool) -> Structure | None:
+    """Return the structure of a group; None if a body closes over something unknown.
 
-    Two groups of the same structure differ at most by which tensors they read and write, and by
-    their distances; with `with_distances` these are tokens too. Valid as long as the group lives.
+    Two groups of the same structure differ at most in the tensors they read and write, and in
+    their load offsets; with `with_offsets` these are tokens too. Valid as long as the group lives.
     """
-    writer = _Writer(group, with_distances)
+    writer = _Writer(group, with_offsets)
     try:
         writer.add_group()
     except _UnknownError:
         return None
-    return Structure(tuple(writer.tokens), tuple(writer.distances))
+    return Structure(tuple(writer.tokens), tuple(writer.offsets))
 
 
 class _UnknownError(TypeError):
@@ -112,13 +112,13 @@ class _UnknownError(TypeError):
 
 
 class _Writer:
-    """Writes a group as a sequence of tokens; values and functions are numbered as they appear."""
+    """Writer of a group as a sequence of tokens; values and functions are numbered in order."""
 
-    def __init__(self, group: Group, with_distances: bool) -> None:
+    def __init__(self, group: Group, with_offsets: bool) -> None:
         self.group = group
-        self.with_distances = with_distances
+        self.with_offsets = with_offsets
         self.tokens: list[Any] = []
-        self.distances: list[Distance] = []
+        self.offsets: list[LoadOffset] = []
         self.numbers: dict[int, int] = {}
         self.members = {id(value) for value in group.members}
 
@@ -148,8 +148,8 @@ class _Writer:
             self._add_value(one)
         elif kind is types.FunctionType:
             self._add_function(one)
-        elif kind is Distance:
-            self._add_distance(one)
+        elif kind is LoadOffset:
+            self._add_offset(one)
         elif kind in (tuple, list):
             self.tokens.append(kind)
             self._add_all(one)
@@ -164,18 +164,18 @@ class _Writer:
             raise _UnknownError(f"a body closes over a {kind.__name__}")
 
     def _is_new(self, one: Any) -> bool:
-        """Add the object's number; whether it has just got it."""
-        known = self.numbers.get(id(one))
+        """Add the object's number; return whether it is new."""
+        cached = self.numbers.get(id(one))
         number = self.numbers.setdefault(id(one), len(self.numbers))
         self.tokens.append(number)
-        return known is None
+        return cached is None
 
-    def _add_distance(self, distance: Distance) -> None:
-        """A distance of 0 is no distance: it leaves nothing to be added in the kernel."""
-        is_literal = self.with_distances or not distance.number
-        self.tokens += [Distance, distance.number if is_literal else None]
-        if self._is_new(distance) and not is_literal:
-            self.distances.append(distance)
+    def _add_offset(self, offset: LoadOffset) -> None:
+        """Add a load offset; 0 counts as none, since the kernel adds nothing for it."""
+        is_literal = self.with_offsets or not offset.number
+        self.tokens += [LoadOffset, offset.number if is_literal else None]
+        if self._is_new(offset) and not is_literal:
+            self.offsets.append(offset)
 
     def _add_value(self, value: Value) -> None:
         self.tokens.append(type(value))
@@ -201,7 +201,7 @@ class _Writer:
             self._add_function(value.body)
 
     def _is_computed(self, value: Value) -> bool:
-        """Whether the kernel computes the value, and does not find it in memory."""
+        """Return whether the kernel computes the value rather than reads it from memory."""
         if id(value) in self.members:
             return True
         return isinstance(value, Pointwise) and (value.is_reshape or is_inlined(value))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel that was written once with variables for distances, and its copies with numbers."""
+"""Kernel template: a kernel written once with variables for load offsets, and its copies."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
 
 @attrs.frozen(eq=False)
 class KernelTemplate:
-    """A kernel with `variables` in place of distances."""
+    """A kernel with `variables` for its load offsets."""
 
     kernel: Kernel
     variables: list[tirx.Var]
 
     @classmethod
     def of(cls, kernel: Kernel, variables: list[tirx.Var]) -> KernelTemplate | None:
-        """The template; None if a variable stands where `at` would not find it."""
+        """Return the template; None if a variable occurs where `at` would not find it."""
         template = cls(kernel, variables)
         function = template._with_numbers([1] * len(variables))
         left = undefined_vars(function.body, list(function.params))
         return None if any(one in variables for one in left) else template
 
     def at(self, group: Group, numbers: Sequence[int]) -> Kernel:
-        """The kernel for a group of the same structure with these distances.
+        """Return the kernel for a group of the same structure with these load offsets.
 
         Ensures: the same function, but for the names of variables, as is written for the group.
         """
@@ -64,7 +64,7 @@ class KernelTemplate:
         }
 
         def closed(index: Any) -> Any:
-            """The index with numbers, folded as if it had been written with them."""
+            """Return the index with numbers, folded as if it had been written with them."""
             if isinstance(index, tirx.Var):
                 return literals.get(index, index)
             fold = _ARITHMETIC.get(type(index))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a value can be computed in the loops of a group, and as what."""
+"""Fusion legality: whether a value can be computed in the loops of a group, and as what."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ MAX_BUFFERS = 24
 
 
 def own_placement(value: Value) -> Placement:
-    """What `value` is in a group that it opens."""
+    """Return the placement of `value` in a group that it opens."""
     if not isinstance(value, Reduction):
         return "full"
     return "column" if column_domain(value) is not None else "row"
 
 
 def own_domain(value: Value) -> Domain:
-    """The loops that `value` has when it opens a group."""
+    """Return the loops that `value` has when it opens a group."""
     if isinstance(value, Reduction):
         return column_domain(value) or Domain(value.source_shape, value.axes)
     return Domain(value.shape, None)
 
 
 def column_domain(value: Reduction) -> Domain | None:
-    """The domain in which `value` reduces whole rows into one: it keeps just the last dimensions.
+    """Return the domain in which `value` reduces whole rows into one: it keeps the last dimensions.
 
     None where it keeps others, or nothing, or where it reduces a single row.
     """
@@ -37,7 +37,7 @@ def column_domain(value: Reduction) -> Domain | None:
 
 
 def fit(value: Value, reads: list[Read], group: Group) -> tuple[Domain, Placement] | None:
-    """The domain `group` would have with `value` in it, and as what; None if it does not fit."""
+    """Return the domain of `group` with `value` in it, and its placement; None if not legal."""
     if len(group.members) >= MAX_MEMBERS or _buffer_count(reads, group) > MAX_BUFFERS:
         return None
     columns = {id(member) for member in group.column}
@@ -74,7 +74,7 @@ def _fit_reduction(
 
 
 def merge_domains(group: Group, wanted: Domain) -> Domain | None:
-    """The one domain in which both the group's members and a reduction over `wanted` can run."""
+    """Return the one domain for both the group's members and a reduction over `wanted`."""
     have = group.domain
     if have.size != wanted.size:
         return None
@@ -95,7 +95,7 @@ def _same_elements(read: Read, reader_shape: tuple[int, ...]) -> bool:
 
 
 def _lines_up_with_rows(read: Read, domain: Domain, reader_shape: tuple[int, ...]) -> bool:
-    """Whether reading a ROW value at the reader's index gives the value of the same row."""
+    """Return whether reading a ROW value at the reader's index gives the value of the same row."""
     if read.place not in ("broadcast", "same"):
         return False
     shape = read.value.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that does what several do, whatever they are and wherever their tensors come from."""
+"""Merge calls of arbitrary kernels into one kernel."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops.codegen.kernel import INPLACE
-from amp_ir.loops.fusion.families import Family, Merger, like
+from amp_ir.loops.fusion.horizontal_groups import HorizontalGroup, Merger, like
 
 
 @attrs.frozen(eq=False)
 class Member:
-    """One of the calls to be made at once: its kernel, by name, and what it reads, in order."""
+    """One of the calls to merge: its kernel, by name, and what it reads, in order."""
 
     name: str
     function: tirx.PrimFunc
@@ -24,27 +24,27 @@ class Member:
 
 @attrs.frozen
 class KernelMerger:
-    """Merges kernels for one kind of device, for those who know which calls may run at once."""
+    """Kernel merger for one kind of device, for passes that know which calls may run at once."""
 
     merger: Merger
 
     def most_parameters(self) -> int:
-        """How many parameters a merged kernel may have."""
+        """Return how many parameters a merged kernel may have."""
         return self.merger.most_parameters()
 
     def takes(self, function: tirx.PrimFunc) -> bool:
-        """Whether the kernel can be one of the merged."""
+        """Return whether the kernel can be merged."""
         return self.merger.body_of(function) is not None
 
     def merge(
         self, calls: Sequence[tuple[str, tirx.PrimFunc, Sequence[Any]]]
     ) -> tuple[tirx.PrimFunc, list[Any]]:
-        """As `merged_kernel`, for calls (name, function, arguments)."""
+        """Merge calls (name, function, arguments), as `merged_kernel` does."""
         return merged_kernel([Member(*call) for call in calls], self.merger)
 
 
 def merged_kernel(members: Sequence[Member], merger: Merger) -> tuple[tirx.PrimFunc, list[Any]]:
-    """The kernel that makes all the calls, and its arguments, each once.
+    """Return the kernel that makes all the calls, and its arguments, each once.
 
     Its parameters are the arguments, then the results of the first call, the second, and so on. A
     result may be written over an argument that only its own call reads.
@@ -53,7 +53,7 @@ def merged_kernel(members: Sequence[Member], merger: Merger) -> tuple[tirx.PrimF
     outputs: list[tirx.Var] = []
     readers: dict[Hashable, int] = {}
     pairs: list[tuple[int, Hashable]] = []
-    families: dict[str, Family] = {}
+    groups: dict[str, HorizontalGroup] = {}
     for member in members:
         count, own = len(member.arguments), list(member.function.params)
         for argument, buffer in zip(member.arguments, own, strict=False):
@@ -63,15 +63,15 @@ def merged_kernel(members: Sequence[Member], merger: Merger) -> tuple[tirx.PrimF
             pairs.append((len(outputs) + output, member.arguments[source]))
         made = [like(one, f"out{len(outputs) + k}") for k, one in enumerate(own[count:])]
         outputs += made
-        if member.name not in families:
+        if member.name not in groups:
             body = merger.body_of(member.function)
             assert body is not None
-            families[member.name] = Family(body, [])
+            groups[member.name] = HorizontalGroup(body, [])
         given = [inputs[one] for one in member.arguments]
-        families[member.name].parameters.append([*given, *made])
+        groups[member.name].parameters.append([*given, *made])
     place = {argument: k for k, argument in enumerate(inputs)}
     safe = [[output, place[source]] for output, source in pairs if readers[source] == 1]
-    function = tirx.PrimFunc([*inputs.values(), *outputs], merger.launch(list(families.values())))
+    function = tirx.PrimFunc([*inputs.values(), *outputs], merger.launch(list(groups.values())))
     function = function.with_attr("tirx.noalias", not safe)
     if safe:
         function = function.with_attr(INPLACE, safe)

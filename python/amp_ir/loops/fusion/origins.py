@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which op of the step each value of the loops stage was made for."""
+"""Origins: the op of the step for which the loops stage made each value."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from amp_ir.loops.ir import Value
 
 
 class Origins:
-    """Op and place of every value.
+    """Op and location of every value.
 
-    Results of an op are noted; what its lowering makes on the way, such as the sums inside of a
-    softmax, lies between them and the results of the op before in the order in which values are
-    made.
+    Results of an op are recorded; values that its lowering makes on the way, such as the sums
+    inside of a softmax, come between them and the results of the op before in the order of
+    creation.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Origins:
         self._results: dict[int, tuple[str, tvm.ir.Span | None]] = {}
 
     def note(self, results: Sequence[Value], op: str, span: tvm.ir.Span | None) -> None:
-        """`results` belong to `op`, unless they are another's already, and so does what is new."""
+        """Record that `results`, and values made for them, belong to `op`; the first op wins."""
         origin = (op.rpartition(".")[2], span)
         for value in results:
             self._results.setdefault(value.serial, origin)
@@ -36,11 +36,11 @@ class Origins:
             self._made_for.append(origin)
 
     def op(self, value: Value) -> str:
-        """The op's name without its dialect; "" for a value made after the last op."""
+        """Return the op's name without its dialect; "" for a value made after the last op."""
         return self._origin(value)[0]
 
     def span(self, value: Value) -> tvm.ir.Span | None:
-        """Where the op comes from."""
+        """Return the location of the op."""
         return self._origin(value)[1]
 
     def _origin(self, value: Value) -> tuple[str, tvm.ir.Span | None]:

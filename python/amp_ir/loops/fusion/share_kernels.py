@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that differ only by where they start to read become one that is told where.
+"""Share kernels that differ only in load offsets: one kernel takes the offsets as parameters.
 
 An unrolled recurrence reads step t of a sequence in a kernel of its own, for every t: the same
-code but for one number. Compiling it once takes LLVM a fraction of the time.
+code but for one number. LLVM compiles the shared kernel in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ KERNEL_CALL = "relax.call_tir"
 
 @attrs.frozen(eq=False)
 class _Template:
-    """A kernel with a variable for every distance that it adds to a place it reads.
+    """A kernel with a variable for every load offset that it adds to a position it reads.
 
-    `function` takes them last; `distances` are what this kernel has for them.
+    `function` takes them last; `offsets` are the values of this kernel.
     """
 
     function: tirx.PrimFunc
     variables: list[tirx.Var]
-    distances: list[int]
+    offsets: list[int]
 
     @classmethod
     def of(cls, function: tirx.PrimFunc) -> _Template:
-        """The template of a kernel."""
+        """Return the template of a kernel."""
         variables: list[tirx.Var] = []
-        distances: list[int] = []
+        offsets: list[int] = []
 
         def opened(index: Any, unit: int = 1) -> Any:
-            """The index with a variable for each distance, in units of so many elements."""
+            """Return the index with a variable for each offset, in units of so many elements."""
             if isinstance(index, tirx.Ramp):
                 # Vectors start at multiples of their length, and code generation must see that.
                 lanes = int(index.lanes)
@@ -52,7 +52,7 @@ class _Template:
                 if int(index.value) % unit:
                     return index
                 variables.append(tirx.Var(f"start{len(variables)}", "int32"))
-                distances.append(int(index.value) // unit)
+                offsets.append(int(index.value) // unit)
                 return variables[-1] * unit if unit > 1 else variables[-1]
             # What is below a division stays as it is: without it, lanes may fall in several rows.
             return index
@@ -61,11 +61,11 @@ class _Template:
             return tirx.BufferLoad(load.source, [opened(index) for index in load.indices])
 
         body = tvm_ffi.structural_map(function.body, (TensorLoad, opened_load))
-        return cls(_with_body(function, body, variables), variables, distances)
+        return cls(_with_body(function, body, variables), variables, offsets)
 
 
 def share_kernels(ir: tvm.IRModule) -> tvm.IRModule:
-    """Write kernels that differ only by distances that they add to what they read once.
+    """Write kernels once that differ only in the load offsets they add to what they read.
 
     Before:  a = call_tir(kernel_1, (x,)); b = call_tir(kernel_2, (x,))   # x[16 + i], x[32 + i]
     After:   a = call_tir(kernel_1, (x, 16)); b = call_tir(kernel_1, (x, 32))
@@ -84,11 +84,11 @@ def share_kernels(ir: tvm.IRModule) -> tvm.IRModule:
     read_counts = _read_counts(flow)
     replaced: dict[tvm.ir.GlobalVar, tuple[tvm.ir.GlobalVar, list[int]]] = {}
     shared: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
-    for family in _families(kernels):
-        first = next(iter(family))
-        function, distances = _merged(list(family.values()), read_counts[first])
+    for members in _equal_templates(kernels):
+        first = next(iter(members))
+        function, offsets = _merged(list(members.values()), read_counts[first])
         shared[first] = function.with_attr("global_symbol", first.name_hint)
-        for variable, own in zip(family, distances, strict=True):
+        for variable, own in zip(members, offsets, strict=True):
             replaced[variable] = (first, own)
     if not replaced:
         return ir
@@ -101,24 +101,24 @@ def share_kernels(ir: tvm.IRModule) -> tvm.IRModule:
     return tvm.IRModule(kept, attrs=ir.attrs)
 
 
-def _families(
+def _equal_templates(
     kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc],
 ) -> list[dict[tvm.ir.GlobalVar, _Template]]:
-    """The kernels of equal templates, where there are several."""
+    """Return the sets of kernels with equal templates, where there are several."""
     by_hash: dict[int, list[dict[tvm.ir.GlobalVar, _Template]]] = {}
     for variable, function in kernels.items():
         template = _Template.of(function)
         if not template.variables:
             continue
-        alike = by_hash.setdefault(tvm_ffi.structural_hash(template.function), [])
-        for family in alike:
-            other = next(iter(family.values()))
+        same_hash = by_hash.setdefault(tvm_ffi.structural_hash(template.function), [])
+        for members in same_hash:
+            other = next(iter(members.values()))
             if tvm_ffi.structural_equal(other.function, template.function):
-                family[variable] = template
+                members[variable] = template
                 break
         else:
-            alike.append({variable: template})
-    return [family for alike in by_hash.values() for family in alike if len(family) > 1]
+            same_hash.append({variable: template})
+    return [members for same_hash in by_hash.values() for members in same_hash if len(members) > 1]
 
 
 def _read_counts(flow: Dataflow) -> dict[tvm.ir.GlobalVar, int]:
@@ -127,14 +127,14 @@ def _read_counts(flow: Dataflow) -> dict[tvm.ir.GlobalVar, int]:
     return {call.args[0]: len(call.args[1].fields) for call in calls}
 
 
-def _merged(family: list[_Template], read_count: int) -> tuple[tirx.PrimFunc, list[list[int]]]:
-    """One function with a parameter for every distance that varies, and each member's distances.
+def _merged(members: list[_Template], read_count: int) -> tuple[tirx.PrimFunc, list[list[int]]]:
+    """One function with a parameter for every offset that varies, and each member's offsets.
 
-    Distances that are the same in all members stay literals, which the compiler knows more of;
-    those that always agree are one parameter.
+    Offsets that are the same in all members stay literals, which the compiler can fold; those that
+    always agree are one parameter.
     """
-    first = family[0]
-    columns = list(zip(*(one.distances for one in family), strict=True))
+    first = members[0]
+    columns = list(zip(*(one.offsets for one in members), strict=True))
     parameters: dict[tuple[int, ...], tirx.Var] = {}
     known: dict[tirx.Var, Any] = {}
     for variable, column in zip(first.variables, columns, strict=True):
@@ -146,13 +146,13 @@ def _merged(family: list[_Template], read_count: int) -> tuple[tirx.PrimFunc, li
     tensors = list(first.function.params)[: len(first.function.params) - len(first.variables)]
     taken = [*tensors[:read_count], *parameters.values(), *tensors[read_count:]]
     function = tirx.PrimFunc(taken, body, first.function.ret_type, first.function.attrs)
-    return function, [[column[k] for column in parameters] for k in range(len(family))]
+    return function, [[column[k] for column in parameters] for k in range(len(members))]
 
 
 def _with_body(
     function: tirx.PrimFunc, body: tirx.Stmt, variables: list[tirx.Var]
 ) -> tirx.PrimFunc:
-    """The function with another body and more parameters, without its name."""
+    """Return the function with another body and more parameters, without its name."""
     made = tirx.PrimFunc([*function.params, *variables], body, function.ret_type, function.attrs)
     return made.without_attr("global_symbol")
 
@@ -165,8 +165,8 @@ def _with_calls(
     for binding in flow.bindings:
         call = calls.get(binding.var)
         if call is not None and call.args[0] in replaced:
-            shared, distances = replaced[call.args[0]]
-            numbers = [relax.prim_value(one) for one in distances]
+            shared, offsets = replaced[call.args[0]]
+            numbers = [relax.prim_value(one) for one in offsets]
             arguments = [shared, relax.Tuple([*call.args[1].fields, *numbers])]
             new = relax.Call(call.op, arguments, call.attrs, call.ty_args, call.span)
             binding = relax.VarBinding(binding.var, typed(new, call.ty))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels, library calls and opaque kernels (units) must run before which."""
+"""Order of units (kernels, library calls and opaque kernels): which must run before which."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 
 class UnitOrder:
-    """Which unit must run before which, as bit sets that stay transitively closed.
+    """Order of units as bit sets that stay transitively closed.
 
-    A unit knows those that read it, not those that come later because of them: what is new before
-    it is handed on from reader to reader, as far as it is new there.
+    A unit knows its direct readers, not what follows from them: a new predecessor propagates from
+    reader to reader, as far as it is new there.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class UnitOrder:
         self._readers: list[set[int]] = []
 
     def add(self, before: set[int]) -> int:
-        """A new unit that runs after the units `before` and all that these wait for."""
+        """Add a unit that runs after the units `before` and all that these wait for."""
         unit = len(self.ancestors)
         self.ancestors.append(0)
         self._readers.append(set())
@@ -42,11 +42,11 @@ class UnitOrder:
                 waiting += self._readers[top]
 
     def waits(self, unit: int, other: int) -> bool:
-        """Whether `unit` runs after `other`."""
+        """Return whether `unit` runs after `other`."""
         return bool(self.ancestors[unit] >> other & 1)
 
     def can_merge(self, a: int, b: int) -> bool:
-        """Whether one unit can do the work of both: no third one stands between them."""
+        """Return whether one unit can do the work of both: no third one is between them."""
         return not self._stands_between(a, b) and not self._stands_between(b, a)
 
     def _stands_between(self, first: int, last: int) -> bool:
@@ -54,7 +54,7 @@ class UnitOrder:
         return any(self.waits(unit, first) for unit in bits_of(between))
 
     def merge(self, gone: int, into: int) -> None:
-        """Let `into` take the place of `gone`."""
+        """Replace `gone` by `into`."""
         readers = self._readers[gone] - {into}
         # What turns out to come before `gone` later comes before `into`.
         self._readers[gone].add(into)
@@ -65,7 +65,7 @@ class UnitOrder:
 
 
 def bits_of(bits: int) -> Iterator[int]:
-    """Positions of the ones in a bit set."""
+    """Return the positions of the ones in a bit set."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1

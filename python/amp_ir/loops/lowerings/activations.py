@@ -12,9 +12,9 @@ from amp_ir.dialect.losses import LOSSES, Loss
 from amp_ir.loops.ir import (
     Lowering,
     Value,
-    bind,
     compute_dtype,
     elementwise,
+    let,
     lowers,
     pointwise,
     reduce,
@@ -25,11 +25,11 @@ from amp_ir.loops.math import constant
 
 
 def _elements(values: Sequence[Value], index: tuple[Any, ...]) -> list[Any]:
-    return [bind(value[index]) for value in values]
+    return [let(value[index]) for value in values]
 
 
 def sum_all(shape: Sequence[int], dtype: str, body: Callable[..., Any]) -> Value:
-    """The sum over a whole index space, as a scalar value."""
+    """Sum over a whole index space, to a scalar value."""
     if not shape:
         return pointwise((), dtype, body)
     return squeeze(reduce("sum", shape, range(len(shape)), body, dtype), ())

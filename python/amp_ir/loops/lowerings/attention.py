@@ -11,13 +11,13 @@ import attrs
 from amp_ir.dialect.attention_parts import Options
 from amp_ir.dialect.random import survivor_scale
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, bind, compute_dtype, lowers, pointwise, reduce, reshape
+from amp_ir.loops.ir import Lowering, Value, compute_dtype, let, lowers, pointwise, reduce, reshape
 from amp_ir.loops.lowerings.random import keys_of, uniform_element
 
 
 @attrs.frozen(eq=False)
 class _Scores:
-    """The scores of one attention with all that is done to them, element by element."""
+    """The scores of one attention after scale and mask, element by element."""
 
     scores: Value
     mask: Value | None
@@ -27,14 +27,14 @@ class _Scores:
 
     @classmethod
     def of(cls, scores: Value, rest: Sequence[Value], options: dict[str, Any]) -> _Scores:
-        """From an op's arguments: `rest` is the mask, if any, then the random state, if any."""
+        """Build from an op's arguments: `rest` is the mask and the random state, if any."""
         taken = Options(**options)
         mask = rest[0] if taken.has_mask else None
         keys = keys_of(rest[-1], taken.index) if taken.dropout_p > 0 else None
         return cls(scores, mask, keys, taken, compute_dtype(scores.dtype))
 
     def logit(self, *i: Any) -> Any:
-        """scale * score + mask, or -inf where the row does not see the column."""
+        """Return scale * score + mask, or -inf where the row does not see the column."""
         value = self.scores[i] * m.constant(self.options.scale, self.dtype)
         hidden = m.constant(float("-inf"), self.dtype)
         if self.mask is not None and self.mask.dtype != "bool":
@@ -43,10 +43,10 @@ class _Scores:
             value = m.select(self.mask[i], value, hidden)
         if self.options.is_causal:
             value = m.select(i[-1] <= i[-2], value, hidden)
-        return bind(value)
+        return let(value)
 
     def kept(self, weight: Any, *i: Any) -> Any:
-        """A weight after dropout."""
+        """Return a weight after dropout."""
         if self.keys is None:
             return weight
         p = self.options.dropout_p
@@ -55,7 +55,7 @@ class _Scores:
         return m.select(stays, scaled, m.constant(0.0, self.dtype))
 
     def over_row(self, kind: Any, body: Callable[..., Any]) -> Value:
-        """A reduction over the columns."""
+        """Reduce over the columns."""
         return reduce(kind, self.scores.shape, (len(self.scores.shape) - 1,), body, self.dtype)
 
 
@@ -67,7 +67,7 @@ def _row(statistic: Value) -> Value:
 def attention_probabilities(
     op: Lowering, scores: Value, *rest: Value, out_dtype: str | None = None, **options: Any
 ) -> tuple[Value, Value]:
-    """Maximum, sum of exponentials, then the weights."""
+    """Compute the maximum, the sum of exponentials, then the weights."""
     seen = _Scores.of(scores, rest, options)
     zero, one = m.constant(0.0, seen.dtype), m.constant(1.0, seen.dtype)
     peak = seen.over_row("max", seen.logit)
@@ -82,7 +82,7 @@ def attention_probabilities(
     scale = pointwise(total.shape, seen.dtype, lambda *i: one / safe[i])
 
     def weight(*i: Any) -> Any:
-        return seen.kept(bind(m.exp(seen.logit(*i) - shift[i]) * scale[i]), *i)
+        return seen.kept(let(m.exp(seen.logit(*i) - shift[i]) * scale[i]), *i)
 
     weights = pointwise(scores.shape, op.results[0].dtype, weight)
     return weights, reshape(lse, op.results[1].shape)
@@ -97,12 +97,12 @@ def attention_weights(
     out_dtype: str | None = None,
     **options: Any,
 ) -> Value:
-    """exp(logit - lse), after dropout."""
+    """Compute exp(logit - lse), after dropout."""
     seen, row = _Scores.of(scores, rest, options), _row(lse)
     return pointwise(
         scores.shape,
         op.results[0].dtype,
-        lambda *i: seen.kept(bind(m.exp(seen.logit(*i) - row[i])), *i),
+        lambda *i: seen.kept(let(m.exp(seen.logit(*i) - row[i])), *i),
     )
 
 
@@ -118,14 +118,14 @@ def attention_score_gradient(
     out_dtype: str | None = None,
     **options: Any,
 ) -> Value:
-    """scale * w * (dropout(grad_weights) - sum(grad * out))."""
+    """Compute scale * w * (dropout(grad_weights) - sum(grad * out))."""
     seen, row = _Scores.of(scores, rest, options), _row(lse)
     width = len(grad.shape) - 1
     correction = reduce("sum", grad.shape, (width,), lambda *i: grad[i] * out[i], seen.dtype)
     scale = m.constant(seen.options.scale, seen.dtype)
 
     def body(*i: Any) -> Any:
-        weight = bind(m.exp(seen.logit(*i) - row[i]))
+        weight = let(m.exp(seen.logit(*i) - row[i]))
         return scale * weight * (seen.kept(grad_weights[i], *i) - correction[i])
 
     return pointwise(scores.shape, op.results[0].dtype, body)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lowering of group and batch normalization.
 
-Both are seen through reshapes: group normalization as [n, groups, channels a group, space] with
-sums over the last two axes, batch normalization as [n, channels, space] with sums over the outer
-two; weights and statistics are then broadcasts.
+Reshapes bring both into a common form: group normalization is [n, groups, channels per group,
+space] with sums over the last two axes, batch normalization is [n, channels, space] with sums over
+the outer two; weights and statistics are then broadcasts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _by_group(statistic: Value) -> Value:
 
 
 def _by_channel(values: Sequence[Value | None], groups: int) -> list[Value | None]:
-    """[channels] as [groups, channels a group, 1]."""
+    """Reshape [channels] to [groups, channels per group, 1]."""
     return [
         None if one is None else reshape(one, (groups, one.shape[0] // groups, 1)) for one in values
     ]
@@ -63,7 +63,7 @@ def group_norm(
     has_weight: bool = True,
     has_bias: bool = True,
 ) -> tuple[Value, ...]:
-    """Two sums a group, then one pass."""
+    """Compute two sums per group, then one pass."""
     grouped = _grouped(x, groups)
     mean, _, rstd = statistics(grouped, _GROUP_AXES, eps)
     weight, bias = _by_channel(optional(rest, has_weight, has_bias), groups)
@@ -83,7 +83,7 @@ def group_norm_backward_input(
     groups: int,
     has_weight: bool = True,
 ) -> Value:
-    """Two sums a group, then one pass."""
+    """Compute two sums per group, then one pass."""
     (weight,) = _by_channel(optional(rest, has_weight), groups)
     dx = input_gradient(
         _grouped(grad, groups), _grouped(x, groups), _by_group(mean), _by_group(rstd), weight,
@@ -96,7 +96,7 @@ def group_norm_backward_input(
 def group_norm_backward_weight(
     op: Lowering, grad: Value, x: Value, mean: Value, rstd: Value, *, groups: int
 ) -> tuple[Value, ...]:
-    """Two sums a channel in one pass."""
+    """Compute two sums per channel in one pass."""
     result, gradient = op.results[0], _grouped(grad, groups)
     dweight = weight_gradient(
         gradient, _grouped(x, groups), _by_group(mean), _by_group(rstd), (0, 3), result.dtype
@@ -117,7 +117,7 @@ class _Planes:
 
     @classmethod
     def of(cls, *images: Value) -> _Planes:
-        """The form for images of one shape, by how they lie in memory."""
+        """Return the form for images of one shape, by their layout in memory."""
         is_last = any(channels_last(one) is not None for one in images)
         return cls(images[0].shape, is_last)
 
@@ -126,7 +126,7 @@ class _Planes:
         return (0,) if self.is_last else (0, 2)
 
     def seen(self, x: Value) -> Value:
-        """An image in this form."""
+        """Reshape an image to this form."""
         n, channels, *space = x.shape
         if not self.is_last:
             return reshape(x, (n, channels, math.prod(space)))
@@ -137,21 +137,21 @@ class _Planes:
         return reshape(inner, (n * math.prod(space), channels))
 
     def image(self, x: Value) -> Value:
-        """The image of something in this form."""
+        """Reshape a value in this form to an image."""
         n, channels, *space = self.shape
         if not self.is_last:
             return reshape(x, self.shape)
         return channels_first(reshape(x, (n, *space, channels)))
 
     def columns(self, values: Sequence[Value | None]) -> list[Value | None]:
-        """[channels] so that it broadcasts to this form."""
+        """Reshape [channels] so that it broadcasts to this form."""
         if self.is_last:
             return list(values)
         return [None if one is None else reshape(one, (one.shape[0], 1)) for one in values]
 
 
 def _updated(running: Value, batch: Value, momentum: float, scale: float) -> Value:
-    """running + momentum * (scale * batch - running)."""
+    """Return running + momentum * (scale * batch - running)."""
     dtype = compute_dtype(running.dtype)
 
     def body(*i: Any) -> Any:
@@ -173,7 +173,7 @@ def batch_norm(
     has_bias: bool = True,
     has_running: bool = True,
 ) -> tuple[Value, ...]:
-    """Two sums a channel, then one pass; the running statistics are a pass over the channels."""
+    """Compute two sums per channel, then one pass; a pass over channels updates the statistics."""
     form = _Planes.of(x)
     planes = form.seen(x)
     flags = (has_weight, has_bias, has_running, has_running)
@@ -196,7 +196,7 @@ def batch_norm(
 def batch_norm_backward(
     op: Lowering, grad: Value, x: Value, *rest: Value, has_weight: bool = True
 ) -> tuple[Value, ...]:
-    """Two sums a channel, then one pass."""
+    """Compute two sums per channel, then one pass."""
     form = _Planes.of(grad, x)
     weight, mean, rstd = form.columns(optional(rest, has_weight, True, True))
     assert mean is not None and rstd is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions as plain reductions: right, and slow. Dispatch gives them to a library first.
+"""Convolutions as plain reductions: correct and slow; dispatch prefers a library.
 
 Each is a sum over an index space [*result, *summed]. Along a spatial axis, output o and window
 place k meet at input o * stride + k * dilation - pad.
@@ -14,7 +14,7 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, bind, compute_dtype, lowers, pointwise, reduce, reshape
+from amp_ir.loops.ir import Lowering, Value, compute_dtype, let, lowers, pointwise, reduce, reshape
 
 
 def _number(value: int) -> Any:
@@ -23,7 +23,7 @@ def _number(value: int) -> Any:
 
 @attrs.frozen
 class _Geometry:
-    """The window of a convolution; `space` and `out_space` are the extents it goes between."""
+    """The window of a convolution; `space` and `out_space` are the extents on its two sides."""
 
     space: Sequence[int]
     out_space: Sequence[int]
@@ -32,21 +32,21 @@ class _Geometry:
     dilation: Sequence[int]
 
     def inputs(self, outs: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The input positions, in range, and whether each of them was."""
+        """Return the input positions, clamped, and whether each of them was in range."""
         at, valid = [], []
         for d, (o, k) in enumerate(zip(outs, places, strict=True)):
-            one = bind(o * self.strides[d] + k * self.dilation[d] - _number(self.padding[d]))
+            one = let(o * self.strides[d] + k * self.dilation[d] - _number(self.padding[d]))
             at.append(m.clamp(one, self.space[d]))
             valid.append(m.inside(one, self.space[d]))
         return at, valid
 
     def outputs(self, inputs: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The output positions, in range, and whether there is such an output."""
+        """Return the output positions, clamped, and whether there is such an output."""
         at, valid = [], []
         for d, (i, k) in enumerate(zip(inputs, places, strict=True)):
-            steps = bind(i + _number(self.padding[d]) - k * self.dilation[d])
+            steps = let(i + _number(self.padding[d]) - k * self.dilation[d])
             stride = _number(self.strides[d])
-            one = bind(tirx.floordiv(steps, stride))
+            one = let(tirx.floordiv(steps, stride))
             at.append(m.clamp(one, self.out_space[d]))
             valid.append(m.inside(one, self.out_space[d]))
             valid.append(tirx.floormod(steps, stride) == _number(0))
@@ -56,9 +56,9 @@ class _Geometry:
 def _summed(
     op: Lowering, summed: Sequence[int], dtype: str, body: Callable[[Any, Any], tuple[Any, Any]]
 ) -> Value:
-    """The sum over `summed` of what `body(place in the result, place in summed)` gives.
+    """Sum `body(place in the result, place in summed)` over `summed`.
 
-    `body` gives an element and the conditions under which it counts.
+    `body` returns an element and the conditions under which it counts.
     """
     result = op.results[0]
     ndim = len(result.shape)
@@ -85,7 +85,7 @@ def conv(
     groups: int = 1,
     out_dtype: str | None = None,
 ) -> Value:
-    """Over [input channels a group, *window]."""
+    """Sum over [input channels per group, *window]."""
     geometry = _Geometry(x.shape[2:], op.results[0].shape[2:], strides, padding, dilation)
     out_channels, channels = weight.shape[0] // groups, weight.shape[1]
 
@@ -133,7 +133,7 @@ def conv_backward_input(
     groups: int = 1,
     out_dtype: str | None = None,
 ) -> Value:
-    """Over [output channels a group, *window]."""
+    """Sum over [output channels per group, *window]."""
     return _backward_input(op, grad, weight, strides, padding, dilation, groups)
 
 
@@ -150,7 +150,7 @@ def conv_transpose(
     groups: int = 1,
     out_dtype: str | None = None,
 ) -> Value:
-    """Over [input channels a group, *window]: the input gradient of the opposite convolution."""
+    """Sum over [input channels per group, *window]: the opposite convolution's input gradient."""
     return _backward_input(op, x, weight, strides, padding, dilation, groups)
 
 
@@ -167,7 +167,7 @@ def conv_backward_weight(
     groups: int = 1,
     out_dtype: str | None = None,
 ) -> Value:
-    """Over [batch, *out_space]."""
+    """Sum over [batch, *out_space]."""
     geometry = _Geometry(x.shape[2:], grad.shape[2:], strides, padding, dilation)
     out_channels, channels = weight_shape[0] // groups, weight_shape[1]
 

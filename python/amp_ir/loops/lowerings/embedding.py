@@ -30,7 +30,7 @@ _BLOCK = 4 * LANES
 
 @lowers("amp_ir.embedding")
 def embedding(op: Lowering, weight: Value, ids: Value) -> Value:
-    """Rows of `weight` at `ids`."""
+    """Gather rows of `weight` at `ids`."""
     result = op.results[0]
 
     def body(*i: Any) -> Any:
@@ -45,8 +45,8 @@ def embedding_backward(
 ) -> Opaque:
     """Add the rows of `grad` at `ids`, in order, each task for some columns: exact and parallel.
 
-    With `base`, which accumulate_rows.py puts there, they are added to it, in its memory if it is
-    not used any more.
+    With `base`, which accumulate_rows.py adds, the rows are added to it, in its memory if that has
+    no other reader.
     """
     result = op.results[0]
     padding_idx = options.get("padding_idx")
@@ -89,14 +89,14 @@ def _scatter_rows(
 
 
 def for_each(rows: int, width: int, body: Any) -> tirx.Stmt:
-    """`body(flat)` for every element of a matrix: parallel over rows, in vectors along them."""
+    """Emit `body(flat)` for each element of a matrix: parallel over rows, in vectors along them."""
     row = tirx.Var("row", "int32")
     loops = columns(0, width, lambda column: body(row * width + column))
     return For(row, 0, rows, ForKind.PARALLEL, loops)
 
 
 def columns(start: Any, extent: int, body: Any) -> tirx.Stmt:
-    """`body(column)` for `extent` columns from `start`, in vectors, then one by one."""
+    """Emit `body(column)` for `extent` columns from `start`, in vectors, then one by one."""
     bulk = extent // LANES * LANES
     statements: list[tirx.Stmt] = []
     if bulk:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowering of computed places: reads are gathers; writes are kernels that go through in order.
+"""Lowering of indexing: reads are gathers; writes are kernels that take the indices in order.
 
-A write sees its target as [before, indexed..., after]: tasks share out what is not indexed, and
-each goes through all indices in order. So no two tasks write the same element, and sums are the
-same whatever the number of threads.
+A write sees its target as [before, indexed..., after]: tasks divide what is not indexed, and each
+takes all indices in order. So no two tasks write the same element, and sums do not depend on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from amp_ir.loops.lowerings.relax_ops import row_index
 
 @lowers("amp_ir.index")
 def index(op: Lowering, x: Value, *ids: Value, axes: Sequence[int], wraps: bool = True) -> Value:
-    """Each element from the place that its indices name."""
+    """Gather each element from the position that its indices name."""
     result = op.results[0]
     shapes = tuple(one.shape for one in ids)
     _, together, place = indexed_shape(x.shape, shapes, tuple(axes))
@@ -85,7 +85,7 @@ def _wrapped(element: Any, extent: int) -> Any:
 
 
 def _broadcast_flat(position: Sequence[Any], shape: Sequence[int]) -> Any:
-    """The flat position in a tensor of `shape` that broadcasts to where `position` is."""
+    """Return the flat position in a tensor of `shape` that broadcasts to `position`."""
     tail = position[len(position) - len(shape) :]
     at = tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))
     return flatten(at, shape)
@@ -101,7 +101,7 @@ def index_put(
     accumulate: bool = False,
     wraps: bool = True,
 ) -> Value:
-    """A copy of x, then the writes in order; see the top of the file."""
+    """Copy x, then write in order; see the top of the file."""
     shapes = tuple(one.shape for one in ids)
     _, together, place = indexed_shape(x.shape, shapes, tuple(axes))
     kept_axes = [d for d in range(len(x.shape)) if d not in axes]
@@ -134,7 +134,7 @@ def index_put(
 def _in_order(
     task_shape: Sequence[int], items: int, write: Callable[[FlatBuffer, Any, Any], tirx.Stmt]
 ) -> Callable[[FlatBuffer], tirx.Stmt]:
-    """Loops over tasks, in parallel, and over the items of each, in order."""
+    """Emit loops over tasks, in parallel, and over the items of each, in order."""
     tasks = math.prod(task_shape)
     kind = ForKind.PARALLEL if tasks > 1 else ForKind.SERIAL
 
@@ -151,13 +151,13 @@ def _in_order(
 
 @lowers("amp_ir.scatter_add")
 def scatter_add(op: Lowering, x: Value, ids: Value, src: Value, *, axis: int) -> Value:
-    """A copy of x, then the additions in order along `axis`; see the top of the file."""
+    """Copy x, then add in order along `axis`; see the top of the file."""
     return _scattered(op, x, ids, src, axis, "add")
 
 
 @lowers("relax.scatter_elements")
 def scatter_elements(op: Lowering, x: Value, ids: Value, src: Value) -> Value:
-    """A copy of x, then the writes in order along `axis`; the last write of a place counts."""
+    """Copy x, then write in order along `axis`; the last write of a position wins."""
     return _scattered(op, x, ids, src, int(op.call.attrs.axis), str(op.call.attrs.reduction))
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from tvm import tirx
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, bind, compute_dtype, lowers, pointwise, reduce, squeeze
+from amp_ir.loops.ir import Lowering, Value, compute_dtype, let, lowers, pointwise, reduce, squeeze
 
 
 @lowers("amp_ir.scale_loss")
 def scale_loss(op: Lowering, x: Value, scale: Value) -> Value:
-    """A product with one scalar."""
+    """Multiply by one scalar."""
     wide = compute_dtype(x.dtype)
     return pointwise(
         op.results[0].shape, op.results[0].dtype, lambda *i: x[i] * m.cast(scale[()], wide)
@@ -22,13 +22,13 @@ def scale_loss(op: Lowering, x: Value, scale: Value) -> Value:
 
 @lowers("amp_ir.unscale")
 def unscale(op: Lowering, grad: Value, scale: Value) -> Value:
-    """A product with the reciprocal, which is exact for a power of two."""
+    """Multiply by the reciprocal, which is exact for a power of two."""
     inverse = _reciprocal(scale, compute_dtype(grad.dtype))
     return pointwise(op.results[0].shape, op.results[0].dtype, lambda *i: grad[i] * inverse[()])
 
 
 def _reciprocal(scale: Value, dtype: str) -> Value:
-    """A scalar value of its own: divided once for all gradients, and not for each element."""
+    """Compute the reciprocal as a scalar value: one division for all gradients."""
 
     def body() -> Any:
         return m.cast(m.constant(1.0, "float64") / m.cast(scale[()], "float64"), dtype)
@@ -47,7 +47,7 @@ _INFINITY = {"float32": 0x7F800000, "float64": 0x7FF0000000000000}
 
 
 def _is_finite(gradient: Value) -> Value:
-    """bool[]: whether all elements are finite."""
+    """Return bool[]: whether all elements are finite."""
     dtype = compute_dtype(gradient.dtype)
     integer = dtype.replace("float", "int")
 
@@ -67,12 +67,12 @@ def _is_finite(gradient: Value) -> Value:
 
 
 def _sum_of_squares(gradient: Value, scale: Value) -> Value:
-    """f32[] (f64[] for f64): of the gradient divided by the scale."""
+    """Return f32[] (f64[] for f64): the sum of squares of the gradient divided by the scale."""
     dtype = compute_dtype(gradient.dtype)
     inverse = _reciprocal(scale, dtype)
 
     def square(*i: Any) -> Any:
-        element = bind(gradient[i] * inverse[()])
+        element = let(gradient[i] * inverse[()])
         return element * element
 
     if not gradient.shape:
@@ -83,7 +83,7 @@ def _sum_of_squares(gradient: Value, scale: Value) -> Value:
 
 @lowers("amp_ir.all_finite")
 def all_finite(op: Lowering, *values: Value) -> tuple[Value, Value]:
-    """One pass over each gradient for both results, then a scalar kernel."""
+    """Compute both results in one pass over each gradient, then a scalar kernel."""
     *gradients, scale = values
     flags = [_is_finite(one) for one in gradients]
     squares = [_sum_of_squares(one, scale) for one in gradients]
@@ -97,7 +97,7 @@ def all_finite(op: Lowering, *values: Value) -> tuple[Value, Value]:
     def norm() -> Any:
         total = m.constant(0.0)
         for square in squares:
-            total = bind(total + m.cast(square[()], "float32"))
+            total = let(total + m.cast(square[()], "float32"))
         return m.sqrt(total)
 
     return pointwise((), "bool", every), pointwise((), "float32", norm)
@@ -118,7 +118,7 @@ def update_scale(
     min_scale: float,
     max_scale: float,
 ) -> tuple[Value, ...]:
-    """Scalars; `dialect/loss_scale.next_scale` says what they mean."""
+    """Compute the scalars of `dialect/loss_scale.next_scale`."""
     dtype = compute_dtype(scale.dtype)
 
     def number(value: float) -> Any:
@@ -131,9 +131,9 @@ def update_scale(
         return clean() == tirx.const(growth_interval, "int32")
 
     def new_scale() -> Any:
-        now = bind(scale[()])
+        now = let(scale[()])
         # Infinity is above every limit, so a scale that would not be finite stays as it is.
-        grown = bind(now * number(growth_factor))
+        grown = let(now * number(growth_factor))
         finite = grown <= number(_LARGEST[dtype])
         higher = tirx.max(now, tirx.min(grown, number(max_scale)))
         after_clean = m.select(tirx.all(grows(), finite), higher, now)

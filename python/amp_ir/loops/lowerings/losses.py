@@ -15,8 +15,8 @@ from amp_ir.loops.ir import (
     Element,
     Lowering,
     Value,
-    bind,
     compute_dtype,
+    let,
     lowers,
     pointwise,
     reduce,
@@ -28,10 +28,10 @@ from amp_ir.loops.lowerings.relax_ops import row_index
 def _weight_of(
     target: Value, weight: Sequence[Value], classes: int, ignore_index: int, dtype: str
 ) -> Value:
-    """The weight of each target: 0 for the ignored, 1 without weights."""
+    """Return the weight of each target: 0 for the ignored, 1 without weights."""
 
     def body(*i: Any) -> Any:
-        element = bind(target[i])
+        element = let(target[i])
         one = weight[0][(row_index(element, classes),)] if weight else m.constant(1.0, dtype)
         ignored = element == m.constant(ignore_index, m.dtype_of(element))
         return m.select(ignored, m.constant(0.0, dtype), m.cast(one, dtype))
@@ -40,9 +40,9 @@ def _weight_of(
 
 
 def _picked(logp: Value, target: Value, axis: int, dtype: str) -> Element:
-    """The element of `logp` at each target's class.
+    """Return the element of `logp` at each target's class.
 
-    Read from memory if it lies there; else picked as `logp` is computed, a sum with one term, so
+    Read from memory if it is stored; else picked as `logp` is computed, a sum with one term, so
     that it never needs memory: over a large vocabulary that would be the largest tensor of a step.
     """
     classes = logp.shape[axis]
@@ -67,7 +67,7 @@ def nll_loss(
     ignore_index: int = -100,
     has_weight: bool = False,
 ) -> tuple[Value, Value]:
-    """-weight[target] * logp[target], then two sums."""
+    """Compute -weight[target] * logp[target], then two sums."""
     result, dtype = op.results[0], compute_dtype(logp.dtype)
     axis = class_axis(logp.shape)
     classes = logp.shape[axis]
@@ -103,7 +103,7 @@ def nll_loss_backward(
     has_weight: bool = False,
     dtype: str | None = None,
 ) -> Value:
-    """-grad * weight[target] / total_weight where the class is the target's, else 0."""
+    """Compute -grad * weight[target] / total_weight where the class is the target's, else 0."""
     wide = compute_dtype(grad.dtype)
     axis = class_axis(tuple(input_shape))
     weights = _weight_of(target, weight, input_shape[axis], ignore_index, wide)

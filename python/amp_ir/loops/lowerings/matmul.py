@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmul as a plain sum: for dtypes that no library takes (float64, integers). Right, and slow."""
+"""Matmul as a plain sum, correct and slow: for dtypes that no library takes (float64, integers)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_ir.loops.ir import Lowering, Value, compute_dtype, lowers, pointwise, r
 
 @lowers("relax.matmul")
 def matmul(op: Lowering, a: Value, b: Value) -> Value:
-    """Sum over k of a[..., i, k] * b[..., k, j]; leading dimensions broadcast, as in NumPy."""
+    """Sum a[..., i, k] * b[..., k, j] over k; leading dimensions broadcast, as in NumPy."""
     result = op.results[0]
     dtype = compute_dtype(result.dtype)
     left = a if len(a.shape) > 1 else reshape(a, (1, *a.shape))

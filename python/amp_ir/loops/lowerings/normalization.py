@@ -12,8 +12,8 @@ from amp_ir.loops.ir import (
     Lowering,
     Pointwise,
     Value,
-    bind,
     compute_dtype,
+    let,
     lowers,
     pointwise,
     reduce,
@@ -25,7 +25,7 @@ Body = Callable[..., Any]
 
 
 def _mean(x: Value, axes: Sequence[int], body: Body, dtype: str) -> Value:
-    """The mean of `body` over `axes` of the index space of x; the axes stay."""
+    """Return the mean of `body` over `axes` of the index space of x; the axes stay."""
     return reduce("sum", x.shape, axes, body, dtype, divisor=_count(x, axes))
 
 
@@ -34,17 +34,18 @@ def _count(x: Value, axes: Sequence[int]) -> int:
 
 
 def statistics(x: Value, axes: Sequence[int], eps: float) -> tuple[Value, Value, Value]:
-    """(mean, variance, 1 / sqrt(variance + eps)) over `axes`, in two passes.
+    """Compute (mean, variance, 1 / sqrt(variance + eps)) over `axes`, in two passes.
 
-    What the first mean is off by adds its square to the mean square of the distances from it. Their
-    own mean tells it: the corrected two-pass algorithm (Chan, Golub and LeVeque 1983).
+    The error of the first mean adds its square to the mean square of the differences from it. The
+    mean of these differences estimates that error: the corrected two-pass algorithm (Chan, Golub
+    and LeVeque 1983).
     """
     dtype = compute_dtype(x.dtype)
     first = _mean(x, axes, lambda *i: x[i], dtype)
     count = _count(x, axes)
 
     def distance(*i: Any) -> Any:
-        return bind(x[i] - first[i])
+        return let(x[i] - first[i])
 
     def squared(*i: Any) -> Any:
         centered = distance(*i)
@@ -71,7 +72,7 @@ def _affine(element: Any, index: Any, weight: Value | None, bias: Value | None) 
 
 
 def optional(rest: Sequence[Value], *flags: bool) -> list[Value | None]:
-    """The optional arguments in order, None for those that are absent."""
+    """Return the optional arguments in order, None for those that are absent."""
     present = iter(rest)
     return [next(present) if flag else None for flag in flags]
 
@@ -79,7 +80,7 @@ def optional(rest: Sequence[Value], *flags: bool) -> list[Value | None]:
 def normalized(
     x: Value, mean: Value, rstd: Value, weight: Value | None, bias: Value | None, dtype: str
 ) -> Value:
-    """(x - mean) * rstd, then weight and bias where there are any."""
+    """Compute (x - mean) * rstd, then weight and bias where there are any."""
     return pointwise(
         x.shape, dtype, lambda *i: _affine((x[i] - mean[i]) * rstd[i], i, weight, bias)
     )
@@ -94,7 +95,7 @@ def input_gradient(
     axes: Sequence[int],
     dtype: str,
 ) -> Value:
-    """rstd * (g - mean(g) - n * mean(g n)), g = grad * weight, n the normalized input.
+    """Compute rstd * (g - mean(g) - n * mean(g n)), g = grad * weight, n the normalized input.
 
     Without `mean` (RMS normalization) the second term is absent.
     """
@@ -119,7 +120,7 @@ def input_gradient(
 def weight_gradient(
     grad: Value, x: Value, mean: Value | None, rstd: Value, axes: Sequence[int], dtype: str
 ) -> Value:
-    """The sum over `axes` of grad * n; the axes stay."""
+    """Sum grad * n over `axes`; the axes stay."""
 
     def body(*i: Any) -> Any:
         return grad[i] * (x[i] if mean is None else x[i] - mean[i]) * rstd[i]
@@ -151,7 +152,7 @@ def layer_norm(
     has_weight: bool = True,
     has_bias: bool = True,
 ) -> tuple[Value, ...]:
-    """Two row sums, then one pass."""
+    """Compute two row sums, then one pass."""
     mean, _, rstd = statistics(x, _last_axes(x, ndim_normalized), eps)
     weight, bias = optional(rest, has_weight, has_bias)
     return normalized(x, mean, rstd, weight, bias, op.results[0].dtype), mean, rstd
@@ -168,7 +169,7 @@ def layer_norm_backward_input(
     ndim_normalized: int,
     has_weight: bool = True,
 ) -> Value:
-    """Two row sums, then one pass."""
+    """Compute two row sums, then one pass."""
     (weight,) = optional(rest, has_weight)
     axes = _last_axes(x, ndim_normalized)
     return input_gradient(grad, x, mean, rstd, weight, axes, op.results[0].dtype)
@@ -178,7 +179,7 @@ def layer_norm_backward_input(
 def layer_norm_backward_weight(
     op: Lowering, grad: Value, x: Value, mean: Value, rstd: Value, *, ndim_normalized: int
 ) -> tuple[Value, ...]:
-    """Two column sums in one pass."""
+    """Compute two column sums in one pass."""
     result, axes = op.results[0], _batch_axes(x, ndim_normalized)
     dweight = weight_gradient(grad, x, mean, rstd, axes, result.dtype)
     dbias = _sum(grad.shape, axes, lambda *i: grad[i], result.dtype)
@@ -194,7 +195,7 @@ def rms_norm(
     eps: float,
     has_weight: bool = True,
 ) -> tuple[Value, ...]:
-    """One row sum, then one pass."""
+    """Compute one row sum, then one pass."""
     dtype = compute_dtype(x.dtype)
     square = _mean(x, _last_axes(x, ndim_normalized), lambda *i: x[i] * x[i], dtype)
     rstd = pointwise(square.shape, dtype, lambda *i: m.rsqrt(square[i] + m.constant(eps, dtype)))
@@ -213,7 +214,7 @@ def rms_norm_backward_input(
     ndim_normalized: int,
     has_weight: bool = True,
 ) -> Value:
-    """One row sum, then one pass."""
+    """Compute one row sum, then one pass."""
     (weight,) = optional(rest, has_weight)
     axes = _last_axes(x, ndim_normalized)
     return input_gradient(grad, x, None, rstd, weight, axes, op.results[0].dtype)
@@ -223,7 +224,7 @@ def rms_norm_backward_input(
 def rms_norm_backward_weight(
     op: Lowering, grad: Value, x: Value, rstd: Value, *, ndim_normalized: int
 ) -> Value:
-    """One column sum."""
+    """Compute one column sum."""
     result = op.results[0]
     axes = _batch_axes(x, ndim_normalized)
     return squeeze(weight_gradient(grad, x, None, rstd, axes, result.dtype), result.shape)
@@ -231,14 +232,14 @@ def rms_norm_backward_weight(
 
 @lowers("amp_ir.softmax_backward")
 def softmax_backward(op: Lowering, grad: Value, y: Value, *, axis: int) -> Value:
-    """One row sum, then one pass."""
+    """Compute one row sum, then one pass."""
     dot = reduce("sum", grad.shape, (axis,), lambda *i: grad[i] * y[i], compute_dtype(grad.dtype))
     return pointwise(y.shape, op.results[0].dtype, lambda *i: (grad[i] - dot[i]) * y[i])
 
 
 @lowers("amp_ir.log_softmax_backward")
 def log_softmax_backward(op: Lowering, grad: Value, y: Value, *, axis: int) -> Value:
-    """One row sum, then one pass; of a loss over classes the sum is the target's element."""
+    """Compute one row sum, then one pass; for a class loss the sum is the target's element."""
     axis %= len(grad.shape)
     if isinstance(grad, Pointwise) and grad.one_hot is not None and grad.one_hot[0] == axis:
         ones = [1 if k == axis else n for k, n in enumerate(grad.shape)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowering of what goes through a row in order: cumulative sums and products, sorting, topk.
+"""Lowering of ops that scan a row in order: cumulative sums and products, sorting, topk.
 
-Rows are shared out among the threads; each is done by one, so results never depend on their number.
+Threads divide the rows; one thread does each, so results never depend on their number.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class _Rows:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Extents of the other dimensions."""
+        """Return the extents of the other dimensions."""
         return self.shape[: self.axis] + self.shape[self.axis + 1 :]
 
     def flat(self, row: Any, item: Any) -> Any:
-        """Flat position of an element of a row."""
+        """Return the flat position of an element of a row."""
         kept = unflatten(row, self.others)
         return flatten((*kept[: self.axis], item, *kept[self.axis :]), self.shape)
 
     def each(self, body: Callable[[Any], Sequence[tirx.Stmt]]) -> tirx.Stmt:
-        """`body(row)` for every row, in parallel."""
+        """Emit `body(row)` for every row, in parallel."""
         row, count = tirx.Var("row", "int32"), math.prod(self.others)
         kind = ForKind.PARALLEL if count > 1 else ForKind.SERIAL
         return For(row, 0, count, kind, tirx.SeqStmt(list(body(row))))
@@ -68,9 +68,9 @@ def _serial(extent: Any, name: str, body: Callable[[Any], tirx.Stmt]) -> tirx.St
 
 @lowers("relax.cumsum", "relax.cumprod")
 def scan(op: Lowering, x: Value) -> Value:
-    """Sums or products of what comes before, with the element itself unless `exclusive`.
+    """Emit running sums or products, with the element itself unless `exclusive`.
 
-    The running value takes all elements of a row one by one: of float32 it is float64, as in
+    The running value takes all elements of a row one by one: for float32 it is float64, as in
     PyTorch on a CPU.
     """
     attributes, result = op.call.attrs, op.results[0]
@@ -103,7 +103,7 @@ def scan(op: Lowering, x: Value) -> Value:
 
 
 def _comes_before(a: Any, b: Any, *, descending: bool) -> Any:
-    """Whether a strictly precedes b; NaN counts as larger than everything, as in PyTorch."""
+    """Return whether a strictly precedes b; NaN is larger than everything, as in PyTorch."""
     if descending:
         a, b = b, a
     return tirx.any(a < b, tirx.all(m.isnan(b), tirx.Not(m.isnan(a))))
@@ -130,7 +130,7 @@ class _RowSort:
         object.__setattr__(self, "places", places)
 
     def statements(self) -> tuple[list[tirx.Stmt], tirx.Var]:
-        """The sort, and the scratch row that holds the order at its end."""
+        """Emit the sort; return it and the scratch row that holds the order at its end."""
         now, other = self.rows
         statements: list[tirx.Stmt] = [
             tirx.AllocBuffer(now),
@@ -182,7 +182,7 @@ class _RowSort:
 def _sorted(
     x: Value, axis: int, specs: Sequence[TensorSpec], wants: Sequence[str], *, descending: bool
 ) -> tuple[Value, ...]:
-    """The first elements of each row in order: "values" or "indices", as many as a spec holds."""
+    """Return the first elements of each row in order, "values" or "indices", by the specs."""
     rows = _Rows(x.shape, axis)
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
@@ -223,13 +223,13 @@ def _sorted(
 
 
 def _key(source: FlatBuffer, flat: Any) -> Any:
-    """What the element at a flat position is compared by."""
+    """Return the sort key of the element at a flat position."""
     element = source.load(flat)
     return m.cast(element, "int32") if m.dtype_of(element) == "bool" else element
 
 
 def _element(source: FlatBuffer, output: FlatBuffer, want: str, flat: Any, position: Any) -> Any:
-    """The element at a flat position, or its position in its row."""
+    """Return the element at a flat position, or its position in its row."""
     return m.cast(position, output.spec.dtype) if want == "indices" else source.load(flat)
 
 
@@ -247,7 +247,7 @@ def _write_row(
 
 @lowers("relax.sort", "relax.argsort")
 def sort(op: Lowering, x: Value) -> Value:
-    """Elements, or their positions, in order along one axis; equal ones stay in their order."""
+    """Sort elements, or their positions, along one axis; equal ones stay in their order."""
     attributes = op.call.attrs
     want = "values" if op.name == "relax.sort" else "indices"
     axis = int(attributes.axis) % len(x.shape)
@@ -256,7 +256,7 @@ def sort(op: Lowering, x: Value) -> Value:
 
 @lowers("relax.topk")
 def topk(op: Lowering, x: Value) -> Value | tuple[Value, ...]:
-    """The first k in order along one axis; of equal ones the first."""
+    """Return the first k in order along one axis; among equal ones the first."""
     attributes = op.call.attrs
     ret_type = str(attributes.ret_type)
     wants = ["values", "indices"] if ret_type == "both" else [ret_type]

@@ -19,9 +19,9 @@ from amp_ir.loops.codegen.kernel_buffers import stored_element
 from amp_ir.loops.ir import (
     Lowering,
     Value,
-    bind,
     compute_dtype,
     flatten,
+    let,
     lowers,
     pointwise,
     reduce,
@@ -40,7 +40,7 @@ def _guarded(valid: Sequence[Any], element: Any, otherwise: Any) -> Any:
 
 
 def _windows(x: Value, axes: Axes, body: Callable[..., Any]) -> tuple[tuple[int, ...], Any]:
-    """Index space [*batch, *out, *window] and `body(place in x, valid)` over it."""
+    """Return the index space [*batch, *out, *window] and `body(place in x, valid)` over it."""
     n = len(axes)
     batch = x.shape[: len(x.shape) - n]
     space = (*batch, *(axis.count for axis in axes), *(axis.width for axis in axes))
@@ -64,7 +64,7 @@ _WRITTEN_OUT = 16
 
 
 def _places(counts: Sequence[int]) -> list[tuple[Any, ...]] | None:
-    """Every place of a window of `counts`, as index literals; None if there are many."""
+    """Return every place of a window of `counts`, as index literals; None if there are many."""
     if math.prod(counts) > _WRITTEN_OUT:
         return None
     return [tuple(number(k) for k in place) for place in itertools.product(*map(range, counts))]
@@ -73,7 +73,7 @@ def _places(counts: Sequence[int]) -> list[tuple[Any, ...]] | None:
 def _small_max_pool(
     op: Lowering, x: Value, axes: Axes, places: list[tuple[Any, ...]]
 ) -> tuple[Value, Value]:
-    """Go through the places of a window in order; the first maximum counts, or the first NaN."""
+    """Scan the places of a window in order for the first maximum, or the first NaN."""
     _, element_at = _windows(x, axes, lambda at, valid, _i: (at, valid))
     dtype, n = compute_dtype(x.dtype), len(axes)
     plane = x.shape[len(x.shape) - n :]
@@ -82,11 +82,11 @@ def _small_max_pool(
         best, position = m.constant(float("-inf"), dtype), number(_FAR)
         for place in places:
             at, valid = element_at(*i, *place)
-            element, known = bind(x[at]), best
+            element, known = let(x[at]), best
             better = tirx.any(element > known, m.isnan(element), tirx.EQ(position, number(_FAR)))
-            wins = bind(tirx.all(*valid, tirx.Not(m.isnan(known)), better))
-            best = bind(m.select(wins, element, known))
-            position = bind(m.select(wins, flatten(at[len(at) - n :], plane), position))
+            wins = let(tirx.all(*valid, tirx.Not(m.isnan(known)), better))
+            best = let(m.select(wins, element, known))
+            position = let(m.select(wins, flatten(at[len(at) - n :], plane), position))
         return best, position
 
     y, indices = op.results
@@ -115,7 +115,7 @@ def _max_pool(op: Lowering, x: Value, axes: Axes) -> tuple[Value, Value]:
     )  # fmt: skip
 
     def first(at: Any, valid: Any, i: Any) -> Any:
-        element = bind(stored_element(x, at))
+        element = let(stored_element(x, at))
         peak = best[(*i, *(0,) * n)]
         is_nan = element != element
         wanted = m.select(has_nan[(*i, *(0,) * n)] > number(0), is_nan, element == peak)
@@ -134,12 +134,12 @@ def _max_pool(op: Lowering, x: Value, axes: Axes) -> tuple[Value, Value]:
 
 
 def _is_nan(valid: Any, element: Any) -> Any:
-    element = bind(element)
+    element = let(element)
     return _guarded([*valid, element != element], number(1), number(0))
 
 
 def _covering(op: Lowering, axes: Axes, dtype: str, body: Callable[..., Any]) -> Value:
-    """The sum of `body(place in grad, element)` over the windows that hold each element."""
+    """Sum `body(place in grad, element)` over the windows that hold each element."""
     result, n = op.results[0], len(axes)
     batch = result.shape[: len(result.shape) - n]
     space = (*result.shape, *(axis.covering for axis in axes))
@@ -157,7 +157,7 @@ def _covering(op: Lowering, axes: Axes, dtype: str, body: Callable[..., Any]) ->
         def summed(*i: Any) -> Any:
             total = m.constant(0.0, dtype)
             for place in places:
-                total = bind(total + element(*i, *place))
+                total = let(total + element(*i, *place))
             return total
 
         return pointwise(result.shape, result.dtype, summed)
@@ -204,7 +204,7 @@ def max_pool(
     dilation: Sequence[int],
     ceil_mode: bool = False,
 ) -> tuple[Value, Value]:
-    """The maximum of each window, then the first place that has it."""
+    """Compute the maximum of each window, then the first place that has it."""
     shape = op.results[0].shape
     return _max_pool(op, x, _sliding(x.shape, shape, kernel, strides, padding, dilation))
 
@@ -222,14 +222,14 @@ def max_pool_backward(
     dilation: Sequence[int],
     ceil_mode: bool = False,
 ) -> Value:
-    """An element takes the gradients of the windows whose index names it."""
+    """Add to each element the gradients of the windows whose index names it."""
     axes = _sliding(input_shape, grad.shape, kernel, strides, padding, dilation)
     return _max_pool_backward(op, grad, indices, axes)
 
 
 @lowers("amp_ir.adaptive_max_pool")
 def adaptive_max_pool(op: Lowering, x: Value, *, output_size: Sequence[int]) -> Any:
-    """The maximum of each window, then the first place that has it."""
+    """Compute the maximum of each window, then the first place that has it."""
     return _max_pool(op, x, _adaptive(x.shape, op.results[0].shape, len(output_size)))
 
 
@@ -237,7 +237,7 @@ def adaptive_max_pool(op: Lowering, x: Value, *, output_size: Sequence[int]) -> 
 def adaptive_max_pool_backward(
     op: Lowering, grad: Value, indices: Value, *, input_shape: Sequence[int], ndim_space: int
 ) -> Value:
-    """An element takes the gradients of the windows whose index names it."""
+    """Add to each element the gradients of the windows whose index names it."""
     axes = _adaptive(input_shape, grad.shape, ndim_space)
     return _max_pool_backward(op, grad, indices, axes)
 
@@ -245,7 +245,7 @@ def adaptive_max_pool_backward(
 def _divisor(
     axes: Axes, windows: Sequence[Any], *, with_padding: bool, divisor: int | None, dtype: str
 ) -> Any:
-    """What the sum of a window is divided by."""
+    """Return the divisor of a window's sum."""
     if divisor is not None:
         return m.constant(divisor, dtype)
     size: Any = None
@@ -292,7 +292,7 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor: int | None = None,
 ) -> Value:
-    """The sum of each window over its count."""
+    """Compute the sum of each window over its count."""
     ones = (1,) * len(kernel)
     axes = _sliding(x.shape, op.results[0].shape, kernel, strides, padding, ones)
     return _average(op, x, axes, with_padding=count_include_pad, divisor=divisor)
@@ -311,14 +311,14 @@ def avg_pool_backward(
     count_include_pad: bool = True,
     divisor: int | None = None,
 ) -> Value:
-    """An element takes its share of the gradients of the windows that hold it."""
+    """Add to each element its share of the gradients of the windows that hold it."""
     axes = _sliding(input_shape, grad.shape, kernel, strides, padding, (1,) * len(kernel))
     return _average_backward(op, grad, axes, with_padding=count_include_pad, divisor=divisor)
 
 
 @lowers("amp_ir.adaptive_avg_pool")
 def adaptive_avg_pool(op: Lowering, x: Value, *, output_size: Sequence[int]) -> Value:
-    """The sum of each window over its count."""
+    """Compute the sum of each window over its count."""
     axes = _adaptive(x.shape, op.results[0].shape, len(output_size))
     return _average(op, x, axes, with_padding=False, divisor=None)
 
@@ -327,6 +327,6 @@ def adaptive_avg_pool(op: Lowering, x: Value, *, output_size: Sequence[int]) -> 
 def adaptive_avg_pool_backward(
     op: Lowering, grad: Value, *, input_shape: Sequence[int], ndim_space: int
 ) -> Value:
-    """An element takes its share of the gradients of the windows that hold it."""
+    """Add to each element its share of the gradients of the windows that hold it."""
     axes = _adaptive(input_shape, grad.shape, ndim_space)
     return _average_backward(op, grad, axes, with_padding=False, divisor=None)

@@ -9,11 +9,11 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import bind
+from amp_ir.loops.ir import let
 
 
 def number(value: int) -> Any:
-    """An index literal."""
+    """Return an index literal."""
     return tirx.const(value, "int32")
 
 
@@ -26,16 +26,16 @@ class Spatial:
     width: int
 
     def element(self, window: Any, place: Any) -> tuple[Any, Any]:
-        """(element, whether it is one) at a place of a window."""
+        """Return (element, whether it is valid) at a place of a window."""
         raise NotImplementedError
 
     @property
     def covering(self) -> int:
-        """How many windows can hold one element, at most."""
+        """Return how many windows can hold one element, at most."""
         raise NotImplementedError
 
     def window(self, element: Any, which: Any) -> tuple[Any, Any]:
-        """(the `which`-th candidate among the windows that hold `element`, whether it does)."""
+        """Return (the `which`-th candidate window for `element`, whether it holds the element)."""
         raise NotImplementedError
 
 
@@ -48,20 +48,20 @@ class Sliding(Spatial):
     dilation: int
 
     def element(self, window: Any, place: Any) -> tuple[Any, Any]:
-        """Place k of window w is element w * stride + k * dilation - pad."""
-        at = bind(window * self.stride + place * self.dilation - number(self.pad))
+        """Return element w * stride + k * dilation - pad for place k of window w."""
+        at = let(window * self.stride + place * self.dilation - number(self.pad))
         return at, m.inside(at, self.extent)
 
     @property
     def covering(self) -> int:
-        """A window reaches over (width - 1) * dilation + 1 elements."""
+        """Count the windows over (width - 1) * dilation + 1 elements."""
         return -(-((self.width - 1) * self.dilation + 1) // self.stride)
 
     def window(self, element: Any, which: Any) -> tuple[Any, Any]:
-        """Counted backwards from the last window that begins at or before the element."""
+        """Count backwards from the last window that begins at or before the element."""
         last = tirx.floordiv(element + number(self.pad), number(self.stride))
-        window = bind(last - which)
-        offset = bind(element + number(self.pad) - window * self.stride)
+        window = let(last - which)
+        offset = let(element + number(self.pad) - window * self.stride)
         holds = tirx.all(
             m.inside(window, self.count),
             offset <= number((self.width - 1) * self.dilation),
@@ -70,8 +70,8 @@ class Sliding(Spatial):
         return window, holds
 
     def size(self, window: Any, *, with_padding: bool) -> Any:
-        """How many places of a window count: its elements, and its padding if asked."""
-        start = bind(window * self.stride - number(self.pad))
+        """Return how many places of a window count: its elements, and its padding if asked."""
+        start = let(window * self.stride - number(self.pad))
         pad = self.pad if with_padding else 0
         end = tirx.min(start + number(self.width), number(self.extent + pad))
         return end - (start if with_padding else tirx.max(start, number(0)))
@@ -79,37 +79,37 @@ class Sliding(Spatial):
 
 @attrs.frozen
 class Adaptive(Spatial):
-    """`count` windows that share out the axis: floor(w n / count) to ceil((w + 1) n / count)."""
+    """`count` windows that divide the axis: floor(w n / count) to ceil((w + 1) n / count)."""
 
     @classmethod
     def of(cls, extent: int, count: int) -> Adaptive:
-        """Windows of the largest width that occurs."""
+        """Build windows of the largest width that occurs."""
         width = max(-(-(w + 1) * extent // count) - w * extent // count for w in range(count))
         return cls(extent, count, width)
 
     def begin(self, window: Any) -> Any:
-        """The first element of a window."""
+        """Return the first element of a window."""
         return tirx.floordiv(window * self.extent, number(self.count))
 
     def end(self, window: Any) -> Any:
-        """One past the last element of a window."""
+        """Return one past the last element of a window."""
         return tirx.floordiv((window + 1) * self.extent + (self.count - 1), number(self.count))
 
     def element(self, window: Any, place: Any) -> tuple[Any, Any]:
-        """Place k of a window is its begin plus k."""
-        at = bind(self.begin(window) + place)
+        """Return the window's begin plus k for place k."""
+        at = let(self.begin(window) + place)
         return at, at < self.end(window)
 
     @property
     def covering(self) -> int:
-        """Counted over all elements."""
+        """Return the maximum over all elements."""
         return max(
             -(-(e + 1) * self.count // self.extent) - e * self.count // self.extent
             for e in range(self.extent)
         )
 
     def window(self, element: Any, which: Any) -> tuple[Any, Any]:
-        """Counted from the first window that ends after the element."""
-        window = bind(tirx.floordiv(element * self.count, number(self.extent)) + which)
+        """Count from the first window that ends after the element."""
+        window = let(tirx.floordiv(element * self.count, number(self.extent)) + which)
         begins = self.begin(window) <= element
         return window, tirx.all(window < number(self.count), begins, element < self.end(window))

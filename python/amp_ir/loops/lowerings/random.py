@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowering of the random ops: the bits of `dialect/random.py`, computed where they are needed."""
+"""Lowering of the random ops: each element computes the bits of `dialect/random.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_ir.dialect.random import (
     survivor_scale,
 )
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, bind, compute_dtype, flatten, lowers, pointwise
+from amp_ir.loops.ir import Lowering, Value, compute_dtype, flatten, let, lowers, pointwise
 
 
 def _word(number: int) -> Any:
@@ -27,24 +27,24 @@ def _word(number: int) -> Any:
 
 
 def _wrap(operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """A sum or product modulo 2^32.
+    """Return a sum or product modulo 2^32.
 
-    TVM (0.27) tells LLVM that uint32 arithmetic does not overflow, so it must not: the operation
-    is written in 64 bits, and LLVM makes it a 32-bit one again.
+    TVM (0.27) marks uint32 arithmetic for LLVM as free of overflow, so it must not overflow: the
+    operation runs in 64 bits, and LLVM narrows it to 32 again.
     """
     return tirx.Cast("uint32", operation(tirx.Cast("uint64", a), tirx.Cast("uint64", b)))
 
 
 def _mix(x: Any) -> Any:
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
-        x = bind(tirx.bitwise_xor(x, tirx.shift_right(x, _word(shift))))
+        x = let(tirx.bitwise_xor(x, tirx.shift_right(x, _word(shift))))
         if multiplier is not None:
-            x = bind(_wrap(operator.mul, x, _word(multiplier)))
+            x = let(_wrap(operator.mul, x, _word(multiplier)))
     return x
 
 
 def keys_of(random_state: Value, index: int) -> Value:
-    """uint32[2]: the two keys of a random op, from (seed, step, index)."""
+    """Return uint32[2]: the two keys of a random op, from (seed, step, index)."""
 
     def body(which: Any) -> Any:
         words = []
@@ -55,8 +55,8 @@ def keys_of(random_state: Value, index: int) -> Value:
         first = which == tirx.const(0, "int32")
         key = tirx.Select(first, _word(KEY_STARTS[0]), _word(KEY_STARTS[1]))
         for word in (*words, _word(index)):
-            key = _mix(bind(tirx.bitwise_xor(key, word)))
-            key = bind(_wrap(operator.add, key, _word(GOLDEN)))
+            key = _mix(let(tirx.bitwise_xor(key, word)))
+            key = let(_wrap(operator.add, key, _word(GOLDEN)))
         return key
 
     return pointwise((2,), "uint32", body)
@@ -67,32 +67,32 @@ def _bits(keys: Value, flat: Any, draw: int = 0) -> Any:
     if draw:
         first = tirx.bitwise_xor(first, _word(SECOND_DRAW))
     element = _word(flat) if isinstance(flat, int) else tirx.Cast("uint32", flat)
-    mixed = _mix(bind(_wrap(operator.add, element, first)))
-    return _mix(bind(tirx.bitwise_xor(mixed, second)))
+    mixed = _mix(let(_wrap(operator.add, element, first)))
+    return _mix(let(tirx.bitwise_xor(mixed, second)))
 
 
 def _unit(bits: Any, add: int = 0) -> Any:
-    """The upper 24 bits (plus `add`) as a multiple of 2^-24; exact in float32."""
+    """Return the upper 24 bits (plus `add`) as a multiple of 2^-24; exact in float32."""
     # Through int32: a vector of uint32 has no conversion instruction to float32 before AVX-512.
     top = tirx.Cast("int32", tirx.shift_right(bits, _word(8))) + tirx.const(add, "int32")
     return tirx.Cast("float32", top) * m.constant(2.0**-24)
 
 
 def uniform_element(keys: Value, index: Sequence[Any], shape: Sequence[int]) -> Any:
-    """The uniform number in [0, 1) of one element of a random tensor of `shape`."""
-    return bind(_unit(_bits(keys, flatten(tuple(index), shape))))
+    """Return the uniform number in [0, 1) of one element of a random tensor of `shape`."""
+    return let(_unit(_bits(keys, flatten(tuple(index), shape))))
 
 
 @lowers("amp_ir.random_uniform")
 def random_uniform(op: Lowering, random_state: Value, *, shape: Sequence[int], index: int) -> Value:
-    """One hash an element."""
+    """Compute one hash per element."""
     keys = keys_of(random_state, index)
     return pointwise(shape, "float32", lambda *i: uniform_element(keys, i, shape))
 
 
 @lowers("amp_ir.random_normal")
 def random_normal(op: Lowering, random_state: Value, *, shape: Sequence[int], index: int) -> Value:
-    """Two hashes an element."""
+    """Compute two hashes per element."""
     keys = keys_of(random_state, index)
 
     def body(*i: Any) -> Any:
@@ -108,7 +108,7 @@ def random_normal(op: Lowering, random_state: Value, *, shape: Sequence[int], in
 def dropout(
     op: Lowering, x: Value, random_state: Value, *, p: float, index: int
 ) -> tuple[Value, Value]:
-    """The mask, and x where it holds."""
+    """Compute the mask, and x where it is true."""
     keys = keys_of(random_state, index)
     scale = m.constant(survivor_scale(p), compute_dtype(x.dtype))
     mask = pointwise(x.shape, "bool", lambda *i: uniform_element(keys, i, x.shape) >= m.constant(p))
@@ -119,7 +119,7 @@ def dropout(
 
 @lowers("amp_ir.dropout_backward")
 def dropout_backward(op: Lowering, grad: Value, mask: Value, *, scale: float) -> Value:
-    """Grad where the mask holds."""
+    """Return grad where the mask is true."""
     dtype = compute_dtype(grad.dtype)
     factor, zero = m.constant(scale, dtype), m.constant(0.0, dtype)
     return pointwise(

@@ -15,15 +15,15 @@ from amp_ir.loops import math as m
 from amp_ir.loops.codegen.kernel_buffers import stored_element
 from amp_ir.loops.ir import (
     Constant,
-    Distance,
+    LoadOffset,
     Lowering,
     TensorSpec,
     Value,
-    bind,
     channels_first,
     channels_last,
     compute_dtype,
     elementwise,
+    let,
     lowers,
     pointwise,
     reduce,
@@ -42,8 +42,8 @@ def _zero(x: Any) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    """1, 0 or -1; 0 of NaN, as PyTorch has it."""
-    x = bind(x)
+    """Return 1, 0 or -1; 0 for NaN, as in PyTorch."""
+    x = let(x)
     positive = m.cast(x > _zero(x), m.dtype_of(x))
     if m.dtype_of(x).startswith("uint"):
         return positive
@@ -63,15 +63,15 @@ def _isfinite(x: Any) -> Any:
 
 
 def gelu(x: Any) -> Any:
-    """x Phi(x), Phi that of the normal distribution."""
-    x = bind(x)
+    """Return x Phi(x), Phi the normal distribution function."""
+    x = let(x)
     half = m.constant(-0.5, m.dtype_of(x))
     return x * m.normal_cdf(x, m.exp(x * x * half))
 
 
 def gelu_tanh(x: Any) -> Any:
-    """GELU by the tanh approximation (Hendrycks and Gimpel 2016): (1 + tanh y) / 2 = sigmoid 2y."""
-    x = bind(x)
+    """Return GELU by tanh (Hendrycks and Gimpel 2016): (1 + tanh y) / 2 = sigmoid 2y."""
+    x = let(x)
     scale, cubic = (
         m.constant(number, m.dtype_of(x)) for number in (math.sqrt(8 / math.pi), 0.044715)
     )
@@ -87,7 +87,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _on_integers(on_integers: Scalar, on_others: Scalar) -> Scalar:
-    """One function for integers, another for floats and bool."""
+    """Choose one function for integers, another for floats and bool."""
 
     def apply(*elements: Any) -> Any:
         return (on_integers if _is_integer(elements[0]) else on_others)(*elements)
@@ -125,7 +125,7 @@ UNARY: dict[str, Scalar] = {
     "relax.logical_not": lambda x: tirx.Not(x),
     "relax.bitwise_not": lambda x: tirx.Not(x) if m.dtype_of(x) == "bool" else tirx.bitwise_not(x),
     "relax.nn.relu": m.relu,
-    "relax.nn.silu": lambda x: bind(x) * m.sigmoid(x),
+    "relax.nn.silu": lambda x: let(x) * m.sigmoid(x),
     "relax.nn.gelu": gelu,
     "relax.nn.gelu_tanh": gelu_tanh,
 }
@@ -140,12 +140,12 @@ def _not_equal(a: Any, b: Any) -> Any:
 
 
 def _number_of(a: Any) -> Any:
-    """A bool as 0 or 1: code generation compares bools as if they were floats (TVM 0.27)."""
+    """Convert a bool to 0 or 1: code generation compares bools as floats (TVM 0.27)."""
     return m.cast(a, "int32") if m.dtype_of(a) == "bool" else a
 
 
 def _ordered(compare: Scalar) -> Scalar:
-    """A comparison; TVM's simplifier ends the process over some of unsigned numbers (0.27)."""
+    """Compare two numbers; TVM's simplifier aborts on some comparisons of unsigned ones (0.27)."""
 
     def apply(a: Any, b: Any) -> Any:
         if m.dtype_of(a).startswith("uint"):
@@ -156,7 +156,7 @@ def _ordered(compare: Scalar) -> Scalar:
 
 
 def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
-    """PyTorch's `&` and `|` are logical on bool tensors, bitwise on integers."""
+    """Choose logical `&` and `|` for bool and bitwise ones for integers, as PyTorch does."""
 
     def apply(a: Any, b: Any) -> Any:
         return logical(a, b) if m.dtype_of(a) == "bool" else bitwise(a, b)
@@ -167,7 +167,7 @@ def _on_bool(logical: Scalar, bitwise: Scalar) -> Scalar:
 PREDICATES: dict[str, Scalar] = {
     "relax.isfinite": _isfinite,
     "relax.isinf": _isinf,
-    "relax.isnan": lambda x: m.isnan(bind(x)),
+    "relax.isnan": lambda x: m.isnan(let(x)),
     "relax.equal": _equal,
     "relax.not_equal": _not_equal,
     "relax.less": _ordered(tirx.LT),
@@ -232,11 +232,11 @@ for _name, _scalar in PREDICATES.items():
 
 @lowers("relax.nn.leakyrelu")
 def leaky_relu(op: Lowering, x: Value) -> Value:
-    """X where positive, alpha x elsewhere."""
+    """Return x where positive, alpha x elsewhere."""
     alpha = float(op.call.attrs.alpha)
 
     def body(*i: Any) -> Any:
-        element = bind(x[i])
+        element = let(x[i])
         return m.select(
             element > _zero(element), element, element * m.constant(alpha, m.dtype_of(element))
         )
@@ -246,7 +246,7 @@ def leaky_relu(op: Lowering, x: Value) -> Value:
 
 @lowers("relax.where")
 def where(op: Lowering, condition: Value, a: Value, b: Value) -> Value:
-    """`a` where `condition`, else `b`."""
+    """Return `a` where `condition`, else `b`."""
     result = op.results[0]
     return elementwise(
         result.shape,
@@ -258,10 +258,10 @@ def where(op: Lowering, condition: Value, a: Value, b: Value) -> Value:
 
 @lowers("relax.astype", "amp_ir.cast")
 def cast(op: Lowering, x: Value, **_options: Any) -> Value:
-    """A change of dtype; the user's own (astype) rounds even inside of a kernel.
+    """Change the dtype; the user's own cast (astype) rounds even inside of a kernel.
 
-    Elements are read in their compute dtype: widening to that is what any reader does anyway, so it
-    is a view, and what lies in memory is the narrow value.
+    Elements are read in their compute dtype: every reader widens to that anyway, so a widening
+    cast is a view, and memory holds the narrow value.
     """
     result = op.results[0]
     target = compute_dtype(result.dtype)
@@ -274,13 +274,13 @@ def cast(op: Lowering, x: Value, **_options: Any) -> Value:
 
 @lowers("relax.reshape")
 def lower_reshape(op: Lowering, x: Value, *_shape: Any) -> Value:
-    """The same elements under another shape."""
+    """Return the same elements under another shape."""
     return reshape(x, op.results[0].shape)
 
 
 @lowers("relax.permute_dims")
 def permute_dims(op: Lowering, x: Value) -> Value:
-    """Dimensions in another order."""
+    """Permute the dimensions."""
     axes = op.call.attrs.axes
     order = [int(a) for a in axes] if axes is not None else list(reversed(range(len(x.shape))))
     shape = op.results[0].shape
@@ -298,17 +298,17 @@ def permute_dims(op: Lowering, x: Value) -> Value:
 
 @lowers("relax.broadcast_to")
 def broadcast_to(op: Lowering, x: Value, *_shape: Any) -> Value:
-    """X repeated along new or unit dimensions."""
+    """Repeat x along new or unit dimensions."""
     return pointwise(op.results[0].shape, x.dtype, lambda *i: x[i], is_view=True)
 
 
 @lowers("relax.strided_slice")
 def strided_slice(op: Lowering, x: Value, *bounds: Any) -> Value:
-    """Every step-th element from begin along some axes; negative begins count from the end."""
+    """Take every step-th element from begin along some axes; negative begins count from the end."""
     axes, begins, _ends, steps = slice_bounds(op.call)
     begin = {axis % len(x.shape): (b, s) for axis, b, s in zip(axes, begins, steps, strict=True)}
     start = {
-        d: (Distance(min(max(b + x.shape[d] if b < 0 else b, 0), x.shape[d] - (s < 0))), s)
+        d: (LoadOffset(min(max(b + x.shape[d] if b < 0 else b, 0), x.shape[d] - (s < 0))), s)
         for d, (b, s) in begin.items()
     }
 
@@ -321,7 +321,7 @@ def strided_slice(op: Lowering, x: Value, *bounds: Any) -> Value:
 
 
 def slice_bounds(call: relax.Call) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Axes, begins, ends and steps of a `relax.strided_slice` with constant bounds."""
+    """Return axes, begins, ends and steps of a `relax.strided_slice` with constant bounds."""
     numbers = [[int(field.value) for field in _fields(argument)] for argument in call.args[1:]]
     axes, begins, ends = numbers[0], numbers[1], numbers[2]
     steps = numbers[3] if len(numbers) > 3 and numbers[3] else [1] * len(axes)
@@ -334,7 +334,7 @@ def _fields(argument: Any) -> list[Any]:
 
 @lowers("relax.flip")
 def flip(op: Lowering, x: Value) -> Value:
-    """X in reverse order along one axis."""
+    """Reverse x along one axis."""
     axis = int(op.call.attrs.axis) % len(x.shape)
     last = x.shape[axis] - 1
 
@@ -346,7 +346,7 @@ def flip(op: Lowering, x: Value) -> Value:
 
 @lowers("relax.concat")
 def concat(op: Lowering, *parts: Value) -> Value:
-    """Values one after the other along an axis."""
+    """Concatenate values along an axis."""
     result = op.results[0]
     axis = int(op.call.attrs.axis) % len(result.shape)
     starts = [0]
@@ -368,7 +368,7 @@ def concat(op: Lowering, *parts: Value) -> Value:
 
 @lowers("relax.full", "relax.zeros", "relax.ones")
 def full(op: Lowering, *arguments: Any) -> Value:
-    """One number everywhere."""
+    """Fill with one number."""
     result = op.results[0]
     fill = next((a for a in arguments if isinstance(a, Value)), None)
     number = {"relax.zeros": 0, "relax.ones": 1}.get(op.name, 0)
@@ -383,7 +383,7 @@ def full(op: Lowering, *arguments: Any) -> Value:
 
 @lowers("relax.arange")
 def arange(op: Lowering, start: Any, _end: Any, step: Any) -> Value:
-    """start, start + step, ..."""
+    """Return start, start + step, ..."""
     result = op.results[0]
     first, by = _number(start), _number(step)
     target = compute_dtype(result.dtype)
@@ -405,7 +405,7 @@ _REDUCTIONS = {"relax.sum": "sum", "relax.max": "max", "relax.min": "min", "rela
 
 @lowers("relax.sum", "relax.max", "relax.min", "relax.prod", "relax.mean")
 def reduction(op: Lowering, x: Value) -> Value:
-    """Sum, mean, maximum, minimum or product over some axes."""
+    """Reduce by sum, mean, maximum, minimum or product over some axes."""
     result = op.results[0]
     axes = op.call.attrs.axis
     over = [int(a) % len(x.shape) for a in axes] if axes is not None else range(len(x.shape))
@@ -426,7 +426,7 @@ def reduction(op: Lowering, x: Value) -> Value:
 
 @lowers("relax.nn.softmax", "relax.nn.log_softmax")
 def softmax(op: Lowering, x: Value) -> Value:
-    """exp(x - max) / sum, or x - max - log(sum), along one axis."""
+    """Compute exp(x - max) / sum, or x - max - log(sum), along one axis."""
     axis = int(op.call.attrs.axis) % len(x.shape)
     dtype, wide = op.results[0].dtype, compute_dtype(x.dtype)
     peak = reduce("max", x.shape, (axis,), lambda *i: x[i], wide)
@@ -441,7 +441,7 @@ def softmax(op: Lowering, x: Value) -> Value:
 
 @lowers("relax.tril", "relax.triu")
 def triangle(op: Lowering, x: Value, k: Any) -> Value:
-    """The part on and below (tril) or above (triu) the k-th diagonal; zero elsewhere."""
+    """Keep the part on and below (tril) or above (triu) the k-th diagonal; zero elsewhere."""
     offset = int(_number(k))
     is_lower = op.name == "relax.tril"
 
@@ -457,7 +457,7 @@ def triangle(op: Lowering, x: Value, k: Any) -> Value:
 
 @lowers("relax.take")
 def take(op: Lowering, x: Value, ids: Value) -> Value:
-    """Slices of x at ids along an axis."""
+    """Gather slices of x at ids along an axis."""
     result = op.results[0]
     axis = op.call.attrs.axis
     axis = int(axis) % len(x.shape) if axis is not None else 0
@@ -471,15 +471,15 @@ def take(op: Lowering, x: Value, ids: Value) -> Value:
 
 
 def row_index(element: Any, extent: int) -> Any:
-    """An id read from memory as an index in [0, extent); negative ids count from the end."""
-    at = bind(tirx.Cast("int32", element))
+    """Return an id read from memory as an index in [0, extent); negative ids count from the end."""
+    at = let(tirx.Cast("int32", element))
     wrapped = m.select(at < tirx.const(0, "int32"), at + tirx.const(extent, "int32"), at)
-    return bind(m.clamp(wrapped, extent))
+    return let(m.clamp(wrapped, extent))
 
 
 @lowers("relax.gather_elements")
 def gather_elements(op: Lowering, x: Value, ids: Value) -> Value:
-    """x[..., ids[i], ...] along one axis."""
+    """Gather x[..., ids[i], ...] along one axis."""
     axis = int(op.call.attrs.axis) % len(x.shape)
 
     def body(*i: Any) -> Any:
@@ -491,7 +491,7 @@ def gather_elements(op: Lowering, x: Value, ids: Value) -> Value:
 
 @lowers("relax.argmax", "relax.argmin")
 def arg_reduction(op: Lowering, x: Value) -> Value:
-    """Position of the first extreme along one axis (or of the flattened value)."""
+    """Return the position of the first extreme along one axis (or of the flattened value)."""
     result = op.results[0]
     axis = op.call.attrs.axis
     source = x if axis is not None else reshape(x, (x.size,))
@@ -506,7 +506,7 @@ def arg_reduction(op: Lowering, x: Value) -> Value:
     far = m.constant(2**31 - 1, "int32")
 
     def position(*i: Any) -> Any:
-        element, extreme = bind(read(*i)), bind(best[i])
+        element, extreme = let(read(*i)), let(best[i])
         hit = tirx.any(tirx.EQ(element, extreme), m.isnan(element))
         return m.select(hit, i[d], far)
 
@@ -516,5 +516,5 @@ def arg_reduction(op: Lowering, x: Value) -> Value:
 
 
 def constant_value(number: float | int | bool, dtype: str) -> Constant:
-    """A scalar constant."""
+    """Return the value of a scalar constant."""
     return Constant(TensorSpec((), dtype), number=number)

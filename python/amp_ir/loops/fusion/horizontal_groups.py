@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the same kernel function with different tensors, to be made by one launch."""
+"""Horizontal fusion groups: calls of one kernel function with different tensors, for one launch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Body:
 
     @property
     def elements(self) -> int:
-        """What one iteration goes through, about."""
+        """Return roughly how many elements one iteration processes."""
         return max(1, max(map(buffer_size, self.parameters), default=1) // self.extent)
 
 
 @attrs.frozen(eq=False)
-class Family:
+class HorizontalGroup:
     """Calls of one function, with the position of each argument and result among the merged."""
 
     body: Body
@@ -38,28 +38,28 @@ class Family:
 
     @property
     def iterations(self) -> int:
-        """Iterations of all the calls."""
+        """Return the iterations of all the calls."""
         return self.body.extent * len(self.parameters)
 
 
 class Merger(Protocol):
-    """How kernels of one kind of device are taken apart and put together."""
+    """Horizontal fusion for one kind of device: splits kernels into iterations and joins them."""
 
     def most_parameters(self) -> int:
-        """How many parameters a merged function may have."""
+        """Return how many parameters a merged function may have."""
 
     def body_of(self, function: tirx.PrimFunc) -> Body | None:
-        """The function as independent iterations; None if it is not made of them alone."""
+        """Return the function as independent iterations; None if it has other statements."""
 
-    def launch(self, families: list[Family]) -> tirx.Stmt:
-        """The iterations of all families at once."""
+    def launch(self, groups: list[HorizontalGroup]) -> tirx.Stmt:
+        """Emit the iterations of all groups at once."""
 
 
 def buffer_size(buffer: tirx.Var) -> int:
-    """Number of elements."""
+    """Return the number of elements."""
     return math.prod(int(n) for n in buffer.shape)
 
 
 def like(buffer: tirx.Var, name: str) -> tirx.Var:
-    """A new buffer of the same shape and dtype."""
+    """Return a new buffer of the same shape and dtype."""
     return tirx.decl_buffer(tuple(buffer.shape), str(buffer.dtype), name)
