@@ -14,7 +14,7 @@ import amp_ir
 from amp_ir import cli
 from amp_ir.demo import comparison as measured
 from amp_ir.demo import low_dtype
-from amp_ir.demo.comparison import Comparison, Way, compare
+from amp_ir.demo.comparison import Comparison, Variant, compare
 from amp_ir.demo.ssd import Ssd, anchors
 from amp_ir.demo.table import summary
 from amp_ir.demo.workloads import WORKLOADS
@@ -169,13 +169,13 @@ def test_the_low_dtype_is_what_the_cpu_has(
 
 
 def test_the_summary_says_what_the_table_says() -> None:
-    ways = [
-        Way("amp_ir", "float32", (2.0, 1.0), 20.0),
-        Way("amp_ir", "bfloat16", (2.0, 1.01), 10.0),
-        Way("PyTorch", "float32", (2.0, 1.0), 40.0),
-        Way("PyTorch", "bfloat16", (2.02, 1.0), 12.5),
+    variants = [
+        Variant("amp_ir", "float32", (2.0, 1.0), 20.0),
+        Variant("amp_ir", "bfloat16", (2.0, 1.01), 10.0),
+        Variant("PyTorch", "float32", (2.0, 1.0), 40.0),
+        Variant("PyTorch", "bfloat16", (2.02, 1.0), 12.5),
     ]
-    text = summary(Comparison(WORKLOADS["mlp"], 1, 10, *ways))
+    text = summary(Comparison(WORKLOADS["mlp"], 1, 10, *variants))
     assert text == (
         "bfloat16 takes 0.50x the time of float32 and 0.80x that of PyTorch's autocast. Over 10 "
         "steps its losses stay within 1.0e-02 of PyTorch's float32 ones; autocast's within 1.0e-02."
@@ -229,7 +229,7 @@ def test_turns_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(measured._Runner, "take_turn", turn)
     result = compare(WORKLOADS["mlp"], low_dtype="bfloat16", small=True, steps=2)
-    ways = ["amp_ir float32", "amp_ir bfloat16", "PyTorch float32", "PyTorch bfloat16"]
-    assert taken == ways * 2
-    assert all(len(way.losses) == measured.COMPARED_STEPS for way in result.ways)
+    variants = ["amp_ir float32", "amp_ir bfloat16", "PyTorch float32", "PyTorch bfloat16"]
+    assert taken == variants * 2
+    assert all(len(variant.losses) == measured.COMPARED_STEPS for variant in result.variants)
     assert re.fullmatch(r"\d+", str(result.ours.kernels))

@@ -168,7 +168,7 @@ def _of_symbols(name: str, plain: Callable[..., Any], tape: FloatTape) -> Callab
             return tape.derive("div", *(tape.derive("log", value) for value in values))
         if name in _FOLLOWED_BY_MATH:
             return tape.derive(name, *values)
-        tape.refuse_function(name)
+        tape.reject_function(name)
         return plain(*values, **named)
 
     return function

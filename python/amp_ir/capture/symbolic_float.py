@@ -153,7 +153,7 @@ class FloatTape:
             made.is_integer_valued = True
             # Python's integers are exact, also where float64 rounds.
             if not _stays_exact(op, operands) and not self.compare("le", abs(made), _EXACT):
-                self.refuse_function("an integer beyond 2**53")
+                self.reject_function("an integer beyond 2**53")
         return made
 
     def compare(self, op: str, left: float, right: float) -> bool:
@@ -171,11 +171,11 @@ class FloatTape:
             self.guards.append(guard)
         return outcome
 
-    def refuse_conversion(self) -> None:
+    def reject_conversion(self) -> None:
         """Reject a conversion: arithmetic on its result could not be followed."""
         self._refuse("converts a hyper-parameter with float() or int()")
 
-    def refuse_function(self, name: str) -> None:
+    def reject_function(self, name: str) -> None:
         """Reject a function that no op computes at each call."""
         self._refuse(f"computes {name} of a hyper-parameter in Python")
 
@@ -217,11 +217,11 @@ def _plain(value: float) -> float:
     return float.__add__(value, 0.0) if isinstance(value, SymbolicFloat) else float(value)
 
 
-def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _rejected(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that rejects its call: its result jumps, which other values may not show."""
 
     def method(self: SymbolicFloat, *operands: Any) -> Any:
-        self.tape.refuse_function(function.__name__)
+        self.tape.reject_function(function.__name__)
         return function(_plain(self), *operands)
 
     return method
@@ -268,13 +268,13 @@ class SymbolicFloat(float):
     __eq__, __ne__ = _comparison("eq"), _comparison("ne")
     __lt__, __le__ = _comparison("lt"), _comparison("le")
     __gt__, __ge__ = _comparison("gt"), _comparison("ge")
-    __floordiv__, __rfloordiv__ = _refused(float.__floordiv__), _refused(float.__rfloordiv__)
-    __mod__, __rmod__ = _refused(float.__mod__), _refused(float.__rmod__)
-    __divmod__, __rdivmod__ = _refused(float.__divmod__), _refused(float.__rdivmod__)
-    __round__, __trunc__ = _refused(round), _refused(math.trunc)
-    __floor__, __ceil__ = _refused(math.floor), _refused(math.ceil)
-    is_integer, hex = _refused(float.is_integer), _refused(float.hex)
-    as_integer_ratio = _refused(float.as_integer_ratio)
+    __floordiv__, __rfloordiv__ = _rejected(float.__floordiv__), _rejected(float.__rfloordiv__)
+    __mod__, __rmod__ = _rejected(float.__mod__), _rejected(float.__rmod__)
+    __divmod__, __rdivmod__ = _rejected(float.__divmod__), _rejected(float.__rdivmod__)
+    __round__, __trunc__ = _rejected(round), _rejected(math.trunc)
+    __floor__, __ceil__ = _rejected(math.floor), _rejected(math.ceil)
+    is_integer, hex = _rejected(float.is_integer), _rejected(float.hex)
+    as_integer_ratio = _rejected(float.as_integer_ratio)
 
     def __hash__(self) -> int:
         """Return the hash of the double; record the use as a key, which freezes the value."""
@@ -287,12 +287,12 @@ class SymbolicFloat(float):
 
     def __float__(self) -> float:
         """Return the double; report the conversion, since it loses the expression."""
-        self.tape.refuse_conversion()
+        self.tape.reject_conversion()
         return _plain(self)
 
     def __int__(self) -> int:
         """Return the integer; report the conversion, since it loses the expression."""
-        self.tape.refuse_conversion()
+        self.tape.reject_conversion()
         return int(_plain(self))
 
     def __repr__(self) -> str:

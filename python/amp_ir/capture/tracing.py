@@ -137,7 +137,7 @@ class StepTracer:
             raise
         except Exception as error:  # the user's code may raise anything
             raise self._failure(error) from error
-        self.effects.refuse(self._diagnostics)
+        self.effects.report(self._diagnostics)
         for key in overwritten():
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)

@@ -32,7 +32,7 @@ def _silent(stage: str, part: str = "") -> None:
 
 
 @attrs.frozen
-class Way:
+class Variant:
     """One variant of the workload's step, and its measurements.
 
     `losses` are those of the first COMPARED_STEPS steps. What PyTorch does not report is None.
@@ -47,7 +47,7 @@ class Way:
     kernels: int | None = None
     compile_seconds: float | None = None
 
-    def loss_difference(self, other: Way) -> float:
+    def loss_difference(self, other: Variant) -> float:
         """Return the largest relative difference of the losses."""
         pairs = zip(self.losses, other.losses, strict=True)
         return max(abs(mine - its) / abs(its) for mine, its in pairs)
@@ -60,13 +60,13 @@ class Comparison:
     workload: Workload
     parameters: int
     steps: int
-    ours: Way
-    ours_low: Way
-    torch: Way
-    torch_low: Way
+    ours: Variant
+    ours_low: Variant
+    torch: Variant
+    torch_low: Variant
 
     @property
-    def ways(self) -> tuple[Way, Way, Way, Way]:
+    def variants(self) -> tuple[Variant, Variant, Variant, Variant]:
         """The four variants in the order of the table."""
         return self.ours, self.ours_low, self.torch, self.torch_low
 
@@ -98,8 +98,8 @@ class _Runner:
             count += 1
         self.turns_ms.append((time.perf_counter() - started) / count * 1e3)
 
-    def result(self) -> Way:
-        return Way(
+    def result(self) -> Variant:
+        return Variant(
             self.title,
             self.dtype,
             tuple(self.losses),

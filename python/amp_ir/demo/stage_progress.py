@@ -31,11 +31,11 @@ def stages() -> Iterator[Report]:
 
 
 def _a_line_a_stage() -> Report:
-    told: list[str] = []
+    shown: list[str] = []
 
     def report(stage: str, part: str = "") -> None:
-        if stage not in told[-1:]:
-            told.append(stage)
+        if stage not in shown[-1:]:
+            shown.append(stage)
             print(stage, file=sys.stderr, flush=True)
 
     return report

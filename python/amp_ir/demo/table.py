@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich import box
 from rich.table import Table
 
-from amp_ir.demo.comparison import COMPARED_STEPS, Comparison, Way
+from amp_ir.demo.comparison import COMPARED_STEPS, Comparison, Variant
 
 _NONE = "-"
 
@@ -17,39 +17,43 @@ def comparison_table(comparison: Comparison) -> Table:
     """Return a table with one column per variant and one row per quantity."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for way in comparison.ways:
-        is_ours_low = way is comparison.ours_low
+    for variant in comparison.variants:
+        is_ours_low = variant is comparison.ours_low
         style = "bold" if is_ours_low else ""
-        dtype = f"{way.dtype}" if way is not comparison.torch_low else f"autocast {way.dtype}"
-        table.add_column(f"{way.title}\n{dtype}", justify="right", style=style, no_wrap=True)
+        dtype = (
+            f"{variant.dtype}"
+            if variant is not comparison.torch_low
+            else f"autocast {variant.dtype}"
+        )
+        table.add_column(f"{variant.title}\n{dtype}", justify="right", style=style, no_wrap=True)
     for label, cell in _rows(comparison):
-        table.add_row(label, *(cell(way) for way in comparison.ways))
+        table.add_row(label, *(cell(variant) for variant in comparison.variants))
     return table
 
 
-def _rows(comparison: Comparison) -> list[tuple[str, Callable[[Way], str]]]:
-    ours, ours_low, eager, eager_low = comparison.ways
+def _rows(comparison: Comparison) -> list[tuple[str, Callable[[Variant], str]]]:
+    ours, ours_low, eager, eager_low = comparison.variants
 
-    def own(way: Way) -> str:
-        return _times((ours if way in (ours, ours_low) else eager).ms / way.ms)
+    def own(variant: Variant) -> str:
+        return _times((ours if variant in (ours, ours_low) else eager).ms / variant.ms)
 
-    def peer(way: Way) -> str:
+    def peer(variant: Variant) -> str:
         peers = {id(ours): eager, id(ours_low): eager_low}
-        other = peers.get(id(way))
-        return _times(other.ms / way.ms) if other is not None else _NONE
+        other = peers.get(id(variant))
+        return _times(other.ms / variant.ms) if other is not None else _NONE
 
-    def difference(to: Way) -> Callable[[Way], str]:
-        return lambda way: _NONE if way is to else f"{way.loss_difference(to):.1e}"
+    def difference(to: Variant) -> Callable[[Variant], str]:
+        return lambda variant: _NONE if variant is to else f"{variant.loss_difference(to):.1e}"
 
     return [
-        ("ms a step", lambda way: _three_digits(way.ms)),
+        ("ms a step", lambda variant: _three_digits(variant.ms)),
         ("  speed-up over own float32", own),
         ("  speed-up over PyTorch", peer),
-        ("peak MiB", lambda way: _or_none(way.peak_mib, "{:.1f}")),
-        ("casts", lambda way: _or_none(way.casts, "{}")),
-        ("compiled kernels", lambda way: _or_none(way.kernels, "{}")),
-        ("seconds to compile", lambda way: _or_none(way.compile_seconds, "{:.1f}")),
-        (f"loss after {COMPARED_STEPS} steps", lambda way: f"{way.losses[-1]:.5f}"),
+        ("peak MiB", lambda variant: _or_none(variant.peak_mib, "{:.1f}")),
+        ("casts", lambda variant: _or_none(variant.casts, "{}")),
+        ("compiled kernels", lambda variant: _or_none(variant.kernels, "{}")),
+        ("seconds to compile", lambda variant: _or_none(variant.compile_seconds, "{:.1f}")),
+        (f"loss after {COMPARED_STEPS} steps", lambda variant: f"{variant.losses[-1]:.5f}"),
         ("loss off PyTorch float32", difference(eager)),
         ("loss off PyTorch autocast", difference(eager_low)),
     ]
@@ -57,7 +61,7 @@ def _rows(comparison: Comparison) -> list[tuple[str, Callable[[Way], str]]]:
 
 def summary(comparison: Comparison) -> str:
     """Return the table's result in two sentences."""
-    ours, low, eager, eager_low = comparison.ways
+    ours, low, eager, eager_low = comparison.variants
     off, eager_off = low.loss_difference(eager), eager_low.loss_difference(eager)
     return (
         f"{low.dtype} takes {_times(low.ms / ours.ms)} the time of float32 and "
@@ -70,7 +74,7 @@ def summary(comparison: Comparison) -> str:
 def footnote(comparison: Comparison) -> str:
     """Return how the numbers were measured."""
     return (
-        f"ms: median of {comparison.steps} turns, the four ways one after the other in each. "
+        f"ms: median of {comparison.steps} turns, the four variants one after the other in each. "
         "Peak MiB: from the memory plan, parameters, gradients and optimizer state included. "
         f"Off: the largest relative difference over {COMPARED_STEPS} steps."
     )

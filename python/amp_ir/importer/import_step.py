@@ -175,9 +175,9 @@ class _Graph:
         self._emitter.span = to_span(location)
         try:
             self._values[node] = self._convert_node(node)
-        except ConversionError as refused:
+        except ConversionError as error:
             op = str(node.target)
-            self._unsupported.append(_Unsupported(op, str(refused), location))
+            self._unsupported.append(_Unsupported(op, str(error), location))
             self._values[node] = self._stand_in(node)
 
     def _convert_node(self, node: fx.Node) -> Any:

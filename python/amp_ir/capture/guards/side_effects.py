@@ -50,7 +50,7 @@ class SideEffects:
     random_before: Any = attrs.Factory(random.getstate)
     numpy_before: Any = attrs.Factory(numpy.random.get_state)
 
-    def refuse(self, diagnostics: Diagnostics) -> None:
+    def report(self, diagnostics: Diagnostics) -> None:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
         for place in self.observer.places.values():

@@ -60,7 +60,7 @@ def attention_backward(
     """(dq, dk, dv), with the dropout mask of the forward op."""
     drawn = ops.random_state if dropout_p > 0 else None
     if dropout_p > 0 and lse not in ops.dropout_index_of:
-        ops.refuse("its dropout belongs to no attention of this step")
+        ops.reject("its dropout belongs to no attention of this step")
     gradients: tuple[relax.Expr, ...] = ops.call(
         "amp_ir.attention_backward",
         *_present(grad, q, k, v, out, lse, mask, drawn),

@@ -70,7 +70,7 @@ def batch_norm_in_place(
     if not training:
         return _batch_norm_inference(ops, x, weight, bias, running_mean, running_var, eps)
     if running_mean is not None:
-        ops.refuse("it writes its running statistics; the functional overload is needed")
+        ops.reject("it writes its running statistics; the functional overload is needed")
     return _batch_norm_training(ops, x, weight, bias, [], momentum, eps)
 
 

@@ -60,7 +60,7 @@ def ones(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
 def arange(ops: Emitter, *bounds: Scalar, **_options: Any) -> relax.Expr:
     """begin, begin + step, ... below end."""
     if not all(is_scalar(bound) for bound in bounds):
-        ops.refuse("its bounds are tensors, so that the length depends on their values")
+        ops.reject("its bounds are tensors, so that the length depends on their values")
     if is_float(ops.dtype):
         # As a constant: PyTorch's rounding of begin + i * step, whatever the kernels do.
         return ops.tensor(torch.arange(*bounds, dtype=ops.result.dtype))
@@ -76,7 +76,7 @@ def arange(ops: Emitter, *bounds: Scalar, **_options: Any) -> relax.Expr:
 def linspace(ops: Emitter, start: Operand, end: Operand, steps: int, **_options: Any) -> relax.Expr:
     """Return `steps` values from start to end, both included."""
     if not (is_scalar(start) and is_scalar(end)):
-        ops.refuse("its bounds are tensors")
+        ops.reject("its bounds are tensors")
     return ops.tensor(torch.linspace(start, end, steps, dtype=ops.result.dtype))
 
 

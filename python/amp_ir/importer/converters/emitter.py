@@ -64,7 +64,7 @@ class Emitter:
         """The dtype name of the node's single result."""
         return dtype_name(self.result.dtype)
 
-    def refuse(self, reason: str) -> NoReturn:
+    def reject(self, reason: str) -> NoReturn:
         """Reject this call; the importer reports every rejected call at once."""
         raise ConversionError(reason)
 
@@ -79,7 +79,7 @@ class Emitter:
         """Emit a call of an `amp_ir.*` op; return a tuple of expressions for several results."""
         for option, value in options.items():
             if isinstance(value, relax.Expr):
-                self.refuse(f"takes {option} as a constant, and it is computed at each call")
+                self.reject(f"takes {option} as a constant, and it is computed at each call")
         bound = self._builder.emit(call_op(name, list(args), self.span, **options))
         return self.fields(bound) if isinstance(bound.ty, relax.TupleType) else bound
 
@@ -105,7 +105,7 @@ class Emitter:
     def tensor(self, value: torch.Tensor) -> relax.Expr:
         """Return a tensor constant, copied from the value."""
         if value.dtype not in DTYPE_NAMES:
-            self.refuse(f"a constant of dtype {value.dtype}")
+            self.reject(f"a constant of dtype {value.dtype}")
         if value.ndim == 0:
             return self.constant(value.item(), DTYPE_NAMES[value.dtype])
         owned = value.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -42,7 +42,7 @@ def embedding_dense_backward(
 ) -> relax.Expr:
     """Return the gradient of the weight, summed over equal ids; zero in the padding row."""
     if scale_grad_by_freq:
-        ops.refuse("scale_grad_by_freq=True")
+        ops.reject("scale_grad_by_freq=True")
     return ops.call(
         "amp_ir.embedding_backward",
         grad,
@@ -58,7 +58,7 @@ def _only_integers(ops: Emitter, indices: Indices) -> tuple[list[int], list[rela
     ids = [one for one in indices if one is not None]
     for one in ids:
         if dtype_of(one) in ("bool", "uint8"):
-            ops.refuse("indexing by a mask, whose result has a shape that depends on values")
+            ops.reject("indexing by a mask, whose result has a shape that depends on values")
     return axes, [ops.cast(one, "int64") if dtype_of(one) != "int32" else one for one in ids]
 
 
@@ -253,7 +253,7 @@ def scatter_reduce(
 ) -> relax.Expr:
     """Return `scatter` with the sum, mean, product, maximum or minimum of colliding elements."""
     if reduce == "mean" and not is_float(dtype_of(x)):
-        ops.refuse(f"reduce='mean' of {dtype_of(x)}")
+        ops.reject(f"reduce='mean' of {dtype_of(x)}")
     base = x
     if not include_self:
         # Elements that receive nothing keep their value; the others start from the neutral element.

@@ -151,7 +151,7 @@ def searchsorted(
 ) -> relax.Expr:
     """Return what `bucketize` returns, with the boundaries of the same row if they are a matrix."""
     if sorter is not None:
-        ops.refuse("a sorter")
+        ops.reject("a sorter")
     shape = shape_of(boundaries)
     if len(shape) > 1:
         boundaries = ops.reshape(boundaries, [*shape[:-1], 1, shape[-1]])

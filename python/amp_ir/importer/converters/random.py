@@ -134,7 +134,7 @@ def randint_like_low(
 
 def _integers(ops: Emitter, low: int, high: int) -> relax.Expr:
     if high - low > 2**24:
-        ops.refuse(f"{high - low} different integers; the generator gives 2**24")
+        ops.reject(f"{high - low} different integers; the generator gives 2**24")
     # Uniforms are multiples of 2**-24 below 1, so that in float64 the product stays below high.
     wide = ops.multiply(ops.cast(uniform_numbers(ops, "float32"), "float64"), float(high - low))
     drawn = ops.add(ops.cast(ops.emit(relax.op.floor(wide)), "int64"), low)

@@ -78,7 +78,7 @@ def _resample(
     """Return x under the map (or its transpose) along every spatial axis, in float32 or wider."""
     result_dtype = dtype_of(x)
     if not is_float(result_dtype):
-        ops.refuse(f"upsampling of {result_dtype}")
+        ops.reject(f"upsampling of {result_dtype}")
     wide = ops.cast(x, "float64" if result_dtype == "float64" else "float32")
     first = len(shape_of(x)) - len(input_space)
     for k, (extent, out) in enumerate(zip(input_space, output_space, strict=True)):
