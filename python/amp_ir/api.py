@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from amp_ir.ir.options import (
     check_opt_level,
     check_rounding,
 )
-from amp_ir.ir.stages import seconds_by_stage, stage
+from amp_ir.ir.stages import Stage, each, seconds_by_stage, stage
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.ir.target import cpu, parse_target, target_of
 from amp_ir.ir.tuning_cache import TuningCache, this_machine
@@ -46,6 +47,8 @@ from amp_ir.loss_scaling.scale_loss import scalers_of
 from amp_ir.memory.call_cost import flop_of_calls
 from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.report.memory import MemoryReport, report_memory
+from amp_ir.report.program_text import program_text
+from amp_ir.report.stage_files import current_stage_files
 from amp_ir.report.tuning_times import MatmulTimes
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.runtime.call_times import time_calls
@@ -98,7 +101,9 @@ def trace_step(
     owners = {"model": model, "optimizer": optimizer, "scaler": scaler}
     numbers = numbers_as_inputs
     try:
-        mod = pipeline.import_step(step, example_batch, numbers_as_inputs=numbers, **owners)
+        mod = pipeline.import_step(
+            step, example_batch, numbers_as_inputs=numbers, on_stage=current_stage_files(), **owners
+        )
     except (UnsupportedOpError, TypeError, ValueError, RuntimeError):
         if not numbers:
             raise
@@ -124,7 +129,11 @@ def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -
     """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`."""
     if isinstance(mod, StepModule) and args is not None:
         batch_of(mod, args)
-    return autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
+    before = mod.ir if isinstance(mod, StepModule) else mod
+    with stage("amp", before, current_stage_files()) as running:
+        found = autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
+        running.program = found.ir if isinstance(found, StepModule) else found
+    return found
 
 
 def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
@@ -242,15 +251,37 @@ def compile_step(
     check_opt_level(opt_level)
     target = target_of(device)
     seconds: dict[str, float] = {}
-    timed = seconds_by_stage(seconds)
+    timed = each(seconds_by_stage(seconds), current_stage_files())
     planned = lower(
         mod, target=target, rounding=rounding, memory_budget=memory_budget, on_stage=timed
     )
-    with stage("vm", planned, timed):
+    with stage("vm", planned, seconds_by_stage(seconds)):
         executable = build_stage.build(planned, target, device, opt_level=opt_level)
     program = _program(executable, planned, mod, mod.state, device)
     report = CompileReport(seconds, executable.kernel_count, planned.plan, planned.dispatched)
-    return CompiledStep(mod, program, report)
+    text = functools.partial(
+        _text_after, mod, target=target, rounding=rounding, memory_budget=memory_budget
+    )
+    return CompiledStep(mod, program, report, text)
+
+
+def _text_after(mod: StepModule, name: str, **options: Any) -> str:
+    """Lower the step once more, and return its program after the stage `name` as text.
+
+    Raises:
+        OptionError: no stage has that name.
+    """
+    records: dict[str, Stage] = {}
+    with existing_objects_set_aside():
+        pipeline.lower(mod, **options, on_stage=lambda one: records.update({one.name: one}))
+    # What lowering began with: a step as autocast left it, or as it was captured.
+    records = {"amp": Stage("amp", 0.0, None, mod.ir), **records}
+    if name not in records:
+        raise OptionError(
+            f"ir({name!r}): there is no such stage; give one of {', '.join(records)}. For those "
+            "before, set the environment variable AMP_IR_DUMP to a folder, which gets them all"
+        )
+    return program_text(records[name])
 
 
 def profile_vm_model(

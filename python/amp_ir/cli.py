@@ -8,7 +8,7 @@
     amp-ir report bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--out report.html]
     amp-ir tune bert1|train.py [--amp-dtype bfloat16]
     amp-ir compile bert1|train.py [--target sm_90] [--amp-dtype bfloat16] [--out step.so]
-                                  [--state state.npz] [--libraries cublaslt]
+                                  [--state state.npz] [--libraries cublaslt] [--dump-ir DIR]
 
 Exit codes: 0; 2 for a wrong use, with a sentence on stderr; 130 when interrupted.
 """
@@ -36,7 +36,7 @@ from amp_ir.demo.stage_progress import spent, stages
 from amp_ir.demo.table import comparison_table, footnote, summary
 from amp_ir.demo.training_file import load_training
 from amp_ir.demo.workloads import WORKLOADS, MissingPackage
-from amp_ir.ir.stages import seconds_by_stage
+from amp_ir.ir.stages import each, seconds_by_stage
 from amp_ir.ir.target import parse_target, target_of, with_libraries
 from amp_ir.report import explain as explain_report
 from amp_ir.report.commands import (
@@ -46,6 +46,7 @@ from amp_ir.report.commands import (
     show_profile,
     write_report,
 )
+from amp_ir.report.stage_files import current_stage_files, writing_stages
 from amp_ir.report.wide_console import wide_console
 from amp_ir.vm.build import compile_executable, host_description
 from amp_ir.vm.export import export_step, save_state
@@ -132,6 +133,12 @@ def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out", type=Path, default=Path("step.so"), metavar="FILE", help="the file to write"
+    )
+    parser.add_argument(
+        "--dump-ir",
+        type=Path,
+        metavar="DIR",
+        help="also write the program after every stage there, a text file each",
     )
     parser.add_argument(
         "--state",
@@ -241,7 +248,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         if file is not None and not file.parent.is_dir():
             raise amp_ir.errors.OptionError(f"--{option}={file}: there is no such folder; make it")
     seconds: dict[str, float] = {}
-    with stages() as report:
+    with stages() as report, writing_stages(arguments.dump_ir):
         training = _training(arguments, report)
         report("capturing the step")
         with spent(seconds, "capture"):
@@ -252,7 +259,8 @@ def _compile(arguments: argparse.Namespace) -> int:
                 mod = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
         report("compiling")
         # The program that runs the file checks the indices of a batch on the host.
-        planned = lower(mod, target=target, host_checks="batch", on_stage=seconds_by_stage(seconds))
+        on_stage = each(seconds_by_stage(seconds), current_stage_files())
+        planned = lower(mod, target=target, host_checks="batch", on_stage=on_stage)
         with spent(seconds, "vm"):
             executable = compile_executable(planned, target)
         with spent(seconds, "link"):

@@ -74,6 +74,16 @@ class JitStep:
         last = self._variants.last
         return None if last is None else last.program
 
+    def ir(self, stage: str) -> str:
+        """As `CompiledStep.ir`, of the program that ran last.
+
+        Raises:
+            StateError: the step has not run yet.
+        """
+        if self.compiled is None:
+            raise StateError("the step has not run yet; call it first")
+        return self.compiled.ir(stage)
+
     @property
     def recompiles(self) -> list[Recompile]:
         """The recompilations: the reason and the seconds of each."""

@@ -46,6 +46,17 @@ def stage(name: str, before: Any, on_stage: OnStage | None) -> Iterator[Running]
         on_stage(Stage(name, time.perf_counter() - started, before, running.program))
 
 
+def each(*callbacks: OnStage | None) -> OnStage:
+    """Return a callback that calls those of `callbacks` that there are, in order."""
+
+    def call(record: Stage) -> None:
+        for one in callbacks:
+            if one is not None:
+                one(record)
+
+    return call
+
+
 def seconds_by_stage(seconds: dict[str, float]) -> OnStage:
     """Return a callback that adds the seconds of each stage up under its name."""
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -61,9 +61,16 @@ class CompiledStep:
     calls from several threads run one after the other.
     """
 
-    def __init__(self, module: StepModule, program: Program, report: CompileReport) -> None:
+    def __init__(
+        self,
+        module: StepModule,
+        program: Program,
+        report: CompileReport,
+        text_after: Callable[[str], str],
+    ) -> None:
         self.module = module
         self.report = report
+        self._text_after = text_after
         self._program = program
         self._is_installed = False
         inputs = module.signature.inputs
@@ -94,6 +101,18 @@ class CompiledStep:
                 "amp_ir.compile again, or use amp_ir.jit, which does"
             )
         return self._run(tensors)
+
+    def ir(self, stage: str) -> str:
+        """Return the step's program after a stage of the compiler as text, a line a value.
+
+        Stages: "amp" (as autocast left it), "checks", "decompose", "dispatch", "loops" (kernels,
+        with the ops that each computes), "memory" (with offsets in bytes). The step is lowered
+        once more for it; nothing is run.
+
+        Raises:
+            OptionError: there is no such stage.
+        """
+        return self._text_after(stage)
 
     def run_current(self, tensors: list[torch.Tensor]) -> Any:
         """Run as `__call__` does on a flat batch, for a caller that has checked the guards.

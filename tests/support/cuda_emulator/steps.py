@@ -41,7 +41,8 @@ def load_step(mod: amp_ir.StepModule, planned: PlannedStep, built: Any) -> Compi
     executable = Executable(vm, device.device(), 0, 0.0, built)
     signature = planned.signature(mod.signature)
     running = EmulatedProgram(executable, planned.plan, signature, mod.state, checks=planned.checks)
-    return CompiledStep(mod, running, CompileReport({}, 0, planned.plan, planned.dispatched))
+    report = CompileReport({}, 0, planned.plan, planned.dispatched)
+    return CompiledStep(mod, running, report, lambda stage: f"not asked for: {stage}")
 
 
 class EmulatedProgram(program.Program):

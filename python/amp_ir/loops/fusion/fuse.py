@@ -80,6 +80,8 @@ class _Program:
         self.origins = Origins()
         self.accumulations = find_accumulations(self.flow)
         self.missing: dict[str, list[relax.Call]] = {}
+        # The name of the variable whose value is being read.
+        self.reading = ""
 
     # Reading: bindings become values.
 
@@ -95,6 +97,7 @@ class _Program:
             self._materialise(value)
 
     def _read_binding(self, variable: relax.Var, value: relax.Expr) -> None:
+        self.reading = str(variable.name)
         if variable in self.accumulations.sums:
             found = self.accumulations.sums[variable]
             # The table that rows are added to comes last, as an argument that the gradient lacks.
@@ -131,7 +134,7 @@ class _Program:
         op = Lowering(name, specs_of(call.ty), call)
         results = lowering(op, *arguments, **options_of(call))
         values = _flat_values(results)
-        self.origins.note(values, name, call.span)
+        self.origins.note(values, name, call.span, self.reading)
         for value in values:
             if isinstance(value, Opaque):
                 self._opaque_unit(value)
@@ -239,7 +242,12 @@ class _Writer:
         span = join_spans(self.origins.span(value) for value in members)
         ops = ",".join(dict.fromkeys(self.origins.op(value) for value in members))
         results = ",".join(self.origins.op(value) for value in kernel.outputs)
-        notes = tvm.ir.make_node("ir.DictAttrs", ops=ops, result_ops=results)
+        made = sorted(members, key=lambda value: value.serial)
+        computes = ",".join(dict.fromkeys(self.origins.variable(value) for value in made))
+        stores = ",".join(dict.fromkeys(self.origins.variable(one) for one in kernel.outputs))
+        notes = tvm.ir.make_node(
+            "ir.DictAttrs", ops=ops, result_ops=results, computes=computes, stores=stores
+        )
         call = relax.Call(
             tvm.ir.Op.get("relax.call_tir"), [variable, arguments], notes,
             types if len(types) == 1 else [relax.TupleType(types)], span,

@@ -181,7 +181,11 @@ class _Merging:
         notes = [one.call.attrs for one in members]
         ops = ",".join(dict.fromkeys(op for one in notes for op in str(one["ops"]).split(",")))
         made = [op for one in members for op in _result_ops(one)]
-        attributes = tvm.ir.make_node("ir.DictAttrs", ops=ops, result_ops=",".join(made))
+        computes = ",".join(str(one["computes"]) for one in notes)
+        stores = ",".join(str(one["stores"]) for one in notes)
+        attributes = tvm.ir.make_node(
+            "ir.DictAttrs", ops=ops, result_ops=",".join(made), computes=computes, stores=stores
+        )
         types = relax.TupleType([one.ty for one in results])
         call = relax.Call(
             tvm.ir.Op.get(KERNEL_CALL), [variable, relax.Tuple(arguments)], attributes, [types],

@@ -5,10 +5,19 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tvm
 
 from amp_ir.loops.ir import Value
+
+
+class Origin(NamedTuple):
+    """An op without its dialect, where it comes from, and the variable that it was bound to."""
+
+    op: str
+    span: tvm.ir.Span | None
+    variable: str
 
 
 class Origins:
@@ -21,13 +30,15 @@ class Origins:
 
     def __init__(self) -> None:
         self._last: list[int] = []
-        self._made_for: list[tuple[str, tvm.ir.Span | None]] = []
+        self._made_for: list[Origin] = []
         # Serials are unique, so that no value can be mistaken for another.
-        self._results: dict[int, tuple[str, tvm.ir.Span | None]] = {}
+        self._results: dict[int, Origin] = {}
 
-    def note(self, results: Sequence[Value], op: str, span: tvm.ir.Span | None) -> None:
+    def note(
+        self, results: Sequence[Value], op: str, span: tvm.ir.Span | None, variable: str
+    ) -> None:
         """Record that `results`, and values made for them, belong to `op`; the first op wins."""
-        origin = (op.rpartition(".")[2], span)
+        origin = Origin(op.rpartition(".")[2], span, variable)
         for value in results:
             self._results.setdefault(value.serial, origin)
         last = max(value.serial for value in results)
@@ -37,14 +48,18 @@ class Origins:
 
     def op(self, value: Value) -> str:
         """Return the op's name without its dialect; "" for a value made after the last op."""
-        return self._origin(value)[0]
+        return self._origin(value).op
+
+    def variable(self, value: Value) -> str:
+        """Return the name that the op is bound to; "" for a value made after the last op."""
+        return self._origin(value).variable
 
     def span(self, value: Value) -> tvm.ir.Span | None:
         """Return the location of the op."""
-        return self._origin(value)[1]
+        return self._origin(value).span
 
-    def _origin(self, value: Value) -> tuple[str, tvm.ir.Span | None]:
+    def _origin(self, value: Value) -> Origin:
         if value.serial in self._results:
             return self._results[value.serial]
         at = bisect.bisect_left(self._last, value.serial)
-        return self._made_for[at] if at < len(self._made_for) else ("", None)
+        return self._made_for[at] if at < len(self._made_for) else Origin("", None, "")
