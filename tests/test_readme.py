@@ -37,9 +37,9 @@ def name_of(page: Path) -> str:
 
 
 def examples_of(text: str) -> list[str]:
-    """The Python blocks of a page that are not the text of a file ("# path" in the first line)."""
+    """The Python blocks of a page that are not the text of a file ("# name.py" comes first)."""
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [block for block in blocks if not re.match(r"# \S+/\S+\n", block)]
+    return [block for block in blocks if not re.match(r"# \S+\.py\n", block)]
 
 
 def missing_links(page: Path, text: str) -> list[str]:
