@@ -92,7 +92,7 @@ def next_scale(
 
     After an overflow the scale backs off, unless `hysteresis` allows more overflows in a row than
     there were; after `growth_interval` clean steps in a row it grows, unless it then would not be
-    finite. A limit never moves a scale that lies beyond it already.
+    finite. A limit never moves a scale that is beyond it already.
     """
     clean = growth_tracker + 1
     grows = clean == growth_interval

@@ -93,7 +93,7 @@ class CapturedStep:
     `recompile_reason()` describes the failed guard, "" while all guards hold. `is_over()` tells
     whether the guards will never hold again. `changed_numbers()` names the Python numbers
     outside of the step that have another value now and could be inputs (`numbers_as_inputs`).
-    `take_numbers(plain)` is told the plain values among the arguments, in order, before that;
+    `take_numbers(plain)` takes the plain values among the arguments, in order, before that;
     `followed` are the positions of those that are read at every call.
     `install_state()` puts optimizer state that did not exist before the capture (zeros as the
     optimizer makes them; these tensors are in `inputs` already) into `optimizer.state`. Call it

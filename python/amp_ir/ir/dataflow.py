@@ -67,7 +67,7 @@ def with_arguments(
 class Dataflow:
     """`main` of a module, read once: its bindings in order, and what it returns.
 
-    A view of the module as it is: what a pass binds anew it keeps itself, until `finish`.
+    A view of the module as it is: a pass stores its new bindings itself, until `finish`.
     """
 
     def __init__(self, ir: tvm.IRModule) -> None:

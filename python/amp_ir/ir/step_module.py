@@ -117,7 +117,7 @@ class StepHooks:
     `is_over()`: whether the guards will not hold again, as after the optimizer's first step.
     `changed_numbers()`: the names of the Python numbers outside of the step that are guarded, have
     another value now, and can be inputs of the next capture (`trace_step(numbers_as_inputs=...)`).
-    `take_numbers(plain)`: told the plain values among the arguments of a call, in order, before
+    `take_numbers(plain)`: takes the plain values among the arguments of a call, in order, before
     `recompile_reason` is asked; `followed` are the positions of those that are read from there.
     """
 

@@ -14,7 +14,7 @@ from amp_ir.host import native
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.ir.tensor_layout import dtype_nbytes
 
-# Libraries that tell what scratch a call needs, and take it where it is lent.
+# Libraries that report a call's workspace, and take it from the caller.
 _BORROWERS = ("onednn", "cublaslt")
 
 

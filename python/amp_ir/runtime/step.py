@@ -83,7 +83,7 @@ class CompiledStep:
 
         Raises:
             ArgumentError: the batch does not fit what was captured; nothing has changed.
-            IndexOutOfRangeError: an index lies outside of the axis that it reads or writes; nothing
+            IndexOutOfRangeError: an index is outside of the axis that it reads or writes; nothing
                 has changed. On a GPU a later call raises it, or `synchronise`.
             StateError: model or optimizer changed in a way that needs a new capture.
             StepFailedError: a call of the step failed, or an earlier failure left the state torn;

@@ -32,7 +32,7 @@ def build_side_by_side(
     items = list(kernels.items())
 
     def build(part: int) -> tvm.runtime.Module:
-        # Neighbours are alike, so every count-th is as much work as the next part's.
+        # Neighbours take the same time, so every count-th is as much work as the next part's.
         own = dict(items[part::count])
         extra = dict(of_all())
         # Contexts of TVM are a thread's own.

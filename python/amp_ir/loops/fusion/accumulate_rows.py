@@ -25,7 +25,7 @@ class Accumulations:
     """The sums by their variable, and the gradients that nothing else reads."""
 
     sums: dict[relax.Var, Accumulation]
-    absorbed: set[relax.Var]
+    fused: set[relax.Var]
 
 
 def find_accumulations(flow: Dataflow) -> Accumulations:
@@ -46,7 +46,7 @@ def find_accumulations(flow: Dataflow) -> Accumulations:
             call = gradients.get(gradient)
             if call is not None and flow.uses[gradient] == 1 and _are_tables(call, base):
                 found.sums[variable] = Accumulation(call, base)
-                found.absorbed.add(gradient)
+                found.fused.add(gradient)
                 break
     return found
 

@@ -102,7 +102,7 @@ class _Program:
             found = self.accumulations.sums[variable]
             # The table that rows are added to comes last, as an argument that the gradient lacks.
             self.values[variable] = self._lowered(found.call, [*found.call.args, found.base])
-        elif variable not in self.accumulations.absorbed:
+        elif variable not in self.accumulations.fused:
             self.values[variable] = self._value(value)
 
     def _value(self, expr: relax.Expr) -> Any:

@@ -134,5 +134,5 @@ def _computes(grouping: Grouping, value: Value) -> bool:
     is_move = id(value) not in grouping.group_of and len({id(one.value) for one in value.reads}) < 2
     if not (value.is_cast or is_move):
         return True
-    anew = [one.value for one in value.reads if isinstance(one.value, Pointwise)]
-    return any(one.is_view and _computes(grouping, one) for one in anew)
+    recomputed = [one.value for one in value.reads if isinstance(one.value, Pointwise)]
+    return any(one.is_view and _computes(grouping, one) for one in recomputed)
