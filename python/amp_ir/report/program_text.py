@@ -93,7 +93,7 @@ def _header(record: Stage, count: int) -> str:
 
 
 def _inputs(program: Any) -> list[str]:
-    """The inputs of `main`, a line each."""
+    """Return the inputs of `main`, one line each."""
     if isinstance(program, torch.fx.GraphModule):
         nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
         return [f"  input {node.name}: {_value_type(node.meta.get('val'))}" for node in nodes]
@@ -123,7 +123,7 @@ def _places_text(places: tuple[Location, ...]) -> str:
 
 
 def _of_node(node: torch.fx.Node) -> Line:
-    """A node of a torch.fx graph."""
+    """Return a node of a torch.fx graph as text."""
     arguments = [_argument_text(one) for one in node.args]
     arguments += [f"{name}={_argument_text(one)}" for name, one in node.kwargs.items()]
     called = str(node.target).removesuffix(".default")
@@ -164,7 +164,7 @@ def _tensor_text(dtype: str, extents: list[str]) -> str:
 
 
 def _of_ir(ir: tvm.IRModule, known: Mapping[str, Line]) -> Iterator[Line]:
-    """The bindings of `main`; `known` are the lines of what was there before fusion."""
+    """Return the bindings of `main`; `known` are the lines of values before fusion."""
     bindings = Dataflow(ir).bindings
     stored = {name for one in bindings for name in _names(one.value, "stores")}
     for binding in bindings:
@@ -178,14 +178,14 @@ def _of_ir(ir: tvm.IRModule, known: Mapping[str, Line]) -> Iterator[Line]:
 
 
 def _names(call: Any, attribute: str) -> list[str]:
-    """The variables from before fusion that the call of a kernel notes under `attribute`."""
+    """Return the variables from before fusion that a kernel's call notes as `attribute`."""
     if op_name(call) != _KERNEL_CALL or attribute not in call.attrs:
         return []
     return [name for name in str(call.attrs[attribute]).split(",") if name]
 
 
 def _formula(names: list[str], known: Mapping[str, Line], stored: set[str]) -> tuple[Line, ...]:
-    """The lines that a kernel computes: those of `names`, and what they read that no one stores."""
+    """Return the lines that a kernel computes: those of `names` and their inputs not in memory."""
     wanted, found = list(names), set()
     while wanted:
         name = wanted.pop()
@@ -243,7 +243,7 @@ def _is_absent(expr: Any) -> bool:
 
 
 def _options(call: relax.Call) -> list[str]:
-    """The options of a call as `name=value`; those that are None or empty say nothing."""
+    """Return the options of a call as `name=value`, without those that are None or empty."""
     if call.attrs is None:
         return []
     if isinstance(call.attrs, tvm.ir.DictAttrs):
@@ -259,7 +259,7 @@ def _short(value: Any) -> str:
 
 
 def _of_plan(step: PlannedStep) -> Iterator[Line]:
-    """The calls of a planned step; what lies in the arena with its offset."""
+    """Return the calls of a planned step; values in the arena with their offsets."""
     views: dict[str, str] = {}
     calls = iter(step.plan.calls)
     for binding in Dataflow(step.ir).bindings:

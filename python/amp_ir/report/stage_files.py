@@ -64,5 +64,5 @@ def current_stage_files() -> OnStage | None:
 
 @functools.cache
 def _files_of_process(folder: str, pid: int) -> OnStage:
-    """The files of this process: numbered on over all steps that it compiles."""
+    """Return the files of this process, numbered across all steps that it compiles."""
     return stage_files(Path(folder) / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{pid}")
