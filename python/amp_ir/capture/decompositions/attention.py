@@ -7,6 +7,7 @@ The CPU kernels are the reference implementation of the ops (plain PyTorch); onl
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -232,6 +233,14 @@ def _mask_of_four(mask: torch.Tensor | None, leading: torch.Size) -> torch.Tenso
 def _decomposed(
     query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float
 ) -> Any:
-    scores = _scores(query, key, mask, is_causal, scale).to(query.dtype)
-    weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)
-    return weights @ value
+    """Compute attention by plain ops, in float32 between its arguments and its result.
+
+    So does PyTorch's own decomposition, `_scaled_dot_product_attention_math`, for low arguments,
+    and a `torch.autocast` region around it does not reach inside.
+    """
+    device = query.device.type
+    is_region = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if is_region else contextlib.nullcontext():
+        scores = _scores(query, key, mask, is_causal, scale)
+        weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)
+        return (weights @ value.to(weights.dtype)).to(query.dtype)
