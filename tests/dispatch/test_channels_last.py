@@ -13,6 +13,7 @@ import amp_ir
 from amp_ir.api import lower
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.ir.interpreter import interpret
+from amp_ir.ir.library_call import Layout, LibraryConvolution, read
 from amp_ir.loops.ir import (
     Buffer,
     Pointwise,
@@ -68,10 +69,10 @@ def test_a_convolution_reads_and_writes_channels_last() -> None:
     bindings = [b for block in dispatch(mod)["main"].body.blocks for b in block.bindings]
     kinds = [getattr(b.value, "op", None) and str(b.value.op.name) for b in bindings[:3]]
     assert kinds == ["relax.permute_dims", "relax.call_dps_packed", "relax.permute_dims"]
-    arguments = bindings[1].value.args[1].fields
-    shapes = [[int(n) for n in one.values] for one in arguments if isinstance(one, relax.ShapeExpr)]
-    assert shapes[:2] == [[2, 16, 6, 6], [576, 1, 96, 16]]
-    assert shapes[4:6] == [[2, 8, 4, 4], [128, 1, 32, 8]]
+    call = read(bindings[1].value)
+    assert isinstance(call, LibraryConvolution) and call.x is not None
+    assert (call.x.shape, call.x.strides) == ((2, 16, 6, 6), (576, 1, 96, 16))
+    assert call.out == Layout((2, 8, 4, 4), (128, 1, 32, 8))
     assert [int(n) for n in bindings[1].var.ty.shape] == [2, 4, 4, 8]
 
 

@@ -17,8 +17,9 @@ from amp_ir.dialect.registry import call_op
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.host import native
 from amp_ir.ir.dispatch_log import DispatchLog
+from amp_ir.ir.library_call import LibraryConvolution, read
 from amp_ir.ir.strided_view import StridedView, dense_strides, view_of
-from library_calls import calls_of, library_calls, numbers
+from library_calls import calls_of, library_calls, matmul_of
 from relax_functions import build
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +34,7 @@ def test_transposes_of_operands_become_strides() -> None:
     )
     (call,) = library_calls(dispatch(mod))
     assert str(call.args[0].global_symbol) == "amp_ir.onednn.matmul"
-    assert numbers(call, 5) == [8, 16] and numbers(call, 6) == [1, 8]
+    assert matmul_of(call).b.shape == (8, 16) and matmul_of(call).b.strides == (1, 8)
 
 
 def test_a_transpose_of_the_only_use_is_written_by_the_matmul() -> None:
@@ -43,7 +44,7 @@ def test_a_transpose_of_the_only_use_is_written_by_the_matmul() -> None:
     )
     ir = dispatch(mod)
     (call,) = library_calls(ir)
-    assert numbers(call, 7) == [2, 4, 3] and numbers(call, 8) == [3, 6, 1]
+    assert matmul_of(call).out.shape == (2, 4, 3) and matmul_of(call).out.strides == (3, 6, 1)
     assert not [c for c in calls_of(ir) if c.op.name == "relax.permute_dims"]
 
 
@@ -57,10 +58,10 @@ def test_a_matmul_reads_the_transpose_that_another_one_wrote() -> None:
     )
     ir = dispatch(mod)
     first, second = library_calls(ir)
-    assert numbers(first, 7) == [4, 3] and numbers(first, 8) == [1, 4]
+    assert matmul_of(first).out.shape == (4, 3) and matmul_of(first).out.strides == (1, 4)
     bound = {b.value: b.var for block in ir["main"].body.blocks for b in block.bindings}
-    assert second.args[1].fields[0].same_as(bound[first])
-    assert numbers(second, 3) == [3, 4] and numbers(second, 4) == [4, 1]
+    assert matmul_of(second).a.base.same_as(bound[first])
+    assert matmul_of(second).a.shape == (3, 4) and matmul_of(second).a.strides == (4, 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -77,7 +78,7 @@ def test_a_bias_is_added_before_the_one_rounding(dtype: str) -> None:
     mod = build([((4, 8), dtype), ((8, 16), dtype), ((16,), "float32")], body)
     ir = dispatch(mod)
     (call,) = library_calls(ir)
-    assert call.args[1].fields[2].same_as(ir["main"].params[2])
+    assert ir["main"].params[2].same_as(matmul_of(call).bias)
     assert not [c for c in calls_of(ir) if c.op.name == "relax.add"]
 
 
@@ -163,7 +164,8 @@ def test_a_stride_that_leads_nowhere_is_one(side: int, expected: int) -> None:
             lambda a, b, op=op, more=more: call_op(op, [a, b], **options, **more),
         )
         (call,) = library_calls(dispatch(mod))
-        assert numbers(call, 8) == [expected, expected]
+        found = read(call)
+        assert isinstance(found, LibraryConvolution) and found.strides == (expected, expected)
 
 
 @given(

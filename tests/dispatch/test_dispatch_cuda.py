@@ -13,7 +13,7 @@ from tvm.relax import op as R
 from amp_ir.dialect.registry import call_op
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.ir.dispatch_log import DispatchLog
-from library_calls import LIBRARIES, calls_of, library_calls, numbers
+from library_calls import LIBRARIES, calls_of, library_calls, matmul_of
 from relax_functions import build
 
 
@@ -26,7 +26,7 @@ def name_of(call: relax.Call) -> str:
 
 
 def finish_of(call: relax.Call) -> str:
-    return str(call.args[1].fields[9].value)
+    return matmul_of(call).epilogue
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -37,7 +37,7 @@ def test_matmuls_go_to_cublaslt_where_there_is_none(dtype: str) -> None:
     )
     (call,) = library_calls(on_cuda(mod))
     assert name_of(call) == "amp_ir.cublaslt.matmul"
-    assert numbers(call, 5) == [8, 16] and numbers(call, 6) == [1, 8]
+    assert matmul_of(call).b.shape == (8, 16) and matmul_of(call).b.strides == (1, 8)
     assert str(call.ty.dtype) == "float32"
 
 
@@ -64,7 +64,8 @@ def test_a_bias_has_the_dtype_of_the_result(result: str) -> None:
     mod = build([((4, 8), "bfloat16"), ((8, 16), "bfloat16"), ((16,), "float32")], body)
     ir = on_cuda(mod)
     (call,) = library_calls(ir)
-    bias = call.args[1].fields[2]
+    bias = matmul_of(call).bias
+    assert bias is not None
     assert str(call.ty.dtype) == str(bias.ty.dtype) == result
     assert not [c for c in calls_of(ir) if c.op.name == "relax.add"]
     casts = [c for c in calls_of(ir) if c.op.name == "amp_ir.cast"]
@@ -93,7 +94,8 @@ def test_a_float32_product_is_not_rounded_by_the_library() -> None:
     mod = build([((4, 8), "float32"), ((8, 16), "float32"), ((16,), "float32")], body)
     ir = on_cuda(mod)
     (call,) = library_calls(ir)
-    assert str(call.ty.dtype) == "float32" and str(call.args[1].fields[2].ty.dtype) == "float32"
+    bias = matmul_of(call).bias
+    assert bias is not None and str(call.ty.dtype) == str(bias.ty.dtype) == "float32"
     (call,) = library_calls(dispatch(mod))
     assert str(call.ty.dtype) == "bfloat16"
 
@@ -112,11 +114,21 @@ def heads(samples: int) -> tvm.IRModule:
 def test_heads_inside_of_rows_are_copied_and_multiplied_at_once() -> None:
     """One launch and two copies instead of a launch a sample, and views where they cost less."""
     (call,) = library_calls(on_cuda(heads(8)))
-    assert numbers(call, 4) == [480, 40, 8, 1] and numbers(call, 6) == [480, 40, 5, 1]
+    assert matmul_of(call).a.strides == (480, 40, 8, 1) and matmul_of(call).b.strides == (
+        480,
+        40,
+        5,
+        1,
+    )
     (call,) = library_calls(on_cuda(heads(2)))
-    assert numbers(call, 4) == [480, 8, 96, 1] and numbers(call, 6) == [480, 8, 1, 96]
+    assert matmul_of(call).a.strides == (480, 8, 96, 1) and matmul_of(call).b.strides == (
+        480,
+        8,
+        1,
+        96,
+    )
     (call,) = library_calls(dispatch(heads(8)))
-    assert numbers(call, 4) == [480, 8, 96, 1]
+    assert matmul_of(call).a.strides == (480, 8, 96, 1)
 
 
 def test_a_transposed_result_that_needs_more_launches_is_left_to_a_kernel() -> None:
@@ -127,7 +139,7 @@ def test_a_transposed_result_that_needs_more_launches_is_left_to_a_kernel() -> N
     mod = build([((8, 3, 4, 8), "float32"), ((8, 3, 8, 5), "float32")], body)
     ir = on_cuda(mod)
     (call,) = library_calls(ir)
-    assert numbers(call, 8) == [60, 20, 5, 1]
+    assert matmul_of(call).out.strides == (60, 20, 5, 1)
     assert [c for c in calls_of(ir) if c.op.name == "relax.permute_dims"]
     assert not [c for c in calls_of(dispatch(mod)) if c.op.name == "relax.permute_dims"]
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import tvm
-import tvm_ffi
 from torch import nn
 from tvm import relax
 from tvm.relax import op as R
@@ -23,9 +22,12 @@ from amp_ir.dispatch import prepack_weights as packing
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.prepack_weights import pack_operands
 from amp_ir.host import native
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
+from amp_ir.ir.library_call import read
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.step_module import StepModule
+from amp_ir.ir.strided_view import StridedView
 from amp_ir.ir.target import cpu
 from amp_ir.memory.call_cost import flop_of_calls
 from amp_ir.vm import export
@@ -44,14 +46,10 @@ pytestmark = pytest.mark.skipif(
 STEPS = 9
 
 
-def calls_of(ir: tvm.IRModule) -> list[tuple[str, relax.Var, list[relax.Expr]]]:
-    """The library calls of main: name, variable and arguments."""
-    bindings = [b for block in ir["main"].body.blocks for b in block.bindings]
-    found = [b for b in bindings if isinstance(b.value, relax.Call)]
-    found = [b for b in found if b.value.op.name == "relax.call_dps_packed"]
-    return [
-        (str(b.value.args[0].global_symbol), b.var, list(b.value.args[1].fields)) for b in found
-    ]
+def calls_of(ir: tvm.IRModule) -> list[tuple[relax.Var, Any]]:
+    """The library calls of main by their variables."""
+    found = [(variable, read(value)) for variable, value in Dataflow(ir).values.items()]
+    return [(variable, call) for variable, call in found if call is not None]
 
 
 def shared(count: int, rows: int = 4, *, dtype: str = "float32", turned: bool = False) -> Any:
@@ -73,23 +71,20 @@ def test_matmuls_on_one_matrix_read_one_packed_copy(turned: bool) -> None:
     before = dispatch(shared(8, turned=turned))
     ir = pack_operands(before, log=log)
     given, calls = calls_of(before), calls_of(ir)
-    assert [name for name, _, _ in calls] == [
+    assert [call.symbol for _, call in calls] == [
         "amp_ir.onednn.pack",
         *["amp_ir.onednn.matmul_packed"] * 8,
         "amp_ir.onednn.matmul",
     ]
-    _, packed, (matrix, dims, strides) = calls[0]
-    assert matrix.same_as(ir["main"].params[0])
-    assert [int(n) for n in dims.values] == [32, 64]
-    assert [int(n) for n in strides.values] == ([1, 32] if turned else [64, 1])
+    packed, pack = calls[0]
+    assert pack.b == StridedView(ir["main"].params[0], (32, 64), (1, 32) if turned else (64, 1))
     nbytes = native.function("amp_ir.onednn.packed_nbytes")((32, 64), "float32")
     assert str(packed.ty.dtype) == "uint8" and [int(n) for n in packed.ty.shape] == [nbytes]
-    for (_, old, before_arguments), (_, new, arguments) in zip(given[:8], calls[1:9], strict=True):
-        assert new.same_as(old) and arguments[1].same_as(packed)
-        # Without b's strides all else is as it was.
-        kept = [*before_arguments[:1], *before_arguments[2:6], *before_arguments[7:]]
-        left = [*arguments[:1], *arguments[2:]]
-        assert all(tvm_ffi.structural_equal(a, b) for a, b in zip(kept, left, strict=True))
+    for (old, plain), (new, call) in zip(given[:8], calls[1:9], strict=True):
+        assert new.same_as(old) and call.b == StridedView(packed, (32, 64), ())
+        # But for b all is as it was.
+        assert (call.a, call.out, call.epilogue) == (plain.a, plain.out, plain.epilogue)
+        assert call.bias is None and plain.bias is None
     (note,) = log.notes
     assert str(note) == ("pack: 1 call -> onednn, because 8 matmuls read what is packed once")
 

@@ -21,7 +21,8 @@ from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.host import native
 from amp_ir.ir import tuning_cache
 from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.tuning_cache import ALGORITHMS, RULES, TuningCache, fastest_algorithm
+from amp_ir.ir.library_call import RULES
+from amp_ir.ir.tuning_cache import ALGORITHMS, TuningCache, fastest_algorithm
 from amp_ir.runtime import time_algorithms
 from library_calls import lines_of
 from matmul_calls import LAYOUTS, check, nan, random

@@ -8,19 +8,24 @@ import re
 import tvm
 from tvm import relax
 
+from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.library_call import LibraryMatmul, read
+
 
 def calls_of(ir: tvm.IRModule) -> list[relax.Call]:
     """The calls in main, in order."""
-    bindings = [b for block in ir["main"].body.blocks for b in block.bindings]
-    return [b.value for b in bindings if isinstance(b.value, relax.Call)]
+    return [value for value in Dataflow(ir).values.values() if isinstance(value, relax.Call)]
 
 
 def library_calls(ir: tvm.IRModule) -> list[relax.Call]:
     return [c for c in calls_of(ir) if c.op.name == "relax.call_dps_packed"]
 
 
-def numbers(call: relax.Call, position: int) -> list[int]:
-    return [int(n) for n in call.args[1].fields[position].values]
+def matmul_of(call: relax.Call) -> LibraryMatmul:
+    """The call as a matmul."""
+    found = read(call)
+    assert isinstance(found, LibraryMatmul)
+    return found
 
 
 LIBRARIES = ("cublaslt", "torch_cuda")

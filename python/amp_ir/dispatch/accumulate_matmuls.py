@@ -18,12 +18,11 @@ from tvm.ir import GenericConst
 from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.library_call import library_call
+from amp_ir.ir.library_call import DPS_CALL, LibraryMatmul, read, write
 from amp_ir.ir.location import join_spans
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_module import OutputSpec
 
-LIBRARY_CALL = "relax.call_dps_packed"
 MATMUL = "amp_ir.onednn.matmul"
 ACCUMULATE = "amp_ir.onednn.matmul_accumulate"
 
@@ -95,6 +94,8 @@ class _Accumulator:
         self.log = log
         self.flow = Dataflow(ir)
         self.values = dict(self.flow.values)
+        read_ = {variable: _product(value) for variable, value in self.values.items()}
+        self.products = {variable: one for variable, one in read_.items() if one is not None}
         # Bindings are written in the order of these places; new ones share that of an old one.
         self.place = {variable: k for k, variable in enumerate(self.flow.values)}
         self.readers, self.uses = self.flow.readers, self.flow.uses
@@ -107,8 +108,7 @@ class _Accumulator:
     def run(self) -> tvm.IRModule:
         if not native.has(ACCUMULATE):
             return self.flow.ir
-        values = self.flow.values.items()
-        totals = {self._total_of(variable) for variable, value in values if _is_product(value)}
+        totals = {self._total_of(variable) for variable in self.products}
         for total in sorted(totals - {None}, key=lambda one: -self.place[one]):
             self._rewrite(total)
         if not self.added:
@@ -162,9 +162,9 @@ class _Accumulator:
     def _product(self, leaf: relax.Expr) -> relax.Var | None:
         """The product that `leaf` is, perhaps reshaped, if only this sum reads it."""
         while isinstance(leaf, relax.Var) and self.uses.get(leaf) == 1:
-            call = self.values.get(leaf)
-            if _is_product(call):
+            if leaf in self.products:
                 return leaf
+            call = self.values.get(leaf)
             if not isinstance(call, relax.Call) or call.op.name != "relax.reshape":
                 return None
             leaf = call.args[0]
@@ -192,8 +192,8 @@ class _Accumulator:
         """
         if self.saves_memory or self.uses[total] == 1 or not _has_amx():
             return False
-        calls = [self.values[self._product(term.leaf)] for term in products]
-        return any(str(call.args[1].fields[0].ty.dtype) != "float32" for call in calls)
+        calls = [self.products[self._product(term.leaf)] for term in products]
+        return any(str(call.a.base.ty.dtype) != "float32" for call in calls)
 
     def _last_read(self, state: relax.Expr, inside: set[relax.Var]) -> int:
         """The place of the last call, other than `inside`, that reads an old value; -1: none."""
@@ -244,12 +244,11 @@ class _Accumulator:
         alpha: relax.Expr | None,
         beta: relax.Expr | None,
     ) -> relax.Call:
-        product = self.values[self._product(term.leaf)]
-        a, b, bias, *layouts_and_finish = product.args[1].fields
-        factors = [relax.op.null_value() if one is None else one for one in (alpha, beta)]
+        product = self.products[self._product(term.leaf)]
         span = join_spans([product.span, self.values[total].span])
-        arguments = [a, b, base, bias, *factors, *layouts_and_finish]
-        return library_call(ACCUMULATE, arguments, total.ty, span)
+        return write(
+            attrs.evolve(product, c=base, alpha=alpha, beta=beta, type_=total.ty, span=span)
+        )
 
     def _factor(
         self, factors: tuple[relax.Expr, ...], outer: tuple[relax.Expr, ...]
@@ -334,7 +333,7 @@ class _Accumulator:
         """Bind a call behind what it reads, at `earliest` or later."""
         if span is not None:
             call = relax.Call(call.op, call.args, call.attrs, call.ty_args, span)
-        if call.op.name != LIBRARY_CALL:
+        if call.op.name != DPS_CALL:
             call = self.builder.normalize(call)
         reads = [self.place.get(one, -1) for one in variables_of(call)]
         if variable is None:
@@ -374,13 +373,12 @@ def _is_sum(call: relax.Expr | None) -> bool:
     return shape_of(call.args[0]) == shape_of(call.args[1]) != ()
 
 
-def _is_product(call: relax.Expr | None) -> bool:
-    """Whether it is a matmul of oneDNN's with a float32 result that nothing is done to."""
-    if not isinstance(call, relax.Call) or call.op.name != LIBRARY_CALL:
-        return False
-    if str(call.args[0].global_symbol) != MATMUL or not _is_full(call.ty):
-        return False
-    return call.args[1].fields[-1].value == "none"
+def _product(value: relax.Expr) -> LibraryMatmul | None:
+    """A matmul of oneDNN's with a float32 result that nothing is done to; None for other values."""
+    call = read(value)
+    if not isinstance(call, LibraryMatmul) or call.symbol != MATMUL or not _is_full(value.ty):
+        return None
+    return call if call.epilogue == "none" else None
 
 
 def _is_full(type_: relax.Type) -> bool:

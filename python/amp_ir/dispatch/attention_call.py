@@ -9,7 +9,7 @@ from typing import Any
 from tvm import relax
 
 from amp_ir.host import native
-from amp_ir.ir.library_call import library_call, shape_argument
+from amp_ir.ir.library_call import LibraryAttention, write
 from amp_ir.ir.strided_view import StridedView, view_of
 
 _LOW = ("bfloat16", "float16")
@@ -89,7 +89,7 @@ def call_attention(
     """The library's call, and which of its results are dense as [n, s, h, d].
 
     Before:  out, lse = amp_ir.attention(q, k, v)                   # out [n, h, s, d]
-    After:   o, lse = call_dps_packed("amp_ir.torch_cuda.attention", (q, k, v, ...))
+    After:   o, lse = LibraryAttention("torch_cuda", q, k, v, is_causal, scale)
              out = permute_dims(o, [0, 2, 1, 3])                    # o [n, s, h, d]
 
     A model makes heads of rows and rows of heads, so that these transposes meet their inverses and
@@ -98,23 +98,25 @@ def call_attention(
     Requires: `attention_refusal` finds nothing.
     """
     backward = _is_backward(call)
-    strided = list(call.args[:5] if backward else call.args[:3])
-    views = [_rows_dense(view_of(one, values), one) for one in strided]
-    arguments: list[relax.Expr] = [view.base for view in views]
-    if backward:
-        arguments.append(call.args[5])
-    for view in views:
-        arguments += [shape_argument(view.shape), shape_argument(view.strides)]
-    arguments.append(relax.prim_value(int(options["is_causal"])))
-    arguments.append(relax.prim_value(float(options["scale"])))
+    names = ("grad", "q", "k", "v", "out") if backward else ("q", "k", "v")
+    operands = dict(zip(names, call.args, strict=False))
+    views = {name: _rows_dense(view_of(one, values), one) for name, one in operands.items()}
     fields = list(call.ty.fields)
     rows_outside = [len(field.shape) == 4 for field in fields]
     types = [
         _rows_outside(field) if outside else field
         for field, outside in zip(fields, rows_outside, strict=True)
     ]
-    name = f"amp_ir.{library}.{'attention_backward' if backward else 'attention'}"
-    return library_call(name, arguments, relax.TupleType(types), call.span), rows_outside
+    new = LibraryAttention(
+        library=library,
+        type_=relax.TupleType(types),
+        span=call.span,
+        is_causal=bool(options["is_causal"]),
+        scale=float(options["scale"]),
+        lse=call.args[5] if backward else None,
+        **views,
+    )
+    return write(new), rows_outside
 
 
 def _is_backward(call: relax.Call) -> bool:

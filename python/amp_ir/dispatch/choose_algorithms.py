@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import attrs
 import tvm
 from tvm import relax
 
@@ -12,19 +13,15 @@ from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE, MATMUL
 from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.library_call import library_call
-from amp_ir.ir.tuning_cache import RULES, TuningCache, this_machine, with_algorithm
-
-# Calls that take the name of a way behind the epilogue, as in "relu+gemm"; the argument before
-# the result is the epilogue.
-_MATMULS = (MATMUL, ACCUMULATE)
+from amp_ir.ir.library_call import RULES, LibraryMatmul, read, write
+from amp_ir.ir.tuning_cache import TuningCache, this_machine
 
 
 def products_of(ir: tvm.IRModule) -> dict[str, relax.Call]:
     """The different products that oneDNN computes for a step, by what makes their time."""
     found: dict[str, relax.Call] = {}
     for value in Dataflow(ir).values.values():
-        if _is_matmul(value):
+        if _matmul(value) is not None:
             found.setdefault(product_name(value), value)
     return found
 
@@ -45,8 +42,8 @@ def choose_ways(
 ) -> tvm.IRModule:
     """Name the way in the calls of oneDNN's matmuls.
 
-    Before:  y = onednn.matmul(a, b, ..., "relu")
-    After:   y = onednn.matmul(a, b, ..., "relu+gemm")
+    Before:  y = onednn.matmul(a, b)
+    After:   y = onednn.matmul(a, b, algorithm="gemm")
 
     Requires: `dispatch` has run; `best` gives the way for a product by its name, "rules" for
               leaving the choice to the call.
@@ -55,10 +52,12 @@ def choose_ways(
     flow, log = Dataflow(ir), DispatchLog() if log is None else log
     bindings = []
     for binding in flow.bindings:
-        way = best(product_name(binding.value)) if _is_matmul(binding.value) else RULES
-        if way != RULES:
+        matmul = _matmul(binding.value)
+        way = RULES if matmul is None else best(product_name(binding.value))
+        if matmul is not None and way != RULES:
             log.add("matmul", "onednn", f"measured: {way} is the fastest way")
-            binding = relax.VarBinding(binding.var, _with_way(binding.value, way))
+            new = write(attrs.evolve(matmul, algorithm=way))
+            binding = relax.VarBinding(binding.var, new)
         bindings.append(binding)
     return flow.finish(bindings)
 
@@ -80,28 +79,20 @@ def product_name(call: relax.Call) -> str:
 
 def product_label(call: relax.Call) -> str:
     """The same for people: extents, dtypes, which operands lie transposed, what is done beside."""
-    fields = list(call.args[1].fields)
-    a, b = (str(one.ty.dtype) for one in fields[:2])
-    numbers = [[int(n) for n in one.values] for one in fields if isinstance(one, relax.ShapeExpr)]
-    a_dims, a_strides, b_dims, b_strides, _, _ = numbers
-    words = [" x ".join(str(n) for n in (*a_dims[:-2], a_dims[-2], a_dims[-1], b_dims[-1]))]
+    matmul = _matmul(call)
+    assert matmul is not None, "products_of found the call"
+    a, b = (str(one.base.ty.dtype) for one in (matmul.a, matmul.b))
+    words = [" x ".join(str(n) for n in (*matmul.a.shape, matmul.b.shape[-1]))]
     dtypes = dict.fromkeys([a if a == b else f"{a} and {b}", str(call.ty.dtype)])
     words.append(" to ".join(dtypes))
-    swapped = [name for name, strides in (("a", a_strides), ("b", b_strides)) if strides[-1] != 1]
+    swapped = [name for name in ("a", "b") if getattr(matmul, name).strides[-1] != 1]
     words += [f"{' and '.join(swapped)} transposed"] if swapped else []
-    is_added = str(call.args[0].global_symbol) == ACCUMULATE
-    words += ["added"] if is_added else []
-    words += ["with bias"] if isinstance(fields[3 if is_added else 2].ty, relax.TensorType) else []
+    words += [] if matmul.c is None else ["added"]
+    words += [] if matmul.bias is None else ["with bias"]
     return ", ".join(words)
 
 
-def _is_matmul(value: relax.Expr) -> bool:
-    if not isinstance(value, relax.Call) or value.op.name != "relax.call_dps_packed":
-        return False
-    return str(value.args[0].global_symbol) in _MATMULS
-
-
-def _with_way(call: relax.Call, way: str) -> relax.Call:
-    *arguments, finish = call.args[1].fields
-    arguments.append(tvm.ir.StringImm(with_algorithm(finish.value, way)))
-    return library_call(str(call.args[0].global_symbol), arguments, call.ty_args[0], call.span)
+def _matmul(value: relax.Expr) -> LibraryMatmul | None:
+    """Return a matmul of oneDNN's that takes the name of an algorithm; None for other values."""
+    call = read(value)
+    return call if isinstance(call, LibraryMatmul) and call.symbol in (MATMUL, ACCUMULATE) else None

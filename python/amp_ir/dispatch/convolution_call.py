@@ -11,7 +11,7 @@ from tvm import relax
 
 from amp_ir.dialect.registry import options_of
 from amp_ir.ir.image_layout import TO_FIRST, TO_LAST, moved
-from amp_ir.ir.library_call import library_call, shape_argument
+from amp_ir.ir.library_call import Layout, LibraryConvolution, write
 from amp_ir.ir.strided_view import StridedView, dense_strides, without_idle_strides
 
 # Which of the two operands and the result are the data and the window.
@@ -20,14 +20,18 @@ _DATA_AND_WINDOW = {
     "conv_backward_input": (2, 1),
     "conv_backward_weight": (1, 2),
 }
-
-
+# The operands of the ops by the names of the library call.
+_OPERANDS = {
+    "conv": ("x", "w"),
+    "conv_backward_input": ("grad", "w"),
+    "conv_backward_weight": ("grad", "x"),
+}
 # Images with fewer channels than this stay as they are: a library would pad them.
 _FEW_CHANNELS = 8
 
 
 @attrs.frozen
-class LibraryConvolution:
+class ChannelsLast:
     """A convolution's call, and what stands around it: images with their channels last.
 
     `before` are the bindings of operands, `result` what is bound in place of the op.
@@ -43,12 +47,12 @@ def write_convolution(
     variable: relax.Var,
     call: relax.Call,
     view: Callable[[relax.Expr], StridedView],
-) -> LibraryConvolution:
+) -> ChannelsLast:
     """The call of the library's `verb`: two operands, a dense result, the options of `call`.
 
     Before:  y = conv(x, w)
     After:   x_last = permute_dims(x, [0, 2, 3, 1])
-             y_last = call_dps_packed("amp_ir.onednn.conv", (x_last, w, dims and strides ...))
+             y_last = LibraryConvolution("onednn", x=x_last, w=w)
              y = permute_dims(y_last, [0, 3, 1, 2])
 
     The loops stage computes what lies between two convolutions with channels last in memory, so
@@ -62,20 +66,25 @@ def write_convolution(
     out = tuple(int(n) for n in call.ty.shape)
     is_last = verb != "conv_backward_weight" and _is_worth_it(out)
     strides = _last_strides(out) if is_last else dense_strides(out)
-    arguments = [one.base for one in views]
-    for one in (*views, StridedView(call, out, strides)):
-        arguments += [shape_argument(one.shape), shape_argument(one.strides)]
     options = options_of(call)
-    arguments.append(shape_argument(_strides_taken(verb, call, options)))
-    arguments += [shape_argument(options[key]) for key in ("padding", "dilation")]
-    arguments.append(relax.prim_value(int(options["groups"])))
     type_ = _permuted_type(call.ty, TO_LAST) if is_last else call.ty
-    new = library_call(f"amp_ir.{library}.{verb}", arguments, type_, call.span)
+    typed = LibraryConvolution(
+        library=library,
+        type_=type_,
+        span=call.span,
+        out=Layout(out, strides),
+        strides=_strides_taken(verb, call, options),
+        padding=tuple(int(n) for n in options["padding"]),
+        dilation=tuple(int(n) for n in options["dilation"]),
+        groups=int(options["groups"]),
+        **dict(zip(_OPERANDS[verb], views, strict=True)),
+    )
+    new = write(typed)
     if not is_last:
-        return LibraryConvolution(tuple(before), new)
+        return ChannelsLast(tuple(before), new)
     last = relax.DataflowVar(f"{variable.name}_last", type_, variable.span)
     before.append(relax.VarBinding(last, new))
-    return LibraryConvolution(tuple(before), _permute(last, TO_FIRST, call.ty))
+    return ChannelsLast(tuple(before), _permute(last, TO_FIRST, call.ty))
 
 
 def _is_worth_it(shape: tuple[int, ...]) -> bool:
@@ -119,7 +128,7 @@ def _name_of(operand: relax.Expr) -> str:
     return operand.name if isinstance(operand, relax.Var) else "constant"
 
 
-def _strides_taken(verb: str, call: relax.Call, options: dict[str, Any]) -> list[int]:
+def _strides_taken(verb: str, call: relax.Call, options: dict[str, Any]) -> tuple[int, ...]:
     """The strides of a convolution, 1 where the window has a single place along a dim.
 
     oneDNN 2023.2's bfloat16 gradient of the weights reads memory that is not its own where an input
@@ -132,4 +141,4 @@ def _strides_taken(verb: str, call: relax.Call, options: dict[str, Any]) -> list
         reach = int(options["dilation"][k]) * (shapes[window][2 + k] - 1) + 1
         if shapes[data][2 + k] + 2 * int(padding) == reach:
             strides[k] = 1
-    return strides
+    return tuple(strides)

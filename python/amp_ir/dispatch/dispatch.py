@@ -11,10 +11,11 @@ from tvm import relax
 
 from amp_ir.dialect.registry import call_op
 from amp_ir.dispatch.convolution_call import write_convolution
-from amp_ir.dispatch.matmul_call import MatmulForm, choose_form, matmul_forms, write_matmul
+from amp_ir.dispatch.matmul_call import MatmulForm, choose_form, library_matmul, matmul_forms
 from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import OWN_KERNEL, DispatchLog
+from amp_ir.ir.library_call import write
 from amp_ir.ir.strided_view import StridedView, view_of
 
 LIBRARIES = ("onednn", "torch")
@@ -34,7 +35,8 @@ def dispatch(
     """Turn matmul and convolution into destination-passing library calls.
 
     Before:  wt = permute_dims(w); y = matmul(x, wt)
-    After:   y = call_dps_packed("amp_ir.onednn.matmul", (x, w, dims and strides ...))
+    After:   y = LibraryMatmul("onednn", a=x, b=w with strides [1, k]), as `library_call.write`
+             writes it
 
     Args:
         ir: the step.
@@ -142,13 +144,13 @@ class _Dispatcher:
         if form is None:
             return None
         type_ = transpose.ty if form.is_transposed and transpose is not None else call.ty
-        finish = self._finish(library, call)
-        new = write_matmul(f"amp_ir.{library}.matmul", form, None, finish, type_, call.span)
+        tf32 = self._may_use_tf32(library, call)
+        new = write(library_matmul(library, form, type_, call.span, allow_tf32=tf32))
         return self.redirect(variable, new) if form.is_transposed else new
 
-    def _finish(self, library: str, call: relax.Call) -> str:
+    def _may_use_tf32(self, library: str, call: relax.Call) -> bool:
         is_full = str(call.args[0].ty.dtype) == "float32"
-        return "none+tf32" if self.allow_tf32 and is_full and library == "cublaslt" else "none"
+        return self.allow_tf32 and is_full and library == "cublaslt"
 
     def _find_biased(self) -> dict[relax.Var, _Biased]:
         """The sums of a matmul, used for nothing else, and a bias along its last dimension."""
@@ -220,8 +222,10 @@ class _Dispatcher:
             bias = relax.DataflowVar(f"{variable.name}_bias", cast.ty)
             bindings.append(relax.VarBinding(bias, cast))
         ty = relax.TensorType(biased.call.ty.shape, biased.dtype)
-        finish, span = self._finish(library, biased.call), biased.call.span
-        call = write_matmul(f"amp_ir.{library}.matmul", form, bias, finish, ty, span)
+        tf32 = self._may_use_tf32(library, biased.call)
+        call = write(
+            library_matmul(library, form, ty, biased.call.span, bias=bias, allow_tf32=tf32)
+        )
         if str(variable.ty.dtype) == biased.dtype:
             return [*bindings, relax.VarBinding(variable, call)]
         product = relax.DataflowVar(f"{variable.name}_product", ty)

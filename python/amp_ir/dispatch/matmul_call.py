@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import tvm
@@ -12,7 +13,7 @@ import tvm_ffi
 from tvm import relax
 
 from amp_ir.host import native
-from amp_ir.ir.library_call import library_call, shape_argument
+from amp_ir.ir.library_call import Layout, LibraryMatmul
 from amp_ir.ir.strided_view import StridedView, dense_strides, permutation, without_idle_strides
 
 
@@ -86,17 +87,11 @@ def choose_form(
     return best
 
 
-def write_matmul(
-    name: str,
-    form: MatmulForm,
-    bias: relax.Expr | None,
-    finish: str,
-    type_: relax.TensorType,
-    span: tvm.ir.Span | None,
-) -> relax.Call:
-    """The call of `name` in this form; `finish` is the epilogue, with "+tf32" for cuBLASLt."""
-    layouts = [form.a.shape, form.a.strides, form.b.shape, form.b.strides]
-    layouts += [form.shape, form.strides]
-    arguments = [form.a.base, form.b.base, relax.op.null_value() if bias is None else bias]
-    arguments += [shape_argument(numbers) for numbers in layouts]
-    return library_call(name, [*arguments, tvm.ir.StringImm(finish)], type_, span)
+def library_matmul(
+    library: str, form: MatmulForm, type_: relax.TensorType, span: tvm.ir.Span | None, **fields: Any
+) -> LibraryMatmul:
+    """The matmul in this form; `fields` are a bias and the like."""
+    out = Layout(form.shape, form.strides)
+    return LibraryMatmul(
+        library=library, type_=type_, span=span, a=form.a, b=form.b, out=out, **fields
+    )

@@ -11,8 +11,8 @@ from tvm import relax
 from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.library_call import library_call, shape_argument
-from amp_ir.ir.strided_view import dense_strides
+from amp_ir.ir.library_call import LibraryMatmul, LibraryPack, read, write
+from amp_ir.ir.strided_view import StridedView, dense_strides
 
 # From so many calls on the copy is worth its memory and a call. A call on a plain matrix makes a
 # copy of its own, as dear as this one: of 16 x 2048 x 512, a step of an LSTM back in time, in
@@ -24,8 +24,6 @@ _LEAST_CALLS = 8
 _MOST_ROWS = 256
 
 _MATMUL = "amp_ir.onednn.matmul"
-_MATMUL_PACKED = "amp_ir.onednn.matmul_packed"
-_PACK = "amp_ir.onednn.pack"
 _PACKED_NBYTES = "amp_ir.onednn.packed_nbytes"
 
 
@@ -33,9 +31,7 @@ _PACKED_NBYTES = "amp_ir.onednn.packed_nbytes"
 class _Operand:
     """A matrix as a matmul reads it: which memory, with which dims and strides in elements."""
 
-    base: relax.Var
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
+    matrix: StridedView
     dtype: str
 
 
@@ -86,7 +82,7 @@ class _Packer:
                 continue
             if operand not in packed:
                 pack = _pack(operand, nbytes[operand], binding.value.span)
-                packed[operand] = relax.DataflowVar(f"{operand.base.name}_packed", pack.ty)
+                packed[operand] = relax.DataflowVar(f"{operand.matrix.base.name}_packed", pack.ty)
                 rewritten.append(relax.VarBinding(packed[operand], pack))
             call = _matmul_packed(binding.value, packed[operand])
             rewritten.append(relax.VarBinding(binding.var, call))
@@ -95,36 +91,29 @@ class _Packer:
 
 def _shared_operand(value: relax.Expr) -> _Operand | None:
     """The second operand of a matmul that may read it packed; None for other calls."""
-    if not isinstance(value, relax.Call) or value.op.name != "relax.call_dps_packed":
+    call = read(value)
+    if not isinstance(call, LibraryMatmul) or call.symbol != _MATMUL:
         return None
-    if str(value.args[0].global_symbol) != _MATMUL:
-        return None
-    a, b, _, a_dims, _, b_dims, b_strides, *_ = value.args[1].fields
-    dims, strides = _numbers(b_dims), _numbers(b_strides)
-    rows = _numbers(a_dims)
-    if len(rows) != 2 or len(dims) != 2 or rows[0] > _MOST_ROWS or not isinstance(b, relax.Var):
+    a, b, dims = call.a, call.b, call.b.shape
+    if len(a.shape) != 2 or len(dims) != 2 or a.shape[0] > _MOST_ROWS:
         return None
     transposed = (1, dims[0])
-    if a.ty.dtype != b.ty.dtype or strides not in (dense_strides(dims), transposed):
+    if a.base.ty.dtype != b.base.ty.dtype or b.strides not in (dense_strides(dims), transposed):
         return None
-    return _Operand(b, dims, strides, str(b.ty.dtype))
+    return _Operand(b, str(b.base.ty.dtype)) if isinstance(b.base, relax.Var) else None
 
 
 def _packed_nbytes(operand: _Operand) -> int:
     query = native.function(_PACKED_NBYTES)
-    return int(query(tvm_ffi.Shape(operand.dims), operand.dtype))
+    return int(query(tvm_ffi.Shape(operand.matrix.shape), operand.dtype))
 
 
 def _pack(operand: _Operand, nbytes: int, span: tvm.ir.Span | None) -> relax.Call:
-    arguments = [operand.base, shape_argument(operand.dims), shape_argument(operand.strides)]
-    return library_call(_PACK, arguments, relax.TensorType([nbytes], "uint8"), span)
+    type_ = relax.TensorType([nbytes], "uint8")
+    return write(LibraryPack(library="onednn", type_=type_, span=span, b=operand.matrix))
 
 
-def _matmul_packed(call: relax.Call, packed: relax.Var) -> relax.Call:
-    a, _, bias, a_dims, a_strides, b_dims, _, out_dims, out_strides, finish = call.args[1].fields
-    arguments = [a, packed, bias, a_dims, a_strides, b_dims, out_dims, out_strides, finish]
-    return library_call(_MATMUL_PACKED, arguments, call.ty_args[0], call.span)
-
-
-def _numbers(shape: relax.ShapeExpr) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in shape.values)
+def _matmul_packed(value: relax.Call, packed: relax.Var) -> relax.Call:
+    call = read(value)
+    assert isinstance(call, LibraryMatmul), "a shared operand is that of a matmul"
+    return write(attrs.evolve(call, b=attrs.evolve(call.b, base=packed), is_packed=True))

@@ -8,7 +8,7 @@ from tvm import relax
 
 from amp_ir.dialect import options_of
 from amp_ir.host import native
-from amp_ir.ir.library_call import library_call, shape_argument
+from amp_ir.ir.library_call import LibraryRecurrence, operands_of, write
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # What is float32 whatever the rest is, by position: cells and their gradients.
@@ -40,19 +40,26 @@ def call_recurrence(library: str, call: relax.Call) -> relax.Call:
     """The library's call, with the same results.
 
     Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell, reverse=False)
-    After:   states, cells, activated = call_dps_packed("amp_ir.onednn.lstm",
-                 (gates, weight, hidden, cell, [t, n, h], 0))
+    After:   states, cells, activated = LibraryRecurrence("onednn", "lstm",
+                 operands=(gates, weight, hidden, cell), dims=(t, n, h), reverse=False)
 
     Requires: `recurrence_refusal` finds nothing.
     """
     verb = _verb(call)
     steps, rows, _ = (int(extent) for extent in call.args[0].ty.shape)
+    operands = dict(zip(operands_of(verb), call.args, strict=True))
     # A weight is [gates * h, h].
-    weight = call.args[-1 if verb.endswith("_backward") else 1]
-    hidden = int(weight.ty.shape[1])
-    arguments = [*call.args, shape_argument((steps, rows, hidden))]
-    arguments.append(relax.prim_value(int(options_of(call)["reverse"])))
-    return library_call(f"amp_ir.{library}.{verb}", arguments, call.ty, call.span)
+    hidden = int(operands["weight"].ty.shape[1])
+    new = LibraryRecurrence(
+        library=library,
+        type_=call.ty,
+        span=call.span,
+        verb=verb,
+        operands=operands,
+        dims=(steps, rows, hidden),
+        reverse=bool(options_of(call)["reverse"]),
+    )
+    return write(new)
 
 
 def _verb(call: relax.Call) -> str:

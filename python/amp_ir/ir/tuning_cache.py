@@ -22,12 +22,12 @@ from amp_ir.files.atomic_file import write_text
 from amp_ir.files.cache_directory import cache_directory, drop_damaged
 from amp_ir.files.sealed_json import check_seal, read_document, sealed
 from amp_ir.host import native
+from amp_ir.ir.library_call import RULES
 from amp_ir.ir.target import cpu
 
 # "rules" is the choice without measurements. "plain" is oneDNN's first choice, "gemm" its older
 # implementation; the others bring one operand or both into oneDNN's own layout before.
-ALGORITHMS = ("rules", "plain", "gemm", "copy_a", "copy_b", "copy_both")
-RULES = ALGORITHMS[0]
+ALGORITHMS = (RULES, "plain", "gemm", "copy_a", "copy_b", "copy_both")
 # Smallest gain for which another algorithm is used: smaller ones are within measurement noise.
 LEAST_GAIN = 0.03
 
@@ -42,11 +42,6 @@ def fastest_algorithm(milliseconds: Milliseconds) -> str:
     fastest = min(milliseconds, key=milliseconds.__getitem__)
     is_better = milliseconds[fastest] < (1 - LEAST_GAIN) * milliseconds[RULES]
     return fastest if is_better else RULES
-
-
-def with_algorithm(finish: str, algorithm: str) -> str:
-    """Return the epilogue of a call that is to use this algorithm."""
-    return finish if algorithm == RULES else f"{finish}+{algorithm}"
 
 
 def this_machine() -> str:

@@ -23,11 +23,6 @@ def with_scratch(symbol: str) -> str:
     return f"{symbol.rpartition('.')[0]}.with_scratch"
 
 
-def lends_scratch(symbol: str) -> bool:
-    """Return whether the function is one of `with_scratch`."""
-    return symbol.rpartition(".")[2] == "with_scratch"
-
-
 def scratch_nbytes(call: relax.Call) -> int:
     """Return the bytes of workspace that the call takes from its caller; 0 where it takes none.
 

@@ -9,12 +9,19 @@ from fractions import Fraction
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import tirx
 from tvm.sym import Analyzer
 
 from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.library_call import (
+    LibraryAttention,
+    LibraryCall,
+    LibraryConvolution,
+    LibraryMatmul,
+    LibraryRecurrence,
+    read,
+)
 from amp_ir.ir.memory_plan import PlannedStep
-from amp_ir.ir.workspace import lends_scratch
 
 # Products of [s, d] by [d, t] or as large; the gradient makes the scores once more.
 _ATTENTION_MATMULS = {"attention": 2, "attention_backward": 5}
@@ -39,36 +46,25 @@ def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
                 counted[callee] = kernel_flop(step.ir[callee])
             found.append(counted[callee])
         elif str(callee.global_symbol) != "amp_ir.view":
-            found.append(library_flop(str(callee.global_symbol), list(call.args)))
+            found.append(library_flop(read(call)))
     return tuple(found)
 
 
-def library_flop(name: str, arguments: list[Any]) -> int:
+def library_flop(call: LibraryCall | None) -> int:
     """Floating-point operations of a library call, from its shapes; see `flop_of_calls`."""
-    if lends_scratch(name):
-        return library_flop(arguments[0].value, arguments[2:])
-    shapes = [_numbers(one) for one in arguments if isinstance(one, relax.ShapeExpr)]
-    verb = name.rpartition(".")[2]
-    if verb == "pack":
-        return 0
-    if verb in ("matmul", "matmul_accumulate", "matmul_packed"):
-        # The last two are the dims and strides of the result.
-        return 2 * math.prod(shapes[-2]) * shapes[0][-1]
-    if verb in _RECURRENT_GATES:
-        steps, rows, hidden = shapes[0]
-        return 2 * _RECURRENT_GATES[verb] * steps * rows * hidden**2
-    first, _, second, _, out = shapes[:5]
-    if verb in _ATTENTION_MATMULS:
-        # grad or q is [n, h, s, d], and the third of the tensors is k or v [n, h, t, d].
-        return 2 * _ATTENTION_MATMULS[verb] * math.prod(first) * out[-2]
-    # Each output of the forward convolution is a sum over the weights of one output channel.
-    weight = out if verb == "conv_backward_weight" else second
-    result = out if verb == "conv" else first
-    return 2 * math.prod(result) * math.prod(weight[1:])
-
-
-def _numbers(shape: relax.ShapeExpr) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in shape.values)
+    if isinstance(call, LibraryMatmul):
+        return 2 * math.prod(call.out.shape) * call.a.shape[-1]
+    if isinstance(call, LibraryRecurrence):
+        steps, rows, hidden = call.dims
+        return 2 * _RECURRENT_GATES[call.verb] * steps * rows * hidden**2
+    if isinstance(call, LibraryAttention):
+        # q is [n, h, s, d] and k [n, h, t, d].
+        return 2 * _ATTENTION_MATMULS[call.verb] * math.prod(call.q.shape) * call.k.shape[-2]
+    if isinstance(call, LibraryConvolution):
+        # Each output of the forward convolution is a sum over the weights of one output channel.
+        weight, result = call.w or call.out, call.grad or call.out
+        return 2 * math.prod(result.shape) * math.prod(weight.shape[1:])
+    return 0
 
 
 def kernel_flop(function: tirx.PrimFunc) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from amp_ir.ir.library_call import read
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.memory.buffers import Step
 from amp_ir.memory.call_cost import flop_of_calls, library_flop
@@ -19,7 +20,7 @@ def rerun_milliseconds(step: Step) -> float:
     nbytes += sum(slot.nbytes for slot in step.results)
     flop = 0
     if step.function is None:
-        flop = library_flop(step.symbol, list(step.call.args[1].fields))
+        flop = library_flop(read(step.call))
     return _milliseconds(nbytes, flop, step.reads[0].dtype if flop else "float32")
 
 

@@ -11,7 +11,8 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
-from amp_ir.ir.tuning_cache import ALGORITHMS, RULES, Milliseconds, fastest_algorithm
+from amp_ir.ir.library_call import RULES
+from amp_ir.ir.tuning_cache import ALGORITHMS, Milliseconds, fastest_algorithm
 
 _WIDTH = 110
 

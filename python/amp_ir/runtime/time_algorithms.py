@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
+import tvm
 import tvm_ffi
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tvm import relax
 
 from amp_ir.host import native
-from amp_ir.ir.tuning_cache import ALGORITHMS, TuningCache, with_algorithm
+from amp_ir.ir.library_call import WRITTEN_OVER, LibraryMatmul, read, write
+from amp_ir.ir.tuning_cache import ALGORITHMS, TuningCache
 
 # Algorithms run in turns, so that what slows the machine for a while slows all of them; the minimum
 # of each counts, since noise only adds time.
@@ -63,13 +66,14 @@ def milliseconds_by_algorithm(product: relax.Call) -> dict[str, float]:
 
 def _call(product: relax.Call, algorithm: str) -> Call:
     """Return the call as a compiled step makes it, with the workspace that it asks for."""
-    symbol = str(product.args[0].global_symbol)
-    out = _numbers(product.ty)
-    *fields, finish = product.args[1].fields
+    matmul = read(product)
+    assert isinstance(matmul, LibraryMatmul), "products_of found the call"
+    symbol, out = matmul.symbol, _numbers(product.ty)
+    fields = write(attrs.evolve(matmul, algorithm=algorithm)).args[1].fields
     arguments = [_argument(field) for field in fields]
-    if symbol.endswith("_accumulate"):
-        arguments[2] = out  # as in a step, where what is added to is written over
-    arguments += [with_algorithm(finish.value, algorithm), out]
+    if symbol in WRITTEN_OVER:
+        arguments[WRITTEN_OVER[symbol]] = out  # as in a step
+    arguments.append(out)
     nbytes = native.function("amp_ir.onednn.scratch_nbytes")(symbol, *arguments)
     scratch = torch.empty(max(int(nbytes), 1), dtype=torch.uint8)
     run = native.function("amp_ir.onednn.with_scratch")
@@ -79,6 +83,8 @@ def _call(product: relax.Call, algorithm: str) -> Call:
 def _argument(field: relax.Expr) -> Any:
     if isinstance(field, relax.ShapeExpr):
         return tvm_ffi.Shape(tuple(int(n) for n in field.values))
+    if isinstance(field, tvm.ir.StringImm):
+        return field.value
     return _numbers(field.ty) if isinstance(field.ty, relax.TensorType) else None
 
 

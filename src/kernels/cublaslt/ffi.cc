@@ -11,6 +11,7 @@
 #include "cublaslt/matmul.h"
 #include "onednn/workspace.h"
 #include "step/call_count.h"
+#include "tensors/library_calls.h"
 
 namespace {
 

@@ -14,6 +14,7 @@
 #include "onednn/widen.h"
 #include "onednn/workspace.h"
 #include "step/call_count.h"
+#include "tensors/library_calls.h"
 
 namespace {
 

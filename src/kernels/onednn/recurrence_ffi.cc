@@ -10,6 +10,7 @@
 #include "onednn/plan.h"
 #include "onednn/recurrence.h"
 #include "step/call_count.h"
+#include "tensors/library_calls.h"
 
 namespace {
 

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "step/call_count.h"
+#include "tensors/library_calls.h"
 #include "torch/ops.h"
 
 namespace {

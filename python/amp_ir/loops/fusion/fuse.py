@@ -16,6 +16,7 @@ from tvm.ir.expr import GenericConst
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.library_call import DPS_CALL
 from amp_ir.ir.location import from_span, join_spans
 from amp_ir.ir.static_shape import extents_of
 from amp_ir.loops.codegen.kernel import Emitter, Kernel
@@ -27,8 +28,6 @@ from amp_ir.loops.fusion.origins import Origins
 from amp_ir.loops.group import Group, storage_of
 from amp_ir.loops.ir import LOWERINGS, Buffer, Constant, Lowering, Opaque, TensorSpec, Value
 from amp_ir.loops.lowerings.relax_ops import constant_value
-
-LIBRARY_CALL = "relax.call_dps_packed"
 
 
 @attrs.define(eq=False)
@@ -120,7 +119,7 @@ class _Program:
 
     def _call(self, call: relax.Call) -> Any:
         name = call.op.name
-        if name == LIBRARY_CALL:
+        if name == DPS_CALL:
             return self._library_call(call)
         if name not in LOWERINGS:
             self.missing.setdefault(name, []).append(call)
@@ -284,7 +283,7 @@ class _Writer:
 
     def _bind_results(self, call: relax.Call, values: list[Any]) -> None:
         type_ = call.ty_args[0] if len(values) > 1 else tensor_type(values[0].spec)
-        is_kernel = call.op.name != LIBRARY_CALL
+        is_kernel = call.op.name != DPS_CALL
         spans = [self.origins.span(value) if is_kernel else call.span for value in values]
         span = spans[0] if len(values) == 1 else None
         variable = relax.DataflowVar(f"v{len(self.bindings)}", type_, span)

@@ -18,9 +18,10 @@ import tvm
 from tvm import relax, tirx
 
 from amp_ir.ir.dataflow import Dataflow, variables_of
+from amp_ir.ir.library_call import DPS_CALL
 from amp_ir.ir.location import join_spans
 from amp_ir.loops.fusion import cpu_tasks
-from amp_ir.loops.fusion.fuse import LIBRARY_CALL, typed
+from amp_ir.loops.fusion.fuse import typed
 from amp_ir.loops.fusion.horizontal_groups import Merger, buffer_size
 from amp_ir.loops.fusion.merged_kernel import Member, merged_kernel
 
@@ -84,7 +85,7 @@ class _Merging:
         last = 0
         for position, binding in enumerate(self.bindings):
             value = binding.value
-            if isinstance(value, relax.Call) and value.op.name == LIBRARY_CALL:
+            if isinstance(value, relax.Call) and value.op.name == DPS_CALL:
                 last = position + 1
         while last < len(self.bindings) and isinstance(
             self.bindings[last].value, relax.TupleGetItem
