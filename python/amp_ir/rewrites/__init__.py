@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relax to Relax with the same meaning, before and after autocast."""
+"""Rewrite Relax to Relax with the same meaning, before and after autocast."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the indices of a step that may be out of range, and makes the step check them.
+"""Find the indices of a step that may be out of range, and make the step check them.
 
-Kernels clamp. What PyTorch would refuse is refused here: an index that the batch or the state
-brings, before the step; an index that the step computes, by a flag that keeps every tensor of the
-state as it was, as an overflow does under a loss scale. What `value_ranges.py` proves is not
-checked.
+Kernels clamp. The checks reject what PyTorch rejects: before the step, an index from the batch or
+the state; during the step, an index that the step computes, by a flag that keeps every tensor of
+the state unchanged, as an overflow does under a loss scale. Indices that `value_ranges.py` proves
+to be in range are not checked.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_indices(ir: tvm.IRModule, signature: Signature, *, on_host: HostChecks
              extremes = concat(min(ids), max(ids)); wrong = less(min(ids), least) or ...
              w2 = where(wrong, w, w1); return (y, w2, extremes)
 
-    `on_host` says which indices the host checks before the step, at no op of it: "all" that it can
+    `on_host` says which indices the host checks before the step, adding no op: "all" that it can
     compute from inputs, those that a "batch" holds as they are, or "none" (on a GPU, which the host
     does not wait for).
 
@@ -152,7 +152,7 @@ class _Finder:
                         self._place(ids, use.check)
 
     def _sources(self, ids: relax.Expr, check: IndexCheck) -> Iterator[relax.Expr]:
-        """What holds the same numbers before views; parts that are known to be in range are not."""
+        """Yield the tensors with the same numbers before views, but not parts known in range."""
         value: Any = self._values.get(ids) if isinstance(ids, relax.Var) else None
         name = op_name(value)
         if math.prod(shape_of(ids)) == 0 or self._is_proven(ids, check):
@@ -166,7 +166,7 @@ class _Finder:
             yield ids
 
     def _is_kept(self, cast: relax.Call) -> bool:
-        """Whether a cast keeps every number: from integers whose range the new dtype holds."""
+        """Return whether a cast keeps every number: its integers fit the range of the new dtype."""
         source, target = str(cast.args[0].ty.dtype), str(cast.ty.dtype)
         if not (source.startswith(("int", "uint")) and target.startswith(("int", "uint"))):
             return False
@@ -202,7 +202,7 @@ class _Finder:
             self.in_step.append(_InStep(ids, check))
 
     def _computed_from(self, ids: relax.Var) -> tuple[list[relax.Binding], list[relax.Var]]:
-        """The bindings that lead to `ids`, in order, and the inputs among what they read."""
+        """Return the bindings that compute `ids`, in order, and the inputs that they read."""
         if ids in self._position:
             return [], [ids]
         needed, reading = {ids}, []
@@ -228,7 +228,7 @@ class _Finder:
         return all(map(_is_integer, inputs)) and all(self._is_exact(b.value) for b in needed)
 
     def _is_exact(self, value: relax.Expr) -> bool:
-        """Whether the host computes it as the kernels do."""
+        """Return whether the host computes it exactly as the kernels do."""
         if op_name(value) not in _ON_HOST or not _is_integer(value):
             return False
         if op_name(value) in _DIVISIONS:
@@ -242,7 +242,7 @@ def _is_integer(expr: relax.Expr) -> bool:
 
 
 def check_known(check: IndexCheck, ids: relax.Expr, bindings: Sequence[relax.Binding]) -> None:
-    """Compute indices that depend on no input, and refuse those out of range.
+    """Compute indices that depend on no input, and raise for those out of range.
 
     Raises:
         IndexOutOfRangeError: one is.
@@ -270,7 +270,7 @@ class _Guard:
         self._out = [one for one in bindings if not one.var.same_as(flow.result)]
 
     def run(self, checks: Sequence[_InStep]) -> tvm.IRModule:
-        """The module whose `main` has one more output."""
+        """Return the module whose `main` has one more output."""
         smallest, largest = [], []
         for one in checks:
             low, high = self._extremes(one)
@@ -285,7 +285,7 @@ class _Guard:
         return self._finished([*fields, extremes])
 
     def _extremes(self, one: _InStep) -> tuple[relax.Var, relax.Var]:
-        """The smallest and the largest index that counts, int64[1] each."""
+        """Return the smallest and the largest index that counts, int64[1] each."""
         ids = one.ids
         if one.check.ignored is not None:
             dtype = str(ids.ty.dtype)
@@ -300,7 +300,7 @@ class _Guard:
         return low, high
 
     def _any_wrong(self, checks: Sequence[IndexCheck], extremes: relax.Var) -> relax.Var:
-        """bool[]: whether an index of any check is out of range."""
+        """Return whether an index of any check is out of range, bool[]."""
         count = len(checks)
         halves = [
             self._emit(relax.op.strided_slice(extremes, [0], [begin], [begin + count], [1]))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a step uses several times: one product in place of a sum of products.
+"""Replace a sum of matmuls for a weight that a step uses several times by one matmul.
 
-The gradient of such a weight is a sum, with a term for each use: an unrolled recurrence has one a
-time step, of a few rows each. The sum of the products is the product of what the terms' operands
-are one after the other, and a library computes that one at full speed, without writing and adding
-up a tensor of the weight's size a term. All terms are added in one float32 accumulation, so the
+The gradient of such a weight is a sum with a term for each use: an unrolled recurrence has one per
+time step, of a few rows each. The sum of the matmuls equals one matmul of the concatenated
+operands. A library computes that matmul at full speed, without writing and adding up a tensor of
+the weight's size for each term. All terms are added in one float32 accumulation, so the
 result is at least as exact.
 
 This runs before autocast, for the step as it was captured: the rules, the placement and the plan
-then speak of the matmul that runs, and a weight's gradient stays one that feeds the optimizer.
+then refer to the matmul that runs, and a weight's gradient remains one that feeds the optimizer.
 After it the terms would carry casts of their own, whose order of rounding a merge would have to
 prove again.
 """
@@ -33,7 +33,7 @@ _WIDE_DTYPES = ("float32", "float64")
 
 
 def merge_products(ir: tvm.IRModule) -> tvm.IRModule:
-    """Turn sums of matrix products into products of concatenations.
+    """Turn sums of matmuls into matmuls of concatenations.
 
     Before:  y = add(add(matmul(a0, b0), matmul(a1, b1)), matmul(a2, b2))
     After:   y = matmul(concat([a0, a1, a2], axis=1), concat([b0, b1, b2], axis=0))
@@ -41,17 +41,17 @@ def merge_products(ir: tvm.IRModule) -> tvm.IRModule:
     Before:  y = add(sum(a0, axis=[0]), sum(a1, axis=[0])); c = concat([a1, a0], axis=0)
     After:   c = concat([a1, a0], axis=0); y = sum(c, axis=[0])
 
-    - Operands that are transposes are concatenated as they lie in memory, and transposed after.
-    - A concatenation that the step has anyway is used, in its order.
-    - Terms go into one product as long as the operands that must be held for it are no larger than
-      its result; then the next product begins. So a step holds no more than the sum of the terms
+    - Operands that are transposes are concatenated in their memory layout, then transposed.
+    - A concatenation that the step already has is used, in its order.
+    - Terms go into one matmul as long as the operands that must be held for it are no larger than
+      its result; then the next matmul begins. So a step holds no more than the sum of the terms
       so far, which it would hold otherwise, and moves fewer bytes.
-    - Sums over rows are merged only over a concatenation that is there.
+    - Sums over rows are merged only over an existing concatenation.
 
     Requires: one function `main`, one dataflow block, static shapes.
     Ensures:  only sums of float32 or float64 change, and only of terms from one module and phase;
-              terms and partial sums that something else reads stay; the new calls name the places
-              of all their terms; a step without such a sum is returned as it is.
+              terms and partial sums that other ops read are kept; the new calls name the locations
+              of all their terms; a step without such a sum is returned unchanged.
     """
     merger = _Merger(ir)
     return merger.run() if merger.sums else ir
@@ -59,7 +59,7 @@ def merge_products(ir: tvm.IRModule) -> tvm.IRModule:
 
 @attrs.frozen(eq=False)
 class _Operand:
-    """One side of a product: `base`, or its transpose, to be concatenated along `axis` of it."""
+    """One operand of a matmul: `base` or its transpose, concatenated along `axis` of `base`."""
 
     base: relax.Expr
     axis: int
@@ -72,7 +72,7 @@ class _Operand:
 
 @attrs.frozen(eq=False)
 class _Term:
-    """A term of a sum: a product of two operands, or the sum of one over its rows.
+    """A term of a sum: a matmul of two operands, or the sum of a tensor over its rows.
 
     `reshape` is what is done to a sum over rows before it is added.
     """
@@ -126,10 +126,10 @@ class _Merger:
             return self.flow.ir
         return self.flow.finish(self.out)
 
-    # What a sum is of.
+    # Collection of the terms of sums.
 
     def _find_sums(self) -> dict[relax.Var, list[relax.Expr]]:
-        """The terms of each sum that is no term itself, where two or more may be merged."""
+        """Return the terms of each outermost sum in which two or more terms may be merged."""
         inner = {one for pair in self.totals.values() for one in pair if self._is_partial(one)}
         found = {}
         for total in self.totals:
@@ -143,7 +143,7 @@ class _Merger:
         return variable in self.totals and self.flow.uses.get(variable) == 1
 
     def _terms(self, total: relax.Var) -> list[relax.Expr]:
-        """The terms from left to right; a stack, since a sum may have thousands."""
+        """Return the terms from left to right; uses a stack, since a sum may have thousands."""
         terms: list[relax.Expr] = []
         waiting = list(reversed(self.totals[total]))
         while waiting:
@@ -176,10 +176,10 @@ class _Merger:
             return _Operand(call.args[0], 1 - summed, is_transposed=True)
         return _Operand(argument, summed, is_transposed=False)
 
-    # How it is computed instead.
+    # Construction of the merged matmuls.
 
     def _merged(self, variables: Sequence[relax.Expr]) -> relax.Expr | None:
-        """The sum with what can be merged merged; None where nothing can."""
+        """Return the sum with all mergeable terms merged; None where no terms can be merged."""
         kinds: dict[object, list[_Term]] = {}
         for variable in variables:
             term = self._term(variable)
@@ -208,7 +208,10 @@ class _Merger:
         return [self._product(chunk) for chunk in _chunks(terms)]
 
     def _order_of_concat(self, terms: list[_Term]) -> list[_Term] | None:
-        """The terms as the larger operands are concatenated already, if the others may be held."""
+        """Return the terms in the order of an existing concatenation of the larger operands.
+
+        The other operands must be small enough to be held.
+        """
         sides = range(len(terms[0].operands))
         for side in sorted(sides, key=lambda k: -sum(term.operands[k].nbytes for term in terms)):
             known = self._known_concat([term.operands[side] for term in terms])
@@ -245,7 +248,7 @@ class _Merger:
         known = self._known_concat(operands)
         parts = tuple(one.base for one in operands)
         if known is not None and known.parts == parts:
-            # Its parts are what the terms are computed from, so it can stand here.
+            # Its parts are what the terms are computed from, so it can be bound here.
             self._bind(known.variable, known.call)
             return known.variable
         new = self._emit(relax.op.concat(list(parts), operands[0].axis), span)
@@ -265,7 +268,7 @@ class _Merger:
             total = self._emit(relax.op.reshape(total, terms[0].reshape.args[1]), span)
         return [total]
 
-    # What has been written.
+    # State of the written bindings.
 
     def _note_concat(self, variable: relax.Var, call: relax.Call) -> None:
         if call.op.name != "relax.concat" or not isinstance(call.args[0], relax.Tuple):
@@ -292,7 +295,7 @@ class _Merger:
 
 
 def _chunks(terms: Sequence[_Term]) -> Iterator[list[_Term]]:
-    """Consecutive terms whose operands are no larger than the result, and single terms."""
+    """Group consecutive terms whose operands are no larger than the result, and single terms."""
     most = _nbytes(terms[0].variable.ty)
     chunk: list[_Term] = []
     held = 0
@@ -307,7 +310,7 @@ def _chunks(terms: Sequence[_Term]) -> Iterator[list[_Term]]:
 
 
 def _kind(term: _Term) -> object:
-    """Terms of one kind may be merged; a term that may not is a kind of its own."""
+    """Return the kind of a term; only terms of one kind are merged, others have their own kind."""
     call = term.call
     if call is None:
         return "other"
@@ -319,7 +322,7 @@ def _kind(term: _Term) -> object:
 
 
 def _is_sum(call: relax.Call) -> bool:
-    """Whether it adds two tensors of one shape in a dtype in which the order does not matter."""
+    """Return whether it adds two tensors of one shape in a dtype whose order does not matter."""
     if call.op.name != "relax.add" or str(call.ty.dtype) not in _WIDE_DTYPES:
         return False
     left, right = ([int(n) for n in argument.ty.shape] for argument in call.args)

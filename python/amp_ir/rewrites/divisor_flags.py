@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements of integer divisors are 0, as indices that `check_indices.py` can check."""
+"""Flag zero elements of integer divisors as indices that `check_indices.py` can check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIVISIONS = ("relax.divide", "relax.floor_divide", "relax.mod", "relax.floor_mo
 def with_divisor_flags(
     flow: Dataflow,
 ) -> tuple[list[relax.VarBinding], dict[relax.Var, relax.Var]]:
-    """Bind beside each integer division where its divisor is 0.
+    """Bind, beside each integer division, a flag where its divisor is 0.
 
     Before:  q = floor_divide(x, y)
     After:   is_zero = equal(y, 0); flag = astype(is_zero, "int32"); q = floor_divide(x, y)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tidy a step after autocast: fold casts, share small repeated work, drop what nobody reads."""
+"""Clean up a step after autocast: fold casts, share small repeated work, drop dead code."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def fold_casts(ir: tvm.IRModule) -> tvm.IRModule:
     - Widening is exact, so a cast after it starts from the narrow value; back to that value's own
       dtype there is nothing left. This sees through reshapes and transposes.
     - A narrowing is never dropped, whether the user wrote it or autocast: it rounds.
-    - Casts of constants are done now. One narrowing cast a value is kept; widening casts stay
-      private to their readers, in whose kernels they fuse.
+    - Casts of constants are folded here. One narrowing cast per value is kept; widening casts
+      remain private to their readers, in whose kernels they fuse.
     - Repeated calls with small results are made once.
 
     Requires: one function `main`, one dataflow block of pure calls.
-    Ensures:  the same values, bit for bit; spans stay with their calls.
+    Ensures:  bit-identical values; calls keep their spans.
     """
     return _Folder(ir).run()
 
@@ -61,7 +61,7 @@ class _Folder:
         return self.flow.finish(self.bindings, self.current(self.flow.result))
 
     def visit(self, binding: relax.VarBinding) -> None:
-        """Bind the variable as before, or let an equal expression stand for it."""
+        """Bind the variable as before, or replace it by an equal expression."""
         variable, old = binding.var, binding.value
         value: relax.Expr
         if isinstance(old, relax.Call):
@@ -86,7 +86,7 @@ class _Folder:
         return with_arguments(call, args)
 
     def current(self, expr: relax.Expr) -> relax.Expr:
-        """The expression that now stands for `expr`; the object itself where nothing changed."""
+        """Return the expression that now replaces `expr`; the same object where nothing changed."""
         if isinstance(expr, relax.Var):
             return self.now.get(expr, expr)
         if isinstance(expr, relax.Tuple):
@@ -99,7 +99,7 @@ class _Folder:
         return expr
 
     def folded(self, call: relax.Call) -> relax.Expr:
-        """A cast with what changes no value taken out of it."""
+        """Return a cast without the inner casts that change no value."""
         source, dtype = call.args[0], str(call.ty.dtype)
         if str(source.ty.dtype) == dtype:
             return source
@@ -115,7 +115,7 @@ class _Folder:
         return narrow if narrow_dtype == dtype else _cast_like(call, narrow, dtype)
 
     def before_widening(self, source: relax.Expr) -> tuple[relax.Expr | None, list[relax.Call]]:
-        """The narrow value that `source` widens, and the views between; None if it widens none."""
+        """Return the narrow value that `source` widens and the views between; None without one."""
         views: list[relax.Call] = []
         while isinstance(source, relax.Var):
             value = self.value_of.get(source)
@@ -141,7 +141,7 @@ class _Folder:
         return variable
 
     def shared(self, variable: relax.Var, call: relax.Call, name: str) -> relax.Expr:
-        """The variable that has this value already, where sharing it is allowed."""
+        """Return the variable that already has this value, where sharing it is allowed."""
         key = _key_of(call, name) if _may_share(call, name) else None
         if key is None:
             return call
@@ -150,7 +150,7 @@ class _Folder:
 
 
 def _cast_like(call: relax.Call, source: relax.Expr, dtype: str) -> relax.Call:
-    """A cast of `source` by the same op: the user's stays the user's."""
+    """Return a cast of `source` by the same op: the user's remains the user's."""
     if call.op.name == "relax.astype":
         return with_arguments(call, [source])
     new = call_op("amp_ir.cast", [source], call.span, dtype=dtype)
@@ -174,7 +174,7 @@ def _may_share(call: relax.Call, name: str) -> bool:
 
 
 def _key_of(call: relax.Call, name: str) -> tuple[Any, ...] | None:
-    """What makes two calls equal; None where an argument is no variable, shape or scalar."""
+    """Return the key of equal calls; None where an argument is no variable, shape or scalar."""
     parts: list[Any] = [name, str(call.attrs)]
     for argument in call.args[:]:
         if isinstance(argument, relax.Var):

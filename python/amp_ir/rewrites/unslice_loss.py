@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss over some of the rows of the logits: one over all of them, the others ignored.
+"""Compute a loss over some rows of the logits over all rows, with the others ignored.
 
 A language model's loss drops the last position of each sequence, `logits[:, :-1]`, and the gradient
-of that slice puts zeros in its place. Between the two lies a tensor of nearly the logits' size in
-rows of its own, and a copy of it: for GPT-2's vocabulary each as large as a weight. With a label
-that is ignored in place of each dropped position the rows stay where they are, so that the gradient
+of that slice puts zeros in its place. Between the two the step holds a tensor of nearly the logits'
+size with its own rows, and a copy of it: for GPT-2's vocabulary each as large as a weight. With an
+ignored label at each dropped position instead, the rows keep their addresses, so that the gradient
 may be written over the logits.
 
 This runs before autocast, for the step as it was captured, as `merge_products` does.
@@ -25,7 +25,7 @@ from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.static_shape import shape_of
 
-# What may lie between the slice and the loss, and between the gradient and the zeros around it.
+# Ops allowed between the slice and the loss, and between the gradient and the zeros around it.
 _RESHAPE, _CAST = "relax.reshape", "relax.astype"
 # A mean or a sum of an ignored row's loss has no term for it; single losses would be one more.
 _REDUCTIONS = ("mean", "sum")
@@ -42,7 +42,7 @@ def mask_loss_rows(ir: tvm.IRModule) -> tvm.IRModule:
              y = reshape(where([true, false], g, 0))
 
     Requires: one function `main`, one dataflow block, static shapes.
-    Ensures:  gradients are the same to the bit, the loss but for the order of its sum: an ignored
+    Ensures:  gradients are bit-identical, the loss differs by the order of its sum: an ignored
               row adds nothing to it and to the total weight, and its gradient is set to zero
               whatever its logits are; a loss whose rows something else reads, one that is not
               reduced, and one with other ops between the slice and the zeros are left alone.
@@ -72,16 +72,16 @@ class _SlicedLoss:
 
     @property
     def shape(self) -> list[int]:
-        """That of all logits."""
+        """Return the shape of all logits."""
         return _shape(self.logits)
 
     @property
     def rows(self) -> list[int]:
-        """All rows, by the dimensions they are counted in."""
+        """Return all rows, by the dimensions they are counted in."""
         return self.shape[:-1]
 
     def beside(self, leads: bool) -> list[int]:
-        """The dropped rows before or behind the slice, by the dimensions they are counted in."""
+        """Return the dropped rows before or behind the slice, by the dims they are counted in."""
         count = self.first if leads else self.rows[self.axis] - self.last
         return [count if k == self.axis else n for k, n in enumerate(self.rows)]
 
@@ -94,7 +94,7 @@ class _Rewriter:
         if any(_named(value, "amp_ir.nll_loss_backward") for value in self.values.values()):
             self.losses = list(self._find())
 
-    # Which losses.
+    # Search for losses.
 
     def _find(self) -> Iterator[_SlicedLoss]:
         readers: dict[relax.Expr, list[relax.Var]] = {}
@@ -114,7 +114,7 @@ class _Rewriter:
         axis: int,
         readers: dict[relax.Expr, list[relax.Var]],
     ) -> _SlicedLoss | None:
-        """The loss whose gradient `inner` is, between zeros along `axis` of `padded`."""
+        """Return the loss whose gradient `inner` is, between zeros along `axis` of `padded`."""
         gradient, after = self._through_casts(inner)
         backward = self._sole(gradient, "amp_ir.log_softmax_backward")
         if backward is None:
@@ -141,7 +141,7 @@ class _Rewriter:
         return _SlicedLoss(window.args[0], axis, *extent, tuple(reversed(before)), after, *names)
 
     def _through_casts(self, expr: relax.Expr) -> tuple[relax.Expr, tuple[str, ...]]:
-        """What `expr` is a reshape or a cast of, used for nothing else; dtypes from the last."""
+        """Return the sole-use source of reshapes and casts in `expr`, and dtypes from the last."""
         dtypes = []
         while (call := self.values.get(expr)) is not None and self.flow.uses.get(expr) == 1:
             if _named(call, _CAST):
@@ -152,11 +152,11 @@ class _Rewriter:
         return expr, tuple(dtypes)
 
     def _sole(self, expr: relax.Expr, name: str) -> relax.Call | None:
-        """The call of op `name` bound to `expr`, if its only use is the one looked at."""
+        """Return the call of op `name` bound to `expr`, if the use at hand is its only one."""
         value = self.values.get(expr)
         return value if _named(value, name) and self.flow.uses.get(expr) == 1 else None
 
-    # What is written.
+    # Construction of the new bindings.
 
     def run(self) -> tvm.IRModule:
         self.builder = relax.BlockBuilder()
@@ -230,7 +230,7 @@ class _Rewriter:
         loss: _SlicedLoss,
         span: tvm.ir.Span | None,
     ) -> relax.Expr:
-        """A number for each row [R], those of the slice from `rows`, `fill` for the dropped."""
+        """Return a number for each row [R]: `rows` for the slice, `fill` for the dropped rows."""
         parts = [self._reshaped(rows, self._slice_rows(loss), span)]
         for leads in (True, False):
             dropped = loss.beside(leads)
@@ -266,7 +266,7 @@ def _shape(expr: relax.Expr) -> list[int]:
 def _as_pad(
     value: relax.Expr, values: dict[relax.Var, relax.Expr]
 ) -> tuple[relax.Expr, int] | None:
-    """What lies between zeros in a concatenation, and the axis; None for any other value."""
+    """Return the value between zeros in a concatenation, and the axis; None for other values."""
     if not _named(value, "relax.concat") or not isinstance(value.args[0], relax.Tuple):
         return None
     inner = [one for one in value.args[0].fields if not _is_zero(values.get(one))]
@@ -282,7 +282,7 @@ def _is_zero(value: relax.Expr | None) -> bool:
 
 
 def _window(call: relax.Call, axis: int) -> tuple[int, int] | None:
-    """Where a slice with stride 1 along `axis` alone begins and ends; None for any other slice."""
+    """Return the begin and end of a slice with stride 1 along `axis` alone; None for others."""
     source, sliced = _shape(call.args[0]), _shape(call)
     axes, begins, _, *strides = ([int(n.value) for n in one.fields] for one in call.args[1:])
     if axes != [axis] or strides not in ([], [[1]]):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between which numbers the integers of a step lie."""
+"""Compute the ranges of the integers of a step."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A range of numbers, what a dtype or a constant holds, and what a comparison leaves."""
+"""Represent ranges of numbers: of a dtype, of a constant, and under a comparison."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Range:
     high: float | int
 
     def join(self, other: Range) -> Range:
-        """The smallest range that holds both."""
+        """Return the smallest range that holds both."""
         return Range(min(self.low, other.low), max(self.high, other.high))
 
     def meet(self, other: Range) -> Range | None:
-        """What lies in both; None for nothing."""
+        """Return the intersection of both; None if it is empty."""
         low, high = max(self.low, other.low), min(self.high, other.high)
         return Range(low, high) if low <= high else None
 
@@ -45,7 +45,7 @@ MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 
 
 def join_all(parts: Sequence[Range | None]) -> Range | None:
-    """The smallest range that holds all; None where nothing is known of one."""
+    """Return the smallest range that holds all; None where one of them is unknown."""
     result = parts[0]
     for part in parts[1:]:
         if result is None or part is None:
@@ -55,7 +55,7 @@ def join_all(parts: Sequence[Range | None]) -> Range | None:
 
 
 def limited(relation: str, limit: Range) -> Range:
-    """The integers that can be in `relation` to one of `limit`."""
+    """Return the integers that can be in `relation` to one of `limit`."""
     if relation == "==":
         return limit
     if relation in ("<", "<="):
@@ -66,17 +66,17 @@ def limited(relation: str, limit: Range) -> Range:
 
 
 def dtype_of(expr: relax.Expr) -> str:
-    """The dtype of a tensor; "" for anything else."""
+    """Return the dtype of a tensor; "" for anything else."""
     return str(getattr(expr.ty, "dtype", ""))
 
 
 def is_integer(expr: relax.Expr) -> bool:
-    """Whether it is a tensor of integers."""
+    """Return whether it is a tensor of integers."""
     return dtype_of(expr).startswith(("int", "uint"))
 
 
 def range_of_dtype(expr: relax.Expr) -> Range | None:
-    """All that a dtype can hold; None for floats, which can be NaN."""
+    """Return the range that a dtype can hold; None for floats, which can be NaN."""
     dtype = dtype_of(expr)
     if dtype == "bool":
         return BOOLEAN
@@ -87,7 +87,7 @@ def range_of_dtype(expr: relax.Expr) -> Range | None:
 
 
 def range_of_constant(constant: GenericConst) -> Range | None:
-    """What a constant holds; None for a low dtype, and for floats that are not finite."""
+    """Return the range of a constant; None for a low dtype, and for floats that are not finite."""
     if "float" in dtype_of(constant) and dtype_of(constant) not in ("float32", "float64"):
         return None
     array = constant.value.numpy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The range of an op's result from those of its arguments: one rule an op."""
+"""Compute the range of an op's result from those of its arguments: one rule per op."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Operands:
     range_of: Callable[[relax.Expr], Range | None]
 
     def of(self, position: int) -> Range | None:
-        """The range of an argument."""
+        """Return the range of an argument."""
         return self.range_of(self.call.args[position])
 
     @property
     def is_float(self) -> bool:
-        """Whether the result is a float."""
+        """Return whether the result is a float."""
         return "float" in dtype_of(self.call)
 
 
@@ -59,7 +59,7 @@ def _concat(asked: Operands) -> Range | None:
 
 
 def _corners(function: Callable[[Any, Any], Any]) -> Rule:
-    """An op of two numbers that is monotone in each where the other is held."""
+    """Return the range of an op of two numbers, monotone in each where the other is fixed."""
 
     def rule(asked: Operands) -> Range | None:
         a, b = asked.of(0), asked.of(1)
@@ -76,7 +76,7 @@ def _is_wide(call: relax.Call) -> bool:
 
 
 def _rounded(number: Any, asked: Operands) -> tuple[Any, Any]:
-    """A result as it is, or where it is a float32, between it and what it is rounded to."""
+    """Return a result; for a float32, the range between the result and its rounded value."""
     if not asked.is_float or dtype_of(asked.call) == "float64":
         return number, number
     with np.errstate(over="ignore"):
@@ -98,7 +98,7 @@ def _absolute(x: Range) -> Range:
 
 
 def _modulo(asked: Operands) -> Range | None:
-    """At most what it is divided by; at most the number itself where that is not negative."""
+    """Bound the result by the divisor, and by the number itself where that is not negative."""
     x, y = asked.of(0), asked.of(1)
     if x is None or y is None or asked.is_float or y.low <= 0:
         return None
@@ -144,7 +144,7 @@ def _cast(asked: Operands) -> Range | None:
     if x is None:
         return None
     if asked.is_float:
-        # Rounding is monotone, and what a low dtype overflows to is no number.
+        # Rounding is monotone, and a low dtype overflows to a value that is not finite.
         if not _is_wide(asked.call):
             return None
         lows, highs = _rounded(x.low, asked), _rounded(x.high, asked)
@@ -190,7 +190,7 @@ def _terms_of_scan(call: relax.Call) -> int:
 
 
 def _written(asked: Operands) -> Range | None:
-    """What was there or what is written there."""
+    """Return the range of the old and the written values together."""
     options = options_of(asked.call)
     if op_name(asked.call) == "amp_ir.index_put":
         return None if options["accumulate"] else join_all([asked.of(0), asked.of(1)])
@@ -205,7 +205,7 @@ def _pooled_place(asked: Operands) -> Range | None:
 
 
 def _compared(relation: str) -> Rule:
-    """A comparison that always or never holds, as far as the ranges say."""
+    """Return the range of a comparison, which may always or never hold for these ranges."""
 
     def rule(asked: Operands) -> Range | None:
         x, y = asked.of(0), asked.of(1)
@@ -270,7 +270,7 @@ RULES: dict[str, Rule] = {
 }
 
 # Element i of the result depends on elements i of the arguments alone, broadcast as NumPy does: so
-# what holds of an element where a condition holds can be carried through.
+# a fact about an element under a condition carries through the op.
 POINTWISE = {
     "amp_ir.cast",
     *COMPARISONS,

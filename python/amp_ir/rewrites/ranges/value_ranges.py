@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between which numbers the integers of a step lie, whatever the batch.
+"""Compute the ranges of the integers of a step, whatever the batch.
 
 Interval arithmetic over the ops that make indices. A range is closed, and holds for every element
 of a tensor. Only what follows from the step alone counts: an input has the range of its dtype.
@@ -39,12 +39,12 @@ _WHERE = "relax.where"
 # How many conditions and narrowed values deep a `where` is looked into.
 _DEPTH = 6
 
-# What is known of variables in one branch of a `where`.
+# The ranges of variables in one branch of a `where`.
 Known = Mapping[relax.Var, Range]
 
 
 class ValueRanges:
-    """The ranges of a step's values, found where they are asked for."""
+    """The ranges of a step's values, computed on demand."""
 
     def __init__(self, values: Mapping[relax.Var, relax.Expr]) -> None:
         self._values = values
@@ -53,9 +53,9 @@ class ValueRanges:
     def of(
         self, expr: relax.Expr, narrowed: Known | None = None, depth: int = _DEPTH
     ) -> Range | None:
-        """The range of a tensor; None where nothing is known (a float that may be NaN).
+        """Return the range of a tensor; None where it is unknown (a float that may be NaN).
 
-        `narrowed` is what is known beside of variables, in one branch of a `where`.
+        `narrowed` has the additional ranges of variables in one branch of a `where`.
         """
         if isinstance(expr, GenericConst):
             return range_of_constant(expr)
@@ -72,7 +72,7 @@ class ValueRanges:
         return self._found[expr]
 
     def _fill(self, wanted: relax.Var) -> None:
-        """Ranges of `wanted` and of all that it is computed from, without recursion."""
+        """Compute the ranges of `wanted` and of all values it depends on, without recursion."""
         waiting = [wanted]
         while waiting:
             var = waiting[-1]
@@ -96,7 +96,7 @@ class ValueRanges:
         return [one for one in parts if isinstance(one, relax.Var)]
 
     def _rule_of(self, var: relax.Var) -> tuple[Any, Rule | None]:
-        """What computes a variable, and the rule for it."""
+        """Return the binding that computes a variable, and the rule for it."""
         value = self._values.get(var)
         if isinstance(value, relax.TupleGetItem):
             call = self._values.get(value.tuple_value)
@@ -121,7 +121,7 @@ class ValueRanges:
         return found if is_inside else whole
 
     def _of_where(self, value: relax.Call, narrowed: Known | None, depth: int) -> Range | None:
-        """Each branch under its condition, and not at all where that cannot be."""
+        """Join the ranges of both branches under their conditions; skip an impossible branch."""
         condition, *branches = value.args
         parts = []
         for branch, holds in zip(branches, (True, False), strict=True):
@@ -133,7 +133,7 @@ class ValueRanges:
     def _narrow(
         self, condition: relax.Expr, *, holds: bool, narrowed: Known | None, depth: int
     ) -> dict[relax.Var, Range] | None:
-        """What follows for variables from a condition that holds, or does not; None: it cannot."""
+        """Return the ranges of variables where a condition holds, or not; None: impossible."""
         known = self.of(condition, narrowed, depth)
         if known is not None and known.meet(TRUE if holds else FALSE) is None:
             return None
@@ -182,7 +182,7 @@ class ValueRanges:
 
 
 def _all_hold(parts: Sequence[dict[relax.Var, Range] | None]) -> dict[relax.Var, Range] | None:
-    """What follows from all conditions together."""
+    """Return the ranges of variables where all conditions hold."""
     merged: dict[relax.Var, Range] = {}
     for part in parts:
         if part is None:
@@ -196,7 +196,7 @@ def _all_hold(parts: Sequence[dict[relax.Var, Range] | None]) -> dict[relax.Var,
 
 
 def _any_holds(parts: Sequence[dict[relax.Var, Range] | None]) -> dict[relax.Var, Range] | None:
-    """What follows whichever condition holds."""
+    """Return the ranges of variables where any of the conditions holds."""
     possible = [part for part in parts if part is not None]
     if not possible:
         return None
