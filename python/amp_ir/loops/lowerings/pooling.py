@@ -73,7 +73,7 @@ def _places(counts: Sequence[int]) -> list[tuple[Any, ...]] | None:
 def _small_max_pool(
     op: Lowering, x: Value, axes: Axes, places: list[tuple[Any, ...]]
 ) -> tuple[Value, Value]:
-    """Scan the places of a window in order for the first maximum, or the first NaN."""
+    """Scan the places of a window in order for the first maximum, or the last NaN."""
     _, element_at = _windows(x, axes, lambda at, valid, _i: (at, valid))
     dtype, n = compute_dtype(x.dtype), len(axes)
     plane = x.shape[len(x.shape) - n :]
@@ -84,7 +84,7 @@ def _small_max_pool(
             at, valid = element_at(*i, *place)
             element, known = let(x[at]), best
             better = tirx.any(element > known, m.isnan(element), tirx.EQ(position, number(_FAR)))
-            wins = let(tirx.all(*valid, tirx.Not(m.isnan(known)), better))
+            wins = let(tirx.all(*valid, better))
             best = let(m.select(wins, element, known))
             position = let(m.select(wins, flatten(at[len(at) - n :], plane), position))
         return best, position
@@ -109,33 +109,29 @@ def _max_pool(op: Lowering, x: Value, axes: Axes) -> tuple[Value, Value]:
 
     space, largest = _windows(x, axes, read)
     best = reduce("max", space, _last(space, n), largest, dtype)
-    has_nan = reduce(
-        "max", space, _last(space, n),
-        _windows(x, axes, lambda at, valid, _i: _is_nan(valid, stored_element(x, at)))[1], "int32",
-    )  # fmt: skip
 
-    def first(at: Any, valid: Any, i: Any) -> Any:
+    def place(at: Any, valid: Any, i: Any) -> Any:
         element = let(stored_element(x, at))
-        peak = best[(*i, *(0,) * n)]
-        is_nan = element != element
-        wanted = m.select(has_nan[(*i, *(0,) * n)] > number(0), is_nan, element == peak)
-        flat = flatten(at[len(at) - n :], plane)
-        return _guarded([*valid, wanted], flat, number(_FAR))
+        flat = let(flatten(at[len(at) - n :], plane))
+        is_peak = tirx.EQ(element, best[(*i, *(0,) * n)])
+        found = m.select(is_peak, flat, number(_FAR))
+        return _guarded(valid, m.select(m.isnan(element), number(-1) - flat, found), number(_FAR))
 
-    position = reduce("min", space, _last(space, n), _windows(x, axes, first)[1], "int32")
+    # The first place of the maximum, or -1 less the last one of NaN.
+    position = reduce("min", space, _last(space, n), _windows(x, axes, place)[1], "int32")
     shape = op.results[0].shape
     nan = m.constant(float("nan"), dtype)
     y = pointwise(
         best.shape, op.results[0].dtype,
-        lambda *i: m.select(has_nan[i] > number(0), nan, best[i]),
+        lambda *i: m.select(position[i] < number(0), nan, best[i]),
     )  # fmt: skip
-    indices = pointwise(position.shape, "int64", lambda *i: m.cast(position[i], "int64"))
+
+    def index(*i: Any) -> Any:
+        found = let(position[i])
+        return m.cast(m.select(found < number(0), number(-1) - found, found), "int64")
+
+    indices = pointwise(position.shape, "int64", index)
     return reshape(y, shape), reshape(indices, shape)
-
-
-def _is_nan(valid: Any, element: Any) -> Any:
-    element = let(element)
-    return _guarded([*valid, element != element], number(1), number(0))
 
 
 def _covering(op: Lowering, axes: Axes, dtype: str, body: Callable[..., Any]) -> Value:
