@@ -30,9 +30,7 @@ ALSO_FUSED = frozenset(
     hardswish hardswish_backward hardsigmoid hardsigmoid_backward mish mish_backward
     log_sigmoid_forward log_sigmoid_backward softshrink hardshrink celu prelu _prelu_kernel
     _prelu_kernel_backward select_backward slice_backward select_scatter slice_scatter
-    upsample_nearest1d upsample_nearest3d upsample_linear1d upsample_trilinear3d
-    upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d std var_mean roll tril triu masked_fill stack split unbind
+    std var_mean roll tril triu masked_fill stack split unbind
     index_add eye linspace zeros_like ones_like new_full new_zeros squeeze t transpose square
     addmv dot mv repeat diagonal clamp_min clamp_max rsub floor_divide threshold argsort all
     unsafe_split reflection_pad1d reflection_pad2d reflection_pad1d_backward

@@ -336,7 +336,7 @@ EXCLUDED: dict[str, str] = {
     "padding": _MOVES,
     "creation": "takes no values",
     "random": "draws numbers",
-    "resampling": "weighted sums of neighbours: test_converters_layers.py holds them",
+    "resampling": "sums of neighbours: test_infinities_of_neighbours.py holds them",
     "linear_algebra": _PRODUCTS,
     "convolution": _PRODUCTS,
     "attention": _PRODUCTS,

@@ -51,7 +51,10 @@ FUSED_OPS = frozenset(
     huber_loss_backward binary_cross_entropy binary_cross_entropy_backward
     soft_margin_loss soft_margin_loss_backward
     index index_put index_add index_copy index_fill scatter gather scatter_add
-    upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest2d_backward
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bilinear2d_backward
+    upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     cumsum sort topk
     """.split()
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from tvm import relax
 
-from amp_ir.importer.converters.axis_map import apply_axis_map
+from amp_ir.importer.converters.axis_map import AxisMap, apply_axis_map
 from amp_ir.importer.converters.emitter import Emitter
 from amp_ir.importer.converters.promotion import dtype_of, is_float, shape_of
 from amp_ir.importer.converters.registry import Converter, converts
@@ -16,7 +16,7 @@ from amp_ir.importer.converters.registry import Converter, converts
 aten = torch.ops.aten
 
 
-def _axis_map(mode: str, extent: int, before: int, after: int) -> torch.Tensor:
+def _axis_weights(mode: str, extent: int, before: int, after: int) -> torch.Tensor:
     """Return f64[extent, extent + before + after]: the source element of each padded position."""
     unit_vectors = torch.eye(extent, dtype=torch.float64)
     return torch.nn.functional.pad(unit_vectors[None], (before, after), mode=mode)[0]
@@ -32,8 +32,8 @@ def _padded(
         axis = len(shape_of(x)) - 1 - k
         before, after = padding[2 * k], padding[2 * k + 1]
         extent = ops.shape[axis] if backward else shape_of(x)[axis]
-        weights = _axis_map(mode, extent, before, after)
-        wide = apply_axis_map(ops, wide, axis, weights.T if backward else weights)
+        weights = _axis_weights(mode, extent, before, after)
+        wide = apply_axis_map(ops, wide, axis, AxisMap(weights.T if backward else weights))
     return ops.cast(wide, dtype)
 
 
