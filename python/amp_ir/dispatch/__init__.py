@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that a library computes become calls of it; others are decomposed."""
+"""Turn ops that a library computes into calls of it, and decompose the others."""

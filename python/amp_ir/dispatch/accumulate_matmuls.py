@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products that are only added to something are added by the library, where that lies.
+"""Let the library accumulate matmuls into the tensor that they are added to.
 
-The gradient of a weight that nothing but an SGD update reads is such a product: it needs no memory
-of its own, and is not written and read again.
+The gradient of a weight that only an SGD update reads is such a matmul: it needs no memory of its
+own, and is not written and read again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def accumulate_products(
     saves_memory: bool = False,
     log: DispatchLog | None = None,
 ) -> tvm.IRModule:
-    """Let oneDNN add products to a tensor in float32, in place of a kernel that adds them.
+    """Let oneDNN add matmuls to a tensor in float32, instead of a kernel that adds them.
 
     Before:  g = onednn.matmul(d, x); p1 = add(p, multiply(g, -lr))           # p1 updates p
     After:   p1 = onednn.matmul_accumulate(d, x, p, alpha=-lr)                # written over p
@@ -49,25 +49,25 @@ def accumulate_products(
     Before:  g = add(onednn.matmul(d0, x0), onednn.matmul(d1, x1))
     After:   g = onednn.matmul_accumulate(d1, x1, onednn.matmul(d0, x0))
 
-    A sum is taken apart through sums, negations and factors of one number, as far as nothing else
-    reads what is in between. Its products are added, in order, to the state that it is the new
-    value of, or else to the first of them; what else it has is added afterwards, in its order: a
-    gradient of a table, to its few rows. The factors are what they are when the step runs.
+    The pass splits a sum through sums, negations and factors of one number, as far as nothing else
+    reads the intermediate values. It adds the matmuls, in order, to the state that the sum is the
+    new value of, or else to the first of them; it adds the other terms afterwards, in their order:
+    a gradient of a table, to its few rows. The factors are evaluated when the step runs.
 
-    Where the old state is in a sum twice, with a weight decay but without a momentum, its products
+    Where the old state is in a sum twice, with a weight decay but without a momentum, its matmuls
     are not added to it: p * (1 - lr * decay) would lose a decay below 2^-24, in float32. A sum with
-    one product and no state stays a kernel's, which reads both in the pass over memory that its
-    reader makes anyway.
+    one matmul and no state is left to a kernel, which reads both in the same pass over memory as
+    its reader.
 
-    With AMX, products of low operands are not added to a state whose new value is read again: that
+    With AMX, matmuls of low operands are not added to a state whose new value is read again: that
     would take longer (`_is_dearer`). With `saves_memory` they are: each part of a sum that a kernel
     adds is held until then.
 
-    Requires: `dispatch` and `fold_casts` have run, and `pack_operands`: packed calls stay as they
-              are. `outputs` are those of `main`, in order.
+    Requires: `dispatch` and `fold_casts` have run, and `pack_operands`: packed calls remain
+              unchanged. `outputs` are those of `main`, in order.
     Ensures:  only float32 sums change; each is the same sum in another order, and so is its error.
-              The call reads the state after what else reads it, as far as bindings tell. Nothing
-              changes for other libraries than oneDNN. `log` is told.
+              The call reads the state after what else reads it, as far as bindings show. Nothing
+              changes for other libraries than oneDNN. The pass records each change in `log`.
     """
     log = DispatchLog() if log is None else log
     return _Accumulator(ir, outputs, log, saves_memory=saves_memory).run()
@@ -75,7 +75,7 @@ def accumulate_products(
 
 @attrs.frozen(eq=False)
 class _Term:
-    """`leaf` times all `factors`, the innermost first; a sum is made of such."""
+    """`leaf` times all `factors`, the innermost first; sums consist of these."""
 
     leaf: relax.Expr
     factors: tuple[relax.Expr, ...]
@@ -114,14 +114,14 @@ class _Accumulator:
         if not self.added:
             return self.flow.ir
         kept = [b for b in self.flow.bindings if b.var not in self.replaced]
-        # A stable sort: what is added at a place stands behind what was there.
+        # A stable sort: a binding added at a place follows the existing ones there.
         rewritten = sorted([*kept, *self.added], key=lambda binding: self.place[binding.var])
         return self.flow.finish(rewritten)
 
-    # What there is.
+    # Analysis of the step.
 
     def _states(self, outputs: Sequence[OutputSpec]) -> dict[relax.Var, relax.Var]:
-        """For each new value of a state, the parameter that it is the new value of."""
+        """Return, for each new value of a state, the parameter that it is the new value of."""
         result = self.flow.result
         fields = self.values.get(result, result)
         if not isinstance(fields, relax.Tuple):
@@ -130,7 +130,7 @@ class _Accumulator:
         return {f: self.flow.main.params[o.updates] for f, o in pairs if o.updates is not None}
 
     def _total_of(self, product: relax.Var) -> relax.Var | None:
-        """The last sum on the way of a product that nothing else reads; None: it is in no sum."""
+        """Return the last sum after a matmul that nothing else reads; None if it is in no sum."""
         total, one = None, product
         while self.uses.get(one) == 1 and one in self.readers:
             reader = self.readers[one][0]
@@ -144,7 +144,7 @@ class _Accumulator:
         return total
 
     def _terms(self, total: relax.Var) -> tuple[list[_Term], set[relax.Var]]:
-        """What a sum is made of, from left to right, and what is only in between."""
+        """Return the terms of a sum, from left to right, and its intermediate values."""
         terms: list[_Term] = []
         inside: set[relax.Var] = set()
         waiting: list[tuple[relax.Expr, tuple[relax.Expr, ...]]] = [(total, ())]
@@ -160,7 +160,7 @@ class _Accumulator:
         return terms, inside
 
     def _product(self, leaf: relax.Expr) -> relax.Var | None:
-        """The product that `leaf` is, perhaps reshaped, if only this sum reads it."""
+        """Return the matmul that `leaf` is, perhaps reshaped, if only this sum reads it."""
         while isinstance(leaf, relax.Var) and self.uses.get(leaf) == 1:
             if leaf in self.products:
                 return leaf
@@ -173,7 +173,7 @@ class _Accumulator:
     def _base(
         self, total: relax.Var, terms: list[_Term], products: list[_Term], inside: set[relax.Var]
     ) -> _Term | None:
-        """The term to which products are added; None where they are not."""
+        """Return the term to which matmuls are added; None where they are not."""
         state = self.state_of.get(total)
         old = [term for term in terms if state is not None and term.leaf.same_as(state)]
         is_free = bool(products) and self._last_read(state, inside) < self.place[total]
@@ -182,13 +182,13 @@ class _Accumulator:
         return products[0] if len(products) > 1 else None
 
     def _is_dearer(self, total: relax.Var, products: list[_Term]) -> bool:
-        """Whether adding to a state takes longer than the kernel that it makes less to do.
+        """Return whether adding to a state takes longer than the kernel work that it saves.
 
-        With AMX, oneDNN 3.2 does post-ops in a pass of their own over blocks that it else writes at
-        once. In bfloat16 of 30522 x 1024 x 768 a sum takes 36 ms in place of 29, 4096 x 512 x 4096
-        12 in place of 9. A kernel that adds takes 5 and 3: no more is lost than gained where it
-        goes. One that updates a parameter by a momentum stays, and gains 4 and 2: it reads and
-        writes three tensors in place of five. In float32 the sums are free (168 and 164 ms).
+        With AMX, oneDNN 3.2 runs post-ops in a separate pass over blocks that it else writes at
+        once. In bfloat16 of 30522 x 1024 x 768 a sum takes 36 ms instead of 29, 4096 x 512 x 4096
+        12 instead of 9. A kernel that adds takes 5 and 3: no more is lost than gained where it
+        is removed. One that updates a parameter by a momentum remains, and gains 4 and 2: it reads
+        and writes three tensors instead of five. In float32 the sums are free (168 and 164 ms).
         """
         if self.saves_memory or self.uses[total] == 1 or not _has_amx():
             return False
@@ -196,7 +196,7 @@ class _Accumulator:
         return any(str(call.a.base.ty.dtype) != "float32" for call in calls)
 
     def _last_read(self, state: relax.Expr, inside: set[relax.Var]) -> int:
-        """The place of the last call, other than `inside`, that reads an old value; -1: none."""
+        """Return the place of the last call, except `inside`, that reads an old value; -1: none."""
         last, names = -1, [state]
         for name in names:
             for reader in self.readers.get(name, ()):
@@ -208,10 +208,10 @@ class _Accumulator:
                     names.append(reader)
         return last
 
-    # What it becomes.
+    # Construction of the new bindings.
 
     def _rewrite(self, total: relax.Var) -> None:
-        """Write the sum with calls that add its products, if that is worth it."""
+        """Write the sum with calls that add its matmuls, if that saves time."""
         terms, inside = self._terms(total)
         products = [term for term in terms if self._product(term.leaf) is not None]
         products.sort(key=lambda term: self.place[self._product(term.leaf)])
@@ -220,7 +220,7 @@ class _Accumulator:
             return
         added = [term for term in products if term is not base]
         rest = [term for term in terms if term is not base and term not in added]
-        # What all are multiplied by stays outside, but of a state.
+        # The common factor is applied outside, except for a state.
         is_state = base not in products
         outer = () if rest or is_state else _common_end([one.factors for one in products])
         earliest = self._last_read(base.leaf, inside) if is_state else -1
@@ -253,7 +253,7 @@ class _Accumulator:
     def _factor(
         self, factors: tuple[relax.Expr, ...], outer: tuple[relax.Expr, ...]
     ) -> relax.Expr | None:
-        """The product of numbers, but of the last that are `outer`; None for 1."""
+        """Return the product of numbers, except the last that are `outer`; None for 1."""
         known, product = np.float32(1.0), None
         for one in factors[: len(factors) - len(outer)]:
             if isinstance(one, GenericConst):
@@ -269,7 +269,7 @@ class _Accumulator:
         return self._bind(relax.op.multiply(product, relax.const(known, "float32")))
 
     def _early(self, number: relax.Var) -> relax.Var:
-        """The number, computed at the start of the step where that can be."""
+        """Return the number, computed at the start of the step where possible."""
         chain, waiting = [], [number]
         while waiting:
             one = waiting.pop()
@@ -291,7 +291,7 @@ class _Accumulator:
         rest: list[_Term],
         outer: tuple[relax.Expr, ...],
     ) -> None:
-        """Add the other terms where the sum was written."""
+        """Add the other terms where the sum was bound."""
         span, place = self.values[total].span, self.place[total]
         calls = []
         for term in rest:
@@ -302,7 +302,7 @@ class _Accumulator:
             sum_ = self._bind(make(sum_, other), name, place, span)
 
     def _multiple(self, term: _Term, place: int, span: tvm.ir.Span | None) -> relax.Expr:
-        """The term's leaf times its factors; of a table's gradient, its few rows are multiplied."""
+        """Return the leaf times its factors; of a table's gradient, multiply its few rows."""
         table = self.values.get(term.leaf) if self.uses.get(term.leaf) == 1 else None
         is_table = isinstance(table, relax.Call) and table.op.name == _TABLE_GRADIENT
         if table is None or not is_table or not _is_full(table.args[0].ty):
@@ -330,7 +330,7 @@ class _Accumulator:
         earliest: int = -1,
         span: tvm.ir.Span | None = None,
     ) -> relax.Var:
-        """Bind a call behind what it reads, at `earliest` or later."""
+        """Bind a call after the values that it reads, at `earliest` or later."""
         if span is not None:
             call = relax.Call(call.op, call.args, call.attrs, call.ty_args, span)
         if call.op.name != DPS_CALL:
@@ -351,7 +351,7 @@ def _has_amx() -> bool:
 
 
 def _parts(call: relax.Expr | None) -> list[tuple[relax.Expr, tuple[relax.Expr, ...]]]:
-    """The terms of a sum or of a multiple, each with its factors; nothing for other values."""
+    """Return the terms of a sum or of a multiple, with their factors; none for other values."""
     if isinstance(call, relax.Call) and _is_sum(call):
         sign = (relax.const(-1.0, "float32"),) if call.op.name == "relax.subtract" else ()
         return [(call.args[0], ()), (call.args[1], sign)]
@@ -367,14 +367,14 @@ def _parts(call: relax.Expr | None) -> list[tuple[relax.Expr, tuple[relax.Expr, 
 
 
 def _is_sum(call: relax.Expr | None) -> bool:
-    """Whether it adds or subtracts float32 tensors of one shape."""
+    """Return whether it adds or subtracts float32 tensors of one shape."""
     if not isinstance(call, relax.Call) or call.op.name not in _SUMS or not _is_full(call.ty):
         return False
     return shape_of(call.args[0]) == shape_of(call.args[1]) != ()
 
 
 def _product(value: relax.Expr) -> LibraryMatmul | None:
-    """A matmul of oneDNN's with a float32 result that nothing is done to; None for other values."""
+    """Return a oneDNN matmul with an unprocessed float32 result; None for other values."""
     call = read(value)
     if not isinstance(call, LibraryMatmul) or call.symbol != MATMUL or not _is_full(value.ty):
         return None
@@ -386,7 +386,7 @@ def _is_full(type_: relax.Type) -> bool:
 
 
 def _common_end(tuples: list[tuple[relax.Expr, ...]]) -> tuple[relax.Expr, ...]:
-    """The last factors that all have alike."""
+    """Return the last factors that all terms share."""
     first, count = tuples[0], 0
     while all(len(one) > count and one[-1 - count].same_as(first[-1 - count]) for one in tuples):
         count += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and its gradient as one library call each, where a library does them whole."""
+"""Write attention and its gradient as one library call each, where a library has them fused."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _CPU_COLUMNS_LEAST = 768
 
 
 def attention_library(verb: str, libraries: tuple[str, ...]) -> str | None:
-    """The first library that has "attention" or "attention_backward"."""
+    """Return the first library that has "attention" or "attention_backward"."""
     return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
 
 
 def attention_refusal(library: str, call: relax.Call, options: Mapping[str, Any]) -> str:
-    """Why `library` does not do this call of attention or of its gradient; "" if it does.
+    """Return why `library` does not do this call of attention or of its gradient; "" if it does.
 
-    `options` are those of the call, but for a mask that was found to be causal.
+    `options` are those of the call, except for a mask that was found to be causal.
     """
     # The gradient takes (grad, q, k, v, out, lse), the forward (q, k, v).
     tensors = list(call.args[1:4]) if _is_backward(call) else list(call.args[:3])
@@ -86,7 +86,7 @@ def call_attention(
     options: Mapping[str, Any],
     values: Mapping[relax.Var, relax.Expr],
 ) -> tuple[relax.Call, list[bool]]:
-    """The library's call, and which of its results are dense as [n, s, h, d].
+    """Return the library's call, and which of its results are dense as [n, s, h, d].
 
     Before:  out, lse = amp_ir.attention(q, k, v)                   # out [n, h, s, d]
     After:   o, lse = LibraryAttention("torch_cuda", q, k, v, is_causal, scale)
@@ -124,7 +124,7 @@ def _is_backward(call: relax.Call) -> bool:
 
 
 def _rows_dense(view: StridedView, expr: relax.Expr) -> StridedView:
-    """The view where heads are dense along their width, else all of `expr`, copied by a kernel."""
+    """Return a view where heads are dense along their width, else a copy of `expr` by a kernel."""
     return view if view.strides[-1] == 1 else StridedView.dense(expr)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products are computed in the way that was measured to be fastest for them."""
+"""Choose for each matmul the algorithm that was measured to be fastest for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from amp_ir.ir.tuning_cache import TuningCache, this_machine
 
 
 def products_of(ir: tvm.IRModule) -> dict[str, relax.Call]:
-    """The different products that oneDNN computes for a step, by what makes their time."""
+    """Return the distinct matmuls that oneDNN computes for a step, by the key of their time."""
     found: dict[str, relax.Call] = {}
     for value in Dataflow(ir).values.values():
         if _matmul(value) is not None:
@@ -33,21 +33,22 @@ def choose_measured_ways(
     if "onednn" not in libraries or not native.has("amp_ir.onednn.matmul"):
         return ir
     known = TuningCache.read(this_machine())
-    # Naming every matmul of a step takes time; where `tune` has not run, for nothing.
+    # Naming every matmul of a step takes time and is useless where `tune` has not run.
     return choose_ways(ir, known.best, log=log) if known.milliseconds else ir
 
 
 def choose_ways(
     ir: tvm.IRModule, best: Callable[[str], str], *, log: DispatchLog | None = None
 ) -> tvm.IRModule:
-    """Name the way in the calls of oneDNN's matmuls.
+    """Name the algorithm in the calls of oneDNN's matmuls.
 
     Before:  y = onednn.matmul(a, b)
     After:   y = onednn.matmul(a, b, algorithm="gemm")
 
-    Requires: `dispatch` has run; `best` gives the way for a product by its name, "rules" for
+    Requires: `dispatch` has run; `best` gives the algorithm for a matmul by its name, "rules" for
               leaving the choice to the call.
-    Ensures:  nothing else changes; sums may be added up in another order. `log` is told.
+    Ensures:  nothing else changes; sums may be added up in another order. The pass records
+              its choices in `log`.
     """
     flow, log = Dataflow(ir), DispatchLog() if log is None else log
     bindings = []
@@ -63,7 +64,7 @@ def choose_ways(
 
 
 def product_name(call: relax.Call) -> str:
-    """What makes the time of a product: dtypes, dims and strides, and what is done beside it."""
+    """Return what determines the time of a matmul: dtypes, dims, strides and epilogue."""
     words = [str(call.args[0].global_symbol).rpartition(".")[2]]
     for argument in call.args[1].fields:
         if isinstance(argument, relax.ShapeExpr):
@@ -78,7 +79,7 @@ def product_name(call: relax.Call) -> str:
 
 
 def product_label(call: relax.Call) -> str:
-    """The same for people: extents, dtypes, which operands lie transposed, what is done beside."""
+    """Return a readable label: extents, dtypes, which operands are transposed, the epilogue."""
     matmul = _matmul(call)
     assert matmul is not None, "products_of found the call"
     a, b = (str(one.base.ty.dtype) for one in (matmul.a, matmul.b))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A convolution or one of its gradients as a library is asked for it."""
+"""Write a convolution or one of its gradients as a library call."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _OPERANDS = {
     "conv_backward_input": ("grad", "w"),
     "conv_backward_weight": ("grad", "x"),
 }
-# Images with fewer channels than this stay as they are: a library would pad them.
+# Images with fewer channels than this are left unchanged: a library would pad them.
 _FEW_CHANNELS = 8
 
 
 @attrs.frozen
 class ChannelsLast:
-    """A convolution's call, and what stands around it: images with their channels last.
+    """A convolution's call and its surrounding bindings: images with their channels last.
 
-    `before` are the bindings of operands, `result` what is bound in place of the op.
+    `before` are the bindings of operands, `result` is bound instead of the op.
     """
 
     before: tuple[relax.Binding, ...]
@@ -48,14 +48,14 @@ def write_convolution(
     call: relax.Call,
     view: Callable[[relax.Expr], StridedView],
 ) -> ChannelsLast:
-    """The call of the library's `verb`: two operands, a dense result, the options of `call`.
+    """Return the library's `verb`: two operands, a dense result, the options of `call`.
 
     Before:  y = conv(x, w)
     After:   x_last = permute_dims(x, [0, 2, 3, 1])
              y_last = LibraryConvolution("onednn", x=x_last, w=w)
              y = permute_dims(y_last, [0, 3, 1, 2])
 
-    The loops stage computes what lies between two convolutions with channels last in memory, so
+    The loops stage computes the ops between two convolutions with channels last in memory, so
     that the transposes cost nothing there.
     """
     before: list[relax.Binding] = []
@@ -88,12 +88,12 @@ def write_convolution(
 
 
 def _is_worth_it(shape: tuple[int, ...]) -> bool:
-    """Whether an image of this shape is wanted with its channels last."""
+    """Return whether an image of this shape is read with its channels last."""
     return len(shape) == len(TO_LAST) and shape[1] >= _FEW_CHANNELS
 
 
 def _last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of an image [n, channels, height, width] whose channels are last in memory."""
+    """Return the strides of an image [n, channels, height, width] with channels last in memory."""
     inner = dense_strides(moved(shape, TO_LAST))
     return without_idle_strides(shape, moved(inner, TO_FIRST))
 
@@ -103,7 +103,7 @@ def _operand(
     view: Callable[[relax.Expr], StridedView],
     before: list[relax.Binding],
 ) -> StridedView:
-    """An image as the library is to read it; a binding of its transpose is added where needed."""
+    """Return the image that the library reads; adds a binding of its transpose where needed."""
     seen = view(operand)
     strides = _last_strides(seen.shape) if _is_worth_it(seen.shape) else seen.strides
     if seen.strides == strides:
@@ -129,7 +129,7 @@ def _name_of(operand: relax.Expr) -> str:
 
 
 def _strides_taken(verb: str, call: relax.Call, options: dict[str, Any]) -> tuple[int, ...]:
-    """The strides of a convolution, 1 where the window has a single place along a dim.
+    """Return the strides of a convolution, 1 where the window has a single place along a dim.
 
     oneDNN 2023.2's bfloat16 gradient of the weights reads memory that is not its own where an input
     of 1 x 1 pixels, padded by 1, meets a window of 3 x 3 with stride 2; with stride 1 it does not.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that only some libraries have whole: calls of these, or smaller ops."""
+"""Turn ops that only some libraries have fused into their calls, or into smaller ops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as matmuls around softmax-like kernels, or as a call of a library that has it whole."""
+"""Turn attention into matmuls around softmax-like kernels, or into a fused library call."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FORWARD, BACKWARD = "amp_ir.attention", "amp_ir.attention_backward"
 def expand_attention(
     ir: tvm.IRModule, *, libraries: tuple[str, ...] = (), log: DispatchLog | None = None
 ) -> tvm.IRModule:
-    """Replace attention and its gradient by matmuls and the ops of dialect/attention_parts.py.
+    """Decompose attention and its gradient into matmuls and ops of dialect/attention_parts.py.
 
-    Where one of `libraries` does such an op whole, it becomes its call instead (attention_call.py).
+    Where one of `libraries` has such an op fused, it becomes that call instead (attention_call.py).
 
     Before:  out, lse = amp_ir.attention(q, k, v)
     After:   s = matmul(q, k^T, out_dtype=f32)
@@ -33,15 +33,15 @@ def expand_attention(
 
     Before:  dq, dk, dv = amp_ir.attention_backward(grad, q, k, v, out, lse)
     After:   s = matmul(q, k^T, out_dtype=f32); dp = matmul(grad, v^T, out_dtype=f32)
-             p = amp_ir.attention_weights(s, lse)           # once more, not kept from the forward
+             p = amp_ir.attention_weights(s, lse)           # again, not kept from the forward
              ds = amp_ir.attention_score_gradient(s, lse, dp, grad, out)
              dq = matmul(ds, k); dk = matmul(ds^T, q); dv = matmul(p^T, grad)
 
     Requires: one function `main`, one dataflow block, static shapes.
     Ensures:  scores and lse are float32 (float64 for float64); weights and the gradient of the
               scores are rounded to the dtype of q, as what the matmuls read; results keep their
-              variables, and every new op the location of the one that it stands for; `log` is told
-              of each.
+              variables, and every new op the location of the one that it replaces; the pass
+              records each in `log`.
     Source:   Dao et al. 2022, "FlashAttention", appendix B.2, for the gradient.
     """
     flow = Dataflow(ir)
@@ -54,7 +54,7 @@ def expand_attention(
 
 
 class _Writer:
-    """Collects bindings; every call it makes carries the location of the op it stands for."""
+    """Collects bindings; every call it makes carries the location of the op it replaces."""
 
     def __init__(self, libraries: tuple[str, ...], log: DispatchLog) -> None:
         self.bindings: list[relax.Binding] = []
@@ -93,7 +93,7 @@ class _Writer:
         return expand(list(call.args), options_of(call))
 
     def _simplest_options(self, call: relax.Call) -> dict[str, Any]:
-        """The options, causal instead of with a mask that says that."""
+        """Return the options, with causal instead of a mask that is equivalent to it."""
         options = options_of(call)
         if not options["has_mask"]:
             return options

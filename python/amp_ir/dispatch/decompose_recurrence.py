@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU layers step by step, or as a call of a library that has them whole."""
+"""Decompose LSTM and GRU layers into time steps, or turn them into a fused library call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def expand_recurrence(
 ) -> tvm.IRModule:
     """Replace LSTM and GRU layers and their gradients by ops for each of their time steps.
 
-    Where one of `libraries` does such an op whole, it becomes its call instead
+    Where one of `libraries` has such an op fused, it becomes that call instead
     (recurrence_call.py).
 
     Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
@@ -54,8 +54,8 @@ def expand_recurrence(
 
     Requires: one function `main`, one dataflow block, static shapes.
     Ensures:  the numerics that recurrence_steps.py states; every new op has the location of the one
-              that it stands for; what nobody reads of its results is not made; `log` is told of
-              each.
+              that it replaces; results that nothing reads are not computed; the pass records each
+              in `log`.
     """
     log = DispatchLog() if log is None else log
     parts: dict[relax.Var, Mapping[int, Parts]] = {}
@@ -80,7 +80,7 @@ def expand_recurrence(
 
 
 def _with_wide_cells(call: relax.Call, emit: Emit) -> relax.Call:
-    """The call with cells as libraries take them, where an override has asked for low ones."""
+    """Return the call with cells as libraries take them, where an override asked for low ones."""
     args = list(call.args)
     for k in _CELLS.get(op_name(call), ()):
         if str(args[k].ty.dtype) in LOW_DTYPES:
@@ -89,7 +89,7 @@ def _with_wide_cells(call: relax.Call, emit: Emit) -> relax.Call:
 
 
 def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
-    """Each such op as one opaque call, for those who ask which kernels the rest becomes.
+    """Replace each such op by one opaque call, to find which kernels the rest becomes.
 
     Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
     After:   states, cells, activated = call_dps_packed("amp_ir.lstm", (gates, weight, ...))
@@ -109,7 +109,7 @@ def _as_call(binding: relax.VarBinding) -> relax.VarBinding:
 def _with_replaced(
     ir: tvm.IRModule, replaced: Callable[[relax.Call, Emit], Results]
 ) -> tvm.IRModule:
-    """The module with each op as the results that `replaced` emits for it."""
+    """Return the module with each op replaced by the results that `replaced` emits for it."""
     flow = Dataflow(ir)
     if not flow.calls(*OPS):
         return ir

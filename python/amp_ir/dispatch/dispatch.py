@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls and convolutions become calls of a library."""
+"""Turn matmuls and convolutions into calls of a library."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ def dispatch(
         ir: the step.
         libraries: prefixes of library functions, the preferred one first.
         allow_tf32: whether cuBLASLt may round float32 operands to 11 significant bits.
-        log: is told where each of these ops went, and why not to the preferred library.
+        log: records the library of each of these ops, and why it is not the preferred one.
 
     Requires: one function `main`, one dataflow block, static shapes.
     Ensures:  transposes of operands cost nothing (they become strides), and so does a transpose
               of a matmul's only use; a bias is added by the matmul, before its one rounding, which
               is the sum's where that is all that is used of it (cuBLASLt adds a bias of the
               result's dtype: there a bias is rounded to it first, as PyTorch's autocast does); an
-              op that no library takes is left for the loops stage; a convolution's stride that
-              leads nowhere is 1. A relu stays a kernel's: cuBLASLt's turns NaN into 0.
+              op that no library takes is left for the loops stage; a convolution's stride is 1
+              along a dim with a single place. A relu is left to a kernel: cuBLASLt's turns NaN
+              into 0.
     """
     return _Dispatcher(ir, libraries, allow_tf32, DispatchLog() if log is None else log).run()
 
@@ -123,7 +124,7 @@ class _Dispatcher:
         if missing:
             return [f"{library} is {missing}"]
         if not native.has(f"amp_ir.{library}.{verb}"):
-            # A library for matmuls is not missed elsewhere.
+            # A library for matmuls only is not reported as missing elsewhere.
             has_others = native.has(f"amp_ir.{library}.matmul")
             return [] if has_others else [f"{library} has no {verb}"]
         dtypes = [str(one.ty.dtype) for one in (call.args[0], call.args[1], call)]
@@ -132,7 +133,7 @@ class _Dispatcher:
         ]
 
     def _written(self, library: str, verb: str, variable: relax.Var, call: relax.Call) -> Any:
-        """The call of the library, the marker that it was bound elsewhere, or None."""
+        """Return the call of the library, the marker that it was bound elsewhere, or None."""
         if verb != "matmul":
             written = write_convolution(library, verb, variable, call, self.operand)
             self.before += written.before
@@ -153,7 +154,7 @@ class _Dispatcher:
         return self.allow_tf32 and is_full and library == "cublaslt"
 
     def _find_biased(self) -> dict[relax.Var, _Biased]:
-        """The sums of a matmul, used for nothing else, and a bias along its last dimension."""
+        """Return the sums of a sole-use matmul and a bias along its last dimension."""
         first = self.libraries[0] if self.libraries else ""
         adds = first in (*_BIAS_IN_FULL, *_BIAS_OF_RESULT)
         if not adds or not native.has(f"amp_ir.{first}.matmul"):
@@ -171,7 +172,7 @@ class _Dispatcher:
         return found
 
     def _rounded_at_once(self, total: relax.Var, biased: _Biased) -> tuple[relax.Var, _Biased]:
-        """The rounded sum in place of a float32 one that is used for nothing else."""
+        """Return the rounded sum instead of a float32 one that is used for nothing else."""
         reader = self.only_cast.get(total)
         if reader is None or biased.dtype != "float32":
             return total, biased
@@ -204,7 +205,7 @@ class _Dispatcher:
         return biased.dtype if self.libraries[0] in _BIAS_OF_RESULT else "float32"
 
     def _sole(self, expr: relax.Expr, absorbed: list[relax.Var]) -> relax.Call | None:
-        """The call bound to `expr`, if its only use is the one looked at."""
+        """Return the call bound to `expr`, if the use at hand is its only one."""
         value = self.values.get(expr) if isinstance(expr, relax.Var) else None
         if not isinstance(value, relax.Call) or self.flow.uses.get(expr) != 1:
             return None
@@ -235,20 +236,20 @@ class _Dispatcher:
         return [*bindings, relax.VarBinding(variable, wide)]
 
     def operand(self, expr: relax.Expr) -> StridedView:
-        """The memory of an operand, seen through transposes and reshapes."""
+        """Return the memory of an operand, seen through transposes and reshapes."""
         return view_of(expr, self.values)
 
     def redirect(self, variable: relax.Var, call: relax.Call) -> Any:
         """Bind `call` at the one reader of `variable` instead; the marker to drop `variable`."""
         reader = self.only_reader[variable]
         self.replaced[reader] = call
-        # Nobody may look through it any more: what it was a view of is gone.
+        # No later lookup may see through it: the source of the view is gone.
         self.values[reader] = call
         return self
 
 
 def _refusal(call: relax.Call) -> str:
-    """Why no library takes the call, whichever there is; "" where one may."""
+    """Return why no library takes the call, whichever there is; "" where one may."""
     types = [call.ty, *(a.ty for a in call.args[:2])]
     strange = [str(t.dtype) for t in types if str(t.dtype) not in _LIBRARY_DTYPES]
     if strange:

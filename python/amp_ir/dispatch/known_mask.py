@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention masks whose values are known when a step is compiled.
+"""Simplify attention masks whose values are known when a step is compiled.
 
-Models build a causal mask anew in every step out of the numbers of rows (transformers does, from
-several conditions): such a mask depends on no input, and says no more than "causal".
+Models build a causal mask again in every step from the numbers of rows (transformers does, from
+several conditions): such a mask depends on no input, and is equivalent to "causal".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def without_known_mask(
     bindings: Sequence[relax.VarBinding],
     scores: tuple[int, int],
 ) -> dict[str, bool]:
-    """The options that change where `is_causal` says what a known mask says.
+    """Return the options that change where `is_causal` is equivalent to a known mask.
 
     Args:
         options: of the op, with a mask.
@@ -54,7 +54,7 @@ def without_known_mask(
 
 
 def _visible(mask: relax.Expr, bindings: Sequence[relax.VarBinding]) -> torch.Tensor | None:
-    """bool: the places that take part, at least 2 axes; None where the mask is not known."""
+    """Return the visible places, bool, at least 2 axes; None where the mask is not known."""
     needed = live_bindings(bindings, mask)
     defined = {binding.var for binding in needed}
     read = {one for expr in (*(b.value for b in needed), mask) for one in variables_of(expr)}

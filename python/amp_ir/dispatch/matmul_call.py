@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matmul as a library is asked for it: which memory it reads and writes, in which layout."""
+"""Write a matmul as a library call: the memory it reads and writes, and its layout."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from amp_ir.ir.strided_view import StridedView, dense_strides, permutation, with
 
 @attrs.frozen
 class MatmulForm:
-    """One way to ask: the views of the operands and the strides of the result, in elements.
+    """One form of the call: views of the operands and strides of the result, in elements.
 
-    `is_transposed` says that the result lies as its only reader, a transpose, wants it. `copies`
-    counts the transposes that this way leaves to be kernels of their own.
+    `is_transposed` says that the result is laid out as its only reader, a transpose, needs it.
+    `copies` counts the transposes that this form leaves as separate kernels.
     """
 
     a: StridedView
@@ -36,7 +36,7 @@ class MatmulForm:
 def matmul_forms(
     call: relax.Call, view: Callable[[relax.Expr], StridedView], transpose: relax.Call | None
 ) -> Iterator[MatmulForm]:
-    """The ways to ask for `call`; the first reads and writes everything in place.
+    """Return the forms of `call`; the first reads and writes everything in place.
 
     Args:
         call: a relax.matmul of matrices.
@@ -63,12 +63,12 @@ def matmul_forms(
 def choose_form(
     library: str, forms: Iterator[MatmulForm], out_dtype: str, bias_dtype: str | None
 ) -> MatmulForm | None:
-    """The way in which `library` needs the fewest kernels; None where it has no way.
+    """Return the form for which `library` needs the fewest kernels; None where it has none.
 
     oneDNN and PyTorch take everything in place. cuBLASLt takes matrices whose rows or columns are
-    dense and one batch dimension a launch: where heads lie inside of rows, it would take a launch
-    for each sample, and one kernel that copies is less. Of ways with as many kernels, the one with
-    the fewest copies.
+    dense and one batch dimension a launch: where heads are stored inside of rows, it would take a
+    launch for each sample, and one kernel that copies is less. Of forms with as many kernels, the
+    one with the fewest copies is chosen.
     """
     if library != "cublaslt":
         # PyTorch's CUDA kernels add no bias.
@@ -90,7 +90,7 @@ def choose_form(
 def library_matmul(
     library: str, form: MatmulForm, type_: relax.TensorType, span: tvm.ir.Span | None, **fields: Any
 ) -> LibraryMatmul:
-    """The matmul in this form; `fields` are a bias and the like."""
+    """Return the matmul in this form; `fields` are a bias and the like."""
     out = Layout(form.shape, form.strides)
     return LibraryMatmul(
         library=library, type_=type_, span=span, a=form.a, b=form.b, out=out, **fields

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix that many matmuls read is brought into the library's own layout once."""
+"""Bring a matrix that many matmuls read into the library's own layout once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import LibraryMatmul, LibraryPack, read, write
 from amp_ir.ir.strided_view import StridedView, dense_strides
 
-# From so many calls on the copy is worth its memory and a call. A call on a plain matrix makes a
-# copy of its own, as dear as this one: of 16 x 2048 x 512, a step of an LSTM back in time, in
+# From so many calls on the copy is worth its memory and a call. A call on a plain matrix makes its
+# own copy, at the same cost: of 16 x 2048 x 512, a step of an LSTM back in time, in
 # bfloat16 with AMX it takes 0.10 ms, 0.02 to 0.06 on a packed matrix, and packing takes 0.11; in
 # float32 0.24, 0.13 and 0.20. The forward pass's 16 x 512 x 2048, whose matrix is a transposed
 # one: 0.08, 0.03 and 0.21; 0.22, 0.13 and 0.22. Beside 512 rows the copy matters little: weights
-# that are read once or twice a step are left where they are.
+# that are read once or twice a step are left unpacked.
 _LEAST_CALLS = 8
 _MOST_ROWS = 256
 
@@ -46,7 +46,8 @@ def pack_operands(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IR
     Ensures:  only matmuls of matrices with at most 256 rows are changed; the copy lives from its
               first to its last reader, takes what this machine's oneDNN asks for it and at least
               the bytes of a plain one, which it is on a CPU whose oneDNN wants another layout; of
-              a low copy that only these matmuls read nothing else is left. `log` is told.
+              a low copy that only these matmuls read nothing else is left. The pass records each
+              in `log`.
     """
     return _Packer(ir, DispatchLog() if log is None else log).run()
 
@@ -90,7 +91,7 @@ class _Packer:
 
 
 def _shared_operand(value: relax.Expr) -> _Operand | None:
-    """The second operand of a matmul that may read it packed; None for other calls."""
+    """Return the second operand of a matmul that may read it packed; None for other calls."""
     call = read(value)
     if not isinstance(call, LibraryMatmul) or call.symbol != _MATMUL:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU layers and their gradients as one library call each."""
+"""Write LSTM and GRU layers and their gradients as one library call each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FULL = {"lstm": (3,), "lstm_backward": (2, 4)}
 
 
 def recurrence_library(verb: str, libraries: tuple[str, ...]) -> str | None:
-    """The first library that has "lstm", "lstm_backward", "gru" or "gru_backward"."""
+    """Return the first library that has "lstm", "lstm_backward", "gru" or "gru_backward"."""
     return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
 
 
 def recurrence_refusal(library: str, call: relax.Call) -> str:
-    """Why `library` does not do this call of a recurrent layer; "" if it does."""
+    """Return why `library` does not do this call of a recurrent layer; "" if it does."""
     full = _FULL.get(_verb(call), ())
     dtypes = {str(one.ty.dtype) for k, one in enumerate(call.args) if k not in full}
     if len(dtypes) > 1 or dtypes.isdisjoint(_DTYPES):
@@ -37,7 +37,7 @@ def recurrence_refusal(library: str, call: relax.Call) -> str:
 
 
 def call_recurrence(library: str, call: relax.Call) -> relax.Call:
-    """The library's call, with the same results.
+    """Return the library's call, with the same results.
 
     Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell, reverse=False)
     After:   states, cells, activated = LibraryRecurrence("onednn", "lstm",

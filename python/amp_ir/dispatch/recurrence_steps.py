@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM, GRU and their gradients step by step: a matmul and a few elementwise ops for each step.
+"""Decompose LSTM, GRU and their gradients: per step a matmul and a few elementwise ops.
 
 All arithmetic is float32 (float64 for float64). What the op's results hold is rounded to their
 dtypes, and a matmul reads the rounded state or gradient; cells, a GRU's state between two steps and
@@ -24,17 +24,17 @@ Parts = Sequence[relax.Expr]
 
 
 def wide_dtype(low: str) -> str:
-    """The dtype of arithmetic and cells beside tensors of `low`."""
+    """Return the dtype of arithmetic and cells beside tensors of `low`."""
     return "float64" if low == "float64" else "float32"
 
 
 @attrs.frozen(eq=False)
 class StepWriter:
-    """Emits ops that all carry the location of the op they stand for.
+    """Emit ops that all carry the location of the op they replace.
 
-    `low` is the dtype of what is stored, `wide` float32 (float64 for float64). `parts` knows what
-    was stacked before, step by step, in one or more groups of columns: who reads a step of that
-    reads the parts, and nobody may need the whole.
+    `low` is the dtype of what is stored, `wide` float32 (float64 for float64). `parts` has the
+    values stacked before, step by step, in one or more groups of columns: a reader of one step
+    reads the parts, and the whole may have no reader.
     """
 
     emit: Callable[[relax.Expr], relax.Var]
@@ -44,56 +44,56 @@ class StepWriter:
     parts: dict[relax.Var, Mapping[int, Parts]]
 
     def op(self, function: Callable[..., relax.Call], *args: Any, **options: Any) -> relax.Var:
-        """An op of Relax."""
+        """Emit an op of Relax."""
         call = function(*args, **options)
         return self.emit(relax.Call(call.op, call.args, call.attrs, call.ty_args, self.span))
 
     def own(self, name: str, *args: relax.Expr, **options: Any) -> relax.Var:
-        """An op of the dialect."""
+        """Emit an op of the dialect."""
         return self.emit(call_op(f"amp_ir.{name}", list(args), self.span, **options))
 
     def cast(self, x: relax.Expr, dtype: str) -> relax.Expr:
-        """`x` in `dtype`."""
+        """Cast `x` to `dtype`."""
         return x if str(x.ty.dtype) == dtype else self.own("cast", x, dtype=dtype)
 
     def widen(self, x: relax.Expr) -> relax.Expr:
-        """`x` as arithmetic takes it."""
+        """Widen `x` to the dtype of arithmetic."""
         return self.cast(x, self.wide)
 
     def add(self, x: relax.Expr, y: relax.Expr) -> relax.Var:
-        """x + y."""
+        """Compute x + y."""
         return self.op(relax.op.add, x, y)
 
     def subtract(self, x: relax.Expr, y: relax.Expr) -> relax.Var:
-        """x - y."""
+        """Compute x - y."""
         return self.op(relax.op.subtract, x, y)
 
     def multiply(self, *factors: relax.Expr) -> relax.Expr:
-        """The product, from the left."""
+        """Multiply the factors, from the left."""
         product = factors[0]
         for factor in factors[1:]:
             product = self.op(relax.op.multiply, product, factor)
         return product
 
     def one_minus(self, x: relax.Expr) -> relax.Var:
-        """1 - x."""
+        """Compute 1 - x."""
         return self.subtract(relax.const(1.0, self.wide), x)
 
     def matmul(self, a: relax.Expr, b: relax.Expr) -> relax.Var:
-        """a b, left as it was accumulated."""
+        """Compute a b, left in the dtype of its accumulation."""
         return self.op(relax.op.matmul, a, b, out_dtype=self.wide)
 
     def transposed(self, x: relax.Expr) -> relax.Var:
-        """x^T."""
+        """Compute x^T."""
         return self.op(relax.op.permute_dims, x, [1, 0])
 
     def at(self, x: relax.Expr, step: int) -> relax.Expr:
-        """x[step], widened."""
+        """Return x[step], widened."""
         (whole,) = self.columns_at(x, step, 1)
         return whole
 
     def columns_at(self, x: relax.Expr, step: int, count: int) -> Parts:
-        """The columns of x[step] in `count` equal parts, widened."""
+        """Return the columns of x[step] in `count` equal parts, widened."""
         known = self.parts[x][step] if x in self.parts else ()
         if len(known) == count:
             return [self.widen(one) for one in known]
@@ -102,7 +102,7 @@ class StepWriter:
         return [whole] if count == 1 else self.chunks(whole, count)
 
     def chunks(self, x: relax.Expr, count: int) -> Parts:
-        """The columns of x [n, w] in `count` equal parts."""
+        """Return the columns of x [n, w] in `count` equal parts."""
         width = _extents(x)[1] // count
         return [
             self.op(relax.op.strided_slice, x, [1], [k * width], [(k + 1) * width])
@@ -110,15 +110,15 @@ class StepWriter:
         ]
 
     def columns(self, parts: Sequence[relax.Expr]) -> relax.Var:
-        """The inverse of `chunks`."""
+        """Concatenate columns: the inverse of `chunks`."""
         return self.op(relax.op.concat, list(parts), 1)
 
     def stack(self, by_step: Mapping[int, relax.Expr], dtype: str) -> relax.Var:
-        """[t, ...] of what the steps made, by their numbers."""
+        """Stack the results of the steps to [t, ...], by their numbers."""
         return self.stack_columns({k: [one] for k, one in by_step.items()}, dtype)
 
     def stack_columns(self, by_step: Mapping[int, Parts], dtype: str) -> relax.Var:
-        """As `stack`; each step made its columns in groups."""
+        """Stack as `stack` does; each step made its columns in groups."""
         parts = {k: [self.cast(one, dtype) for one in by_step[k]] for k in sorted(by_step)}
         steps = [one[0] if len(one) == 1 else self.columns(one) for one in parts.values()]
         rows = [self.op(relax.op.reshape, one, (1, *_extents(one))) for one in steps]
@@ -132,13 +132,13 @@ def _extents(x: relax.Expr) -> tuple[int, ...]:
 
 
 def _walk(steps: int, *, reverse: bool) -> list[tuple[int, int, int]]:
-    """(step, where in the states it reads, where it writes), in the order of the recurrence."""
+    """Return (step, where in the states it reads, where it writes), in the recurrence order."""
     walked = time_steps(steps, reverse=reverse)
     return [(k, k + 1, k) if reverse else (k, k, k + 1) for k in walked]
 
 
 def lstm_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Results:
-    """The results of `amp_ir.lstm`."""
+    """Return the results of `amp_ir.lstm`."""
     gates, weight, hidden, cell = args
     of_state = w.transposed(weight)
     walk = _walk(_extents(gates)[0], reverse=reverse)
@@ -157,7 +157,7 @@ def lstm_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> R
 
 
 def lstm_backward_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Results:
-    """The results of `amp_ir.lstm_backward`."""
+    """Return the results of `amp_ir.lstm_backward`."""
     grad, grad_hidden, grad_cell, activated, cells, weight = args
     of_hidden, of_cell = w.widen(grad_hidden), w.widen(grad_cell)
     of_gates: dict[int, relax.Expr] = {}
@@ -179,7 +179,7 @@ def lstm_backward_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: b
 
 
 def gru_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Results:
-    """The results of `amp_ir.gru`."""
+    """Return the results of `amp_ir.gru`."""
     gates, weight, bias, hidden = args
     of_state, bias = w.transposed(weight), w.widen(bias)
     walk = _walk(_extents(gates)[0], reverse=reverse)
@@ -199,7 +199,7 @@ def gru_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Re
 
 
 def gru_backward_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bool) -> Results:
-    """The results of `amp_ir.gru_backward`."""
+    """Return the results of `amp_ir.gru_backward`."""
     grad, grad_hidden, activated, states, weight = args
     of_hidden = w.widen(grad_hidden)
     of_gates: dict[int, relax.Expr] = {}
