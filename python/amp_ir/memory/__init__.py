@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order, in-place updates, rematerialisation, and one arena of bytes."""
+"""Plan the order, in-place updates, rematerialisation, and one arena of bytes."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fused step as calls that read and write pieces of memory: what the planner works on."""
+"""Represent a fused step as calls that read and write buffers, for the memory planner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INPLACE = "amp_ir.inplace"
 
 @attrs.define(eq=False)
 class Slot:
-    """A piece of memory: a parameter of main, a constant, or a stay in the arena."""
+    """A buffer: a parameter of main, a constant, or a live interval in the arena."""
 
     dtype: str
     size: int
@@ -39,7 +39,7 @@ class Slot:
 
     @property
     def root(self) -> Slot:
-        """The slot whose bytes this one takes over, at the end of the chain."""
+        """Return the buffer whose bytes this one takes over, at the end of the chain."""
         slot = self
         while slot.over is not None:
             slot = slot.over
@@ -47,25 +47,25 @@ class Slot:
 
     @property
     def physical_dtype(self) -> str:
-        """The dtype that kernels see."""
+        """Return the dtype that kernels see."""
         return physical_dtype(self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Return the size in bytes."""
         return self.size * dtype_nbytes(self.dtype)
 
     @property
     def is_in_arena(self) -> bool:
-        """Whether the planner gives it a place."""
+        """Return whether the planner assigns its offset."""
         return self.parameter is None and self.constant is None
 
 
 @attrs.define(eq=False)
 class Step:
-    """One call: argument slots by position, result slots, and scratch memory for the library.
+    """One call: argument and result buffers by position, and workspace for the library.
 
-    `kept_nbytes` is what the library takes from the system by itself; `is_rerun` marks the second
+    `kept_nbytes` is what the library allocates from the system itself; `is_rerun` marks the second
     run of a call whose results were not held.
     """
 
@@ -76,39 +76,39 @@ class Step:
     scratch: Slot | None = None
     kept_nbytes: int = 0
     is_rerun: bool = False
-    # Read once from the function: each look into an array of TVM's costs a call.
+    # Read once from the function: each access to a TVM array costs a call.
     _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
 
     @property
     def reads(self) -> list[Slot]:
-        """The slots it reads."""
+        """Return the buffers it reads."""
         return [argument for argument in self.arguments if isinstance(argument, Slot)]
 
     @property
     def symbol(self) -> str:
-        """The kernel's or library function's name."""
+        """Return the kernel's or library function's name."""
         callee = self.call.args[0]
         named = isinstance(callee, relax.ExternFunc)
         return str(callee.global_symbol if named else callee.name_hint)
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The names of the ops that it computes, each once."""
+        """Return the names of the ops that it computes, each once."""
         found = attribute(self.call, "ops")
         return tuple(found.split(",")) if found else (self.symbol.rpartition(".")[2],)
 
     @property
     def locations(self) -> tuple[Location, ...]:
-        """Where its ops come from, each place once."""
+        """Return the source locations of its ops, each once."""
         return locations_of(self.call.span)
 
     @property
     def phases(self) -> set[str]:
-        """The phases of the user's step that it takes part in."""
+        """Return the phases of the user's step that it takes part in."""
         return {location.phase for location in self.locations} or {"forward"}
 
     def inplace_pairs(self) -> tuple[tuple[int, int], ...]:
-        """The results that may be written over an argument, as (result, argument)."""
+        """Return the results that may be written over an argument, as (result, argument)."""
         if self.function is None:
             return self._library_pairs()
         if self._pairs is None:
@@ -118,7 +118,7 @@ class Step:
         return self._pairs
 
     def _library_pairs(self) -> tuple[tuple[int, int], ...]:
-        """As `inplace_pairs`, unless the library reads the argument as another one, too."""
+        """Return `inplace_pairs`, except where the library reads the argument twice."""
         source = WRITTEN_OVER.get(self.symbol)
         if source is None or sum(one is self.arguments[source] for one in self.arguments) > 1:
             return ()
@@ -126,7 +126,7 @@ class Step:
 
 
 def attribute(call: relax.Call, name: str) -> str:
-    """What the loops stage noted on a call; "" where it noted nothing."""
+    """Return what the loops stage noted on a call; "" where it noted nothing."""
     if isinstance(call.attrs, tvm.ir.DictAttrs) and name in call.attrs.keys():  # noqa: SIM118
         return str(call.attrs[name])
     return ""
@@ -134,7 +134,7 @@ def attribute(call: relax.Call, name: str) -> str:
 
 @attrs.define(eq=False)
 class StepSlots:
-    """What `main` does: its calls in order, where its inputs lie, and what it returns."""
+    """The contents of `main`: its calls in order, the buffers of its inputs, and its results."""
 
     main: relax.Function
     inputs: list[Slot]
@@ -143,7 +143,7 @@ class StepSlots:
 
 
 def read_steps(ir: tvm.IRModule, inputs: tuple[InputSpec, ...]) -> StepSlots:
-    """The calls of a fused step with a slot for every value.
+    """Return the calls of a fused step with a buffer for every value.
 
     Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes).
     """
@@ -212,9 +212,9 @@ class _Reader:
 
 
 def find_lifetimes(program: StepSlots) -> None:
-    """Set the first and last use of every slot, by the present order of the steps.
+    """Set the first and last use of every buffer, by the present order of the calls.
 
-    What an earlier plan decided about a value, its place and whose bytes it takes, is forgotten.
+    This clears the decisions of an earlier plan: a value's offset and whose bytes it takes.
     """
     for position, step in enumerate(program.steps):
         for slot in step.results:
@@ -225,11 +225,11 @@ def find_lifetimes(program: StepSlots) -> None:
         for slot in step.reads:
             slot.last_use = position
     for slot in program.results:
-        slot.last_use = len(program.steps)  # past the last call: it is there afterwards
+        slot.last_use = len(program.steps)  # past the last call: it is held afterwards
 
 
 def parameter_slot(name: str, spec: InputSpec | OutputSpec) -> Slot:
-    """Memory that main gets as a parameter: state, the batch, or a place for a result."""
+    """Return the memory that main gets as a parameter: state, the batch, or a result."""
     slot = Slot(spec.dtype, math.prod(spec.shape), spec.name, spec.role.value)
     type_ = relax.TensorType([max(slot.size, 1)], slot.physical_dtype)
     slot.parameter = relax.Var(name, type_)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much arithmetic each call of a planned step does."""
+"""Count the arithmetic of each call of a planned step."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from amp_ir.ir.library_call import (
 )
 from amp_ir.ir.memory_plan import PlannedStep
 
-# Products of [s, d] by [d, t] or as large; the gradient makes the scores once more.
+# Matmuls of [s, d] by [d, t] or as large; the gradient makes the scores once more.
 _ATTENTION_MATMULS = {"attention": 2, "attention_backward": 5}
-# A layer's gates, each a product of [n, h] by [h, h] at every step.
+# A layer's gates, each a matmul of [n, h] by [h, h] at every step.
 _RECURRENT_GATES = {"lstm": 4, "lstm_backward": 4, "gru": 3, "gru_backward": 3}
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
 
 
 def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
-    """Floating-point operations of each call, in the order of `step.plan.calls`.
+    """Return the floating-point operations of each call, in the order of `step.plan.calls`.
 
-    Those of a matmul or convolution follow from its shapes, 2 for a product and its sum. Those of a
-    kernel are counted in its loops: an addition, product, quotient, maximum or function such as exp
-    is 1 a lane; index arithmetic, casts, comparisons and selections are none.
+    Those of a matmul or convolution follow from its shapes, 2 for a multiply-add. Those of a
+    kernel are counted in its loops: an addition, multiplication, division, maximum or function such
+    as exp is 1 a lane; index arithmetic, casts, comparisons and selections are none.
     """
     counted: dict[Any, int] = {}
     found = []
@@ -51,7 +51,7 @@ def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
 
 
 def library_flop(call: LibraryCall | None) -> int:
-    """Floating-point operations of a library call, from its shapes; see `flop_of_calls`."""
+    """Return the flop of a library call, from its shapes; see `flop_of_calls`."""
     if isinstance(call, LibraryMatmul):
         return 2 * math.prod(call.out.shape) * call.a.shape[-1]
     if isinstance(call, LibraryRecurrence):
@@ -68,15 +68,15 @@ def library_flop(call: LibraryCall | None) -> int:
 
 
 def kernel_flop(function: tirx.PrimFunc) -> int:
-    """Floating-point operations of one run of a kernel; see `flop_of_calls`."""
+    """Return the floating-point operations of one run of a kernel; see `flop_of_calls`."""
     return round(_Count().statement(function.body))
 
 
 class _Count:
-    """Walks a kernel, its GPU threads as the loops that they are; a `while` loop counts once.
+    """Walk a kernel, its GPU threads as loops; a `while` loop counts once.
 
     A branch on an index counts for its share of the index's values, as a launch over the blocks of
-    several kernels and the last block of a tensor have it; of others the dearer counts.
+    several kernels and the last block of a tensor have it; of others the costlier one counts.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class _Count:
         return share * taken + (1 - share) * other
 
     def _share(self, condition: Any) -> Fraction | None:
-        """How often a condition on indices holds, all their values being met alike."""
+        """Return how often a condition on indices holds, with all their values equally likely."""
         if isinstance(condition, tirx.And):
             known = [one for one in map(self._share, (condition.a, condition.b)) if one is not None]
             return math.prod(known, start=Fraction(1)) if known else None
@@ -147,7 +147,7 @@ class _Count:
 
 
 def _parts(node: Any) -> Sequence[Any]:
-    """The operands of an expression; those of an index are integers and do not matter."""
+    """Return the operands of an expression; those of an index are integers and do not matter."""
     if isinstance(node, tirx.Select):
         return node.true_value, node.false_value
     if isinstance(node, (tirx.Cast, tirx.Broadcast)):
@@ -160,7 +160,7 @@ def _parts(node: Any) -> Sequence[Any]:
 
 
 def _is_function(node: Any) -> bool:
-    """Whether it is a call such as exp; bits seen as another dtype are no arithmetic."""
+    """Return whether it is a call such as exp; reinterpreting bits is no arithmetic."""
     if not isinstance(node, tvm.ir.Call) or not _is_float(node):
         return False
     name = getattr(node.op, "name", "")

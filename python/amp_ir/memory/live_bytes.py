@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of the arena a step holds during each call, before anything is placed."""
+"""Count the arena bytes that a step holds during each call, before anything is placed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from amp_ir.memory.overwritten_state import overwrites_of
 
 @attrs.define(eq=False)
 class Uses:
-    """Where a slot is written and read, as positions of steps in one order.
+    """Where a buffer is written and read, as positions of calls in one order.
 
-    `written` is -1 for what is there before the step. `ends` is the last position at which it must
-    be there; len(steps) for what must be there afterwards.
+    `written` is -1 for what is held before the step. `ends` is the last position at which it must
+    be held; len(steps) for what must be held afterwards.
     """
 
     slot: Slot
@@ -28,7 +28,7 @@ class Uses:
 
 
 class LiveBytes:
-    """The stays of all values of a program in its present order, and the bytes they add up to.
+    """The live intervals of all values in the present order, and the bytes they add up to.
 
     Values that are written straight to where they belong (a state input, a result) count nothing,
     and a kernel's result that may take over the bytes of a dying argument counts once: as in
@@ -44,11 +44,11 @@ class LiveBytes:
 
     @property
     def most(self) -> int:
-        """The largest number of bytes alive at once."""
+        """Return the largest number of bytes alive at once."""
         return int(self.at.max(initial=0))
 
     def nbytes(self, slot: Slot) -> int:
-        """Bytes that the slot takes in the arena."""
+        """Return the bytes that the buffer takes in the arena."""
         is_outside = id(slot) in self.outside or not slot.is_in_arena
         return 0 if is_outside else slot.nbytes
 
@@ -81,7 +81,7 @@ class LiveBytes:
         return live
 
     def taken_over(self, step: Step, position: int) -> list[Slot]:
-        """The arguments whose bytes results of the step take over."""
+        """Return the arguments whose bytes results of the call take over."""
         taken: list[Slot] = []
         filled: set[int] = set()
         for output, source in step.inplace_pairs():
@@ -96,7 +96,7 @@ class LiveBytes:
 
 
 def updates_of(program: StepSlots, outputs: Sequence[OutputSpec]) -> dict[int, int]:
-    """For each input that the step overwrites, by id of its slot, the first call to do so."""
+    """Map each input that the step overwrites, by id of its buffer, to the first such call."""
     return overwrites_of(program, outputs).since
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that wait for nothing become few: above all the casts of weights to low precision."""
+"""Merge kernels that wait for nothing: above all the casts of weights to low precision."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class KernelMerger(Protocol):
     """Writes the kernel of several calls that may run at once; the loops stage has one."""
 
     def most_parameters(self) -> int:
-        """How many parameters a merged kernel may have."""
+        """Return how many parameters a merged kernel may have."""
 
     def takes(self, function: tirx.PrimFunc) -> bool:
-        """Whether the kernel can be one of the merged."""
+        """Return whether the kernel can be one of the merged."""
 
     def merge(
         self, calls: Sequence[tuple[str, tirx.PrimFunc, Sequence[Any]]]
     ) -> tuple[tirx.PrimFunc, list[Any]]:
-        """The kernel of calls (name, function, arguments), and its arguments, each once."""
+        """Return the kernel of calls (name, function, arguments), and its arguments, each once."""
 
 
 def merge_ready_calls(
     ir: tvm.IRModule, program: StepSlots, outputs: Sequence[OutputSpec], merger: KernelMerger
 ) -> tvm.IRModule:
-    """Make calls that read nothing but the step's inputs in few launches.
+    """Merge calls that read only the step's inputs into few launches.
 
     Before:  a = cast(w1); y = matmul(x, a); b = cast(w2); z = matmul(y, b)
     After:   (a, b) = merged_0(w1, w2); y = matmul(x, a); z = matmul(y, b)
 
     A call moves up to the first of its group while what it makes can be held from there on without
     raising the peak; else it begins another group. Weights in low precision are held from the
-    forward to the backward pass anyway: what is added lies before the peak.
+    forward to the backward pass anyway: the added bytes are held before the peak.
 
     Requires: `program` in its final order.
     Ensures:  every element is computed by the same code; the most bytes alive at once do not grow.
@@ -80,7 +80,7 @@ class _Group:
 def _groups(
     program: StepSlots, outputs: Sequence[OutputSpec], merger: KernelMerger
 ) -> list[list[int]]:
-    """The positions of the calls to be merged, group by group."""
+    """Return the positions of the calls to be merged, group by group."""
     live = LiveBytes(program, outputs)
     held, most = live.at.copy(), live.most
     inputs = {id(slot) for slot in program.inputs}
@@ -88,7 +88,7 @@ def _groups(
     takes: dict[str, bool] = {}
     groups: list[_Group] = []
     # Reports say what values and calls are by the ops and phases of a call: those that only cast,
-    # and those of each phase, keep to themselves.
+    # and those of each phase, form their own groups.
     latest: dict[tuple[bool, frozenset[str]], _Group] = {}
     for position, step in enumerate(program.steps):
         if not _is_ready(step, inputs, results):
@@ -114,7 +114,7 @@ def _groups(
 
 
 def _is_ready(step: Step, inputs: set[int], results: set[int]) -> bool:
-    """Whether a kernel reads inputs alone, and makes what only the step itself reads.
+    """Return whether a kernel reads inputs alone, and only the step itself reads its results.
 
     What the step returns may be written over an input that others have yet to read.
     """

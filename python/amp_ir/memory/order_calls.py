@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves calls to where the least memory is held."""
+"""Move calls to where the least memory is held."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from amp_ir.ir.step_module import OutputSpec
 from amp_ir.memory.buffers import Slot, Step, StepSlots
 from amp_ir.memory.live_bytes import LiveBytes, updates_of
 
-# Each round makes way for the next one's moves; training steps need two or three.
+# Each round enables the next one's moves; training steps need two or three.
 _MAX_ROUNDS = 8
 
 
@@ -26,11 +26,11 @@ def order_calls(
     during every call that it passes, and is not made where the moved call itself would need more
     than the peak. `together` also moves up calls that free an argument only if its other readers
     move, too: what is large and read twice then goes before the next such thing comes. For most
-    steps that is not better, so it is for where every byte counts.
+    steps that is not better, so use it where every byte counts.
 
     Requires: `program` as read; nothing is placed.
     Ensures:  values are written before they are read; a call that reads the old value of a state
-              input stays before the call that makes the new one; the peak does not grow.
+              input runs before the call that makes the new one; the peak does not grow.
     """
     before, most = list(program.steps), LiveBytes(program, outputs).most
     moves = _Moves(program, outputs, together=together)
@@ -71,7 +71,7 @@ class _Moves:
             self.live[index] += sum(slot.nbytes for slot in live.taken_over(step, index))
 
     def _dependencies(self, updates: dict[int, int]) -> tuple[list[set[int]], list[set[int]]]:
-        """For each step, the steps that must come before it and those that must come after."""
+        """Return, for each call, the calls that must come before it and those that come after."""
         before: list[set[int]] = [set() for _ in self.steps]
         for index, step in enumerate(self.steps):
             before[index] = {self.writer[id(s)] for s in step.reads if id(s) in self.writer}
@@ -85,7 +85,7 @@ class _Moves:
         return before, after
 
     def round(self) -> bool:
-        """Try every call once in each direction; whether anything moved."""
+        """Try every call once in each direction; return whether anything moved."""
         downwards = [self._sink(self.order[p]) for p in reversed(range(len(self.order)))]
         upwards = [self._hoist(self.order[p]) for p in range(len(self.order))]
         return any(downwards) or any(upwards)
@@ -94,12 +94,12 @@ class _Moves:
         return 0 if id(slot) in self.outside or not slot.is_in_arena else slot.nbytes
 
     def _read_from_arena(self, step: Step) -> list[Slot]:
-        """What another step makes in the arena and this one reads, each once."""
+        """Return what another call makes in the arena and this one reads, each once."""
         reads = {id(slot): slot for slot in step.reads}
         return [slot for key, slot in reads.items() if key in self.writer and self._nbytes(slot)]
 
     def _other_uses(self, slot: Slot, index: int) -> int:
-        """The last place at which another step writes or reads the slot; -1 where none does."""
+        """Return the last place where another call writes or reads the buffer; -1 for none."""
         if id(slot) in self.kept_until_the_end:
             return len(self.order)
         places = [self.place[one] for one in self.readers.get(id(slot), ()) if one != index]
@@ -109,7 +109,7 @@ class _Moves:
         return max(places, default=-1)
 
     def _dying(self, index: int) -> list[tuple[Slot, int]]:
-        """Arguments in the arena that nothing uses after the step, with their use before it."""
+        """Return arena arguments that nothing uses after the call, with their use before it."""
         uses = ((slot, self._other_uses(slot, index)) for slot in self.may_die[index])
         return [(slot, other) for slot, other in uses if other < self.place[index]]
 
@@ -166,7 +166,7 @@ class _Moves:
         return True
 
     def _share(self, index: int, end: int) -> int:
-        """Bytes of arguments, each divided among those of its readers that come at `end` or later.
+        """Return bytes of arguments, each divided among its readers that come at `end` or later.
 
         Where all of them move there, one after the other, the argument dies.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of a step lie where an output belongs, and from when on they do."""
+"""Find the values of a step that are stored at an output's address, and since which call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from amp_ir.memory.buffers import Slot, StepSlots
 
 @attrs.define(eq=False)
 class Overwrites:
-    """The values that lie outside of the arena, and the calls that overwrite the state.
+    """The values outside of the arena, and the calls that overwrite the state.
 
-    `output_of` has the position of the output, by the id of the slot of a value that lies there,
-    and `slots` those slots. `since` has the position of the first call that writes over the old
-    value of a state input, by the id of its slot, or of the one that makes the new value, where
+    `output_of` has the position of the output, by the id of the buffer of a value stored there, and
+    `slots` those buffers. `since` has the position of the first call that writes over the old
+    value of a state input, by the id of its buffer, or of the one that makes the new value, where
     that has to wait elsewhere.
     """
 
@@ -27,11 +27,11 @@ class Overwrites:
 
 
 def overwrites_of(program: StepSlots, outputs: Sequence[OutputSpec]) -> Overwrites:
-    """What is written where it belongs, by the present order of the steps.
+    """Return what is written at its destination, by the present order of the calls.
 
     An output is written over the old state where nothing reads that later, other than the call
     itself at the same places. So is what such a call writes the output over: a momentum with a
-    product added, to which the rows of a table's gradient are added. The bytes of a state are free
+    matmul added, to which the rows of a table's gradient are added. The bytes of a state are free
     from the last reader of its old value to the writer of its new one.
     """
     return _Finder(program).find(outputs)
@@ -63,7 +63,7 @@ class _Finder:
         return self.found
 
     def _put(self, slot: Slot, target: Slot | None, index: int) -> None:
-        """Put an output, and what is written over on the way to it, where it belongs."""
+        """Put an output, and what is written over on the path to it, at its destination."""
         value: Slot | None = slot
         while value is not None and self._fits(value, target):
             self.found.output_of[id(value)] = index
@@ -73,7 +73,7 @@ class _Finder:
             value = self._written_over(value)
 
     def _fits(self, value: Slot, target: Slot | None) -> bool:
-        """Whether nothing reads the target's old value once `value` is written there."""
+        """Return whether nothing reads the target's old value once `value` is written there."""
         if target is None or not value.is_in_arena:
             return value.is_in_arena
         first = self.writer[id(value)]
@@ -85,7 +85,7 @@ class _Finder:
         return all(k in allowed for k, one in enumerate(step.arguments) if one is target)
 
     def _written_over(self, value: Slot) -> Slot | None:
-        """The value that dies where `value` is written and whose bytes that may take."""
+        """Return the value that dies where `value` is written and whose bytes that may take."""
         position = self.writer[id(value)]
         step = self.steps[position]
         for k, source in step.inplace_pairs():

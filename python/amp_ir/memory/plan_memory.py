@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every intermediate value its bytes in one arena, and every result its destination."""
+"""Give every intermediate value its bytes in one arena, and every result its destination."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def plan_memory(
     memory_budget: int | None = None,
     keeps_state: bool = True,
 ) -> PlannedStep:
-    """Fix where every value lies and pass it there by destination.
+    """Fix the address of every value and pass it there by destination.
 
     Before:  y = call_tir(kernel_0, (x, p)); return (y,)         # y updates input p
-    After:   kernel_0(x, p, p)                                   # written where p lies
+    After:   kernel_0(x, p, p)                                   # written over p
 
     Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes);
               `copy_kernel` writes kernels for the same device, and so does `merger`: where there is
               one, calls that wait for nothing are merged, unless `memory_budget` is given:
-              what may be computed twice stays apart.
+              calls that may run twice are not merged.
     Ensures:  values alive at the same time never share a byte, except an output that a kernel may
               write over an input it reads for the last time; a state input is overwritten only
-              after its last reader; one arena holds everything else, scratch that oneDNN needs
+              after its last reader; one arena holds everything else, oneDNN's workspace
               included; with `memory_budget`, all bytes of the step are at most that many; with
               `keeps_state`, little state that is written early is said to be kept aside before.
     Errors:   BudgetError where the budget cannot be held.
@@ -76,7 +76,7 @@ def _plan_within(
     plan: MemoryPlan,
     budget: int,
 ) -> tuple[_Planner, MemoryPlan]:
-    """The plan after moving calls, and running them again, until it needs at most `budget` bytes.
+    """Return the plan after moving and rerunning calls, until it needs at most `budget` bytes.
 
     What is alive at once may fit while its placement has gaps: then the target is lowered by them;
     and where the highest call cannot be lowered, the others are, which leaves fewer gaps.
@@ -197,7 +197,7 @@ class _Planner:
         produced = [slot for step in self.steps for slot in step.results if slot.is_in_arena]
         produced += [step.scratch for step in self.steps if step.scratch is not None]
         produced += self.kept
-        # A chain of values that take over each other's bytes is one stay of its first value.
+        # A chain of values that take over each other's bytes is one live interval of the first.
         ends = {id(slot): slot.last_use for slot in produced}
         for slot in produced:
             ends[id(slot.root)] = max(ends[id(slot.root)], slot.last_use)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes values again instead of holding them, so that a step fits into less memory."""
+"""Compute values again instead of holding them, so that a step fits into less memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from amp_ir.memory.buffers import Slot, Step, StepSlots
 from amp_ir.memory.live_bytes import LiveBytes, Uses, updates_of
 from amp_ir.memory.rerun_cost import rerun_milliseconds
 
-# Each round computes the stays anew; it ends when nothing is gained. A bound against surprises.
+# Each round computes the live intervals again; the loop ends when nothing is gained. The bound
+# guards against surprises.
 _MAX_ROUNDS = 400
 _MAX_STUCK = 40
 # The peak is lowered in stages, so that its calls are looked at before those below it; where a
@@ -28,7 +29,7 @@ _WAITING_BYTES = 1 << 16
 
 
 class Rematerialization:
-    """Runs calls a second time, in place of holding what they made.
+    """Run calls a second time, instead of holding what they made.
 
     Before:  a = gelu(x); ...; g = backward(a)
     After:   a = gelu(x); ...; a2 = gelu(x); g = backward(a2)      # a is not held in between
@@ -39,7 +40,7 @@ class Rematerialization:
     reads must still be there, be kept for it, or be computed again too.
 
     Requires: `program` in its final order.
-    Ensures:  results are the same to the bit: kernels are deterministic, random ops depend on their
+    Ensures:  results are bit-identical: kernels are deterministic, random ops depend on their
               counter alone, and a call that reads a state input finds it as it was before the step.
               What is done does not depend on the bytes asked for, only how far it goes: what one
               request reaches, a request for that much reaches too.
@@ -55,7 +56,7 @@ class Rematerialization:
         self._stuck: set[int] = set()
 
     def reach(self, arena_bytes: int) -> bool:
-        """Go on until at most `arena_bytes` are alive at once; whether they are."""
+        """Go on until at most `arena_bytes` are alive at once; return whether they are."""
         for _ in range(_MAX_ROUNDS):
             if LiveBytes(self.program, self.outputs).most <= arena_bytes:
                 return True
@@ -64,7 +65,7 @@ class Rematerialization:
         return False
 
     def lower(self) -> bool:
-        """Hold less during the highest call that can be lowered; whether there was one."""
+        """Hold less during the highest call that can be lowered; return whether there was one."""
         while len(self._stuck) <= _MAX_STUCK:
             held = LiveBytes(self.program, self.outputs).at
             stuck = [id(step) in self._stuck for step in self.program.steps]
@@ -99,7 +100,7 @@ class _Move:
 
 
 class _Round:
-    """One look at the program: the stays as they are, the moves they allow, and the best applied.
+    """One look at the program: its live intervals, the moves they allow, and the best applied.
 
     Several moves are made on one look; each is weighed against what those before it leave.
     """
@@ -122,7 +123,7 @@ class _Round:
         self.inserted: dict[int, list[Step]] = {}
 
     def improve(self) -> bool:
-        """Make every move that gains; whether there was one."""
+        """Make every move that gains; return whether there was one."""
         peak = int(self.held.argmax())
         moves = [move for move in self._moves(peak) if self._weigh(move) is not None]
         moves.sort(key=lambda move: move.score)
@@ -149,7 +150,7 @@ class _Round:
         return found
 
     def _is_idle(self, one: Uses, peak: int) -> bool:
-        """Whether a value in the arena is only passed over the peak."""
+        """Return whether a value in the arena is held over the peak without use."""
         is_kept = one.ends >= len(self.program.steps)
         is_held = bool(self.live.nbytes(one.slot)) and one.written < peak < one.ends
         return is_held and not is_kept and peak not in one.reads
@@ -157,7 +158,7 @@ class _Round:
     def _move(
         self, step: Step, dropped: list[Uses], reader: int, peak: int, keeps: bool
     ) -> list[_Move]:
-        """Running `step` again before `reader`; `keeps` prefers keeping its arguments."""
+        """Return the move to run `step` again before `reader`; `keeps` prefers held arguments."""
         chain = _Chain(self, reader, peak, keeps)
         if not chain.add(step):
             return []
@@ -165,7 +166,7 @@ class _Round:
         return [_Move(step, dropped, reader, chain.steps, list(chain.extended.values()), spent)]
 
     def _weigh(self, move: _Move) -> np.ndarray | None:
-        """The bytes held after the move, and its score; None where it gains nothing.
+        """Return the bytes held after the move, and its score; None where it gains nothing.
 
         What counts is the excess over the budget, summed over all calls.
         """
@@ -181,7 +182,7 @@ class _Round:
             if id(slot) not in kept
         )  # fmt: skip
         scratch = max((s.scratch.nbytes for s in move.chain if s.scratch is not None), default=0)
-        # While the chain runs, before its reader: the extended arguments are there, too.
+        # While the chain runs, before its reader: the extended arguments are held, too.
         needed = int(after[move.reader]) + besides + scratch
         needed += sum(one.slot.nbytes for one in move.extended)
         if needed > max(self.budget, int(self.held.max()) - 1):
@@ -232,7 +233,7 @@ class _Chain:
         self.extended: dict[int, Uses] = {}
 
     def add(self, step: Step) -> bool:
-        """Put a call behind what it reads; whether everything it reads can be had."""
+        """Put a call behind what it reads; return whether everything it reads can be had."""
         if any(step is one for one in self.steps):
             return True
         if len(self.steps) >= _MAX_CHAIN:
@@ -256,7 +257,7 @@ class _Chain:
         costs_nothing = known.ends > self.peak or not self.round.live.nbytes(slot)
         if costs_nothing or self.keeps:
             if not self.round.live.nbytes(slot):
-                return False  # it lies where another value is written
+                return False  # another value is written at its address
             self.extended[id(slot)] = known
             return True
         return self.add(self.round.writer[id(slot)])
@@ -267,7 +268,7 @@ def _next_read(one: Uses, peak: int) -> int:
 
 
 def _run_again(step: Step, replaced: dict[int, Slot]) -> Step:
-    """A second run of a call on what the chain before it made, with results of its own."""
+    """Run a call again on what the chain before it made, with results of its own."""
     arguments = [replaced.get(id(one), one) for one in step.arguments]
     results = []
     for slot in step.results:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""About how long a call takes, to compare what could be computed again; no clock is read."""
+"""Estimate the time of a call, to compare what could be computed again; reads no clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CALL_MILLISECONDS = 0.002
 
 
 def rerun_milliseconds(step: Step) -> float:
-    """The larger of arithmetic (of library calls) and memory traffic, and the call itself."""
+    """Return the larger of (library) arithmetic and memory traffic, plus the call itself."""
     nbytes = sum(slot.nbytes for slot in {id(s): s for s in step.reads}.values())
     nbytes += sum(slot.nbytes for slot in step.results)
     flop = 0
@@ -25,7 +25,7 @@ def rerun_milliseconds(step: Step) -> float:
 
 
 def step_milliseconds(step: PlannedStep) -> float:
-    """About how long all calls of a step take, to compare plans of one step."""
+    """Estimate the time of all calls of a step, to compare plans of one step."""
     return sum(
         _milliseconds(call.read_nbytes + call.written_nbytes, flop, call.compute_dtype)
         for call, flop in zip(step.plan.calls, flop_of_calls(step), strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each value and each call of a planned step is to the user."""
+"""Describe what each value and each call of a planned step is to the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GATHERS = {"embedding", "index", "take", "gather_elements"}
 
 
 def planned_calls(program: StepSlots, destinations: Destinations) -> tuple[PlannedCall, ...]:
-    """The calls in the order of the planned `main`, copies included."""
+    """Return the calls in the order of the planned `main`, copies included."""
     calls = [_copy(*pair) for pair in destinations.first_copies]
     calls += [_call(step) for step in program.steps]
     calls += [_copy(*pair) for pair in destinations.last_copies]
@@ -27,7 +27,7 @@ def planned_calls(program: StepSlots, destinations: Destinations) -> tuple[Plann
 
 
 def is_cast(step: Step) -> bool:
-    """Whether a kernel does nothing but change dtypes."""
+    """Return whether a kernel does nothing but change dtypes."""
     return step.function is not None and set(step.ops) <= CASTS
 
 
@@ -67,7 +67,7 @@ def planned_values(
     specs: Sequence[InputSpec],
     undo_nbytes: int,
 ) -> tuple[PlannedValue, ...]:
-    """Everything that is held: state, the batch and results, then what lies in the arena.
+    """Return everything that is held: state, the batch and results, then the arena.
 
     `undo_nbytes` is what is kept of the state to undo a failed step.
     """
@@ -115,7 +115,7 @@ def _resident(slot: Slot, role: Role, last: int) -> PlannedValue:
 
 
 def _phases_of_read(step: Step) -> set[str]:
-    """The phases in which a call reads; what a product is computed from, the update does not."""
+    """Return the phases in which a call reads; a matmul's operands are not read by the update."""
     makes_gradient = step.symbol in WRITTEN_OVER and "backward" in step.phases
     return {"backward"} if makes_gradient else step.phases
 
@@ -133,7 +133,7 @@ class _Roles:
                 self.read_in.setdefault(id(slot), set()).update(_phases_of_read(step))
 
     def of(self, slot: Slot) -> MemoryRole:
-        """Why the slot is held."""
+        """Return why the buffer is held."""
         step = self.written_by.get(id(slot))
         if step is None:
             return MemoryRole.TEMPORARY if slot.op == "copy" else MemoryRole.WORKSPACE
@@ -151,7 +151,7 @@ class _Roles:
         return MemoryRole.TEMPORARY
 
     def _is_low_copy(self, step: Step, slot: Slot) -> bool:
-        """Whether it is a parameter in a smaller dtype: a kernel's only result of that size."""
+        """Test for a parameter in a smaller dtype, a kernel's only result of its size."""
         if slot.op not in CASTS:
             return False
         sizes = [(one.size, one.nbytes) for one in step.reads if id(one) in self.parameters]

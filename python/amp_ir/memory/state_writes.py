@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a planned step writes its state, and which of it is kept aside to undo a failed step."""
+"""Find when a planned step writes its state, and what to keep to undo a failed step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amp_ir.ir.step_module import InputSpec, Role
 from amp_ir.memory.buffers import Slot, StepSlots
 from amp_ir.memory.write_planned import Destinations
 
-# What tells of the steps themselves is kept in any case: it is small, and nobody loads it.
+# Tensors about the steps themselves are kept in any case: they are small, and nobody loads them.
 _ALWAYS = (Role.SCALER_STATE, Role.RANDOM_STATE)
 # One byte is kept where the step reads and writes so many, so that copying is not to be measured.
 _MOVED_A_BYTE = 100
@@ -24,7 +24,7 @@ def state_writes(
     *,
     keeps_state: bool,
 ) -> StateWrites:
-    """Keep what is written first, as far as that is little; statistics of the forward pass are.
+    """Keep what is written first, if that is little; statistics of the forward pass are.
 
     Requires: destinations are chosen, and the order of the calls is final.
     Ensures:  without `keeps_state` nothing is kept.
@@ -48,12 +48,12 @@ def state_writes(
 
 
 def _moved(program: StepSlots) -> int:
-    """The bytes that all calls read and write, each tensor counted at each."""
+    """Return the bytes that all calls read and write, each tensor counted at each."""
     return sum(slot.nbytes for step in program.steps for slot in (*step.reads, *step.results))
 
 
 def _writes(program: StepSlots, destinations: Destinations) -> Iterator[tuple[int, int]]:
-    """Every write of an input, as (call, position of the input), in the order of the calls."""
+    """Return every write of an input, as (call, position of the input), in call order."""
     position_of = {slot.parameter: k for k, slot in enumerate(program.inputs)}
     written: list[list[Slot]] = [[target] for _, target in destinations.first_copies]
     written += [step.results for step in program.steps]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a step whose memory is planned: calls on views of one arena."""
+"""Write a step whose memory is planned: calls on views of one arena."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def write_planned(
     arena_bytes: int,
     copy_kernel: CopyKernel,
 ) -> tvm.IRModule:
-    """The step as `main(arena, inputs..., results...)`, every value passed by destination."""
+    """Write the step as `main(arena, inputs..., results...)`, every value passed by destination."""
     return _Writer(ir, program, destinations, arena_bytes, copy_kernel).write()
 
 
 def copy_symbol(target: Slot) -> str:
-    """The name of the kernel that copies into `target`."""
+    """Return the name of the kernel that copies into `target`."""
     return f"copy_{target.physical_dtype}_{max(target.size, 1)}"
 
 
@@ -116,10 +116,10 @@ class _Writer:
         self._call(callee, arguments, step.call.span)
 
     def _view(self, slot: Slot, kind: str) -> relax.Expr:
-        """The slot as a flat tensor; libraries see bfloat16 as such.
+        """Return the buffer as a flat tensor; libraries see bfloat16 as such.
 
-        A view is a call of the virtual machine, as dear as that of a kernel: slots that follow one
-        another in the same bytes, with the same size and dtype, share it.
+        A view is a call of the virtual machine, as costly as that of a kernel: buffers that follow
+        one another in the same bytes, with the same size and dtype, share it.
         """
         dtype = slot.dtype if kind == "library" else slot.physical_dtype
         if slot.parameter is not None and dtype == slot.physical_dtype:
@@ -157,7 +157,7 @@ class _Writer:
 
 
 def _unshared(argument: relax.Expr) -> relax.Expr:
-    """An argument that is a call itself (the null of an absent bias), for one call alone.
+    """Copy an argument that is a call itself (the null of an absent bias), for one call alone.
 
     A call that runs twice has its arguments twice. Where two calls hold the same inner call, TVM's
     LowerRuntimeBuiltin (0.27) makes a variable of the second and fails.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss computed in chunks of rows, so that its largest tensor is never held as a whole."""
+"""Compute a loss in chunks of rows, so that its largest tensor is never held as a whole."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some rows of everything in a region: each op of the step once more, on fewer rows."""
+"""Compute some rows of everything in a region: each op again, on fewer rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bindings:
         self._builder = relax.BlockBuilder()
 
     def bind(self, variable: relax.Var, value: relax.Expr, origin: relax.Call) -> None:
-        """Bind `variable` to a call, which gets the place of the op `origin` that it stands for."""
+        """Bind `variable` to a call, with the location of the op `origin` that it replaces."""
         self.all.append(relax.VarBinding(variable, self._typed(value, origin)))
 
     def emit(self, value: relax.Expr, origin: relax.Call, name: str) -> relax.Var:
@@ -53,7 +53,7 @@ class Bindings:
 def rows_of_call(
     call: relax.Call, arguments: Sequence[relax.Expr], axis: int, extent: int
 ) -> relax.Call:
-    """The op on `extent` rows: `arguments` as row_axes says, rows along `axis` of the result."""
+    """Return the op on `extent` rows: `arguments` by row_axes, rows along `axis` of the result."""
     shape = shape_of(call)
     fewer = (*shape[:axis], extent, *shape[axis + 1 :])
     given, name, options = list(arguments), call.op.name, options_of(call)
@@ -70,7 +70,7 @@ def rows_of_call(
 
 
 def part_of_sum(call: relax.Call, arguments: Sequence[relax.Expr]) -> relax.Call:
-    """What some rows add to the op of all rows: a sum, also of a mean; float32 of low values."""
+    """Return some rows' part of the op: a sum, also of a mean; float32 for low values."""
     options, given = options_of(call), list(arguments)
     if call.op.name == "relax.matmul":
         is_low = str(call.ty.dtype) in LOW_DTYPES
@@ -109,7 +109,7 @@ class RowBlock:
         self._cut: dict[tuple[relax.Expr, int], relax.Var] = {}
 
     def add(self, variable: relax.Var) -> relax.Var:
-        """Compute a variable of the region for these rows; what stands for it."""
+        """Compute a variable of the region for these rows and return it."""
         value, region = self._values[variable], self._region
         if isinstance(value, relax.TupleGetItem):
             call = self._values[value.tuple_value]
@@ -131,7 +131,7 @@ class RowBlock:
         return f"{name}_rows{self._number}"
 
     def _rows(self, argument: relax.Expr, axis: int | None, call: relax.Call) -> relax.Expr:
-        """These rows of an argument; all of it where `axis` is None."""
+        """Return these rows of an argument; all of it where `axis` is None."""
         if axis is None:
             return argument
         if isinstance(argument, relax.Tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a loss in blocks of rows, so that its largest tensor is never there as a whole."""
+"""Compute a loss in chunks of rows, so that its largest tensor is never held as a whole."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from amp_ir.memory.chunking.row_region import NLL_LOSS, RowRegion, find_region
 from amp_ir.memory.rerun_cost import step_milliseconds
 
 _LOSSES = tuple(f"amp_ir.{name}" for name in LOSSES)
-# Of the elements of the largest product. That may be the gradient of a head's weight, which is
+# Of the elements of the largest matmul. That may be the gradient of a head's weight, which is
 # larger than the head's scores where the batch has fewer rows than the weight is wide.
 _LEAST_SHARE = 0.25
 
 
 # Each doubles the calls of the head and halves what is held of its scores.
 BLOCKS = (2, 4, 8, 16)
-# Smaller products are slower, which rerun_cost.py does not see: where it saw 2 % less time for
-# twice as many blocks (bert1 in bfloat16), none was measured.
+# Smaller matmuls are slower, which rerun_cost.py does not see: where it saw 2 % less time for
+# twice as many chunks (bert1 in bfloat16), none was measured.
 _WORTH = 0.95
 
 
@@ -43,10 +43,10 @@ class Plan(Protocol):
 
 
 def plan_in_blocks(ir: tvm.IRModule, plan: Plan) -> PlannedStep:
-    """What `plan` makes of the step; where it cannot hold its budget, of the step in blocks.
+    """Return the plan of the step; where it exceeds its budget, of the step in chunks.
 
-    A step that fits as it is stays as it is. Of the numbers of blocks that fit, the fewest are
-    taken, or twice as many where that saves so much of what is run again for fewer.
+    A step that fits is left unchanged. Of the numbers of chunks that fit, the fewest are taken, or
+    twice as many where that saves enough of the calls that fewer chunks run again.
 
     Raises:
         BudgetError: that of the attempt which needs the least.
@@ -79,7 +79,7 @@ def plan_in_blocks(ir: tvm.IRModule, plan: Plan) -> PlannedStep:
 
 
 def split_rows(ir: tvm.IRModule, blocks: int) -> tuple[tvm.IRModule, tuple[RowSplit, ...]]:
-    """Compute the step's largest product, and all that is as large, in blocks of rows.
+    """Compute the largest matmul of the step, and all that is as large, in chunks of rows.
 
     Before:  s = matmul(x, w); y = log_softmax(s); loss, n = nll_loss(y, t)
              g = log_softmax_backward(nll_loss_backward(1, t, n), y)
@@ -89,14 +89,14 @@ def split_rows(ir: tvm.IRModule, blocks: int) -> tuple[tvm.IRModule, tuple[RowSp
              s1 = matmul(x[k:], w); ...; dx1 = matmul(g1, w^T); dw1 = matmul(x[k:]^T, g1)
              loss = (l0 + l1) / n; dx = concat([dx0, dx1]); dw = dw0 + dw1
 
-    Which ops may be split, and how, is in row_rules.py; what goes into the blocks in row_region.py.
-    Products of other weights that are about as large are split too, each with its own blocks.
+    Which ops may be split, and how, is in row_rules.py; what goes into the chunks in row_region.py.
+    Matmuls of other weights that are about as large are split too, each with its own chunks.
 
     Requires: one function `main`, one dataflow block, static shapes; no library calls yet.
-    Ensures:  rows are as before, to the bit where a matmul's are; what sums over rows (gradients of
-              weights and biases, losses) is added up block by block in float32 or wider, and
-              rounded once; results keep their variables; a step without such a product is returned
-              as it is, with no split.
+    Ensures:  rows are as before, bit-identical where a matmul's are; sums over rows (gradients of
+              weights and biases, losses) are added up chunk by chunk in float32 or wider, and
+              rounded once; results keep their variables; a step without such a matmul is returned
+              unchanged, with no split.
     Source:   as the fused linear cross entropy of Hsu et al. 2024, "Liger Kernel", section 3.2.
     """
     splits: list[RowSplit] = []
@@ -113,7 +113,7 @@ def split_rows(ir: tvm.IRModule, blocks: int) -> tuple[tvm.IRModule, tuple[RowSp
 
 
 def _large_products(ir: tvm.IRModule) -> list[relax.Var]:
-    """The largest results of matmuls, in order of their elements."""
+    """Return the largest results of matmuls, in order of their elements."""
     found = Dataflow(ir).calls("relax.matmul")
     least = _LEAST_SHARE * max(map(_elements, found), default=0)
     return sorted((one for one in found if _elements(one) >= least), key=_elements, reverse=True)
@@ -124,7 +124,7 @@ def _elements(variable: relax.Expr) -> int:
 
 
 class _Writer:
-    """Writes the step with one region in blocks."""
+    """Write the step with one region in chunks."""
 
     def __init__(self, flow: Dataflow, region: RowRegion, chunks: int) -> None:
         self.flow = flow
@@ -154,7 +154,7 @@ class _Writer:
         return self.flow.finish(out.all)
 
     def _total_weight(self, loss: relax.Call) -> relax.Call:
-        """The total weight of an nll loss's targets: their number, but for the ignored."""
+        """Return the total weight of an nll loss's targets: the number of those not ignored."""
         options, target, dtype = options_of(loss), loss.args[1], str(loss.ty.fields[1].dtype)
         index = str(target.ty.dtype)
         ignored = relax.const(options["ignore_index"], index)
@@ -182,7 +182,7 @@ class _Writer:
                 self._join(variable)
 
     def _add_part(self, exit_: relax.Var, part: relax.Var, *, is_last: bool) -> None:
-        """Take a block's part of an exit; sums are added up at once, so that one is held."""
+        """Take a chunk's part of an exit; sums are added up at once, so that one is held."""
         parts = self.parts[exit_]
         parts.append(part)
         # The last sum is bound to the exit itself.
@@ -191,7 +191,7 @@ class _Writer:
             parts[:] = [self.out.emit(total, self._call_of(exit_), f"{exit_.name}_sum")]
 
     def _join(self, exit_: relax.Var) -> None:
-        """Bind an exit to what the blocks made of it, as a whole."""
+        """Bind an exit to the parts from all chunks, joined."""
         parts, axis, call = self.parts[exit_], self.region.axis[exit_], self._call_of(exit_)
         if axis is not None:
             self.out.bind(exit_, relax.op.concat(parts, axis), call)
@@ -210,7 +210,7 @@ class _Writer:
         return value if isinstance(value, relax.Call) else self.values[value.tuple_value]
 
     def _divisor(self, exit_: relax.Var, call: relax.Call, dtype: str) -> relax.Expr | None:
-        """What the sum over all rows is divided by; None where the exit is that sum."""
+        """Return the divisor of the sum over all rows; None where the exit is that sum."""
         is_mean = options_of(call).get("reduction") == "mean"
         if call.op.name == NLL_LOSS and is_mean and self.values[exit_].index == 0:
             totals = self.region.totals.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a step around one large tensor that can be computed for some rows at a time."""
+"""Find the part of a step around a large tensor that can be computed for some rows at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NLL_LOSS = "amp_ir.nll_loss"
 _VIEWS_AND_NUMBERS = ("relax.permute_dims", "relax.full", "relax.zeros", "relax.ones")
 
 
-# The rows of a concatenation's parts lie along different axes: no rule agrees.
+# The rows of a concatenation's parts are along different axes: no rule agrees.
 _NO_AXIS = -1
 
 
@@ -33,7 +33,7 @@ class _Kind(enum.Enum):
 
 @attrs.frozen(eq=False)
 class RowRegion:
-    """What is computed in blocks of rows, and what the blocks give to the rest of the step.
+    """The ops computed in chunks of rows, and what the chunks give to the rest of the step.
 
     `units` is into how many equal parts the rows of every tensor can be told apart. `axis` has the
     axis of the rows of each variable in the region, None for one to which every row adds; `axes`
@@ -55,9 +55,9 @@ class RowRegion:
 def find_region(
     bindings: Sequence[relax.VarBinding], result: relax.Expr, root: relax.Var
 ) -> RowRegion | None:
-    """The region around `root`; None where its rows cannot be computed apart.
+    """Return the region around `root`; None where its rows cannot be computed apart.
 
-    It holds every reader of a tensor that is about as large as `root`, and what lies between. So
+    It holds every reader of a tensor that is about as large as `root`, and the ops between. So
     there is none if `root` itself, or what is computed from it element by element, is a result of
     the step, or if an op reads it that mixes rows, draws random numbers or is not known here.
     """
@@ -113,7 +113,7 @@ class _Search:
             return None
         if not all(self._may_be_apart(one, members) for one in members):
             return None
-        # What the region does not hold may mix rows as it likes.
+        # Ops outside of the region may mix rows.
         self.units = math.gcd(*(shape_of(m)[self.rows[m]] for m in members if m in self.rows))
         pulled = self._pull(members)
         if pulled is None or self.units < 2:
@@ -144,7 +144,7 @@ class _Search:
             self.kind[variable] = self._classify_call(variable, value)
 
     def _classify_loss(self, variable: relax.Var, item: relax.TupleGetItem) -> None:
-        """The loss of each row or the sum over all, and the total weight, known from the labels."""
+        """Classify the loss of each row or of all rows, and the total weight from the labels."""
         loss = self.values[item.tuple_value]
         if item.index == 1 and not any(one in self.kind for one in loss.args[1:]):
             self.kind[variable] = _Kind.EARLY
@@ -156,7 +156,7 @@ class _Search:
             self.kind[variable] = _Kind.SUM
 
     def _classify_call(self, variable: relax.Var, call: relax.Call) -> _Kind:
-        """Whether rows of the call, or their sum, can be had from rows of its arguments."""
+        """Classify a call: whether its rows, or their sum, follow from rows of its arguments."""
         given = tuple(self._rows_of(argument) for argument in call.args)
         best: tuple[int, int, Axes] | None = None
         for axis, extent in enumerate(shape_of(call) if is_tensor(call) else ()):
@@ -176,7 +176,7 @@ class _Search:
         return _Kind.SUM if is_tensor(call) else _Kind.ROWS
 
     def _waits_for_labels(self, call: relax.Call) -> bool:
-        """Whether it is a mean nll loss whose total weight is not known before the scores."""
+        """Return whether it is a mean nll loss whose total weight is unknown before the scores."""
         is_mean = call.op.name == NLL_LOSS and options_of(call)["reduction"] == "mean"
         return is_mean and any(one in self.kind for one in call.args[1:])
 
@@ -186,13 +186,13 @@ class _Search:
         return found.pop() if len(found) == 1 else _NO_AXIS if found else None
 
     def _is_large(self, variable: relax.Var) -> bool:
-        """Whether it has about as many rows and columns as the root."""
+        """Return whether it has about as many rows and columns as the root."""
         if not is_tensor(variable) or self.kind.get(variable) in (_Kind.SUM, _Kind.BEYOND):
             return False
         return math.prod(shape_of(variable)) > self.large
 
     def _members(self) -> set[relax.Var]:
-        """What lies between the root and the readers of large tensors, these included."""
+        """Return the ops between the root and the readers of large tensors, these included."""
         members: set[relax.Var] = {self.root}
         for binding in reversed(self.bindings):
             if self.kind.get(binding.var) in (_Kind.ROWS, _Kind.SUM):
@@ -210,9 +210,9 @@ class _Search:
         return members
 
     def _has_loss(self, members: set[relax.Var]) -> bool:
-        """Whether the root's rows add up to a number, or the gradient of an nll loss is read.
+        """Return whether the root's rows add up to a number, or an nll loss's gradient is read.
 
-        Elsewhere, between two layers, values had better be computed again.
+        Elsewhere, between two layers, computing values again is better.
         """
         sums = (one for one, kind in self.kind.items() if kind is _Kind.SUM)
         is_summed = any(math.prod(shape_of(one)) == 1 for one in sums)
@@ -224,7 +224,7 @@ class _Search:
         return is_summed or reads_total
 
     def _may_be_apart(self, variable: relax.Var, members: set[relax.Var]) -> bool:
-        """Whether the variable need not be there as a whole, or is small enough to be."""
+        """Return whether the variable may be held in parts, or is small enough to be held whole."""
         return not self._is_large(variable) or not self._is_exit(variable, members)
 
     def _is_exit(self, variable: relax.Var, members: set[relax.Var]) -> bool:
@@ -233,7 +233,7 @@ class _Search:
         return any(r is None or r not in members for r in self.readers.get(variable, []))
 
     def _pull(self, members: set[relax.Var]) -> dict[relax.Var, int] | None:
-        """Large values from outside that only the region reads, the latest first."""
+        """Pull in large values from outside that only the region reads, the latest first."""
         inside = set(members)
         pulled: dict[relax.Var, int] = {}
         wanted: dict[relax.Var, set[int]] = {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of its arguments some rows of an op's result need.
+"""Find which rows of its arguments some rows of an op's result need.
 
-Rows lie along one axis of a tensor. A rule answers for one op: for rows along `axis` of the result,
+Rows are along one axis of a tensor. A rule answers for one op: for rows along `axis` of the result,
 the axis of each argument along which the same rows are needed, None for an argument that is needed
-whole; or that there is no such answer. An op without a rule has none: whoever splits leaves it be.
+whole; or that there is no such answer. An op without a rule has none, and is not split.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _REDUCTIONS = ("relax.sum", "relax.mean", "relax.max", "relax.min", "relax.prod"
 
 
 def is_tensor(expr: relax.Expr) -> bool:
-    """Whether an argument is a tensor: not a shape, a number, or a tuple of tensors."""
+    """Return whether an argument is a tensor: not a shape, a number, or a tuple of tensors."""
     return isinstance(expr.ty, relax.TensorType)
 
 
 def row_axes(call: relax.Call, axis: int, units: int) -> Axes | None:
-    """The axes of the arguments for rows along `axis` of a result that is one tensor.
+    """Return the axes of the arguments for rows along `axis` of a result that is one tensor.
 
-    `units` is into how many equal parts rows can be told apart: a reshape keeps what it can.
+    `units` is the number of equal parts that rows divide into: a reshape keeps what it can.
     """
     rule = RULES.get(call.op.name)
     return rule(call, axis, units) if rule is not None and is_tensor(call) else None
 
 
 def summed_axes(call: relax.Call, given: Axes) -> Axes | None:
-    """The axes of the arguments where the op adds up their rows; `given` are those known.
+    """Return the axes of the arguments whose rows the op adds up; `given` are those known.
 
     The op of all rows is then the sum of the op's results for some rows each; a mean is that sum
     divided by the number of elements.
@@ -77,7 +77,7 @@ def _elementwise(call: relax.Call, axis: int, _units: int) -> Axes | None:
 
 
 def _reshape(call: relax.Call, axis: int, units: int) -> Axes | None:
-    """Rows stay rows where as many elements lie before them, and their parts can be told apart."""
+    """Keep rows where as many elements precede them and their parts remain distinguishable."""
     before = math.prod(shape_of(call)[:axis])
     source = shape_of(call.args[0])
     found = [d for d in range(len(source)) if math.prod(source[:d]) == before]
@@ -102,14 +102,14 @@ def _concat(call: relax.Call, axis: int, _units: int) -> Axes | None:
 
 
 def _row_wise(call: relax.Call, axis: int, _units: int) -> Axes | None:
-    """All arguments have the shape of the result; an axis is treated as a whole."""
+    """Keep the rows of all arguments, of the shape of the result; an axis is treated as a whole."""
     options = options_of(call)
     along = int(options["axis"] if options else call.attrs.axis) % len(shape_of(call))
     return None if along == axis else tuple(axis for _ in call.args)
 
 
 def _indexed(call: relax.Call, axis: int, units: int) -> Axes | None:
-    """Gathering and scattering along another axis, where the rows of all tensors correspond."""
+    """Keep rows of gathers and scatters along another axis, where the rows of all correspond."""
     axes = _row_wise(call, axis, units)
     same = len({shape_of(one)[axis] for one in call.args}) == 1
     return axes if same else None
@@ -132,7 +132,7 @@ def _reduction(call: relax.Call, axis: int, _units: int) -> Axes | None:
 
 
 def _matmul(call: relax.Call, axis: int, _units: int) -> Axes | None:
-    """Rows of the first operand, or columns of a second one that is a matrix."""
+    """Split rows of the first operand, or columns of a second one that is a matrix."""
     a, b = (len(shape_of(one)) for one in call.args)
     if a < 2 or b != 2:
         return None
@@ -195,7 +195,7 @@ def _summed_nll_loss(call: relax.Call, _given: Axes) -> Axes | None:
 
 
 def _summed_loss(call: relax.Call, given: Axes) -> Axes | None:
-    """Prediction and target have one shape, so their rows lie along one axis."""
+    """Split rows of prediction and target along one axis, since they have one shape."""
     known = [axis for axis in given if axis is not None]
     is_summed = options_of(call)["reduction"] != "none"
     return (known[0],) * len(call.args) if is_summed else None
