@@ -54,7 +54,7 @@ def expand_attention(
 
 
 class _Writer:
-    """Collects bindings; every call it makes carries the location of the op it replaces."""
+    """Collect bindings; every call it makes carries the location of the op it replaces."""
 
     def __init__(self, libraries: tuple[str, ...], log: DispatchLog) -> None:
         self.bindings: list[relax.Binding] = []

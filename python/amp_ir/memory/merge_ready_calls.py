@@ -20,7 +20,7 @@ KERNEL_CALL = "relax.call_tir"
 
 
 class KernelMerger(Protocol):
-    """Writes the kernel of several calls that may run at once; the loops stage has one."""
+    """Write the kernel of several calls that may run at once; the loops stage has one."""
 
     def most_parameters(self) -> int:
         """Return how many parameters a merged kernel may have."""

@@ -109,7 +109,7 @@ class _InStep:
 
 
 class _Finder:
-    """Walks the uses of indices and decides where each is checked, if at all."""
+    """Walk the uses of indices and decide where each is checked, if at all."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ def check_known(check: IndexCheck, ids: relax.Expr, bindings: Sequence[relax.Bin
 
 
 class _Guard:
-    """Writes the checks, and the choice between old and new state, behind a step's bindings."""
+    """Write the checks, and the choice between old and new state, behind a step's bindings."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ def find_region(
 
 
 class _Search:
-    """Finds the region for rows along one axis of the root.
+    """Find the region for rows along one axis of the root.
 
     `kind` of a variable that depends on the root: ROWS, its rows come from rows of the root; SUM,
     every row adds to it; EARLY, it depends on the root in name only, being computed from an nll
