@@ -67,7 +67,7 @@ def _drop_foreign_cache(build_dir: Path) -> None:
 
 
 def _beside_python(tool: str) -> str | None:
-    """The tool that pip installed into this environment, else one on the search path."""
+    """Return the tool that pip installed into this environment, else one on the search path."""
     installed = Path(sys.executable).parent / tool
     return str(installed) if installed.exists() else shutil.which(tool)
 

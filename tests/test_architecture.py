@@ -19,6 +19,7 @@ STAGES = "capture importer loss_scaling rewrites amp dispatch loops memory vm ru
 LAYERS = [
     "errors",
     "standalone",  # runs a compiled file with TVM's runtime alone, so it imports nothing
+    "loaded_step",  # its old name
     "files",
     "host",
     "cuda",

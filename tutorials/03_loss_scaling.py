@@ -27,7 +27,7 @@ torch.manual_seed(0)
 
 
 def make_model() -> nn.Module:
-    """A small network with everything that a skipped step must leave alone."""
+    """Return a small network with everything that a skipped step must leave alone."""
     return nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
     )
@@ -139,7 +139,7 @@ assert scheduler.last_epoch == 1
 
 # %%
 def clipping_step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the norm of the gradients before clipping."""
+    """Return the norm of the gradients before clipping."""
     optimizer.zero_grad()
     loss = functional.mse_loss(model(inputs), targets)
     scaler.scale(loss).backward()
@@ -227,7 +227,7 @@ assert scaler.log.steps == steps_before + 2
 
 # %%
 def penalty_step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A loss plus the norm of its gradients."""
+    """Return a loss plus the norm of its gradients."""
     optimizer.zero_grad()
     loss = functional.mse_loss(model(inputs), targets)
     scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)

@@ -143,7 +143,7 @@ def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
 
 
 def _decomposed_for_fusion(ir: tvm.IRModule) -> tvm.IRModule:
-    """Attention as its parts, and a recurrent layer as the one call that it is on a CPU."""
+    """Return attention as its parts, and a recurrent layer as the one call that it is on a CPU."""
     return recurrence_as_calls(expand_attention(ir))
 
 
@@ -194,7 +194,7 @@ def tune(mod: StepModule) -> MatmulTimes:
 
 
 def explain_plan(mod: StepModule) -> CastPlan:
-    """The plan of a step that went through autocast, with the kernels it really gets.
+    """Return the plan of a step that went through autocast, with the kernels it really gets.
 
     `mod.plan` was made before fusion and estimates which ops share a kernel. Here `kernel` of each
     op, whether a cast is alone, and what the step moves because of dtypes (`cast_traffic`) are what
@@ -358,7 +358,7 @@ def profile_kernels(
 def _program_on_copies(
     mod: StepModule, device: str, args: Any, opt_level: int, **options: Any
 ) -> tuple[Program, PlannedStep, list[torch.Tensor]]:
-    """The step built on copies of its state, its plan, and the batch as tensors."""
+    """Return the step built on copies of its state, its plan, and the batch as tensors."""
     check_opt_level(opt_level)
     target = target_of(device)
     batch = batch_of(mod, args)
@@ -416,7 +416,7 @@ def memory_report(
     rounding: str = "fast",
     memory_budget: int | None = None,
 ) -> MemoryReport:
-    """What a step holds in memory, when and why: `print` it, or take `to_json()`.
+    """Report what a step holds in memory, when and why: `print` it, or take `to_json()`.
 
     Args:
         mod: what `trace_step` or `autocast` returns; nothing is executed.
@@ -442,13 +442,13 @@ def memory_report(
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers among what was passed; what is none is refused later."""
+    """Return the optimizers among what was passed; what is none is refused later."""
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     return [one for one in given if isinstance(one, torch.optim.Optimizer)]
 
 
 def _device_of(mod: StepModule) -> torch.device:
-    """Where the model's tensors are; the CPU for a step without any."""
+    """Return where the model's tensors are; the CPU for a step without any."""
     owned = (Role.PARAMETER, Role.BUFFER)
     tensors = [mod.state[spec.name] for spec in mod.signature.inputs if spec.role in owned]
     return next((one.device for one in tensors if torch.is_tensor(one)), torch.device("cpu"))

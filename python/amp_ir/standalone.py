@@ -124,7 +124,7 @@ class LoadedStep:
         self.tensors[name].copyfrom(flat if flat.size else np.zeros(1, one["stored_dtype"]))
 
     def read(self, name: str) -> np.ndarray:
-        """An argument as it is after the runs so far; bfloat16 as it is stored, in uint16."""
+        """Return an argument as it is after the runs so far; bfloat16 as stored, in uint16."""
         one = self._arguments[name]
         array = self.tensors[name].numpy().view(_AS_NUMPY.get(one["dtype"], one["dtype"]))
         return array[: int(np.prod(one["shape"]))].reshape(one["shape"])
@@ -166,7 +166,7 @@ class LoadedStep:
 
 
 def _faults(check: dict[str, Any], extremes: Iterable[int], what: str) -> list[str]:
-    """The first of the extremes that is out of range, in words."""
+    """Return the first of the extremes that is out of range, in words."""
     wrong = [one for one in extremes if not check["least"] <= one < check["extent"]]
     return [f"{what} {one}, {check['expectation']}" for one in wrong[:1]]
 
@@ -326,7 +326,7 @@ def load_shared(file: str, wheel: str | None) -> str:
 
 
 def files_of_wheel(wheel: str, prefix: str) -> Iterator[Path]:
-    """The files of an installed wheel whose names begin so; none where it is not installed."""
+    """Yield the files of an installed wheel whose names begin so; none if it is missing."""
     try:
         files = importlib.metadata.files(wheel) or []
     except importlib.metadata.PackageNotFoundError:

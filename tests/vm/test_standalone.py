@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -175,3 +176,9 @@ def test_the_library_for_cublaslt_loads_without_pytorch():
         [sys.executable, "-c", code, str(library)], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_the_old_name_of_the_module_warns_and_works():
+    with pytest.warns(DeprecationWarning, match="loaded_step is now amp_ir.standalone"):
+        old = importlib.import_module("amp_ir.loaded_step")
+    assert old.LoadedStep is standalone.LoadedStep
