@@ -81,7 +81,7 @@ class LibraryCall:
         return f"amp_ir.{self.library}.{self.verb}"
 
     def argument(self, name: str) -> Any:
-        """The value of an argument: a view is its memory, None a tensor that is absent."""
+        """Return the value of an argument: a view is its memory, None a tensor that is absent."""
         stem, _, part = name.rpartition("_")
         if stem and part in ("dims", "strides"):
             view = getattr(self, stem)
@@ -94,7 +94,7 @@ class LibraryCall:
 class LibraryMatmul(LibraryCall):
     """out = epilogue(a @ b + bias), or with `c`: out = beta * c + alpha * (a @ b + bias).
 
-    `is_packed` says that `b` lies as the library's `pack` wrote it, whatever its strides were.
+    `is_packed` says that `b` is laid out as the library's `pack` wrote it; strides say nothing.
     """
 
     a: StridedView
@@ -123,7 +123,7 @@ class LibraryMatmul(LibraryCall):
 
     @property
     def epilogue(self) -> str:
-        """The activation, and how the product is computed, as the library function reads it."""
+        """The activation, and how the matmul is computed, as the library function reads it."""
         algorithm = [] if self.algorithm == RULES else [self.algorithm]
         return "+".join([self.activation, *([_TF32] if self.allow_tf32 else []), *algorithm])
 
@@ -189,28 +189,19 @@ class LibraryRecurrence(LibraryCall):
     reverse: bool = attrs.field(converter=bool)
 
     def argument(self, name: str) -> Any:
-        """The value of an argument: an operand or a field."""
+        """Return the value of an argument: an operand or a field."""
         return self.operands[name] if name in self.operands else getattr(self, name)
 
 
 def write(call: LibraryCall) -> relax.Call:
-    """The call in the IR, which is given a place for each of its results."""
+    """Return the call in the IR, which is given a buffer for each of its results."""
     arguments = [_as_expr(call.argument(name)) for name in ARGUMENTS[call.verb]]
     return library_call(call.symbol, arguments, call.type_, call.span)
 
 
 def read(value: relax.Expr) -> LibraryCall | None:
-    """The library call that an expression is, in a dispatched or a planned step; else None."""
-    name = op_name(value)
-    if name == DPS_CALL:
-        symbol, arguments = str(value.args[0].global_symbol), value.args[1].fields[:]
-    elif not name and isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc):
-        symbol, arguments = str(value.op.global_symbol), value.args[:]
-        if symbol.endswith(".with_scratch"):
-            symbol, arguments = str(arguments[0].value), arguments[2:]
-    else:
-        return None
-    library, _, verb = symbol.removeprefix("amp_ir.").rpartition(".")
+    """Return the library call that an expression is, dispatched or planned; else None."""
+    library, verb, arguments, _ = _taken_apart(value)
     if not library or verb not in ARGUMENTS:
         return None
     values = {"library": library, "type_": value.ty, "span": value.span}
@@ -219,8 +210,29 @@ def read(value: relax.Expr) -> LibraryCall | None:
     return _READERS[verb.partition("_")[0]](verb, _with_views(verb, values))
 
 
+def written_by(value: relax.Expr) -> tuple[relax.Expr | None, list[relax.Expr]]:
+    """Return the workspace of a planned library call, or None, and the buffers that it fills."""
+    _, verb, arguments, workspace = _taken_apart(value)
+    return workspace, arguments[len(ARGUMENTS[verb]) :]
+
+
+def _taken_apart(value: Any) -> tuple[str, str, list[relax.Expr], relax.Expr | None]:
+    """Return the library, the verb, the arguments and the workspace; "" for any other value."""
+    name, workspace = op_name(value), None
+    if name == DPS_CALL:
+        symbol, arguments = str(value.args[0].global_symbol), value.args[1].fields[:]
+    elif not name and isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc):
+        symbol, arguments = str(value.op.global_symbol), value.args[:]
+        if symbol.endswith(".with_scratch"):
+            symbol, workspace, arguments = str(arguments[0].value), arguments[1], arguments[2:]
+    else:
+        return "", "", [], None
+    library, _, verb = symbol.removeprefix("amp_ir.").rpartition(".")
+    return library, verb, list(arguments), workspace
+
+
 def _with_views(verb: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The values with memory, dims and strides of each view as one; no memory: a layout."""
+    """Return the values with memory, dims and strides of each view as one; no memory: a layout."""
     if "packed" in values:
         values["b"] = values.pop("packed")
     for name in ARGUMENTS[verb]:
@@ -262,12 +274,12 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], LibraryCall]] = {
 
 
 def operands_of(verb: str) -> tuple[str, ...]:
-    """The operands of a recurrent layer's function by name, in the order of the dialect's op."""
+    """Return the operand names of a recurrent layer's function, in the order of the op."""
     return tuple(name for name in ARGUMENTS[verb] if name not in ("dims", "reverse"))
 
 
 def _as_expr(value: Any) -> relax.Expr:
-    """An argument as the IR holds it."""
+    """Return an argument as the IR holds it."""
     if value is None:
         return relax.op.null_value()
     if isinstance(value, str):
@@ -280,7 +292,7 @@ def _as_expr(value: Any) -> relax.Expr:
 
 
 def _as_value(argument: Any) -> Any:
-    """An argument as Python holds it; None: an absent tensor."""
+    """Return an argument as Python holds it; None: an absent tensor."""
     if isinstance(argument, relax.ShapeExpr):
         return tuple([int(one) for one in argument.values[:]])
     if isinstance(argument, (tvm.ir.StringImm, tvm.tirx.IntImm, tvm.tirx.FloatImm)):

@@ -22,9 +22,11 @@ import tvm_ffi
 from tvm import relax
 
 from amp_ir.ir.dataflow import Dataflow, op_name
+from amp_ir.ir.library_call import ARGUMENTS, DPS_CALL, LibraryCall, read, written_by
 from amp_ir.ir.location import META_KEY, Location, locations_of
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.stages import Stage
+from amp_ir.ir.strided_view import StridedView
 
 SHORT_DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
@@ -33,7 +35,7 @@ SHORT_DTYPES = {
 }  # fmt: skip
 _INFIX = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _CASTS = ("amp_ir.cast", "relax.astype")
-_KERNEL_CALL, _LIBRARY_CALL = "relax.call_tir", "relax.call_dps_packed"
+_KERNEL_CALL = "relax.call_tir"
 _VIEW = "amp_ir.view"
 # What the names of library functions begin with, without "amp_ir.".
 _LIBRARIES = ("onednn.", "torch.", "torch_cuda.", "cublaslt.")
@@ -222,7 +224,10 @@ def expression_text(expr: Any) -> str:
 
 def _call_text(call: relax.Call) -> str:
     name = op_name(call)
-    if name in (_KERNEL_CALL, _LIBRARY_CALL):
+    library = read(call)
+    if library is not None:
+        return f"{library.library}.{library.verb}({_library_text(library, {})})"
+    if name in (_KERNEL_CALL, DPS_CALL):
         callee = call.args[0]
         called = getattr(callee, "name_hint", None) or str(callee.global_symbol)
         given = [one for one in call.args[1].fields[:] if not _is_absent(one)]
@@ -259,7 +264,7 @@ def _short(value: Any) -> str:
 
 
 def _of_plan(step: PlannedStep) -> Iterator[Line]:
-    """Return the calls of a planned step; values in the arena with their offsets."""
+    """Yield the calls of a planned step; a tensor in the arena with its offset."""
     views: dict[str, str] = {}
     calls = iter(step.plan.calls)
     for binding in Dataflow(step.ir).bindings:
@@ -271,20 +276,47 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
             views[binding.var.name] = _view_text(call)
             continue
         planned = next(calls, None)
-        arguments = [_planned_text(one, views) for one in call.args[:] if not _is_absent(one)]
-        shown = symbol.removeprefix("amp_ir.")
-        ops = "" if planned is None else ", ".join(planned.ops)
         places = () if planned is None else planned.locations
-        yield Line(shown, "", f"{ops}: {', '.join(arguments)}" if ops else ", ".join(arguments),
-                   places)  # fmt: skip
+        library = read(call)
+        if library is not None:
+            name, text = f"{library.library}.{library.verb}", _library_text(library, views)
+            workspace, results = written_by(call)
+            made = [expression_text(one) for one in results]
+            text += f" -> {', '.join(views.get(one, one) for one in made)}"
+            if workspace is not None:
+                text += f", workspace={views[expression_text(workspace)]}"
+        else:
+            arguments = [expression_text(one) for one in call.args[:]]
+            name, text = symbol, ", ".join(views.get(one, one) for one in arguments)
+        ops = "" if planned is None or library is not None else f"{', '.join(planned.ops)}: "
+        yield Line(name, "", ops + text, places)
+
+
+def _library_text(call: LibraryCall, views: Mapping[str, str]) -> str:
+    """Return the arguments of a library call by name; a transposed matrix as `w.T`."""
+    found = []
+    for name in ARGUMENTS[call.verb]:
+        stem, _, part = name.rpartition("_")
+        if stem and part in ("dims", "strides") and hasattr(call, stem):
+            continue
+        value = call.argument(name)
+        if value is None or (name, value) == ("epilogue", "none"):
+            continue
+        text = expression_text(value) if isinstance(value, relax.Expr) else str(value)
+        text = views.get(text, text) + (".T" if _is_transposed(getattr(call, name, None)) else "")
+        found.append(f"{name}={text}")
+    return ", ".join(found)
+
+
+def _is_transposed(view: Any) -> bool:
+    """Return whether the last two dims of a view stand in the other order in memory."""
+    if not isinstance(view, StridedView) or len(view.strides) < 2:
+        return False
+    rows, columns = view.strides[-2:]
+    return rows < columns
 
 
 def _view_text(call: relax.Call) -> str:
     _arena, offset, shape, dtype = call.args[:]
     extents = [str(one.value) for one in shape.values[:]]
     return f"{_tensor_text(str(dtype.value), extents)} @{expression_text(offset)}"
-
-
-def _planned_text(expr: Any, views: Mapping[str, str]) -> str:
-    text = expression_text(expr)
-    return views.get(text, text)
