@@ -216,3 +216,18 @@ def test_deep_elements_in_the_odd_columns_of_a_column_kernel(columns: int) -> No
     shape = (2, 4, columns)
     body = lambda x: R.nn.log_softmax(x, axis=1)  # noqa: E731
     check(build([(shape, "float32")], body), [sample(shape, "float32")])
+
+
+@pytest.mark.parametrize("columns", [5, 128, 1024])
+def test_a_softmax_of_large_products_is_of_their_rounded_values(columns):
+    x = torch.randn(64, columns, generator=torch.Generator().manual_seed(0)) * 400
+    shape = ([64, columns], "float32")
+    build_op = relax.op.nn.softmax
+    mod = build([shape], lambda a: build_op(relax.op.multiply(a, relax.const(0.3535534)), axis=-1))
+    (found,) = run_kernels(mod, [x])
+    # A few roundings of 2**-24; with `x * c - max` contracted in one loop alone it is 1e-5.
+    assert (found.double().sum(-1) - 1).abs().max() <= 4e-7
+    exact = torch.softmax((x * 0.3535534).double(), -1)
+    likely = exact > 1e-30
+    # x - max is rounded, by half of 2**-17 where it is 69 and the probability is 1e-30.
+    torch.testing.assert_close(found.double()[likely], exact[likely], rtol=5e-6, atol=0.0)

@@ -130,7 +130,7 @@ def test_messages(failing_matmul: dict[str, Any]) -> None:
     first = next(k for k, call in enumerate(case.calls) if call.name == "onednn.matmul")
     place = case.calls[first].locations[0]
     named = f"call {first + 1} of {len(case.calls)} of the step, onednn.matmul (matmul) in {place},"
-    assert place.module == "0" and place.file.endswith("test_failure_injection.py")
+    assert place.module == "0" and place.file.endswith("failing_steps.py")
     assert str(caught.value) == (
         f"{named} failed: could not execute a primitive. Nothing has changed: model, optimizer, "
         "scaler and random state are as before the step, which may be called again"

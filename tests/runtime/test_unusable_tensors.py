@@ -81,7 +81,7 @@ FAULTS = {
     ),
     "zero": "is a zero without memory; use torch.zeros_like of it",
     "subclass": (
-        "is a test_unusable_tensors.Tagged, and a compiled step calls nothing that a subclass of "
+        f"is a {__name__}.Tagged, and a compiled step calls nothing that a subclass of "
         "torch.Tensor defines; use a plain tensor of its values"
     ),
     "distributed": "is a DTensor, of which this process holds a part; use .full_tensor()",

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from tvm import tirx
+from tvm.ir.expr import TensorLoad
 
 from amp_ir.loops.ir import let, scalar_loop
 
@@ -95,6 +98,31 @@ def optimization_barrier(x: Any) -> Any:
     if words is None or literal(x) is not None:
         return x
     return tirx.reinterpret(dtype_of(x), tirx.reinterpret(words, x))
+
+
+Fence = Callable[[Any], Any]
+_fences: list[Fence] = []
+
+
+@contextlib.contextmanager
+def fenced_by(fence: Fence) -> Iterator[None]:
+    """Let `rounded` use a device's `fence` inside the block, in which a kernel is written."""
+    _fences.append(fence)
+    try:
+        yield
+    finally:
+        _fences.pop()
+
+
+def rounded(x: Any) -> Any:
+    """Return `x` as a rounded value that no compiler contracts with what reads it.
+
+    LLVM and nvcc turn `s * c - max` into one fused multiply-add, in one loop of a kernel and not in
+    another. The maximum of the rounded products is then not the maximum of what is exponentiated,
+    and a row of a softmax adds up to 1 only within half a unit in the last place of its logits.
+    """
+    is_loaded = isinstance(x, TensorLoad)
+    return x if is_loaded or not _fences or literal(x) is not None else _fences[-1](x)
 
 
 def total(a: Any, b: Any) -> Any:

@@ -8,6 +8,7 @@ depend on the number of threads. See group_loops.py and accumulate_blocks.py.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from tvm import tirx
 from tvm.tirx import For, ForKind
@@ -20,6 +21,7 @@ from amp_ir.loops.cpu.concatenation import concatenated, parts_of
 from amp_ir.loops.cpu.group_loops import GRAIN, GroupLoops
 from amp_ir.loops.cpu.single_row import single_row_kernel
 from amp_ir.loops.cpu.summed_rows import summed_rows_kernel
+from amp_ir.loops.elements import dtype_of, fenced_by
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Opaque, Pointwise
 
@@ -37,7 +39,14 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
         return buffers.finish(concatenated(parts, out, value.part_rows))
     domain = loop_domain(group)
     loops = GroupLoops(group, buffers.by_value, domain, strict)
-    return buffers.finish(columns_kernel(loops) if domain.keeps_innermost else _rows_kernel(loops))
+    with fenced_by(_fence):
+        body = columns_kernel(loops) if domain.keeps_innermost else _rows_kernel(loops)
+    return buffers.finish(body)
+
+
+def _fence(x: Any) -> Any:
+    """Return `x` behind LLVM's fence, which no contraction crosses; it is no instruction."""
+    return tirx.call_llvm_pure_intrin(dtype_of(x), "llvm.arithmetic.fence", x)
 
 
 def _rows_kernel(loops: GroupLoops) -> tirx.Stmt:

@@ -28,6 +28,7 @@ from amp_ir.loops.cuda.opaque_launches import emit_opaque
 from amp_ir.loops.cuda.rows import flat_launch, rows_launch, split_launches
 from amp_ir.loops.cuda.summed_rows import summed_rows_launches
 from amp_ir.loops.cuda.tiles import columns_launches
+from amp_ir.loops.elements import dtype_of, fenced_by
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Reduction
 
@@ -43,7 +44,16 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     """Emit the kernel of a group."""
     buffers = GroupBuffers.declare(group)
     elements = GroupElements(group, buffers.by_value, loop_domain(group), strict)
-    return buffers.finish(sequence(_launches(elements)), elements.scratch)
+    with fenced_by(_fence):
+        body = sequence(_launches(elements))
+    return buffers.finish(body, elements.scratch)
+
+
+def _fence(x: Any) -> Any:
+    """Return `x` added to -0 by a function of CUDA's that is never contracted."""
+    dtype = dtype_of(x)
+    function = "__dadd_rn" if dtype == "float64" else "__fadd_rn"
+    return tirx.call_pure_extern(dtype, function, x, tirx.const(-0.0, dtype))
 
 
 def _launches(elements: GroupElements) -> list[tirx.Stmt]:

@@ -43,7 +43,8 @@ class _Scores:
             value = m.select(self.mask[i], value, hidden)
         if self.options.is_causal:
             value = m.select(i[-1] <= i[-2], value, hidden)
-        return let(value)
+        # The maximum and the log-sum that are subtracted are of rounded logits.
+        return let(m.rounded(value))
 
     def kept(self, weight: Any, *i: Any) -> Any:
         """Return a weight after dropout."""

@@ -430,13 +430,17 @@ def softmax(op: Lowering, x: Value) -> Value:
     axis = int(op.call.attrs.axis) % len(x.shape)
     dtype, wide = op.results[0].dtype, compute_dtype(x.dtype)
     peak = reduce("max", x.shape, (axis,), lambda *i: x[i], wide)
-    total = reduce("sum", x.shape, (axis,), lambda *i: m.exp(x[i] - peak[i]), wide)
+
+    def shifted(*i: Any) -> Any:
+        return m.rounded(x[i]) - peak[i]
+
+    total = reduce("sum", x.shape, (axis,), lambda *i: m.exp(shifted(*i)), wide)
     if op.name == "relax.nn.softmax":
         scale = pointwise(total.shape, wide, lambda *i: m.constant(1.0, wide) / total[i])
-        return pointwise(x.shape, dtype, lambda *i: m.exp(x[i] - peak[i]) * scale[i])
+        return pointwise(x.shape, dtype, lambda *i: m.exp(shifted(*i)) * scale[i])
     # Not x - (peak + log): near the peak the sum of the two would round away the difference.
     log_total = pointwise(total.shape, wide, lambda *i: m.log(total[i]))
-    return pointwise(x.shape, dtype, lambda *i: (x[i] - peak[i]) - log_total[i])
+    return pointwise(x.shape, dtype, lambda *i: shifted(*i) - log_total[i])
 
 
 @lowers("relax.tril", "relax.triu")

@@ -136,6 +136,7 @@ inline float __tanf(float x) { return tanf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
+inline double __dadd_rn(double x, double y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
