@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 
-from amp_ir.loops.ir import let, scalar_loop
+from amp_ir.loops.ir import assigned, let, scalar_loop
 
 # The integers of a float's bits.
 _WORDS = {"float32": "uint32", "float64": "uint64"}
@@ -101,17 +102,12 @@ def optimization_barrier(x: Any) -> Any:
 
 
 Fence = Callable[[Any], Any]
-_fences: list[Fence] = []
+_fence: ContextVar[Fence | None] = ContextVar("fence", default=None)
 
 
-@contextlib.contextmanager
-def fenced_by(fence: Fence) -> Iterator[None]:
+def fenced_by(fence: Fence) -> AbstractContextManager[None]:
     """Let `rounded` use a device's `fence` inside the block, in which a kernel is written."""
-    _fences.append(fence)
-    try:
-        yield
-    finally:
-        _fences.pop()
+    return assigned(_fence, fence)
 
 
 def rounded(x: Any) -> Any:
@@ -121,8 +117,10 @@ def rounded(x: Any) -> Any:
     another. The maximum of the rounded products is then not the maximum of what is exponentiated,
     and a row of a softmax adds up to 1 only within half a unit in the last place of its logits.
     """
-    is_loaded = isinstance(x, TensorLoad)
-    return x if is_loaded or not _fences or literal(x) is not None else _fences[-1](x)
+    fence = _fence.get()
+    if fence is None or isinstance(x, TensorLoad) or literal(x) is not None:
+        return x
+    return fence(x)
 
 
 def total(a: Any, b: Any) -> Any:

@@ -26,6 +26,8 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import attrs
@@ -199,49 +201,49 @@ class Read:
     place: Literal["same", "broadcast", "flat", "other"]
 
 
+@contextlib.contextmanager
+def assigned(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a variable inside the block, for this thread alone: steps may be lowered side by side."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 Access = Callable[[Value, Index], Any]
-_access_stack: list[Access] = []
+_access: ContextVar[Access | None] = ContextVar("access", default=None)
 
 
 def current_access() -> Access:
     """Return the current meaning of `value[index]`."""
-    if not _access_stack:
+    access = _access.get()
+    if access is None:
         raise BuildError("an element is read outside of the body of a loop value")
-    return _access_stack[-1]
+    return access
 
 
-@contextlib.contextmanager
-def reading(access: Access) -> Iterator[None]:
+def reading(access: Access) -> AbstractContextManager[None]:
     """Let `value[index]` mean `access(value, index)` inside the block."""
-    _access_stack.append(access)
-    try:
-        yield
-    finally:
-        _access_stack.pop()
+    return assigned(_access, access)
 
 
 Bind = Callable[[Any], Any]
-_let_stack: list[Bind] = []
+_let: ContextVar[Bind | None] = ContextVar("let", default=None)
+_scalar_loop: ContextVar[Callable[[], None] | None] = ContextVar("scalar_loop", default=None)
 
 
 def let(element: Any) -> Any:
     """Name an element expression in the kernel being written, so that it is computed once."""
-    return _let_stack[-1](element) if _let_stack else element
+    bind = _let.get()
+    return element if bind is None else bind(element)
 
 
 @contextlib.contextmanager
 def let_as(let_element: Bind, needs_scalar_loop: Callable[[], None]) -> Iterator[None]:
     """Make `let(x)` call `let_element(x)`, and `scalar_loop` the other, inside the block."""
-    _let_stack.append(let_element)
-    _scalar_stack.append(needs_scalar_loop)
-    try:
+    with assigned(_let, let_element), assigned(_scalar_loop, needs_scalar_loop):
         yield
-    finally:
-        _let_stack.pop()
-        _scalar_stack.pop()
-
-
-_scalar_stack: list[Callable[[], None]] = []
 
 
 def scalar_loop() -> None:
@@ -249,8 +251,13 @@ def scalar_loop() -> None:
 
     TVM's vectoriser splits such a statement lane by lane and loses the names bound before it.
     """
-    if _scalar_stack:
-        _scalar_stack[-1]()
+    declare = _scalar_loop.get()
+    if declare is not None:
+        declare()
+
+
+StandIn = Callable[["LoadOffset"], Any]
+_load_offset: ContextVar[StandIn | None] = ContextVar("load_offset", default=None)
 
 
 @attrs.define(eq=False)
@@ -261,20 +268,13 @@ class LoadOffset:
 
     def here(self) -> Any:
         """Return the number, or a variable while a kernel template is being written."""
-        return _offset_stack[-1](self) if _offset_stack and self.number else self.number
+        stand_in = _load_offset.get()
+        return self.number if stand_in is None or not self.number else stand_in(self)
 
 
-_offset_stack: list[Callable[[LoadOffset], Any]] = []
-
-
-@contextlib.contextmanager
-def load_offsets_as(stand_in: Callable[[LoadOffset], Any]) -> Iterator[None]:
+def load_offsets_as(stand_in: StandIn) -> AbstractContextManager[None]:
     """Replace load offsets other than 0 by `stand_in(offset)` inside the block."""
-    _offset_stack.append(stand_in)
-    try:
-        yield
-    finally:
-        _offset_stack.pop()
+    return assigned(_load_offset, stand_in)
 
 
 def channels_last(value: Value) -> Value | None:
