@@ -84,7 +84,8 @@ class PlannedCall:
     `symbol` is what the virtual machine calls; `ops` are the names of the ops that it computes,
     and `locations` where they come from, each once. `read_nbytes` and `written_nbytes` count every
     tensor once. `compute_dtype` is the dtype in which a library multiplies; kernels compute in
-    float32. `is_rerun` marks a call that runs a second time because its results were not kept.
+    float32. `is_rerun` marks a call that runs a second time because its results were not kept. The
+    last `result_count` arguments of the call are what it writes.
     """
 
     name: str
@@ -96,6 +97,7 @@ class PlannedCall:
     is_cast: bool = False
     compute_dtype: str = "float32"
     is_rerun: bool = False
+    result_count: int = 1
 
 
 @attrs.frozen

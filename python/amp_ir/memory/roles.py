@@ -42,6 +42,7 @@ def _call(step: Step) -> PlannedCall:
         written_nbytes=sum(slot.nbytes for slot in step.results),
         is_cast=not is_library and is_cast(step),
         is_rerun=step.is_rerun,
+        result_count=len(step.results),
         compute_dtype=step.reads[0].dtype if is_library and step.reads else "float32",
     )
 

@@ -3,15 +3,18 @@
 
     lv1   f32[6, 16]   matmul(batch0_low, lv, out_dtype=float32)    # forward 0, train.py:8
 
-After "loops", the lines below a kernel's call are the ops that it computes, as they stood before
-fusion. After "memory", tensors in the arena carry their offset in bytes: `f32[96] @11648`.
+Further results of a call stand below it, without an expression. After "loops", the indented lines
+below a kernel's call are the ops that it computes, as they stood before fusion. After "memory",
+what a call writes stands behind `->`, and a value in the arena carries its offset in bytes:
+`lv3 f32[96] @11648` where it is written, `lv3 @11648` where it is read.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -24,7 +27,7 @@ from tvm import relax
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.library_call import ARGUMENTS, DPS_CALL, LibraryCall, read, written_by
 from amp_ir.ir.location import META_KEY, Location, locations_of
-from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep, PlannedValue
 from amp_ir.ir.stages import Stage
 from amp_ir.ir.strided_view import StridedView
 
@@ -37,61 +40,58 @@ _INFIX = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _CASTS = ("amp_ir.cast", "relax.astype")
 _KERNEL_CALL = "relax.call_tir"
 _VIEW = "amp_ir.view"
-# What the names of library functions begin with, without "amp_ir.".
-_LIBRARIES = ("onednn.", "torch.", "torch_cuda.", "cublaslt.")
+_ARENA = "arena"
 # Where the comment with the place begins, for lines that are shorter.
 _COMMENT_COLUMN = 96
 
 
 @attrs.frozen
 class Line:
-    """One value or call: its name, type and expression, where it comes from, what it computes."""
+    """One binding or call: its variable, results and expression, where it comes from.
 
-    name: str
-    type: str
+    `results` are pairs of a name and a type; a call with several has a tuple as its `variable`.
+    `computes` are the lines, as they stood before fusion, that a kernel computes.
+    """
+
+    variable: str
+    results: tuple[tuple[str, str], ...]
     text: str
     places: tuple[Location, ...] = ()
     computes: tuple[Line, ...] = ()
+    is_library: bool = False
 
 
 def program_text(record: Stage) -> str:
     """Return what a stage left as text, under a header: its name, calls before and after, time."""
-    lines = lines_of(record)
-    if is_unchanged(record):
-        return _header(record, len(lines)) + "\n"
-    width = min(max((len(one.name) for one in lines), default=0), 24)
-    columns = min(max((len(one.type) for one in lines), default=0), 28)
-    body = [text for one in lines for text in _written(one, width, columns)]
-    return "\n".join([_header(record, len(lines)), *_inputs(record.program), "", *body, ""])
-
-
-def lines_of(record: Stage) -> list[Line]:
-    """Return the lines of a stage's program, in the order of the program."""
-    if isinstance(record.program, torch.fx.GraphModule):
-        return [_of_node(node) for node in record.program.graph.nodes if node.op == "call_function"]
-    if isinstance(record.program, PlannedStep):
-        return list(_of_plan(record.program))
     before = record.before if isinstance(record.before, tvm.IRModule) else None
-    known = {} if before is None else {one.name: one for one in _of_ir(before, {})}
-    return list(_of_ir(record.program, known))
+    earlier = [] if before is None else list(_of_ir(before, {}))
+    milliseconds = f"{1e3 * record.seconds:.1f} ms"
+    if before is not None and _is_equal(before, record.program):
+        return f"after {record.name}: unchanged, {len(earlier)} lines, {milliseconds}\n"
+    lines = _lines(record.program, earlier)
+    counts = f"{len(lines)} lines" + ("" if before is None else f", {len(earlier)} before")
+    results = [result for one in lines for result in one.results]
+    width = min(max((len(name) for name, _ in results), default=0), 24)
+    columns = min(max((len(type_) for _, type_ in results), default=0), 28)
+    body = [text for one in lines for text in _written(one, width, columns)]
+    header = f"after {record.name}: {counts}, {milliseconds}"
+    return "\n".join([header, *_inputs(record.program), "", *body, ""])
 
 
-def is_unchanged(record: Stage) -> bool:
-    """Return whether the stage left the program as it was given."""
-    before, after = record.before, record.program
-    if not isinstance(before, tvm.IRModule) or not isinstance(after, tvm.IRModule):
+def _is_equal(before: tvm.IRModule, after: Any) -> bool:
+    if not isinstance(after, tvm.IRModule):
         return False
     return before is after or bool(tvm_ffi.structural_equal(before, after))
 
 
-def _header(record: Stage, count: int) -> str:
-    time = f"{1e3 * record.seconds:.1f} ms"
-    if is_unchanged(record):
-        return f"after {record.name}: unchanged, {count} lines, {time}"
-    if not isinstance(record.before, tvm.IRModule):
-        return f"after {record.name}: {count} lines, {time}"
-    earlier = len(lines_of(Stage("", 0.0, None, record.before)))
-    return f"after {record.name}: {count} lines, {earlier} before, {time}"
+def _lines(program: Any, earlier: list[Line]) -> list[Line]:
+    """Return the lines of a program in its order; `earlier` are those before the stage."""
+    if isinstance(program, torch.fx.GraphModule):
+        return [_of_node(node) for node in program.graph.nodes if node.op == "call_function"]
+    if isinstance(program, PlannedStep):
+        return list(_of_plan(program))
+    known = {name: one for one in earlier for name in (*dict(one.results), one.variable)}
+    return list(_of_ir(program, known))
 
 
 def _inputs(program: Any) -> list[str]:
@@ -104,12 +104,16 @@ def _inputs(program: Any) -> list[str]:
 
 
 def _written(line: Line, width: int, columns: int) -> Iterator[str]:
-    start = f"{line.name:<{width}}  {line.type:<{columns}}  {line.text}"
+    (name, type_), *more = line.results
+    start = f"{name:<{width}}  {type_:<{columns}}  {line.text}"
     place = _places_text(line.places)
     yield f"{start:<{_COMMENT_COLUMN}}  # {place}" if place else start
-    inside = max((len(one.name) for one in line.computes), default=0)
-    for one in line.computes:
-        yield f"{'':<{width}}    {one.name:<{inside}} = {one.text}"
+    for name, type_ in more:
+        yield f"{name:<{width}}  {type_}"
+    names = [", ".join(name for name, _ in one.results) for one in line.computes]
+    inside = max(map(len, names), default=0)
+    for name, one in zip(names, line.computes, strict=True):
+        yield f"{'':<{width}}    {name:<{inside}} = {one.text}"
 
 
 def _places_text(places: tuple[Location, ...]) -> str:
@@ -134,7 +138,7 @@ def _of_node(node: torch.fx.Node) -> Line:
         text = f"{arguments[0]}[{arguments[1]}]"
     place = node.meta.get(META_KEY)
     places = () if place is None else (place,)
-    return Line(node.name, _value_type(node.meta.get("val")), text, places)
+    return Line(node.name, ((node.name, _value_type(node.meta.get("val"))),), text, places)
 
 
 def _argument_text(value: Any) -> str:
@@ -167,16 +171,39 @@ def _tensor_text(dtype: str, extents: list[str]) -> str:
 
 def _of_ir(ir: tvm.IRModule, known: Mapping[str, Line]) -> Iterator[Line]:
     """Return the bindings of `main`; `known` are the lines of values before fusion."""
-    bindings = Dataflow(ir).bindings
-    stored = {name for one in bindings for name in _names(one.value, "stores")}
-    for binding in bindings:
+    flow = Dataflow(ir)
+    stored = {name for one in flow.bindings for name in _names(one.value, "stores")}
+    fields = _fields(flow)
+    for binding in flow.bindings:
         call, variable = binding.value, binding.var
         if isinstance(call, relax.Tuple):
-            yield Line("return", "", expression_text(call))
-            continue
-        text = expression_text(call)
-        computed = _formula(_names(call, "computes"), known, stored)
-        yield Line(variable.name, type_text(variable.ty), text, locations_of(call.span), computed)
+            yield Line("return", (("return", ""),), expression_text(call))
+        elif not (isinstance(call, relax.TupleGetItem) and call.tuple_value in fields):
+            yield Line(
+                str(variable.name),
+                fields.get(variable, ((str(variable.name), type_text(variable.ty)),)),
+                expression_text(call),
+                locations_of(call.span),
+                _formula(_names(call, "computes"), known, stored),
+                is_library=read(call) is not None,
+            )
+
+
+def _fields(flow: Dataflow) -> dict[relax.Var, tuple[tuple[str, str], ...]]:
+    """Return name and type of every field of the tuples that are only read field by field, once."""
+    names: dict[relax.Var, dict[int, str]] = {}
+    for variable, value in flow.values.items():
+        if isinstance(value, relax.TupleGetItem):
+            names.setdefault(value.tuple_value, {})[int(value.index)] = str(variable.name)
+    return {
+        variable: tuple(
+            # What nothing reads has no name.
+            (found.get(k, "_"), type_text(field))
+            for k, field in enumerate(variable.ty.fields[:])
+        )
+        for variable, found in names.items()
+        if flow.uses[variable] == len(found)
+    }
 
 
 def _names(call: Any, attribute: str) -> list[str]:
@@ -188,19 +215,17 @@ def _names(call: Any, attribute: str) -> list[str]:
 
 def _formula(names: list[str], known: Mapping[str, Line], stored: set[str]) -> tuple[Line, ...]:
     """Return the lines that a kernel computes: those of `names` and their inputs not in memory."""
-    wanted, found = list(names), set()
+    wanted = [known[name] for name in names if name in known]
+    found: set[int] = set()
     while wanted:
-        name = wanted.pop()
-        if name in found or name not in known:
+        line = wanted.pop()
+        if line.is_library or id(line) in found:
             continue
-        found.add(name)
-        read = re.findall(r"\w+", known[name].text)
-        wanted += [one for one in read if one not in stored and not _is_library(known.get(one))]
-    return tuple(line for name, line in known.items() if name in found)
-
-
-def _is_library(line: Line | None) -> bool:
-    return line is None or line.text.startswith(_LIBRARIES)
+        found.add(id(line))
+        read_here = [one for one in re.findall(r"\w+", line.text) if one in known]
+        wanted += [known[one] for one in read_here if not {one, known[one].variable} & stored]
+    # A line with several results is known by each of their names.
+    return tuple({id(one): one for one in known.values() if id(one) in found}.values())
 
 
 def expression_text(expr: Any) -> str:
@@ -226,7 +251,7 @@ def _call_text(call: relax.Call) -> str:
     name = op_name(call)
     library = read(call)
     if library is not None:
-        return f"{library.library}.{library.verb}({_library_text(library, {})})"
+        return f"{library.library}.{library.verb}({_library_text(library, expression_text)})"
     if name in (_KERNEL_CALL, DPS_CALL):
         callee = call.args[0]
         called = getattr(callee, "name_hint", None) or str(callee.global_symbol)
@@ -264,35 +289,80 @@ def _short(value: Any) -> str:
 
 
 def _of_plan(step: PlannedStep) -> Iterator[Line]:
-    """Yield the calls of a planned step; a tensor in the arena with its offset."""
-    views: dict[str, str] = {}
-    calls = iter(step.plan.calls)
+    """Yield the calls of a planned step, with what they read and write."""
+    tensors = _Tensors(step.plan)
+    calls = iter(enumerate(step.plan.calls))
     for binding in Dataflow(step.ir).bindings:
         call = binding.value
         if not isinstance(call, relax.Call):
             continue
         symbol = str(getattr(call.op, "global_symbol", "") or getattr(call.op, "name_hint", ""))
         if symbol == _VIEW:
-            views[binding.var.name] = _view_text(call)
+            tensors.views[str(binding.var.name)] = call
             continue
-        planned = next(calls, None)
-        places = () if planned is None else planned.locations
+        position, planned = next(calls)
         library = read(call)
-        if library is not None:
-            name, text = f"{library.library}.{library.verb}", _library_text(library, views)
-            workspace, results = written_by(call)
-            made = [expression_text(one) for one in results]
-            text += f" -> {', '.join(views.get(one, one) for one in made)}"
-            if workspace is not None:
-                text += f", workspace={views[expression_text(workspace)]}"
+        if library is None:
+            count = len(call.args) - planned.result_count
+            name, given, written = symbol, call.args[:count], call.args[count:]
+            text = f"{', '.join(planned.ops)}: "
+            text += ", ".join(tensors.read(one, position) for one in given)
         else:
-            arguments = [expression_text(one) for one in call.args[:]]
-            name, text = symbol, ", ".join(views.get(one, one) for one in arguments)
-        ops = "" if planned is None or library is not None else f"{', '.join(planned.ops)}: "
-        yield Line(name, "", ops + text, places)
+            name = f"{library.library}.{library.verb}"
+            workspace, written = written_by(call)
+            text = _library_text(library, functools.partial(tensors.read, position=position))
+            if workspace is not None:
+                text += f", workspace={tensors.written(workspace, position)}"
+        text += f" -> {', '.join(tensors.written(one, position) for one in written)}"
+        yield Line(name, ((name, ""),), text, planned.locations)
 
 
-def _library_text(call: LibraryCall, views: Mapping[str, str]) -> str:
+class _Tensors:
+    """The tensors that calls of a planned step read and write, by what is in the arena then."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self.views: dict[str, relax.Call] = {}
+        self.values: dict[int, list[PlannedValue]] = {}
+        for value in plan.values:
+            if value.offset_bytes is not None:
+                self.values.setdefault(value.offset_bytes, []).append(value)
+
+    def read(self, expr: relax.Expr, position: int) -> str:
+        """Return `name @offset`, of the last value that is written there before the call."""
+        name, base, offset, _ = self._view(expr)
+        if base != _ARENA:
+            return name
+        before = [one for one in self.values.get(offset, ()) if one.first_use < position]
+        return f"{max(before, key=_first_use).name if before else base} @{offset}"
+
+    def written(self, expr: relax.Expr, position: int) -> str:
+        """Return `name dtype[size] @offset`, of the value that the call writes."""
+        name, base, offset, type_ = self._view(expr)
+        if base != _ARENA:
+            return name
+        now = [one for one in self.values.get(offset, ()) if one.first_use == position]
+        if not now:
+            return f"{type_} @{offset}"
+        count = type_.partition("[")[2]
+        dtype = SHORT_DTYPES.get(now[0].dtype, now[0].dtype)
+        return f"{now[0].name} {dtype}[{count} @{offset}"
+
+    def _view(self, expr: relax.Expr) -> tuple[str, str, int, str]:
+        """Return the text of an argument, the name of its memory, the offset there and its type."""
+        text = expression_text(expr)
+        if text not in self.views:
+            return text, text, 0, ""
+        base, offset, shape, dtype = self.views[text].args[:]
+        extents = [str(one.value) for one in shape.values[:]]
+        name = expression_text(base)
+        return name, name, int(offset.value), _tensor_text(str(dtype.value), extents)
+
+
+def _first_use(value: PlannedValue) -> int:
+    return value.first_use
+
+
+def _library_text(call: LibraryCall, tensor_text: Callable[[relax.Expr], str]) -> str:
     """Return the arguments of a library call by name; a transposed matrix as `w.T`."""
     found = []
     for name in ARGUMENTS[call.verb]:
@@ -302,8 +372,10 @@ def _library_text(call: LibraryCall, views: Mapping[str, str]) -> str:
         value = call.argument(name)
         if value is None or (name, value) == ("epilogue", "none"):
             continue
-        text = expression_text(value) if isinstance(value, relax.Expr) else str(value)
-        text = views.get(text, text) + (".T" if _is_transposed(getattr(call, name, None)) else "")
+        text = tensor_text(value) if isinstance(value, relax.Expr) else str(value)
+        if _is_transposed(getattr(call, name, None)):
+            tensor, space, place = text.partition(" ")
+            text = f"{tensor}.T{space}{place}"
         found.append(f"{name}={text}")
     return ", ".join(found)
 
@@ -314,9 +386,3 @@ def _is_transposed(view: Any) -> bool:
         return False
     rows, columns = view.strides[-2:]
     return rows < columns
-
-
-def _view_text(call: relax.Call) -> str:
-    _arena, offset, shape, dtype = call.args[:]
-    extents = [str(one.value) for one in shape.values[:]]
-    return f"{_tensor_text(str(dtype.value), extents)} @{expression_text(offset)}"

@@ -103,6 +103,8 @@ class _Program:
             self.values[variable] = self._lowered(found.call, [*found.call.args, found.base])
         elif variable not in self.accumulations.fused:
             self.values[variable] = self._value(value)
+        if isinstance(value, relax.TupleGetItem) and isinstance(self.values[variable], Value):
+            self.origins.rename(self.values[variable], self.reading)
 
     def _value(self, expr: relax.Expr) -> Any:
         if isinstance(expr, relax.Var):
@@ -159,6 +161,7 @@ class _Program:
         results = [Buffer(spec) for spec in specs_of(call.ty_args[0])]
         for value in results:
             self.grouping.produced_by(value, unit)
+            self.origins.rename(value, self.reading)
         self.calls.append(LibraryCall(call, unit, arguments, results))
         return results[0] if isinstance(call.ty_args[0], relax.TensorType) else tuple(results)
 
@@ -218,6 +221,7 @@ class _Writer:
         self.emitter = emitter
         self.groups = groups
         self.bindings: list[relax.Binding] = []
+        self.names = {str(one.name) for one in main.params}
         self.expressions: dict[int, relax.Expr] = {}
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self.known: dict[int, list[tuple[tirx.PrimFunc, tvm.ir.GlobalVar]]] = {}
@@ -286,13 +290,14 @@ class _Writer:
         is_kernel = call.op.name != DPS_CALL
         spans = [self.origins.span(value) if is_kernel else call.span for value in values]
         span = spans[0] if len(values) == 1 else None
-        variable = relax.DataflowVar(f"v{len(self.bindings)}", type_, span)
+        name = self._new_name(values[0] if len(values) == 1 else None)
+        variable = relax.DataflowVar(name, type_, span)
         self.bindings.append(relax.VarBinding(variable, typed(call, type_)))
         if len(values) == 1:
             self.expressions[id(values[0])] = variable
             return
         for k, value in enumerate(values):
-            field = relax.DataflowVar(f"v{len(self.bindings)}", tensor_type(value.spec), spans[k])
+            field = relax.DataflowVar(self._new_name(value), tensor_type(value.spec), spans[k])
             item = typed(relax.TupleGetItem(variable, k), tensor_type(value.spec))
             self.bindings.append(relax.VarBinding(field, item))
             self.expressions[id(value)] = field
@@ -334,9 +339,17 @@ class _Writer:
         call = typed(
             relax.Call(tvm.ir.Op.get("relax.reshape"), [expression, shape]), type_
         )  # fmt: skip
-        variable = relax.DataflowVar(f"v{len(self.bindings)}", type_)
+        variable = relax.DataflowVar(self._new_name(None), type_)
         self.bindings.append(relax.VarBinding(variable, call))
         return variable
+
+    def _new_name(self, value: Value | None) -> str:
+        """Return the name that a value had before fusion, or a new one, for it is written once."""
+        name = "" if value is None else self.origins.result_of(value)
+        if not name or name in self.names:
+            name = f"v{len(self.bindings)}"
+        self.names.add(name)
+        return name
 
 
 def group_values_of(group: Group) -> Iterator[Value]:

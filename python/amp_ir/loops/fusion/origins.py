@@ -50,9 +50,19 @@ class Origins:
         """Return the op's name without its dialect; "" for a value made after the last op."""
         return self._origin(value).op
 
+    def rename(self, value: Value, variable: str) -> None:
+        """Record the name of one result of an op with several, or of a library's result."""
+        origin = self._results.get(value.serial, Origin("", None, ""))
+        self._results[value.serial] = origin._replace(variable=variable)
+
     def variable(self, value: Value) -> str:
         """Return the name that the op is bound to; "" for a value made after the last op."""
         return self._origin(value).variable
+
+    def result_of(self, value: Value) -> str:
+        """Return the name of a value that is itself the result of an op, "" for another."""
+        origin = self._results.get(value.serial)
+        return "" if origin is None else origin.variable
 
     def span(self, value: Value) -> tvm.ir.Span | None:
         """Return the location of the op."""
