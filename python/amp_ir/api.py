@@ -293,17 +293,20 @@ def profile_vm_model(
     warmup: int = 5,
     number: int = 10,
     repeat: int = 1,
+    disable_fusion: bool = False,
     rounding: str = "fast",
     memory_budget: int | None = None,
 ) -> list[float]:
     """Milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
 
-    `rounding` and `memory_budget` are as for `compile`. The steps run on copies of the state:
-    parameters are as before afterwards.
+    `rounding` and `memory_budget` are as for `compile`. `disable_fusion` makes a kernel of each op
+    that is no view and no library call (a bias stays part of its matmul): what fusion gains is the
+    difference. The steps run on copies of the state: parameters are as before afterwards.
     """
     check_module(mod, "profile_vm_model")
+    options = {"rounding": rounding, "memory_budget": memory_budget}
     program, _, batch = _program_on_copies(
-        mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
+        mod, device, args, opt_level, disable_fusion=disable_fusion, **options
     )
     return time_program(program, batch, warmup=warmup, number=number, repeat=repeat)
 
@@ -405,6 +408,53 @@ def get_peak_memory(
     plan = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget).plan
     nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
     return nbytes / 2**20
+
+
+def trace_memory(
+    mod: StepModule,
+    device: str,
+    args: Any = None,
+    *,
+    include_param: bool = True,
+    disable_fusion: bool = False,
+    rounding: str = "fast",
+    memory_budget: int | None = None,
+) -> list[tuple[str, float]]:
+    """Return the ops of each call of a step, in order, and the MiB alive while it runs.
+
+    From the memory plan; nothing is executed. The largest is `get_peak_memory` less the gaps that
+    the plan leaves between tensors. Options are those of `get_peak_memory`; `disable_fusion` makes
+    a call of each op, as for `profile_vm_model`. The name is RAF's.
+    """
+    check_module(mod, "trace_memory")
+    if args is not None:
+        batch_of(mod, args)
+    options = {"rounding": rounding, "memory_budget": memory_budget}
+    target = parse_target(device)
+    plan = lower(mod, target=target, disable_fusion=disable_fusion, **options).plan
+    fixed = plan.peak_bytes - plan.arena_bytes - (0 if include_param else plan.state_bytes)
+    live = zip(plan.calls, plan.live_bytes, strict=True)
+    return [(", ".join(call.ops), (fixed + nbytes) / 2**20) for call, nbytes in live]
+
+
+def get_param_size(mod: StepModule) -> float:
+    """Return the MiB of a step's parameters, a tied one once; the name is RAF's."""
+    check_module(mod, "get_param_size")
+    owned = [one.name for one in mod.signature.inputs if one.role is Role.PARAMETER]
+    tensors = [mod.state[name] for name in owned]
+    return sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor)) / 2**20
+
+
+def get_gflops(mod: StepModule, device: str = "cpu", args: Any = None) -> float:
+    """Return the arithmetic of one step in 10^9 operations, counted in the program for a device.
+
+    2 for a multiply-add of a matmul or convolution, 1 for an addition, product, division, maximum
+    or function such as exp in a kernel; nothing is executed. `profile_kernels` has it call by call.
+    """
+    check_module(mod, "get_gflops")
+    if args is not None:
+        batch_of(mod, args)
+    return sum(flop_of_calls(lower(mod, target=parse_target(device)))) / 1e9
 
 
 def memory_report(

@@ -77,15 +77,16 @@ def lower(
     target: CompileTarget | None = None,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    disable_fusion: bool = False,
     host_checks: HostChecks | None = None,
     on_stage: OnStage | None = None,
 ) -> PlannedStep:
     """Take a step from ops to planned kernels and library calls.
 
     `target` is what the kernels are for; None: this machine's CPU. `host_checks` says which indices
-    the caller checks before a step; None: all that it can on a CPU, and none on a GPU. `on_stage`
-    gets the record of each stage, and with a budget of each plan that is tried. api.py checks the
-    other options.
+    the caller checks before a step; None: all that it can on a CPU, and none on a GPU.
+    `disable_fusion` makes a kernel of each op. `on_stage` gets the record of each stage, and with a
+    budget of each plan that is tried. api.py checks the other options.
 
     Ensures: the user's state is untouched, and nothing has been executed.
 
@@ -112,8 +113,9 @@ def lower(
             running.program = ir = choose_measured_ways(ir, target.libraries, log=own_log)
         with stage("loops", ir, on_stage) as running:
             # From here on there are kernels, and low precision exists only in memory.
+            is_strict = rounding == "strict"
             running.program = ir = write_kernels(
-                ir, is_cuda=is_cuda, is_strict=rounding == "strict"
+                ir, is_cuda=is_cuda, is_strict=is_strict, disable_fusion=disable_fusion
             )
         with stage("memory", ir, on_stage) as running:
             # From here on every value has its bytes, and order must not change.
@@ -122,7 +124,7 @@ def lower(
                 checked.signature.inputs,
                 checked.signature.outputs,
                 copy_kernel=emitter_of(is_cuda=is_cuda).emit_copy,
-                merger=merger_of(is_cuda=is_cuda),
+                merger=None if disable_fusion else merger_of(is_cuda=is_cuda),
                 memory_budget=memory_budget,
                 # A GPU's state is written as the queue comes to it.
                 keeps_state=not is_cuda,

@@ -17,7 +17,9 @@ from amp_ir.loops.fusion.merged_kernel import KernelMerger
 from amp_ir.loops.fusion.share_kernels import share_kernels
 
 
-def write_kernels(ir: tvm.IRModule, *, is_cuda: bool, is_strict: bool) -> tvm.IRModule:
+def write_kernels(
+    ir: tvm.IRModule, *, is_cuda: bool, is_strict: bool, disable_fusion: bool = False
+) -> tvm.IRModule:
     """Fuse ops into kernels, merge kernels that wait for the same call, share equal ones.
 
     Before:  y = relax.add(x, b); z = relax.nn.relu(y)
@@ -25,11 +27,12 @@ def write_kernels(ir: tvm.IRModule, *, is_cuda: bool, is_strict: bool) -> tvm.IR
 
     Requires: calls of libraries are written.
     Ensures:  low precision exists only in memory, unless `is_strict`, which rounds every value.
+              With `disable_fusion` an op that is no view is a kernel of its own.
     """
     emitter = emitter_of(is_cuda=is_cuda)
     merge: ModuleType = cuda_launches if is_cuda else cpu_tasks
-    ir = fuse_loops(ir, strict=is_strict, emitter=emitter)
-    return share_kernels(merge_horizontally(ir, merge))
+    ir = fuse_loops(ir, strict=is_strict, emitter=emitter, disable_fusion=disable_fusion)
+    return share_kernels(ir if disable_fusion else merge_horizontally(ir, merge))
 
 
 def emitter_of(*, is_cuda: bool) -> Emitter:

@@ -24,8 +24,8 @@ class Accumulation:
 class Accumulations:
     """The sums by their variable, and the gradients that nothing else reads."""
 
-    sums: dict[relax.Var, Accumulation]
-    fused: set[relax.Var]
+    sums: dict[relax.Var, Accumulation] = attrs.field(factory=dict)
+    fused: set[relax.Var] = attrs.field(factory=set)
 
 
 def find_accumulations(flow: Dataflow) -> Accumulations:
@@ -37,7 +37,7 @@ def find_accumulations(flow: Dataflow) -> Accumulations:
     The rows are then added to `base` one by one, in order, instead of their sum: float32 sums in
     another order than PyTorch's, with errors of the same size.
     """
-    found = Accumulations({}, set())
+    found = Accumulations()
     gradients = flow.calls(_GRADIENT)
     if not gradients:
         return found

@@ -21,7 +21,7 @@ from amp_ir.ir.location import from_span, join_spans
 from amp_ir.ir.static_shape import extents_of
 from amp_ir.loops.codegen.kernel import Emitter, Kernel
 from amp_ir.loops.cpu import emit_cpu
-from amp_ir.loops.fusion.accumulate_rows import find_accumulations
+from amp_ir.loops.fusion.accumulate_rows import Accumulations, find_accumulations
 from amp_ir.loops.fusion.grouping import Grouping
 from amp_ir.loops.fusion.kernel_cache import KernelCache
 from amp_ir.loops.fusion.origins import Origins
@@ -41,7 +41,11 @@ class LibraryCall:
 
 
 def fuse_loops(
-    ir: tvm.IRModule, *, strict: bool = False, emitter: Emitter = emit_cpu
+    ir: tvm.IRModule,
+    *,
+    strict: bool = False,
+    emitter: Emitter = emit_cpu,
+    disable_fusion: bool = False,
 ) -> tvm.IRModule:
     """Group all ops that are not library calls into kernels.
 
@@ -51,9 +55,10 @@ def fuse_loops(
     Requires: one function `main`, one dataflow block, static shapes; dispatch has run.
     Ensures:  only call_tir, call_dps_packed, tuples and constants are left; equal kernels are one
               function; kernels see bfloat16 as uint16 and bool as uint8, in flat buffers.
+              With `disable_fusion` no kernel computes two ops; views are part of their readers.
     Errors:   UnsupportedOpError, once, listing every op without a lowering.
     """
-    program = _Program(ir, strict)
+    program = _Program(ir, strict, disable_fusion=disable_fusion)
     program.read()
     return program.write(emitter)
 
@@ -67,9 +72,10 @@ def group_values(ir: tvm.IRModule) -> tuple[dict[relax.Var, Any], Grouping]:
 
 
 class _Program:
-    def __init__(self, ir: tvm.IRModule, strict: bool) -> None:
+    def __init__(self, ir: tvm.IRModule, strict: bool, *, disable_fusion: bool = False) -> None:
         self.ir = ir
         self.strict = strict
+        self.disable_fusion = disable_fusion
         self.flow = Dataflow(ir)
         self.main = self.flow.main
         self.grouping = Grouping()
@@ -77,7 +83,7 @@ class _Program:
         self.calls: list[LibraryCall] = []
         self.opaque_units: dict[int, tuple[int, list[Opaque]]] = {}
         self.origins = Origins()
-        self.accumulations = find_accumulations(self.flow)
+        self.accumulations = Accumulations() if disable_fusion else find_accumulations(self.flow)
         self.missing: dict[str, list[relax.Call]] = {}
         # The name of the variable whose value is being read.
         self.reading = ""
@@ -133,12 +139,16 @@ class _Program:
         lowering = LOWERINGS[name]
         arguments = _flat_arguments(self._value(argument) for argument in given)
         op = Lowering(name, specs_of(call.ty), call)
+        if self.disable_fusion:
+            self.grouping.close_groups()
         results = lowering(op, *arguments, **options_of(call))
         values = _flat_values(results)
         self.origins.note(values, name, call.span, self.reading)
         for value in values:
             if isinstance(value, Opaque):
                 self._opaque_unit(value)
+            elif self.disable_fusion:
+                self._materialise(value)
         return results
 
     def _opaque_unit(self, value: Opaque) -> None:

@@ -38,6 +38,12 @@ class Grouping:
         # The groups that read a value, by its id; a merged group maps to the group that it is in.
         self._readers_of: dict[int, set[int]] = {}
         self._by_number: dict[int, Group] = {}
+        # No value joins a group with a lower number.
+        self._first_open = 0
+
+    def close_groups(self) -> None:
+        """Let no further value join the groups that there are."""
+        self._first_open = len(self.units.ancestors)
 
     def add_unit(self, arguments: Iterable[Value]) -> int:
         """Add a library call or opaque kernel that loads `arguments`; return its unit number."""
@@ -115,7 +121,7 @@ class Grouping:
         groups: dict[int, Group] = {}
         for read in reads:
             group = self.group_of.get(id(read.value))
-            if group is not None:
+            if group is not None and group.number >= self._first_open:
                 groups[group.number] = group
 
         def rank(number: int) -> tuple[bool, int]:
@@ -135,7 +141,7 @@ class Grouping:
             if read.value.size == size and id(read.value) not in self.group_of:
                 for number in self._readers_of.get(id(read.value), ()):
                     group = self._by_number[number]
-                    if _gates(group) == value.is_gate:
+                    if number >= self._first_open and _gates(group) == value.is_gate:
                         groups[group.number] = group
         return [groups[number] for number in sorted(groups, reverse=True)]
 
