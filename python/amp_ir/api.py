@@ -18,9 +18,9 @@ from amp_ir.amp.cast_traffic import traffic_by_reason
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.capture import trace
-from amp_ir.dispatch.choose_algorithms import product_label, products_of
+from amp_ir.dispatch.choose_algorithms import matmul_label, matmuls_of
 from amp_ir.dispatch.decompose import decompose
-from amp_ir.dispatch.decompose_attention import expand_attention
+from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.dispatch.decompose_recurrence import recurrence_as_calls
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.errors import OptionError, UnsupportedOpError
@@ -144,7 +144,7 @@ def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
 
 def _decomposed_for_fusion(ir: tvm.IRModule) -> tvm.IRModule:
     """Return attention as its parts, and a recurrent layer as the one call that it is on a CPU."""
-    return recurrence_as_calls(expand_attention(ir))
+    return recurrence_as_calls(decompose_attention(ir))
 
 
 def lower(mod: StepModule, **options: Any) -> PlannedStep:
@@ -179,18 +179,18 @@ def tune(mod: StepModule) -> MatmulTimes:
     if not native.has("amp_ir.onednn.matmul"):
         raise OptionError("tune measures oneDNN's matmuls, and this build has no oneDNN")
     ir = fold_casts(decompose(mod.ir, cpu(), DispatchLog()))
-    products = products_of(
+    matmuls = matmuls_of(
         pipeline.library_calls(ir, mod.signature.outputs, cpu(), DispatchLog(), in_blocks=False)
     )
-    known = TuningCache.read(this_machine())
-    measure_algorithms(products, known)
+    cache = TuningCache.read(this_machine())
+    measure_algorithms(matmuls, cache)
     times: dict[str, Mapping[str, float]] = {}
-    for name, call in products.items():
-        label = product_label(call)
+    for name, call in matmuls.items():
+        label = matmul_label(call)
         # Two may differ in strides alone.
         label = label if label not in times else f"{label} ({len(times)})"
-        times[label] = known.milliseconds[name]
-    return MatmulTimes(times, known.file)
+        times[label] = cache.milliseconds[name]
+    return MatmulTimes(times, cache.file)
 
 
 def explain_plan(mod: StepModule) -> CastPlan:
@@ -234,12 +234,12 @@ def compile_step(
             inside of fused kernels; "fast" rounds what is stored and keeps float32 in between.
             Casts that you wrote yourself (`x.bfloat16()`) round in both.
         memory_budget: the bytes that the step may need in all, as `get_peak_memory` counts them;
-            values are computed again instead of held until it fits, and results stay the same to
-            the bit. Where that is not enough, the largest product is made in 2, 4, 8 or 16 blocks
-            of its rows together with the loss on it and its gradients: what sums over rows (the
-            loss, gradients of weights and biases) is then added up in another order and differs by
-            float32 rounding; `report.plan.splits` and `memory_report` say so. None: nothing is
-            computed twice or in blocks.
+            values are computed again instead of held until it fits, and results stay
+            bit-identical. Where that is not enough, the largest matmul is computed in 2, 4, 8 or 16
+            chunks of its rows together with the loss on it and its gradients: what sums over rows
+            (the loss, gradients of weights and biases) is then added up in another order and
+            differs by float32 rounding; `report.plan.splits` and `memory_report` say so. None:
+            nothing is computed twice or in chunks.
 
     Raises:
         OptionError, DeviceError, UnsupportedOpError.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a training step from PyTorch to machine code. Read this first.
+"""The stages that take a training step from PyTorch to machine code. Read this first.
 
     capture       capture/       run the step once on fake tensors -> FX graph of ATen ops
     import        importer/      -> StepModule: Relax IR, named state, signature
@@ -27,11 +27,11 @@ import tvm
 
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir.capture import trace
-from amp_ir.dispatch.accumulate_matmuls import accumulate_products
-from amp_ir.dispatch.choose_algorithms import choose_measured_ways
+from amp_ir.dispatch.accumulate_matmuls import accumulate_matmuls
+from amp_ir.dispatch.choose_algorithms import choose_measured_algorithms
 from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.dispatch import dispatch
-from amp_ir.dispatch.prepack_weights import pack_operands
+from amp_ir.dispatch.prepack_weights import prepack_weights
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.memory_plan import PlannedStep
@@ -43,9 +43,9 @@ from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
 from amp_ir.memory.chunking.chunk_loss import plan_in_blocks
 from amp_ir.memory.plan_memory import plan_memory
 from amp_ir.rewrites.check_indices import HostChecks, check_indices
-from amp_ir.rewrites.concat_matmuls import merge_products
+from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
-from amp_ir.rewrites.unslice_loss import mask_loss_rows
+from amp_ir.rewrites.unslice_loss import unslice_loss
 
 
 def import_step(
@@ -67,7 +67,7 @@ def import_step(
         running.program = mod.ir
     with stage("rewrites", mod.ir, on_stage) as running:
         # Before autocast, whose rules and plan are to speak of the ops that run.
-        running.program = mask_loss_rows(merge_products(mod.ir))
+        running.program = unslice_loss(concat_matmuls(mod.ir))
     return attrs.evolve(mod, ir=running.program, notes=(*mod.notes, *degrees.notes))
 
 
@@ -110,7 +110,7 @@ def lower(
         with stage("dispatch", ir, on_stage) as running:
             # From here on heavy ops are library calls, opaque to fusion.
             ir = library_calls(ir, checked.signature.outputs, target, own_log, in_blocks=in_blocks)
-            running.program = ir = choose_measured_ways(ir, target.libraries, log=own_log)
+            running.program = ir = choose_measured_algorithms(ir, target.libraries, log=own_log)
         with stage("loops", ir, on_stage) as running:
             # From here on there are kernels, and low precision exists only in memory.
             is_strict = rounding == "strict"
@@ -145,5 +145,5 @@ def library_calls(
     # Matmuls that add a bias round once, so casts around the sum fold away.
     ir = fold_casts(ir)
     # A packed matrix is a copy, which the matmuls of a loss in chunks have no memory for.
-    ir = ir if in_blocks else pack_operands(ir, log=log)
-    return accumulate_products(ir, outputs, saves_memory=in_blocks, log=log)
+    ir = ir if in_blocks else prepack_weights(ir, log=log)
+    return accumulate_matmuls(ir, outputs, saves_memory=in_blocks, log=log)

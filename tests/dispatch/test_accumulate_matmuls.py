@@ -18,7 +18,7 @@ from tvm.script import relax as R
 
 import amp_ir
 from amp_ir.api import lower
-from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE, accumulate_products
+from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE, accumulate_matmuls
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.host import native
 from amp_ir.ir.dispatch_log import DispatchLog
@@ -58,7 +58,7 @@ def test_an_update_becomes_part_of_the_product():
                 R.output(out)
             return out
 
-    assert lines_of(accumulate_products(dispatch(Before), [output(0)])) == [
+    assert lines_of(accumulate_matmuls(dispatch(Before), [output(0)])) == [
         "n = R.negative(lr)",
         'p1 = R.call_dps_packed("amp_ir.onednn.matmul_accumulate", (d, x, p, R.null_value(), n, '
         "R.null_value(), R.shape([4, 2]), R.shape([1, 4]), R.shape([2, 4]), R.shape([4, 1]), "
@@ -88,7 +88,7 @@ def test_a_momentum_is_a_factor_and_the_rest_of_the_sum_is_added_afterwards():
             return out
 
     log = DispatchLog()
-    assert lines_of(accumulate_products(dispatch(Before), [output(0)], log=log)) == [
+    assert lines_of(accumulate_matmuls(dispatch(Before), [output(0)], log=log)) == [
         'accumulated0 = R.call_dps_packed("amp_ir.onednn.matmul_accumulate", (d, x, m, '
         'R.null_value(), R.null_value(), R.const(0.5, "float32"), R.shape([4, 2]), '
         "R.shape([2, 1]), R.shape([2, 4]), R.shape([4, 1]), R.shape([4, 4]), R.shape([4, 1]), "
@@ -98,7 +98,7 @@ def test_a_momentum_is_a_factor_and_the_rest_of_the_sum_is_added_afterwards():
         "out = (m1,)",
     ]
     assert [str(note) for note in log.notes] == [
-        "accumulate: 1 call -> onednn, because only a sum reads the product"
+        "accumulate: 1 call -> onednn, because only a sum reads the matmul"
     ]
 
 
@@ -151,7 +151,7 @@ def count(ir: tvm.IRModule) -> int:
 @pytest.mark.parametrize("is_state", [True, False])
 def test_what_is_accumulated(which: str, is_state: bool) -> None:
     ir = dispatch(sums(which))
-    after = accumulate_products(ir, [output(0 if is_state else None)])
+    after = accumulate_matmuls(ir, [output(0 if is_state else None)])
     assert count(after) == SUMS[which][1 if is_state else 2]
     if not count(after):
         assert after is ir
@@ -163,17 +163,17 @@ def test_what_something_else_reads_is_left_alone(which: str, is_state: bool) -> 
     ir = dispatch(sums(which, reads_product=True))
     others = ir["main"].ret_ty.fields[1:]
     outputs = [output(0 if is_state else None), *(output(None) for _ in others)]
-    assert accumulate_products(ir, outputs) is ir
+    assert accumulate_matmuls(ir, outputs) is ir
 
 
 def test_a_state_that_is_read_later_is_not_written_over():
     ir = dispatch(sums("a product and the state", reads_state_later=True))
-    assert accumulate_products(ir, [output(0), output(None)]) is ir
+    assert accumulate_matmuls(ir, [output(0), output(None)]) is ir
 
 
 def test_other_libraries_are_left_alone():
     ir = dispatch(sums("two products"), libraries=("torch",))
-    assert accumulate_products(ir, [output(None)]) is ir
+    assert accumulate_matmuls(ir, [output(None)]) is ir
 
 
 class Tied(nn.Module):
@@ -274,7 +274,7 @@ def test_with_amx_only_an_update_that_goes_makes_up_for_a_sum_in_low_precision(
 
     monkeypatch.setattr("amp_ir.dispatch.accumulate_matmuls._has_amx", lambda: has_amx)
     ir = dispatch(program(build, *[SQUARE] * 3, dtypes=["float32", dtype, dtype]))
-    after = accumulate_products(ir, [output(0), output(None)][: 1 + is_read])
+    after = accumulate_matmuls(ir, [output(0), output(None)][: 1 + is_read])
     assert count(after) == (0 if has_amx and is_read and dtype == "bfloat16" else 1)
 
 

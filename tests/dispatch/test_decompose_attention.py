@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention expanded: the ops it becomes, their dtypes and locations, and the numbers."""
+"""Attention decomposed: the ops it becomes, their dtypes and locations, and the numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm import relax
 
 from amp_ir.dialect import DECLARATIONS
 from amp_ir.dialect.define import dtype_name
-from amp_ir.dispatch.decompose_attention import expand_attention
+from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import Location, from_span, to_span
 from dialect_cases import ATTENTION, attention_inputs
@@ -42,9 +42,9 @@ def ops_of(mod: tvm.IRModule) -> list[str]:
 
 def check(op: str, inputs: list[torch.Tensor], note: str, dtype: torch.dtype) -> None:
     mod = module_of(op, inputs, **ATTENTION[note][0])
-    expanded = expand_attention(mod)
-    relax.analysis.well_formed(expanded)
-    for got, expected in zip(interpret(expanded, inputs), interpret(mod, inputs), strict=True):
+    decomposed = decompose_attention(mod)
+    relax.analysis.well_formed(decomposed)
+    for got, expected in zip(interpret(decomposed, inputs), interpret(mod, inputs), strict=True):
         assert got.dtype == expected.dtype
         scale = float(expected.abs().max())
         tolerance = TOLERANCE[dtype]
@@ -65,7 +65,7 @@ def test_backward_is_the_whole_op(note: str, dtype: torch.dtype):
 
 def test_scores_are_float32_and_weights_low():
     inputs = forward_inputs("plain", torch.bfloat16)
-    mod = expand_attention(module_of("amp_ir.attention", inputs, **ATTENTION["plain"][0]))
+    mod = decompose_attention(module_of("amp_ir.attention", inputs, **ATTENTION["plain"][0]))
     assert ops_of(mod) == [
         "relax.permute_dims",
         "relax.matmul",
@@ -84,7 +84,9 @@ def test_scores_are_float32_and_weights_low():
 
 def test_backward_computes_the_weights_again():
     inputs = backward_inputs("plain", torch.float32)
-    mod = expand_attention(module_of("amp_ir.attention_backward", inputs, **ATTENTION["plain"][0]))
+    mod = decompose_attention(
+        module_of("amp_ir.attention_backward", inputs, **ATTENTION["plain"][0])
+    )
     assert ops_of(mod).count("relax.matmul") == 5
     assert ops_of(mod).count("amp_ir.attention_weights") == 1
     assert ops_of(mod).count("amp_ir.attention_score_gradient") == 1
@@ -103,8 +105,8 @@ def test_new_ops_carry_the_location_of_the_old_one():
     body = relax.SeqExpr([relax.DataflowBlock(bindings)], main.body.body)
     relax.expr._update_type(body, main.body.ty)
     function = relax.Function(main.params, body, main.ret_ty, main.is_pure)
-    expanded = expand_attention(tvm.IRModule({"main": function}))
-    for binding in expanded["main"].body.blocks[0].bindings:
+    decomposed = decompose_attention(tvm.IRModule({"main": function}))
+    for binding in decomposed["main"].body.blocks[0].bindings:
         if isinstance(binding.value, relax.Call):
             assert from_span(binding.value.span) == place
 
@@ -113,4 +115,4 @@ def test_a_module_without_attention_is_left_alone():
     x = torch.zeros(2, 3)
     assert dtype_name(x) == "float32"
     mod = module_of("amp_ir.cast", [x], dtype="bfloat16")
-    assert expand_attention(mod).same_as(mod)
+    assert decompose_attention(mod).same_as(mod)

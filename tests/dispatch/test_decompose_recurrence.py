@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU layers expanded: the ops of their steps, dtypes and locations, and the numbers."""
+"""LSTM and GRU layers decomposed: the ops of their steps, dtypes and locations, and the numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tvm import relax
 
 from amp_ir.dialect import DECLARATIONS, call_op
-from amp_ir.dispatch.decompose_recurrence import OPS, expand_recurrence, recurrence_as_calls
+from amp_ir.dispatch.decompose_recurrence import OPS, decompose_recurrence, recurrence_as_calls
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.interpreter import interpret
@@ -44,10 +44,10 @@ def calls(mod: tvm.IRModule) -> list[relax.Call]:
 
 def check(op: str, inputs: list[torch.Tensor], dtype: torch.dtype, *, reverse: bool) -> None:
     mod = module_of(op, inputs, reverse=reverse)
-    expanded = expand_recurrence(mod)
-    relax.analysis.well_formed(expanded)
-    assert not {str(one.op.name) for one in calls(expanded)} & set(OPS)
-    for got, expected in zip(interpret(expanded, inputs), interpret(mod, inputs), strict=True):
+    decomposed = decompose_recurrence(mod)
+    relax.analysis.well_formed(decomposed)
+    assert not {str(one.op.name) for one in calls(decomposed)} & set(OPS)
+    for got, expected in zip(interpret(decomposed, inputs), interpret(mod, inputs), strict=True):
         assert got.dtype == expected.dtype
         scale = max(float(expected.abs().max()), 1.0)
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype] * scale)
@@ -84,30 +84,30 @@ def test_the_steps_are_the_whole_op_for_any_shape(
 def test_a_step_is_a_matmul_and_its_gates():
     (case, *_) = [one for one in RECURRENCES if one.op == "amp_ir.lstm"]
     inputs = [one[:1] if k == 0 else one for k, one in enumerate(in_dtype(case, torch.bfloat16))]
-    expanded = expand_recurrence(module_of(case.op, inputs, reverse=False))
-    ops = [str(one.op.name).rpartition(".")[2] for one in calls(expanded)]
+    decomposed = decompose_recurrence(module_of(case.op, inputs, reverse=False))
+    ops = [str(one.op.name).rpartition(".")[2] for one in calls(decomposed)]
     # Left out: what takes parts of tensors and puts them together.
     moving = {"strided_slice", "reshape", "concat", "cast"}
     assert [one for one in ops if one not in moving] == [
         "permute_dims", "matmul", "add", "sigmoid", "sigmoid", "sigmoid", "tanh",
         "multiply", "multiply", "add", "tanh", "multiply",
     ]  # fmt: skip
-    arithmetic = [one for one in calls(expanded) if not str(one.op.name).endswith("permute_dims")]
+    arithmetic = [one for one in calls(decomposed) if not str(one.op.name).endswith("permute_dims")]
     dtypes = {
         str(one.ty.dtype) for one in arithmetic if str(one.op.name).rpartition(".")[2] not in moving
     }
     assert dtypes == {"float32"}
-    results = expanded["main"].ret_ty.fields
+    results = decomposed["main"].ret_ty.fields
     assert [str(one.dtype) for one in results] == ["bfloat16", "float32", "bfloat16"]
 
 
 def test_a_matmul_reads_the_rounded_state_and_leaves_float32():
     for name in OPS:
         (case, *_) = [one for one in RECURRENCES if one.op == name]
-        expanded = expand_recurrence(
+        decomposed = decompose_recurrence(
             module_of(name, in_dtype(case, torch.bfloat16), **case.options)
         )
-        matmuls = [one for one in calls(expanded) if str(one.op.name) == "relax.matmul"]
+        matmuls = [one for one in calls(decomposed) if str(one.op.name) == "relax.matmul"]
         assert len(matmuls) == STEPS
         for one in matmuls:
             assert [str(argument.ty.dtype) for argument in one.args] == ["bfloat16"] * 2
@@ -142,18 +142,18 @@ def both_directions(*, backward_reads: bool) -> tvm.IRModule:
 
 
 def test_what_nobody_reads_is_not_made():
-    expanded = expand_recurrence(both_directions(backward_reads=False))
-    count = Counter(str(one.op.name) for one in calls(expanded))
+    decomposed = decompose_recurrence(both_directions(backward_reads=False))
+    count = Counter(str(one.op.name) for one in calls(decomposed))
     # The states, put together once; neither cells nor activated gates.
     assert count["relax.concat"] == 1
-    assert len(expanded["main"].body.blocks[0].bindings) == len(calls(expanded)) + 2
+    assert len(decomposed["main"].body.blocks[0].bindings) == len(calls(decomposed)) + 2
 
 
 def test_the_gradient_reads_the_steps_of_the_forward_and_not_their_stack():
-    expanded = expand_recurrence(both_directions(backward_reads=True))
+    decomposed = decompose_recurrence(both_directions(backward_reads=True))
     stacks = [
         one
-        for one in calls(expanded)
+        for one in calls(decomposed)
         if str(one.op.name) == "relax.concat" and len(one.ty.shape) == 3
     ]
     # The states that are returned, and the gradient of the gates.
@@ -161,14 +161,14 @@ def test_the_gradient_reads_the_steps_of_the_forward_and_not_their_stack():
 
 
 def test_new_ops_carry_the_location_of_the_old_one():
-    expanded = expand_recurrence(both_directions(backward_reads=True))
-    places = {str(from_span(one.span)) for one in calls(expanded)}
+    decomposed = decompose_recurrence(both_directions(backward_reads=True))
+    places = {str(from_span(one.span)) for one in calls(decomposed)}
     assert places == {str(Location("layers.lstm", "backward", "model.py", 12))}
 
 
 def test_the_log_says_that_no_library_does_it():
     log = DispatchLog()
-    expand_recurrence(both_directions(backward_reads=True), log=log)
+    decompose_recurrence(both_directions(backward_reads=True), log=log)
     assert [str(note) for note in log.notes] == [
         f"{name}: 1 call -> matmuls and own kernels, because no library that amp_ir calls does it "
         "whole"
@@ -178,7 +178,7 @@ def test_the_log_says_that_no_library_does_it():
 
 def test_a_module_without_recurrence_is_left_alone():
     mod = module_of("amp_ir.cast", [torch.zeros(2, 3)], dtype="bfloat16")
-    assert expand_recurrence(mod).same_as(mod)
+    assert decompose_recurrence(mod).same_as(mod)
 
 
 def test_results_that_are_returned_as_a_tuple_stay():
@@ -186,15 +186,15 @@ def test_results_that_are_returned_as_a_tuple_stay():
     mod = module_of("amp_ir.lstm", inputs, reverse=False)
     flow = Dataflow(mod)
     returned = flow.finish(flow.bindings[:1], flow.bindings[0].var)
-    got = interpret(expand_recurrence(returned), inputs)
+    got = interpret(decompose_recurrence(returned), inputs)
     torch.testing.assert_close(got, interpret(returned, inputs), rtol=0, atol=1e-6)
 
 
 def test_as_calls_there_is_one_call_an_op_of_the_same_type():
     mod = both_directions(backward_reads=True)
-    opaque = recurrence_as_calls(mod)
-    relax.analysis.well_formed(opaque)
-    found = [one for one in calls(opaque) if one.op.name == "relax.call_dps_packed"]
+    as_calls = recurrence_as_calls(mod)
+    relax.analysis.well_formed(as_calls)
+    found = [one for one in calls(as_calls) if one.op.name == "relax.call_dps_packed"]
     assert [str(one.args[0].global_symbol) for one in found] == [
         "amp_ir.lstm",
         "amp_ir.lstm_backward",

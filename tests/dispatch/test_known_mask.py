@@ -14,7 +14,7 @@ from tvm.relax import op as R
 
 import amp_ir
 from amp_ir.dialect.registry import call_op
-from amp_ir.dispatch.decompose_attention import expand_attention
+from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import read
 from amp_ir.rewrites.fold_casts import fold_casts
@@ -96,7 +96,7 @@ def attention(
 def test_a_known_mask_is_said_by_an_option(mask, options, expected):
     log = DispatchLog()
     ir = fold_casts(
-        expand_attention(attention(mask, **options), libraries=("torch_cuda",), log=log)
+        decompose_attention(attention(mask, **options), libraries=("torch_cuda",), log=log)
     )
     bindings = [b.value for block in ir["main"].body.blocks for b in block.bindings]
     calls = [v for v in bindings if isinstance(v, relax.Call) and "dps_packed" in v.op.name]
@@ -125,5 +125,5 @@ def test_a_step_with_transformers_way_of_a_causal_mask():
     mod, args = amp_ir.trace_step(step, (torch.randn(2, 6, 16),), model=model)
     mod = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
     log = DispatchLog()
-    expand_attention(mod.ir, libraries=("torch_cuda",), log=log)
+    decompose_attention(mod.ir, libraries=("torch_cuda",), log=log)
     assert [str(note) for note in log.notes] == ["amp_ir.attention: 1 call -> torch_cuda"]

@@ -20,7 +20,7 @@ import amp_ir
 from amp_ir.api import lower
 from amp_ir.dispatch import prepack_weights as packing
 from amp_ir.dispatch.dispatch import dispatch
-from amp_ir.dispatch.prepack_weights import pack_operands
+from amp_ir.dispatch.prepack_weights import prepack_weights
 from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
@@ -69,7 +69,7 @@ def shared(count: int, rows: int = 4, *, dtype: str = "float32", turned: bool = 
 def test_matmuls_on_one_matrix_read_one_packed_copy(turned: bool) -> None:
     log = DispatchLog()
     before = dispatch(shared(8, turned=turned))
-    ir = pack_operands(before, log=log)
+    ir = prepack_weights(before, log=log)
     given, calls = calls_of(before), calls_of(ir)
     assert [call.symbol for _, call in calls] == [
         "amp_ir.onednn.pack",
@@ -86,7 +86,7 @@ def test_matmuls_on_one_matrix_read_one_packed_copy(turned: bool) -> None:
         assert (call.a, call.out, call.epilogue) == (plain.a, plain.out, plain.epilogue)
         assert call.bias is None and plain.bias is None
     (note,) = log.notes
-    assert str(note) == ("pack: 1 call -> onednn, because 8 matmuls read what is packed once")
+    assert str(note) == ("pack: 1 call -> onednn, because 8 matmuls read one prepacked matrix")
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_matmuls_on_one_matrix_read_one_packed_copy(turned: bool) -> None:
 )
 def test_what_is_not_worth_it_is_left_alone(mod: Callable[[], tvm.IRModule]) -> None:
     ir = dispatch(mod())
-    assert pack_operands(ir) is ir
+    assert prepack_weights(ir) is ir
 
 
 def test_other_libraries_are_left_alone() -> None:
     ir = dispatch(shared(8), libraries=("torch",))
-    assert pack_operands(ir) is ir
+    assert prepack_weights(ir) is ir
 
 
 class Recurrent(nn.Module):

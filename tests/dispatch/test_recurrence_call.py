@@ -11,7 +11,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.api import lower
-from amp_ir.dispatch.decompose_recurrence import expand_recurrence
+from amp_ir.dispatch.decompose_recurrence import decompose_recurrence
 from amp_ir.dispatch.recurrence_call import recurrence_library
 from amp_ir.host import native
 from amp_ir.ir.dispatch_log import DispatchLog
@@ -139,7 +139,7 @@ def notes(op: str, dtypes: list[torch.dtype], libraries: tuple[str, ...]) -> lis
     }[op]
     inputs = [torch.zeros(one, dtype=dtype) for one, dtype in zip(shapes, dtypes, strict=True)]
     log = DispatchLog()
-    expand_recurrence(module_of(op, inputs, reverse=False), libraries=libraries, log=log)
+    decompose_recurrence(module_of(op, inputs, reverse=False), libraries=libraries, log=log)
     return [str(one) for one in log.notes]
 
 

@@ -16,7 +16,7 @@ from tvm.script import relax as R
 
 import amp_ir
 from amp_ir import cli
-from amp_ir.dispatch.choose_algorithms import choose_ways, product_label, products_of
+from amp_ir.dispatch.choose_algorithms import choose_algorithms, matmul_label, matmuls_of
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.host import native
 from amp_ir.ir import tuning_cache
@@ -117,18 +117,18 @@ class TwoProducts:
 
 def test_the_way_stands_behind_the_epilogue() -> None:
     calls = dispatch(TwoProducts)
-    names = list(products_of(calls))
-    assert [product_label(call) for call in products_of(calls).values()] == [
+    names = list(matmuls_of(calls))
+    assert [matmul_label(call) for call in matmuls_of(calls).values()] == [
         "2 x 8 x 4, bfloat16, b transposed",
         "4 x 8 x 4, float32, b transposed",
     ]
     log = DispatchLog()
-    chosen = choose_ways(calls, {names[0]: "gemm", names[1]: RULES}.__getitem__, log=log)
+    chosen = choose_algorithms(calls, {names[0]: "gemm", names[1]: RULES}.__getitem__, log=log)
     before, after = lines_of(calls), lines_of(chosen)
     assert [a.replace('"none+gemm"', '"none"') for a in after] == before
     assert ["+gemm" in line for line in after if "onednn.matmul" in line] == [True, False]
     assert [str(note) for note in log.notes] == [
-        "matmul: 1 call -> onednn, because measured: gemm is the fastest way"
+        "matmul: 1 call -> onednn, because measured: gemm is the fastest algorithm"
     ]
 
 
@@ -158,11 +158,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def times(product: object) -> dict[str, float]:
         real = measure(product)
         assert set(real) == set(ALGORITHMS) and all(0 < one < 1e4 for one in real.values())
-        asked.append(product_label(product))
+        asked.append(matmul_label(product))
         return dict.fromkeys(ALGORITHMS, 2.0) | {"gemm": 1.0}
 
     measure = time_algorithms.milliseconds_by_algorithm
-    monkeypatch.setattr(time_algorithms, "_SECONDS_A_PRODUCT", 0.0)
+    monkeypatch.setattr(time_algorithms, "_SECONDS_PER_MATMUL", 0.0)
     monkeypatch.setattr(time_algorithms, "milliseconds_by_algorithm", times)
     return asked
 
@@ -212,7 +212,7 @@ def test_steps_compiled_afterwards_take_what_is_best(quick: list[str]) -> None:
     assert not [note for note in notes if "measured" in note]
     amp_ir.tune(captured())
     notes, tuned = trained()
-    assert "matmul: 5 calls -> onednn, because measured: gemm is the fastest way" in notes
+    assert "matmul: 5 calls -> onednn, because measured: gemm is the fastest algorithm" in notes
     # The same products with their terms in another order, over four steps.
     torch.testing.assert_close(tuned, losses, rtol=1e-5, atol=0)
 

@@ -173,7 +173,7 @@ def test_the_library_of_each_heavy_op_is_told(profile: KernelProfile) -> None:
         "amp_ir.conv: 1 call -> onednn",
         "amp_ir.conv_backward_weight: 1 call -> onednn",
         "relax.matmul: 3 calls -> onednn",
-        "accumulate: 1 call -> onednn, because only a sum reads the product",
+        "accumulate: 1 call -> onednn, because only a sum reads the matmul",
     }
     assert amp_ir.compile(traced("bfloat16")[0]).report.dispatched == profile.dispatched
 

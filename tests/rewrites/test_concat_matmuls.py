@@ -15,7 +15,7 @@ from tvm.script import relax as R
 import amp_ir
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import Location, locations_of, to_span
-from amp_ir.rewrites.concat_matmuls import merge_products
+from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from own_recurrence import language_training
 from relax_functions import assert_ir_equal
 from small_programs import calls, program
@@ -60,7 +60,7 @@ def test_a_sum_of_products_is_a_product_of_concatenations():
                 R.output(y)
             return y
 
-    assert_ir_equal(merge_products(Before), Expected)
+    assert_ir_equal(concat_matmuls(Before), Expected)
 
 
 def test_a_concatenation_that_is_there_gives_the_order_and_the_sums_over_rows():
@@ -109,7 +109,7 @@ def test_a_concatenation_that_is_there_gives_the_order_and_the_sums_over_rows():
                 R.output(result)
             return result
 
-    assert_ir_equal(merge_products(Before), Expected)
+    assert_ir_equal(concat_matmuls(Before), Expected)
 
 
 def products(rows, *, dtype="float32", out_dtype=None, width=8, change=lambda e, k, y: y):
@@ -128,7 +128,7 @@ def products(rows, *, dtype="float32", out_dtype=None, width=8, change=lambda e,
 
 
 def test_low_operands_are_merged_where_the_sum_is_in_float32():
-    merged = merge_products(products([2, 2, 2], dtype="bfloat16", out_dtype="float32", width=16))
+    merged = concat_matmuls(products([2, 2, 2], dtype="bfloat16", out_dtype="float32", width=16))
     ((_, product),) = calls(merged, "relax.matmul")
     assert str(product.ty.dtype) == "float32"
     assert str(product.args[0].ty.dtype) == "bfloat16"
@@ -148,7 +148,7 @@ def test_low_operands_are_merged_where_the_sum_is_in_float32():
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
 def test_what_would_not_pay_or_may_not_be_is_left(why, mod):
-    assert merge_products(mod) is mod, why
+    assert concat_matmuls(mod) is mod, why
 
 
 def test_products_that_something_else_reads_are_left():
@@ -158,14 +158,14 @@ def test_products_that_something_else_reads_are_left():
 
     shapes = [(8, 1), (1, 8)] * 3
     mod = program(build, *shapes)
-    merged = merge_products(mod)
+    merged = concat_matmuls(mod)
     assert len(calls(merged, "relax.matmul")) == 2
     assert len(calls(merged, "relax.add")) == 1
 
 
 def test_a_product_holds_no_more_than_its_result():
     # A result is 8 x 8 and a term's operands 2 x 16: two fit, and four terms give two products.
-    merged = merge_products(products([2, 2, 2, 2, 2]))
+    merged = concat_matmuls(products([2, 2, 2, 2, 2]))
     shapes = [[int(n) for n in call.args[1].ty.shape] for _, call in calls(merged, "relax.matmul")]
     assert shapes == [[2, 8], [4, 8], [4, 8]]
 
@@ -190,7 +190,7 @@ def located(mod, places):
 
 def test_terms_of_one_module_and_phase_are_merged_and_keep_their_lines():
     places = [Location("cell", "backward", "model.py", line) for line in (3, 5)]
-    merged = merge_products(located(products([1, 1]), places))
+    merged = concat_matmuls(located(products([1, 1]), places))
     ((_, product),) = calls(merged, "relax.matmul")
     assert locations_of(product.span) == tuple(places)
 
@@ -206,7 +206,7 @@ def test_terms_of_one_module_and_phase_are_merged_and_keep_their_lines():
 )
 def test_terms_of_two_places_that_rules_tell_apart_are_not_merged(other):
     mod = located(products([1, 1]), [Location("encoder", "backward"), other])
-    assert merge_products(mod) is mod
+    assert concat_matmuls(mod) is mod
 
 
 @st.composite
@@ -261,7 +261,7 @@ def _joined(e, terms, joins):
 @settings(max_examples=60)
 @given(sums())
 def test_the_merged_step_computes_the_same(mod):
-    merged = merge_products(mod)
+    merged = concat_matmuls(mod)
     relax.analysis.well_formed(merged)
     inputs = [
         torch.randn([int(n) for n in one.ty.shape], dtype=torch.float64)
@@ -276,7 +276,7 @@ def test_the_merged_step_computes_the_same(mod):
     for got, wanted in zip(interpret(merged, narrow), interpret(mod, narrow), strict=True):
         scale = max(float(wanted.abs().max()), 1.0)
         torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * scale)
-    assert merge_products(merged) is merged
+    assert concat_matmuls(merged) is merged
 
 
 def test_a_recurrence_has_one_weight_gradient_a_layer_and_its_gradients_are_right():

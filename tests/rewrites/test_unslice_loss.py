@@ -18,7 +18,7 @@ import amp_ir
 from amp_ir.capture import trace
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.interpreter import interpret
-from amp_ir.rewrites.unslice_loss import mask_loss_rows
+from amp_ir.rewrites.unslice_loss import unslice_loss
 
 CLASSES = 6
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -60,7 +60,7 @@ def values_of(ir: tvm.IRModule, positions: list[int], *batch: torch.Tensor) -> l
 
 def assert_rewritten_with_equal_numbers(loss: Loss, *batch: torch.Tensor) -> None:
     before, positions = gradient_step(loss, *batch[1].shape)
-    after = mask_loss_rows(before)
+    after = unslice_loss(before)
     assert "relax.concat" in ops(before) and ops(after) != ops(before)
     wanted, got = values_of(before, positions, *batch), values_of(after, positions, *batch)
     # The loss is a sum in another order of at most 60 terms, each rounded to 24 bits.
@@ -70,7 +70,7 @@ def assert_rewritten_with_equal_numbers(loss: Loss, *batch: torch.Tensor) -> Non
 
 def test_what_it_becomes() -> None:
     before, _ = gradient_step(shifted)
-    after = mask_loss_rows(before)
+    after = unslice_loss(before)
     assert ops(before) == [
         "relax.strided_slice", "relax.reshape", "relax.strided_slice", "relax.reshape",
         "relax.nn.log_softmax", "amp_ir.nll_loss", "amp_ir.nll_loss_backward",
@@ -137,7 +137,7 @@ def test_what_is_dropped_does_not_count_whatever_it_is(odd: float) -> None:
     logits[:, -1] = odd
     assert_rewritten_with_equal_numbers(shifted, logits, ids)
     before, positions = gradient_step(shifted)
-    loss, gradient = values_of(mask_loss_rows(before), positions, logits, ids)
+    loss, gradient = values_of(unslice_loss(before), positions, logits, ids)
     assert loss.isfinite() and gradient.isfinite().all() and (gradient[:, -1] == 0).all()
 
 
@@ -207,7 +207,7 @@ def _some_classes(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 )
 def test_others_are_left_alone(loss: Loss) -> None:
     before, _ = gradient_step(loss)
-    assert mask_loss_rows(before) is before
+    assert unslice_loss(before) is before
 
 
 class _Language(nn.Module):

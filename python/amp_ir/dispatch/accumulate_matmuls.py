@@ -31,7 +31,7 @@ _TABLE_GRADIENT = "amp_ir.embedding_backward"
 _VIEWS = ("relax.reshape", "relax.permute_dims")
 
 
-def accumulate_products(
+def accumulate_matmuls(
     ir: tvm.IRModule,
     outputs: Sequence[OutputSpec],
     *,
@@ -60,10 +60,10 @@ def accumulate_products(
     its reader.
 
     With AMX, matmuls of low operands are not added to a state whose new value is read again: that
-    would take longer (`_is_dearer`). With `saves_memory` they are: each part of a sum that a kernel
+    would take longer (`_is_slower`). With `saves_memory` they are: each part of a sum that a kernel
     adds is held until then.
 
-    Requires: `dispatch` and `fold_casts` have run, and `pack_operands`: packed calls remain
+    Requires: `dispatch` and `fold_casts` have run, and `prepack_weights`: packed calls remain
               unchanged. `outputs` are those of `main`, in order.
     Ensures:  only float32 sums change; each is the same sum in another order, and so is its error.
               The call reads the state after what else reads it, as far as bindings show. Nothing
@@ -94,8 +94,8 @@ class _Accumulator:
         self.log = log
         self.flow = Dataflow(ir)
         self.values = dict(self.flow.values)
-        read_ = {variable: _product(value) for variable, value in self.values.items()}
-        self.products = {variable: one for variable, one in read_.items() if one is not None}
+        read_ = {variable: _matmul(value) for variable, value in self.values.items()}
+        self.matmuls = {variable: one for variable, one in read_.items() if one is not None}
         # Bindings are written in the order of these places; new ones share that of an old one.
         self.place = {variable: k for k, variable in enumerate(self.flow.values)}
         self.readers, self.uses = self.flow.readers, self.flow.uses
@@ -108,7 +108,7 @@ class _Accumulator:
     def run(self) -> tvm.IRModule:
         if not native.has(ACCUMULATE):
             return self.flow.ir
-        totals = {self._total_of(variable) for variable in self.products}
+        totals = {self._total_of(variable) for variable in self.matmuls}
         for total in sorted(totals - {None}, key=lambda one: -self.place[one]):
             self._rewrite(total)
         if not self.added:
@@ -129,9 +129,9 @@ class _Accumulator:
         pairs = zip(fields.fields, outputs, strict=True)
         return {f: self.flow.main.params[o.updates] for f, o in pairs if o.updates is not None}
 
-    def _total_of(self, product: relax.Var) -> relax.Var | None:
+    def _total_of(self, matmul: relax.Var) -> relax.Var | None:
         """Return the last sum after a matmul that nothing else reads; None if it is in no sum."""
-        total, one = None, product
+        total, one = None, matmul
         while self.uses.get(one) == 1 and one in self.readers:
             reader = self.readers[one][0]
             value = self.values[reader]
@@ -159,10 +159,10 @@ class _Accumulator:
             waiting += [(part, (*own, *factors)) for part, own in reversed(parts)]
         return terms, inside
 
-    def _product(self, leaf: relax.Expr) -> relax.Var | None:
+    def _matmul_at(self, leaf: relax.Expr) -> relax.Var | None:
         """Return the matmul that `leaf` is, perhaps reshaped, if only this sum reads it."""
         while isinstance(leaf, relax.Var) and self.uses.get(leaf) == 1:
-            if leaf in self.products:
+            if leaf in self.matmuls:
                 return leaf
             call = self.values.get(leaf)
             if not isinstance(call, relax.Call) or call.op.name != "relax.reshape":
@@ -171,17 +171,17 @@ class _Accumulator:
         return None
 
     def _base(
-        self, total: relax.Var, terms: list[_Term], products: list[_Term], inside: set[relax.Var]
+        self, total: relax.Var, terms: list[_Term], matmuls: list[_Term], inside: set[relax.Var]
     ) -> _Term | None:
         """Return the term to which matmuls are added; None where they are not."""
         state = self.state_of.get(total)
         old = [term for term in terms if state is not None and term.leaf.same_as(state)]
-        is_free = bool(products) and self._last_read(state, inside) < self.place[total]
-        if len(old) == 1 and is_free and not self._is_dearer(total, products):
+        is_free = bool(matmuls) and self._last_read(state, inside) < self.place[total]
+        if len(old) == 1 and is_free and not self._is_slower(total, matmuls):
             return old[0]
-        return products[0] if len(products) > 1 else None
+        return matmuls[0] if len(matmuls) > 1 else None
 
-    def _is_dearer(self, total: relax.Var, products: list[_Term]) -> bool:
+    def _is_slower(self, total: relax.Var, matmuls: list[_Term]) -> bool:
         """Return whether adding to a state takes longer than the kernel work that it saves.
 
         With AMX, oneDNN 3.2 runs post-ops in a separate pass over blocks that it else writes at
@@ -192,7 +192,7 @@ class _Accumulator:
         """
         if self.saves_memory or self.uses[total] == 1 or not _has_amx():
             return False
-        calls = [self.products[self._product(term.leaf)] for term in products]
+        calls = [self.matmuls[self._matmul_at(term.leaf)] for term in matmuls]
         return any(str(call.a.base.ty.dtype) != "float32" for call in calls)
 
     def _last_read(self, state: relax.Expr, inside: set[relax.Var]) -> int:
@@ -213,16 +213,16 @@ class _Accumulator:
     def _rewrite(self, total: relax.Var) -> None:
         """Write the sum with calls that add its matmuls, if that saves time."""
         terms, inside = self._terms(total)
-        products = [term for term in terms if self._product(term.leaf) is not None]
-        products.sort(key=lambda term: self.place[self._product(term.leaf)])
-        base = self._base(total, terms, products, inside)
+        matmuls = [term for term in terms if self._matmul_at(term.leaf) is not None]
+        matmuls.sort(key=lambda term: self.place[self._matmul_at(term.leaf)])
+        base = self._base(total, terms, matmuls, inside)
         if base is None:
             return
-        added = [term for term in products if term is not base]
+        added = [term for term in matmuls if term is not base]
         rest = [term for term in terms if term is not base and term not in added]
         # The common factor is applied outside, except for a state.
-        is_state = base not in products
-        outer = () if rest or is_state else _common_end([one.factors for one in products])
+        is_state = base not in matmuls
+        outer = () if rest or is_state else _common_end([one.factors for one in matmuls])
         earliest = self._last_read(base.leaf, inside) if is_state else -1
         sum_ = base.leaf
         beta = self._factor(base.factors, outer)
@@ -230,10 +230,10 @@ class _Accumulator:
             alpha = self._factor(term.factors, outer)
             call = self._accumulate(total, sum_, term, alpha, beta)
             is_last = term is added[-1] and not rest and not outer
-            earliest = max(earliest, self.place[self._product(term.leaf)])
+            earliest = max(earliest, self.place[self._matmul_at(term.leaf)])
             sum_ = self._bind(call, total if is_last else None, earliest)
             beta = None
-            self.log.add("accumulate", "onednn", "only a sum reads the product")
+            self.log.add("accumulate", "onednn", "only a sum reads the matmul")
         self._finish(total, sum_, rest, outer)
 
     def _accumulate(
@@ -244,10 +244,10 @@ class _Accumulator:
         alpha: relax.Expr | None,
         beta: relax.Expr | None,
     ) -> relax.Call:
-        product = self.products[self._product(term.leaf)]
-        span = join_spans([product.span, self.values[total].span])
+        matmul = self.matmuls[self._matmul_at(term.leaf)]
+        span = join_spans([matmul.span, self.values[total].span])
         return write(
-            attrs.evolve(product, c=base, alpha=alpha, beta=beta, type_=total.ty, span=span)
+            attrs.evolve(matmul, c=base, alpha=alpha, beta=beta, type_=total.ty, span=span)
         )
 
     def _factor(
@@ -373,7 +373,7 @@ def _is_sum(call: relax.Expr | None) -> bool:
     return shape_of(call.args[0]) == shape_of(call.args[1]) != ()
 
 
-def _product(value: relax.Expr) -> LibraryMatmul | None:
+def _matmul(value: relax.Expr) -> LibraryMatmul | None:
     """Return a oneDNN matmul with an unprocessed float32 result; None for other values."""
     call = read(value)
     if not isinstance(call, LibraryMatmul) or call.symbol != MATMUL or not _is_full(value.ty):

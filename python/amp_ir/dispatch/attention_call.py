@@ -27,7 +27,7 @@ def attention_library(verb: str, libraries: tuple[str, ...]) -> str | None:
     return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
 
 
-def attention_refusal(library: str, call: relax.Call, options: Mapping[str, Any]) -> str:
+def unsupported_attention_reason(library: str, call: relax.Call, options: Mapping[str, Any]) -> str:
     """Return why `library` does not do this call of attention or of its gradient; "" if it does.
 
     `options` are those of the call, except for a mask that was found to be causal.
@@ -46,11 +46,13 @@ def attention_refusal(library: str, call: relax.Call, options: Mapping[str, Any]
         return f"flash attention takes samples and heads, [n, h, s, d], not {q}"
     if options["is_causal"] and q[2] != k[2]:
         return f"flash attention's causal mask would end at column {k[2]}, not at {q[2]}"
-    refusal = _cpu_refusal if library == "torch" else _cuda_refusal
-    return refusal(dtypes, q[3], v[3], k[2])
+    reason = _cpu_unsupported_reason if library == "torch" else _cuda_unsupported_reason
+    return reason(dtypes, q[3], v[3], k[2])
 
 
-def _cuda_refusal(dtypes: set[str], width: int, width_of_values: int, _columns: int) -> str:
+def _cuda_unsupported_reason(
+    dtypes: set[str], width: int, width_of_values: int, _columns: int
+) -> str:
     if len(dtypes) > 1 or dtypes.isdisjoint(_LOW):
         found = " and ".join(sorted(dtypes))
         return f"flash attention computes in bfloat16 or float16, not in {found}"
@@ -62,7 +64,9 @@ def _cuda_refusal(dtypes: set[str], width: int, width_of_values: int, _columns: 
     return ""
 
 
-def _cpu_refusal(dtypes: set[str], width: int, width_of_values: int, columns: int) -> str:
+def _cpu_unsupported_reason(
+    dtypes: set[str], width: int, width_of_values: int, columns: int
+) -> str:
     # In a dtype without arithmetic of its own PyTorch multiplies number by number.
     fast = [one for one in ("float32", "bfloat16") if one == "float32" or _is_native(one)]
     if len(dtypes) > 1 or dtypes.isdisjoint(fast):
@@ -95,7 +99,7 @@ def call_attention(
     A model makes heads of rows and rows of heads, so that these transposes meet their inverses and
     nothing is copied.
 
-    Requires: `attention_refusal` finds nothing.
+    Requires: `unsupported_attention_reason` finds nothing.
     """
     backward = _is_backward(call)
     names = ("grad", "q", "k", "v", "out") if backward else ("q", "k", "v")

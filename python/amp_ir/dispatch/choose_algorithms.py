@@ -17,27 +17,27 @@ from amp_ir.ir.library_call import RULES, LibraryMatmul, read, write
 from amp_ir.ir.tuning_cache import TuningCache, this_machine
 
 
-def products_of(ir: tvm.IRModule) -> dict[str, relax.Call]:
+def matmuls_of(ir: tvm.IRModule) -> dict[str, relax.Call]:
     """Return the distinct matmuls that oneDNN computes for a step, by the key of their time."""
     found: dict[str, relax.Call] = {}
     for value in Dataflow(ir).values.values():
         if _matmul(value) is not None:
-            found.setdefault(product_name(value), value)
+            found.setdefault(matmul_key(value), value)
     return found
 
 
-def choose_measured_ways(
+def choose_measured_algorithms(
     ir: tvm.IRModule, libraries: Collection[str], *, log: DispatchLog
 ) -> tvm.IRModule:
     """Name the measured algorithm in the calls of oneDNN's matmuls, where `amp_ir.tune` has run."""
     if "onednn" not in libraries or not native.has("amp_ir.onednn.matmul"):
         return ir
-    known = TuningCache.read(this_machine())
+    cache = TuningCache.read(this_machine())
     # Naming every matmul of a step takes time and is useless where `tune` has not run.
-    return choose_ways(ir, known.best, log=log) if known.milliseconds else ir
+    return choose_algorithms(ir, cache.best, log=log) if cache.milliseconds else ir
 
 
-def choose_ways(
+def choose_algorithms(
     ir: tvm.IRModule, best: Callable[[str], str], *, log: DispatchLog | None = None
 ) -> tvm.IRModule:
     """Name the algorithm in the calls of oneDNN's matmuls.
@@ -54,43 +54,43 @@ def choose_ways(
     bindings = []
     for binding in flow.bindings:
         matmul = _matmul(binding.value)
-        way = RULES if matmul is None else best(product_name(binding.value))
-        if matmul is not None and way != RULES:
-            log.add("matmul", "onednn", f"measured: {way} is the fastest way")
-            new = write(attrs.evolve(matmul, algorithm=way))
+        algorithm = RULES if matmul is None else best(matmul_key(binding.value))
+        if matmul is not None and algorithm != RULES:
+            log.add("matmul", "onednn", f"measured: {algorithm} is the fastest algorithm")
+            new = write(attrs.evolve(matmul, algorithm=algorithm))
             binding = relax.VarBinding(binding.var, new)
         bindings.append(binding)
     return flow.finish(bindings)
 
 
-def product_name(call: relax.Call) -> str:
+def matmul_key(call: relax.Call) -> str:
     """Return what determines the time of a matmul: dtypes, dims, strides and epilogue."""
-    words = [str(call.args[0].global_symbol).rpartition(".")[2]]
+    parts = [str(call.args[0].global_symbol).rpartition(".")[2]]
     for argument in call.args[1].fields:
         if isinstance(argument, relax.ShapeExpr):
-            words.append("x".join(str(int(n)) for n in argument.values))
+            parts.append("x".join(str(int(n)) for n in argument.values))
         elif isinstance(argument, tvm.ir.StringImm):
-            words.append(argument.value)
+            parts.append(argument.value)
         elif isinstance(argument.ty, relax.TensorType):
-            words.append(str(argument.ty.dtype))
+            parts.append(str(argument.ty.dtype))
         else:
-            words.append("-")
-    return " ".join([*words, str(call.ty.dtype)])
+            parts.append("-")
+    return " ".join([*parts, str(call.ty.dtype)])
 
 
-def product_label(call: relax.Call) -> str:
+def matmul_label(call: relax.Call) -> str:
     """Return a readable label: extents, dtypes, which operands are transposed, the epilogue."""
     matmul = _matmul(call)
-    assert matmul is not None, "products_of found the call"
+    assert matmul is not None, "matmuls_of found the call"
     a, b = (str(one.base.ty.dtype) for one in (matmul.a, matmul.b))
-    words = [" x ".join(str(n) for n in (*matmul.a.shape, matmul.b.shape[-1]))]
+    parts = [" x ".join(str(n) for n in (*matmul.a.shape, matmul.b.shape[-1]))]
     dtypes = dict.fromkeys([a if a == b else f"{a} and {b}", str(call.ty.dtype)])
-    words.append(" to ".join(dtypes))
+    parts.append(" to ".join(dtypes))
     swapped = [name for name in ("a", "b") if getattr(matmul, name).strides[-1] != 1]
-    words += [f"{' and '.join(swapped)} transposed"] if swapped else []
-    words += [] if matmul.c is None else ["added"]
-    words += [] if matmul.bias is None else ["with bias"]
-    return ", ".join(words)
+    parts += [f"{' and '.join(swapped)} transposed"] if swapped else []
+    parts += [] if matmul.c is None else ["added"]
+    parts += [] if matmul.bias is None else ["with bias"]
+    return ", ".join(parts)
 
 
 def _matmul(value: relax.Expr) -> LibraryMatmul | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import tvm
 
-from amp_ir.dispatch.decompose_attention import expand_attention
-from amp_ir.dispatch.decompose_recurrence import expand_recurrence
+from amp_ir.dispatch.decompose_attention import decompose_attention
+from amp_ir.dispatch.decompose_recurrence import decompose_recurrence
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.target import CompileTarget
 
@@ -17,5 +17,5 @@ def decompose(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.
     Requires: nothing of the step is dispatched yet.
     Ensures:  neither attention nor a recurrent layer is left; `log` says which library has which.
     """
-    ir = expand_attention(ir, libraries=target.libraries, log=log)
-    return expand_recurrence(ir, libraries=target.libraries, log=log)
+    ir = decompose_attention(ir, libraries=target.libraries, log=log)
+    return decompose_recurrence(ir, libraries=target.libraries, log=log)

@@ -11,7 +11,11 @@ from tvm import relax
 from tvm.ir import Span
 
 from amp_ir.dialect import call_op, options_of
-from amp_ir.dispatch.attention_call import attention_library, attention_refusal, call_attention
+from amp_ir.dispatch.attention_call import (
+    attention_library,
+    call_attention,
+    unsupported_attention_reason,
+)
 from amp_ir.dispatch.known_mask import without_known_mask
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.dispatch_log import DispatchLog
@@ -19,7 +23,7 @@ from amp_ir.ir.dispatch_log import DispatchLog
 FORWARD, BACKWARD = "amp_ir.attention", "amp_ir.attention_backward"
 
 
-def expand_attention(
+def decompose_attention(
     ir: tvm.IRModule, *, libraries: tuple[str, ...] = (), log: DispatchLog | None = None
 ) -> tvm.IRModule:
     """Decompose attention and its gradient into matmuls and ops of dialect/attention_parts.py.
@@ -83,7 +87,7 @@ class _Writer:
         reason = "no library that amp_ir calls does it whole"
         if library is not None:
             options = self._simplest_options(call)
-            reason = attention_refusal(library, call, options)
+            reason = unsupported_attention_reason(library, call, options)
             if not reason:
                 self._log.add(name, library)
                 self._called_results[variable] = self._called(library, call, options)

@@ -10,7 +10,11 @@ from tvm import relax
 
 from amp_ir.dialect import call_op, options_of
 from amp_ir.dialect.define import LOW_DTYPES
-from amp_ir.dispatch.recurrence_call import call_recurrence, recurrence_library, recurrence_refusal
+from amp_ir.dispatch.recurrence_call import (
+    call_recurrence,
+    recurrence_library,
+    unsupported_recurrence_reason,
+)
 from amp_ir.dispatch.recurrence_steps import (
     Parts,
     Results,
@@ -37,7 +41,7 @@ _CELLS = {"amp_ir.lstm": (3,), "amp_ir.lstm_backward": (2, 4)}
 Emit = Callable[[relax.Expr], relax.Var]
 
 
-def expand_recurrence(
+def decompose_recurrence(
     ir: tvm.IRModule, *, libraries: tuple[str, ...] = (), log: DispatchLog | None = None
 ) -> tvm.IRModule:
     """Replace LSTM and GRU layers and their gradients by ops for each of their time steps.
@@ -66,7 +70,7 @@ def expand_recurrence(
         reason = "no library that amp_ir calls does it whole"
         if library is not None:
             call = _with_wide_cells(call, emit)
-            reason = recurrence_refusal(library, call)
+            reason = unsupported_recurrence_reason(library, call)
             if not reason:
                 log.add(name, library)
                 whole = emit(call_recurrence(library, call))
@@ -89,7 +93,7 @@ def _with_wide_cells(call: relax.Call, emit: Emit) -> relax.Call:
 
 
 def recurrence_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
-    """Replace each such op by one opaque call, to find which kernels the rest becomes.
+    """Replace each such op by one external call, to find which kernels the rest becomes.
 
     Before:  states, cells, activated = amp_ir.lstm(gates, weight, hidden, cell)
     After:   states, cells, activated = call_dps_packed("amp_ir.lstm", (gates, weight, ...))

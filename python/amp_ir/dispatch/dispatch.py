@@ -65,7 +65,7 @@ class _Biased:
 
     call: relax.Call
     bias: relax.Var
-    absorbed: tuple[relax.Var, ...]
+    folded: tuple[relax.Var, ...]
     dtype: str
 
 
@@ -83,13 +83,13 @@ class _Dispatcher:
         self.replaced: dict[relax.Var, relax.Expr] = {}
         self.before: list[relax.Binding] = []
         self.biased = self._find_biased()
-        self.absorbed = {v for biased in self.biased.values() for v in biased.absorbed}
+        self.folded = {v for biased in self.biased.values() for v in biased.folded}
 
     def run(self) -> tvm.IRModule:
         bindings: list[relax.Binding] = []
         for binding in self.flow.bindings:
             value = binding.value
-            if binding.var in self.absorbed:
+            if binding.var in self.folded:
                 continue
             if binding.var in self.biased:
                 bindings += self._biased_matmul(binding.var, self.biased[binding.var])
@@ -107,7 +107,7 @@ class _Dispatcher:
         verb = _VERBS.get(call.op.name)
         if verb is None:
             return None
-        passed = [refusal] if (refusal := _refusal(call)) else []
+        passed = [reason] if (reason := _why_unsupported(call)) else []
         for library in () if passed else self.libraries:
             new = None
             if native.has(f"amp_ir.{library}.{verb}"):
@@ -163,8 +163,8 @@ class _Dispatcher:
         for binding in self.flow.bindings:
             value = binding.value
             if isinstance(value, relax.Call) and value.op.name == "relax.add":
-                for product, bias in (value.args, reversed(value.args)):
-                    biased = self._as_biased(product, bias)
+                for matmul, bias in (value.args, reversed(value.args)):
+                    biased = self._as_biased(matmul, bias)
                     if biased is not None and str(value.ty.dtype) == "float32":
                         variable, biased = self._rounded_at_once(binding.var, biased)
                         found[variable] = biased
@@ -179,22 +179,22 @@ class _Dispatcher:
         dtype = str(reader.ty.dtype)
         if dtype not in _LIBRARY_DTYPES:
             return total, biased
-        absorbed = (*biased.absorbed, total)
-        rounded = attrs.evolve(biased, dtype=dtype, absorbed=absorbed)
+        folded = (*biased.folded, total)
+        rounded = attrs.evolve(biased, dtype=dtype, folded=folded)
         return (reader, rounded) if self._form_of(rounded) else (total, biased)
 
-    def _as_biased(self, product: relax.Expr, bias: relax.Expr) -> _Biased | None:
-        absorbed: list[relax.Var] = []
-        call = self._sole(product, absorbed)
+    def _as_biased(self, matmul: relax.Expr, bias: relax.Expr) -> _Biased | None:
+        folded: list[relax.Var] = []
+        call = self._sole(matmul, folded)
         if call is not None and call.op.name == "amp_ir.cast":
-            call = self._sole(call.args[0], absorbed)
-        if call is None or call.op.name != "relax.matmul" or _refusal(call):
+            call = self._sole(call.args[0], folded)
+        if call is None or call.op.name != "relax.matmul" or _why_unsupported(call):
             return None
         if not isinstance(bias, relax.Var) or str(bias.ty.dtype) != "float32":
             return None
         if [int(n) for n in bias.ty.shape] != [int(call.ty.shape[-1])]:
             return None
-        biased = _Biased(call, bias, tuple(absorbed), str(call.ty.dtype))
+        biased = _Biased(call, bias, tuple(folded), str(call.ty.dtype))
         return biased if self._form_of(biased) else None
 
     def _form_of(self, biased: _Biased) -> MatmulForm | None:
@@ -204,12 +204,12 @@ class _Dispatcher:
     def _bias_dtype(self, biased: _Biased) -> str:
         return biased.dtype if self.libraries[0] in _BIAS_OF_RESULT else "float32"
 
-    def _sole(self, expr: relax.Expr, absorbed: list[relax.Var]) -> relax.Call | None:
+    def _sole(self, expr: relax.Expr, folded: list[relax.Var]) -> relax.Call | None:
         """Return the call bound to `expr`, if the use at hand is its only one."""
         value = self.values.get(expr) if isinstance(expr, relax.Var) else None
         if not isinstance(value, relax.Call) or self.flow.uses.get(expr) != 1:
             return None
-        absorbed.append(expr)
+        folded.append(expr)
         return value
 
     def _biased_matmul(self, variable: relax.Var, biased: _Biased) -> list[relax.Binding]:
@@ -229,10 +229,10 @@ class _Dispatcher:
         )
         if str(variable.ty.dtype) == biased.dtype:
             return [*bindings, relax.VarBinding(variable, call)]
-        product = relax.DataflowVar(f"{variable.name}_product", ty)
-        wide = call_op("amp_ir.cast", [product], biased.call.span, dtype="float32")
+        matmul = relax.DataflowVar(f"{variable.name}_product", ty)
+        wide = call_op("amp_ir.cast", [matmul], biased.call.span, dtype="float32")
         relax.expr._update_type(wide, variable.ty)
-        bindings.append(relax.VarBinding(product, call))
+        bindings.append(relax.VarBinding(matmul, call))
         return [*bindings, relax.VarBinding(variable, wide)]
 
     def operand(self, expr: relax.Expr) -> StridedView:
@@ -248,7 +248,7 @@ class _Dispatcher:
         return self
 
 
-def _refusal(call: relax.Call) -> str:
+def _why_unsupported(call: relax.Call) -> str:
     """Return why no library takes the call, whichever there is; "" where one may."""
     types = [call.ty, *(a.ty for a in call.args[:2])]
     strange = [str(t.dtype) for t in types if str(t.dtype) not in _LIBRARY_DTYPES]

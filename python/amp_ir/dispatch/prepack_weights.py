@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring a matrix that many matmuls read into the library's own layout once."""
+"""Prepack a matrix that many matmuls read: copy it once into the library's own layout."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class _Operand:
     dtype: str
 
 
-def pack_operands(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IRModule:
-    """Give oneDNN's matmuls a packed copy of a second operand that at least 8 of them share.
+def prepack_weights(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IRModule:
+    """Prepack for oneDNN the second operand that at least 8 matmuls share.
 
     Before:  y1 = onednn.matmul(x1, w); ...; y64 = onednn.matmul(x64, w)
     After:   p = onednn.pack(w); y1 = onednn.matmul_packed(x1, p); ...
@@ -70,7 +70,7 @@ class _Packer:
         if not nbytes:
             return self.flow.ir
         for one in nbytes:
-            self.log.add("pack", "onednn", f"{calls[one]} matmuls read what is packed once")
+            self.log.add("pack", "onednn", f"{calls[one]} matmuls read one prepacked matrix")
         return self.flow.finish(self._rewritten(nbytes))
 
     def _rewritten(self, nbytes: dict[_Operand, int]) -> list[relax.Binding]:

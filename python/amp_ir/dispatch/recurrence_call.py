@@ -20,7 +20,7 @@ def recurrence_library(verb: str, libraries: tuple[str, ...]) -> str | None:
     return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
 
 
-def recurrence_refusal(library: str, call: relax.Call) -> str:
+def unsupported_recurrence_reason(library: str, call: relax.Call) -> str:
     """Return why `library` does not do this call of a recurrent layer; "" if it does."""
     full = _FULL.get(_verb(call), ())
     dtypes = {str(one.ty.dtype) for k, one in enumerate(call.args) if k not in full}
@@ -43,7 +43,7 @@ def call_recurrence(library: str, call: relax.Call) -> relax.Call:
     After:   states, cells, activated = LibraryRecurrence("onednn", "lstm",
                  operands=(gates, weight, hidden, cell), dims=(t, n, h), reverse=False)
 
-    Requires: `recurrence_refusal` finds nothing.
+    Requires: `unsupported_recurrence_reason` finds nothing.
     """
     verb = _verb(call)
     steps, rows, _ = (int(extent) for extent in call.args[0].ty.shape)

@@ -75,9 +75,9 @@ class TuningCache:
         file = None if directory is None else directory / f"{machine}.json"
         return cls(file, _read(file))
 
-    def add(self, product: str, times: Milliseconds) -> None:
+    def add(self, matmul: str, times: Milliseconds) -> None:
         """Store the times of one matmul, at once on disk."""
-        self.milliseconds[product] = dict(times)
+        self.milliseconds[matmul] = dict(times)
         if self.file is None:
             return
         stored = {**_read(self.file), **self.milliseconds}
@@ -87,9 +87,9 @@ class TuningCache:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.file, text + "\n")
 
-    def best(self, product: str) -> str:
+    def best(self, matmul: str) -> str:
         """Return the algorithm for a matmul; "rules" for one that was not measured."""
-        times = self.milliseconds.get(product)
+        times = self.milliseconds.get(matmul)
         return RULES if times is None else fastest_algorithm(times)
 
 

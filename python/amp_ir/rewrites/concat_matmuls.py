@@ -32,7 +32,7 @@ from amp_ir.ir.tensor_layout import dtype_nbytes
 _WIDE_DTYPES = ("float32", "float64")
 
 
-def merge_products(ir: tvm.IRModule) -> tvm.IRModule:
+def concat_matmuls(ir: tvm.IRModule) -> tvm.IRModule:
     """Turn sums of matmuls into matmuls of concatenations.
 
     Before:  y = add(add(matmul(a0, b0), matmul(a1, b1)), matmul(a2, b2))
@@ -102,7 +102,7 @@ class _Merger:
         # The two arguments of every sum, and who computes them.
         self.totals = {v: list(call.args) for v, call in self.values.items() if _is_sum(call)}
         arguments = (self.values.get(one) for pair in self.totals.values() for one in pair)
-        if sum(map(_is_product, arguments)) > 1:
+        if sum(map(_is_matmul, arguments)) > 1:
             self.sums = self._find_sums()
 
     def run(self) -> tvm.IRModule:
@@ -158,7 +158,7 @@ class _Merger:
         call = self.values.get(variable)
         if call is None or self.flow.uses.get(variable) != 1:
             return _Term(variable)
-        if _is_product(call):
+        if _is_matmul(call):
             return _Term(variable, call, (self._operand(call, 0), self._operand(call, 1)))
         reshape = None
         if call.op.name == "relax.reshape" and self.flow.uses.get(call.args[0]) == 1:
@@ -168,8 +168,8 @@ class _Merger:
         rows = _Operand(call.args[0], 0, is_transposed=False)
         return _Term(variable, call, (rows,), reshape)
 
-    def _operand(self, product: relax.Call, position: int) -> _Operand:
-        argument = product.args[position]
+    def _operand(self, matmul: relax.Call, position: int) -> _Operand:
+        argument = matmul.args[position]
         summed = 1 - position
         call = self.values.get(argument)
         if call is not None and _is_transpose(call):
@@ -187,7 +187,7 @@ class _Merger:
         terms: list[relax.Expr] = []
         for kind in kinds.values():
             if len(kind[0].operands) == 2:
-                terms += self._products(kind)
+                terms += self._concatenated_matmuls(kind)
             elif len(kind[0].operands) == 1:
                 terms += self._row_sums(kind)
             else:
@@ -199,13 +199,13 @@ class _Merger:
             total = self._emit(relax.op.add(total, term), None)
         return total
 
-    def _products(self, terms: list[_Term]) -> list[relax.Expr]:
+    def _concatenated_matmuls(self, terms: list[_Term]) -> list[relax.Expr]:
         if len(terms) == 1:
             return [terms[0].variable]
         order = self._order_of_concat(terms)
         if order is not None:
-            return [self._product(order)]
-        return [self._product(chunk) for chunk in _chunks(terms)]
+            return [self._concatenated_matmul(order)]
+        return [self._concatenated_matmul(chunk) for chunk in _chunks(terms)]
 
     def _order_of_concat(self, terms: list[_Term]) -> list[_Term] | None:
         """Return the terms in the order of an existing concatenation of the larger operands.
@@ -228,7 +228,7 @@ class _Merger:
         found = (one for one in self.concats.get(parts, ()) if one.axis == operands[0].axis)
         return next(found, None)
 
-    def _product(self, terms: Sequence[_Term]) -> relax.Expr:
+    def _concatenated_matmul(self, terms: Sequence[_Term]) -> relax.Expr:
         if len(terms) == 1:
             return terms[0].variable
         first = terms[0].call
@@ -237,10 +237,10 @@ class _Merger:
         sides = []
         for side in range(2):
             operands = [term.operands[side] for term in terms]
-            whole = self._concatenated(operands, span)
+            operand = self._concatenated(operands, span)
             if operands[0].is_transposed:
-                whole = self._emit(relax.op.permute_dims(whole, [1, 0]), span)
-            sides.append(whole)
+                operand = self._emit(relax.op.permute_dims(operand, [1, 0]), span)
+            sides.append(operand)
         out_dtype = first.attrs.out_dtype
         return self._emit(relax.op.matmul(*sides, out_dtype=out_dtype), span)
 
@@ -329,7 +329,7 @@ def _is_sum(call: relax.Call) -> bool:
     return left == right
 
 
-def _is_product(call: relax.Call | None) -> bool:
+def _is_matmul(call: relax.Call | None) -> bool:
     if call is None or call.op.name != "relax.matmul":
         return False
     return all(len(argument.ty.shape) == 2 for argument in call.args)

@@ -7,7 +7,7 @@ size with its own rows, and a copy of it: for GPT-2's vocabulary each as large a
 ignored label at each dropped position instead, the rows keep their addresses, so that the gradient
 may be written over the logits.
 
-This runs before autocast, for the step as it was captured, as `merge_products` does.
+This runs before autocast, for the step as it was captured, as `concat_matmuls` does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RESHAPE, _CAST = "relax.reshape", "relax.astype"
 _REDUCTIONS = ("mean", "sum")
 
 
-def mask_loss_rows(ir: tvm.IRModule) -> tvm.IRModule:
+def unslice_loss(ir: tvm.IRModule) -> tvm.IRModule:
     """Compute a cross entropy over a slice of the rows on all rows, the dropped ones ignored.
 
     Before:  s = reshape(strided_slice(x), [r, v]); p = log_softmax(s); nll_loss(p, labels)

@@ -23,20 +23,20 @@ from amp_ir.ir.tuning_cache import ALGORITHMS, TuningCache
 # Algorithms run in turns, so that what slows the machine for a while slows all of them; the minimum
 # of each counts, since noise only adds time.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
-_SECONDS_A_PRODUCT = 1.0
+_SECONDS_PER_MATMUL = 1.0
 
 Call = Callable[[], object]
 
 
-def measure_algorithms(products: Mapping[str, relax.Call], cache: TuningCache) -> None:
+def measure_algorithms(matmuls: Mapping[str, relax.Call], cache: TuningCache) -> None:
     """Measure the matmuls that are not in `cache` yet, and store each one there.
 
     Shows a bar on stderr where that is a terminal. An interruption loses the current matmul.
     """
-    missing = {name: call for name, call in products.items() if name not in cache.milliseconds}
+    missing = {name: call for name, call in matmuls.items() if name not in cache.milliseconds}
     console = Console(stderr=True)
     columns = (
-        TextColumn("measuring products"),
+        TextColumn("measuring matmuls"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -47,15 +47,15 @@ def measure_algorithms(products: Mapping[str, relax.Call], cache: TuningCache) -
             cache.add(name, milliseconds_by_algorithm(call))
 
 
-def milliseconds_by_algorithm(product: relax.Call) -> dict[str, float]:
+def milliseconds_by_algorithm(matmul: relax.Call) -> dict[str, float]:
     """Return the best time of each algorithm of a matmul, on random numbers."""
-    calls = {algorithm: _call(product, algorithm) for algorithm in ALGORITHMS}
+    calls = {algorithm: _call(matmul, algorithm) for algorithm in ALGORITHMS}
     best = dict.fromkeys(ALGORITHMS, math.inf)
     for call in calls.values():
         call()  # makes the plan, and touches the memory
     started = time.perf_counter()
     for turn in range(_MOST_ROUNDS):
-        if turn >= _LEAST_ROUNDS and time.perf_counter() - started > _SECONDS_A_PRODUCT:
+        if turn >= _LEAST_ROUNDS and time.perf_counter() - started > _SECONDS_PER_MATMUL:
             break
         for algorithm, call in calls.items():
             begun = time.perf_counter()
@@ -64,11 +64,11 @@ def milliseconds_by_algorithm(product: relax.Call) -> dict[str, float]:
     return best
 
 
-def _call(product: relax.Call, algorithm: str) -> Call:
+def _call(call: relax.Call, algorithm: str) -> Call:
     """Return the call as a compiled step makes it, with the workspace that it asks for."""
-    matmul = read(product)
-    assert isinstance(matmul, LibraryMatmul), "products_of found the call"
-    symbol, out = matmul.symbol, _numbers(product.ty)
+    matmul = read(call)
+    assert isinstance(matmul, LibraryMatmul), "matmuls_of found the call"
+    symbol, out = matmul.symbol, _numbers(call.ty)
     fields = write(attrs.evolve(matmul, algorithm=algorithm)).args[1].fields
     arguments = [_argument(field) for field in fields]
     if symbol in WRITTEN_OVER:
