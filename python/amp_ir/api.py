@@ -98,18 +98,18 @@ def trace_step(
     """
     if scaler is None:
         scaler = scalers_of(_optimizers(optimizer))
-    owners = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    numbers = numbers_as_inputs
+    import_step = functools.partial(
+        pipeline.import_step, step, example_batch, on_stage=current_stage_files(),
+        model=model, optimizer=optimizer, scaler=scaler,
+    )  # fmt: skip
     try:
-        mod = pipeline.import_step(
-            step, example_batch, numbers_as_inputs=numbers, on_stage=current_stage_files(), **owners
-        )
+        mod = import_step(numbers_as_inputs=numbers_as_inputs)
     except (UnsupportedOpError, TypeError, ValueError, RuntimeError):
-        if not numbers:
+        if not numbers_as_inputs:
             raise
         # Where an op takes one of the numbers as a constant only, they all stay guards. What has
         # nothing to do with them is raised again.
-        mod = pipeline.import_step(step, example_batch, unfollowed=numbers, **owners)
+        mod = import_step(unfollowed=numbers_as_inputs)
     if mod.random_state is not None:
         mod = mod.with_random_state(mod.random_state.to(_device_of(mod)))
     return mod, example_batch

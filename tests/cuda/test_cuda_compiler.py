@@ -19,6 +19,7 @@ from amp_ir.cuda.cubin_cache import CubinCache, key
 from amp_ir.errors import BuildError, DeviceError, OptionError
 from amp_ir.ir import target
 from cuda_kernels import allocate, load, local, loop, one_launch, parameter, sequence, store, vector
+from kernel_accesses import Accesses, accesses_of, disassemble
 
 SOURCE = """
 extern "C" __global__ void __launch_bounds__(128) scaled(float4* x, float divisor) {
@@ -51,8 +52,8 @@ def test_machine_code_tells_registers_memory_and_wide_accesses(arch):
     assert (indexed.name, indexed.shared_nbytes, indexed.frame_nbytes) == ("indexed", 128, 1024)
     assert (scaled.name, scaled.shared_nbytes, scaled.frame_nbytes) == ("scaled", 0, 0)
     assert 8 <= scaled.registers <= 64
-    accesses = machine_code.accesses_of(cubin)
-    assert accesses["scaled"] == machine_code.Accesses(1, 1, 1, 1, 0)
+    accesses = accesses_of(cubin)
+    assert accesses["scaled"] == Accesses(1, 1, 1, 1, 0)
     assert accesses["indexed"].local > 0
     assert accesses["indexed"].wide_global_stores == 0
 
@@ -68,7 +69,7 @@ def test_machine_code_tells_registers_memory_and_wide_accesses(arch):
 )
 def test_arithmetic_is_exact(expression, exact):
     source = f'extern "C" __global__ void exact(float* x) {{ x[0] = {expression}; }}'
-    assert exact(machine_code.disassemble(compiler.compile_source(source, "sm_90")))
+    assert exact(disassemble(compiler.compile_source(source, "sm_90")))
 
 
 @pytest.mark.parametrize("find", [nvrtc.find, nvcc.find], ids=["nvrtc", "nvcc"])
@@ -222,7 +223,7 @@ def test_tvm_builds_modules_that_hold_machine_code(dtype, lanes, tmp_path):
     with target:
         built = tvm.compile(tvm.IRModule({"copied": function}), target=target)
     (cubin,) = machine_code.cubins_of(built.mod, "sm_90")
-    assert machine_code.accesses_of(cubin)["copied_kernel"] == machine_code.Accesses(1, 1, 1, 1, 0)
+    assert accesses_of(cubin)["copied_kernel"] == Accesses(1, 1, 1, 1, 0)
     path = tmp_path / "copied.so"
     built.export_library(str(path))
     content = path.read_bytes()

@@ -22,6 +22,7 @@ from amp_ir.ir import target as targets
 from amp_ir.loops.cuda import emit_cuda
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.vm.build import CUDA_PIPELINE, compile_executable
+from kernel_accesses import accesses_of
 from relax_functions import build
 
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -62,7 +63,7 @@ def test_a_workload_compiles_in_both_low_dtypes_without_spills(name):
         assert len(codes) >= len(kernels.functions) > 8
         spilled = sum(code.frame_nbytes for code in codes)
         assert spilled <= SPILLED_NBYTES.get(name, 0), [c.name for c in codes if c.frame_nbytes]
-    accesses = machine_code.accesses_of(cubins[-1]).values()
+    accesses = accesses_of(cubins[-1]).values()
     assert any(one.wide_global_loads and one.wide_global_stores for one in accesses)
 
 
@@ -119,7 +120,7 @@ def test_kernel_families_load_and_store_sixteen_bytes_at_a_time(dtype):
         functions[name] = kernel.with_attr("global_symbol", name.translate(WITHOUT_SPACES))
     for cubin in cubins_of(functions):
         kernels = {kernel.name: kernel for kernel in machine_code.kernels_of(cubin)}
-        accesses = machine_code.accesses_of(cubin)
+        accesses = accesses_of(cubin)
         assert not [kernel.name for kernel in kernels.values() if kernel.frame_nbytes]
         for name in IN_LOW:
             # A reduction's second launch adds a few numbers up; the first one moves the data.
@@ -186,7 +187,7 @@ def test_a_scaled_step_with_norm_dropout_clipping_and_adamw_is_wide_and_does_not
     # AdamW reads weight, gradient and two moments, and writes all but the gradient.
     updates = [
         one
-        for one in machine_code.accesses_of(cubin).values()
+        for one in accesses_of(cubin).values()
         if one.wide_global_loads >= 4 and one.wide_global_stores >= 3
     ]
     assert updates

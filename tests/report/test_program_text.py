@@ -19,6 +19,7 @@ from amp_ir.errors import OptionError, StateError
 from amp_ir.ir.stages import Stage
 from amp_ir.ir.target import parse_target
 from amp_ir.report.program_text import program_text
+from amp_ir.report.stage_files import writing_stages
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = ["capture", "import", "loss_scaling", "rewrites", "amp", "checks", "decompose"]
@@ -109,6 +110,19 @@ def test_the_environment_names_a_folder_for_all_stages(tmp_path):
     (folder,) = (tmp_path / "dump").iterdir()
     expected = [f"{number:02}-{name}.txt" for number, name in enumerate(STAGES)]
     assert sorted(file.name for file in folder.iterdir()) == expected
+
+
+def test_a_capture_that_is_tried_again_is_written_too(tmp_path):
+    """`leaky_relu` takes its slope as a constant only, so the number stays a guard."""
+
+    def step(x, slope):
+        return nn.functional.leaky_relu(x, slope)
+
+    names, given = frozenset({"argument 1"}), (torch.ones(2), 0.25)
+    with writing_stages(tmp_path):
+        amp_ir.trace_step(step, given, model=nn.Linear(1, 1), numbers_as_inputs=names)
+    expected = ["capture", "capture", "import", "loss_scaling", "rewrites"]
+    assert [file.stem.split("-")[1] for file in sorted(tmp_path.iterdir())] == expected
 
 
 def test_the_command_writes_all_stages(tmp_path, capsys):

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts from machine code about its kernels: registers, memory, width of loads and stores."""
+"""Facts from machine code about its kernels: registers and memory."""
 
 from __future__ import annotations
 
-import re
 import struct
-import subprocess
-import tempfile
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
 
-from amp_ir.cuda import toolkit
 from amp_ir.cuda.compiler import compile_source
 from amp_ir.errors import BuildError
 
@@ -24,7 +18,6 @@ _WITH_SIZE = 4
 # From Hopper on, the system has the first bytes of shared memory; this symbol tells.
 _RESERVED_SYMBOL, _RESERVED_NBYTES = "__nv_reservedSMEM_offset_0_alias", 1024
 _KERNEL_CODE = ".text."
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 
 
 @attrs.frozen
@@ -39,17 +32,6 @@ class KernelCode:
     # Static shared memory a block.
     shared_nbytes: int
     code_nbytes: int
-
-
-@attrs.frozen
-class Accesses:
-    """The memory accesses in a kernel's code, by instruction."""
-
-    global_loads: int
-    wide_global_loads: int
-    global_stores: int
-    wide_global_stores: int
-    local: int
 
 
 def kernels_of(cubin: bytes) -> tuple[KernelCode, ...]:
@@ -79,17 +61,6 @@ def kernels_of(cubin: bytes) -> tuple[KernelCode, ...]:
     )
 
 
-def accesses_of(cubin: bytes) -> dict[str, Accesses]:
-    """Return loads and stores of each kernel of a cubin; raise BuildError without nvdisasm."""
-    counts: dict[str, Counter[str]] = {}
-    for line in disassemble(cubin).splitlines():
-        if line.startswith(_KERNEL_CODE):
-            counts[line[len(_KERNEL_CODE) :].rstrip(":")] = current = Counter[str]()
-        elif (found := _INSTRUCTION.search(line)) is not None:
-            current[found[1]] += 1
-    return {name: _accesses(count) for name, count in counts.items()}
-
-
 def cubins_of(module: Any, arch: str) -> Iterator[bytes]:
     """Return the cubins of a module that was built for `arch`, and of its imports.
 
@@ -99,34 +70,6 @@ def cubins_of(module: Any, arch: str) -> Iterator[bytes]:
         yield compile_source(module.inspect_source("cuda"), arch)
     for imported in module.imports:
         yield from cubins_of(imported, arch)
-
-
-def _accesses(count: Counter[str]) -> Accesses:
-    def number(*parts: str) -> int:
-        return sum(n for name, n in count.items() if set(parts) <= set(name.split(".")))
-
-    return Accesses(
-        global_loads=number("LDG"),
-        wide_global_loads=number("LDG", "128"),
-        global_stores=number("STG"),
-        wide_global_stores=number("STG", "128"),
-        local=number("LDL") + number("STL"),
-    )
-
-
-def disassemble(cubin: bytes) -> str:
-    """Return the instructions of a cubin; raise BuildError where there is no nvdisasm."""
-    disassembler = toolkit.tool("nvdisasm")
-    if disassembler is None:
-        raise BuildError(
-            "machine code cannot be read without nvdisasm; pip install nvidia-cuda-nvdisasm, or "
-            "put CUDA's own on the path"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernels.cubin"
-        path.write_bytes(cubin)
-        command = [str(disassembler), "--print-code", str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
