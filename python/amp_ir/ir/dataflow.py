@@ -16,6 +16,9 @@ import tvm
 from tvm import relax
 from tvm.ir import Op
 
+# The op that calls a kernel.
+KERNEL_CALL = "relax.call_tir"
+
 
 def variables_of(expr: relax.Expr) -> list[relax.Var]:
     """Return the variables that an expression reads, in order, with repetitions."""

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from amp_ir.errors import OptionError
 from amp_ir.files.atomic_file import write_text
-from amp_ir.report.explain_graph_page import graph_page
+from amp_ir.report.explain_graph import graph_page
 from amp_ir.report.explain_page import page
 from amp_ir.report.wide_console import wide_console
 

@@ -24,21 +24,20 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from amp_ir.ir.dataflow import Dataflow, op_name
+from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, op_name
 from amp_ir.ir.library_call import ARGUMENTS, DPS_CALL, LibraryCall, read, written_by
 from amp_ir.ir.location import META_KEY, Location, locations_of
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep, PlannedValue
 from amp_ir.ir.stages import Stage
 from amp_ir.ir.strided_view import StridedView
 
-SHORT_DTYPES = {
+_SHORT_DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
     "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8",
     "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8", "bool": "bool",
 }  # fmt: skip
 _INFIX = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _CASTS = ("amp_ir.cast", "relax.astype")
-_KERNEL_CALL = "relax.call_tir"
 _VIEW = "amp_ir.view"
 _ARENA = "arena"
 # Where the comment with the place begins, for lines that are shorter.
@@ -166,7 +165,12 @@ def type_text(ty: relax.Type) -> str:
 
 
 def _tensor_text(dtype: str, extents: list[str]) -> str:
-    return f"{SHORT_DTYPES.get(dtype, dtype)}[{', '.join(extents)}]"
+    return f"{short_dtype(dtype)}[{', '.join(extents)}]"
+
+
+def short_dtype(dtype: str) -> str:
+    """Return a dtype in short: `bf16`, `i64`."""
+    return _SHORT_DTYPES.get(dtype, dtype)
 
 
 def _of_ir(ir: tvm.IRModule, known: Mapping[str, Line]) -> Iterator[Line]:
@@ -208,7 +212,7 @@ def _fields(flow: Dataflow) -> dict[relax.Var, tuple[tuple[str, str], ...]]:
 
 def _names(call: Any, attribute: str) -> list[str]:
     """Return the variables from before fusion that a kernel's call notes as `attribute`."""
-    if op_name(call) != _KERNEL_CALL or attribute not in call.attrs:
+    if op_name(call) != KERNEL_CALL or attribute not in call.attrs:
         return []
     return [name for name in str(call.attrs[attribute]).split(",") if name]
 
@@ -252,7 +256,7 @@ def _call_text(call: relax.Call) -> str:
     library = read(call)
     if library is not None:
         return f"{library.library}.{library.verb}({_library_text(library, expression_text)})"
-    if name in (_KERNEL_CALL, DPS_CALL):
+    if name in (KERNEL_CALL, DPS_CALL):
         callee = call.args[0]
         called = getattr(callee, "name_hint", None) or str(callee.global_symbol)
         given = [one for one in call.args[1].fields[:] if not _is_absent(one)]
@@ -260,7 +264,7 @@ def _call_text(call: relax.Call) -> str:
     arguments = [expression_text(one) for one in call.args[:]]
     if name in _CASTS:
         dtype = str(call.ty.dtype)
-        return f"{SHORT_DTYPES.get(dtype, dtype)}({arguments[0]})"
+        return f"{short_dtype(dtype)}({arguments[0]})"
     short = name.rpartition(".")[2] or str(getattr(call.op, "name_hint", call.op))
     if short in _INFIX and len(arguments) == 2:
         return f"{arguments[0]} {_INFIX[short]} {arguments[1]}"
@@ -344,7 +348,7 @@ class _Tensors:
         if not now:
             return f"{type_} @{offset}"
         count = type_.partition("[")[2]
-        dtype = SHORT_DTYPES.get(now[0].dtype, now[0].dtype)
+        dtype = short_dtype(now[0].dtype)
         return f"{now[0].name} {dtype}[{count} @{offset}"
 
     def _view(self, expr: relax.Expr) -> tuple[str, str, int, str]:

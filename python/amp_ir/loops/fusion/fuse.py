@@ -15,7 +15,7 @@ from tvm.ir.expr import GenericConst
 
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import UnsupportedOpError
-from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow
 from amp_ir.ir.library_call import DPS_CALL
 from amp_ir.ir.location import from_span, join_spans
 from amp_ir.ir.static_shape import extents_of
@@ -262,7 +262,7 @@ class _Writer:
             "ir.DictAttrs", ops=ops, result_ops=results, computes=computes, stores=stores
         )
         call = relax.Call(
-            tvm.ir.Op.get("relax.call_tir"), [variable, arguments], notes,
+            tvm.ir.Op.get(KERNEL_CALL), [variable, arguments], notes,
             types if len(types) == 1 else [relax.TupleType(types)], span,
         )  # fmt: skip
         self._bind_results(call, [*kernel.outputs, *scratch])

@@ -15,10 +15,8 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir.expr import TensorLoad
 
-from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow
 from amp_ir.loops.fusion.fuse import typed
-
-KERNEL_CALL = "relax.call_tir"
 
 
 @attrs.frozen(eq=False)
