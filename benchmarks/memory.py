@@ -174,7 +174,7 @@ def _budget(name: str, training: Training, dtype: str, share: float) -> Budget:
         plan = lower(mod, memory_budget=error.least_bytes).plan
     is_held = plan.peak_bytes <= budget
     reruns = sum(call.is_rerun for call in plan.calls)
-    blocks = max((split.blocks for split in plan.splits), default=1)
+    blocks = max((one.chunks for one in plan.chunked_losses), default=1)
     held, least = (plan.peak_bytes, None) if is_held else (None, plan.peak_bytes)
     return Budget(*known, held, least, reruns, blocks)
 

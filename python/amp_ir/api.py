@@ -180,7 +180,7 @@ def tune(mod: StepModule) -> MatmulTimes:
         raise OptionError("tune measures oneDNN's matmuls, and this build has no oneDNN")
     ir = fold_casts(decompose(mod.ir, cpu(), DispatchLog()))
     matmuls = matmuls_of(
-        pipeline.library_calls(ir, mod.signature.outputs, cpu(), DispatchLog(), in_blocks=False)
+        pipeline.library_calls(ir, mod.signature.outputs, cpu(), DispatchLog(), in_chunks=False)
     )
     cache = TuningCache.read(this_machine())
     measure_algorithms(matmuls, cache)
@@ -238,8 +238,8 @@ def compile_step(
             bit-identical. Where that is not enough, the largest matmul is computed in 2, 4, 8 or 16
             chunks of its rows together with the loss on it and its gradients: what sums over rows
             (the loss, gradients of weights and biases) is then added up in another order and
-            differs by float32 rounding; `report.plan.splits` and `memory_report` say so. None:
-            nothing is computed twice or in chunks.
+            differs by float32 rounding; `report.plan.chunked_losses` and `memory_report` say so.
+            None: nothing is computed twice or in chunks.
 
     Raises:
         OptionError, DeviceError, UnsupportedOpError.

@@ -40,7 +40,7 @@ from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import CompileTarget, cpu
 from amp_ir.loops.write_kernels import emitter_of, merger_of, write_kernels
 from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
-from amp_ir.memory.chunking.chunk_loss import plan_in_blocks
+from amp_ir.memory.chunking.chunk_loss import plan_in_chunks
 from amp_ir.memory.plan_memory import plan_memory
 from amp_ir.rewrites.check_indices import HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
@@ -105,11 +105,11 @@ def lower(
         # From here on attention and recurrent layers are library calls or smaller ops.
         ir = running.program = fold_casts(decompose(checked.ir, target, log))
 
-    def plan(ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
+    def plan(ir: tvm.IRModule, *, in_chunks: bool) -> PlannedStep:
         own_log = copy.deepcopy(log)
         with stage("dispatch", ir, on_stage) as running:
             # From here on heavy ops are library calls, opaque to fusion.
-            ir = library_calls(ir, checked.signature.outputs, target, own_log, in_blocks=in_blocks)
+            ir = library_calls(ir, checked.signature.outputs, target, own_log, in_chunks=in_chunks)
             running.program = ir = choose_measured_algorithms(ir, target.libraries, log=own_log)
         with stage("loops", ir, on_stage) as running:
             # From here on there are kernels, and low precision exists only in memory.
@@ -132,18 +132,18 @@ def lower(
         return attrs.evolve(planned, dispatched=own_log.notes)
 
     # Only where running calls again cannot hold the budget is a loss computed in chunks of rows.
-    planned = plan(ir, in_blocks=False) if memory_budget is None else plan_in_blocks(ir, plan)
+    planned = plan(ir, in_chunks=False) if memory_budget is None else plan_in_chunks(ir, plan)
     outputs = checked.signature.outputs if checked.checks.in_step else None
     return attrs.evolve(planned, checks=checked.checks, outputs=outputs)
 
 
 def library_calls(
-    ir: tvm.IRModule, outputs: Any, target: CompileTarget, log: DispatchLog, *, in_blocks: bool
+    ir: tvm.IRModule, outputs: Any, target: CompileTarget, log: DispatchLog, *, in_chunks: bool
 ) -> tvm.IRModule:
     """Write the library calls of a step, with what they fold in: biases, packing, sums."""
     ir = dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
     # Matmuls that add a bias round once, so casts around the sum fold away.
     ir = fold_casts(ir)
     # A packed matrix is a copy, which the matmuls of a loss in chunks have no memory for.
-    ir = ir if in_blocks else prepack_weights(ir, log=log)
-    return accumulate_matmuls(ir, outputs, saves_memory=in_blocks, log=log)
+    ir = ir if in_chunks else prepack_weights(ir, log=log)
+    return accumulate_matmuls(ir, outputs, saves_memory=in_chunks, log=log)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss in blocks of rows: what it becomes, what is left alone, the numbers, and budgets held."""
+"""A loss in chunks of rows: what it becomes, what is left alone, the numbers, and budgets held."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from amp_ir.dialect import call_op
 from amp_ir.dispatch.accumulate_matmuls import ACCUMULATE
 from amp_ir.errors import BudgetError
 from amp_ir.host import native
+from amp_ir.ir import memory_plan
 from amp_ir.ir.interpreter import interpret
-from amp_ir.ir.memory_plan import MemoryRole, PlannedStep
+from amp_ir.ir.location import Location
+from amp_ir.ir.memory_plan import ChunkedLoss, MemoryPlan, MemoryRole, PlannedStep
 from amp_ir.ir.step_module import StepModule
 from amp_ir.memory.chunking import chunk_loss as splitting
 from amp_ir.memory.chunking import row_rules
 from amp_ir.memory.chunking.chunk import rows_of_call
-from amp_ir.memory.chunking.chunk_loss import BLOCKS, split_rows
+from amp_ir.memory.chunking.chunk_loss import CHUNK_COUNTS, chunk_losses
 from amp_ir.memory.chunking.row_rules import row_axes, shape_of
 from dialect_cases import CASES, Case
 from relax_cases import RELAX_CASES, module
@@ -97,7 +99,7 @@ def check_same(before: tvm.IRModule, after: tvm.IRModule, inputs: list[torch.Ten
         )
 
 
-def test_a_head_and_its_loss_become_blocks_of_rows() -> None:
+def test_a_head_and_its_loss_become_chunks_of_rows() -> None:
     @I.ir_module
     class Before:
         @R.function
@@ -157,9 +159,9 @@ def test_a_head_and_its_loss_become_blocks_of_rows() -> None:
                 R.output(loss, dx, dw)
             return (loss, dx, dw)
 
-    after, splits = split_rows(Before, 2)
+    after, losses = chunk_losses(Before, 2)
     assert_ir_equal(after, Expected)
-    assert [(one.blocks, one.nbytes) for one in splits] == [(2, 180)]
+    assert [(one.chunks, one.nbytes) for one in losses] == [(2, 180)]
 
 
 LOSSES: dict[str, Loss] = {
@@ -185,10 +187,10 @@ LOSSES: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_are_the_same_in_blocks(name: str) -> None:
+def test_losses_are_the_same_in_chunks(name: str) -> None:
     mod, inputs = head(LOSSES[name], rows=11, classes=24)
-    after, splits = split_rows(mod.ir, 3)
-    assert [one.blocks for one in splits] == [3]
+    after, losses = chunk_losses(mod.ir, 3)
+    assert [one.chunks for one in losses] == [3]
     assert peak_elements(after) < 11 * 24
     check_same(mod.ir, after, inputs)
 
@@ -197,15 +199,15 @@ def test_losses_are_the_same_in_blocks(name: str) -> None:
 @given(
     rows=st.integers(2, 40),
     classes=st.integers(20, 60),
-    blocks=st.integers(2, 9),
+    chunks=st.integers(2, 9),
     reduction=st.sampled_from(["mean", "sum"]),
     ignore_index=st.sampled_from([-100, 0, 7]),
     has_weight=st.booleans(),
 )
-def test_any_cross_entropy_is_the_same_in_any_number_of_blocks(
-    rows: int, classes: int, blocks: int, reduction: str, ignore_index: int, has_weight: bool
+def test_any_cross_entropy_is_the_same_in_any_number_of_chunks(
+    rows: int, classes: int, chunks: int, reduction: str, ignore_index: int, has_weight: bool
 ) -> None:
-    """Also where every label of a block is ignored, and where blocks differ in size."""
+    """Also where every label of a chunk is ignored, and where chunks differ in size."""
     weight = torch.arange(1.0, classes + 1) if has_weight else None
 
     def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -215,8 +217,8 @@ def test_any_cross_entropy_is_the_same_in_any_number_of_blocks(
         )
 
     mod, inputs = head(loss, rows=rows, classes=classes)
-    after, splits = split_rows(mod.ir, blocks)
-    assert [one.blocks for one in splits] == [min(rows, blocks)]
+    after, losses = chunk_losses(mod.ir, chunks)
+    assert [one.chunks for one in losses] == [min(rows, chunks)]
     check_same(mod.ir, after, inputs)
 
 
@@ -293,14 +295,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_may_not_be_split_is_left_alone(reason: str) -> None:
+def test_what_cannot_be_chunked_is_left_alone(reason: str) -> None:
     options = {"loss_of": functional.cross_entropy, **REFUSED[reason]}
     mod, _ = head(options.pop("loss_of"), rows=12, classes=30, **options)
-    after, splits = split_rows(mod.ir, 2)
-    assert splits == () and after is mod.ir
+    after, losses = chunk_losses(mod.ir, 2)
+    assert losses == () and after is mod.ir
 
 
-def test_a_teacher_is_computed_in_the_blocks_of_its_student() -> None:
+def test_a_teacher_is_computed_in_the_chunks_of_its_student() -> None:
     """Two products of the scores' size, one of which has no gradient."""
     torch.manual_seed(5)
     student, teacher = nn.Linear(WIDTH, 30), nn.Linear(WIDTH, 30)
@@ -319,13 +321,13 @@ def test_a_teacher_is_computed_in_the_blocks_of_its_student() -> None:
     mod, args = amp_ir.trace_step(
         step, (torch.randn(10, WIDTH),), model=[student, teacher], optimizer=optimizer
     )
-    after, splits = split_rows(mod.ir, 5)
-    assert [one.blocks for one in splits] == [5]
+    after, losses = chunk_losses(mod.ir, 5)
+    assert [one.chunks for one in losses] == [5]
     assert peak_elements(after) < 10 * 30
     check_same(mod.ir, after, inputs_of(mod, args))
 
 
-def test_two_heads_are_split_one_by_one() -> None:
+def test_two_heads_are_chunked_one_by_one() -> None:
     torch.manual_seed(5)
     body, heads = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, 30) for _ in range(2))
     model = nn.ModuleList([body, heads])
@@ -341,15 +343,15 @@ def test_two_heads_are_split_one_by_one() -> None:
 
     batch = (torch.randn(10, WIDTH), torch.randint(0, 30, (10,)))
     mod, args = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
-    after, splits = split_rows(mod.ir, 2)
-    assert [(one.location.module, one.blocks) for one in splits] == [("1.0", 2), ("1.1", 2)]
+    after, losses = chunk_losses(mod.ir, 2)
+    assert [(one.location.module, one.chunks) for one in losses] == [("1.0", 2), ("1.1", 2)]
     assert peak_elements(after) < 10 * 30
     check_same(mod.ir, after, inputs_of(mod, args))
 
 
 @pytest.mark.parametrize("amp_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", ["bert1", "gpt2", "lstm"])
-def test_language_models_are_split_at_their_head(name: str, amp_dtype: str | None) -> None:
+def test_language_models_are_chunked_at_their_head(name: str, amp_dtype: str | None) -> None:
     """Tied weights, shifted labels, and sums of low values, which are made in float32."""
     training = WORKLOADS[name].make(small=True)
     mod, args = amp_ir.trace_step(
@@ -357,9 +359,9 @@ def test_language_models_are_split_at_their_head(name: str, amp_dtype: str | Non
     )
     if amp_dtype is not None:
         mod = amp_ir.autocast(mod, args, amp_dtype=amp_dtype)
-    after, splits = split_rows(mod.ir, 2)
+    after, losses = chunk_losses(mod.ir, 2)
     modules = {"bert1": "cls.predictions.decoder", "gpt2": "lm_head", "lstm": "scores"}
-    assert [(one.location.module, one.blocks) for one in splits] == [(modules[name], 2)]
+    assert [(one.location.module, one.chunks) for one in losses] == [(modules[name], 2)]
     check_same(mod.ir, after, inputs_of(mod, args))
 
 
@@ -413,7 +415,8 @@ def test_training_within_a_budget_follows_pytorch(amp_dtype: str | None, has_sca
     budget = budget_of(mod, 0.4)
     train = amp_ir.compile(mod, memory_budget=budget)
     plan = train.report.plan
-    assert plan.peak_bytes <= budget and [one.blocks in BLOCKS for one in plan.splits] == [True]
+    assert plan.peak_bytes <= budget
+    assert [one.chunks in CHUNK_COUNTS for one in plan.chunked_losses] == [True]
     # A rounding is 2^-24, or 2^-9 for the operands of a bfloat16 matmul; losses are about 6.
     tolerance = 1e-5 if amp_dtype is None else 2e-3
     for _ in range(4):
@@ -425,82 +428,97 @@ def test_training_within_a_budget_follows_pytorch(amp_dtype: str | None, has_sca
     assert ours
 
 
-def test_a_budget_that_running_again_holds_splits_nothing() -> None:
+def test_a_budget_that_running_again_holds_chunks_nothing() -> None:
     mod, *_ = large_head(None)
     free = lower(mod).plan
     assert lower(mod, memory_budget=free.peak_bytes).plan == free
-    assert free.splits == ()
+    assert free.chunked_losses == ()
 
 
-def test_as_many_blocks_as_the_budget_needs_are_taken() -> None:
+def test_as_many_chunks_as_the_budget_needs_are_taken() -> None:
     mod, *_ = large_head("bfloat16")
     taken = [lower(mod, memory_budget=budget_of(mod, share)).plan for share in (0.8, 0.5, 0.3)]
-    blocks = [plan.splits[0].blocks for plan in taken]
-    assert blocks == sorted(blocks) and blocks[0] == 2 and blocks[-1] > 2
+    chunks = [plan.chunked_losses[0].chunks for plan in taken]
+    assert chunks == sorted(chunks) and chunks[0] == 2 and chunks[-1] > 2
 
 
 @pytest.mark.parametrize(
     ("milliseconds", "taken"), [({2: 9.0, 4: 8.0, 8: 7.7}, 4), ({2: 9.0, 4: 8.6}, 2)]
 )
-def test_more_blocks_are_taken_where_they_save_time(
+def test_more_chunks_are_taken_where_they_save_time(
     milliseconds: dict[int, float], taken: int
 ) -> None:
-    """Plans that fit, but run calls again: more blocks are tried until that saves nothing."""
+    """Plans that fit, but run calls again: more chunks are tried until that saves nothing."""
     mod, *_ = head(functional.cross_entropy, rows=32, classes=24)
     plan = lower(mod)
     again = attrs.evolve(plan.plan.calls[0], is_rerun=True)
     plan = attrs.evolve(plan, plan=attrs.evolve(plan.plan, calls=(again,)))
 
-    def fits_in_blocks(_: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
-        if not in_blocks:
+    def fits_in_chunks(_: tvm.IRModule, *, in_chunks: bool) -> PlannedStep:
+        if not in_chunks:
             raise BudgetError("does not fit", 1)
         return plan
 
     def milliseconds_of(step: PlannedStep) -> float:
-        return milliseconds[step.plan.splits[0].blocks]
+        return milliseconds[step.plan.chunked_losses[0].chunks]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splitting, "step_milliseconds", milliseconds_of)
-        found = splitting.plan_in_blocks(mod.ir, fits_in_blocks)
-    assert found.plan.splits[0].blocks == taken
+        found = splitting.plan_in_chunks(mod.ir, fits_in_chunks)
+    assert found.plan.chunked_losses[0].chunks == taken
 
 
-def test_blocks_are_gone_before_the_next_ones_come() -> None:
-    """At most one block's scores and their gradient, which is written over them, are held."""
+def test_chunks_are_gone_before_the_next_ones_come() -> None:
+    """At most one chunk's scores and their gradient, which is written over them, are held."""
     mod, *_ = large_head(None)
     plan = lower(mod, memory_budget=budget_of(mod, 0.4)).plan
-    block = plan.splits[0].nbytes / plan.splits[0].blocks
-    made = [v for v in plan.values if v.offset_bytes is not None and v.nbytes > 0.9 * block]
+    chunk = plan.chunked_losses[0].nbytes / plan.chunked_losses[0].chunks
+    made = [v for v in plan.values if v.offset_bytes is not None and v.nbytes > 0.9 * chunk]
     held = [value for value in made if value.role is not MemoryRole.WORKSPACE]
     assert held
     for at in range(len(plan.calls)):
         assert sum(v.first_use <= at <= v.last_use for v in held) <= 1
 
 
-def test_reports_say_that_the_loss_is_in_blocks() -> None:
+def test_reports_say_that_the_loss_is_in_chunks() -> None:
     mod, *_ = large_head(None)
     budget = budget_of(mod, 0.5)
     report = amp_ir.memory_report(mod, memory_budget=budget)
     (split,) = report.splits
     line = (
-        f"to hold the memory budget, 2 and its loss are computed in {split.blocks} blocks of rows "
+        f"to hold the memory budget, 2 and its loss are computed in {split.chunks} chunks of rows "
         "(512000 bytes as a whole): the loss and the gradients of weights there are sums over the "
-        "blocks, in another order"
+        "chunks, in another order"
     )
     assert str(split) == line
     assert line in " ".join(str(report).split())
-    assert '"blocks"' in report.to_json()
+    assert '"chunks"' in report.to_json()
     assert amp_ir.memory_report(mod).splits == ()
 
 
-def test_a_budget_that_no_blocks_hold_says_what_can() -> None:
+def test_old_names_of_chunked_losses_warn() -> None:
+    loss = ChunkedLoss(Location(), 4, 100)
+    plan = MemoryPlan(0, 0, (), 0, 0, 0, chunked_losses=(loss,))
+    goes = "now; the old name goes in the next minor version"
+    with pytest.warns(DeprecationWarning) as warned:
+        assert plan.splits == (loss,)
+        assert loss.blocks == 4
+        assert memory_plan.RowSplit is ChunkedLoss
+    assert [str(one.message) for one in warned] == [
+        f"amp_ir.ir.memory_plan.MemoryPlan.splits is called MemoryPlan.chunked_losses {goes}",
+        f"amp_ir.ir.memory_plan.RowSplit.blocks is called ChunkedLoss.chunks {goes}",
+        f"amp_ir.ir.memory_plan.RowSplit is called ChunkedLoss {goes}",
+    ]
+
+
+def test_a_budget_that_no_chunks_hold_says_what_can() -> None:
     mod, *_ = large_head(None)
     with pytest.raises(BudgetError) as caught:
         lower(mod, memory_budget=1)
     least = caught.value.least_bytes
     assert f"Pass memory_budget={least} or more" in str(caught.value)
     plan = lower(mod, memory_budget=least).plan
-    assert plan.peak_bytes <= least and plan.splits
+    assert plan.peak_bytes <= least and plan.chunked_losses
 
 
 @pytest.mark.skipif(not native.has(ACCUMULATE), reason="this oneDNN adds no products")
@@ -523,7 +541,7 @@ def test_gradients_of_weights_are_added_up_in_the_state(amp_dtype: str | None) -
     if amp_dtype is not None:
         mod = amp_ir.autocast(mod, args, amp_dtype=amp_dtype)
     plan = lower(mod, memory_budget=budget_of(mod, 0.5)).plan
-    assert plan.splits
-    # Neither the scores nor a block of them have as many bytes.
+    assert plan.chunked_losses
+    # Neither the scores nor a chunk of them have as many bytes.
     gradients = [value for value in plan.values if value.nbytes == 512 * 64 * 4]
     assert all(value.offset_bytes is None for value in gradients)

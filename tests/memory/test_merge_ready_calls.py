@@ -20,7 +20,7 @@ from amp_ir.ir.memory_plan import MemoryRole
 from amp_ir.loops.fusion import cpu_tasks
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.fusion.merged_kernel import KernelMerger
-from amp_ir.memory.buffers import StepSlots, read_steps
+from amp_ir.memory.buffers import BufferizedStep, bufferize
 from amp_ir.memory.live_bytes import LiveBytes
 from amp_ir.memory.merge_ready_calls import merge_ready_calls
 from amp_ir.memory.order_calls import order_calls
@@ -44,7 +44,7 @@ def low(x: relax.Expr) -> relax.Expr:
     return relax.BlockBuilder.current().emit(call_op("amp_ir.cast", [x], dtype="bfloat16"))
 
 
-def chain(rows: int, widths: list[int]) -> tuple[StepSlots, Any, Any]:
+def chain(rows: int, widths: list[int]) -> tuple[BufferizedStep, Any, Any]:
     """Low matmuls one after another, [rows, widths[0]] to [rows, widths[-1]], of float32 inputs."""
 
     def body(x, *weights):
@@ -58,13 +58,13 @@ def chain(rows: int, widths: list[int]) -> tuple[StepSlots, Any, Any]:
     ir = build_ir([(shape, "float32") for shape in shapes], body)
     signature = signature_of(ir, {})
     ir = fuse_loops(dispatch(ir, libraries=("cublaslt",)))
-    program = read_steps(ir, signature.inputs)
+    program = bufferize(ir, signature.inputs)
     order_calls(program, signature.outputs)
     return program, ir, signature
 
 
-def symbols(program: StepSlots) -> list[str]:
-    return [step.symbol.removeprefix("amp_ir.") for step in program.steps]
+def symbols(program: BufferizedStep) -> list[str]:
+    return [call.symbol.removeprefix("amp_ir.") for call in program.calls]
 
 
 MATMUL = "cublaslt.matmul"
@@ -83,7 +83,7 @@ MATMUL = "cublaslt.matmul"
 )
 def test_casts_of_weights_are_merged_as_far_as_the_peak_allows(rows, widths, expected):
     program, ir, signature = chain(rows, widths)
-    calls = len(program.steps)
+    calls = len(program.calls)
     assert calls == 2 * len(widths) - 1
     before = LiveBytes(program, signature.outputs).most
     merged = merge_ready_calls(ir, program, signature.outputs, ON_CPU)
@@ -107,14 +107,14 @@ def test_a_merged_kernel_has_no_more_parameters_than_it_may(monkeypatch):
 def test_whatever_is_merged_is_in_order_and_the_peak_stays(draws, updated):
     signature = signature_of(random_step(draws), updated)
     ir = fused(draws)
-    program = read_steps(ir, signature.inputs)
+    program = bufferize(ir, signature.inputs)
     order_calls(program, signature.outputs)
     before = LiveBytes(program, signature.outputs).most
-    made = [id(slot) for step in program.steps for slot in step.results]
+    made = [id(buffer) for call in program.calls for buffer in call.results]
     merge_ready_calls(ir, program, signature.outputs, ON_CPU)
     assert LiveBytes(program, signature.outputs).most <= before
     assert well_ordered(program)
-    assert sorted(made) == sorted(id(slot) for step in program.steps for slot in step.results)
+    assert sorted(made) == sorted(id(buffer) for call in program.calls for buffer in call.results)
 
 
 def test_a_step_gives_the_same_bits_in_fewer_calls(monkeypatch):

@@ -21,7 +21,7 @@ from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import BudgetError, OptionError
 from amp_ir.loops.cpu.emit_cpu import emit_copy
 from amp_ir.memory import plan_memory as planning
-from amp_ir.memory.buffers import StepSlots, read_steps
+from amp_ir.memory.buffers import BufferizedStep, bufferize
 from amp_ir.memory.live_bytes import LiveBytes
 from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.plan_memory import plan_memory
@@ -198,17 +198,17 @@ def test_no_pass_breaks_the_order_or_raises_the_peak(
     draws: list[int], updated: dict[int, int], target: int
 ) -> None:
     signature = signature_of(random_step(draws), updated)
-    program = read_steps(fused(draws), signature.inputs)
+    program = bufferize(fused(draws), signature.inputs)
     before = LiveBytes(program, signature.outputs).most
     order_calls(program, signature.outputs)
     ordered = LiveBytes(program, signature.outputs).most
     assert ordered <= before and well_ordered(program)
-    calls = len(program.steps)
+    calls = len(program.calls)
     is_held = Rematerialization(program, signature.outputs).reach(target)
     after = LiveBytes(program, signature.outputs).most
     assert well_ordered(program)
     assert is_held == (after <= target)
-    assert after <= ordered or len(program.steps) == calls
+    assert after <= ordered or len(program.calls) == calls
 
 
 @settings(max_examples=40, deadline=None)
@@ -217,20 +217,20 @@ def test_nothing_reads_a_state_input_after_it_has_been_written(
     draws: list[int], updated: dict[int, int], target: int
 ) -> None:
     signature = signature_of(random_step(draws), updated)
-    program = read_steps(fused(draws), signature.inputs)
+    program = bufferize(fused(draws), signature.inputs)
     order_calls(program, signature.outputs)
     Rematerialization(program, signature.outputs).reach(target)
     planning._Planner(program, signature.inputs, signature.outputs).run()
-    for given_slot in program.inputs:
-        reads = [k for k, step in enumerate(program.steps) if given_slot in step.reads]
-        for position, step in enumerate(program.steps):
-            for output, slot in enumerate(step.results):
-                if slot.parameter is not given_slot.parameter:
+    for given_buffer in program.inputs:
+        reads = [k for k, call in enumerate(program.calls) if given_buffer in call.reads]
+        for position, call in enumerate(program.calls):
+            for output, buffer in enumerate(call.results):
+                if buffer.parameter is not given_buffer.parameter:
                     continue
                 assert all(read <= position for read in reads)
                 # Reading and writing it at once is for kernels that say so.
-                allowed = {source for result, source in step.inplace_pairs() if result == output}
-                at = {k for k, one in enumerate(step.arguments) if one is given_slot}
+                allowed = {source for result, source in call.inplace_pairs() if result == output}
+                at = {k for k, one in enumerate(call.arguments) if one is given_buffer}
                 assert at <= allowed
 
 
@@ -243,7 +243,7 @@ def test_the_bytes_counted_before_placing_are_those_of_the_plan(name: str) -> No
     with pytest.MonkeyPatch.context() as patch:
         seen: list[int] = []
 
-        def counted(program: StepSlots, outputs: Any) -> None:
+        def counted(program: BufferizedStep, outputs: Any) -> None:
             order_calls(program, outputs)
             seen.append(LiveBytes(program, outputs).most)
 

@@ -16,7 +16,7 @@ from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 from amp_ir.loops.fusion.fuse import fuse_loops
-from amp_ir.memory.buffers import StepSlots
+from amp_ir.memory.buffers import BufferizedStep
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.runtime.program import Program
 from amp_ir.vm.build import build
@@ -114,12 +114,12 @@ def check_plan(plan: MemoryPlan) -> None:
                 assert apart or b.offset_bytes + b.nbytes <= a.offset_bytes
 
 
-def well_ordered(program: StepSlots) -> bool:
+def well_ordered(program: BufferizedStep) -> bool:
     """Whether every value is written before it is read, by one call."""
-    written: set[int] = {id(slot) for slot in program.inputs}
-    for step in program.steps:
-        reads = [slot for slot in step.reads if slot.constant is None]
-        if not all(id(slot) in written for slot in reads):
+    written: set[int] = {id(buffer) for buffer in program.inputs}
+    for call in program.calls:
+        reads = [buffer for buffer in call.reads if buffer.constant is None]
+        if not all(id(buffer) in written for buffer in reads):
             return False
-        written |= {id(slot) for slot in step.results}
+        written |= {id(buffer) for buffer in call.results}
     return True

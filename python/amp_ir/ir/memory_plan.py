@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import enum
 import functools
+import warnings
+from typing import Any
 
 import attrs
 import tvm
@@ -84,7 +86,7 @@ class PlannedCall:
     `symbol` is what the virtual machine calls; `ops` are the names of the ops that it computes,
     and `locations` where they come from, each once. `read_nbytes` and `written_nbytes` count every
     tensor once. `compute_dtype` is the dtype in which a library multiplies; kernels compute in
-    float32. `is_rerun` marks a call that runs a second time because its results were not kept. The
+    float32. `is_rerun` marks a call that runs a second time because its results were not held. The
     last `result_count` arguments of the call are what it writes.
     """
 
@@ -115,22 +117,28 @@ class StateWrites:
 
 
 @attrs.frozen
-class RowSplit:
-    """A matmul that is computed in `blocks` chunks of its rows; `nbytes` is its whole size.
+class ChunkedLoss:
+    """A matmul and its loss, computed in `chunks` chunks of rows; `nbytes` is the whole matmul's.
 
     `location` is where the user's program computes it.
     """
 
     location: Location
-    blocks: int
+    chunks: int
     nbytes: int
+
+    @property
+    def blocks(self) -> int:
+        """Return `chunks`; the name is deprecated."""
+        _warn_renamed("RowSplit.blocks", "ChunkedLoss.chunks")
+        return self.chunks
 
     def __str__(self) -> str:
         """Return one line for a report."""
         return (
-            f"to hold the memory budget, {self.location.module or 'a product'} and its loss are "
-            f"computed in {self.blocks} blocks of rows ({self.nbytes} bytes as a whole): the loss "
-            "and the gradients of weights there are sums over the blocks, in another order"
+            f"to hold the memory budget, {self.location.module or 'a matmul'} and its loss are "
+            f"computed in {self.chunks} chunks of rows ({self.nbytes} bytes as a whole): the loss "
+            "and the gradients of weights there are sums over the chunks, in another order"
         )
 
 
@@ -141,8 +149,8 @@ class MemoryPlan:
     `lower_bound_bytes` is the largest sum of bytes alive at once: no plan of this order is
     smaller. `intervals` are the live intervals in the arena; `values` is everything that is
     stored, wherever it is; `calls` are what the step runs, in order; `library_bytes` is what
-    libraries allocate from the system themselves and keep; `splits` is what a `memory_budget`
-    computes in chunks of rows; `writes` is when the step writes its state.
+    libraries allocate from the system themselves and keep; `chunked_losses` is what a
+    `memory_budget` computes in chunks of rows; `writes` is when the step writes its state.
     """
 
     arena_bytes: int
@@ -154,8 +162,14 @@ class MemoryPlan:
     library_bytes: int = 0
     values: tuple[PlannedValue, ...] = attrs.field(default=(), repr=False)
     calls: tuple[PlannedCall, ...] = attrs.field(default=(), repr=False)
-    splits: tuple[RowSplit, ...] = ()
+    chunked_losses: tuple[ChunkedLoss, ...] = ()
     writes: StateWrites = attrs.field(factory=StateWrites, repr=False)
+
+    @property
+    def splits(self) -> tuple[ChunkedLoss, ...]:
+        """Return `chunked_losses`; the name is deprecated."""
+        _warn_renamed("MemoryPlan.splits", "MemoryPlan.chunked_losses")
+        return self.chunked_losses
 
     @property
     def peak_bytes(self) -> int:
@@ -197,3 +211,20 @@ class PlannedStep:
     def signature(self, captured: Signature) -> Signature:
         """Return the signature of the planned step, given that of the captured one."""
         return captured if self.outputs is None else attrs.evolve(captured, outputs=self.outputs)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by its deprecated name, with a warning that names the current one."""
+    if name != "RowSplit":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _warn_renamed("RowSplit", "ChunkedLoss")
+    return ChunkedLoss
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(
+        f"amp_ir.ir.memory_plan.{old} is called {new} now; the old name goes in the next minor "
+        "version",
+        DeprecationWarning,
+        stacklevel=3,
+    )

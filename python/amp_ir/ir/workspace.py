@@ -15,16 +15,16 @@ from amp_ir.host.memory_limit import memory_for
 from amp_ir.ir.tensor_layout import dtype_nbytes
 
 # Libraries that report a call's workspace, and take it from the caller.
-_BORROWERS = ("onednn", "cublaslt")
+_CALLER_PROVIDED = ("onednn", "cublaslt")
 
 
-def with_scratch(symbol: str) -> str:
+def with_workspace(symbol: str) -> str:
     """Return the function that gives calls of `symbol` a workspace: (symbol, workspace, ...)."""
     return f"{symbol.rpartition('.')[0]}.with_scratch"
 
 
-def scratch_nbytes(call: relax.Call) -> int:
-    """Return the bytes of workspace that the call takes from its caller; 0 where it takes none.
+def workspace_nbytes(call: relax.Call) -> int:
+    """Return the bytes of caller-provided workspace of the call; 0 where it takes none.
 
     oneDNN computes the size for these shapes, dtypes and this number of threads, as the first run
     would otherwise do. For cuBLASLt the shapes alone decide how much it may use, since a step is
@@ -37,13 +37,13 @@ def scratch_nbytes(call: relax.Call) -> int:
     name = str(call.args[0].global_symbol)
     library = name.rpartition(".")[0]
     query = f"{library}.scratch_nbytes"
-    if library.rpartition(".")[2] not in _BORROWERS or not native.has(query):
+    if library.rpartition(".")[2] not in _CALLER_PROVIDED or not native.has(query):
         return 0
     return int(native.function(query)(name, *_examples(call)))
 
 
-def kept_nbytes(call: relax.Call) -> int:
-    """Return the bytes that the call allocates from the system itself and keeps for the process.
+def persistent_nbytes(call: relax.Call) -> int:
+    """Return the bytes that the call keeps allocated as persistent workspace for the process.
 
     oneDNN's gemm does so for copies of its operands' pieces. All calls share the largest one's.
     """

@@ -15,14 +15,14 @@ from amp_ir.ir.library_call import WRITTEN_OVER
 from amp_ir.ir.location import Location, locations_of
 from amp_ir.ir.step_module import InputSpec, OutputSpec
 from amp_ir.ir.tensor_layout import dtype_nbytes, physical_dtype
-from amp_ir.ir.workspace import kept_nbytes, scratch_nbytes
+from amp_ir.ir.workspace import persistent_nbytes, workspace_nbytes
 
 # Pairs (result, argument) of a kernel that may share memory; set by the loops stage.
 INPLACE = "amp_ir.inplace"
 
 
 @attrs.define(eq=False)
-class Slot:
+class Buffer:
     """A buffer: a parameter of main, a constant, or a live interval in the arena."""
 
     dtype: str
@@ -35,15 +35,15 @@ class Slot:
     last_use: int = -1
     offset_bytes: int = 0
     span: tvm.ir.Span | None = None
-    over: Slot | None = None
+    over: Buffer | None = None
 
     @property
-    def root(self) -> Slot:
+    def root(self) -> Buffer:
         """Return the buffer whose bytes this one takes over, at the end of the chain."""
-        slot = self
-        while slot.over is not None:
-            slot = slot.over
-        return slot
+        buffer = self
+        while buffer.over is not None:
+            buffer = buffer.over
+        return buffer
 
     @property
     def physical_dtype(self) -> str:
@@ -62,45 +62,46 @@ class Slot:
 
 
 @attrs.define(eq=False)
-class Step:
-    """One call: argument and result buffers by position, and workspace for the library.
+class Call:
+    """One call of a kernel or library: argument and result buffers by position, and workspace.
 
-    `kept_nbytes` is what the library allocates from the system itself; `is_rerun` marks the second
-    run of a call whose results were not held.
+    `workspace` is the caller-provided one, in the arena; `persistent_nbytes` is what the library
+    allocates itself and keeps. `is_rerun` marks the second run of a call whose results were not
+    held.
     """
 
-    call: relax.Call
+    expr: relax.Call
     function: tirx.PrimFunc | None
-    arguments: list[Slot | relax.Expr]
-    results: list[Slot]
-    scratch: Slot | None = None
-    kept_nbytes: int = 0
+    arguments: list[Buffer | relax.Expr]
+    results: list[Buffer]
+    workspace: Buffer | None = None
+    persistent_nbytes: int = 0
     is_rerun: bool = False
     # Read once from the function: each access to a TVM array costs a call.
     _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
 
     @property
-    def reads(self) -> list[Slot]:
+    def reads(self) -> list[Buffer]:
         """Return the buffers it reads."""
-        return [argument for argument in self.arguments if isinstance(argument, Slot)]
+        return [argument for argument in self.arguments if isinstance(argument, Buffer)]
 
     @property
     def symbol(self) -> str:
         """Return the kernel's or library function's name."""
-        callee = self.call.args[0]
+        callee = self.expr.args[0]
         named = isinstance(callee, relax.ExternFunc)
         return str(callee.global_symbol if named else callee.name_hint)
 
     @property
     def ops(self) -> tuple[str, ...]:
         """Return the names of the ops that it computes, each once."""
-        found = attribute(self.call, "ops")
+        found = attribute(self.expr, "ops")
         return tuple(found.split(",")) if found else (self.symbol.rpartition(".")[2],)
 
     @property
     def locations(self) -> tuple[Location, ...]:
         """Return the source locations of its ops, each once."""
-        return locations_of(self.call.span)
+        return locations_of(self.expr.span)
 
     @property
     def phases(self) -> set[str]:
@@ -133,109 +134,109 @@ def attribute(call: relax.Call, name: str) -> str:
 
 
 @attrs.define(eq=False)
-class StepSlots:
-    """The contents of `main`: its calls in order, the buffers of its inputs, and its results."""
+class BufferizedStep:
+    """A step after bufferization: its calls in order, the buffers of its inputs and its results."""
 
     main: relax.Function
-    inputs: list[Slot]
-    steps: list[Step]
-    results: list[Slot]
+    inputs: list[Buffer]
+    calls: list[Call]
+    results: list[Buffer]
 
 
-def read_steps(ir: tvm.IRModule, inputs: tuple[InputSpec, ...]) -> StepSlots:
+def bufferize(ir: tvm.IRModule, inputs: tuple[InputSpec, ...]) -> BufferizedStep:
     """Return the calls of a fused step with a buffer for every value.
 
     Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes).
     """
-    return _Reader(ir, inputs).read()
+    return _Bufferizer(ir, inputs).run()
 
 
-class _Reader:
+class _Bufferizer:
     def __init__(self, ir: tvm.IRModule, inputs: tuple[InputSpec, ...]) -> None:
         self.ir = ir
         self.main: relax.Function = ir["main"]
-        self.inputs = [parameter_slot(spec.name, spec) for spec in inputs]
-        self.slots = dict(zip(self.main.params, self.inputs, strict=True))
-        self.tuples: dict[relax.Var, list[Slot]] = {}
-        self.steps: list[Step] = []
+        self.inputs = [parameter_buffer(spec.name, spec) for spec in inputs]
+        self.buffers = dict(zip(self.main.params, self.inputs, strict=True))
+        self.tuples: dict[relax.Var, list[Buffer]] = {}
+        self.calls: list[Call] = []
 
-    def read(self) -> StepSlots:
-        results: list[Slot] = []
+    def run(self) -> BufferizedStep:
+        results: list[Buffer] = []
         for variable, value in Dataflow(self.ir).values.items():
             if isinstance(value, relax.Call) and value.op.name == "relax.reshape":
-                self.slots[variable] = self._slot(value.args[0])
+                self.buffers[variable] = self._buffer(value.args[0])
             elif isinstance(value, relax.Call):
                 self._read_call(variable, value)
             elif isinstance(value, relax.TupleGetItem):
-                slot = self.tuples[value.tuple_value][value.index]
-                slot.span = variable.span or slot.span
-                self.slots[variable] = slot
+                buffer = self.tuples[value.tuple_value][value.index]
+                buffer.span = variable.span or buffer.span
+                self.buffers[variable] = buffer
             elif isinstance(value, relax.Tuple):
-                results = [self._slot(field) for field in value.fields]
+                results = [self._buffer(field) for field in value.fields]
             else:
                 raise BuildError(f"plan_memory does not know what {variable} is bound to: {value}")
-        return StepSlots(self.main, self.inputs, self.steps, results)
+        return BufferizedStep(self.main, self.inputs, self.calls, results)
 
-    def _read_call(self, variable: relax.Var, call: relax.Call) -> None:
-        type_ = call.ty_args[0]
+    def _read_call(self, variable: relax.Var, expr: relax.Call) -> None:
+        type_ = expr.ty_args[0]
         types = list(type_.fields) if isinstance(type_, relax.TupleType) else [type_]
-        position = len(self.steps)
-        arguments: list[Slot | relax.Expr] = []
-        for field in call.args[1].fields:
+        position = len(self.calls)
+        arguments: list[Buffer | relax.Expr] = []
+        for field in expr.args[1].fields:
             is_tensor = isinstance(field.ty, relax.TensorType)
-            arguments.append(self._slot(field) if is_tensor else field)
-        is_kernel = call.op.name == "relax.call_tir"
-        step = Step(call, self.ir[call.args[0]] if is_kernel else None, arguments, [])
-        ops = attribute(call, "result_ops").split(",")
+            arguments.append(self._buffer(field) if is_tensor else field)
+        is_kernel = expr.op.name == "relax.call_tir"
+        call = Call(expr, self.ir[expr.args[0]] if is_kernel else None, arguments, [])
+        ops = attribute(expr, "result_ops").split(",")
         for k, one in enumerate(types):
-            op = ops[k] if k < len(ops) and ops[k] else step.ops[0]
+            op = ops[k] if k < len(ops) and ops[k] else call.ops[0]
             name = f"{op}_{position}" if len(types) == 1 else f"{op}_{position}.{k}"
-            step.results.append(_slot_of(one, name, op, call.span))
-        nbytes = 0 if is_kernel else scratch_nbytes(call)
+            call.results.append(_buffer_of(one, name, op, expr.span))
+        nbytes = 0 if is_kernel else workspace_nbytes(expr)
         if nbytes:
-            name = f"scratch_{position}"
-            step.scratch = Slot("uint8", nbytes, name, step.ops[0], span=call.span)
-        step.kept_nbytes = 0 if is_kernel else kept_nbytes(call)
-        self.steps.append(step)
+            name = f"workspace_{position}"
+            call.workspace = Buffer("uint8", nbytes, name, call.ops[0], span=expr.span)
+        call.persistent_nbytes = 0 if is_kernel else persistent_nbytes(expr)
+        self.calls.append(call)
         if isinstance(type_, relax.TupleType):
-            self.tuples[variable] = step.results
+            self.tuples[variable] = call.results
         else:
-            step.results[0].span = variable.span or call.span
-            self.slots[variable] = step.results[0]
+            call.results[0].span = variable.span or expr.span
+            self.buffers[variable] = call.results[0]
 
-    def _slot(self, expr: relax.Expr) -> Slot:
+    def _buffer(self, expr: relax.Expr) -> Buffer:
         if isinstance(expr, relax.Var):
-            return self.slots[expr]
-        slot = _slot_of(expr.ty, "constant", "constant", None)
-        slot.constant = expr
-        return slot
+            return self.buffers[expr]
+        buffer = _buffer_of(expr.ty, "constant", "constant", None)
+        buffer.constant = expr
+        return buffer
 
 
-def find_lifetimes(program: StepSlots) -> None:
+def find_lifetimes(program: BufferizedStep) -> None:
     """Set the first and last use of every buffer, by the present order of the calls.
 
     This clears the decisions of an earlier plan: a value's offset and whose bytes it takes.
     """
-    for position, step in enumerate(program.steps):
-        for slot in step.results:
-            slot.first_use = slot.last_use = position
-            slot.parameter = slot.over = None
-        if step.scratch is not None:
-            step.scratch.first_use = step.scratch.last_use = position
-        for slot in step.reads:
-            slot.last_use = position
-    for slot in program.results:
-        slot.last_use = len(program.steps)  # past the last call: it is held afterwards
+    for position, call in enumerate(program.calls):
+        for buffer in call.results:
+            buffer.first_use = buffer.last_use = position
+            buffer.parameter = buffer.over = None
+        if call.workspace is not None:
+            call.workspace.first_use = call.workspace.last_use = position
+        for buffer in call.reads:
+            buffer.last_use = position
+    for buffer in program.results:
+        buffer.last_use = len(program.calls)  # past the last call: it is held afterwards
 
 
-def parameter_slot(name: str, spec: InputSpec | OutputSpec) -> Slot:
+def parameter_buffer(name: str, spec: InputSpec | OutputSpec) -> Buffer:
     """Return the memory that main gets as a parameter: state, the batch, or a result."""
-    slot = Slot(spec.dtype, math.prod(spec.shape), spec.name, spec.role.value)
-    type_ = relax.TensorType([max(slot.size, 1)], slot.physical_dtype)
-    slot.parameter = relax.Var(name, type_)
-    return slot
+    buffer = Buffer(spec.dtype, math.prod(spec.shape), spec.name, spec.role.value)
+    type_ = relax.TensorType([max(buffer.size, 1)], buffer.physical_dtype)
+    buffer.parameter = relax.Var(name, type_)
+    return buffer
 
 
-def _slot_of(type_: relax.Type, name: str, op: str, span: tvm.ir.Span | None) -> Slot:
+def _buffer_of(type_: relax.Type, name: str, op: str, span: tvm.ir.Span | None) -> Buffer:
     size = math.prod(int(n) for n in type_.shape)
-    return Slot(str(type_.dtype), size, name, op, span=span)
+    return Buffer(str(type_.dtype), size, name, op, span=span)

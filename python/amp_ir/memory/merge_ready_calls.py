@@ -12,7 +12,7 @@ from tvm import relax, tirx
 
 from amp_ir.ir.location import join_spans
 from amp_ir.ir.step_module import OutputSpec
-from amp_ir.memory.buffers import Slot, Step, StepSlots
+from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
 from amp_ir.memory.live_bytes import LiveBytes
 from amp_ir.memory.roles import is_cast
 
@@ -35,7 +35,7 @@ class KernelMerger(Protocol):
 
 
 def merge_ready_calls(
-    ir: tvm.IRModule, program: StepSlots, outputs: Sequence[OutputSpec], merger: KernelMerger
+    ir: tvm.IRModule, program: BufferizedStep, outputs: Sequence[OutputSpec], merger: KernelMerger
 ) -> tvm.IRModule:
     """Merge calls that read only the step's inputs into few launches.
 
@@ -53,18 +53,18 @@ def merge_ready_calls(
     """
     groups = [one for one in _groups(program, outputs, merger) if len(one) > 1]
     kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
-    merged: dict[int, Step] = {}
+    merged: dict[int, Call] = {}
     for group in groups:
         variable = tvm.ir.GlobalVar(f"merged_{len(kernels)}")
-        steps = [program.steps[position] for position in group]
-        merged[group[0]], kernels[variable] = _merged(steps, variable, merger)
+        calls = [program.calls[position] for position in group]
+        merged[group[0]], kernels[variable] = _merged(calls, variable, merger)
     moved = {position for group in groups for position in group}
-    program.steps[:] = [
-        merged.get(position, step)
-        for position, step in enumerate(program.steps)
+    program.calls[:] = [
+        merged.get(position, call)
+        for position, call in enumerate(program.calls)
         if position in merged or position not in moved
     ]
-    called = {step.symbol for step in program.steps if step.function is not None} | {"main"}
+    called = {call.symbol for call in program.calls if call.function is not None} | {"main"}
     kept = {name: one for name, one in ir.functions.items() if name.name_hint in called}
     return tvm.IRModule({**kept, **kernels}, attrs=ir.attrs)
 
@@ -78,28 +78,28 @@ class _Group:
 
 
 def _groups(
-    program: StepSlots, outputs: Sequence[OutputSpec], merger: KernelMerger
+    program: BufferizedStep, outputs: Sequence[OutputSpec], merger: KernelMerger
 ) -> list[list[int]]:
     """Return the positions of the calls to be merged, group by group."""
     live = LiveBytes(program, outputs)
     held, most = live.at.copy(), live.most
-    inputs = {id(slot) for slot in program.inputs}
-    results = {id(slot) for slot in program.results}
+    inputs = {id(buffer) for buffer in program.inputs}
+    results = {id(buffer) for buffer in program.results}
     takes: dict[str, bool] = {}
     groups: list[_Group] = []
     # Reports say what values and calls are by the ops and phases of a call: those that only cast,
     # and those of each phase, form their own groups.
     latest: dict[tuple[bool, frozenset[str]], _Group] = {}
-    for position, step in enumerate(program.steps):
-        if not _is_ready(step, inputs, results):
+    for position, call in enumerate(program.calls):
+        if not _is_ready(call, inputs, results):
             continue
-        if step.symbol not in takes:
-            takes[step.symbol] = merger.takes(step.function)
-        if not takes[step.symbol]:
+        if call.symbol not in takes:
+            takes[call.symbol] = merger.takes(call.function)
+        if not takes[call.symbol]:
             continue
-        made = sum(live.nbytes(slot) for slot in step.results)
-        count = len(step.arguments) + len(step.results)
-        kind = is_cast(step), frozenset(step.phases)
+        made = sum(live.nbytes(buffer) for buffer in call.results)
+        count = len(call.arguments) + len(call.results)
+        kind = is_cast(call), frozenset(call.phases)
         group = latest.get(kind)
         if group is not None and group.parameter_count + count <= merger.most_parameters():
             between = held[group.positions[0] : position]
@@ -113,34 +113,33 @@ def _groups(
     return [group.positions for group in groups]
 
 
-def _is_ready(step: Step, inputs: set[int], results: set[int]) -> bool:
+def _is_ready(call: Call, inputs: set[int], results: set[int]) -> bool:
     """Return whether a kernel reads inputs alone, and only the step itself reads its results.
 
     What the step returns may be written over an input that others have yet to read.
     """
-    if step.function is None or step.is_rerun:
+    if call.function is None or call.is_rerun:
         return False
-    reads = all(isinstance(one, Slot) and id(one) in inputs for one in step.arguments)
-    return reads and not any(id(slot) in results for slot in step.results)
+    reads = all(isinstance(one, Buffer) and id(one) in inputs for one in call.arguments)
+    return reads and not any(id(buffer) in results for buffer in call.results)
 
 
 def _merged(
-    steps: list[Step], variable: tvm.ir.GlobalVar, merger: KernelMerger
-) -> tuple[Step, tirx.PrimFunc]:
-    calls = [(step.symbol, step.function, step.reads) for step in steps]
-    function, arguments = merger.merge(calls)
+    calls: list[Call], variable: tvm.ir.GlobalVar, merger: KernelMerger
+) -> tuple[Call, tirx.PrimFunc]:
+    function, arguments = merger.merge([(one.symbol, one.function, one.reads) for one in calls])
     function = function.with_attr("global_symbol", variable.name_hint)
-    ops = ",".join(dict.fromkeys(op for step in steps for op in step.ops))
-    made = ",".join(slot.op for step in steps for slot in step.results)
-    call = relax.Call(
+    ops = ",".join(dict.fromkeys(op for call in calls for op in call.ops))
+    made = ",".join(buffer.op for call in calls for buffer in call.results)
+    expr = relax.Call(
         tvm.ir.Op.get(KERNEL_CALL),
-        [variable, relax.Tuple([slot.parameter for slot in arguments])],
+        [variable, relax.Tuple([buffer.parameter for buffer in arguments])],
         tvm.ir.make_node("ir.DictAttrs", ops=ops, result_ops=made),
-        [relax.TupleType([one for step in steps for one in _types(step.call)])],
-        join_spans(step.call.span for step in steps),
+        [relax.TupleType([one for call in calls for one in _types(call.expr)])],
+        join_spans(call.expr.span for call in calls),
     )
-    results = [slot for step in steps for slot in step.results]
-    return Step(call, function, list(arguments), results), function
+    results = [buffer for call in calls for buffer in call.results]
+    return Call(expr, function, list(arguments), results), function
 
 
 def _types(call: relax.Call) -> list[relax.Type]:

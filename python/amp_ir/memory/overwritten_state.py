@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from amp_ir.ir.step_module import OutputSpec
-from amp_ir.memory.buffers import Slot, StepSlots
+from amp_ir.memory.buffers import Buffer, BufferizedStep
 
 
 @attrs.define(eq=False)
@@ -16,17 +16,17 @@ class Overwrites:
     """The values outside of the arena, and the calls that overwrite the state.
 
     `output_of` has the position of the output, by the id of the buffer of a value stored there, and
-    `slots` those buffers. `since` has the position of the first call that writes over the old
+    `buffers` those buffers. `since` has the position of the first call that writes over the old
     value of a state input, by the id of its buffer, or of the one that makes the new value, where
     that has to wait elsewhere.
     """
 
     output_of: dict[int, int] = attrs.field(factory=dict)
-    slots: list[Slot] = attrs.field(factory=list)
+    buffers: list[Buffer] = attrs.field(factory=list)
     since: dict[int, int] = attrs.field(factory=dict)
 
 
-def overwrites_of(program: StepSlots, outputs: Sequence[OutputSpec]) -> Overwrites:
+def overwrites_of(program: BufferizedStep, outputs: Sequence[OutputSpec]) -> Overwrites:
     """Return what is written at its destination, by the present order of the calls.
 
     An output is written over the old state where nothing reads that later, other than the call
@@ -38,41 +38,41 @@ def overwrites_of(program: StepSlots, outputs: Sequence[OutputSpec]) -> Overwrit
 
 
 class _Finder:
-    def __init__(self, program: StepSlots) -> None:
+    def __init__(self, program: BufferizedStep) -> None:
         self.program = program
-        self.steps = program.steps
+        self.calls = program.calls
         self.writer: dict[int, int] = {}
         self.last_read: dict[int, int] = {}
-        for position, step in enumerate(program.steps):
-            for slot in step.reads:
-                self.last_read[id(slot)] = position
-            for slot in step.results:
-                self.writer[id(slot)] = position
-        self.kept = {id(slot) for slot in program.results}
+        for position, call in enumerate(program.calls):
+            for buffer in call.reads:
+                self.last_read[id(buffer)] = position
+            for buffer in call.results:
+                self.writer[id(buffer)] = position
+        self.kept = {id(buffer) for buffer in program.results}
         self.found = Overwrites()
 
     def find(self, outputs: Sequence[OutputSpec]) -> Overwrites:
-        for index, (spec, slot) in enumerate(zip(outputs, self.program.results, strict=True)):
+        for index, (spec, buffer) in enumerate(zip(outputs, self.program.results, strict=True)):
             target = None if spec.updates is None else self.program.inputs[spec.updates]
-            if id(slot) not in self.writer:
+            if id(buffer) not in self.writer:
                 continue
             if target is not None:
-                self.found.since[id(target)] = self.writer[id(slot)]
-            if id(slot) not in self.found.output_of:
-                self._put(slot, target, index)
+                self.found.since[id(target)] = self.writer[id(buffer)]
+            if id(buffer) not in self.found.output_of:
+                self._put(buffer, target, index)
         return self.found
 
-    def _put(self, slot: Slot, target: Slot | None, index: int) -> None:
+    def _put(self, buffer: Buffer, target: Buffer | None, index: int) -> None:
         """Put an output, and what is written over on the path to it, at its destination."""
-        value: Slot | None = slot
+        value: Buffer | None = buffer
         while value is not None and self._fits(value, target):
             self.found.output_of[id(value)] = index
-            self.found.slots.append(value)
+            self.found.buffers.append(value)
             if target is not None:
                 self.found.since[id(target)] = self.writer[id(value)]
             value = self._written_over(value)
 
-    def _fits(self, value: Slot, target: Slot | None) -> bool:
+    def _fits(self, value: Buffer, target: Buffer | None) -> bool:
         """Return whether nothing reads the target's old value once `value` is written there."""
         if target is None or not value.is_in_arena:
             return value.is_in_arena
@@ -80,17 +80,17 @@ class _Finder:
         last = self.last_read.get(id(target), -1)
         if value.nbytes != target.nbytes or last > first:
             return False
-        step = self.steps[first]
-        allowed = {source for k, source in step.inplace_pairs() if step.results[k] is value}
-        return all(k in allowed for k, one in enumerate(step.arguments) if one is target)
+        call = self.calls[first]
+        allowed = {source for k, source in call.inplace_pairs() if call.results[k] is value}
+        return all(k in allowed for k, one in enumerate(call.arguments) if one is target)
 
-    def _written_over(self, value: Slot) -> Slot | None:
+    def _written_over(self, value: Buffer) -> Buffer | None:
         """Return the value that dies where `value` is written and whose bytes that may take."""
         position = self.writer[id(value)]
-        step = self.steps[position]
-        for k, source in step.inplace_pairs():
-            old = step.arguments[source]
-            if step.results[k] is not value or not isinstance(old, Slot):
+        call = self.calls[position]
+        for k, source in call.inplace_pairs():
+            old = call.arguments[source]
+            if call.results[k] is not value or not isinstance(old, Buffer):
                 continue
             is_known = id(old) in self.kept or id(old) in self.found.output_of
             dies = id(old) in self.writer and self.last_read[id(old)] == position

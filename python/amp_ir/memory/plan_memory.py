@@ -15,7 +15,13 @@ from amp_ir.host import native
 from amp_ir.ir.memory_plan import Interval, MemoryPlan, PlannedStep
 from amp_ir.ir.step_module import InputSpec, OutputSpec
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, dtype_nbytes
-from amp_ir.memory.buffers import Slot, StepSlots, find_lifetimes, parameter_slot, read_steps
+from amp_ir.memory.buffers import (
+    Buffer,
+    BufferizedStep,
+    bufferize,
+    find_lifetimes,
+    parameter_buffer,
+)
 from amp_ir.memory.merge_ready_calls import KernelMerger, merge_ready_calls
 from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.overwritten_state import overwrites_of
@@ -52,11 +58,11 @@ def plan_memory(
               write over an input it reads for the last time; a state input is overwritten only
               after its last reader; one arena holds everything else, oneDNN's workspace
               included; with `memory_budget`, all bytes of the step are at most that many; with
-              `keeps_state`, little state that is written early is said to be kept aside before.
+              `keeps_state`, `plan.writes` says which state is saved before the step.
     Errors:   BudgetError where the budget cannot be held.
     Source:   offsets by src/passes/memory_plan.cc.
     """
-    program = read_steps(ir, inputs)
+    program = bufferize(ir, inputs)
     order_calls(program, outputs)
     if memory_budget is None and merger is not None:
         ir = merge_ready_calls(ir, program, outputs, merger)
@@ -70,7 +76,7 @@ def plan_memory(
 
 
 def _plan_within(
-    program: StepSlots,
+    program: BufferizedStep,
     outputs: tuple[OutputSpec, ...],
     new_planner: Callable[[], _Planner],
     plan: MemoryPlan,
@@ -122,7 +128,7 @@ def _budget_message(least: MemoryPlan, budget: int) -> str:
 class _Planner:
     def __init__(
         self,
-        program: StepSlots,
+        program: BufferizedStep,
         inputs: tuple[InputSpec, ...],
         outputs: tuple[OutputSpec, ...],
         *,
@@ -132,9 +138,9 @@ class _Planner:
         self.keeps_state = keeps_state
         self.inputs = inputs
         self.outputs = outputs
-        self.steps = program.steps
+        self.calls = program.calls
         self.destinations = Destinations()
-        self.kept: list[Slot] = []
+        self.old_values: list[Buffer] = []
 
     def run(self) -> MemoryPlan:
         find_lifetimes(self.program)
@@ -144,11 +150,11 @@ class _Planner:
 
     def _reuse_inputs(self) -> None:
         """Let a kernel write a result over an argument that dies there."""
-        for position, step in enumerate(self.steps):
+        for position, call in enumerate(self.calls):
             overwritten: set[int] = set()
-            for output, source in step.inplace_pairs():
-                old, new = step.arguments[source], step.results[output]
-                if not isinstance(old, Slot) or new.over is not None:
+            for output, source in call.inplace_pairs():
+                old, new = call.arguments[source], call.results[output]
+                if not isinstance(old, Buffer) or new.over is not None:
                     continue
                 if not old.is_in_arena or not new.is_in_arena or old.nbytes != new.nbytes:
                     continue
@@ -160,62 +166,64 @@ class _Planner:
         """Write each output where it belongs, at once where that is safe, else by a copy."""
         overwrites = overwrites_of(self.program, self.outputs)
         targets = []
-        for index, (spec, slot) in enumerate(zip(self.outputs, self.program.results, strict=True)):
+        for index, (spec, buffer) in enumerate(
+            zip(self.outputs, self.program.results, strict=True)
+        ):
             if spec.updates is None:
-                target = parameter_slot(f"result.{spec.name}", spec)
+                target = parameter_buffer(f"result.{spec.name}", spec)
                 self.destinations.results.append(target)
             else:
                 target = self.program.inputs[spec.updates]
             targets.append(target)
-            if overwrites.output_of.get(id(slot)) != index:
-                self._send(slot, target)
-        for slot in overwrites.slots:
-            slot.parameter = targets[overwrites.output_of[id(slot)]].parameter
+            if overwrites.output_of.get(id(buffer)) != index:
+                self._send(buffer, target)
+        for buffer in overwrites.buffers:
+            buffer.parameter = targets[overwrites.output_of[id(buffer)]].parameter
 
-    def _send(self, slot: Slot, target: Slot) -> None:
+    def _send(self, buffer: Buffer, target: Buffer) -> None:
         """Copy an output to where it belongs, before the step or after it."""
-        if slot is target:
+        if buffer is target:
             return
-        if any(slot is old for old in self.program.inputs):
-            self._send_old_value(slot, target)
+        if any(buffer is old for old in self.program.inputs):
+            self._send_old_value(buffer, target)
         else:
-            self.destinations.last_copies.append((slot, target))
+            self.destinations.last_copies.append((buffer, target))
 
-    def _send_old_value(self, source: Slot, target: Slot) -> None:
+    def _send_old_value(self, source: Buffer, target: Buffer) -> None:
         """Send what an input holds before the step, which the step may overwrite."""
         if any(target is result for result in self.destinations.results):
             self.destinations.first_copies.append((source, target))
             return
         # Another input takes it: its own old value may be needed until the end of the step.
-        kept = Slot(source.dtype, source.size, f"old_{source.name}", "copy", first_use=0)
-        kept.last_use = len(self.steps)
-        self.kept.append(kept)
+        kept = Buffer(source.dtype, source.size, f"old_{source.name}", "copy", first_use=0)
+        kept.last_use = len(self.calls)
+        self.old_values.append(kept)
         self.destinations.first_copies.append((source, kept))
         self.destinations.last_copies.append((kept, target))
 
     def _place(self) -> MemoryPlan:
-        produced = [slot for step in self.steps for slot in step.results if slot.is_in_arena]
-        produced += [step.scratch for step in self.steps if step.scratch is not None]
-        produced += self.kept
+        produced = [buffer for call in self.calls for buffer in call.results if buffer.is_in_arena]
+        produced += [call.workspace for call in self.calls if call.workspace is not None]
+        produced += self.old_values
         # A chain of values that take over each other's bytes is one live interval of the first.
-        ends = {id(slot): slot.last_use for slot in produced}
-        for slot in produced:
-            ends[id(slot.root)] = max(ends[id(slot.root)], slot.last_use)
-        slots = [slot for slot in produced if slot.over is None]
+        ends = {id(buffer): buffer.last_use for buffer in produced}
+        for buffer in produced:
+            ends[id(buffer.root)] = max(ends[id(buffer.root)], buffer.last_use)
+        buffers = [buffer for buffer in produced if buffer.over is None]
         shapes = [
-            tvm_ffi.Shape(tuple(s.nbytes for s in slots)),
-            tvm_ffi.Shape(tuple(s.first_use for s in slots)),
-            tvm_ffi.Shape(tuple(ends[id(s)] for s in slots)),
+            tvm_ffi.Shape(tuple(s.nbytes for s in buffers)),
+            tvm_ffi.Shape(tuple(s.first_use for s in buffers)),
+            tvm_ffi.Shape(tuple(ends[id(s)] for s in buffers)),
         ]
         planned = list(native.function("amp_ir.plan_memory")(*shapes, ALIGNMENT_BYTES))
         peak, lower_bound, offsets = planned[0], planned[1], planned[2:]
-        for slot, offset in zip(slots, offsets, strict=True):
-            slot.offset_bytes = int(offset)
-        for slot in produced:
-            slot.offset_bytes = slot.root.offset_bytes
+        for buffer, offset in zip(buffers, offsets, strict=True):
+            buffer.offset_bytes = int(offset)
+        for buffer in produced:
+            buffer.offset_bytes = buffer.root.offset_bytes
         intervals = tuple(
             Interval(s.name, s.nbytes, s.first_use, ends[id(s)], s.offset_bytes, s.dtype, s.span)
-            for s in slots
+            for s in buffers
         )
         writes = state_writes(
             self.program, self.destinations, self.inputs, keeps_state=self.keeps_state
@@ -226,7 +234,7 @@ class _Planner:
             intervals=intervals,
             state_bytes=sum(_nbytes(spec) for spec in self.inputs if spec.is_state),
             batch_bytes=sum(_nbytes(spec) for spec in self.inputs if not spec.is_state),
-            library_bytes=max((step.kept_nbytes for step in self.steps), default=0),
+            library_bytes=max((call.persistent_nbytes for call in self.calls), default=0),
             result_bytes=sum(_nbytes(spec) for spec in self.outputs if spec.updates is None),
             values=planned_values(
                 self.program,

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from amp_ir.ir.step_module import OutputSpec
-from amp_ir.memory.buffers import Slot, Step, StepSlots
+from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
 from amp_ir.memory.live_bytes import LiveBytes, Uses, updates_of
 from amp_ir.memory.rerun_cost import rerun_milliseconds
 
@@ -48,7 +48,7 @@ class Rematerialization:
               choice by cost per byte.
     """
 
-    def __init__(self, program: StepSlots, outputs: Sequence[OutputSpec]) -> None:
+    def __init__(self, program: BufferizedStep, outputs: Sequence[OutputSpec]) -> None:
         self.program = program
         self.outputs = outputs
         self._stage: int | None = None
@@ -68,7 +68,7 @@ class Rematerialization:
         """Hold less during the highest call that can be lowered; return whether there was one."""
         while len(self._stuck) <= _MAX_STUCK:
             held = LiveBytes(self.program, self.outputs).at
-            stuck = [id(step) in self._stuck for step in self.program.steps]
+            stuck = [id(call) in self._stuck for call in self.program.calls]
             held[np.array(stuck, dtype=bool)] = 0
             most = int(held.max(initial=0))
             if most == 0:
@@ -79,7 +79,7 @@ class Rematerialization:
                 self._stage = int(share * most)
                 if self._round(self._stage):
                     return True
-            self._stuck.add(id(self.program.steps[int(held.argmax())]))
+            self._stuck.add(id(self.program.calls[int(held.argmax())]))
         return False
 
     def _round(self, stage: int) -> bool:
@@ -90,10 +90,10 @@ class Rematerialization:
 class _Move:
     """Not holding the results of one call, from after `held_to` to before `reader`."""
 
-    source: Step
+    source: Call
     dropped: list[Uses]
     reader: int
-    chain: list[Step]
+    chain: list[Call]
     extended: list[Uses]
     milliseconds: float
     score: float = float("inf")
@@ -107,7 +107,7 @@ class _Round:
 
     def __init__(
         self,
-        program: StepSlots,
+        program: BufferizedStep,
         outputs: Sequence[OutputSpec],
         arena_bytes: int,
         stuck: set[int],
@@ -116,11 +116,11 @@ class _Round:
         self.budget = arena_bytes
         self.live = LiveBytes(program, outputs)
         self.updates = updates_of(program, outputs)
-        self.writer = {id(s): step for step in program.steps for s in step.results}
-        self.counts = np.array([id(step) not in stuck for step in program.steps], dtype=bool)
+        self.writer = {id(s): call for call in program.calls for s in call.results}
+        self.counts = np.array([id(call) not in stuck for call in program.calls], dtype=bool)
         self.held = self.live.at * self.counts
         self.touched: set[int] = set()
-        self.inserted: dict[int, list[Step]] = {}
+        self.inserted: dict[int, list[Call]] = {}
 
     def improve(self) -> bool:
         """Make every move that gains; return whether there was one."""
@@ -132,38 +132,38 @@ class _Round:
             if self.held.max() <= self.budget:
                 break
             made += self._make(move)
-        steps = []
-        for position, step in enumerate(self.program.steps):
-            steps += [*self.inserted.get(position, ()), step]
-        self.program.steps[:] = steps
+        calls = []
+        for position, call in enumerate(self.program.calls):
+            calls += [*self.inserted.get(position, ()), call]
+        self.program.calls[:] = calls
         return made > 0
 
     def _moves(self, peak: int) -> list[_Move]:
         found = []
-        for position, step in enumerate(self.program.steps[:peak]):
-            dropped = [self.live.uses[id(slot)] for slot in step.results]
+        for position, call in enumerate(self.program.calls[:peak]):
+            dropped = [self.live.uses[id(buffer)] for buffer in call.results]
             dropped = [one for one in dropped if self._is_idle(one, peak)]
             if dropped and position < peak:
                 reader = min(_next_read(one, peak) for one in dropped)
                 for keeps in (True, False):
-                    found += self._move(step, dropped, reader, peak, keeps)
+                    found += self._move(call, dropped, reader, peak, keeps)
         return found
 
     def _is_idle(self, one: Uses, peak: int) -> bool:
         """Return whether a value in the arena is held over the peak without use."""
-        is_kept = one.ends >= len(self.program.steps)
-        is_held = bool(self.live.nbytes(one.slot)) and one.written < peak < one.ends
+        is_kept = one.ends >= len(self.program.calls)
+        is_held = bool(self.live.nbytes(one.buffer)) and one.written < peak < one.ends
         return is_held and not is_kept and peak not in one.reads
 
     def _move(
-        self, step: Step, dropped: list[Uses], reader: int, peak: int, keeps: bool
+        self, call: Call, dropped: list[Uses], reader: int, peak: int, keeps: bool
     ) -> list[_Move]:
-        """Return the move to run `step` again before `reader`; `keeps` prefers held arguments."""
+        """Return the move to run `call` again before `reader`; `keeps` prefers held arguments."""
         chain = _Chain(self, reader, peak, keeps)
-        if not chain.add(step):
+        if not chain.add(call):
             return []
-        spent = sum(rerun_milliseconds(one) for one in chain.steps)
-        return [_Move(step, dropped, reader, chain.steps, list(chain.extended.values()), spent)]
+        spent = sum(rerun_milliseconds(one) for one in chain.calls)
+        return [_Move(call, dropped, reader, chain.calls, list(chain.extended.values()), spent)]
 
     def _weigh(self, move: _Move) -> np.ndarray | None:
         """Return the bytes held after the move, and its score; None where it gains nothing.
@@ -173,18 +173,20 @@ class _Round:
         after = self.held.copy()
         for one in move.dropped:
             last = max([k for k in one.reads if k < move.reader], default=one.written)
-            after[last + 1 : move.reader] -= one.slot.nbytes
+            after[last + 1 : move.reader] -= one.buffer.nbytes
         for one in move.extended:
-            after[one.ends + 1 : move.reader] += one.slot.nbytes
-        kept = {id(one.slot) for one in move.dropped}
+            after[one.ends + 1 : move.reader] += one.buffer.nbytes
+        kept = {id(one.buffer) for one in move.dropped}
         besides = sum(
-            self._nbytes(slot) for step in move.chain for slot in step.results
-            if id(slot) not in kept
+            self._nbytes(buffer) for call in move.chain for buffer in call.results
+            if id(buffer) not in kept
         )  # fmt: skip
-        scratch = max((s.scratch.nbytes for s in move.chain if s.scratch is not None), default=0)
+        workspace = max(
+            (s.workspace.nbytes for s in move.chain if s.workspace is not None), default=0
+        )
         # While the chain runs, before its reader: the extended arguments are held, too.
-        needed = int(after[move.reader]) + besides + scratch
-        needed += sum(one.slot.nbytes for one in move.extended)
+        needed = int(after[move.reader]) + besides + workspace
+        needed += sum(one.buffer.nbytes for one in move.extended)
         if needed > max(self.budget, int(self.held.max()) - 1):
             return None
         gain = self._excess(self.held) - self._excess(after) - max(0, needed - self.budget)
@@ -196,13 +198,13 @@ class _Round:
     def _excess(self, held: np.ndarray) -> int:
         return int(np.maximum((held - self.budget) * self.counts, 0).sum())
 
-    def _nbytes(self, slot: Slot) -> int:
+    def _nbytes(self, buffer: Buffer) -> int:
         # A result that goes straight to its place the first time has none the second.
-        return slot.nbytes
+        return buffer.nbytes
 
     def _make(self, move: _Move) -> bool:
-        slots = [slot for step in move.chain for slot in [*step.reads, *step.results]]
-        keys = {id(slot) for slot in slots if id(slot) in self.writer}
+        buffers = [buffer for call in move.chain for buffer in [*call.reads, *call.results]]
+        keys = {id(buffer) for buffer in buffers if id(buffer) in self.writer}
         if keys & self.touched:
             return False
         after = self._weigh(move)
@@ -210,13 +212,13 @@ class _Round:
             return False
         self.held = after
         self.touched |= keys
-        replaced: dict[int, Slot] = {}
-        again = [_run_again(step, replaced) for step in move.chain]
+        replaced: dict[int, Buffer] = {}
+        again = [_run_again(call, replaced) for call in move.chain]
         self.inserted.setdefault(move.reader, []).extend(again)
-        dropped = {id(one.slot) for one in move.dropped}
-        for step in self.program.steps[move.reader :]:
-            step.arguments = [
-                replaced[id(one)] if id(one) in dropped else one for one in step.arguments
+        dropped = {id(one.buffer) for one in move.dropped}
+        for call in self.program.calls[move.reader :]:
+            call.arguments = [
+                replaced[id(one)] if id(one) in dropped else one for one in call.arguments
             ]
         return True
 
@@ -229,53 +231,53 @@ class _Chain:
         self.reader = reader
         self.peak = peak
         self.keeps = keeps
-        self.steps: list[Step] = []
+        self.calls: list[Call] = []
         self.extended: dict[int, Uses] = {}
 
-    def add(self, step: Step) -> bool:
+    def add(self, call: Call) -> bool:
         """Put a call behind what it reads; return whether everything it reads can be had."""
-        if any(step is one for one in self.steps):
+        if any(call is one for one in self.calls):
             return True
-        if len(self.steps) >= _MAX_CHAIN:
+        if len(self.calls) >= _MAX_CHAIN:
             return False
-        if not all(self._provide(slot) for slot in step.reads):
+        if not all(self._provide(buffer) for buffer in call.reads):
             return False
-        self.steps.append(step)
+        self.calls.append(call)
         return True
 
-    def _provide(self, slot: Slot) -> bool:
-        if slot.constant is not None:
+    def _provide(self, buffer: Buffer) -> bool:
+        if buffer.constant is not None:
             return True
-        known = self.round.live.uses[id(slot)]
+        known = self.round.live.uses[id(buffer)]
         if known.written < 0:
             # A state input: as it was before the step, unless it has been overwritten by then. A
             # small one is not, if it is read here: its new value waits for the end of the step.
-            update = self.round.updates.get(id(slot), self.reader)
-            return update >= self.reader or slot.nbytes <= _WAITING_BYTES
+            update = self.round.updates.get(id(buffer), self.reader)
+            return update >= self.reader or buffer.nbytes <= _WAITING_BYTES
         if known.ends >= self.reader:
             return True
-        costs_nothing = known.ends > self.peak or not self.round.live.nbytes(slot)
+        costs_nothing = known.ends > self.peak or not self.round.live.nbytes(buffer)
         if costs_nothing or self.keeps:
-            if not self.round.live.nbytes(slot):
+            if not self.round.live.nbytes(buffer):
                 return False  # another value is written at its address
-            self.extended[id(slot)] = known
+            self.extended[id(buffer)] = known
             return True
-        return self.add(self.round.writer[id(slot)])
+        return self.add(self.round.writer[id(buffer)])
 
 
 def _next_read(one: Uses, peak: int) -> int:
     return min(k for k in one.reads if k > peak)
 
 
-def _run_again(step: Step, replaced: dict[int, Slot]) -> Step:
+def _run_again(call: Call, replaced: dict[int, Buffer]) -> Call:
     """Run a call again on what the chain before it made, with results of its own."""
-    arguments = [replaced.get(id(one), one) for one in step.arguments]
+    arguments = [replaced.get(id(one), one) for one in call.arguments]
     results = []
-    for slot in step.results:
-        again = Slot(slot.dtype, slot.size, f"{slot.name}'", slot.op, span=slot.span)
-        replaced[id(slot)] = again
+    for buffer in call.results:
+        again = Buffer(buffer.dtype, buffer.size, f"{buffer.name}'", buffer.op, span=buffer.span)
+        replaced[id(buffer)] = again
         results.append(again)
-    scratch = None
-    if step.scratch is not None:
-        scratch = attrs.evolve(step.scratch, name=f"{step.scratch.name}'")
-    return Step(step.call, step.function, arguments, results, scratch, is_rerun=True)
+    workspace = None
+    if call.workspace is not None:
+        workspace = attrs.evolve(call.workspace, name=f"{call.workspace.name}'")
+    return Call(call.expr, call.function, arguments, results, workspace, is_rerun=True)

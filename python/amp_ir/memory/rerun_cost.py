@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from amp_ir.ir.library_call import read
 from amp_ir.ir.memory_plan import PlannedStep
-from amp_ir.memory.buffers import Step
+from amp_ir.memory.buffers import Call
 from amp_ir.memory.call_cost import flop_of_calls, library_flop
 
 # Rates of two cores of a present CPU. Only their ratio matters: what a matmul costs beside a copy.
@@ -14,14 +14,14 @@ _GIGABYTES_PER_SECOND = 30.0
 _CALL_MILLISECONDS = 0.002
 
 
-def rerun_milliseconds(step: Step) -> float:
+def rerun_milliseconds(call: Call) -> float:
     """Return the larger of (library) arithmetic and memory traffic, plus the call itself."""
-    nbytes = sum(slot.nbytes for slot in {id(s): s for s in step.reads}.values())
-    nbytes += sum(slot.nbytes for slot in step.results)
+    nbytes = sum(buffer.nbytes for buffer in {id(s): s for s in call.reads}.values())
+    nbytes += sum(buffer.nbytes for buffer in call.results)
     flop = 0
-    if step.function is None:
-        flop = library_flop(read(step.call))
-    return _milliseconds(nbytes, flop, step.reads[0].dtype if flop else "float32")
+    if call.function is None:
+        flop = library_flop(read(call.expr))
+    return _milliseconds(nbytes, flop, call.reads[0].dtype if flop else "float32")
 
 
 def step_milliseconds(step: PlannedStep) -> float:

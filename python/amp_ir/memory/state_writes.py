@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find when a planned step writes its state, and what to keep to undo a failed step."""
+"""Find when a planned step writes its state, and what to save to roll back a failed step."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from collections.abc import Iterator, Sequence
 
 from amp_ir.ir.memory_plan import StateWrites
 from amp_ir.ir.step_module import InputSpec, Role
-from amp_ir.memory.buffers import Slot, StepSlots
+from amp_ir.memory.buffers import Buffer, BufferizedStep
 from amp_ir.memory.write_planned import Destinations
 
-# Tensors about the steps themselves are kept in any case: they are small, and nobody loads them.
+# The state of scalers and random generators is always saved: it is small, and nobody loads it.
 _ALWAYS = (Role.SCALER_STATE, Role.RANDOM_STATE)
-# One byte is kept where the step reads and writes so many, so that copying is not to be measured.
+# One byte is saved where the step reads and writes so many, so that the copy costs too little to
+# measure.
 _MOVED_A_BYTE = 100
 _LEAST, _MOST = 2**12, 2**20
 
 
 def state_writes(
-    program: StepSlots,
+    program: BufferizedStep,
     destinations: Destinations,
     inputs: Sequence[InputSpec],
     *,
     keeps_state: bool,
 ) -> StateWrites:
-    """Keep what is written first, if that is little; statistics of the forward pass are.
+    """Choose the state to save: what is written first, as far as it is small.
 
     Requires: destinations are chosen, and the order of the calls is final.
-    Ensures:  without `keeps_state` nothing is kept.
+    Ensures:  without `keeps_state` nothing is saved.
     """
     order = list(_writes(program, destinations))
     always = [k for _, k in order if inputs[k].role in _ALWAYS] if keeps_state else []
@@ -43,22 +44,22 @@ def state_writes(
             return StateWrites(tuple(kept), nbytes, call)
         kept[position] = None
         nbytes += program.inputs[position].nbytes
-    calls = len(program.steps) + len(destinations.first_copies) + len(destinations.last_copies)
+    calls = len(program.calls) + len(destinations.first_copies) + len(destinations.last_copies)
     return StateWrites(tuple(kept), nbytes, calls)
 
 
-def _moved(program: StepSlots) -> int:
+def _moved(program: BufferizedStep) -> int:
     """Return the bytes that all calls read and write, each tensor counted at each."""
-    return sum(slot.nbytes for step in program.steps for slot in (*step.reads, *step.results))
+    return sum(buffer.nbytes for call in program.calls for buffer in (*call.reads, *call.results))
 
 
-def _writes(program: StepSlots, destinations: Destinations) -> Iterator[tuple[int, int]]:
+def _writes(program: BufferizedStep, destinations: Destinations) -> Iterator[tuple[int, int]]:
     """Return every write of an input, as (call, position of the input), in call order."""
-    position_of = {slot.parameter: k for k, slot in enumerate(program.inputs)}
-    written: list[list[Slot]] = [[target] for _, target in destinations.first_copies]
-    written += [step.results for step in program.steps]
+    position_of = {buffer.parameter: k for k, buffer in enumerate(program.inputs)}
+    written: list[list[Buffer]] = [[target] for _, target in destinations.first_copies]
+    written += [call.results for call in program.calls]
     written += [[target] for _, target in destinations.last_copies]
-    for call, slots in enumerate(written):
-        for slot in slots:
-            if slot.parameter is not None and slot.parameter in position_of:
-                yield call, position_of[slot.parameter]
+    for call, buffers in enumerate(written):
+        for buffer in buffers:
+            if buffer.parameter is not None and buffer.parameter in position_of:
+                yield call, position_of[buffer.parameter]

@@ -10,8 +10,8 @@ import tvm
 from tvm import relax, tirx
 
 from amp_ir.ir.dataflow import with_arguments
-from amp_ir.ir.workspace import with_scratch
-from amp_ir.memory.buffers import Slot, Step, StepSlots
+from amp_ir.ir.workspace import with_workspace
+from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
 
 _KERNEL_TYPE = relax.FuncType.opaque_func(ret=relax.TupleType([]))
 
@@ -23,9 +23,9 @@ class Destinations:
     A copy is (from, to).
     """
 
-    results: list[Slot] = attrs.field(factory=list)
-    first_copies: list[tuple[Slot, Slot]] = attrs.field(factory=list)
-    last_copies: list[tuple[Slot, Slot]] = attrs.field(factory=list)
+    results: list[Buffer] = attrs.field(factory=list)
+    first_copies: list[tuple[Buffer, Buffer]] = attrs.field(factory=list)
+    last_copies: list[tuple[Buffer, Buffer]] = attrs.field(factory=list)
 
 
 # Writes a kernel that copies so many elements of a dtype: (source, copy).
@@ -34,7 +34,7 @@ CopyKernel = Callable[[int, str], tirx.PrimFunc]
 
 def write_planned(
     ir: tvm.IRModule,
-    program: StepSlots,
+    program: BufferizedStep,
     destinations: Destinations,
     arena_bytes: int,
     copy_kernel: CopyKernel,
@@ -43,7 +43,7 @@ def write_planned(
     return _Writer(ir, program, destinations, arena_bytes, copy_kernel).write()
 
 
-def copy_symbol(target: Slot) -> str:
+def copy_symbol(target: Buffer) -> str:
     """Return the name of the kernel that copies into `target`."""
     return f"copy_{target.physical_dtype}_{max(target.size, 1)}"
 
@@ -52,7 +52,7 @@ class _Writer:
     def __init__(
         self,
         ir: tvm.IRModule,
-        program: StepSlots,
+        program: BufferizedStep,
         destinations: Destinations,
         arena_bytes: int,
         copy_kernel: CopyKernel,
@@ -69,13 +69,13 @@ class _Writer:
     def write(self) -> tvm.IRModule:
         for source, target in self.destinations.first_copies:
             self._copy(source, target)
-        for step in self.program.steps:
-            self._step(step)
+        for call in self.program.calls:
+            self._write_call(call)
         for source, target in self.destinations.last_copies:
             self._copy(source, target)
         parameters = [self.arena]
-        parameters += [slot.parameter for slot in self.program.inputs]
-        parameters += [slot.parameter for slot in self.destinations.results]
+        parameters += [buffer.parameter for buffer in self.program.inputs]
+        parameters += [buffer.parameter for buffer in self.destinations.results]
         nothing = relax.Tuple([])
         body = relax.SeqExpr([relax.BindingBlock(self.bindings)], nothing)
         function = relax.Function(parameters, body, relax.TupleType([]), is_pure=False)
@@ -86,11 +86,11 @@ class _Writer:
         functions[self.ir.get_global_var("main")] = function
         return tvm.IRModule(functions)
 
-    def _copy(self, source: Slot, target: Slot) -> None:
+    def _copy(self, source: Buffer, target: Buffer) -> None:
         views = [self._view(source, "kernel"), self._view(target, "kernel")]
         self._call(self._copy_kernel(target), views)
 
-    def _copy_kernel(self, target: Slot) -> tvm.ir.GlobalVar:
+    def _copy_kernel(self, target: Buffer) -> tvm.ir.GlobalVar:
         size, dtype = max(target.size, 1), target.physical_dtype
         name = copy_symbol(target)
         known = next((v for v in self.kernels if v.name_hint == name), None)
@@ -101,32 +101,32 @@ class _Writer:
         self.kernels[variable] = function.with_attr("global_symbol", name)
         return variable
 
-    def _step(self, step: Step) -> None:
-        is_kernel = step.function is not None
+    def _write_call(self, call: Call) -> None:
+        is_kernel = call.function is not None
         arguments: list[relax.Expr] = []
-        for argument in [*step.arguments, *step.results]:
-            is_slot = isinstance(argument, Slot)
+        for argument in [*call.arguments, *call.results]:
+            is_buffer = isinstance(argument, Buffer)
             kind = "kernel" if is_kernel else "library"
-            arguments.append(self._view(argument, kind) if is_slot else _unshared(argument))
-        callee = step.call.args[0]
-        if step.scratch is not None:
-            scratch = self._view(step.scratch, "library")
-            arguments = [tvm.ir.StringImm(step.symbol), scratch, *arguments]
-            callee = relax.ExternFunc(with_scratch(step.symbol))
-        self._call(callee, arguments, step.call.span)
+            arguments.append(self._view(argument, kind) if is_buffer else _unshared(argument))
+        callee = call.expr.args[0]
+        if call.workspace is not None:
+            workspace = self._view(call.workspace, "library")
+            arguments = [tvm.ir.StringImm(call.symbol), workspace, *arguments]
+            callee = relax.ExternFunc(with_workspace(call.symbol))
+        self._call(callee, arguments, call.expr.span)
 
-    def _view(self, slot: Slot, kind: str) -> relax.Expr:
+    def _view(self, buffer: Buffer, kind: str) -> relax.Expr:
         """Return the buffer as a flat tensor; libraries see bfloat16 as such.
 
         A view is a call of the virtual machine, as costly as that of a kernel: buffers that follow
         one another in the same bytes, with the same size and dtype, share it.
         """
-        dtype = slot.dtype if kind == "library" else slot.physical_dtype
-        if slot.parameter is not None and dtype == slot.physical_dtype:
-            return slot.parameter
-        base = slot.parameter if slot.constant is None else slot.constant
+        dtype = buffer.dtype if kind == "library" else buffer.physical_dtype
+        if buffer.parameter is not None and dtype == buffer.physical_dtype:
+            return buffer.parameter
+        base = buffer.parameter if buffer.constant is None else buffer.constant
         base = self.arena if base is None else base
-        key = (base, slot.offset_bytes, max(slot.size, 1), dtype)
+        key = (base, buffer.offset_bytes, max(buffer.size, 1), dtype)
         if key not in self.views:
             self.views[key] = self._make_view(*key)
         return self.views[key]

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from amp_ir.ir.memory_plan import MemoryPlan, MemoryRole, PlannedValue, RowSplit
+from amp_ir.ir.memory_plan import ChunkedLoss, MemoryPlan, MemoryRole, PlannedValue
 
 _SHOWN_VALUES = 12
 _TIMELINE_BARS = 24
@@ -95,7 +95,7 @@ class MemoryReport:
     nbytes_by_role: Mapping[str, int] = attrs.field(repr=False)
     nbytes_by_dtype: Mapping[str, int] = attrs.field(repr=False)
     balance: AmpBalance | None = None
-    splits: tuple[RowSplit, ...] = ()
+    splits: tuple[ChunkedLoss, ...] = ()
 
     @property
     def gap_bytes(self) -> int:
@@ -154,7 +154,7 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
         live_at_peak=tuple(_held(one) for one in sorted(held, key=lambda one: -one.nbytes)),
         nbytes_by_role=_sums((value.role.value, value.nbytes) for value in held),
         nbytes_by_dtype=_sums((value.dtype, value.nbytes) for value in held),
-        splits=plan.splits,
+        splits=plan.chunked_losses,
     )
     if baseline is None:
         return report

@@ -88,8 +88,8 @@ def part_of_sum(call: relax.Call, arguments: Sequence[relax.Expr]) -> relax.Call
     return relax.Call(call.op, given, call.attrs, call.ty_args)
 
 
-class RowBlock:
-    """The rows of block `number` of `blocks`; blocks differ by one unit of rows at most."""
+class Chunk:
+    """The rows of chunk `number` of `count`; chunks differ by one unit of rows at most."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class RowBlock:
         values: Mapping[relax.Var, relax.Expr],
         bindings: Bindings,
         number: int,
-        blocks: int,
+        count: int,
     ) -> None:
         self._region = region
         self._values = values
         self._bindings = bindings
         self._number = number
-        self._first = region.units * number // blocks
-        self._end = region.units * (number + 1) // blocks
+        self._first = region.units * number // count
+        self._end = region.units * (number + 1) // count
         self._made: dict[relax.Var, relax.Var] = {}
         self._cut: dict[tuple[relax.Expr, int], relax.Var] = {}
 

@@ -15,10 +15,10 @@ from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.errors import BudgetError
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.location import from_span
-from amp_ir.ir.memory_plan import PlannedStep, RowSplit
+from amp_ir.ir.memory_plan import ChunkedLoss, PlannedStep
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.tensor_layout import dtype_nbytes
-from amp_ir.memory.chunking.chunk import Bindings, RowBlock
+from amp_ir.memory.chunking.chunk import Bindings, Chunk
 from amp_ir.memory.chunking.row_region import NLL_LOSS, RowRegion, find_region
 from amp_ir.memory.rerun_cost import step_milliseconds
 
@@ -29,20 +29,20 @@ _LEAST_SHARE = 0.25
 
 
 # Each doubles the calls of the head and halves what is held of its scores.
-BLOCKS = (2, 4, 8, 16)
+CHUNK_COUNTS = (2, 4, 8, 16)
 # Smaller matmuls are slower, which rerun_cost.py does not see: where it saw 2 % less time for
 # twice as many chunks (bert1 in bfloat16), none was measured.
 _WORTH = 0.95
 
 
 class Plan(Protocol):
-    """How the pipeline plans a step; `in_blocks` says that its matmuls may be parts of one."""
+    """How the pipeline plans a step; `in_chunks` says that its matmuls may be parts of one."""
 
-    def __call__(self, ir: tvm.IRModule, *, in_blocks: bool) -> PlannedStep:
+    def __call__(self, ir: tvm.IRModule, *, in_chunks: bool) -> PlannedStep:
         """Plan `ir` within the budget, or raise BudgetError."""
 
 
-def plan_in_blocks(ir: tvm.IRModule, plan: Plan) -> PlannedStep:
+def plan_in_chunks(ir: tvm.IRModule, plan: Plan) -> PlannedStep:
     """Return the plan of the step; where it exceeds its budget, of the step in chunks.
 
     A step that fits is left unchanged. Of the numbers of chunks that fit, the fewest are taken, or
@@ -52,33 +52,33 @@ def plan_in_blocks(ir: tvm.IRModule, plan: Plan) -> PlannedStep:
         BudgetError: that of the attempt which needs the least.
     """
     try:
-        return plan(ir, in_blocks=False)
+        return plan(ir, in_chunks=False)
     except BudgetError as error:
-        refused = error
+        exceeded = error
     best: PlannedStep | None = None
-    tried: tuple[RowSplit, ...] = ()
-    for blocks in BLOCKS:
-        split, splits = split_rows(ir, blocks)
-        if splits == tried:  # none, or no more rows to tell apart
+    tried: tuple[ChunkedLoss, ...] = ()
+    for chunks in CHUNK_COUNTS:
+        chunked, losses = chunk_losses(ir, chunks)
+        if losses == tried:  # none, or no more rows to tell apart
             break
-        tried = splits
+        tried = losses
         try:
-            planned = plan(split, in_blocks=True)
+            planned = plan(chunked, in_chunks=True)
         except BudgetError as error:
-            refused = min(refused, error, key=lambda one: one.least_bytes)
+            exceeded = min(exceeded, error, key=lambda one: one.least_bytes)
             continue
-        planned = attrs.evolve(planned, plan=attrs.evolve(planned.plan, splits=splits))
+        planned = attrs.evolve(planned, plan=attrs.evolve(planned.plan, chunked_losses=losses))
         if best is not None and step_milliseconds(planned) > _WORTH * step_milliseconds(best):
             break
         best = planned
         if not any(call.is_rerun for call in planned.plan.calls):
             break
     if best is None:
-        raise refused
+        raise exceeded
     return best
 
 
-def split_rows(ir: tvm.IRModule, blocks: int) -> tuple[tvm.IRModule, tuple[RowSplit, ...]]:
+def chunk_losses(ir: tvm.IRModule, chunks: int) -> tuple[tvm.IRModule, tuple[ChunkedLoss, ...]]:
     """Compute the largest matmul of the step, and all that is as large, in chunks of rows.
 
     Before:  s = matmul(x, w); y = log_softmax(s); loss, n = nll_loss(y, t)
@@ -89,30 +89,30 @@ def split_rows(ir: tvm.IRModule, blocks: int) -> tuple[tvm.IRModule, tuple[RowSp
              s1 = matmul(x[k:], w); ...; dx1 = matmul(g1, w^T); dw1 = matmul(x[k:]^T, g1)
              loss = (l0 + l1) / n; dx = concat([dx0, dx1]); dw = dw0 + dw1
 
-    Which ops may be split, and how, is in row_rules.py; what goes into the chunks in row_region.py.
-    Matmuls of other weights that are about as large are split too, each with its own chunks.
+    row_rules.py says which ops can be computed in chunks, row_region.py what goes into them.
+    Matmuls of other weights that are about as large are chunked too, each with its own chunks.
 
     Requires: one function `main`, one dataflow block, static shapes; no library calls yet.
     Ensures:  rows are as before, bit-identical where a matmul's are; sums over rows (gradients of
               weights and biases, losses) are added up chunk by chunk in float32 or wider, and
               rounded once; results keep their variables; a step without such a matmul is returned
-              unchanged, with no split.
+              unchanged, with no chunked loss.
     Source:   as the fused linear cross entropy of Hsu et al. 2024, "Liger Kernel", section 3.2.
     """
-    splits: list[RowSplit] = []
-    for root in _large_products(ir):
+    losses: list[ChunkedLoss] = []
+    for root in _large_matmuls(ir):
         flow = Dataflow(ir)
         value = flow.values.get(root)
         region = None if value is None else find_region(flow.bindings, flow.result, root)
         if region is not None and value is not None:
-            count = min(blocks, region.units)
+            count = min(chunks, region.units)
             ir = _Writer(flow, region, count).run()
             nbytes = _elements(root) * dtype_nbytes(str(root.ty.dtype))
-            splits.append(RowSplit(from_span(value.span), count, nbytes))
-    return ir, tuple(splits)
+            losses.append(ChunkedLoss(from_span(value.span), count, nbytes))
+    return ir, tuple(losses)
 
 
-def _large_products(ir: tvm.IRModule) -> list[relax.Var]:
+def _large_matmuls(ir: tvm.IRModule) -> list[relax.Var]:
     """Return the largest results of matmuls, in order of their elements."""
     found = Dataflow(ir).calls("relax.matmul")
     least = _LEAST_SHARE * max(map(_elements, found), default=0)
@@ -147,7 +147,7 @@ class _Writer:
             elif binding.var not in region.axis:
                 out.all.append(binding)
             if position == last:
-                self._write_blocks()
+                self._write_chunks()
             if position >= last:
                 out.all += late
                 late.clear()
@@ -168,13 +168,13 @@ class _Writer:
             weights = relax.op.astype(kept, dtype)
         return relax.op.sum(self.out.emit(weights, loss, "weights"))
 
-    def _write_blocks(self) -> None:
+    def _write_chunks(self) -> None:
         inside = (self.region.axis, self.region.pulled)
         ordered = [b.var for b in self.flow.bindings if any(b.var in group for group in inside)]
         for number in range(self.chunks):
-            block = RowBlock(self.region, self.values, self.out, number, self.chunks)
+            chunk = Chunk(self.region, self.values, self.out, number, self.chunks)
             for variable in ordered:
-                part = block.add(variable)
+                part = chunk.add(variable)
                 if variable in self.parts:
                     self._add_part(variable, part, is_last=number == self.chunks - 1)
         for variable in ordered:
