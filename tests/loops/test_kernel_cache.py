@@ -18,9 +18,8 @@ from amp_ir.loops.cpu import emit_cpu
 from amp_ir.loops.cuda import emit_cuda
 from amp_ir.loops.fusion import kernel_cache
 from amp_ir.loops.fusion.fuse import fuse_loops
-from amp_ir.loops.fusion.kernel_template import KernelTemplate
 from amp_ir.loops.group import Domain, Group
-from amp_ir.loops.ir import Buffer, Constant, LoadOffset, Pointwise, TensorSpec, pointwise
+from amp_ir.loops.ir import Buffer, Constant, Pointwise, TensorSpec, pointwise
 from random_steps import random_step
 from small_programs import program
 
@@ -53,7 +52,6 @@ def counting(emitter: Any, written: list[Group]) -> Any:
         return emitter.emit_group(group, strict=strict)
 
     return SimpleNamespace(
-        USES_LOAD_OFFSETS=emitter.USES_LOAD_OFFSETS,
         emit_group=emit_group,
         emit_opaque=emitter.emit_opaque,
         emit_copy=emitter.emit_copy,
@@ -66,7 +64,7 @@ def assert_the_same_either_way(ir: tvm.IRModule) -> None:
         for strict in (False, True):
             quick = fuse_loops(ir, strict=strict, emitter=emitter)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(kernel_cache, "structure_of", lambda *_, **__: None)
+                patch.setattr(kernel_cache, "structure_of", lambda _: None)
                 slow = fuse_loops(ir, strict=strict, emitter=emitter)
             assert [one.name_hint for one in quick.functions] == [
                 one.name_hint for one in slow.functions
@@ -90,21 +88,13 @@ def test_a_group_like_one_before_is_not_written_again():
     assert_the_same_either_way(ir)
 
 
-def test_groups_that_read_elsewhere_are_written_as_often_as_needed_for_a_template():
+@pytest.mark.parametrize("emitter", [emit_cpu, emit_cuda])
+def test_a_load_offset_is_part_of_the_structure(emitter):
     written: list[Group] = []
-    ir = of_rows(3, 5, 9, 11, 5)
-    fused = fuse_loops(ir, emitter=counting(emit_cpu, written))
-    # Row 3, the template from row 5, concat. Row 0 would be another structure: it adds nothing.
-    assert len(written) == 3
-    assert sum(isinstance(one, tirx.PrimFunc) for one in fused.functions.values()) == 5
+    ir = of_rows(3, 5, 9, 5)
+    fuse_loops(ir, emitter=counting(emitter, written))
+    assert len(written) == 4  # Rows 3, 5 and 9, and concat.
     assert_the_same_either_way(ir)
-
-
-def test_on_a_gpu_a_load_offset_is_part_of_the_structure():
-    # Row 1 of 30 columns starts where no vector does.
-    written: list[Group] = []
-    fuse_loops(of_rows(3, 5, 9, 5), emitter=counting(emit_cuda, written))
-    assert len(written) == 4
 
 
 UNARY = (op.tanh, op.sigmoid, op.abs, op.negative)
@@ -163,9 +153,9 @@ def group_of(value: Pointwise, *inputs: Buffer) -> Group:
 
 def tokens_of(body: Any, *inputs: Buffer) -> Any:
     group = group_of(pointwise(SPEC.shape, SPEC.dtype, body), *inputs)
-    found = kernel_cache.structure_of(group, with_offsets=True)
+    found = kernel_cache.structure_of(group)
     # The group is kept, as by who remembers: ids of what its bodies close over are tokens.
-    return None if found is None else (found.tokens, group)
+    return None if found is None else (found, group)
 
 
 @pytest.mark.parametrize(
@@ -201,17 +191,3 @@ def test_what_closes_over_something_unknown_is_written_anew():
     assert tokens((2.0, "two", {"two": [2]})) is not None
     for unknown in (object(), tirx.Var("n", "float32"), SimpleNamespace(n=2)):
         assert tokens(unknown) is None
-
-
-def test_a_template_is_given_up_where_a_load_offset_is_not_only_a_place_to_read():
-    # Written as a number of elements, the variable would be left in the arithmetic.
-    x, offset = Buffer(SPEC), LoadOffset(3)
-    value = pointwise(
-        SPEC.shape, SPEC.dtype, lambda i: x[i] * tirx.Cast("float32", i + offset.here())
-    )
-    group = group_of(value, x)
-    memory = kernel_cache.KernelCache(emit_cpu, strict=False)
-    structure = kernel_cache.structure_of(group, with_offsets=False)
-    assert structure is not None and structure.offsets == (offset,)
-    assert memory._template(group, structure.offsets) is None
-    assert KernelTemplate.of(emit_cpu.emit_group(group), []) is not None

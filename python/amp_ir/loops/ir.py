@@ -256,27 +256,6 @@ def scalar_loop() -> None:
         declare()
 
 
-StandIn = Callable[["LoadOffset"], Any]
-_load_offset: ContextVar[StandIn | None] = ContextVar("load_offset", default=None)
-
-
-@attrs.define(eq=False)
-class LoadOffset:
-    """The offset at which a view reads; kernels of one structure may differ in it."""
-
-    number: int
-
-    def here(self) -> Any:
-        """Return the number, or a variable while a kernel template is being written."""
-        stand_in = _load_offset.get()
-        return self.number if stand_in is None or not self.number else stand_in(self)
-
-
-def load_offsets_as(stand_in: StandIn) -> AbstractContextManager[None]:
-    """Replace load offsets other than 0 by `stand_in(offset)` inside the block."""
-    return assigned(_load_offset, stand_in)
-
-
 def channels_last(value: Value) -> Value | None:
     """Return the tensor in memory of which `value` is the view with channels first, or None.
 

@@ -33,12 +33,7 @@ class Kernel:
 
 
 class Emitter(Protocol):
-    """Emitter of loops for one kind of device.
-
-    `USES_LOAD_OFFSETS`: the code for a group may depend on the load offsets of its views.
-    """
-
-    USES_LOAD_OFFSETS: bool
+    """Emitter of loops for one kind of device."""
 
     def emit_group(self, group: Group, *, strict: bool) -> Kernel:
         """Emit the kernel of a group."""

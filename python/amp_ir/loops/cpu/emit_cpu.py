@@ -25,8 +25,6 @@ from amp_ir.loops.elements import dtype_of, fenced_by
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Opaque, Pointwise
 
-USES_LOAD_OFFSETS = False
-
 
 def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     """Emit the kernel of a group."""

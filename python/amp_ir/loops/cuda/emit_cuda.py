@@ -32,10 +32,8 @@ from amp_ir.loops.elements import dtype_of, fenced_by
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Reduction
 
-__all__ = ["USES_LOAD_OFFSETS", "emit_copy", "emit_group", "emit_opaque"]
+__all__ = ["emit_copy", "emit_group", "emit_opaque"]
 
-# Loads are vectors where they start at multiples of a vector's length.
-USES_LOAD_OFFSETS = True
 # Rows fewer than this and longer than that are each shared by several blocks.
 FEW_ROWS, LONG_ROW = 64, 16384
 

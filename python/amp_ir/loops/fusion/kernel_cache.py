@@ -12,25 +12,15 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
-from tvm import tirx
 
 from amp_ir.loops.codegen.kernel import Emitter, GroupBuffers, Kernel
 from amp_ir.loops.codegen.statements import sequence
-from amp_ir.loops.fusion.kernel_template import KernelTemplate
 from amp_ir.loops.group import Group, is_inlined
-from amp_ir.loops.ir import (
-    Constant,
-    LoadOffset,
-    Pointwise,
-    Reduction,
-    TensorSpec,
-    Value,
-    load_offsets_as,
-)
+from amp_ir.loops.ir import Constant, Pointwise, Reduction, TensorSpec, Value
 
 _NUMBERS = (bool, int, str, type(None))
 
@@ -41,24 +31,18 @@ class KernelCache:
     def __init__(self, emitter: Emitter, *, strict: bool) -> None:
         self._emitter = emitter
         self._strict = strict
-        self._kernels: dict[tuple[Any, ...], _SameStructure] = {}
+        # The first group of a structure stays alive: tokens are ids of what its bodies close over.
+        self._kernels: dict[tuple[Any, ...], tuple[Group, Kernel]] = {}
 
     def of(self, group: Group) -> Kernel:
         """Return the kernel of a group: the same function for groups of the same structure."""
-        structure = structure_of(group, with_offsets=self._emitter.USES_LOAD_OFFSETS)
+        structure = structure_of(group)
         if structure is None:
             return self._write(group)
-        same = self._kernels.setdefault(structure.tokens, _SameStructure(group))
-        numbers = tuple(one.number for one in structure.offsets)
-        cached = same.kernels.get(numbers)
-        if cached is not None:
-            return attrs.evolve(cached, inputs=group.ordered_inputs, outputs=tuple(group.stored))
-        if same.kernels and not same.template:
-            same.template.append(self._template(group, structure.offsets))
-        template = same.template[0] if same.template else None
-        kernel = self._write(group) if template is None else template.at(group, numbers)
-        same.kernels[numbers] = kernel
-        return kernel
+        if structure not in self._kernels:
+            self._kernels[structure] = group, self._write(group)
+        _, kernel = self._kernels[structure]
+        return attrs.evolve(kernel, inputs=group.ordered_inputs, outputs=tuple(group.stored))
 
     def _write(self, group: Group) -> Kernel:
         if not any(value.size for value in group.stored):
@@ -66,45 +50,19 @@ class KernelCache:
             return GroupBuffers.declare(group).finish(sequence([]))
         return self._emitter.emit_group(group, strict=self._strict)
 
-    def _template(self, group: Group, offsets: Sequence[LoadOffset]) -> KernelTemplate | None:
-        variables = {id(one): tirx.Var("offset", "int32") for one in offsets}
-        with load_offsets_as(lambda one: variables[id(one)]):
-            kernel = self._write(group)
-        return KernelTemplate.of(kernel, list(variables.values()))
 
+def structure_of(group: Group) -> tuple[Any, ...] | None:
+    """Return all that a kernel of a group depends on; None if a body closes over something unknown.
 
-@attrs.define(eq=False)
-class _SameStructure:
-    """Groups of one structure: their kernels by load offsets and, from the second on, a template.
-
-    `first` stays alive since the structure holds ids of what its functions close over.
+    Two groups of the same structure differ at most in the tensors they read and write. Valid as
+    long as the group lives.
     """
-
-    first: Group
-    kernels: dict[tuple[int, ...], Kernel] = attrs.field(factory=dict)
-    template: list[KernelTemplate | None] = attrs.field(factory=list)
-
-
-@attrs.frozen(eq=False)
-class Structure:
-    """All that a kernel of a group depends on, except `offsets`, in the order of `tokens`."""
-
-    tokens: tuple[Any, ...]
-    offsets: tuple[LoadOffset, ...]
-
-
-def structure_of(group: Group, *, with_offsets: bool) -> Structure | None:
-    """Return the structure of a group; None if a body closes over something unknown.
-
-    Two groups of the same structure differ at most in the tensors they read and write, and in
-    their load offsets; with `with_offsets` these are tokens too. Valid as long as the group lives.
-    """
-    writer = _Writer(group, with_offsets)
+    writer = _Writer(group)
     try:
         writer.add_group()
     except _UnknownError:
         return None
-    return Structure(tuple(writer.tokens), tuple(writer.offsets))
+    return tuple(writer.tokens)
 
 
 class _UnknownError(TypeError):
@@ -114,11 +72,9 @@ class _UnknownError(TypeError):
 class _Writer:
     """Writer of a group as a sequence of tokens; values and functions are numbered in order."""
 
-    def __init__(self, group: Group, with_offsets: bool) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
-        self.with_offsets = with_offsets
         self.tokens: list[Any] = []
-        self.offsets: list[LoadOffset] = []
         self.numbers: dict[int, int] = {}
         self.members = {id(value) for value in group.members}
 
@@ -148,8 +104,6 @@ class _Writer:
             self._add_value(one)
         elif kind is types.FunctionType:
             self._add_function(one)
-        elif kind is LoadOffset:
-            self._add_offset(one)
         elif kind in (tuple, list):
             self.tokens.append(kind)
             self._add_all(one)
@@ -169,13 +123,6 @@ class _Writer:
         number = self.numbers.setdefault(id(one), len(self.numbers))
         self.tokens.append(number)
         return cached is None
-
-    def _add_offset(self, offset: LoadOffset) -> None:
-        """Add a load offset; 0 counts as none, since the kernel adds nothing for it."""
-        is_literal = self.with_offsets or not offset.number
-        self.tokens += [LoadOffset, offset.number if is_literal else None]
-        if self._is_new(offset) and not is_literal:
-            self.offsets.append(offset)
 
     def _add_value(self, value: Value) -> None:
         self.tokens.append(type(value))

@@ -15,7 +15,6 @@ from amp_ir.loops import math as m
 from amp_ir.loops.codegen.kernel_buffers import stored_element
 from amp_ir.loops.ir import (
     Constant,
-    LoadOffset,
     Lowering,
     TensorSpec,
     Value,
@@ -308,13 +307,13 @@ def strided_slice(op: Lowering, x: Value, *bounds: Any) -> Value:
     axes, begins, _ends, steps = slice_bounds(op.call)
     begin = {axis % len(x.shape): (b, s) for axis, b, s in zip(axes, begins, steps, strict=True)}
     start = {
-        d: (LoadOffset(min(max(b + x.shape[d] if b < 0 else b, 0), x.shape[d] - (s < 0))), s)
+        d: (min(max(b + x.shape[d] if b < 0 else b, 0), x.shape[d] - (s < 0)), s)
         for d, (b, s) in begin.items()
     }
 
     def body(*i: Any) -> Any:
         return x[tuple(
-            k * start[d][1] + start[d][0].here() if d in start else k for d, k in enumerate(i)
+            k * start[d][1] + start[d][0] if d in start else k for d, k in enumerate(i)
         )]  # fmt: skip
 
     return pointwise(op.results[0].shape, x.dtype, body, is_view=True)
