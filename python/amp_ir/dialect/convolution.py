@@ -9,6 +9,8 @@ to `out_dtype` (by default the dtype of the tensors).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from amp_ir.dialect.define import FLOAT_DTYPES, Shape, Tensor, check_choice, check_length, define
@@ -33,12 +35,10 @@ def convolved_shape(
     return (x[0], weight[0], *space)
 
 
-def _check_options(
-    op: str, ndim_space: int, strides: Shape, padding: Shape, dilation: Shape, out_dtype: str | None
-) -> None:
+def _check_options(op: str, ndim_space: int, out_dtype: str | None, **geometry: Shape) -> None:
     if not 1 <= ndim_space <= 3:
         raise OptionError(f"{op} has {ndim_space} spatial axes, expected 1 to 3")
-    for option, got in (("strides", strides), ("padding", padding), ("dilation", dilation)):
+    for option, got in geometry.items():
         check_length(op, option, got, ndim_space)
     check_choice(op, "out_dtype", out_dtype, (None, *FLOAT_DTYPES))
 
@@ -78,15 +78,9 @@ def _gradient_of(
 
 
 def _conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    strides: Shape,
-    padding: Shape,
-    dilation: Shape,
-    groups: int,
-    out_dtype: str | None,
+    x: torch.Tensor, weight: torch.Tensor, *, groups: int, out_dtype: str | None, **geometry: Shape
 ) -> torch.Tensor:
+    strides, padding, dilation = (geometry[name] for name in ("strides", "padding", "dilation"))
     return torch.ops.aten.convolution(
         x, weight, None, strides, padding, dilation, False, [0] * len(strides), groups
     )
@@ -108,11 +102,10 @@ def conv(
     x f[n, c, *space], weight f[o, c / groups, *window] -> out_dtype[n, o, *out_space].
     """
     _expect_pair(x, weight)
-    _check_options("amp_ir.conv", x.ndim - 2, strides, padding, dilation, out_dtype)
+    geometry = {"strides": strides, "padding": padding, "dilation": dilation}
+    _check_options("amp_ir.conv", x.ndim - 2, out_dtype, **geometry)
     _expect_channels(weight, x.shape[1], groups)
-    shape = convolved_shape(
-        x.shape, weight.shape, strides=strides, padding=padding, dilation=dilation
-    )
+    shape = convolved_shape(x.shape, weight.shape, **geometry)
     if min(shape[2:]) < 1:
         x.refuse("shape", f"space no smaller than the window {weight.shape[2:]} (with padding)")
     return Tensor(shape, out_dtype or x.dtype)
@@ -123,16 +116,29 @@ def _conv_backward_input(
     weight: torch.Tensor,
     *,
     input_shape: Shape,
-    strides: Shape,
-    padding: Shape,
-    dilation: Shape,
+    out_dtype: str | None,
+    **options: Any,
+) -> torch.Tensor:
+    return _gradient_of(grad, grad.new_empty(input_shape), weight, of_input=True, **options)
+
+
+def _transposed(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
     groups: int,
     out_dtype: str | None,
-) -> torch.Tensor:
-    return _gradient_of(
-        grad, grad.new_empty(input_shape), weight, strides=strides, padding=padding,
-        dilation=dilation, groups=groups, of_input=True,
-    )  # fmt: skip
+    geometry: dict[str, Shape],
+    **shape_option: Shape,
+) -> Tensor:
+    """Return the type of conv transposed; the one `shape_option` is the shape of its result."""
+    ((option, shape),) = shape_option.items()
+    _expect_pair(x, weight)
+    _check_options(op, x.ndim - 2, out_dtype, **geometry)
+    check_length(op, option, shape[2:], x.ndim - 2)
+    _expect_channels(weight, shape[1], groups)
+    x.expect_shape(convolved_shape(shape, weight.shape, **geometry))
+    return Tensor(tuple(shape), out_dtype or x.dtype)
 
 
 @define("amp_ir.conv_backward_input", "grad", "weight", reference=_conv_backward_input)
@@ -151,17 +157,9 @@ def conv_backward_input(
 
     grad f[n, o, *out_space], weight f[o, c / groups, *window] -> [*input_shape].
     """
-    _expect_pair(grad, weight)
+    geometry = {"strides": strides, "padding": padding, "dilation": dilation}
     op = "amp_ir.conv_backward_input"
-    _check_options(op, grad.ndim - 2, strides, padding, dilation, out_dtype)
-    check_length(op, "input_shape", input_shape[2:], grad.ndim - 2)
-    _expect_channels(weight, input_shape[1], groups)
-    grad.expect_shape(
-        convolved_shape(
-            input_shape, weight.shape, strides=strides, padding=padding, dilation=dilation
-        )
-    )
-    return Tensor(tuple(input_shape), out_dtype or grad.dtype)
+    return _transposed(op, grad, weight, groups, out_dtype, geometry, input_shape=input_shape)
 
 
 def _conv_backward_weight(
@@ -169,16 +167,10 @@ def _conv_backward_weight(
     x: torch.Tensor,
     *,
     weight_shape: Shape,
-    strides: Shape,
-    padding: Shape,
-    dilation: Shape,
-    groups: int,
     out_dtype: str | None,
+    **options: Any,
 ) -> torch.Tensor:
-    return _gradient_of(
-        grad, x, grad.new_empty(weight_shape), strides=strides, padding=padding,
-        dilation=dilation, groups=groups, of_input=False,
-    )  # fmt: skip
+    return _gradient_of(grad, x, grad.new_empty(weight_shape), of_input=False, **options)
 
 
 @define("amp_ir.conv_backward_weight", "grad", "x", reference=_conv_backward_weight)
@@ -196,20 +188,19 @@ def conv_backward_weight(
     """Return dweight of conv: grad f[n, o, *out_space], x f[n, c, *space] -> [*weight_shape]."""
     _expect_pair(grad, x)
     op = "amp_ir.conv_backward_weight"
-    _check_options(op, grad.ndim - 2, strides, padding, dilation, out_dtype)
+    geometry = {"strides": strides, "padding": padding, "dilation": dilation}
+    _check_options(op, grad.ndim - 2, out_dtype, **geometry)
     check_length(op, "weight_shape", weight_shape[2:], grad.ndim - 2)
     weight = Tensor(tuple(weight_shape), grad.dtype, f"option weight_shape of {op}")
     _expect_channels(weight, x.shape[1], groups)
-    grad.expect_shape(
-        convolved_shape(x.shape, weight.shape, strides=strides, padding=padding, dilation=dilation)
-    )
+    grad.expect_shape(convolved_shape(x.shape, weight.shape, **geometry))
     return Tensor(weight.shape, out_dtype or grad.dtype)
 
 
 def _conv_transpose(
-    x: torch.Tensor, weight: torch.Tensor, *, output_shape: Shape, **options: object
+    x: torch.Tensor, weight: torch.Tensor, *, output_shape: Shape, **options: Any
 ) -> torch.Tensor:
-    return _conv_backward_input(x, weight, input_shape=output_shape, **options)  # type: ignore[arg-type]
+    return _conv_backward_input(x, weight, input_shape=output_shape, **options)
 
 
 @define("amp_ir.conv_transpose", "x", "weight", reference=_conv_transpose)
@@ -230,14 +221,6 @@ def conv_transpose(
     `output_shape` is the whole shape, PyTorch's output_padding included. Its own gradients are
     conv(grad, weight) and conv_backward_weight(grad=x, x=grad, weight_shape=weight.shape).
     """
-    _expect_pair(x, weight)
+    geometry = {"strides": strides, "padding": padding, "dilation": dilation}
     op = "amp_ir.conv_transpose"
-    _check_options(op, x.ndim - 2, strides, padding, dilation, out_dtype)
-    check_length(op, "output_shape", output_shape[2:], x.ndim - 2)
-    _expect_channels(weight, output_shape[1], groups)
-    x.expect_shape(
-        convolved_shape(
-            output_shape, weight.shape, strides=strides, padding=padding, dilation=dilation
-        )
-    )
-    return Tensor(tuple(output_shape), out_dtype or x.dtype)
+    return _transposed(op, x, weight, groups, out_dtype, geometry, output_shape=output_shape)

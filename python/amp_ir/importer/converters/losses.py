@@ -8,7 +8,7 @@ from tvm import relax
 
 from amp_ir.importer.converters.emitter import Emitter, dtype_name
 from amp_ir.importer.converters.promotion import Scalar, dtype_of, promoted_dtype, shape_of
-from amp_ir.importer.converters.registry import converts
+from amp_ir.importer.converters.registry import Converter, converts
 
 aten = torch.ops.aten
 
@@ -56,79 +56,47 @@ def _alike(ops: Emitter, pred: relax.Expr, target: relax.Expr) -> tuple[relax.Ex
     )
 
 
-@converts(aten.mse_loss.default)
-def mse_loss(ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int = 1) -> relax.Expr:
-    """(pred - target) squared."""
-    return _loss(ops, "amp_ir.mse_loss", pred, target, reduction)
+def _pairwise(name: str, option: str | None) -> tuple[Converter, Converter]:
+    """Return the converters of a loss and of its gradient; `option` is its number, if it has one.
+
+    PyTorch's default for the number of each of them is 1.
+    """
+
+    def options(number: float) -> dict[str, float]:
+        return {} if option is None else {option: float(number)}
+
+    def loss(
+        ops: Emitter,
+        pred: relax.Expr,
+        target: relax.Expr,
+        reduction: int = 1,
+        number: float = 1.0,
+    ) -> relax.Expr:
+        return _loss(ops, name, pred, target, reduction, **options(number))
+
+    def gradient(
+        ops: Emitter,
+        grad: relax.Expr,
+        pred: relax.Expr,
+        target: relax.Expr,
+        reduction: int,
+        number: float = 1.0,
+    ) -> relax.Expr:
+        tensors = grad, pred, target
+        return _loss_gradient(ops, f"{name}_backward", tensors, reduction, **options(number))
+
+    return loss, gradient
 
 
-@converts(aten.mse_loss_backward.default)
-def mse_loss_backward(
-    ops: Emitter, grad: relax.Expr, pred: relax.Expr, target: relax.Expr, reduction: int
-) -> relax.Expr:
-    """Return the gradient of mse_loss."""
-    return _loss_gradient(ops, "amp_ir.mse_loss_backward", (grad, pred, target), reduction)
-
-
-@converts(aten.smooth_l1_loss.default)
-def smooth_l1_loss(
-    ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int = 1, beta: float = 1.0
-) -> relax.Expr:
-    """Return a loss that is squared below beta and linear above."""
-    return _loss(ops, "amp_ir.smooth_l1_loss", pred, target, reduction, beta=float(beta))
-
-
-@converts(aten.smooth_l1_loss_backward.default)
-def smooth_l1_loss_backward(
-    ops: Emitter,
-    grad: relax.Expr,
-    pred: relax.Expr,
-    target: relax.Expr,
-    reduction: int,
-    beta: float,
-) -> relax.Expr:
-    """Return the gradient of smooth_l1_loss."""
-    name = "amp_ir.smooth_l1_loss_backward"
-    return _loss_gradient(ops, name, (grad, pred, target), reduction, beta=float(beta))
-
-
-@converts(aten.huber_loss.default)
-def huber_loss(
-    ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int = 1, delta: float = 1.0
-) -> relax.Expr:
-    """Return a loss that is squared below delta and linear above with slope delta."""
-    return _loss(ops, "amp_ir.huber_loss", pred, target, reduction, delta=float(delta))
-
-
-@converts(aten.huber_loss_backward.default)
-def huber_loss_backward(
-    ops: Emitter,
-    grad: relax.Expr,
-    pred: relax.Expr,
-    target: relax.Expr,
-    reduction: int,
-    delta: float,
-) -> relax.Expr:
-    """Return the gradient of huber_loss."""
-    name = "amp_ir.huber_loss_backward"
-    return _loss_gradient(ops, name, (grad, pred, target), reduction, delta=float(delta))
-
-
-@converts(aten.soft_margin_loss.default)
-def soft_margin_loss(
-    ops: Emitter, pred: relax.Expr, target: relax.Expr, reduction: int = 1
-) -> relax.Expr:
-    """log(1 + exp(-target * pred))."""
-    return _loss(ops, "amp_ir.soft_margin_loss", pred, target, reduction)
-
-
-@converts(aten.soft_margin_loss_backward.default)
-def soft_margin_loss_backward(
-    ops: Emitter, grad: relax.Expr, pred: relax.Expr, target: relax.Expr, reduction: int
-) -> relax.Expr:
-    """Return the gradient of soft_margin_loss."""
-    name = "amp_ir.soft_margin_loss_backward"
-    return _loss_gradient(ops, name, (grad, pred, target), reduction)
+for _overload, _backward, _name, _option in (
+    (aten.mse_loss, aten.mse_loss_backward, "amp_ir.mse_loss", None),
+    (aten.soft_margin_loss, aten.soft_margin_loss_backward, "amp_ir.soft_margin_loss", None),
+    (aten.smooth_l1_loss, aten.smooth_l1_loss_backward, "amp_ir.smooth_l1_loss", "beta"),
+    (aten.huber_loss, aten.huber_loss_backward, "amp_ir.huber_loss", "delta"),
+):
+    _loss_converter, _gradient_converter = _pairwise(_name, _option)
+    converts(_overload.default)(_loss_converter)
+    converts(_backward.default)(_gradient_converter)
 
 
 @converts(aten.binary_cross_entropy.default)

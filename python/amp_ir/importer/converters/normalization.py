@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from tvm import relax
@@ -33,6 +33,38 @@ def statistics(ops: Emitter, values: Sequence[relax.Expr], first: int) -> list[r
     ]
 
 
+def _norm(
+    ops: Emitter, name: str, x: relax.Expr, *affine: MaybeTensor, **options: Any
+) -> Sequence[relax.Expr]:
+    """Return the result and its statistics; `affine` is (weight,) or (weight, bias)."""
+    flags = zip(("has_weight", "has_bias"), affine, strict=False)
+    options |= {flag: tensor is not None for flag, tensor in flags}
+    return statistics(ops, ops.call(name, x, *present(*affine), **options), 1)
+
+
+def _norm_backward(
+    ops: Emitter,
+    name: str,
+    tensors: Sequence[relax.Expr],
+    weight: MaybeTensor,
+    mask: Sequence[bool],
+    **options: int,
+) -> tuple[MaybeTensor, ...]:
+    """Return (dx, dweight, dbias if there is one), each where the mask requests it.
+
+    `tensors` are the gradient, x and the statistics.
+    """
+    dx, of_weight = None, [None] * (len(mask) - 1)
+    if mask[0]:
+        has_weight = weight is not None
+        operands = [*tensors, *present(weight)]
+        dx = ops.call(f"{name}_backward_input", *operands, **options, has_weight=has_weight)
+    if any(mask[1:]):
+        found = ops.call(f"{name}_backward_weight", *tensors, **options)
+        of_weight = list(found) if len(mask) == 3 else [found]
+    return wanted_of(ops, mask, dx, *of_weight)
+
+
 @converts(aten.native_layer_norm.default)
 def layer_norm(
     ops: Emitter,
@@ -43,16 +75,8 @@ def layer_norm(
     eps: float,
 ) -> Sequence[relax.Expr]:
     """(y, mean, rstd)."""
-    results = ops.call(
-        "amp_ir.layer_norm",
-        x,
-        *present(weight, bias),
-        ndim_normalized=len(normalized_shape),
-        eps=eps,
-        has_weight=weight is not None,
-        has_bias=bias is not None,
-    )
-    return statistics(ops, results, 1)
+    ndim = len(normalized_shape)
+    return _norm(ops, "amp_ir.layer_norm", x, weight, bias, ndim_normalized=ndim, eps=eps)
 
 
 @converts(aten.native_layer_norm_backward.default)
@@ -67,25 +91,9 @@ def layer_norm_backward(
     bias: MaybeTensor,
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
-    """Return (dx, dweight, dbias), each where the mask requests it."""
-    ndim = len(normalized_shape)
-    dx = dweight = dbias = None
-    if mask[0]:
-        dx = ops.call(
-            "amp_ir.layer_norm_backward_input",
-            grad,
-            x,
-            mean,
-            rstd,
-            *present(weight),
-            ndim_normalized=ndim,
-            has_weight=weight is not None,
-        )
-    if mask[1] or mask[2]:
-        dweight, dbias = ops.call(
-            "amp_ir.layer_norm_backward_weight", grad, x, mean, rstd, ndim_normalized=ndim
-        )
-    return wanted_of(ops, mask, dx, dweight, dbias)
+    """(dx, dweight, dbias)."""
+    tensors, ndim = (grad, x, mean, rstd), len(normalized_shape)
+    return _norm_backward(ops, "amp_ir.layer_norm", tensors, weight, mask, ndim_normalized=ndim)
 
 
 def wanted_of(ops: Emitter, mask: Sequence[bool], *values: MaybeTensor) -> tuple[MaybeTensor, ...]:
@@ -107,15 +115,9 @@ def rms_norm(
     """Return (y, rstd); eps None is the machine epsilon of the statistics' dtype."""
     statistic = dtype_name(ops.result[1].dtype)
     step = torch.finfo(torch.float64 if statistic == "float64" else torch.float32).eps
-    results = ops.call(
-        "amp_ir.rms_norm",
-        x,
-        *present(weight),
-        ndim_normalized=len(normalized_shape),
-        eps=step if eps is None else eps,
-        has_weight=weight is not None,
-    )
-    return statistics(ops, results, 1)
+    ndim = len(normalized_shape)
+    eps = step if eps is None else eps
+    return _norm(ops, "amp_ir.rms_norm", x, weight, ndim_normalized=ndim, eps=eps)
 
 
 @converts(aten._fused_rms_norm_backward.default)
@@ -129,21 +131,8 @@ def rms_norm_backward(
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
     """(dx, dweight)."""
-    ndim = len(normalized_shape)
-    dx = dweight = None
-    if mask[0]:
-        dx = ops.call(
-            "amp_ir.rms_norm_backward_input",
-            grad,
-            x,
-            rstd,
-            *present(weight),
-            ndim_normalized=ndim,
-            has_weight=weight is not None,
-        )
-    if mask[1]:
-        dweight = ops.call("amp_ir.rms_norm_backward_weight", grad, x, rstd, ndim_normalized=ndim)
-    return wanted_of(ops, mask, dx, dweight)
+    tensors, ndim = (grad, x, rstd), len(normalized_shape)
+    return _norm_backward(ops, "amp_ir.rms_norm", tensors, weight, mask, ndim_normalized=ndim)
 
 
 @converts(aten.native_group_norm.default)
@@ -159,16 +148,7 @@ def group_norm(
     eps: float,
 ) -> Sequence[relax.Expr]:
     """(y, mean, rstd)."""
-    results = ops.call(
-        "amp_ir.group_norm",
-        x,
-        *present(weight, bias),
-        groups=groups,
-        eps=eps,
-        has_weight=weight is not None,
-        has_bias=bias is not None,
-    )
-    return statistics(ops, results, 1)
+    return _norm(ops, "amp_ir.group_norm", x, weight, bias, groups=groups, eps=eps)
 
 
 @converts(aten.native_group_norm_backward.default)
@@ -185,24 +165,9 @@ def group_norm_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
-    """Return (dx, dweight, dbias), each where the mask requests it."""
-    dx = dweight = dbias = None
-    if mask[0]:
-        dx = ops.call(
-            "amp_ir.group_norm_backward_input",
-            grad,
-            x,
-            mean,
-            rstd,
-            *present(weight),
-            groups=groups,
-            has_weight=weight is not None,
-        )
-    if mask[1] or mask[2]:
-        dweight, dbias = ops.call(
-            "amp_ir.group_norm_backward_weight", grad, x, mean, rstd, groups=groups
-        )
-    return wanted_of(ops, mask, dx, dweight, dbias)
+    """(dx, dweight, dbias)."""
+    tensors = (grad, x, mean, rstd)
+    return _norm_backward(ops, "amp_ir.group_norm", tensors, weight, mask, groups=groups)
 
 
 @converts(aten._weight_norm_interface_backward.default)

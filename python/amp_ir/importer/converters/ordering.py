@@ -5,37 +5,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from tvm import relax
 
 from amp_ir.importer.converters.emitter import Emitter
 from amp_ir.importer.converters.promotion import dtype_of, is_float, shape_of
-from amp_ir.importer.converters.reductions import axes_of, extremum
-from amp_ir.importer.converters.registry import converts
+from amp_ir.importer.converters.reductions import ReductionOp, axes_of, extremum
+from amp_ir.importer.converters.registry import Converter, converts
 
 aten = torch.ops.aten
 
 
-@converts(aten.argmax.default)
-def argmax(
-    ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
-) -> relax.Expr:
-    """Return the first position of the largest element; of the flattened tensor without `dim`."""
-    return _arg_extremum(ops, relax.op.argmax, x, dim)
+PositionOp: TypeAlias = Callable[[relax.Expr, int, bool], relax.Expr]
 
 
-@converts(aten.argmin.default)
-def argmin(
-    ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
-) -> relax.Expr:
-    """Return the first position of the smallest element; of the flattened tensor without `dim`."""
-    return _arg_extremum(ops, relax.op.argmin, x, dim)
+def _first_position(op: PositionOp) -> Converter:
+    """Return a converter to the first position of an extremum; of all elements without `dim`."""
+
+    def convert(
+        ops: Emitter, x: relax.Expr, dim: int | None = None, keepdim: bool = False
+    ) -> relax.Expr:
+        return _arg_extremum(ops, op, x, dim)
+
+    return convert
 
 
 def _arg_extremum(
     ops: Emitter,
-    op: Callable[[relax.Expr, int, bool], relax.Expr],
+    op: PositionOp,
     x: relax.Expr,
     dim: int | None,
     shape: Sequence[int] | None = None,
@@ -49,22 +48,23 @@ def _arg_extremum(
     return ops.reshape(ops.emit(op(numbers, dim % len(shape_of(numbers)), True)), shape)
 
 
-@converts(aten.max.dim)
-def max_dim(
-    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
-) -> tuple[relax.Expr, relax.Expr]:
-    """Return (the largest elements, their first positions) along one axis."""
-    values = extremum(ops, relax.op.max, x, axes_of(x, dim), keepdims=keepdim)
-    return values, _arg_extremum(ops, relax.op.argmax, x, dim, shape_of(values))
+def _extremum_with_position(op: ReductionOp, position: PositionOp) -> Converter:
+    """Return a converter to (the extrema, their first positions) along one axis."""
+
+    def convert(
+        ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
+    ) -> tuple[relax.Expr, relax.Expr]:
+        values = extremum(ops, op, x, axes_of(x, dim), keepdims=keepdim)
+        return values, _arg_extremum(ops, position, x, dim, shape_of(values))
+
+    return convert
 
 
-@converts(aten.min.dim)
-def min_dim(
-    ops: Emitter, x: relax.Expr, dim: int, keepdim: bool = False
-) -> tuple[relax.Expr, relax.Expr]:
-    """Return (the smallest elements, their first positions) along one axis."""
-    values = extremum(ops, relax.op.min, x, axes_of(x, dim), keepdims=keepdim)
-    return values, _arg_extremum(ops, relax.op.argmin, x, dim, shape_of(values))
+max_dim = _extremum_with_position(relax.op.max, relax.op.argmax)
+converts(aten.max.dim)(max_dim)
+converts(aten.min.dim)(_extremum_with_position(relax.op.min, relax.op.argmin))
+converts(aten.argmax.default)(_first_position(relax.op.argmax))
+converts(aten.argmin.default)(_first_position(relax.op.argmin))
 
 
 @converts(aten.sort.default)

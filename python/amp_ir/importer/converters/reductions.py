@@ -12,12 +12,13 @@ from tvm import relax
 
 from amp_ir.importer.converters.emitter import Emitter
 from amp_ir.importer.converters.promotion import Scalar, dtype_of, shape_of
-from amp_ir.importer.converters.registry import converts
+from amp_ir.importer.converters.registry import Converter, converts
 
 aten = torch.ops.aten
 
 
 Axes: TypeAlias = Sequence[int] | int | None
+ReductionOp: TypeAlias = Callable[[relax.Expr, list[int], bool], relax.Expr]
 
 
 def axes_of(x: relax.Expr, dims: Axes) -> list[int]:
@@ -31,7 +32,7 @@ def axes_of(x: relax.Expr, dims: Axes) -> list[int]:
 
 def reduce(
     ops: Emitter,
-    op: Callable[[relax.Expr, list[int], bool], relax.Expr],
+    op: ReductionOp,
     x: relax.Expr,
     axes: list[int],
     *,
@@ -41,66 +42,48 @@ def reduce(
     return ops.emit(op(x, axes, keepdims)) if axes else x
 
 
-@converts(aten.sum.dim_IntList, aten.sum.default)
-def sum_(
-    ops: Emitter,
-    x: relax.Expr,
-    dims: Axes = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> relax.Expr:
-    """Return the sum in the result's dtype (int64 for integers and bool)."""
-    return reduce(ops, relax.op.sum, ops.cast(x, ops.dtype), axes_of(x, dims), keepdims=keepdim)
+def _reduction(op: ReductionOp) -> Converter:
+    def convert(
+        ops: Emitter,
+        x: relax.Expr,
+        dims: Axes = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> relax.Expr:
+        return reduce(ops, op, ops.cast(x, ops.dtype), axes_of(x, dims), keepdims=keepdim)
+
+    return convert
 
 
-@converts(aten.mean.dim, aten.mean.default)
-def mean(
-    ops: Emitter,
-    x: relax.Expr,
-    dims: Axes = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> relax.Expr:
-    """Return the mean in the result's dtype."""
-    return reduce(ops, relax.op.mean, ops.cast(x, ops.dtype), axes_of(x, dims), keepdims=keepdim)
+# In the result's dtype: int64 for sums and products of integers and bool.
+converts(aten.sum.dim_IntList, aten.sum.default)(_reduction(relax.op.sum))
+converts(aten.mean.dim, aten.mean.default)(_reduction(relax.op.mean))
+converts(aten.prod.dim_int, aten.prod.default)(_reduction(relax.op.prod))
 
 
-@converts(aten.prod.default)
-def prod(ops: Emitter, x: relax.Expr, *, dtype: torch.dtype | None = None) -> relax.Expr:
-    """Return the product of all elements."""
-    return reduce(ops, relax.op.prod, ops.cast(x, ops.dtype), axes_of(x, None), keepdims=False)
+def _extremum(op: ReductionOp, dtype: str | None = None) -> Converter:
+    """Return a converter to `op` over some axes of x, or of x in `dtype`."""
+
+    def convert(
+        ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False
+    ) -> relax.Expr:
+        numbers = x if dtype is None else ops.cast(x, dtype)
+        return ops.cast(extremum(ops, op, numbers, axes_of(x, dims), keepdims=keepdim), ops.dtype)
+
+    return convert
 
 
-@converts(aten.prod.dim_int)
-def prod_dim(
-    ops: Emitter,
-    x: relax.Expr,
-    dim: int,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> relax.Expr:
-    """Return the product along one axis."""
-    return reduce(ops, relax.op.prod, ops.cast(x, ops.dtype), axes_of(x, dim), keepdims=keepdim)
-
-
-@converts(aten.amax.default, aten.max.default)
-def amax(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
-    """Return the largest element."""
-    return extremum(ops, relax.op.max, x, axes_of(x, dims), keepdims=keepdim)
-
-
-@converts(aten.amin.default, aten.min.default)
-def amin(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
-    """Return the smallest element."""
-    return extremum(ops, relax.op.min, x, axes_of(x, dims), keepdims=keepdim)
+converts(aten.amax.default, aten.max.default)(_extremum(relax.op.max))
+converts(aten.amin.default, aten.min.default)(_extremum(relax.op.min))
+# Some element is not zero, and none is zero.
+converts(aten.any.default, aten.any.dim, aten.any.dims)(_extremum(relax.op.max, "bool"))
+converts(aten.all.default, aten.all.dim, aten.all.dims)(_extremum(relax.op.min, "bool"))
 
 
 def extremum(
     ops: Emitter,
-    op: Callable[[relax.Expr, list[int], bool], relax.Expr],
+    op: ReductionOp,
     x: relax.Expr,
     axes: list[int],
     *,
@@ -109,20 +92,6 @@ def extremum(
     """Reduce with max or min; bool is reduced as int8, since TVM does not order it."""
     numbers = ops.cast(x, "int8") if dtype_of(x) == "bool" else x
     return ops.cast(reduce(ops, op, numbers, axes, keepdims=keepdims), dtype_of(x))
-
-
-@converts(aten.any.default, aten.any.dim, aten.any.dims)
-def any_(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
-    """Return whether some element is not zero."""
-    value = extremum(ops, relax.op.max, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
-    return ops.cast(value, ops.dtype)
-
-
-@converts(aten.all.default, aten.all.dim, aten.all.dims)
-def all_(ops: Emitter, x: relax.Expr, dims: Axes = None, keepdim: bool = False) -> relax.Expr:
-    """Whether no element is zero."""
-    value = extremum(ops, relax.op.min, ops.cast(x, "bool"), axes_of(x, dims), keepdims=keepdim)
-    return ops.cast(value, ops.dtype)
 
 
 @converts(aten.var.correction)
@@ -240,24 +209,16 @@ def _norm(
     return ops.binary(relax.op.power, total, 1.0 / order)
 
 
-@converts(aten.cumsum.default)
-def cumsum(
-    ops: Emitter, x: relax.Expr, dim: int, *, dtype: torch.dtype | None = None
-) -> relax.Expr:
-    """Return running sums along one axis, in the result's dtype (int64 for integers and bool)."""
-    return _scan(ops, relax.op.cumsum, x, dim)
+def _scan(op: Callable[[relax.Expr, int], relax.Expr]) -> Converter:
+    def convert(
+        ops: Emitter, x: relax.Expr, dim: int, *, dtype: torch.dtype | None = None
+    ) -> relax.Expr:
+        value = ops.cast(x, ops.dtype)
+        return ops.emit(op(value, dim % len(ops.shape))) if ops.shape else value
+
+    return convert
 
 
-@converts(aten.cumprod.default)
-def cumprod(
-    ops: Emitter, x: relax.Expr, dim: int, *, dtype: torch.dtype | None = None
-) -> relax.Expr:
-    """Return running products along one axis."""
-    return _scan(ops, relax.op.cumprod, x, dim)
-
-
-def _scan(
-    ops: Emitter, op: Callable[[relax.Expr, int], relax.Expr], x: relax.Expr, dim: int
-) -> relax.Expr:
-    value = ops.cast(x, ops.dtype)
-    return ops.emit(op(value, dim % len(ops.shape))) if ops.shape else value
+# Along one axis, in the result's dtype: int64 for integers and bool.
+converts(aten.cumsum.default)(_scan(relax.op.cumsum))
+converts(aten.cumprod.default)(_scan(relax.op.cumprod))

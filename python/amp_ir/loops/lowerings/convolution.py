@@ -98,60 +98,30 @@ def conv(
     return _summed(op, (channels, *weight.shape[2:]), compute_dtype(x.dtype), body)
 
 
-def _backward_input(
-    op: Lowering,
-    grad: Value,
-    weight: Value,
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Value:
-    geometry = _Geometry(op.results[0].shape[2:], grad.shape[2:], strides, padding, dilation)
-    out_channels, channels = weight.shape[0] // groups, weight.shape[1]
-
-    def body(i: Any, s: Any) -> tuple[Any, Any]:
-        (n, c, *inputs), (o, *places) = i, s
-        at, valid = geometry.outputs(inputs, places)
-        channel = tirx.floordiv(c, _number(channels)) * out_channels + o
-        inner = tirx.floormod(c, _number(channels))
-        return grad[(n, channel, *at)] * weight[(channel, inner, *places)], valid
-
-    return _summed(op, (out_channels, *weight.shape[2:]), compute_dtype(grad.dtype), body)
-
-
-@lowers("amp_ir.conv_backward_input")
-def conv_backward_input(
-    op: Lowering,
-    grad: Value,
-    weight: Value,
-    *,
-    input_shape: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int = 1,
-    out_dtype: str | None = None,
-) -> Value:
-    """Sum over [output channels per group, *window]."""
-    return _backward_input(op, grad, weight, strides, padding, dilation, groups)
-
-
-@lowers("amp_ir.conv_transpose")
+@lowers("amp_ir.conv_backward_input", "amp_ir.conv_transpose")
 def conv_transpose(
     op: Lowering,
     x: Value,
     weight: Value,
     *,
-    output_shape: Sequence[int],
     strides: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int = 1,
-    out_dtype: str | None = None,
+    **_result: Any,
 ) -> Value:
-    """Sum over [input channels per group, *window]: the opposite convolution's input gradient."""
-    return _backward_input(op, x, weight, strides, padding, dilation, groups)
+    """Sum over [x's channels per group, *window]; x may be the gradient of a convolution."""
+    geometry = _Geometry(op.results[0].shape[2:], x.shape[2:], strides, padding, dilation)
+    in_channels, channels = weight.shape[0] // groups, weight.shape[1]
+
+    def body(i: Any, s: Any) -> tuple[Any, Any]:
+        (n, c, *outputs), (k, *places) = i, s
+        at, valid = geometry.outputs(outputs, places)
+        channel = tirx.floordiv(c, _number(channels)) * in_channels + k
+        inner = tirx.floormod(c, _number(channels))
+        return x[(n, channel, *at)] * weight[(channel, inner, *places)], valid
+
+    return _summed(op, (in_channels, *weight.shape[2:]), compute_dtype(x.dtype), body)
 
 
 @lowers("amp_ir.conv_backward_weight")
