@@ -32,7 +32,7 @@ def in_emulator(test: Callable[..., None]) -> Callable[..., None]:
         __tracebackhide__ = True
         worker().run(test.__module__, test.__qualname__, arguments)
 
-    return _skipped(sent)
+    return pytest.mark.emulator(_skipped(sent))
 
 
 def _skipped(test: Callable[..., None]) -> Callable[..., None]:
