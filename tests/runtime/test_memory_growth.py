@@ -11,6 +11,7 @@ import pytest
 MEASURE = """
 import ctypes, gc
 import torch, amp_ir
+from amp_ir.vm.build import LIBRARIES
 
 def resident():
     gc.collect()
@@ -26,6 +27,7 @@ def compiled():
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
+    LIBRARIES.clear()  # else the machine code is that of the step before
     return amp_ir.jit(step, model=model, optimizer=optimizer)
 
 batch = torch.randn(16, 32), torch.randint(0, 4, (16,))

@@ -87,6 +87,7 @@ def test_a_step_is_the_same_to_the_bit_whatever_number_of_threads_built_it(threa
             training.step, training.batch, model=training.model, optimizer=training.optimizer
         )
         threads(count)
+        build_stage.LIBRARIES.clear()
         train = amp_ir.compile(amp_ir.autocast(mod, amp_dtype="bfloat16"))
         threads(1)
         losses = [train(*training.batch).clone() for _ in range(3)]
@@ -111,6 +112,7 @@ def test_kernels_that_may_overwrite_an_input_make_all_of_a_step_careful(threads)
 
     planned = pipeline.lower(mod)
     with pytest.MonkeyPatch.context() as patch:
+        build_stage.LIBRARIES.clear()
         patch.setattr(build_stage, "build_side_by_side", noted)
         build_stage.build(planned)
     (promises,) = seen

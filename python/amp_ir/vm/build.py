@@ -20,6 +20,7 @@ from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.target import CompileTarget, cpu
 from amp_ir.standalone import LAUNCH_ADDRESS, SET_LAUNCH
 from amp_ir.vm.kernel_libraries import build_side_by_side
+from amp_ir.vm.library_cache import LibraryCache
 
 # Kernels reach their thread pool through this variable of the compiled module.
 _LAUNCH_SETTER = f"""
@@ -121,6 +122,9 @@ def _register_pipeline(name: str, lowering: tvm.transform.Pass) -> str:
     return name
 
 
+# What this process has compiled; emptied by those who time a compilation.
+LIBRARIES = LibraryCache()
+
 KERNEL_PIPELINE = _register_pipeline("amp_ir", lower_kernels)
 CUDA_PIPELINE = _register_pipeline("amp_ir_cuda", lower_cuda_kernels)
 
@@ -170,20 +174,33 @@ def _compile_in_memory(
         ir = _lower_main()(step.ir)
         builder = relax.ExecBuilder()
         kernels = vm_build._filter_tir(vm_build._vmcodegen(builder, ir, "bytecode"))
-        libraries = build_side_by_side(
-            {} if kernels is None else dict(_equally_careful(kernels).functions),
-            KERNEL_PIPELINE,
-            built_for,
-            opt_level=opt_level,
-            of_all=_launch_setter,
+        kernels = tvm.IRModule({}) if kernels is None else _equally_careful(kernels)
+        # Nothing else decides what the machine code does; not how many threads compiled it.
+        compiled_for = f"{built_for} at opt_level {opt_level}"
+        library = LIBRARIES.of(
+            kernels, compiled_for, lambda: _build_libraries(kernels, built_for, opt_level)
         )
-        first, *others = libraries
-        for library in libraries:
-            _use_openmp(library)
-        for library in others:
-            first.import_module(library)
-        linked = vm_build._ffi_api.VMLink(builder, built_for, first, [], {})
+        linked = vm_build._ffi_api.VMLink(builder, built_for, library, [], {})
         return relax.VMExecutable(linked)
+
+
+def _build_libraries(
+    kernels: tvm.IRModule, target: tvm.target.Target, opt_level: int
+) -> tvm.runtime.Module:
+    """Return a library of some of the kernels, which imports those of the others."""
+    libraries = build_side_by_side(
+        dict(kernels.functions),
+        KERNEL_PIPELINE,
+        target,
+        opt_level=opt_level,
+        of_all=_launch_setter,
+    )
+    first, *others = libraries
+    for library in libraries:
+        _use_openmp(library)
+    for library in others:
+        first.import_module(library)
+    return first
 
 
 def _use_openmp(library: tvm.runtime.Module) -> None:
