@@ -12,8 +12,8 @@ from tvm import relax
 
 from amp_ir.amp.autocast import autocast
 from amp_ir.amp.overrides import Override
-from amp_ir.amp.uncast import uncast
 from amp_ir.ir.interpreter import interpret
+from amp_ir.ir.uncast import uncast
 from random_steps import random_inputs, random_step
 
 DRAWS = st.lists(st.integers(0, 999), min_size=20, max_size=80)

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 import amp_ir
 from amp_ir.amp.autocast import autocast
-from amp_ir.amp.uncast import uncast
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.step_module import Role
+from dataflow_graph import nodes_of
 from pytorch_peer import on_any_machine
 from small_workloads import WORKLOADS
 
@@ -73,10 +73,19 @@ def relative_error(got, exact):
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_erasing_the_casts_gives_the_captured_step_bit_for_bit(name, amp_dtype):
     captured = Captured(name, 0)
-    plain = uncast(autocast(captured.mod, amp_dtype=amp_dtype))
+    plain = autocast(captured.mod, amp_dtype=amp_dtype).without_casts()
     expected = interpret(captured.mod, captured.inputs)
     for got, value in zip(interpret(plain, captured.inputs), expected, strict=True):
         assert torch.equal(got, value)
+
+
+@pytest.mark.parametrize("out_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_step_without_its_casts_is_the_captured_one_node_for_node(name, out_dtype):
+    mod = Captured(name, 0).mod
+    plain = autocast(mod, amp_dtype="bfloat16", out_dtype=out_dtype).without_casts()
+    assert nodes_of(plain.ir) == nodes_of(mod.ir)
+    assert plain.signature == mod.signature and plain.plan is None
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -4,7 +4,7 @@
 In the order of use: `hints` (what a rule returns), `type_hints` (the rules), `overrides` (how a
 user changes them), `step_graph` (the IR as records), `decisions` (the rules applied to a step),
 `kernels` and `placement` (the dtype of free ops), `reads` and `rewrite` (casts), `autocast` (the
-pass), `plan` (the decisions as data), `uncast` (the proof that only dtypes changed).
+pass), `plan` (the decisions as data), `amp_ir.ir.uncast` (the proof that only dtypes changed).
 """
 
 import warnings

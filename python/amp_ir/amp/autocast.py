@@ -24,9 +24,10 @@ from amp_ir.amp.plan import CastPlan, PlanCost
 from amp_ir.amp.policies import find_policy
 from amp_ir.amp.real_kernels import without_optimizer
 from amp_ir.amp.record_plan import make_plan, replay
-from amp_ir.amp.rewrite import ATTRIBUTE, rewrite
+from amp_ir.amp.rewrite import rewrite
 from amp_ir.errors import OptionError, UnsupportedOpError
 from amp_ir.host import native
+from amp_ir.ir.call_attributes import AMP_DTYPE
 from amp_ir.ir.step_graph import StepGraph, read_step
 from amp_ir.ir.step_module import Role, StepModule
 
@@ -211,7 +212,7 @@ def _rewritten_at_once(
     else:
         decisions, dtypes = replay(plan, graph, choices.amp_dtype), list(plan.output_dtypes)
     rewritten = rewrite(graph, decisions, places, choices.amp_dtype, dtypes)
-    function = rewritten.function.with_attr(ATTRIBUTE, choices.amp_dtype)
+    function = rewritten.function.with_attr(AMP_DTYPE, choices.amp_dtype)
     new_ir = tvm.IRModule({gv: ir[gv] for gv in ir.get_global_vars()}, attrs=ir.attrs)
     new_ir.update_func(new_ir.get_global_var("main"), function)
     made = plan or make_plan(
@@ -264,7 +265,7 @@ def _went_through(ir: tvm.IRModule, amp_dtype: str) -> bool:
     if "main" not in [gv.name_hint for gv in ir.get_global_vars()]:
         return False
     attributes = ir["main"].attrs
-    before = attributes.get(ATTRIBUTE) if attributes is not None else None
+    before = attributes.get(AMP_DTYPE) if attributes is not None else None
     if before is not None and str(before) != amp_dtype:
         raise OptionError(
             f"the module went through autocast with amp_dtype={str(before)!r} already; "

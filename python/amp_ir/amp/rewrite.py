@@ -27,10 +27,9 @@ from amp_ir.amp.kernels import Places
 from amp_ir.amp.reads import Reads, fits_low_exactly, plan_reads
 from amp_ir.dialect.registry import DECLARATIONS, call_op, options_of
 from amp_ir.errors import RuleError
+from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.step_graph import Op, StepGraph, Tree, leaves
 
-# Marks a function that went through autocast, with its low dtype.
-ATTRIBUTE = "amp_ir.amp_dtype"
 # Calls that state the dtype of their result in an option, whatever that of their arguments.
 _SET_BY_OPTION = frozenset(
     {
@@ -325,11 +324,3 @@ def with_out_dtype(call: relax.Call, dtype: str) -> tvm.ir.Attrs:
     """Return the attributes of a matmul or convolution with another dtype of its result."""
     kind, fields = attribute_fields(call.attrs)
     return tvm.ir.make_node(kind, **{**fields, "out_dtype": dtype})
-
-
-def attribute_fields(attributes: tvm.ir.Attrs) -> tuple[str, dict[str, Any]]:
-    """Return the kind of an attribute node and its fields."""
-    if isinstance(attributes, tvm.ir.attrs.DictAttrs):
-        return "ir.DictAttrs", dict(attributes)
-    info = type(attributes).__dict__["__tvm_ffi_type_info__"]
-    return info.type_key, {field.name: getattr(attributes, field.name) for field in info.fields}

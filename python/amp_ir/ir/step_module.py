@@ -11,6 +11,9 @@ import attrs
 import torch
 import tvm
 
+from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.uncast import uncast
+
 
 class Role(enum.Enum):
     """The role of a step's input or output for the user."""
@@ -167,6 +170,21 @@ class StepModule:
         """Return the same step that draws random numbers from another state, and advances it."""
         names = {one.name for one in self.signature.inputs if one.role is Role.RANDOM_STATE}
         return attrs.evolve(self, state={**self.state, **dict.fromkeys(names, random_state)})
+
+    def without_casts(self) -> StepModule:
+        """Return the step as it was before `amp_ir.autocast`, node for node.
+
+        Every cast that autocast inserted is gone, and what it stored low is float32 again, results
+        of an `out_dtype` too. Casts that you wrote stay.
+        """
+        ir = uncast(self.ir)
+        fields = Dataflow(ir).result.ty.fields
+        outputs = tuple(
+            attrs.evolve(one, dtype=str(field.dtype))
+            for one, field in zip(self.signature.outputs, fields, strict=True)
+        )
+        signature = attrs.evolve(self.signature, outputs=outputs)
+        return attrs.evolve(self, ir=ir, signature=signature, plan=None)
 
     def script(self) -> str:
         """Return the IR as TVMScript text."""

@@ -7,33 +7,29 @@ that was stored low is float32 again. The user's own casts stay.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
-from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
-from amp_ir.amp.rewrite import ATTRIBUTE, attribute_fields
-from amp_ir.ir.dataflow import Dataflow
-from amp_ir.ir.step_module import StepModule
+from amp_ir.ir.call_attributes import AMP_DTYPE, attribute_fields
+from amp_ir.ir.dataflow import Dataflow, op_name
+from amp_ir.ir.step_graph import VIEWS
 
-Module = TypeVar("Module", StepModule, tvm.IRModule)
+FULL_DTYPE = "float32"
+LOW_DTYPES = ("float16", "bfloat16")
 
 
-def uncast(mod: Module) -> Module:
-    """Return the module with float32 wherever autocast chose a low dtype (for tests)."""
-    if isinstance(mod, StepModule):
-        return mod.with_ir(uncast(mod.ir))
+def uncast(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return the module with float32 wherever autocast chose a low dtype.
+
+    Its nodes are those of the module before autocast; views may be bound in another order.
+    """
     flow = Dataflow(mod)
     uncaster = _Uncaster()
     for variable, value in flow.values.items():
         uncaster.bind(variable, value)
-    output = uncaster.read(flow.result)
-    last = relax.Var("outputs", output.ty)
-    uncaster.bindings.append(relax.VarBinding(last, output))
-    new = flow.finish(uncaster.bindings, last)
-    new.update_func(new.get_global_var("main"), new["main"].without_attr(ATTRIBUTE))
+    new = flow.finish(uncaster.bindings, uncaster.read(flow.result))
+    new.update_func(new.get_global_var("main"), new["main"].without_attr(AMP_DTYPE))
     return new
 
 
@@ -41,16 +37,25 @@ class _Uncaster:
     def __init__(self) -> None:
         self.bindings: list[relax.Binding] = []
         self.now: dict[relax.Var, relax.Expr] = {}
+        self.views: dict[tuple[str, relax.Expr], relax.Var] = {}
         self.builder = relax.BlockBuilder()
 
     def bind(self, variable: relax.Var, value: relax.Expr) -> None:
-        if isinstance(value, relax.Call) and value.op.name == "amp_ir.cast":
+        name = op_name(value)
+        if name == "amp_ir.cast":
             self.now[variable] = self.read(value.args[0])
             return
-        new = self.call(value) if isinstance(value, relax.Call) else self.read(value)
-        bound = relax.DataflowVar(variable.name, new.ty)
+        new = self.call(value) if name else self.read(value)
+        # Autocast repeats a view, under its name, for each dtype that is read through it.
+        key = (str(variable.name), new.args[0]) if name in VIEWS else None
+        if key is not None and key in self.views:
+            self.now[variable] = self.views[key]
+            return
+        bound = type(variable)(variable.name, new.ty)
         self.bindings.append(relax.VarBinding(bound, new))
         self.now[variable] = bound
+        if key is not None:
+            self.views[key] = bound
 
     def call(self, call: relax.Call) -> relax.Call:
         args = [self.read(argument) for argument in call.args]
@@ -62,8 +67,8 @@ class _Uncaster:
         if was_low:
             args = [_widen_constant(argument) for argument in args]
         attributes = call.attrs
-        if str(getattr(attributes, "out_dtype", "") or "") in LOW_DTYPES and was_low:
-            attributes = _with_full_result(call)
+        if was_low and str(getattr(attributes, "out_dtype", "") or "") in (FULL_DTYPE, *LOW_DTYPES):
+            attributes = _with_own_result(call)
         new = relax.Call(call.op, args, attributes, list(call.ty_args), call.span)
         return self.builder.normalize(new)
 
@@ -84,7 +89,7 @@ def _widen_constant(expr: relax.Expr) -> relax.Expr:
     return expr
 
 
-def _with_full_result(call: relax.Call) -> tvm.ir.Attrs:
-    """Return the attributes of a call with a float32 result."""
+def _with_own_result(call: relax.Call) -> tvm.ir.Attrs:
+    """Return the attributes of a call whose result has the dtype of its arguments."""
     kind, fields = attribute_fields(call.attrs)
-    return tvm.ir.make_node(kind, **{**fields, "out_dtype": FULL_DTYPE})
+    return tvm.ir.make_node(kind, **{**fields, "out_dtype": None})
