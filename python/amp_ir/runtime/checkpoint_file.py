@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of a checkpoint: `torch.save`'s file, sealed with a digest of all its bytes.
 
-The seal is the comment at the end of the zip file, which PyTorch and zip tools ignore:
-
-    amp_ir checkpoint format 2 sha256 5f1c...
-
-and the SHA-256 is of every byte before it. It is checked before PyTorch sees the file, whose
+The seal (files/sealed_zip.py) is checked before PyTorch sees the file, whose
 reader checks no CRC and trusts the lengths that it reads. The dictionary also has an entry
 "amp_ir", so that a file that lost its seal does not pass for one of amp_ir 0.1.0. Those had none:
 they are read with a warning where the CRCs of the zip file are right, since a run may depend on
@@ -14,9 +10,7 @@ one.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import warnings
 import zipfile
 from typing import Any, BinaryIO
@@ -25,17 +19,15 @@ import torch
 
 from amp_ir.errors import ArgumentError, FileFormatError
 from amp_ir.files.atomic_file import atomic_file
+from amp_ir.files.sealed_zip import Seal
 
 FORMAT = 2
 # The entry of the dictionary that says that there must be a seal, by this text.
 ENTRY = "amp_ir"
 MARK = "this checkpoint ends with a seal"
-_HEAD = b"amp_ir checkpoint format %d sha256 "
-_SEAL = re.compile(rb"amp_ir checkpoint format (\d{1,9}) sha256 \Z")
-_HEX_BYTES = 64
-_LONGEST_SEAL_BYTES = 128
 _CHUNK_BYTES = 1 << 20
 _REMEDY = "take an earlier checkpoint; nothing was loaded"
+_SEAL = Seal("checkpoint", FORMAT, _REMEDY)
 
 
 def write_states(path: str | os.PathLike[str], states: dict[str, Any]) -> None:
@@ -48,7 +40,7 @@ def write_states(path: str | os.PathLike[str], states: dict[str, Any]) -> None:
     with atomic_file(path) as file:
         torch.save(states, file)
         _refuse_objects(file)
-        _seal(file)
+        _SEAL.append(file)
 
 
 def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -59,7 +51,7 @@ def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     with open(path, "rb") as file:
-        is_sealed = _check_seal(file, path)
+        is_sealed = _SEAL.check(file, path)
         if not is_sealed:
             _check_unsealed(file, path)
         file.seek(0)
@@ -74,50 +66,6 @@ def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
         found = type(states).__name__
         raise FileFormatError(f"{path} is no checkpoint: it holds a {found}, expected a dictionary")
     return states
-
-
-def _seal(file: BinaryIO) -> None:
-    """Append the comment, after its length in the last two bytes of the zip file."""
-    head = _HEAD % FORMAT
-    file.seek(-2, os.SEEK_END)
-    file.write((len(head) + _HEX_BYTES).to_bytes(2, "little") + head)
-    digest = _digest(file, file.tell())
-    file.seek(0, os.SEEK_END)
-    file.write(digest.encode())
-
-
-def _check_seal(file: BinaryIO, path: str | os.PathLike[str]) -> bool:
-    """Return whether the file has a seal; refuse a broken one."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(end - _LONGEST_SEAL_BYTES, 0))
-    tail = file.read()
-    found = _SEAL.search(tail[:-_HEX_BYTES])
-    if found is None:
-        return False
-    if int(found[1]) > FORMAT:
-        raise FileFormatError(
-            f"{path} has format {int(found[1])}, and this version of amp_ir reads up to {FORMAT}; "
-            "it was written by a newer one: use that to load it"
-        )
-    made, said = _digest(file, end - _HEX_BYTES), tail[-_HEX_BYTES:].decode("latin-1")
-    if made != said:
-        raise FileFormatError(
-            f"{path} is damaged: the SHA-256 of its content is {made}, and its seal says {said!r}; "
-            f"{_REMEDY}"
-        )
-    return True
-
-
-def _digest(file: BinaryIO, nbytes: int) -> str:
-    digest = hashlib.sha256()
-    file.seek(0)
-    while nbytes:
-        chunk = file.read(min(nbytes, _CHUNK_BYTES))
-        if not chunk:
-            break  # cut off meanwhile: another digest
-        digest.update(chunk)
-        nbytes -= len(chunk)
-    return digest.hexdigest()
 
 
 def _check_unsealed(file: BinaryIO, path: str | os.PathLike[str]) -> None:
