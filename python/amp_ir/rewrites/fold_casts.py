@@ -17,6 +17,8 @@ from amp_ir.ir.static_shape import extents_of
 
 CASTS = ("amp_ir.cast", "relax.astype")
 _VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze")
+# Their result for a narrow number is a narrow number, and the same in both dtypes.
+_EXACT = ("relax.nn.relu", "relax.negative", "relax.abs")
 # Every value of the first dtype is a value of each that follows.
 _WIDENS_TO = {
     "float16": ("float32", "float64"),
@@ -109,6 +111,9 @@ class _Folder:
         if narrow is None:
             return call
         narrow_dtype = str(narrow.ty.dtype)
+        is_back = narrow_dtype == dtype and call.op.name == "relax.astype"
+        if not is_back and any(view.op.name in _EXACT for view in views):
+            return call
         for view in reversed(views):
             ty = relax.TensorType(view.ty.shape, narrow_dtype)
             narrow = self.bind_new(with_arguments(view, [narrow, *view.args[1:]], ty))
@@ -125,7 +130,8 @@ class _Folder:
                 inner = value.args[0]
                 widens = str(value.ty.dtype) in _WIDENS_TO.get(str(inner.ty.dtype), ())
                 return (inner, views) if widens else (None, views)
-            if value.op.name not in _VIEWS:
+            is_exact = value.op.name in _EXACT and self.flow.uses[source] == 1
+            if value.op.name not in _VIEWS and not is_exact:
                 break
             views.append(value)
             source = value.args[0]
