@@ -17,6 +17,7 @@ PACKAGE = ROOT / "python" / "amp_ir"
 # line, in the order in which a step passes through them, and none of them imports another.
 STAGES = "capture importer loss_scaling rewrites amp dispatch loops memory vm runtime report"
 LAYERS = [
+    "version",
     "errors",
     "standalone",  # runs a compiled file with TVM's runtime alone, so it imports nothing
     "loaded_step",  # its old name
@@ -30,6 +31,7 @@ LAYERS = [
     "api",
     "demo",
     "jit_step",
+    "inference",
     "cli",
     "__main__",
     "__init__",

@@ -15,6 +15,7 @@ PRINTED = {
     "README.md": [],
     "docs/gpu.md": ["sm_90"],
     "docs/guide.md": ["relax.matmul", "{'epoch': 1}"],
+    "docs/inference.md": ["ConvertedModel(2 programs", "R.function"],
     "docs/loss_scaling.md": [
         "StepRecord(step=0, skipped=False, scale=65536.0",
         "call scaler.unscale_(optimizer) before this line",

@@ -31,6 +31,9 @@ from amp_ir.api import (
     tune,
 )
 from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.inference.convert import convert_model
+from amp_ir.inference.converted_model import ConvertedModel
+from amp_ir.inference.model_file import load, save
 from amp_ir.ir.location import autocast_off
 from amp_ir.ir.step_log import StepLog, StepRecord
 from amp_ir.ir.step_module import Role, Signature, StepModule
@@ -42,12 +45,14 @@ from amp_ir.report.memory import MemoryReport
 from amp_ir.report.tuning_times import MatmulTimes
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.runtime.step import CompiledStep
+from amp_ir.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CastPlan",
     "CompiledStep",
+    "ConvertedModel",
     "CustomTypeHint",
     "KernelProfile",
     "MatmulTimes",
@@ -63,6 +68,7 @@ __all__ = [
     "autocast",
     "autocast_off",
     "compile",
+    "convert_model",
     "errors",
     "explain_plan",
     "get_gflops",
@@ -70,10 +76,12 @@ __all__ = [
     "get_peak_memory",
     "jit",
     "list_ops",
+    "load",
     "load_checkpoint",
     "memory_report",
     "profile_kernels",
     "profile_vm_model",
+    "save",
     "save_checkpoint",
     "scale_loss",
     "trace_memory",

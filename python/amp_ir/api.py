@@ -258,14 +258,18 @@ def compile_step(
     with stage("vm", planned, seconds_by_stage(seconds)):
         executable = build_stage.build(planned, target, device, opt_level=opt_level)
     program = _program(executable, planned, mod, mod.state, device)
-    report = CompileReport(seconds, executable.kernel_count, planned.plan, planned.dispatched)
+    options = {"device": device, "opt_level": opt_level, "rounding": rounding}
+    options["memory_budget"] = memory_budget
+    report = CompileReport(
+        seconds, executable.kernel_count, planned.plan, planned.dispatched, options
+    )
     text = functools.partial(
-        _text_after, mod, target=target, rounding=rounding, memory_budget=memory_budget
+        text_after, mod, target=target, rounding=rounding, memory_budget=memory_budget
     )
     return CompiledStep(mod, program, report, text)
 
 
-def _text_after(mod: StepModule, name: str, **options: Any) -> str:
+def text_after(mod: StepModule, name: str, **options: Any) -> str:
     """Lower the step once more, and return its program after the stage `name` as text.
 
     Raises:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 from tvm import relax
+from tvm.relax import op
 
 from amp_ir.amp.autocast import autocast
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import KINDS, POLICIES, list_ops
 from amp_ir.errors import OptionError
-from small_programs import dtypes_of, two_layers
+from small_programs import at, dtypes_of, program, two_layers
 
 
 def matmul_inputs(*overrides, **options):
@@ -127,3 +128,24 @@ def test_unknown_names_are_refused():
         autocast(two_layers(), policy="O2")
     with pytest.raises(OptionError, match="kind is 'fp16'; expected one of 'low'"):
         list_ops("default", "fp16")
+
+
+def test_an_override_selects_by_options_and_types():
+    def build(e, x, w):
+        first = e(at(op.nn.softmax(x, axis=0), "a"))
+        second = e(at(op.nn.softmax(first, axis=1), "b"))
+        return e(at(op.matmul(second, w), "c"))
+
+    mod = program(build, (4, 8), (8, 8))
+
+    def dtypes(**attributes):
+        override = Override(op="relax.nn.softmax", to="low", attributes=attributes)
+        low = autocast(mod, amp_dtype="bfloat16", overrides=[override])
+        return [result for _, result in dtypes_of(low, "relax.nn.softmax")]
+
+    assert dtypes(axis=[0]) == ["bfloat16", "float32"]
+    assert dtypes(axis=["1"]) == ["float32", "bfloat16"]
+    assert dtypes(axis=[0, 1], input_ndim=[2]) == ["bfloat16", "bfloat16"]
+    assert dtypes(axis=[0], input_shape=[(4, 8)], input_dtype=["float32"])[0] == "bfloat16"
+    with pytest.raises(OptionError, match="each word matches some call, but no call matches"):
+        dtypes(axis=[0], input_ndim=[3])

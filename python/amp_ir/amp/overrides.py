@@ -9,14 +9,19 @@ import inspect
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 import attrs
 import tvm
+import tvm_ffi
+from tvm import relax
 
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE, RULES, Rule
 from amp_ir.amp.policies import Policy
 from amp_ir.errors import OptionError, RuleError
+from amp_ir.ir.call_attributes import attribute_fields
+from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import Op, StepGraph, leaves
 
 PHASES = ("forward", "backward", "optimizer")
@@ -108,6 +113,9 @@ class Override:
         to: "float32"; "low", the low dtype for the arguments and the result; "free", the placement
             chooses; "original", the dtypes of the user's program.
         argument: position of the one argument to change; the result then keeps its dtype.
+        attributes: options of the op, and the values with which a call is selected:
+            {"groups": (32,)}; with several, all of them must fit. Of the types there are
+            "input_dtype", "input_ndim" and "input_shape" of the first tensor that the call reads.
 
     Precedence: of several that match a call, the last in the list decides. An override comes after
     everything else: the rule, CustomTypeHint, the policy, `autocast_off`, gradients in float32 and
@@ -120,6 +128,7 @@ class Override:
     parameter: str | None = None
     phase: str | None = None
     argument: int | None = None
+    attributes: Mapping[str, Sequence[Any]] | None = None
 
     @to.validator
     def _check_to(self, _attribute: object, value: str) -> None:
@@ -145,12 +154,40 @@ class Override:
         return (
             (self.phase is None or self.phase == place.phase)
             and (self.op is None or fnmatchcase(op.name, self.op))
-            and (self.module is None or _is_inside(place.module, self.module))
+            and (self.module is None or is_inside(place.module, self.module))
             and (self.parameter is None or any(fnmatchcase(p, self.parameter) for p in parameters))
+            and (self.attributes is None or _has_attributes(op, self.attributes))
         )
 
 
-def _is_inside(module: str, pattern: str) -> bool:
+def call_attributes(op: Op) -> dict[str, Any]:
+    """Return what an override may ask of a call: its options, and the type of its first tensor."""
+    found = {}
+    if op.call.attrs is not None:
+        found = {key: _plain(value) for key, value in attribute_fields(op.call.attrs)[1].items()}
+    tensors = [one for one in op.call.args if isinstance(one.ty, relax.TensorType)]
+    if tensors:
+        shape = shape_of(tensors[0])
+        found |= {"input_dtype": str(tensors[0].ty.dtype), "input_ndim": len(shape)}
+        found["input_shape"] = shape
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return tuple(_plain(one) for one in value) if isinstance(value, tvm_ffi.Array) else value
+
+
+def _has_attributes(op: Op, wanted: Mapping[str, Sequence[Any]]) -> bool:
+    found = call_attributes(op)
+    # MXNet writes values as text.
+    return all(
+        name in found and (found[name] in values or str(found[name]) in values)
+        for name, values in wanted.items()
+    )
+
+
+def is_inside(module: str, pattern: str) -> bool:
+    """Return whether a module path matches a glob, or is inside of one that does."""
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
@@ -235,7 +272,7 @@ def _explain_unused(graph: StepGraph, override: Override, input_names: Sequence[
     hints = []
     for field, known in candidates.items():
         pattern = getattr(override, field)
-        match = _is_inside if field == "module" else fnmatchcase
+        match = is_inside if field == "module" else fnmatchcase
         if pattern is not None and not any(match(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
             nearest = f"; near: {', '.join(map(repr, near))}" if near else ""

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from amp_ir.errors import ArgumentError, ShapeMismatchError
+from amp_ir.ir.step_module import Signature
 from amp_ir.ir.unusable_tensors import fault_of
 
 _LARGEST = 2**52  # float64 holds every integer twice as large
@@ -212,6 +213,14 @@ class Results:
             if index in self.numbers:
                 leaves[index] = float(leaves[index])
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def structures_of(signature: Signature) -> tuple[Arguments, Results]:
+    """Return the structures behind the functions of a captured step's signature."""
+    arguments = getattr(signature.flatten_batch, "__self__", None)
+    results = getattr(signature.unflatten_results, "__self__", None)
+    assert isinstance(arguments, Arguments) and isinstance(results, Results)
+    return arguments, results
 
 
 def unusable_result(leaf: Any) -> str | None:

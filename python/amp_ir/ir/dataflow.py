@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -65,6 +65,19 @@ def with_arguments(
     """Return a call of the same op with `args`, its options and location; `ty` if that changes."""
     result = call.ty if ty is None else ty
     return relax.Call(call.op, list(args), call.attrs, call.ty_args, call.span, result)
+
+
+def replaced(expr: relax.Expr, now: Mapping[relax.Var, relax.Expr]) -> relax.Expr:
+    """Return an expression that reads `now[variable]` instead of each variable of `now`."""
+    if not any(variable in now for variable in variables_of(expr)):
+        return expr
+    if isinstance(expr, relax.Var):
+        return now[expr]
+    if isinstance(expr, relax.Tuple):
+        return relax.Tuple([replaced(field, now) for field in expr.fields])
+    if isinstance(expr, relax.TupleGetItem):
+        return relax.TupleGetItem(replaced(expr.tuple_value, now), expr.index)
+    return with_arguments(expr, [replaced(argument, now) for argument in expr.args])
 
 
 class Dataflow:

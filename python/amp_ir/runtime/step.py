@@ -23,13 +23,15 @@ from amp_ir.runtime.program import Program
 class CompileReport:
     """Results of compiling: seconds per stage, kernels, and the memory plan.
 
-    `dispatched` says which library each heavy op went to, and why not to a better one.
+    `dispatched` says which library each heavy op went to, and why not to a better one. `options`
+    are those of the compilation, by their names.
     """
 
     seconds: dict[str, float]
     kernel_count: int
     plan: MemoryPlan
     dispatched: tuple[DispatchNote, ...] = ()
+    options: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 NO_COPY = (

@@ -145,7 +145,7 @@ def export_step(
     Raises:
         BuildError: the file cannot be linked or written.
     """
-    library = _linked(executable, path)
+    library = linked_library(executable, path)
     kernels: tuple[machine_code.KernelCode, ...] = ()
     if target.is_cuda:
         cubins = machine_code.cubins_of(executable.mod, target.arch)
@@ -174,8 +174,12 @@ def export_step(
     )
 
 
-def _linked(executable: relax.VMExecutable, path: Path) -> bytes:
-    """Return the shared library, linked in a private folder."""
+def linked_library(executable: relax.VMExecutable, path: Path) -> bytes:
+    """Return the shared library for a file at `path`, linked in a private folder.
+
+    Raises:
+        BuildError: it cannot be linked.
+    """
     with tempfile.TemporaryDirectory() as folder:
         linked = Path(folder) / "step.so"
         try:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inference beside torch.autocast, in one process: `python -m benchmarks.inference [MODEL ...]`.
+
+For each model: milliseconds of the converted model and of the same model under torch.autocast, in
+turns; the largest difference of each from float32, relative to the largest output; and the bytes of
+the parameters, converted and before. The table is printed, and saved under benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+import torch
+from rich.table import Table
+
+import amp_ir
+from amp_ir.demo.workloads import WORKLOADS
+from amp_ir.files.atomic_file import write_text
+from amp_ir.report.wide_console import wide_console
+from benchmarks.record import RESULTS, describe_machine
+
+MODELS = ("resnet50", "bert1")
+
+
+@attrs.frozen
+class Row:
+    """One model; errors are relative to the largest output of float32."""
+
+    model: str
+    dtype: str
+    milliseconds: float
+    torch_milliseconds: float
+    error: float
+    torch_error: float
+    nbytes: int
+    float32_nbytes: int
+    convert_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Return our time over PyTorch's."""
+        return self.milliseconds / self.torch_milliseconds
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the measurements on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=__doc__)
+    parser.add_argument("models", nargs="*", default=[], help=f"{', '.join(MODELS)} by default")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--rounds", type=int, default=10, help="calls of each, in turns")
+    parser.add_argument("--small", action="store_true", help="shapes of a test")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to save to")
+    chosen = parser.parse_args(arguments)
+    rows = [
+        measure(name, chosen.dtype, rounds=chosen.rounds, small=chosen.small)
+        for name in chosen.models or MODELS
+    ]
+    wide_console().print(table_of(rows))
+    document = {
+        "machine": describe_machine(),
+        "rows": [{**attrs.asdict(row), "ratio": row.ratio} for row in rows],
+    }
+    write_text(chosen.results / "inference.json", json.dumps(document, indent=1) + "\n")
+
+
+def measure(name: str, dtype: str, *, rounds: int, small: bool) -> Row:
+    """Measure one model of the workloads, in evaluation mode."""
+    training = WORKLOADS[name].make(small=small)
+    model, inputs = training.model.eval(), training.batch[:1]
+    full_nbytes = sum(one.numel() * one.element_size() for one in model.parameters())
+    started = time.perf_counter()
+    converted = amp_ir.convert_model(model, inputs, dtype, cast_optional_params=True)
+    convert_seconds = time.perf_counter() - started
+
+    def ours() -> Any:
+        return converted(*inputs)
+
+    def theirs() -> Any:
+        with torch.no_grad(), torch.autocast("cpu", getattr(torch, dtype)):
+            return model(*inputs)
+
+    with torch.no_grad():
+        exact = _tensor(model(*inputs))
+    errors = [_error(_tensor(run()), exact) for run in (ours, theirs)]
+    times = _in_turns([ours, theirs], rounds)
+    return Row(
+        name, dtype, *times, *errors, converted.nbytes, full_nbytes, round(convert_seconds, 1)
+    )
+
+
+def _in_turns(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Return the median milliseconds of each, called one after the other in every round."""
+    found: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for times, run in zip(found, runs, strict=True):
+            started = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - started) * 1e3)
+    return [median(times) for times in found]
+
+
+def _tensor(result: Any) -> torch.Tensor:
+    found: torch.Tensor = getattr(result, "logits", result)
+    return found
+
+
+def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.float() - exact).abs().max() / exact.abs().max())
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """Return the rows as a table."""
+    heads = ("model", "amp_ir ms", "autocast ms", "ratio", "error", "autocast error", "MiB", "of")
+    table = Table(*heads)
+    for row in rows:
+        times = (f"{row.milliseconds:.1f}", f"{row.torch_milliseconds:.1f}", f"{row.ratio:.2f}")
+        errors = (f"{row.error:.1e}", f"{row.torch_error:.1e}")
+        nbytes = (f"{row.nbytes / 2**20:.1f}", f"{row.float32_nbytes / 2**20:.1f}")
+        table.add_row(f"{row.model} {row.dtype}", *times, *errors, *nbytes)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested arguments and results as JSON: tuples, lists, dictionaries, tensors and plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from amp_ir.capture.batch import Arguments, Results
+from amp_ir.errors import OptionError
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def arguments_to_json(arguments: Arguments) -> dict[str, Any]:
+    """Describe the arguments of a program: the structure, and each leaf without its numbers."""
+    leaves = [_leaf_to_json(leaf) for leaf in arguments.leaves]
+    return {"structure": _spec_to_json(arguments.spec), "leaves": leaves}
+
+
+def arguments_from_json(data: dict[str, Any]) -> tuple[Any, ...]:
+    """Return arguments of that description; the numbers of the tensors are undefined."""
+    leaves = [_leaf_from_json(leaf) for leaf in data["leaves"]]
+    made: tuple[Any, ...] = pytree.tree_unflatten(leaves, _spec_from_json(data["structure"]))
+    return made
+
+
+def results_to_json(results: Results) -> dict[str, Any]:
+    """Describe the results of a program. A class that is a dictionary becomes a plain one."""
+    constants = [
+        None if place is not None else _leaf_to_json(constant)
+        for place, constant in zip(results.places, results.constants, strict=True)
+    ]
+    return {
+        "structure": _spec_to_json(results.spec),
+        "places": list(results.places),
+        "constants": constants,
+        "numbers": sorted(results.numbers),
+    }
+
+
+def results_from_json(data: dict[str, Any]) -> Results:
+    """Return what `results_to_json` described."""
+    constants = [None if one is None else _leaf_from_json(one) for one in data["constants"]]
+    return Results(
+        _spec_from_json(data["structure"]),
+        tuple(data["places"]),
+        tuple(constants),
+        frozenset(data["numbers"]),
+    )
+
+
+def _leaf_to_json(leaf: Any) -> dict[str, Any]:
+    if isinstance(leaf, torch.Tensor):
+        return {
+            "shape": list(leaf.shape),
+            "strides": list(leaf.stride()),
+            "dtype": str(leaf.dtype).removeprefix("torch."),
+            "device": str(leaf.device),
+            "requires_grad": leaf.requires_grad,
+        }
+    if type(leaf) in _PLAIN:
+        return {"value": leaf}
+    raise OptionError(
+        f"the program takes or returns a {type(leaf).__name__}, {leaf!r}, which a file cannot "
+        "hold; give numbers, text and tensors"
+    )
+
+
+def _leaf_from_json(data: dict[str, Any]) -> Any:
+    if "value" in data:
+        return data["value"]
+    return torch.empty_strided(
+        data["shape"],
+        data["strides"],
+        dtype=getattr(torch, data["dtype"]),
+        device=data["device"],
+        requires_grad=data["requires_grad"],
+    )
+
+
+def _spec_to_json(spec: pytree.TreeSpec) -> Any:
+    return _to_json(pytree.tree_unflatten(range(spec.num_leaves), spec))
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, int):
+        return value
+    if isinstance(value, dict):
+        keys = list(value)
+        if all(isinstance(key, (str, int)) for key in keys):
+            return {"dict": [[key, _to_json(one)] for key, one in value.items()]}
+    elif type(value) in (tuple, list):
+        return {type(value).__name__: [_to_json(one) for one in value]}
+    raise OptionError(
+        f"the program takes or returns a {type(value).__name__}, which a file cannot hold; give "
+        "tuples, lists and dictionaries"
+    )
+
+
+def _spec_from_json(data: Any) -> pytree.TreeSpec:
+    return pytree.tree_flatten(_from_json(data))[1]
+
+
+def _from_json(data: Any) -> Any:
+    if isinstance(data, int):
+        return data
+    ((kind, entries),) = data.items()
+    if kind == "dict":
+        return {key: _from_json(one) for key, one in entries}
+    fields = [_from_json(one) for one in entries]
+    return tuple(fields) if kind == "tuple" else fields
