@@ -6,6 +6,7 @@ Every case runs with its gradient. What eager refuses is not asked.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -215,6 +216,8 @@ def test_a_norm_over_nothing_in_low_precision() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 2])
 def test_gradients_without_elements_are_unscaled(dtype: torch.dtype, rows: int) -> None:
+    """The gradients beside them decide whether a step is skipped: the second one is."""
+
     def build(*, is_compiled: bool) -> tuple[nn.Module, Callable[..., Any]]:
         model = nn.ParameterList([torch.ones(0), torch.ones(rows, 3)]).to(dtype)
         opt = torch.optim.Adam(model.parameters(), lr=0.25)
@@ -222,7 +225,7 @@ def test_gradients_without_elements_are_unscaled(dtype: torch.dtype, rows: int) 
 
         def step(x: torch.Tensor) -> torch.Tensor:
             opt.zero_grad()
-            loss = sum((one.square().sum() for one in model), x.sum())
+            loss = sum((one.square().sum() * x.sum() for one in model), x.sum())
             scaler.scale(loss).backward()
             scaler.step(opt)
             scaler.update()
@@ -233,9 +236,10 @@ def test_gradients_without_elements_are_unscaled(dtype: torch.dtype, rows: int) 
         return model, amp_ir.jit(step, model=model, optimizer=opt, scaler=scaler)
 
     (model, step), (other, train) = build(is_compiled=False), build(is_compiled=True)
-    for _ in range(3):
-        x = torch.ones(2, dtype=dtype)
-        torch.testing.assert_close(train(x), step(x))
+    for k in range(3):
+        x = torch.full((2,), math.inf if k == 1 else 1.0, dtype=dtype)
+        torch.testing.assert_close(train(x), step(x), equal_nan=True)
+        assert train.last.skipped == (k == 1 and rows > 0)
     torch.testing.assert_close(list(other.parameters()), list(model.parameters()))
 
 

@@ -4,20 +4,24 @@
 A batch of no rows, a mean over nothing, a parameter of no elements: the result of such an op has
 no elements either, or is one number everywhere (0 for a sum, NaN for a mean), or is another
 argument, unchanged (nothing is written to it). PyTorch itself gives the result, on substitute
-arguments. So no later stage, and no library, sees an extent of 0 except in what the step returns.
+arguments: what all trials agree on does not depend on elements. So no later stage, and no library,
+sees an extent of 0 except in what the step returns.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
+
+# Unlike in order, sign and ratio, and then NaN: a quotient of two arguments, an order or "all are
+# finite" is the same for elements that are alike in these.
+_TRIALS = range(3)
 
 
 def results_by_evaluation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -32,7 +36,7 @@ def results_by_evaluation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str,
         return None
     with _disable_current_modes(), torch.no_grad():
         trials = []
-        for trial in (0, 1):
+        for trial in _TRIALS:
             made = [_made_up(x, trial) if isinstance(x, torch.Tensor) else x for x in leaves]
             arguments, options = pytree.tree_unflatten(made, spec)
             try:
@@ -41,7 +45,7 @@ def results_by_evaluation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str,
                 return None
             results, shape = pytree.tree_flatten(result)
             trials.append(results)
-        found = list(itertools.starmap(_number_of_both, zip(*trials, strict=True)))
+        found = [_number_of_all(values) for values in zip(*trials, strict=True)]
     if not all(
         one is None or number is not None for one, number in zip(results, found, strict=True)
     ):
@@ -56,9 +60,10 @@ def results_by_evaluation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     return pytree.tree_unflatten(filled, shape)
 
 
-def _number_of_both(first: torch.Tensor | None, second: torch.Tensor | None) -> Any:
-    """Return the number that all elements of two trials' results are, 0 without any, or None."""
-    if first is None or second is None or not _alike(first, second):
+def _number_of_all(values: Sequence[torch.Tensor | None]) -> Any:
+    """Return the number that all elements of the trials' results are, 0 without any, or None."""
+    first, *others = values
+    if first is None or not all(one is not None and _alike(first, one) for one in others):
         return None
     return number_everywhere(first) if first.numel() else 0
 
@@ -83,23 +88,22 @@ def results_of_nothing(node: fx.Node) -> list[torch.Tensor | fx.Node | None] | N
         node.target, torch._ops.OpOverload
     ):
         return None
-    made = [{one: _made_up(one.meta["val"], trial) for one in tensors} for trial in (0, 1)]
+    made = [{one: _made_up(one.meta["val"], trial) for one in tensors} for trial in _TRIALS]
     try:
         trials = [_evaluate(node, values) for values in made]
     except (IndexError, RuntimeError):
         # The op does not take what was made up, such as a place outside of a table.
         return None
     found: list[torch.Tensor | fx.Node | None] = []
-    for first, second in zip(*trials, strict=True):
-        if first is None or _alike(first, second):
-            found.append(first)
+    for results in zip(*trials, strict=True):
+        if all(one is None or _alike(results[0], one) for one in results):
+            found.append(results[0])
             continue
         unchanged = [
             one
             for one in tensors
             if all(
-                _alike(values[one], result)
-                for values, result in zip(made, (first, second), strict=True)
+                _alike(values[one], result) for values, result in zip(made, results, strict=True)
             )
         ]
         if not unchanged:
@@ -123,8 +127,9 @@ def _made_up(like: torch.Tensor, trial: int) -> torch.Tensor:
     shape = tuple(like.shape)
     if like.dtype.is_floating_point:
         numbers = torch.arange(1, math.prod(shape) + 1).reshape(shape)
-        return ((numbers % 7) * (trial + 1) / 8).to(like.dtype)
-    return torch.full(shape, trial, dtype=like.dtype)
+        values = [numbers % 7 / 8, numbers * 3 % 11 / 4 - 1, torch.full(shape, math.nan)]
+        return values[trial].to(like.dtype)
+    return torch.full(shape, trial % 2, dtype=like.dtype)
 
 
 def _evaluate(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> list[Any]:
