@@ -87,7 +87,7 @@ def test_what_gemm_takes_from_the_system_is_in_the_plan_all_the_time() -> None:
     mod, _ = amp_ir.trace_model(_Product(weight.weight), (x,))
     plan = lower(mod).plan
     assert plan.library_bytes > 0 and plan.calls[0].name == "onednn.matmul"
-    (kept,) = (one for one in plan.values if one.name == "gemm's own")
+    (kept,) = (one for one in plan.values if one.name == "gemm workspace")
     assert (kept.nbytes, kept.offset_bytes) == (plan.library_bytes, None)
     assert (kept.first_use, kept.last_use) == (0, len(plan.calls) - 1)
     parts = (plan.arena_bytes, plan.state_bytes, plan.batch_bytes, plan.result_bytes)
