@@ -44,8 +44,8 @@ def floor_milliseconds(mod: StepModule, peaks: MachinePeaks, device: str = "cpu"
     planned = lower(mod, target=target_of(device))
     calls = planned.plan.calls
     arithmetic = sum(
-        peaks.floor_milliseconds(flop, 0, call.compute_dtype)
+        peaks.speed_of_light_milliseconds(flop, 0, call.compute_dtype)
         for flop, call in zip(flop_of_calls(planned), calls, strict=True)
     )
     nbytes = sum(call.read_nbytes + call.written_nbytes for call in calls)
-    return max(arithmetic, peaks.floor_milliseconds(0, nbytes, "float32"))
+    return max(arithmetic, peaks.speed_of_light_milliseconds(0, nbytes, "float32"))

@@ -56,7 +56,7 @@ amp_mod = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
 #
 # `profile_kernels` runs the step on copies of the state and clocks every call. Each row says which
 # of your modules it works for, in which phase, what it moves and computes, and how far that is from
-# what this machine could do ("of roof").
+# what this machine could do ("roofline").
 
 # %%
 profile = amp_ir.profile_kernels(amp_mod, "cpu", args, steps=5)
@@ -68,12 +68,12 @@ assert 0 < profile.kernel_milliseconds <= profile.step_milliseconds
 
 # %% [markdown]
 # `profile.save_trace("step.json")` is a timeline for ui.perfetto.dev. The lines under "heavy op"
-# tell which library took each product, and why a better one did not.
+# tell which library took each matmul, and why a better one did not.
 
 # %% [markdown]
-# oneDNN has several ways for a product, and which one is fastest depends on the CPU.
-# `amp_ir.tune(amp_mod)`, or `amp-ir tune train.py`, times them for the products of a step, once a
-# machine; steps that are compiled afterwards take the best. Not here: it takes a second a product.
+# oneDNN has several algorithms for a matmul, and which one is fastest depends on the CPU.
+# `amp_ir.tune(amp_mod)`, or `amp-ir tune train.py`, times them for the matmuls of a step, once a
+# machine; steps that are compiled afterwards take the best. Not here: it takes a second a matmul.
 
 # %%
 slowest = profile.kernels[0]

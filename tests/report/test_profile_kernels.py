@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 from pathlib import Path
 
 import attrs
@@ -185,7 +186,7 @@ def test_casts_modules_and_dtypes_are_named(profile: KernelProfile) -> None:
     matmuls = [one for one in profile.calls if one.ops == ("matmul",)]
     assert {one.dtype for one in matmuls} == {"bfloat16"}
     assert {one.modules for one in matmuls} == {("scores",)}
-    assert all(one.floor_milliseconds > 0 for one in matmuls)
+    assert all(one.speed_of_light_milliseconds > 0 for one in matmuls)
 
 
 def call(name: str, *, is_cast: bool = False) -> PlannedCall:
@@ -208,11 +209,11 @@ def test_shares_follow_from_medians_and_peaks() -> None:
     profile = synthetic()
     assert profile.step_milliseconds == 20.0
     assert [one.milliseconds for one in profile.kernels] == [5.0, 2.0]
-    assert [one.floor_milliseconds for one in profile.kernels] == [4.0, 1.0]
+    assert [one.speed_of_light_milliseconds for one in profile.kernels] == [4.0, 1.0]
     assert [one.roofline_share for one in profile.kernels] == [0.8, 0.5]
     assert [one.gflop_per_second for one in profile.kernels] == [0.8, 0.0]
     assert profile.cast_share == 0.1
-    assert profile.floor_share == 0.25
+    assert profile.speed_of_light_share == 0.25
     assert profile.overhead_share == pytest.approx(0.65)
 
 
@@ -220,8 +221,8 @@ def test_the_text_and_the_json_say_the_same() -> None:
     profile = synthetic()
     assert profile.headline() == (
         "20.0 ms a step (median of 3), in kernels 7.0 ms: other 7.0\n"
-        "casts alone 10.0%, outside of kernels 65.0%, 25% of the floor at this machine's peaks "
-        "(float32 1 GFLOP/s, 4.0 GB/s, 2 threads)"
+        "casts alone 10.0%, outside of kernels 65.0%, 25% of the speed of light at this "
+        "machine's peaks (float32 1 GFLOP/s, 4.0 GB/s, 2 threads)"
     )
     lines = str(profile).splitlines()
     assert lines[-1] == "relax.matmul: 2 calls -> torch, because onednn is not built"
@@ -232,6 +233,25 @@ def test_the_text_and_the_json_say_the_same() -> None:
     assert document["dispatched"][0]["reason"] == "onednn is not built"
     assert [one["name"] for one in document["kernels"]] == ["a", "b"]
     assert document["kernels"][0]["roofline_share"] == 0.8
+
+
+def test_the_names_of_01_still_work() -> None:
+    profile = synthetic()
+    for owner, old, new in (
+        (profile, "floor_share", "speed_of_light_share"),
+        (profile.calls[0], "floor_milliseconds", "speed_of_light_milliseconds"),
+        (profile.kernels[0], "floor_milliseconds", "speed_of_light_milliseconds"),
+    ):
+        kind = type(owner).__name__
+        message = (
+            f"{kind}.{old} is called {kind}.{new} now; the old name goes in the next minor version"
+        )
+        with pytest.warns(DeprecationWarning, match=f"^{re.escape(message)}$"):
+            assert getattr(owner, old) == getattr(owner, new)
+    document = json.loads(profile.to_json())
+    assert document["floor_share"] == document["speed_of_light_share"] == 0.25
+    assert [one["floor_milliseconds"] for one in document["kernels"]] == [4.0, 1.0]
+    assert all("floor_milliseconds" in one for one in document["calls"])
 
 
 def test_a_narrow_terminal_shows_where_the_time_goes(profile: KernelProfile) -> None:
@@ -257,11 +277,11 @@ def test_a_gpus_kernels_stand_beside_the_graph_and_the_launches() -> None:
         "0.500 ms a step as one CUDA graph, 0.800 ms launch by launch (median of 3 each)\n"
         "kernels are timed by CUDA events around each launch, outside of the graph; an event adds "
         "2.1 us; in kernels 7.000 ms: other 7.000\n"
-        "casts alone 400.0%, outside of kernels 0.0%, 1000% of the floor at this machine's peaks "
-        "(float32 50, bfloat16 800 TFLOP/s, 4300.0 GB/s, NVIDIA H200 without TF32)"
+        "casts alone 400.0%, outside of kernels 0.0%, 1000% of the speed of light at this "
+        "machine's peaks (float32 50, bfloat16 800 TFLOP/s, 4300.0 GB/s, NVIDIA H200 without TF32)"
     )
     lines = str(on_gpu(is_graph=True)).splitlines()
-    assert lines[-5].split()[-3:] == ["TFLOP/s", "of", "roof"]
+    assert lines[-5].split()[-2:] == ["TFLOP/s", "roofline"]
     assert lines[-4].split()[-6:] == ["5.0000", "1000.0%", "3.8", "0.00", "0.00", "80%"]
     document = json.loads(on_gpu(is_graph=True).to_json())
     assert document["gpu"] == {
@@ -295,7 +315,7 @@ def test_the_machine_is_measured_once() -> None:
     peaks = measure_peaks()
     assert peaks is measure_peaks()
     assert peaks.gflop_per_second["float32"] > 0 and peaks.gigabytes_per_second > 0
-    floor = peaks.floor_milliseconds(0, 10**9, "int64")
+    floor = peaks.speed_of_light_milliseconds(0, 10**9, "int64")
     assert floor == pytest.approx(1e3 / peaks.gigabytes_per_second)
 
 

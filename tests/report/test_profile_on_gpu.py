@@ -182,7 +182,7 @@ def test_the_command_prints_and_writes_what_a_gpu_took(tmp_path: Path):
         r"in kernels [\d.]+ ms: forward",
         shown,
     )
-    assert "TFLOP/s of roof" in shown and "cublaslt.matmul" in shown
+    assert "TFLOP/s roofline" in shown and "cublaslt.matmul" in shown
     parts = json.loads(document.read_text())
     assert parts["profile"]["gpu"]["is_graph"] is True
     assert len(parts["memory"]["timeline"]) == len(parts["profile"]["calls"])

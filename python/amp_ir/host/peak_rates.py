@@ -38,7 +38,7 @@ class MachinePeaks:
     gigabytes_per_second: float
     machine: str
 
-    def floor_milliseconds(self, flop: float, nbytes: float, dtype: str) -> float:
+    def speed_of_light_milliseconds(self, flop: float, nbytes: float, dtype: str) -> float:
         """Return the speed-of-light time by arithmetic and memory (Williams et al. 2009)."""
         rate = self.gflop_per_second.get(dtype, self.gflop_per_second["float32"])
         return max(flop / rate, nbytes / self.gigabytes_per_second) / 1e6

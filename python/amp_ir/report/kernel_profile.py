@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,13 +40,25 @@ class StepTimes(Protocol):
         """When each call ended."""
 
 
+def _renamed(owner: object, old: str, new: str) -> float:
+    """Return the attribute `new`, with a warning that its name of 0.1 is deprecated."""
+    kind = type(owner).__name__
+    warnings.warn(
+        f"{kind}.{old} is called {kind}.{new} now; the old name goes in the next minor version",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    value: float = getattr(owner, new)
+    return value
+
+
 @attrs.frozen
 class CallProfile:
     """One call of the step. `milliseconds` is the median over the timed steps.
 
-    `nbytes` is what it reads and writes, each tensor once; `floor_milliseconds` what it would take
-    at the machine's peaks. `begin_milliseconds` and `shown_milliseconds` are of the one step that a
-    trace shows.
+    `nbytes` is what it reads and writes, each tensor once; `speed_of_light_milliseconds` is the
+    time at the machine's peak rates. `begin_milliseconds` and `shown_milliseconds` are of the one
+    step that a trace shows.
     """
 
     name: str
@@ -58,8 +71,13 @@ class CallProfile:
     shown_milliseconds: float
     nbytes: int
     flop: int
-    floor_milliseconds: float
+    speed_of_light_milliseconds: float
     is_cast: bool
+
+    @property
+    def floor_milliseconds(self) -> float:
+        """Return `speed_of_light_milliseconds`; this name of 0.1 goes in the next minor version."""
+        return _renamed(self, "floor_milliseconds", "speed_of_light_milliseconds")
 
 
 @attrs.frozen
@@ -75,8 +93,13 @@ class KernelTotal:
     milliseconds: float
     nbytes: int
     flop: int
-    floor_milliseconds: float
+    speed_of_light_milliseconds: float
     is_cast: bool
+
+    @property
+    def floor_milliseconds(self) -> float:
+        """Return `speed_of_light_milliseconds`; this name of 0.1 goes in the next minor version."""
+        return _renamed(self, "floor_milliseconds", "speed_of_light_milliseconds")
 
     @property
     def gflop_per_second(self) -> float:
@@ -85,8 +108,8 @@ class KernelTotal:
 
     @property
     def roofline_share(self) -> float:
-        """Floor over measured time; above 1 when its data was still in a cache."""
-        return self.floor_milliseconds / self.milliseconds if self.milliseconds else 0.0
+        """Return speed-of-light over measured time; above 1 when data was still in a cache."""
+        return self.speed_of_light_milliseconds / self.milliseconds if self.milliseconds else 0.0
 
 
 @attrs.frozen
@@ -148,9 +171,15 @@ class KernelProfile:
         )
 
     @property
+    def speed_of_light_share(self) -> float:
+        """Return the step's speed-of-light time over its measured time."""
+        least = sum(call.speed_of_light_milliseconds for call in self.calls)
+        return least / self.step_milliseconds
+
+    @property
     def floor_share(self) -> float:
-        """What the step would take at the machine's peaks, over what it takes."""
-        return sum(call.floor_milliseconds for call in self.calls) / self.step_milliseconds
+        """Return `speed_of_light_share`; this name of 0.1 goes in the next minor version."""
+        return _renamed(self, "floor_share", "speed_of_light_share")
 
     @property
     def milliseconds_by_phase(self) -> Mapping[str, float]:
@@ -172,7 +201,11 @@ class KernelProfile:
             | {"gflop_per_second": one.gflop_per_second, "roofline_share": one.roofline_share}
             for one in self.kernels
         ]
-        for name in ("kernel_milliseconds", "overhead_share", "cast_share", "floor_share"):
+        # The names of 0.1, which go in the next minor version.
+        for one in (*document["calls"], *document["kernels"]):
+            one["floor_milliseconds"] = one["speed_of_light_milliseconds"]
+        document["floor_share"] = self.speed_of_light_share
+        for name in ("kernel_milliseconds", "overhead_share", "cast_share", "speed_of_light_share"):
             document[name] = getattr(self, name)
         return json.dumps(document, indent=1)
 
@@ -228,8 +261,8 @@ def profile_of(
         begin = shown.begin_milliseconds[k]
         in_trace = (begin, shown.end_milliseconds[k] - begin)
         nbytes = call.read_nbytes + call.written_nbytes
-        floor = peaks.floor_milliseconds(flop[k], nbytes, call.compute_dtype)
-        calls.append(_call(call, statistics.median(spent), in_trace, flop[k], floor))
+        least = peaks.speed_of_light_milliseconds(flop[k], nbytes, call.compute_dtype)
+        calls.append(_call(call, statistics.median(spent), in_trace, flop[k], least))
     median = statistics.median(step.milliseconds for step in steps)
     return KernelProfile(
         median if gpu is None else gpu.milliseconds,
@@ -247,7 +280,7 @@ def _call(
     milliseconds: float,
     in_trace: tuple[float, float],
     flop: int,
-    floor: float,
+    speed_of_light_milliseconds: float,
 ) -> CallProfile:
     return CallProfile(
         name=call.name,
@@ -260,7 +293,7 @@ def _call(
         shown_milliseconds=in_trace[1],
         nbytes=call.read_nbytes + call.written_nbytes,
         flop=flop,
-        floor_milliseconds=floor,
+        speed_of_light_milliseconds=speed_of_light_milliseconds,
         is_cast=call.is_cast,
     )
 
@@ -278,6 +311,6 @@ def _total(group: list[CallProfile]) -> KernelTotal:
         milliseconds=sum(call.milliseconds for call in group),
         nbytes=sum(call.nbytes for call in group),
         flop=sum(call.flop for call in group),
-        floor_milliseconds=sum(call.floor_milliseconds for call in group),
+        speed_of_light_milliseconds=sum(call.speed_of_light_milliseconds for call in group),
         is_cast=first.is_cast,
     )

@@ -28,7 +28,8 @@ def headline(profile: KernelProfile) -> str:
     return (
         f"{_whole_step(profile)}{step_time(profile, profile.kernel_milliseconds)} ms: {phases}\n"
         f"casts alone {profile.cast_share:.1%}, outside of kernels {profile.overhead_share:.1%}, "
-        f"{profile.floor_share:.0%} of the floor at this machine's peaks ({profile.peaks})"
+        f"{profile.speed_of_light_share:.0%} of the speed of light at this "
+        f"machine's peaks ({profile.peaks})"
     )
 
 
@@ -86,7 +87,7 @@ def kernel_table(profile: KernelProfile, columns: int) -> Table:
     table.add_column("kernel", overflow="fold", min_width=14, no_wrap=is_wide)
     for name, width in (("ops", 8), ("modules", 8), ("phase", len("optimizer"))):
         table.add_column(name, overflow="fold", min_width=width)
-    figures = ["calls", "ms", "share", "MiB", "GFLOP", rate_unit(profile), "of roof"]
+    figures = ["calls", "ms", "share", "MiB", "GFLOP", rate_unit(profile), "roofline"]
     count = len(figures) if is_wide else _FIGURES_OF_TIME
     for name in figures[:count]:
         table.add_column(name, justify="right", no_wrap=True)

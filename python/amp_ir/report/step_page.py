@@ -48,7 +48,7 @@ def _facts(memory: MemoryReport, profile: KernelProfile) -> Iterator[str]:
         *_step_facts(profile),
         (mebibytes(memory.peak_bytes), f"peak; {gap}"),
         (mebibytes(memory.state_bytes), "of it the state, which no plan changes"),
-        (f"{profile.floor_share:.0%}", "of the floor that this machine's peaks set"),
+        (f"{profile.speed_of_light_share:.0%}", "of the speed of light at this machine's peaks"),
         (f"{profile.cast_share:.1%}", "of the time in kernels that only cast"),
         (f"{profile.overhead_share:.1%}", "of the time outside of kernels"),
     ]
@@ -114,14 +114,14 @@ def _kernel_section(profile: KernelProfile) -> str:
     rows = "".join(_kernel_row(one, top, profile) for one in kernels)
     numbers = "".join(
         f'<th class="number">{name}</th>'
-        for name in ("ms", "share", "calls", "MiB", rate_unit(profile), "of roof")
+        for name in ("ms", "share", "calls", "MiB", rate_unit(profile), "roofline")
     )
     return (
         f'<h2>Kernels</h2><p class="key">{phases}</p>'
         '<input type="search" placeholder="op, module, phase, kernel ..." aria-label="Search">'
         f'<div class="wide"><table id="kernels"><thead><tr><th>ops</th>{numbers}'
         f"{_heads('phase', '')}</tr></thead><tbody>{rows}</tbody></table></div>"
-        '<p class="quiet">MiB is what a kernel reads and writes, each tensor once. "Of roof" is '
+        '<p class="quiet">MiB is what a kernel reads and writes, each tensor once. "Roofline" is '
         "the time at the machine's peaks over the time taken; above 100 % its data was in a "
         f"cache.{timed}</p>"
     )

@@ -54,6 +54,6 @@ def _event(call: Any) -> dict[str, Any]:
             "ops": ", ".join(call.ops),
             "MiB": round(call.nbytes / 2**20, 3),
             "GFLOP": round(call.flop / 1e9, 6),
-            "floor_ms": round(call.floor_milliseconds, 6),
+            "speed_of_light_ms": round(call.speed_of_light_milliseconds, 6),
         },
     }
