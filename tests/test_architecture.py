@@ -32,6 +32,7 @@ LAYERS = [
     "demo",
     "jit_step",
     "inference",
+    "compat",
     "cli",
     "__main__",
     "__init__",

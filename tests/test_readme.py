@@ -13,6 +13,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 # What the examples of each page print. Every page with examples that run has an entry.
 PRINTED = {
     "README.md": [],
+    "docs/coming_from_apex.md": [
+        "0 (forward): float32 -> float16 for relax.matmul",
+        "StepRecord(step=2, skipped=False, scale=65536.0",
+    ],
+    "docs/coming_from_mxnet.md": ["65536.0"],
+    "docs/coming_from_r_torch.md": ["65536.0"],
+    "docs/coming_from_raf.md": ["AMP (MBs): ", "this page asks for it"],
+    "docs/coming_from_torch_amp.md": ["StepRecord(step=5, skipped=False"],
     "docs/gpu.md": ["sm_90"],
     "docs/guide.md": ["relax.matmul", "{'epoch': 1}"],
     "docs/inference.md": ["ConvertedModel(2 programs", "R.function"],

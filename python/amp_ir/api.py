@@ -43,7 +43,7 @@ from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.ir.target import cpu, parse_target, target_of
 from amp_ir.ir.tuning_cache import TuningCache, this_machine
 from amp_ir.loops.fusion.kernel_assignment import assign_kernels, stored_tensors
-from amp_ir.loss_scaling.scale_loss import scalers_of
+from amp_ir.loss_scaling.scale_loss import ScalerNotPassed, scalers_of
 from amp_ir.memory.call_cost import flop_of_calls
 from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.report.memory import MemoryReport, report_memory
@@ -83,7 +83,7 @@ def trace_step(
         model: the module or modules that the step uses.
         optimizer: the optimizer or optimizers that the step calls.
         scaler: the `amp_ir.GradScaler` that the step uses, or a list of them; by default those
-            that `amp_ir.scale_loss` made for the optimizers.
+            of `amp_ir.scale_loss`, which makes one for each loss of an optimizer.
         numbers_as_inputs: names of Python numbers outside of the step, as the `changed_numbers` of
             an earlier capture's hooks gives them, and paths ("argument 2") of those among the
             arguments, that are to be read at every call.
@@ -96,23 +96,54 @@ def trace_step(
         UnsupportedOpError: ops without a converter, all of them.
         LossScaleError: the loss scale reaches what must not depend on it; lists every place.
     """
-    if scaler is None:
-        scaler = scalers_of(_optimizers(optimizer))
-    import_step = functools.partial(
-        pipeline.import_step, step, example_batch, on_stage=current_stage_files(),
-        model=model, optimizer=optimizer, scaler=scaler,
-    )  # fmt: skip
-    try:
-        mod = import_step(numbers_as_inputs=numbers_as_inputs)
-    except (UnsupportedOpError, TypeError, ValueError, RuntimeError):
-        if not numbers_as_inputs:
-            raise
-        # Where an op takes one of the numbers as a constant only, they all stay guards. What has
-        # nothing to do with them is raised again.
-        mod = import_step(unfollowed=numbers_as_inputs)
+    owners = {"model": model, "optimizer": optimizer}
+    if scaler is not None:
+        mod = _imported(step, example_batch, numbers_as_inputs, {**owners, "scaler": scaler})
+    else:
+        mod = _with_own_scalers(step, example_batch, numbers_as_inputs, owners)
     if mod.random_state is not None:
         mod = mod.with_random_state(mod.random_state.to(_device_of(mod)))
     return mod, example_batch
+
+
+def _with_own_scalers(
+    step: Callable[..., Any], batch: Any, numbers: frozenset[str], owners: dict[str, Any]
+) -> StepModule:
+    """Capture a step with the scalers that its `scale_loss` uses, which are made at its first call.
+
+    A capture that meets a loss without a scaler ends there, and is begun again with one more.
+    """
+    optimizers = _optimizers(owners["optimizer"])
+    while True:
+        scalers = scalers_of(optimizers)
+        try:
+            return _imported(step, batch, numbers, {**owners, "scaler": scalers})
+        except ScalerNotPassed as missing:
+            if not any(missing.optimizer is one for one in optimizers):
+                raise
+            missing.make(_device_of_optimizer(missing.optimizer))
+
+
+def _imported(
+    step: Callable[..., Any], batch: Any, numbers: frozenset[str], owners: dict[str, Any]
+) -> StepModule:
+    """Capture and import a step; `numbers` are inputs where its ops can take them so."""
+    import_step = functools.partial(
+        pipeline.import_step, step, batch, on_stage=current_stage_files(), **owners
+    )
+    try:
+        return import_step(numbers_as_inputs=numbers)
+    except (UnsupportedOpError, TypeError, ValueError, RuntimeError) as error:
+        if not numbers or isinstance(error, ScalerNotPassed):
+            raise
+        # Where an op takes one of the numbers as a constant only, they all stay guards. What has
+        # nothing to do with them is raised again.
+        return import_step(unfollowed=numbers)
+
+
+def _device_of_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
+    parameters: list[torch.Tensor] = optimizer.param_groups[0]["params"]
+    return parameters[0].device
 
 
 @existing_objects_set_aside()
@@ -125,14 +156,21 @@ def trace_model(
 
 
 @existing_objects_set_aside()
-def autocast(mod: StepModule | tvm.IRModule, args: Any = None, **options: Any) -> Any:
-    """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`."""
+def autocast(
+    mod: StepModule | tvm.IRModule, args: Any = None, *, verbose: bool = False, **options: Any
+) -> Any:
+    """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`.
+
+    `verbose` prints every cast by the path of its module, as `mod.plan.list_casts()` has them.
+    """
     if isinstance(mod, StepModule) and args is not None:
         batch_of(mod, args)
     before = mod.ir if isinstance(mod, StepModule) else mod
     with stage("amp", before, current_stage_files()) as running:
         found = autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
         running.program = found.ir if isinstance(found, StepModule) else found
+    if verbose and isinstance(found, StepModule) and found.plan is not None:
+        print(found.plan.list_casts())
     return found
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from amp_ir.amp.overrides import Override
+from amp_ir.amp.policies import find_policy
 from amp_ir.api import Models, Optimizers, autocast, compile_step, trace_step
 from amp_ir.capture import trace
 from amp_ir.capture.arguments import NESTED
@@ -39,6 +41,7 @@ class JitStep:
     def __init__(self, step: Callable[..., Any], **options: Any) -> None:
         self._step = step
         self._amp_dtype = options.pop("amp_dtype")
+        self._autocast_options = options.pop("autocast_options")
         self._compile_options = options.pop("compile_options")
         self._variants: StepVariants[CallSignature, CompiledStep]
         self._variants = StepVariants(options.pop("recompile_limit"))
@@ -143,7 +146,7 @@ class JitStep:
         else:
             mod = mod.with_random_state(self._random_state)
         if self._amp_dtype is not None:
-            mod = autocast(mod, args, amp_dtype=self._amp_dtype)
+            mod = autocast(mod, args, amp_dtype=self._amp_dtype, **self._autocast_options)
         compiled = compile_step(mod, **self._compile_options)
         self._changing_arguments.add(signature)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)
@@ -172,6 +175,9 @@ def jit(
     optimizer: Optimizers = None,
     scaler: Any = None,
     amp_dtype: str | None = None,
+    overrides: Sequence[Override] = (),
+    policy: str = "default",
+    verbose: bool = False,
     device: str = "cpu",
     opt_level: int = 3,
     rounding: str = "fast",
@@ -187,6 +193,7 @@ def jit(
     Args:
         step: as for `trace_step`, as are `model`, `optimizer` and `scaler`.
         amp_dtype: "float16", "bfloat16", or None for no casts.
+        overrides: as for `autocast`, as are `policy` and `verbose`.
         device: as for `compile`, as are `opt_level`, `rounding` and `memory_budget`.
         recompile_limit: how many programs are kept for batches of the same structure, shapes and
             dtypes; a step that needs more emits one warning.
@@ -199,6 +206,7 @@ def jit(
             f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '
             "or None for no casts"
         )
+    find_policy(policy)
     check_rounding(rounding)
     check_budget(memory_budget)
     check_opt_level(opt_level)
@@ -211,6 +219,7 @@ def jit(
         optimizer=optimizer,
         scaler=scaler,
         amp_dtype=amp_dtype,
+        autocast_options={"overrides": overrides, "policy": policy, "verbose": verbose},
         recompile_limit=recompile_limit,
         compile_options={
             "device": device,

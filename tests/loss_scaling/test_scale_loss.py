@@ -13,6 +13,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.errors import CaptureError, OptionError
+from amp_ir.loss_scaling.scale_loss import scalers_of
 
 INF = float("inf")
 
@@ -189,3 +190,56 @@ def test_a_gradient_penalty_as_in_pytorchs_note():
         assert ours.scalers[0].get_scale() == scaler.get_scale()
         for one, other in zip(ours.weights(), theirs.weights(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_compiled_step_makes_the_scalers_that_no_one_named(losses: int):
+    """As eager PyTorch does: one for each loss of each optimizer, the same before and after."""
+    ours, theirs = Setting.make(), Setting.make()
+
+    def step_of(setting: Setting) -> Callable[..., None]:
+        def step(x: torch.Tensor, weight: torch.Tensor) -> None:
+            setting.optimizer.zero_grad()
+            for k, loss in enumerate(setting.losses(x, weight)):
+                number = k if losses == 2 else 0
+                with amp_ir.scale_loss(loss, setting.optimizer, loss_id=number) as scaled:
+                    scaled.backward(retain_graph=True)
+            setting.optimizer.step()
+
+        return step
+
+    step = step_of(ours)
+    train = amp_ir.jit(step, model=ours.model, optimizer=ours.optimizer)
+    reference = step_of(theirs)
+    for x, weight in batches(4, bad=(0, 2)):
+        train(x, weight)
+        reference(x, weight)
+        for one, other in zip(ours.weights(), theirs.weights(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert "step" not in vars(ours.optimizer)
+    scales = [one.get_scale() for one in scalers_of([ours.optimizer])]
+    assert scales == [one.get_scale() for one in scalers_of([theirs.optimizer])]
+    # The second loss overflows twice.
+    assert scales == ([2.0**14] if losses == 1 else [2.0**16, 2.0**14])
+    step(*batches(1, bad=())[0])  # eager goes on with the same scalers
+
+
+def test_each_of_two_optimizers_gets_a_scaler_of_its_own():
+    model = nn.ModuleDict({"one": nn.Linear(3, 2), "two": nn.Linear(3, 2)})
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> None:
+        for name, optimizer in optimizers.items():
+            optimizer.zero_grad()
+            loss = model[name](x).square().mean() * (weight if name == "two" else 1.0)
+            with amp_ir.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+
+    train = amp_ir.jit(step, model=model, optimizer=list(optimizers.values()))
+    before = [one.detach().clone() for one in model.parameters()]
+    train(torch.randn(4, 3), torch.tensor(INF))
+    same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert same == [False, False, True, True]
+    scales = [one.get_scale() for one in scalers_of(list(optimizers.values()))]
+    assert scales == [2.0**16, 2.0**15]

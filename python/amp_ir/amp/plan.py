@@ -243,6 +243,24 @@ class CastPlan:
             casts.setdefault(cast.consumer, []).append(cast)
         return "\n".join(line for one in chosen for line in self._explain(one, casts))
 
+    def list_casts(self) -> str:
+        """Return every cast in one line, under the path of the module whose op reads it."""
+        lines: dict[str, list[str]] = {}
+        for cast in self.casts:
+            # An output of the step has no op that reads it; the op that makes it says where it is.
+            one = self.ops[cast.consumer if cast.consumer >= 0 else cast.source]
+            reader = one.name if cast.consumer >= 0 else "the result"
+            place = f"{one.module or 'step'} ({one.phase})"
+            lines.setdefault(place, []).append(
+                f"{place}: {cast.from_dtype} -> {cast.to_dtype} for {reader}, {cast.elements} "
+                f"elements, {self._how(cast)}"
+            )
+        return "\n".join(line for of_module in lines.values() for line in of_module)
+
+    def _how(self, cast: PlannedCast) -> str:
+        maker = self.ops[cast.source].variable if cast.source >= 0 else "an input"
+        return f"of {maker}, {'a kernel of its own' if cast.is_alone else 'fused'}"
+
     def _explain(self, one: PlannedOp, casts: dict[int, list[PlannedCast]]) -> Iterator[str]:
         place = f"{one.module or 'step'} ({one.phase}) {one.line}".rstrip()
         yield f"{one.variable} = {one.name}  {_dtypes_in_words(one)}  in {place}"

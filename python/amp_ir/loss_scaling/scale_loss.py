@@ -14,17 +14,44 @@ from amp_ir.errors import OptionError
 from amp_ir.ir.capturing import captured_scalers
 from amp_ir.loss_scaling.grad_scaler import GradScaler
 
-_own: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, GradScaler]] = (
+_own: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, torch.amp.GradScaler]] = (
     weakref.WeakKeyDictionary()
 )
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
-def scalers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[GradScaler]:
+class ScalerNotPassed(OptionError):
+    """A captured step scales a loss, and its capture was given no scaler for it."""
+
+    def __init__(self, message: str, optimizer: torch.optim.Optimizer, loss_id: int) -> None:
+        super().__init__(message)
+        self.optimizer, self.loss_id = optimizer, loss_id
+
+    def make(self, device: torch.device) -> None:
+        """Make the scaler, so that `scalers_of` has it for the next capture."""
+        own_scaler(self.optimizer, self.loss_id, lambda: GradScaler(device.type))
+
+
+def scalers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.amp.GradScaler]:
     """Return the scalers that `scale_loss` made for optimizers, in the order of their loss_id."""
     found = {id(scaler): scaler for one in optimizers for scaler in _own.get(one, {}).values()}
     return list(found.values())
+
+
+def own_scaler(
+    optimizer: torch.optim.Optimizer, loss_id: int, make: Callable[[], torch.amp.GradScaler]
+) -> torch.amp.GradScaler:
+    """Return the scaler of an optimizer's loss, which `make` gives at the first call."""
+    scalers = _own.setdefault(optimizer, {})
+    if loss_id not in scalers:
+        scalers[loss_id] = make()
+    return scalers[loss_id]
+
+
+def losses_before_step(optimizer: torch.optim.Optimizer) -> int:
+    """Return through how many scalers the optimizer's next step goes."""
+    return len(_chain(optimizer))
 
 
 @contextlib.contextmanager
@@ -49,19 +76,19 @@ def scale_loss(
     Args:
         loss: f[...], or a list of losses.
         optimizer: every optimizer that owns parameters which the loss gives gradients.
-        scaler: the scaler to use. By default, in a captured step the one at position `loss_id` of
-            those that were passed, and in plain PyTorch one that belongs to the optimizer.
+        scaler: the scaler to use. By default one that belongs to the first optimizer and the
+            `loss_id`; or, where scalers were passed to the capture, the one at that position.
         loss_id: a scaler of its own for each loss (apex's `num_losses`).
         delay_unscale: leave the gradients scaled: another `scale_loss` with the same scaler
             follows before the step (accumulation over several batches).
 
     Raises:
-        OptionError: in a captured step to which no scaler, or not as many, were passed.
+        OptionError: in a captured step to which scalers were passed, and not as many.
 
     Source: apex.amp.scale_loss and mxnet.contrib.amp.scale_loss.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    chosen = scaler if scaler is not None else _scaler_of(optimizers, loss_id)
+    chosen = scaler if scaler is not None else _scaler_of(optimizers, loss_id, loss)
     if not chosen.is_enabled():
         yield loss
         return
@@ -77,21 +104,31 @@ def scale_loss(
         _step_through(chosen, one, waiting)
 
 
-def _scaler_of(optimizers: list[torch.optim.Optimizer], loss_id: int) -> torch.amp.GradScaler:
+def _scaler_of(
+    optimizers: list[torch.optim.Optimizer], loss_id: int, loss: Any
+) -> torch.amp.GradScaler:
+    first = optimizers[0]
     passed = captured_scalers.get()
     if passed is None:
-        scalers = _own.setdefault(optimizers[0], {})
-        if loss_id not in scalers:
-            scalers[loss_id] = GradScaler()
-        return scalers[loss_id]
-    if not 0 <= loss_id < len(passed):
+        device = loss.device if isinstance(loss, torch.Tensor) else loss[0].device
+        return own_scaler(first, loss_id, lambda: GradScaler(device.type))
+    own = _own.get(first, {}).get(loss_id)
+    if own is not None and (not own.is_enabled() or any(own is one for one in passed)):
+        return own
+    are_own = all(any(one is own for own in _all_own()) for one in passed)
+    if are_own or not 0 <= loss_id < len(passed):
         count = "no scaler was" if not passed else f"{len(passed)} were"
-        raise OptionError(
+        message = (
             f"scale_loss with loss_id={loss_id} is in a captured step, to which {count} passed; "
             "pass scaler=amp_ir.GradScaler(), or a list of one scaler for each loss_id"
         )
+        raise ScalerNotPassed(message, first, loss_id)
     scaler: torch.amp.GradScaler = passed[loss_id]
     return scaler
+
+
+def _all_own() -> list[torch.amp.GradScaler]:
+    return [scaler for scalers in list(_own.values()) for scaler in scalers.values()]
 
 
 Kept = list[tuple[torch.Tensor, torch.Tensor]]
