@@ -34,6 +34,14 @@ from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's n
 from amp_ir.inference.convert import convert_model
 from amp_ir.inference.converted_model import ConvertedModel
 from amp_ir.inference.model_file import load, save
+from amp_ir.ir.annotations import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from amp_ir.ir.location import autocast_off
 from amp_ir.ir.step_log import StepLog, StepRecord
 from amp_ir.ir.step_module import Role, Signature, StepModule
@@ -71,9 +79,11 @@ __all__ = [
     "convert_model",
     "errors",
     "explain_plan",
+    "float_function",
     "get_gflops",
     "get_param_size",
     "get_peak_memory",
+    "half_function",
     "jit",
     "list_ops",
     "load",
@@ -81,6 +91,10 @@ __all__ = [
     "memory_report",
     "profile_kernels",
     "profile_vm_model",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "save",
     "save_checkpoint",
     "scale_loss",

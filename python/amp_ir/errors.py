@@ -68,6 +68,10 @@ class StepFailedError(AmpIrError, RuntimeError):
         self.is_torn = is_torn
 
 
+class BrokenPromiseError(AmpIrError, RuntimeError):
+    """An op of PyTorch's did otherwise than its schema or its fake implementation says."""
+
+
 class OutOfMemoryError(AmpIrError, MemoryError):
     """An allocation of a step failed; `nbytes` is the requested size, 0 if unknown."""
 

@@ -100,11 +100,11 @@ def test_nothing_of_a_region_without_autocast_is_low():
     mod, _ = amp_ir.trace_step(_step(model, _switched_off, None), (x,), model=model)
     graph = read_step(amp_ir.autocast(mod, amp_dtype="bfloat16").ir)
     products = [op for op in graph.ops if op.name == "relax.matmul"]
-    dtypes = {op.location.autocast: set[str]() for op in products}
+    dtypes = {op.location.precision: set[str]() for op in products}
     for op in products:
-        dtypes[op.location.autocast].update(graph.values[leaf].dtype for leaf in op.reads)
+        dtypes[op.location.precision].update(graph.values[leaf].dtype for leaf in op.reads)
     # Forward and backward: two products of the layer, and two of the region.
-    assert dtypes == {True: {"bfloat16"}, False: {"float32"}}
+    assert dtypes == {"rules": {"bfloat16"}, "off": {"float32"}}
 
 
 def test_a_region_of_another_device_changes_nothing():
@@ -115,4 +115,4 @@ def test_a_region_of_another_device_changes_nothing():
     model = torch.nn.Linear(8, 8)
     x = torch.randn(4, 8)
     mod, _ = amp_ir.trace_step(_step(model, region, None), (x,), model=model)
-    assert all(op.location.autocast for op in read_step(mod.ir).ops)
+    assert all(op.location.precision == "rules" for op in read_step(mod.ir).ops)

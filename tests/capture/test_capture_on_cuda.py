@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     subprocess.run([*command, "-o", str(library)], check=True)
     # Tensors without data are looked at for shared memory, which PyTorch warns of.
     script = [sys.executable, "-W", "ignore", str(SUPPORT / "capture_on_cuda.py"), str(library)]
-    names = ["mlp", "gpt2", "resnet50", "lstm", "gru", "lstm cell"]
+    names = ["mlp", "gpt2", "resnet50", "lstm", "gru", "lstm cell", "custom op"]
     done = subprocess.run([*script, *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -58,6 +58,11 @@ def test_recurrent_cells_are_ops_that_are_known(found: dict[str, Any]) -> None:
     """The input is multiplied as on a CPU."""
     assert found["lstm cell"]["libraries"] == ["cublaslt"]
     assert "relax.matmul" not in found["lstm cell"]["more"]
+
+
+def test_an_op_of_the_gpu_alone_is_an_external_call(found: dict[str, Any]) -> None:
+    expected = {"more": {}, "fewer": {}, "libraries": ["PyTorch (external call)", "cublaslt"]}
+    assert found["custom op"] == expected
 
 
 def test_a_batch_of_the_host_is_told_apart_from_what_a_capture_cannot_do(

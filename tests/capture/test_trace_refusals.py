@@ -109,21 +109,11 @@ def convert(model: Any, optimizer: Any, x: Any, _y: Any) -> Any:
     return model(x) * float(optimizer.param_groups[0]["lr"])  # marked: here
 
 
-def speech(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
-    shares = model(x).log_softmax(-1)[:, None]
-    return F.ctc_loss(shares, torch.tensor([[1, 2]]), (len(x),), (2,))  # marked: here
-
-
 def counts(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
     return torch.bincount(model(x).argmax(-1), minlength=3)  # marked: here
 
 
 IN_A_LINE = [
-    (
-        speech,
-        "aten._ctc_loss.default has no compiled form: its recursion is as long as the batch's "
-        "sequences. Train this model in plain PyTorch",
-    ),
     (
         counts,
         "aten.bincount.default makes a shape or a branch depend on the data. Count into a tensor "

@@ -165,7 +165,7 @@ def closing(s: Setting, x: Any, y: Any) -> Any:
 
 
 def transforming(s: Setting, x: Any, y: Any) -> Any:
-    return torch.fft.fft(x).abs().sum()  # marked: fft
+    return torch.poisson(x.abs()).sum()  # marked: poisson
 
 
 def exporting(s: Setting, x: Any, y: Any) -> Any:
@@ -219,8 +219,9 @@ CAPTURE = [
         transforming,
         UnsupportedOpError,
         lambda: (
-            "the step has an op that amp_ir cannot import:\n  aten._fft_r2c.default (1 call, first "
-            f"in step (forward), {place('fft')})\nWrite that part of the step with other PyTorch "
+            "the step has an op that amp_ir cannot import:\n  aten.poisson.default: draws random "
+            "numbers from a generator that a compiled step lacks (1 call, first in step (forward), "
+            f"{place('poisson')})\nWrite that part of the step with other PyTorch "
             "ops, or add a converter with @converts(...) in amp_ir/importer/converters/."
         ),
     ),

@@ -200,7 +200,7 @@ def test_terms_of_one_module_and_phase_are_merged_and_keep_their_lines():
     [
         Location("decoder", "backward"),
         Location("encoder", "forward"),
-        Location("encoder", "backward", autocast=False),
+        Location("encoder", "backward", precision="off"),
     ],
     ids=str,
 )

@@ -52,7 +52,26 @@ def recurrent(layers: torch.nn.Module, *shape: int) -> Training:
     return Training(model, optimizer, lambda x: model(x).square().mean(), (torch.randn(shape),))
 
 
-RECURRENT: dict[str, Callable[[], Training]] = {
+@torch.library.custom_op("amp_ir_test_gpu::half", mutates_args=(), device_types="cuda")
+def half(x: torch.Tensor) -> torch.Tensor:
+    """Stand for a Triton op: it has no kernel on a CPU."""
+    raise AssertionError("a capture runs no kernel")
+
+
+half.register_fake(torch.empty_like)
+half.register_autograd(lambda ctx, grad: half(grad))
+
+
+def custom() -> Training:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Training(
+        model, optimizer, lambda x: half(model(x)).square().mean(), (torch.randn(4, 8),)
+    )
+
+
+SMALL: dict[str, Callable[[], Training]] = {
+    "custom op": custom,
     "gru": lambda: recurrent(torch.nn.GRU(8, 8, num_layers=2, bidirectional=True), 3, 2, 8),
     "lstm cell": lambda: recurrent(torch.nn.LSTMCell(8, 8), 2, 8),
 }
@@ -98,7 +117,7 @@ def ops_of(training: Training) -> tuple[amp_ir.StepModule, collections.Counter[s
 
 
 def report(name: str) -> dict[str, object]:
-    make = RECURRENT.get(name) or (lambda: WORKLOADS[name].make(small=True))
+    make = SMALL.get(name) or (lambda: WORKLOADS[name].make(small=True))
     mod, ops = ops_of(moved(make()))
     _, expected = ops_of(with_sgd(make()))
     mod = amp_ir.autocast(mod, amp_dtype="bfloat16")

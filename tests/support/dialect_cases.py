@@ -545,7 +545,7 @@ EXPANDED = frozenset(
     f"amp_ir.{name}{suffix}"
     for name in ("attention", "lstm", "gru")
     for suffix in ("", "_backward")
-)
+) | {"amp_ir.external_call"}
 CASES: list[Case] = [
     Case("amp_ir.cast", lambda: [normal(3, 20)], {"dtype": "bfloat16"}),
     *_activation_cases(),
@@ -560,4 +560,14 @@ CASES: list[Case] = [
     *_loss_scale_cases(),
     *_attention_cases(),
     *_recurrence_cases(),
+    Case(
+        "amp_ir.external_call",
+        lambda: [positive(3, 5)],
+        {
+            "op": "aten::lgamma.default",
+            "arguments": '[[{"tensor": 0}], {}]',
+            "reads": ["float32"],
+            "results": '[[[3, 5], "float32"]]',
+        },
+    ),
 ]

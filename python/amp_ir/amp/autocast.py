@@ -15,6 +15,7 @@ import tvm
 
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir.amp import placement as placing
+from amp_ir.amp.annotations import apply_annotations
 from amp_ir.amp.decisions import Decision, decide, round_after_convolution
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.keep_full import Border, keep_full
@@ -242,6 +243,7 @@ def _decided(
     decisions = decide(graph, rules, amp_dtype, output_dtypes, on_unknown=on_unknown)
     keep_full(graph, decisions, amp_dtype, _border(graph, mod))
     round_after_convolution(graph, decisions)
+    apply_annotations(graph, decisions, amp_dtype)
     apply_overrides(graph, decisions, choices.overrides, _input_names(graph, mod))
     problem = placing.build_problem(graph, decisions, places, output_dtypes)
     greedy = placing.greedy(graph, decisions)

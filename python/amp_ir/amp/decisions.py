@@ -150,7 +150,7 @@ def _why_untouched(op: Op, amp_dtype: str) -> tuple[str, str] | None:
         return "amp_dtype", "Left as it was: amp_dtype is float32"
     if op.location.phase == "optimizer":
         return "optimizer", "Left as it was: the optimizer and its state stay in float32"
-    if not op.location.autocast:
+    if op.location.precision == "off":
         return "autocast_off", "Left as it was: the user switched autocast off here"
     return None
 
@@ -233,15 +233,15 @@ def _set_label(
         decision.label = "full" if hints.result.dtype == FULL_DTYPE else "low"
     elif varies:
         decision.label = "free"
-        decision.follows = _following(graph, op, decision, amp_dtype)
+        decision.follows = following(graph, op, decision, amp_dtype)
     else:
         first = next((m for m in decision.modes if m is not Mode.KEEP), Mode.KEEP)
         decision.label = "low" if first is Mode.LOW else "full"
         if decision.label == "low":
-            decision.follows = _following(graph, op, decision, amp_dtype)
+            decision.follows = following(graph, op, decision, amp_dtype)
 
 
-def _following(graph: StepGraph, op: Op, decision: Decision, amp_dtype: str) -> list[bool]:
+def following(graph: StepGraph, op: Op, decision: Decision, amp_dtype: str) -> list[bool]:
     """Return which results are low when the op runs low (statistics, for one, are not)."""
     if op.name not in DECLARATIONS or len(op.results) == 1:
         return decision.follows

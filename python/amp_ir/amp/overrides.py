@@ -19,8 +19,10 @@ from tvm import relax
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE, RULES, Rule
 from amp_ir.amp.policies import Policy
+from amp_ir.dialect.external_call import NAME as EXTERNAL
 from amp_ir.errors import OptionError, RuleError
 from amp_ir.ir.call_attributes import attribute_fields
+from amp_ir.ir.external_call import external_op
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import Op, StepGraph, leaves
 
@@ -105,8 +107,10 @@ class Override:
         Override(module="bert.encoder.layer.*.attention", op="amp_ir.softmax", to="float32")
 
     What is not given matches everything. `module` and `op` are globs, `*` matching dots too; a
-    module path also selects what is inside of it. `parameter` is a glob over the names of inputs
-    that the call reads, through views too. Backward calls carry the module of their forward call.
+    module path also selects what is inside of it. PyTorch's own and custom ops that amp_ir has no
+    kernel of have their names there: "aten::lgamma", "mylib::*". `parameter` is a glob over the
+    names of inputs that the call reads, through views too. Backward calls carry the module of their
+    forward call.
     Optimizer calls are selected by `phase="optimizer"` only.
 
     Attributes:
@@ -153,11 +157,16 @@ class Override:
             return False
         return (
             (self.phase is None or self.phase == place.phase)
-            and (self.op is None or fnmatchcase(op.name, self.op))
+            and (self.op is None or any(fnmatchcase(one, self.op) for one in _names(op)))
             and (self.module is None or is_inside(place.module, self.module))
             and (self.parameter is None or any(fnmatchcase(p, self.parameter) for p in parameters))
             and (self.attributes is None or _has_attributes(op, self.attributes))
         )
+
+
+def _names(op: Op) -> tuple[str, ...]:
+    """Return the names of an op; an external call has that of PyTorch's op, "mylib::scale", too."""
+    return (op.name, external_op(op.call)) if op.name == EXTERNAL else (op.name,)
 
 
 def call_attributes(op: Op) -> dict[str, Any]:
@@ -265,7 +274,7 @@ def _modules(graph: StepGraph) -> list[str]:
 def _explain_unused(graph: StepGraph, override: Override, input_names: Sequence[str]) -> str:
     """Explain why an override selects nothing: the fields that match no call, and near matches."""
     candidates = {
-        "op": sorted({op.name for op in graph.ops}),
+        "op": sorted({name for op in graph.ops for name in _names(op)}),
         "module": _modules(graph),
         "parameter": sorted(input_names),
     }

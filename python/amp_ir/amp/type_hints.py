@@ -451,6 +451,15 @@ def scaled_loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     return RuleResult([KEEP] * len(args), is_unbounded=True)
 
 
+@type_hint("amp_ir.external_call")
+def external_call(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
+    """Left as it was: nothing is known of the numerics of an op that amp_ir has no kernel of.
+
+    `torch.library.register_autocast` and `amp_ir.half_function` say more.
+    """
+    return [KEEP] * len(args)
+
+
 @type_hint("relax.astype", "amp_ir.cast")
 def user_cast(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Left as it was: a cast that the user wrote is honoured, rounding included."""

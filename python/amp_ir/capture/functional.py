@@ -25,7 +25,8 @@ from amp_ir.capture.symbolic_float import FloatTape
 
 aten = torch.ops.aten
 
-# Fused ops that PyTorch could decompose: casting rules refer to them (design D3).
+# Fused ops that PyTorch could decompose: casting rules refer to them (design D3). Of the last one
+# its decomposition is wrong: where a row has fewer labels than others, it adds class 0 (2.13).
 FUSED_OPS = frozenset(
     """
     convolution convolution_backward addmm mm bmm baddbmm
@@ -56,6 +57,7 @@ FUSED_OPS = frozenset(
     upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bilinear2d_backward
     upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     cumsum sort topk
+    multilabel_margin_loss_forward
     """.split()
 )
 _ALIASES = frozenset({aten.alias.default, aten.detach.default})

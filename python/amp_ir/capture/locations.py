@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.ir.location import META_KEY, Location, Phase, autocast_is_off
+from amp_ir.ir.location import META_KEY, Location, Phase, current_precision
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(__file__).parent.parent) + "/"
@@ -118,7 +118,7 @@ class Locator:
     def _of_frame(self, frame: FrameType | None) -> Location:
         file, line, is_clipping = innermost_line(frame)
         phase = self._phase(is_clipping=is_clipping)
-        location = Location(self.module, phase, file, line, autocast=not autocast_is_off())
+        location = Location(self.module, phase, file, line, precision=current_precision())
         return self._interned.setdefault(location, location)
 
     def _phase(self, *, is_clipping: bool) -> Phase:

@@ -19,10 +19,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_ir.capture.custom_ops import call_written, is_custom, refusal
+from amp_ir.capture.decompositions.ctc import CTC
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
 from amp_ir.capture.decompositions.recurrent_layers import layers_of
@@ -47,15 +49,16 @@ _SHAPE_ADVICE = (
 _VALUES = "makes a shape or a branch depend on the data"
 # (what an op does, what to do) where the default message would mislead.
 _OF_OPS: dict[Any, tuple[str, str]] = {
-    aten._ctc_loss: (
-        "has no compiled form: its recursion is as long as the batch's sequences",
-        "Train this model in plain PyTorch",
+    aten.linalg_lstsq: (
+        "returns residuals whose shape depends on the data",
+        "Use torch.linalg.pinv(a) @ b, or torch.linalg.solve where the matrices are square",
     ),
     aten.bincount: (
         _VALUES,
         "Count into a tensor of fixed size: torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))",
     ),
 }
+_CHECK_ERRORS = aten._linalg_check_errors.default
 _DEVICE = torch.ops.prim.device.default
 _READ = aten._local_scalar_dense.default
 _READ_TEXT = f"{_READ} reads a tensor's value in Python (.item(), float(), bool(), if)"
@@ -109,6 +112,10 @@ class Recorder(TorchDispatchMode):
                 return self._read(args[0])
             if not isinstance(args[0], FakeTensor):
                 self._observer.note_read(args[0])
+        unsupported = refusal(func) if is_custom(func) else None
+        if unsupported is not None:
+            self._diagnostics.add(unsupported[0], location, unsupported[1])
+            raise TracingStopped
         self._check_writes(func, args, kwargs)
         if func is aten.native_batch_norm.default:
             # It updates its running statistics in training, which its schema does not declare.
@@ -127,6 +134,10 @@ class Recorder(TorchDispatchMode):
 
     def _traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the op, and mark its nodes."""
+        if func is _CHECK_ERRORS and _checked_by_op(args[0]):
+            return None
+        if is_custom(func) and func._schema.is_mutable:
+            return call_written(func, args, kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -207,6 +218,22 @@ def _is_known(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
+def _checked_by_op(info: torch.Tensor) -> bool:
+    """Let the factorization that made `info` check its errors itself, in the step that runs.
+
+    PyTorch checks in an op of its own, which has no result that a graph could need.
+    """
+    proxy_mode = get_proxy_mode()
+    assert proxy_mode is not None
+    slot = get_proxy_slot(info, proxy_mode.tracer, None)
+    node: Any = None if slot is None else slot.proxy.node.args[0]
+    schema = getattr(getattr(node, "target", None), "_schema", None)
+    if schema is None or all(one.name != "check_errors" for one in schema.arguments):
+        return False
+    node.kwargs = {**node.kwargs, "check_errors": True}
+    return True
+
+
 def _batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -234,6 +261,7 @@ def _batch_norm(
 _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     **FUSED_CELLS,
+    **CTC,
 }
 
 _GRADIENT: Any = torch.Tensor.grad

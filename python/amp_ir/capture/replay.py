@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from amp_ir.capture.decompositions.layouts import strided
+from amp_ir.capture.decompositions.layouts import strided, window
 from amp_ir.capture.locations import NodeMarker
 from amp_ir.capture.repeated_ops import (
     begin_of_selected,
@@ -84,6 +84,7 @@ class Replay(torch.fx.Interpreter):
         memory = SharedMemory(traced.graph)
         self._orderly = memory.orderly_calls() if _is_possible else set()
         self._written = memory.written_wholes() if _is_possible else {}
+        self._only_read = memory.only_read(aten.as_strided.default)
         self._now: dict[torch.fx.Node, Any] = {}
         self._templates: dict[tuple[Any, ...], _Template] = {}
 
@@ -137,11 +138,14 @@ class Replay(torch.fx.Interpreter):
         """Replace `as_strided` by views that do not depend on the layout, which may differ now."""
         source, *geometry = n.args
         assert isinstance(source, torch.fx.Node)
-        as_views: Any = strided
-        out: torch.Tensor | None = as_views(
-            self.env[source], source.meta["val"], *geometry, **n.kwargs
-        )
-        return out
+        forms: tuple[Any, ...] = (strided, window) if n in self._only_read else (strided,)
+        for form in forms:
+            out: torch.Tensor | None = form(
+                self.env[source], source.meta["val"], *geometry, **n.kwargs
+            )
+            if out is not None:
+                return out
+        return None
 
     def _value(self, n: Any) -> Any:
         """Return the new value of a node of the old graph."""
@@ -341,6 +345,11 @@ class SharedMemory:
             if (family := self._family(node)) in self._written_at
             and family not in self._families_in_disorder
         }
+
+    def only_read(self, op: Any) -> set[torch.fx.Node]:
+        """Return the calls of an op whose memory nothing writes to."""
+        calls = [node for node in self._position if node.target is op]
+        return {node for node in calls if self._family(node) not in self._written_at}
 
     def _family(self, node: torch.fx.Node) -> torch.fx.Node:
         while self._parent[node] is not node:

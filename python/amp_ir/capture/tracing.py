@@ -303,6 +303,11 @@ class StepTracer:
                 f"{' and '.join(sorted(of_batch))}; pass it on the model's device, or move it "
                 "there in the step with .to(device)"
             )
+        if "no fake impl registered" in text:
+            return (
+                "A compiled step needs the shapes of its results before it runs: register a "
+                "function that returns empty tensors of them with torch.library.register_fake"
+            )
         return (
             "Check that it runs as plain PyTorch on the same batch; if it does, it needs a "
             "tensor's values (as .numpy() does), which do not exist yet when a step is captured"

@@ -8,6 +8,7 @@ the result's shape and dtype with those of PyTorch's fake tensors.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -18,10 +19,12 @@ import torch
 from torch import fx
 from tvm import relax
 
+from amp_ir.dialect.external_call import ResultSpec
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.importer.converters import ConversionError, Emitter, converter_of
 from amp_ir.importer.converters.emitter import RANDOM_STATE, dtype_name
 from amp_ir.importer.converters.promotion import DTYPE_NAMES, Scalar, dtype_of, is_scalar, shape_of
+from amp_ir.importer.external_call import convert_external, is_complex_call
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
 from amp_ir.ir.empty_tensors import has_no_elements, number_everywhere, results_of_nothing
 from amp_ir.ir.location import META_KEY, Location, to_span
@@ -102,15 +105,16 @@ def _parameters(captured: CapturedStep) -> list[relax.Var]:
     taken: set[str] = {RANDOM_STATE}
     placeholders = [node for node in captured.graph.graph.nodes if node.op == "placeholder"]
     return [
-        relax.Var(
-            _unique_name(one, taken),
-            # The walk over the graph reports a dtype that amp_ir lacks.
-            relax.TensorType(
-                list(node.meta["val"].shape), DTYPE_NAMES.get(node.meta["val"].dtype, "float32")
-            ),
-        )
+        relax.Var(_unique_name(one, taken), _type_of_input(node.meta["val"]))
         for one, node in zip(captured.inputs, placeholders, strict=True)
     ]
+
+
+def _type_of_input(value: torch.Tensor) -> relax.TensorType:
+    """Return a parameter's type; the walk over the graph reports a dtype that amp_ir lacks."""
+    if value.is_complex():
+        return ResultSpec.of(value).type_
+    return relax.TensorType(list(value.shape), DTYPE_NAMES.get(value.dtype, "float32"))
 
 
 def _unique_name(one: CapturedInput, taken: set[str]) -> str:
@@ -155,6 +159,7 @@ class _Graph:
                 self._note_dtype(node)
             elif node.op == "output":
                 outputs = self._lookup(node.args[0])
+                self._note_complex(node.all_input_nodes)
             else:
                 self._convert_or_note(node)
         return list(outputs)
@@ -169,6 +174,16 @@ class _Graph:
         if dtype not in DTYPE_NAMES:
             op = f"input {placeholder.name}"
             self._unsupported.append(_Unsupported(op, f"dtype {dtype}", Location()))
+
+    def _note_complex(self, outputs: Sequence[fx.Node]) -> None:
+        for node in outputs:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.is_complex():
+                reason = (
+                    f"leaves the step with dtype {value.dtype}; return torch.view_as_real of it"
+                )
+                location = node.meta.get(META_KEY) or Location()
+                self._unsupported.append(_Unsupported(str(node.target), reason, location))
 
     def _convert_or_note(self, node: fx.Node) -> None:
         location = node.meta.get(META_KEY) or Location()
@@ -186,17 +201,25 @@ class _Graph:
             return self._emitter.tensor(value) if isinstance(value, torch.Tensor) else value
         if node.target is operator.getitem:
             return self._lookup(node.args[0])[node.args[1]]
+        if is_complex_call(node):
+            return convert_external(self._emitter, node, self._lookup)
         of_nothing = self._of_nothing(node)
         if of_nothing is not None:
             _check(of_nothing, node.meta["val"])
             return of_nothing
         converter = converter_of(node.target)
         if converter is None:
-            raise ConversionError("")
+            return convert_external(self._emitter, node, self._lookup)
         self._emitter.result = node.meta["val"]
         arguments = [self._lookup(argument) for argument in node.args]
         options = {name: self._lookup(argument) for name, argument in node.kwargs.items()}
-        value = converter(self._emitter, *arguments, **options)
+        try:
+            value = converter(self._emitter, *arguments, **options)
+        except ConversionError as error:
+            # PyTorch may do what the converter cannot.
+            with contextlib.suppress(ConversionError):
+                return convert_external(self._emitter, node, self._lookup)
+            raise error from None
         _check(value, node.meta["val"])
         return value
 

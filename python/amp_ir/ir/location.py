@@ -17,10 +17,17 @@ import attrs
 import tvm
 
 Phase = Literal["forward", "backward", "optimizer"]
+# What the user says of a region: the rules decide, no op is cast, all run low, in float32, or in
+# the widest dtype of what they read.
+Precision = Literal["rules", "off", "low", "float32", "promote"]
 META_KEY = "amp_ir_location"
 _SEPARATOR = "|"
-_AUTOCAST_OFF = "!"
-_is_off: contextvars.ContextVar[bool] = contextvars.ContextVar("amp_ir_autocast_off", default=False)
+# What follows the phase in a span.
+_MARKS: dict[Precision, str] = {"rules": "", "off": "!", "low": "<", "float32": ">", "promote": "^"}
+_PRECISIONS = {mark: precision for precision, mark in _MARKS.items()}
+_precision: contextvars.ContextVar[Precision] = contextvars.ContextVar(
+    "amp_ir_precision", default="rules"
+)
 
 
 @contextlib.contextmanager
@@ -32,23 +39,23 @@ def autocast_off() -> Iterator[None]:
 
     For code inside of a model or step that is captured; elsewhere it does nothing.
     """
-    with autocast_switched(off=True):
+    with precision_of_region("off"):
         yield
 
 
 @contextlib.contextmanager
-def autocast_switched(*, off: bool) -> Iterator[None]:
-    """Switch autocast off, or on again, for what is traced inside."""
-    token = _is_off.set(off)
+def precision_of_region(precision: Precision) -> Iterator[None]:
+    """Set the precision of what is traced inside; the innermost region decides."""
+    token = _precision.set(precision)
     try:
         yield
     finally:
-        _is_off.reset(token)
+        _precision.reset(token)
 
 
-def autocast_is_off() -> bool:
-    """Return whether the innermost region around this is one without autocast."""
-    return _is_off.get()
+def current_precision() -> Precision:
+    """Return what the innermost region around this says."""
+    return _precision.get()
 
 
 @attrs.frozen
@@ -57,14 +64,15 @@ class Location:
 
     `module` is the dotted path as in `model.named_modules()` ("" for the root or for code outside
     of any module; the second and later models of a step are prefixed "model1.", "model2.", ...).
-    `autocast` is False inside of `autocast_off()` and `torch.autocast(enabled=False)`.
+    `precision` is "off" inside of `autocast_off()` and `torch.autocast(enabled=False)`, and
+    another one inside of the functions of `ir/annotations.py`.
     """
 
     module: str = ""
     phase: Phase = "forward"
     file: str = ""
     line: int = 0
-    autocast: bool = True
+    precision: Precision = "rules"
 
     def __str__(self) -> str:
         """Format for people: `encoder.layer.0 (backward), model.py:12`."""
@@ -75,7 +83,7 @@ class Location:
 @functools.lru_cache(maxsize=65536)
 def to_span(location: Location) -> tvm.ir.Span:
     """Encode a location as the span of a `relax.Call`."""
-    phase = location.phase if location.autocast else location.phase + _AUTOCAST_OFF
+    phase = location.phase + _MARKS[location.precision]
     name = _SEPARATOR.join((phase, location.module, location.file))
     line = location.line
     return tvm.ir.Span(tvm.ir.SourceName(name), line, line, 0, 0)
@@ -113,8 +121,8 @@ def locations_of(span: tvm.ir.Span | None) -> tuple[Location, ...]:
 @functools.lru_cache(maxsize=65536)
 def _decode(name: str, line: int) -> Location:
     parts = name.split(_SEPARATOR, 2)
-    phase = parts[0].rstrip(_AUTOCAST_OFF)
+    phase = parts[0].rstrip("".join(_PRECISIONS))
     if len(parts) != 3 or phase not in ("forward", "backward", "optimizer"):
         return Location()
-    autocast = phase == parts[0]
-    return Location(parts[1], phase, parts[2], line, autocast)  # type: ignore[arg-type]
+    precision = _PRECISIONS[parts[0].removeprefix(phase)]
+    return Location(parts[1], phase, parts[2], line, precision)  # type: ignore[arg-type]

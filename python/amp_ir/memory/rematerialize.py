@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
+from amp_ir.ir.external_call import SYMBOL as EXTERNAL
 from amp_ir.ir.step_module import OutputSpec
 from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
 from amp_ir.memory.live_bytes import LiveBytes, Uses, updates_of
@@ -238,6 +239,8 @@ class _Chain:
         """Put a call behind what it reads; return whether everything it reads can be had."""
         if any(call is one for one in self.calls):
             return True
+        if call.symbol == EXTERNAL:
+            return False  # nobody promises that it returns the same again
         if len(self.calls) >= _MAX_CHAIN:
             return False
         if not all(self._provide(buffer) for buffer in call.reads):

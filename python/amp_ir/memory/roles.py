@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from amp_ir.ir.external_call import SYMBOL as EXTERNAL
 from amp_ir.ir.library_call import WRITTEN_OVER
 from amp_ir.ir.location import Location, from_span
 from amp_ir.ir.memory_plan import ROLE_OF_STATE, MemoryRole, PlannedCall, PlannedValue
@@ -33,8 +34,9 @@ def is_cast(call: Call) -> bool:
 
 def _call(call: Call) -> PlannedCall:
     is_library = call.function is None
+    is_external = call.symbol == EXTERNAL
     return PlannedCall(
-        name=call.symbol.removeprefix("amp_ir."),
+        name=call.ops[0] if is_external else call.symbol.removeprefix("amp_ir."),
         symbol=with_workspace(call.symbol) if call.workspace is not None else call.symbol,
         ops=call.ops,
         locations=call.locations,
@@ -43,7 +45,9 @@ def _call(call: Call) -> PlannedCall:
         is_cast=not is_library and is_cast(call),
         is_rerun=call.is_rerun,
         result_count=len(call.results),
-        compute_dtype=call.reads[0].dtype if is_library and call.reads else "float32",
+        compute_dtype=(
+            call.reads[0].dtype if is_library and call.reads and not is_external else "float32"
+        ),
     )
 
 

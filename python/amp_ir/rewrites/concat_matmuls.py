@@ -317,7 +317,7 @@ def _kind(term: _Term) -> object:
     place: Location = from_span(call.span)
     operands = tuple((str(one.base.ty.dtype), one.axis, one.is_transposed) for one in term.operands)
     trailing = [int(n) for n in call.args[0].ty.shape][1:] if len(operands) == 1 else []
-    where = (place.module, place.phase, place.autocast)
+    where = (place.module, place.phase, place.precision)
     return (*where, str(call.attrs), operands, *trailing, term.reshape is None)
 
 

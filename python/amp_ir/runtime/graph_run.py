@@ -22,16 +22,24 @@ class GraphRun:
 
     The first call runs it launch by launch, on PyTorch's current stream: libraries choose their
     algorithms and modules are loaded, which a recording must not contain. When an argument has
-    another address than in the recording, the next two calls do the same again.
+    another address than in the recording, the next two calls do the same again. A step that is not
+    recordable always runs launch by launch: an op in it reads what a recording would freeze.
     """
 
-    def __init__(self, main: Callable[..., Any], device: torch.device, step_run: StepRun) -> None:
+    def __init__(
+        self,
+        main: Callable[..., Any],
+        device: torch.device,
+        step_run: StepRun,
+        *,
+        is_recordable: bool = True,
+    ) -> None:
         self._main = main
         self._step_run = step_run
         self._device = device
         self._addresses: tuple[int, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._refused = False
+        self._refused = not is_recordable
 
     def __call__(self, arguments: Sequence[Any], addresses: tuple[int, ...]) -> None:
         """Run on `arguments`, stored at `addresses`; return before the GPU is done."""

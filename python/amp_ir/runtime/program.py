@@ -14,6 +14,7 @@ from amp_ir.errors import AmpIrError, DeviceError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.host.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.ir.executable import Executable
+from amp_ir.ir.external_call import unrecordable_ops
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.planned_checks import PlannedChecks
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature
@@ -209,7 +210,12 @@ class _OnGpu:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._run = GraphRun(program._main, program.device, program._step_run)
+        self._run = GraphRun(
+            program._main,
+            program.device,
+            program._step_run,
+            is_recordable=not unrecordable_ops(program.plan),
+        )
         specs = [one.spec for one in program._inputs if one.source is None]
         self._batch = [
             torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=program.device)

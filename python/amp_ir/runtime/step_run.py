@@ -19,6 +19,7 @@ import tvm_ffi
 from amp_ir.errors import StepFailedError, StepOutOfMemoryError
 from amp_ir.host import native
 from amp_ir.host.memory_limit import ADVICE, asked_nbytes, is_out_of_memory
+from amp_ir.ir import external_call
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedCall
 from amp_ir.runtime import torn_state
 
@@ -74,6 +75,7 @@ class StepRun:
                 KeyboardInterrupt, passes through: if `main` was done by then, `finish` is, too.
         """
         ticket = next(_tickets)
+        external_call.begin_run()
         try:
             self._run(ticket, self._main, self._kept, self._positions, *arguments)
             return finish()
@@ -100,7 +102,13 @@ class StepRun:
             if not isinstance(error, Exception):
                 finish()
             return
-        first, last = self._failed_calls(progress)
+        failed = external_call.failed_call()
+        if failed is not None:
+            # As the op raised it: the virtual machine's is a copy.
+            first = last = self._external_calls()[failed[0]]
+            error = failed[1]
+        else:
+            first, last = self._failed_calls(progress)
         is_torn = last >= self._plan.writes.first_call
         if self._plan.writes.kept:
             restore = native.function("amp_ir.step.restore")
@@ -137,6 +145,11 @@ class StepRun:
             raise StepOutOfMemoryError(message, is_torn=is_torn, nbytes=nbytes, **named) from error
         raise StepFailedError(message, is_torn=is_torn, **named) from error
 
+    def _external_calls(self) -> list[int]:
+        """Return the positions of the calls that are PyTorch's."""
+        calls = enumerate(self._plan.calls)
+        return [k for k, call in calls if call.symbol == external_call.SYMBOL]
+
     def _failed_calls(self, progress: _Progress) -> tuple[int, int]:
         """Return the first and the last call of the plan that may be the one that failed.
 
@@ -144,7 +157,12 @@ class StepRun:
         between two library calls.
         """
         calls = self._plan.calls
-        libraries = [k for k, call in enumerate(calls) if call.symbol.startswith(_LIBRARY)]
+        external = set(self._external_calls())
+        libraries = [
+            k
+            for k, call in enumerate(calls)
+            if call.symbol.startswith(_LIBRARY) and k not in external
+        ]
         end = len(calls) - 1
         if any(not calls[k].symbol.startswith(_COUNTED) for k in libraries):
             return 0, end

@@ -61,6 +61,7 @@ from amp_ir.files.atomic_file import atomic_file, write_bytes, write_text
 from amp_ir.files.sealed_json import sealed
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import OWN_KERNEL, DispatchNote
+from amp_ir.ir.external_call import SYMBOL as EXTERNAL
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.planned_checks import PlannedChecks
 from amp_ir.ir.step_module import Role, StepModule
@@ -143,8 +144,9 @@ def export_step(
     description, whose digest refuses it.
 
     Raises:
-        BuildError: the file cannot be linked or written.
+        BuildError: the step calls ops of PyTorch itself, or the file cannot be linked or written.
     """
+    _check_exportable(planned)
     library = linked_library(executable, path)
     kernels: tuple[machine_code.KernelCode, ...] = ()
     if target.is_cuda:
@@ -171,6 +173,23 @@ def export_step(
     count = sum(isinstance(function, tirx.PrimFunc) for function in planned.ir.functions.values())
     return ExportedStep(
         path, len(library), count, kernels, dict(calls), planned.dispatched, description
+    )
+
+
+def _check_exportable(planned: PlannedStep) -> None:
+    """Refuse external calls: what runs the file has neither PyTorch's ops nor the user's."""
+    external = [call for call in planned.plan.calls if call.symbol == EXTERNAL]
+    if not external:
+        return
+    first = {call.ops[0]: call for call in reversed(external)}
+    listed = "; ".join(
+        f"{op} ({', '.join(map(str, call.locations[:1])) or 'somewhere'})"
+        for op, call in sorted(first.items())
+    )
+    raise BuildError(
+        f"the step cannot be written to a file: {listed} would be called in PyTorch, which what "
+        "runs the file does not have. Write that part of the step with other ops, or run the step "
+        "in this process with amp_ir.compile"
     )
 
 

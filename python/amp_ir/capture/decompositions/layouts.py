@@ -67,6 +67,29 @@ def strided(
     return sorted_axes.permute([new_order.index(axis) for axis in range(len(size))])
 
 
+def window(
+    x: torch.Tensor,
+    layout: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> torch.Tensor | None:
+    """Return a copy of `as_strided(x, ...)`, as `strided` has it; None outside of `x`'s elements.
+
+    Windows may overlap, or leave elements out.
+    """
+    order = _order_in_memory(layout.shape, layout.stride())
+    begin = 0 if storage_offset is None else storage_offset - layout.storage_offset()
+    last = begin + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if order is None or 0 in size or begin < 0 or last >= x.numel():
+        return None
+    places = torch.full((), int(begin), dtype=torch.int64, device=x.device)
+    for axis, (n, step) in enumerate(zip(size, stride, strict=True)):
+        along = torch.arange(n, device=x.device) * step
+        places = places + along.view([-1] + [1] * (len(size) - 1 - axis))
+    return x.permute(order).reshape(-1)[places]
+
+
 def _order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
     """Return the axes from the outermost to the innermost; None where they have gaps or overlap."""
     order = sorted(range(len(shape)), key=lambda axis: (-stride[axis], shape[axis] == 1))

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import decompositions
 
+from amp_ir.capture.decompositions.ctc import ctc_loss
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
 
 # Above this number of rows PyTorch computes Euclidean distances with a matmul.
@@ -252,6 +253,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: _embedding_bag,
     F.grid_sample: _grid_sample,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.ctc_loss: ctc_loss,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     **COMPOSED_BY_INDEX,

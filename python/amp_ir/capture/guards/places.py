@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from amp_ir.capture.batch import PLAIN
+from amp_ir.capture.patches.registered_functions import REPLACES
 
 _NUMPY_PLAIN = (numpy.generic, numpy.dtype)
 _SHOWN = 60
@@ -48,7 +49,11 @@ class Place:
     line: tuple[str, int] = ("", 0)
 
     def now(self) -> Any:
-        """Return the current value; ABSENT for none."""
+        """Return the current value; ABSENT for none, and of a registered function the user's."""
+        value = self._held()
+        return value if type(value) is not FunctionType else vars(value).get(REPLACES, value)
+
+    def _held(self) -> Any:
         if self.kind == "entry":
             if isinstance(self.holder, list):
                 return self.holder[self.key] if self.key < len(self.holder) else ABSENT

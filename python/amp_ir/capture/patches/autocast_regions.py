@@ -18,7 +18,7 @@ import torch
 
 from amp_ir.capture.patches.restores import Restores
 from amp_ir.capture.patches.thread_patches import here, patch, patch_function
-from amp_ir.ir.location import autocast_switched
+from amp_ir.ir.location import precision_of_region
 
 
 def mark_autocast_regions(restores: Restores, device_types: frozenset[str]) -> None:
@@ -30,7 +30,7 @@ def mark_autocast_regions(restores: Restores, device_types: frozenset[str]) -> N
         # Inside of a custom function's backward, PyTorch repeats the settings of its forward.
         mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if region.device in device_types and torch._C._current_autograd_node() is None:
-            mark = autocast_switched(off=not region._enabled)
+            mark = precision_of_region("rules" if region._enabled else "off")
         result = enter(region)
         mark.__enter__()
         open_regions.append(mark)
@@ -51,7 +51,7 @@ def _marked_apply(apply: Any, device_types: frozenset[str]) -> Callable[..., Any
     def marked(function: Any, *args: Any, **kwargs: Any) -> Any:
         if not _runs_in_float32(function.forward, device_types):
             return apply.__func__(function, *args, **kwargs)
-        with autocast_switched(off=True):
+        with precision_of_region("off"):
             return apply.__func__(function, *args, **kwargs)
 
     return marked

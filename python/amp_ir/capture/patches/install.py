@@ -20,12 +20,14 @@ from amp_ir.capture.distribution import WRAPPER_ADVICE, wrapper_error
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
 from amp_ir.capture.patches.module_methods import ModuleMethods
+from amp_ir.capture.patches.registered_functions import patch_annotated
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.patches.thread_patches import ValueHere, here, patch, patch_function, silence
 from amp_ir.capture.recording import GradientWatch
 from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.transaction import Transaction
+from amp_ir.ir.annotations import registrations
 
 
 @contextlib.contextmanager
@@ -78,6 +80,8 @@ def patched(
         modules.patch_lookup(restores)
         devices = frozenset(slot.tensor.device.type for slot in state.slots)
         mark_autocast_regions(restores, devices or frozenset({"cpu"}))
+        for one in registrations():
+            patch_annotated(restores, one)
         patch(restores, torch.utils.checkpoint, "CheckpointFunction", _checkpoint_function())
         # Checks of a distribution's arguments look at values, which do not exist yet.
         distribution = torch.distributions.Distribution

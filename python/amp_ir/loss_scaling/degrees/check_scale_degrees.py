@@ -176,6 +176,8 @@ class _Analysis:
             return [self._report(op, diagnostic)] * count
         if operands.guarded_by is not None:
             self.diagnostics.guard(op, operands)
+        if operands.assumed_linear:
+            self.diagnostics.assumed_linear(op, str(operands.options("op")))
         return list(result) if isinstance(result, tuple) else [result]
 
     def _bad_operand(self, op: Op) -> ValueDegree | None:

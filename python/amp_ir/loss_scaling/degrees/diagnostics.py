@@ -112,6 +112,7 @@ class Diagnostics:
         self._lines: dict[tuple[object, ...], _Line] = {}
         self._harmless: dict[tuple[object, ...], _Line] = {}
         self._notes: dict[str, list[str]] = {}
+        self._assumed: dict[str, str] = {}
 
     @property
     def count(self) -> int:
@@ -146,6 +147,17 @@ class Diagnostics:
             f"value that is {self._words.of(degree)}.",
             "",
         )
+
+    def assumed_linear(self, op: Op, name: str) -> None:
+        """Record an op of a backward pass that the analysis does not know."""
+        self._note(
+            "{}, called in the backward pass, is taken for linear in the gradients that it reads, "
+            f"as a vector-Jacobian product is (first in {self._first_place(name, op)}).",
+            name.removesuffix(".default"),
+        )
+
+    def _first_place(self, name: str, op: Op) -> str:
+        return self._assumed.setdefault(name, str(op.location))
 
     def kept_gradient_of(self, diagnostic: Diagnostic) -> str | None:
         """Return the name of the accumulated .grad that is an operand of a diagnostic."""

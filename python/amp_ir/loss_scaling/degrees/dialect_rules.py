@@ -216,6 +216,27 @@ def next_scale(op: Operands) -> tuple[Known, ...]:
     return op.degree(0), ZERO, ZERO
 
 
+@rule_for("amp_ir.external_call")
+def external_call(op: Operands) -> tuple[Known, ...]:
+    """Take what autograd calls for linear in the gradients it reads; else require `plain`.
+
+    A vector-Jacobian product is linear by definition. It may be computed by several ops of which
+    none is, so that this is an assumption, and a note says so.
+    """
+    scaled = [position for position in every(op) if not op.is_plain(position)]
+    if not scaled:
+        return (ZERO,) * len(op.result_shapes)
+    others = [position for position in scaled if position not in op.options("gradients")]
+    if others:
+        raise CannotTell(others[0])
+    try:
+        degree = op.join(*scaled)
+    except DegreesDiffer as differ:
+        raise CannotTell(differ.positions[1]) from None
+    op.assumed_linear = True
+    return tuple(degree if "float" in dtype else ZERO for dtype in op.result_dtypes)
+
+
 @rule_for(
     *_named("layer_norm rms_norm group_norm batch_norm attention_probabilities lstm gru"),
 )

@@ -40,7 +40,8 @@ class Operands:
 
     `numbers[k]` is the value of an operand that is one constant number, else None; `shapes` and
     `dtypes` are those of the operands, `result_dtypes` and `result_shapes` of the results.
-    `options` has the call's own. A rule sets `guarded_by` to the operand that it treats as a guard.
+    `options` has the call's own. A rule sets `guarded_by` to the operand that it treats as a guard,
+    and `assumed_linear` where it takes an op that it does not know for linear.
     """
 
     degrees: Sequence[Known]
@@ -51,6 +52,7 @@ class Operands:
     options: Callable[[str], Any]
     solver: Solver
     guarded_by: int | None = None
+    assumed_linear: bool = False
 
     def degree(self, position: int) -> Known:
         """Return the degree of one operand, with all known substitutions."""

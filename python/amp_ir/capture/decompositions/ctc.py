@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CTC loss with a shape that its lengths do not change: `torch.ops.amp_ir.ctc_loss`.
+
+PyTorch's own op saves a table for the backward pass that is as wide as the longest target of the
+batch. This one saves one that is as wide as any target can be; PyTorch's op gets the part in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("amp_ir", "FRAGMENT")
+_library.define(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
+    "int blank=0, bool zero_infinity=False) -> (Tensor, Tensor)"
+)
+_library.define(
+    "ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
+    "Tensor target_lengths, Tensor neg_log_likelihood, Tensor log_alpha, int blank, "
+    "bool zero_infinity=False) -> Tensor"
+)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,  # noqa: FBT001, FBT002 (ATen's own signature)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return f32[batch] and the table f32[batch, time, 2 * longest + 1], zero where unused."""
+    lengths = input_lengths, target_lengths
+    loss, table = aten._ctc_loss.Tensor(log_probs, targets, *lengths, blank, zero_infinity)
+    padded = table.new_zeros(_shape_of_table(log_probs, targets))
+    padded[..., : table.shape[-1]] = table
+    return loss, padded
+
+
+def _ctc_loss_backward(
+    grad: torch.Tensor,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    neg_log_likelihood: torch.Tensor,
+    log_alpha: torch.Tensor,
+    blank: int,
+    zero_infinity: bool = False,  # noqa: FBT001, FBT002
+) -> torch.Tensor:
+    table = log_alpha[..., : 2 * int(target_lengths.max()) + 1].contiguous()
+    lengths = input_lengths, target_lengths
+    gradient: torch.Tensor = aten._ctc_loss_backward.Tensor(
+        grad, log_probs, targets, *lengths, neg_log_likelihood, table, blank, zero_infinity
+    )
+    return gradient
+
+
+def _shape_of_table(log_probs: torch.Tensor, targets: torch.Tensor) -> tuple[int, int, int]:
+    """Return the largest shape: no target is longer than all of those that lie in a row."""
+    time, batch, _ = log_probs.shape
+    return batch, time, 2 * targets.shape[-1] + 1
+
+
+def _fake_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, *_rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    table = log_probs.new_empty(_shape_of_table(log_probs, targets))
+    return log_probs.new_empty(log_probs.shape[1]), table
+
+
+def _fake_backward(_grad: torch.Tensor, log_probs: torch.Tensor, *_rest: Any) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+for _name, _kernel, _fake in (
+    ("ctc_loss", _ctc_loss, _fake_loss),
+    ("ctc_loss_backward", _ctc_loss_backward, _fake_backward),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"amp_ir::{_name}", _fake, lib=_library)
+
+# Called in place of these ops while a step is traced; autograd has done its part by then.
+CTC: Mapping[Any, Callable[..., Any]] = {
+    aten._ctc_loss.Tensor: torch.ops.amp_ir.ctc_loss.default,
+    aten._ctc_loss_backward.Tensor: torch.ops.amp_ir.ctc_loss_backward.default,
+}
+
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor | Sequence[int],
+    target_lengths: torch.Tensor | Sequence[int],
+    *rest: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute PyTorch's loss with lengths in tensors, as the ops above take them."""
+    loss: torch.Tensor = torch.nn.functional.ctc_loss(
+        log_probs, targets, _in_tensor(input_lengths), _in_tensor(target_lengths), *rest, **options
+    )
+    return loss
+
+
+def _in_tensor(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    if isinstance(lengths, torch.Tensor):
+        return lengths
+    return torch.tensor(lengths, dtype=torch.int64)

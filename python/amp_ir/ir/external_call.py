@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""External calls as the virtual machine makes them: one function that calls back into PyTorch.
+
+`write_external` turns the dialect's op into a call of it. The function gets a description and flat
+tensors, calls the op on views of them, checks what the op returns and copies that to where the plan
+puts it: what the op itself allocates is PyTorch's, and not in the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import threading
+from typing import Any
+
+import attrs
+import torch
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from amp_ir.dialect.external_call import (
+    NAME,
+    ResultSpec,
+    call_overload,
+    check_results,
+    find_overload,
+    read_results,
+    write_results,
+)
+from amp_ir.dialect.registry import options_of
+from amp_ir.errors import BrokenPromiseError
+from amp_ir.ir.library_call import library_call
+from amp_ir.ir.memory_plan import MemoryPlan
+from amp_ir.ir.static_shape import shape_of
+
+SYMBOL = "amp_ir.external.call"
+LIBRARY = "PyTorch (external call)"
+
+
+class _Run(threading.local):
+    """This thread's run: external calls begun, and the exception that the last one raised."""
+
+    begun = 0
+    error: BaseException | None = None
+
+
+_run = _Run()
+
+
+def begin_run() -> None:
+    """Forget the external calls of an earlier run of this thread."""
+    _run.begun, _run.error = 0, None
+
+
+def failed_call() -> tuple[int, BaseException] | None:
+    """Return which external call of this thread's run raised, counted from 0, and what."""
+    return None if _run.error is None else (_run.begun - 1, _run.error)
+
+
+def external_op(call: relax.Call) -> str:
+    """Return the op's name for people: "mylib::scale", "aten::linalg_inv_ex"."""
+    return str(options_of(call)["op"]).removesuffix(".default")
+
+
+def write_external(call: relax.Call) -> relax.Call:
+    """Return the planned form of the dialect's op: destinations for its results follow."""
+    assert call.op.name == NAME, call
+    options = options_of(call)
+    type_ = call.ty
+    types = list(type_.fields) if isinstance(type_, relax.TupleType) else [type_]
+    description = json.dumps(
+        {
+            "op": options["op"],
+            "arguments": options["arguments"],
+            "shapes": [list(shape_of(argument)) for argument in call.args],
+            "results": _results_now(options, types),
+        }
+    )
+    new = library_call(SYMBOL, [tvm.ir.StringImm(description), *call.args], type_, call.span)
+    notes = tvm.ir.make_node("ir.DictAttrs", ops=external_op(call))
+    made = relax.Call(new.op, new.args, notes, new.ty_args, new.span)
+    relax.expr._update_type(made, type_)
+    return made
+
+
+def _results_now(options: dict[str, Any], types: list[relax.TensorType]) -> str:
+    """Return the results as the types say, complex ones as captured."""
+    captured = read_results(str(options["results"]))
+    now = [
+        spec
+        if spec.dtype.startswith("complex")
+        else ResultSpec(tuple(int(n) for n in type_.shape), str(type_.dtype))
+        for spec, type_ in zip(captured, types, strict=True)
+    ]
+    return write_results(now)
+
+
+def unrecordable_ops(plan: MemoryPlan) -> list[str]:
+    """Return the ops of a plan whose authors say that no CUDA graph may hold them."""
+    names = dict.fromkeys(one.ops[0] for one in plan.calls if one.symbol == SYMBOL)
+    tag = torch.Tag.cudagraph_unsafe
+    return [name for name in names if tag in _overload_of(name).tags]
+
+
+def _overload_of(name: str) -> torch._ops.OpOverload:
+    """Return the overload of a name that `external_op` gave."""
+    has_overload = "." in name.partition("::")[2]
+    return find_overload(name if has_overload else f"{name}.default")
+
+
+@attrs.frozen
+class _Description:
+    """What a call says: the op, its arguments, the shapes of its tensors and its results."""
+
+    op: str
+    arguments: str
+    shapes: tuple[tuple[int, ...], ...]
+    results: tuple[ResultSpec, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(description: str) -> _Description:
+    known = json.loads(description)
+    return _Description(
+        known["op"],
+        known["arguments"],
+        tuple(map(tuple, known["shapes"])),
+        tuple(read_results(known["results"])),
+    )
+
+
+@tvm_ffi.register_global_func(SYMBOL)
+def _call(description: str, *buffers: tvm.runtime.Tensor) -> None:
+    """Call the op on the first buffers and copy its results into the others."""
+    _run.begun += 1
+    try:
+        _call_op(_described(description), buffers)
+    except Exception as error:
+        # It comes out of the virtual machine as another object, and may be of a class that the
+        # virtual machine does not know.
+        _run.error = error
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    except BaseException as error:
+        _run.error = error
+        raise
+
+
+def _call_op(call: _Description, buffers: tuple[tvm.runtime.Tensor, ...]) -> None:
+    flat = [torch.utils.dlpack.from_dlpack(one) for one in buffers]
+    count = len(call.shapes)
+    tensors = [_view(one, shape) for one, shape in zip(flat[:count], call.shapes, strict=True)]
+    versions = [one._version for one in tensors]
+    values = check_results(call.op, call.results, call_overload(call.op, call.arguments, tensors))
+    if [one._version for one in tensors] != versions:
+        raise BrokenPromiseError(
+            f"{call.op} wrote to an argument that its schema does not mark as written; list it in "
+            "mutates_args"
+        )
+    for target, value in zip(flat[count:], values, strict=True):
+        _view(target, tuple(value.shape)).copy_(value)
+
+
+def _view(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a flat buffer in its shape; that of an empty tensor has one element too many."""
+    return flat[: math.prod(shape)].view(shape)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What amp_ir has no kernel of is PyTorch's own op in the step: forward, backward, any dtype."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import amp_ir
+from amp_ir.errors import BuildError, CaptureError, StepFailedError, UnsupportedOpError
+from amp_ir.ir.external_call import LIBRARY
+from amp_ir.ir.target import cpu
+from amp_ir.pipeline import lower
+from amp_ir.vm.build import compile_executable
+from amp_ir.vm.export import export_step
+from external_ops import COMPLEX, LAYERS, LINALG, SPECIAL, Around, Function, training
+
+FAMILIES = {"linalg": LINALG, "complex": COMPLEX, "special": SPECIAL, "layers": LAYERS}
+
+
+def trained(functions: dict[str, Function], **options: object) -> tuple[Around, Around, list, list]:
+    """Three steps in PyTorch and compiled: the two models, and the losses of the last steps."""
+    ours = Around(functions)
+    theirs = copy.deepcopy(ours)
+    torch.manual_seed(1)
+    x = torch.randn(16, 8)
+    optimizer, step = training(ours)
+    compiled = amp_ir.jit(step, model=ours, optimizer=optimizer, **options)
+    _, eager = training(theirs)
+    for _ in range(3):
+        got, expected = compiled(x), eager(x)
+    return ours, theirs, got, expected
+
+
+def named(name: str) -> Callable[[str], str]:
+    """What a comparison's message begins with."""
+    return lambda message: f"{name}: {message}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_with_ops_of_pytorch_trains_as_in_eager(family: str):
+    ours, theirs, got, expected = trained(FAMILIES[family], amp_dtype="float32")
+    for name, one, other in zip(FAMILIES[family], got, expected, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=2e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# The most frequent value, and a count of equal ones, jump where an argument is rounded.
+JUMPING = ("mode", "histc", "matrix_rank", "nextafter")
+
+
+@pytest.mark.parametrize("amp_dtype", ["bfloat16", "float16"])
+def test_they_run_in_their_captured_dtypes_beside_low_precision(amp_dtype: str):
+    chosen = {**LINALG, **COMPLEX} if amp_dtype == "bfloat16" else {**SPECIAL, **LAYERS}
+    functions = {name: one for name, one in chosen.items() if name not in JUMPING}
+    _, _, got, expected = trained(functions, amp_dtype=amp_dtype)
+    # The linear layers round, by 2^-8 or 2^-11; what follows amplifies that by its condition.
+    for name, one, other in zip(functions, got, expected, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0.05, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class _Singular(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(x @ self.weight).sum()  # marked: inv
+
+
+def test_an_op_that_fails_names_itself_and_changes_nothing():
+    model = _Singular()
+    optimizer, step = training(model)
+    compiled = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype="float32")
+    with pytest.raises(StepFailedError, match=r"aten::linalg_inv_ex .*is singular") as caught:
+        compiled(torch.eye(2))
+    assert not caught.value.is_torn and caught.value.location.file == __file__
+    assert caught.value.call == "aten::linalg_inv_ex"
+    assert type(caught.value.__cause__) is torch.linalg.LinAlgError
+    assert torch.equal(model.weight, torch.zeros(2, 2))
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+    compiled(torch.eye(2))
+    assert not torch.equal(model.weight, torch.eye(2))
+
+
+def test_they_are_in_the_plan_the_memory_and_the_dispatch_log():
+    model = Around({"lgamma": SPECIAL["lgamma"]})
+    optimizer, step = training(model)
+    mod, _ = amp_ir.trace_step(step, (torch.randn(16, 8),), model=model, optimizer=optimizer)
+    amp_mod = amp_ir.autocast(mod, amp_dtype="bfloat16")
+    ops = [one for one in amp_mod.plan.ops if one.name == "amp_ir.external_call"]
+    # lgamma, and digamma in its gradient.
+    assert len(ops) == 2 and {dtype for one in ops for dtype in one.reads} == {"float32"}
+    planned = lower(amp_mod)
+    (call,) = [one for one in planned.plan.calls if one.name == "aten::lgamma"]
+    assert (call.read_nbytes, call.written_nbytes) == (16 * 16 * 4, 16 * 16 * 4)
+    assert any(value.op == "aten::lgamma" for value in planned.plan.values)
+    said = [note for note in planned.dispatched if note.op == "aten::lgamma"]
+    assert [(note.library, note.calls) for note in said] == [(LIBRARY, 1)]
+    assert said[0].reason.startswith("amp_ir has no kernel of it (first in step (forward), ")
+
+
+def test_such_a_step_is_not_exported(tmp_path):
+    model = Around({"lgamma": SPECIAL["lgamma"]})
+    optimizer, step = training(model)
+    mod, _ = amp_ir.trace_step(step, (torch.randn(16, 8),), model=model, optimizer=optimizer)
+    planned = lower(mod, host_checks="batch")
+    executable = compile_executable(planned, cpu())
+    with pytest.raises(
+        BuildError, match=r"cannot be written to a file: aten::digamma \(.*\); aten::lgamma"
+    ):
+        export_step(executable, planned, mod, cpu(), tmp_path / "step.so")
+
+
+def test_complex_numbers_do_not_leave_a_step():
+    model = nn.Linear(8, 8)
+    with pytest.raises(
+        UnsupportedOpError,
+        match=r"aten\._fft_r2c\.default: leaves the step with dtype torch\.complex64; return "
+        r"torch\.view_as_real of it",
+    ):
+        amp_ir.trace_model(nn.Sequential(model, Fourier()), (torch.randn(2, 8),))
+
+
+class Fourier(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(x)
+
+
+def test_least_squares_say_what_to_use():
+    model = nn.Linear(8, 8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.lstsq(model(x), x).solution
+
+    with pytest.raises(
+        CaptureError, match=r"residuals whose shape depends on the data\. Use torch\.linalg\.pinv"
+    ):
+        amp_ir.trace_step(step, (torch.randn(8, 8),), model=model)
