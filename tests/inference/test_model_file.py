@@ -270,3 +270,13 @@ def test_another_process_loads_it(converted, saved, tmp_path):
     assert done.returncode == 0, done.stderr
     got = torch.load(tmp_path / "scores.pt", weights_only=True)
     assert torch.equal(got, converted(image())["scores"])
+
+
+@pytest.mark.parametrize("entry", ["model.json", "weights.safetensors", "program0.ir.json"])
+def test_entries_that_are_no_such_thing_are_refused(entry, saved, tmp_path):
+    path = tmp_path / "altered.amp"
+    path.write_bytes(rewritten(saved, entry, lambda _: b"{}"))
+    with pytest.raises(FileFormatError) as refused:
+        amp_ir.load(path)
+    expected = "was written by amp_ir None" if entry == "model.json" else "cannot be read: "
+    assert str(refused.value).startswith(f"{path} {expected}")

@@ -122,7 +122,7 @@ def load(path: str | os.PathLike[str], device: str = "cpu") -> ConvertedModel | 
             description, weights, records = _read(file, path)
             # Copies have memory of their own, aligned for kernels.
             tensors = {name: one.to(device, copy=True) for name, one in weights.items()}
-            modules = [read_module(one, tensors) for one in records]
+            modules = [read_module(one, tensors, device) for one in records]
     pairs = zip(records, modules, strict=True)
     programs = [load_program(record, mod, device) for record, mod in pairs]
     if description["kind"] == "compiled step":

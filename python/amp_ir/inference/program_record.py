@@ -80,8 +80,10 @@ def record_program(mod: StepModule, options: Mapping[str, Any], path: Path) -> P
     return ProgramRecord(description, tvm.ir.save_json(mod.ir), linked_library(executable, path))
 
 
-def read_module(record: ProgramRecord, tensors: Mapping[str, torch.Tensor]) -> StepModule:
-    """Return the program as IR, on these tensors."""
+def read_module(
+    record: ProgramRecord, tensors: Mapping[str, torch.Tensor], device: str
+) -> StepModule:
+    """Return the program as IR, on these tensors of the device."""
     data = record.description
     inputs = tuple(
         InputSpec(one["name"], Role(one["role"]), tuple(one["shape"]), one["dtype"])
@@ -93,7 +95,7 @@ def read_module(record: ProgramRecord, tensors: Mapping[str, torch.Tensor]) -> S
         )
         for one in data["outputs"]
     )
-    arguments = Arguments.of(arguments_from_json(data["arguments"]))
+    arguments = Arguments.of(arguments_from_json(data["arguments"], device))
     results = results_from_json(data["results"])
     return StepModule(
         ir=tvm.ir.load_json(record.ir),

@@ -20,9 +20,9 @@ def arguments_to_json(arguments: Arguments) -> dict[str, Any]:
     return {"structure": _spec_to_json(arguments.spec), "leaves": leaves}
 
 
-def arguments_from_json(data: dict[str, Any]) -> tuple[Any, ...]:
-    """Return arguments of that description; the numbers of the tensors are undefined."""
-    leaves = [_leaf_from_json(leaf) for leaf in data["leaves"]]
+def arguments_from_json(data: dict[str, Any], device: str) -> tuple[Any, ...]:
+    """Return arguments of that description on a device; the tensors' numbers are undefined."""
+    leaves = [_leaf_from_json(leaf, device) for leaf in data["leaves"]]
     made: tuple[Any, ...] = pytree.tree_unflatten(leaves, _spec_from_json(data["structure"]))
     return made
 
@@ -30,7 +30,7 @@ def arguments_from_json(data: dict[str, Any]) -> tuple[Any, ...]:
 def results_to_json(results: Results) -> dict[str, Any]:
     """Describe the results of a program. A class that is a dictionary becomes a plain one."""
     constants = [
-        None if place is not None else _leaf_to_json(constant)
+        None if place is not None else _plain_to_json(constant)
         for place, constant in zip(results.places, results.constants, strict=True)
     ]
     return {
@@ -43,7 +43,7 @@ def results_to_json(results: Results) -> dict[str, Any]:
 
 def results_from_json(data: dict[str, Any]) -> Results:
     """Return what `results_to_json` described."""
-    constants = [None if one is None else _leaf_from_json(one) for one in data["constants"]]
+    constants = [None if one is None else one["value"] for one in data["constants"]]
     return Results(
         _spec_from_json(data["structure"]),
         tuple(data["places"]),
@@ -58,9 +58,12 @@ def _leaf_to_json(leaf: Any) -> dict[str, Any]:
             "shape": list(leaf.shape),
             "strides": list(leaf.stride()),
             "dtype": str(leaf.dtype).removeprefix("torch."),
-            "device": str(leaf.device),
             "requires_grad": leaf.requires_grad,
         }
+    return _plain_to_json(leaf)
+
+
+def _plain_to_json(leaf: Any) -> dict[str, Any]:
     if type(leaf) in _PLAIN:
         return {"value": leaf}
     raise OptionError(
@@ -69,14 +72,14 @@ def _leaf_to_json(leaf: Any) -> dict[str, Any]:
     )
 
 
-def _leaf_from_json(data: dict[str, Any]) -> Any:
+def _leaf_from_json(data: dict[str, Any], device: str) -> Any:
     if "value" in data:
         return data["value"]
     return torch.empty_strided(
         data["shape"],
         data["strides"],
         dtype=getattr(torch, data["dtype"]),
-        device=data["device"],
+        device=device,
         requires_grad=data["requires_grad"],
     )
 
