@@ -107,7 +107,7 @@ _MXNET = _features(
     ("`cast_optional_params`", "yes", "the same", "convert_model(cast_optional_params)", "inference/test_convert_model.py::test_weights_are_stored_low_once"),
     ("saving with `remove_amp_cast`", "yes", "the same", "save", "inference/test_model_file.py::test_removed_casts_leave_the_float32_model"),
     ("`init_trainer`, `trainer.step`", "yes", "the same", "compat.mxnet.init_trainer compat.mxnet.Trainer.step", "compat/test_compat.py::test_a_trainer_steps_with_the_mean_of_a_batch_and_clips_behind_unscale"),
-    ("`scale_loss(loss, trainer)`", "yes", "the same", "compat.mxnet.scale_loss", "compat/test_compat.py::test_a_trainer_steps_with_the_mean_of_a_batch_and_clips_behind_unscale"),
+    ("`scale_loss(loss, trainer)`", "yes", "the same", "compat.mxnet.scale_loss", "compat/test_compat.py::test_ssd_trains_twenty_steps_with_mxnets_loop_as_pytorch_does"),
     ("`unscale(trainer)`", "yes", "the same", "compat.mxnet.unscale", "compat/test_compat.py::test_a_trainer_steps_with_the_mean_of_a_batch_and_clips_behind_unscale"),
     ("`trainer.amp_loss_scale`", "yes", "the same", "compat.mxnet.Trainer.amp_loss_scale", "compat/test_compat.py::test_a_trainer_steps_with_the_mean_of_a_batch_and_clips_behind_unscale"),
     ("hybridized execution under a dynamic scale (theirs cannot)", "yes", "`hybridize`", "compat.mxnet.hybridize", "compat/test_compat.py::test_a_trainer_steps_with_the_mean_of_a_batch_and_clips_behind_unscale"),
