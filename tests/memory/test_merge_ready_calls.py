@@ -21,7 +21,7 @@ from amp_ir.loops.fusion import cpu_tasks
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.fusion.merged_kernel import KernelMerger
 from amp_ir.memory.buffers import BufferizedStep, bufferize
-from amp_ir.memory.live_bytes import LiveBytes
+from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.merge_ready_calls import merge_ready_calls
 from amp_ir.memory.order_calls import order_calls
 from planned_steps import (
@@ -44,7 +44,7 @@ def low(x: relax.Expr) -> relax.Expr:
     return relax.BlockBuilder.current().emit(call_op("amp_ir.cast", [x], dtype="bfloat16"))
 
 
-def chain(rows: int, widths: list[int]) -> tuple[BufferizedStep, Any, Any]:
+def chain(rows: int, widths: list[int]) -> tuple[Liveness, Any]:
     """Low matmuls one after another, [rows, widths[0]] to [rows, widths[-1]], of float32 inputs."""
 
     def body(x, *weights):
@@ -58,9 +58,9 @@ def chain(rows: int, widths: list[int]) -> tuple[BufferizedStep, Any, Any]:
     ir = build_ir([(shape, "float32") for shape in shapes], body)
     signature = signature_of(ir, {})
     ir = fuse_loops(dispatch(ir, libraries=("cublaslt",)))
-    program = bufferize(ir, signature.inputs)
-    order_calls(program, signature.outputs)
-    return program, ir, signature
+    live = Liveness(bufferize(ir, signature.inputs), signature.outputs)
+    order_calls(live)
+    return live, ir
 
 
 def symbols(program: BufferizedStep) -> list[str]:
@@ -82,13 +82,14 @@ MATMUL = "cublaslt.matmul"
     ],
 )
 def test_casts_of_weights_are_merged_as_far_as_the_peak_allows(rows, widths, expected):
-    program, ir, signature = chain(rows, widths)
+    live, ir = chain(rows, widths)
+    program = live.program
     calls = len(program.calls)
     assert calls == 2 * len(widths) - 1
-    before = LiveBytes(program, signature.outputs).most
-    merged = merge_ready_calls(ir, program, signature.outputs, ON_CPU)
+    before = live.most
+    merged = merge_ready_calls(ir, live, ON_CPU)
     assert symbols(program) == expected
-    assert LiveBytes(program, signature.outputs).most == before
+    assert Liveness(program, live.outputs).most == before
     assert well_ordered(program)
     kernels = {v.name_hint for v, f in merged.functions.items() if isinstance(f, tirx.PrimFunc)}
     assert kernels == {one for one in symbols(program) if one != MATMUL}
@@ -96,8 +97,8 @@ def test_casts_of_weights_are_merged_as_far_as_the_peak_allows(rows, widths, exp
 
 def test_a_merged_kernel_has_no_more_parameters_than_it_may(monkeypatch):
     monkeypatch.setattr(cpu_tasks, "MOST_PARAMETERS", 4)
-    program, ir, signature = chain(16, [8, 8, 8, 8, 512])
-    merged = merge_ready_calls(ir, program, signature.outputs, ON_CPU)
+    live, ir = chain(16, [8, 8, 8, 8, 512])
+    merged = merge_ready_calls(ir, live, ON_CPU)
     made = [f for v, f in merged.functions.items() if v.name_hint.startswith("merged_")]
     assert len(made) == 2 and all(len(one.params) == 4 for one in made)
 
@@ -108,11 +109,12 @@ def test_whatever_is_merged_is_in_order_and_the_peak_stays(draws, updated):
     signature = signature_of(random_step(draws), updated)
     ir = fused(draws)
     program = bufferize(ir, signature.inputs)
-    order_calls(program, signature.outputs)
-    before = LiveBytes(program, signature.outputs).most
+    live = Liveness(program, signature.outputs)
+    order_calls(live)
+    before = live.most
     made = [id(buffer) for call in program.calls for buffer in call.results]
-    merge_ready_calls(ir, program, signature.outputs, ON_CPU)
-    assert LiveBytes(program, signature.outputs).most <= before
+    merge_ready_calls(ir, live, ON_CPU)
+    assert live.most == Liveness(program, signature.outputs).most <= before
     assert well_ordered(program)
     assert sorted(made) == sorted(id(buffer) for call in program.calls for buffer in call.results)
 

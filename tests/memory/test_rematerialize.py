@@ -21,8 +21,8 @@ from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import BudgetError, OptionError
 from amp_ir.loops.cpu.emit_cpu import emit_copy
 from amp_ir.memory import plan_memory as planning
-from amp_ir.memory.buffers import BufferizedStep, bufferize
-from amp_ir.memory.live_bytes import LiveBytes
+from amp_ir.memory.buffers import bufferize
+from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.plan_memory import plan_memory
 from amp_ir.memory.rematerialize import Rematerialization
@@ -163,7 +163,7 @@ def test_whatever_the_order_and_the_budget_the_bits_are_the_same(
     signature = signature_of(random_step(draws), updated)
     plans = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "order_calls", lambda program, outputs: None)
+        patch.setattr(planning, "order_calls", lambda live: None)
         plans.append(plan_memory(ir, signature.inputs, signature.outputs, copy_kernel=emit_copy))
     plans.append(plan_memory(ir, signature.inputs, signature.outputs, copy_kernel=emit_copy))
     budget = int(share * plans[1].plan.arena_bytes) + (
@@ -201,13 +201,14 @@ def test_no_pass_breaks_the_order_or_raises_the_peak(
 ) -> None:
     signature = signature_of(random_step(draws), updated)
     program = bufferize(fused(draws), signature.inputs)
-    before = LiveBytes(program, signature.outputs).most
-    order_calls(program, signature.outputs)
-    ordered = LiveBytes(program, signature.outputs).most
+    live = Liveness(program, signature.outputs)
+    before = live.most
+    order_calls(live)
+    ordered = Liveness(program, signature.outputs).most
     assert ordered <= before and well_ordered(program)
     calls = len(program.calls)
-    is_held = Rematerialization(program, signature.outputs).reach(target)
-    after = LiveBytes(program, signature.outputs).most
+    is_held = Rematerialization(live).reach(target)
+    after = Liveness(program, signature.outputs).most
     assert well_ordered(program)
     assert is_held == (after <= target)
     assert after <= ordered or len(program.calls) == calls
@@ -220,9 +221,10 @@ def test_nothing_reads_a_state_input_after_it_has_been_written(
 ) -> None:
     signature = signature_of(random_step(draws), updated)
     program = bufferize(fused(draws), signature.inputs)
-    order_calls(program, signature.outputs)
-    Rematerialization(program, signature.outputs).reach(target)
-    planning._Planner(program, signature.inputs, signature.outputs).run()
+    live = Liveness(program, signature.outputs)
+    order_calls(live)
+    Rematerialization(live).reach(target)
+    planning._Planner(live, signature.inputs).run()
     for given_buffer in program.inputs:
         reads = [k for k, call in enumerate(program.calls) if given_buffer in call.reads]
         for position, call in enumerate(program.calls):
@@ -245,9 +247,9 @@ def test_the_bytes_counted_before_placing_are_those_of_the_plan(name: str) -> No
     with pytest.MonkeyPatch.context() as patch:
         seen: list[int] = []
 
-        def counted(program: BufferizedStep, outputs: Any) -> None:
-            order_calls(program, outputs)
-            seen.append(LiveBytes(program, outputs).most)
+        def counted(live: Liveness) -> None:
+            order_calls(live)
+            seen.append(live.most)
 
         patch.setattr(planning, "order_calls", counted)
         plan = lower(mod).plan

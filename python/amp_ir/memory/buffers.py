@@ -31,8 +31,6 @@ class Buffer:
     op: str = ""
     parameter: relax.Var | None = None
     constant: relax.Expr | None = None
-    first_use: int = -1
-    last_use: int = -1
     offset_bytes: int = 0
     span: tvm.ir.Span | None = None
     over: Buffer | None = None
@@ -84,6 +82,11 @@ class Call:
     def reads(self) -> list[Buffer]:
         """Return the buffers it reads."""
         return [argument for argument in self.arguments if isinstance(argument, Buffer)]
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Return the bytes of its workspace in the arena."""
+        return 0 if self.workspace is None else self.workspace.nbytes
 
     @property
     def symbol(self) -> str:
@@ -210,23 +213,6 @@ class _Bufferizer:
         buffer = _buffer_of(expr.ty, "constant", "constant", None)
         buffer.constant = expr
         return buffer
-
-
-def find_lifetimes(program: BufferizedStep) -> None:
-    """Set the first and last use of every buffer, by the present order of the calls.
-
-    This clears the decisions of an earlier plan: a value's offset and whose bytes it takes.
-    """
-    for position, call in enumerate(program.calls):
-        for buffer in call.results:
-            buffer.first_use = buffer.last_use = position
-            buffer.parameter = buffer.over = None
-        if call.workspace is not None:
-            call.workspace.first_use = call.workspace.last_use = position
-        for buffer in call.reads:
-            buffer.last_use = position
-    for buffer in program.results:
-        buffer.last_use = len(program.calls)  # past the last call: it is held afterwards
 
 
 def parameter_buffer(name: str, spec: InputSpec | OutputSpec) -> Buffer:

@@ -11,9 +11,8 @@ import tvm
 from tvm import relax, tirx
 
 from amp_ir.ir.location import join_spans
-from amp_ir.ir.step_module import OutputSpec
-from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
-from amp_ir.memory.live_bytes import LiveBytes
+from amp_ir.memory.buffers import Buffer, Call
+from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.roles import is_cast
 
 KERNEL_CALL = "relax.call_tir"
@@ -34,9 +33,7 @@ class KernelMerger(Protocol):
         """Return the kernel of calls (name, function, arguments), and its arguments, each once."""
 
 
-def merge_ready_calls(
-    ir: tvm.IRModule, program: BufferizedStep, outputs: Sequence[OutputSpec], merger: KernelMerger
-) -> tvm.IRModule:
+def merge_ready_calls(ir: tvm.IRModule, live: Liveness, merger: KernelMerger) -> tvm.IRModule:
     """Merge calls that read only the step's inputs into few launches.
 
     Before:  a = cast(w1); y = matmul(x, a); b = cast(w2); z = matmul(y, b)
@@ -46,24 +43,23 @@ def merge_ready_calls(
     raising the peak; else it begins another group. Weights in low precision are held from the
     forward to the backward pass anyway: the added bytes are held before the peak.
 
-    Requires: `program` in its final order.
+    Requires: the calls are in their final order.
     Ensures:  every element is computed by the same code; the most bytes alive at once do not grow.
 
-    Returns the module with the kernels that `program` calls now.
+    Returns the module with the kernels that the step calls now.
     """
-    groups = [one for one in _groups(program, outputs, merger) if len(one) > 1]
+    program = live.program
+    groups = [one for one in _groups(live, merger) if len(one) > 1]
     kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
     merged: dict[int, Call] = {}
     for group in groups:
         variable = tvm.ir.GlobalVar(f"merged_{len(kernels)}")
         calls = [program.calls[position] for position in group]
         merged[group[0]], kernels[variable] = _merged(calls, variable, merger)
-    moved = {position for group in groups for position in group}
-    program.calls[:] = [
-        merged.get(position, call)
-        for position, call in enumerate(program.calls)
-        if position in merged or position not in moved
-    ]
+    live.splice(
+        {position: [call] for position, call in merged.items()},
+        removed=[position for group in groups for position in group],
+    )
     called = {call.symbol for call in program.calls if call.function is not None} | {"main"}
     kept = {name: one for name, one in ir.functions.items() if name.name_hint in called}
     return tvm.IRModule({**kept, **kernels}, attrs=ir.attrs)
@@ -77,12 +73,9 @@ class _Group:
     parameter_count: int
 
 
-def _groups(
-    program: BufferizedStep, outputs: Sequence[OutputSpec], merger: KernelMerger
-) -> list[list[int]]:
+def _groups(live: Liveness, merger: KernelMerger) -> list[list[int]]:
     """Return the positions of the calls to be merged, group by group."""
-    live = LiveBytes(program, outputs)
-    held, most = live.at.copy(), live.most
+    program, held, most = live.program, live.at, live.most
     inputs = {id(buffer) for buffer in program.inputs}
     results = {id(buffer) for buffer in program.results}
     takes: dict[str, bool] = {}

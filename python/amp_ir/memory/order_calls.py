@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from amp_ir.ir.step_module import OutputSpec
-from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
-from amp_ir.memory.live_bytes import LiveBytes, updates_of
+from amp_ir.memory.buffers import Buffer, Call
+from amp_ir.memory.liveness import Liveness
 
 # Each round enables the next one's moves; training steps need two or three.
 _MAX_ROUNDS = 8
 
 
-def order_calls(
-    program: BufferizedStep, outputs: Sequence[OutputSpec], *, together: bool = False
-) -> None:
-    """Reorder `program.calls` so that less memory is held.
+def order_calls(live: Liveness, *, together: bool = False) -> None:
+    """Reorder the calls so that less memory is held.
 
     Before:  a = big(x); ...; b = use(a)             g = gradient(); ...; p = update(p, g)
     After:   ...; a = big(x); b = use(a)             g = gradient(); p = update(p, g); ...
@@ -28,162 +23,133 @@ def order_calls(
     move, too: what is large and read twice then goes before the next such thing comes. For most
     steps that is not better, so use it where every byte counts.
 
-    Requires: `program` as read; nothing is placed.
+    Requires: nothing is placed.
     Ensures:  values are written before they are read; a call that reads the old value of a state
               input runs before the call that makes the new one; the peak does not grow.
     """
-    before, most = list(program.calls), LiveBytes(program, outputs).most
-    moves = _Moves(program, outputs, together=together)
+    most = live.most
+    moves = _Moves(live, together=together)
     for _ in range(_MAX_ROUNDS):
         if not moves.round():
             break
-    program.calls[:] = [program.calls[index] for index in moves.order]
-    if LiveBytes(program, outputs).most > most:
-        program.calls[:] = before
+    live.find_destinations()
+    if live.most > most:
+        moves.undo()
+        live.find_destinations()
 
 
 class _Moves:
-    """The order as numbers of calls, and the bytes held during each position.
+    """The moves made so far, and what each call waits for.
 
     Bytes that a result takes over from an argument are counted twice here: no move depends on them.
     """
 
-    def __init__(
-        self, program: BufferizedStep, outputs: Sequence[OutputSpec], *, together: bool
-    ) -> None:
-        self.calls = program.calls
+    def __init__(self, live: Liveness, *, together: bool) -> None:
+        self.live = live
+        self.calls = live.program.calls
         self.together = together
-        live = LiveBytes(program, outputs)
-        self.outside = live.outside
-        self.order = list(range(len(self.calls)))
-        self.place = list(self.order)
-        self.writer = {id(s): k for k, call in enumerate(self.calls) for s in call.results}
-        self.readers: dict[int, list[int]] = {}
-        for index, call in enumerate(self.calls):
-            for key in {id(buffer) for buffer in call.reads}:
-                self.readers.setdefault(key, []).append(index)
-        self.kept_until_the_end = {id(buffer) for buffer in program.results}
-        self.made = [sum(map(self._nbytes, call.results)) for call in self.calls]
-        self.may_die = [self._read_from_arena(call) for call in self.calls]
-        self.before, self.after = self._dependencies(updates_of(program, outputs))
-        self.live = [int(nbytes) for nbytes in live.at]
-        for index, call in enumerate(self.calls):
-            self.live[index] += sum(buffer.nbytes for buffer in live.taken_over(call, index))
+        self.made_moves: list[tuple[int, int]] = []
+        self.made = {id(c): sum(map(live.nbytes, c.results)) for c in self.calls}
+        self.may_die = {id(c): self._read_from_arena(c) for c in self.calls}
+        self.before: dict[int, dict[int, Call]] = {}
+        self.after: dict[int, dict[int, Call]] = {id(call): {} for call in self.calls}
+        self._find_dependencies()
 
-    def _dependencies(self, updates: dict[int, int]) -> tuple[list[set[int]], list[set[int]]]:
-        """Return, for each call, the calls that must come before it and those that come after."""
-        before: list[set[int]] = [set() for _ in self.calls]
-        for index, call in enumerate(self.calls):
-            before[index] = {self.writer[id(s)] for s in call.reads if id(s) in self.writer}
-        for key, update in updates.items():
+    def _find_dependencies(self) -> None:
+        """Find, for each call, the calls that must come before it and those that come after."""
+        live = self.live
+        for call in self.calls:
+            writers = [live.writer[id(b)] for b in call.reads if id(b) in live.writer]
+            self.before[id(call)] = {id(one): one for one in writers}
+        for key, update in live.overwrites.since.items():
             # Where a reader already comes later, the planner copies; that need not get better.
-            before[update] |= {r for r in self.readers.get(key, ()) if r < update}
-        after: list[set[int]] = [set() for _ in self.calls]
-        for index, earlier in enumerate(before):
-            for other in earlier:
-                after[other].add(index)
-        return before, after
+            for reader in live.readers.get(key, ()):
+                if live.position[id(reader)] < update:
+                    self.before[id(self.calls[update])][id(reader)] = reader
+        for call in self.calls:
+            for key in self.before[id(call)]:
+                self.after[key][id(call)] = call
 
     def round(self) -> bool:
         """Try every call once in each direction; return whether anything moved."""
-        downwards = [self._sink(self.order[p]) for p in reversed(range(len(self.order)))]
-        upwards = [self._hoist(self.order[p]) for p in range(len(self.order))]
+        downwards = [self._sink(start) for start in reversed(range(len(self.calls)))]
+        upwards = [self._hoist(start) for start in range(len(self.calls))]
         return any(downwards) or any(upwards)
 
-    def _nbytes(self, buffer: Buffer) -> int:
-        return 0 if id(buffer) in self.outside or not buffer.is_in_arena else buffer.nbytes
+    def undo(self) -> None:
+        """Move every call back."""
+        for start, end in reversed(self.made_moves):
+            self.live.move(end, start)
 
     def _read_from_arena(self, call: Call) -> list[Buffer]:
         """Return what another call makes in the arena and this one reads, each once."""
         reads = {id(buffer): buffer for buffer in call.reads}
-        return [
-            buffer for key, buffer in reads.items() if key in self.writer and self._nbytes(buffer)
-        ]
+        return [buffer for buffer in reads.values() if self.live.nbytes(buffer)]
 
-    def _other_uses(self, buffer: Buffer, index: int) -> int:
-        """Return the last place where another call writes or reads the buffer; -1 for none."""
-        if id(buffer) in self.kept_until_the_end:
-            return len(self.order)
-        places = [self.place[one] for one in self.readers.get(id(buffer), ()) if one != index]
-        writer = self.writer.get(id(buffer))
-        if writer is not None and writer != index:
-            places.append(self.place[writer])
-        return max(places, default=-1)
+    def _other_uses(self, buffer: Buffer, call: Call) -> int:
+        """Return the last position where another call writes or reads the buffer; -1 for none."""
+        if self.live.is_held_at_end(buffer):
+            return len(self.calls)
+        is_written = self.live.writer[id(buffer)] is not call
+        written = self.live.written(buffer) if is_written else -1
+        return max(written, self.live.last_read(buffer, besides=call))
 
-    def _dying(self, index: int) -> list[tuple[Buffer, int]]:
+    def _dying(self, call: Call, position: int) -> list[tuple[Buffer, int]]:
         """Return arena arguments that nothing uses after the call, with their use before it."""
-        uses = ((buffer, self._other_uses(buffer, index)) for buffer in self.may_die[index])
-        return [(buffer, other) for buffer, other in uses if other < self.place[index]]
+        uses = ((buffer, self._other_uses(buffer, call)) for buffer in self.may_die[id(call)])
+        return [(buffer, other) for buffer, other in uses if other < position]
 
-    def _sink(self, index: int) -> bool:
-        start = self.place[index]
-        end = min((self.place[one] for one in self.after[index]), default=start + 1) - 1
-        made = self.made[index]
+    def _sink(self, start: int) -> bool:
+        call, position = self.calls[start], self.live.position
+        end = min((position[one] for one in self.after[id(call)]), default=start + 1) - 1
+        made = self.made[id(call)]
         if end <= start or not made:
             return False
-        kept = sum(buffer.nbytes for buffer, _ in self._dying(index))
+        kept = sum(buffer.nbytes for buffer, _ in self._dying(call, start))
         if made <= kept:
             return False
         # What the last call that is passed does not outlive, the moved call does not see.
-        passed = self.order[end]
-        gone = sum(buffer.nbytes for buffer, _ in self._dying(passed))
+        passed = self.calls[end]
+        gone = sum(buffer.nbytes for buffer, _ in self._dying(passed, end))
         gone += sum(
-            self._nbytes(buffer)
-            for buffer in self.calls[passed].results
+            self.live.nbytes(buffer)
+            for buffer in passed.results
             if self._other_uses(buffer, passed) < end
         )
-        needed = self.live[end] - gone - _workspace_nbytes(self.calls[passed]) + kept
-        needed += _workspace_nbytes(self.calls[index])
-        if needed > max(self.live):
-            return False
-        self.live[start : end + 1] = [
-            *(nbytes - made + kept for nbytes in self.live[start + 1 : end + 1]),
-            needed,
-        ]
-        self._move(start, end)
-        return True
+        needed = self.live.gross[end] - gone - passed.workspace_nbytes + kept
+        return self._move(start, end, needed + call.workspace_nbytes)
 
-    def _hoist(self, index: int) -> bool:
-        start = self.place[index]
-        end = max((self.place[one] for one in self.before[index]), default=start - 1) + 1
-        if end >= start or not self.may_die[index]:
+    def _hoist(self, start: int) -> bool:
+        call, position = self.calls[start], self.live.position
+        end = max((position[one] for one in self.before[id(call)]), default=start - 1) + 1
+        if end >= start or not self.may_die[id(call)]:
             return False
-        made, dying = self.made[index], self._dying(index)
-        freed = sum(buffer.nbytes for buffer, other in dying if other < end)
+        made = self.made[id(call)]
+        freed = sum(b.nbytes for b, other in self._dying(call, start) if other < end)
         if self.together:
-            freed = max(freed, self._share(index, end))
+            freed = max(freed, self._share(call, end))
         if freed <= made:
             return False
-        pushed = self.order[end]
-        needed = self.live[end] - self.made[pushed] - _workspace_nbytes(self.calls[pushed]) + made
-        needed += _workspace_nbytes(self.calls[index])
-        if needed > max(self.live):
+        pushed = self.calls[end]
+        needed = self.live.gross[end] - self.made[id(pushed)] - pushed.workspace_nbytes + made
+        return self._move(start, end, needed + call.workspace_nbytes)
+
+    def _move(self, start: int, end: int, needed: int) -> bool:
+        """Move a call, unless it would need more than the peak there."""
+        if needed > self.live.gross.max():
             return False
-        shifted = [nbytes + made for nbytes in self.live[end:start]]
-        for buffer, other in dying:
-            for k in range(max(other + 1, end) - end, len(shifted)):
-                shifted[k] -= buffer.nbytes
-        self.live[end : start + 1] = [needed, *shifted]
-        self._move(start, end)
+        self.live.move(start, end)
+        self.made_moves.append((start, end))
         return True
 
-    def _share(self, index: int, end: int) -> int:
+    def _share(self, call: Call, end: int) -> int:
         """Return bytes of arguments, each divided among its readers that come at `end` or later.
 
         Where all of them move there, one after the other, the argument dies.
         """
         total = 0
-        for buffer in self.may_die[index]:
-            if id(buffer) not in self.kept_until_the_end:
-                later = sum(self.place[one] >= end for one in self.readers[id(buffer)])
+        for buffer in self.may_die[id(call)]:
+            if not self.live.is_held_at_end(buffer):
+                later = sum(position >= end for position in self.live.reads(buffer))
                 total += buffer.nbytes // later
         return total
-
-    def _move(self, start: int, end: int) -> None:
-        self.order.insert(end, self.order.pop(start))
-        for place in range(min(start, end), max(start, end) + 1):
-            self.place[self.order[place]] = place
-
-
-def _workspace_nbytes(call: Call) -> int:
-    return 0 if call.workspace is None else call.workspace.nbytes

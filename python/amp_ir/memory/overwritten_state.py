@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
-from amp_ir.ir.step_module import OutputSpec
-from amp_ir.memory.buffers import Buffer, BufferizedStep
+from amp_ir.memory.buffers import Buffer
+
+if TYPE_CHECKING:
+    from amp_ir.memory.liveness import Liveness
 
 
 @attrs.define(eq=False)
@@ -26,7 +28,7 @@ class Overwrites:
     since: dict[int, int] = attrs.field(factory=dict)
 
 
-def overwrites_of(program: BufferizedStep, outputs: Sequence[OutputSpec]) -> Overwrites:
+def overwrites_of(live: Liveness) -> Overwrites:
     """Return what is written at its destination, by the present order of the calls.
 
     An output is written over the old state where nothing reads that later, other than the call
@@ -34,30 +36,25 @@ def overwrites_of(program: BufferizedStep, outputs: Sequence[OutputSpec]) -> Ove
     matmul added, to which the rows of a table's gradient are added. The bytes of a state are free
     from the last reader of its old value to the writer of its new one.
     """
-    return _Finder(program).find(outputs)
+    return _Finder(live).find()
 
 
 class _Finder:
-    def __init__(self, program: BufferizedStep) -> None:
-        self.program = program
-        self.calls = program.calls
-        self.writer: dict[int, int] = {}
-        self.last_read: dict[int, int] = {}
-        for position, call in enumerate(program.calls):
-            for buffer in call.reads:
-                self.last_read[id(buffer)] = position
-            for buffer in call.results:
-                self.writer[id(buffer)] = position
-        self.kept = {id(buffer) for buffer in program.results}
+    def __init__(self, live: Liveness) -> None:
+        self.live = live
         self.found = Overwrites()
 
-    def find(self, outputs: Sequence[OutputSpec]) -> Overwrites:
-        for index, (spec, buffer) in enumerate(zip(outputs, self.program.results, strict=True)):
-            target = None if spec.updates is None else self.program.inputs[spec.updates]
-            if id(buffer) not in self.writer:
+    def find(self) -> Overwrites:
+        program = self.live.program
+        for index, (spec, buffer) in enumerate(
+            zip(self.live.outputs, program.results, strict=True)
+        ):
+            target = None if spec.updates is None else program.inputs[spec.updates]
+            written = self.live.written(buffer)
+            if written < 0:
                 continue
             if target is not None:
-                self.found.since[id(target)] = self.writer[id(buffer)]
+                self.found.since[id(target)] = written
             if id(buffer) not in self.found.output_of:
                 self._put(buffer, target, index)
         return self.found
@@ -69,31 +66,30 @@ class _Finder:
             self.found.output_of[id(value)] = index
             self.found.buffers.append(value)
             if target is not None:
-                self.found.since[id(target)] = self.writer[id(value)]
+                self.found.since[id(target)] = self.live.written(value)
             value = self._written_over(value)
 
     def _fits(self, value: Buffer, target: Buffer | None) -> bool:
         """Return whether nothing reads the target's old value once `value` is written there."""
         if target is None or not value.is_in_arena:
             return value.is_in_arena
-        first = self.writer[id(value)]
-        last = self.last_read.get(id(target), -1)
-        if value.nbytes != target.nbytes or last > first:
+        if value.nbytes != target.nbytes:
             return False
-        call = self.calls[first]
+        if self.live.last_read(target) > self.live.written(value):
+            return False
+        call = self.live.writer[id(value)]
         allowed = {source for k, source in call.inplace_pairs() if call.results[k] is value}
         return all(k in allowed for k, one in enumerate(call.arguments) if one is target)
 
     def _written_over(self, value: Buffer) -> Buffer | None:
         """Return the value that dies where `value` is written and whose bytes that may take."""
-        position = self.writer[id(value)]
-        call = self.calls[position]
+        call = self.live.writer[id(value)]
         for k, source in call.inplace_pairs():
             old = call.arguments[source]
             if call.results[k] is not value or not isinstance(old, Buffer):
                 continue
-            is_known = id(old) in self.kept or id(old) in self.found.output_of
-            dies = id(old) in self.writer and self.last_read[id(old)] == position
+            is_known = self.live.is_held_at_end(old) or id(old) in self.found.output_of
+            dies = self.live.written(old) >= 0 and self.live.ends(old) == self.live.written(value)
             if dies and not is_known and old.nbytes == value.nbytes:
                 return old
         return None

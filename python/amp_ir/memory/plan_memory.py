@@ -15,16 +15,10 @@ from amp_ir.host import native
 from amp_ir.ir.memory_plan import Interval, MemoryPlan, PlannedStep
 from amp_ir.ir.step_module import InputSpec, OutputSpec
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, dtype_nbytes
-from amp_ir.memory.buffers import (
-    Buffer,
-    BufferizedStep,
-    bufferize,
-    find_lifetimes,
-    parameter_buffer,
-)
+from amp_ir.memory.buffers import Buffer, bufferize, parameter_buffer
+from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.merge_ready_calls import KernelMerger, merge_ready_calls
 from amp_ir.memory.order_calls import order_calls
-from amp_ir.memory.overwritten_state import overwrites_of
 from amp_ir.memory.rematerialize import Rematerialization
 from amp_ir.memory.roles import planned_calls, planned_values
 from amp_ir.memory.state_writes import state_writes
@@ -63,21 +57,21 @@ def plan_memory(
     Source:   offsets by src/passes/memory_plan.cc.
     """
     program = bufferize(ir, inputs)
-    order_calls(program, outputs)
+    live = Liveness(program, outputs)
+    order_calls(live)
     if memory_budget is None and merger is not None:
-        ir = merge_ready_calls(ir, program, outputs, merger)
-    new_planner = functools.partial(_Planner, program, inputs, outputs, keeps_state=keeps_state)
+        ir = merge_ready_calls(ir, live, merger)
+    new_planner = functools.partial(_Planner, live, inputs, keeps_state=keeps_state)
     planner = new_planner()
     plan = planner.run()
     if memory_budget is not None and plan.peak_bytes > memory_budget:
-        planner, plan = _plan_within(program, outputs, new_planner, plan, memory_budget)
+        planner, plan = _plan_within(live, new_planner, plan, memory_budget)
     planned = write_planned(ir, program, planner.destinations, plan.arena_bytes, copy_kernel)
     return PlannedStep(planned, plan)
 
 
 def _plan_within(
-    program: BufferizedStep,
-    outputs: tuple[OutputSpec, ...],
+    live: Liveness,
     new_planner: Callable[[], _Planner],
     plan: MemoryPlan,
     budget: int,
@@ -90,8 +84,9 @@ def _plan_within(
     outside = plan.peak_bytes - plan.arena_bytes
     target = budget - outside
     least = plan
-    order_calls(program, outputs, together=True)
-    again = Rematerialization(program, outputs)
+    live.find_destinations()
+    order_calls(live, together=True)
+    again = Rematerialization(live)
     rounds_in_vain = 0
     while rounds_in_vain < _MOST_ROUNDS_IN_VAIN:
         is_reached = again.reach(target)
@@ -128,43 +123,38 @@ def _budget_message(least: MemoryPlan, budget: int) -> str:
 class _Planner:
     def __init__(
         self,
-        program: BufferizedStep,
+        live: Liveness,
         inputs: tuple[InputSpec, ...],
-        outputs: tuple[OutputSpec, ...],
         *,
         keeps_state: bool = True,
     ) -> None:
-        self.program = program
+        self.live = live
+        self.program = live.program
         self.keeps_state = keeps_state
         self.inputs = inputs
-        self.outputs = outputs
-        self.calls = program.calls
+        self.outputs = live.outputs
+        self.calls = live.program.calls
         self.destinations = Destinations()
         self.old_values: list[Buffer] = []
 
     def run(self) -> MemoryPlan:
-        find_lifetimes(self.program)
+        for buffer in (one for call in self.calls for one in call.results):
+            # What an earlier plan decided.
+            buffer.parameter = buffer.over = None
+        self.live.find_destinations()
         self._choose_destinations()
         self._reuse_inputs()
         return self._place()
 
     def _reuse_inputs(self) -> None:
         """Let a kernel write a result over an argument that dies there."""
-        for position, call in enumerate(self.calls):
-            overwritten: set[int] = set()
-            for output, source in call.inplace_pairs():
-                old, new = call.arguments[source], call.results[output]
-                if not isinstance(old, Buffer) or new.over is not None:
-                    continue
-                if not old.is_in_arena or not new.is_in_arena or old.nbytes != new.nbytes:
-                    continue
-                if old.last_use == position and id(old) not in overwritten:
-                    overwritten.add(id(old))
-                    new.over = old
+        for call in self.calls:
+            for new, old in self.live.taken_over(call):
+                new.over = old
 
     def _choose_destinations(self) -> None:
         """Write each output where it belongs, at once where that is safe, else by a copy."""
-        overwrites = overwrites_of(self.program, self.outputs)
+        overwrites = self.live.overwrites
         targets = []
         for index, (spec, buffer) in enumerate(
             zip(self.outputs, self.program.results, strict=True)
@@ -195,34 +185,37 @@ class _Planner:
             self.destinations.first_copies.append((source, target))
             return
         # Another input takes it: its own old value may be needed until the end of the step.
-        kept = Buffer(source.dtype, source.size, f"old_{source.name}", "copy", first_use=0)
-        kept.last_use = len(self.calls)
+        kept = Buffer(source.dtype, source.size, f"old_{source.name}", "copy")
         self.old_values.append(kept)
         self.destinations.first_copies.append((source, kept))
         self.destinations.last_copies.append((kept, target))
 
     def _place(self) -> MemoryPlan:
-        produced = [buffer for call in self.calls for buffer in call.results if buffer.is_in_arena]
-        produced += [call.workspace for call in self.calls if call.workspace is not None]
-        produced += self.old_values
+        spans: dict[Buffer, tuple[int, int]] = {}
+        for buffer in (one for call in self.calls for one in call.results if one.is_in_arena):
+            spans[buffer] = self.live.written(buffer), self.live.ends(buffer)
+        for position, call in enumerate(self.calls):
+            if call.workspace is not None:
+                spans[call.workspace] = position, position
+        spans |= {buffer: (0, len(self.calls)) for buffer in self.old_values}
         # A chain of values that take over each other's bytes is one live interval of the first.
-        ends = {id(buffer): buffer.last_use for buffer in produced}
-        for buffer in produced:
-            ends[id(buffer.root)] = max(ends[id(buffer.root)], buffer.last_use)
-        buffers = [buffer for buffer in produced if buffer.over is None]
+        ends = {buffer: last for buffer, (_, last) in spans.items()}
+        for buffer, (_, last) in spans.items():
+            ends[buffer.root] = max(ends[buffer.root], last)
+        buffers = [buffer for buffer in spans if buffer.over is None]
         shapes = [
-            tvm_ffi.Shape(tuple(s.nbytes for s in buffers)),
-            tvm_ffi.Shape(tuple(s.first_use for s in buffers)),
-            tvm_ffi.Shape(tuple(ends[id(s)] for s in buffers)),
+            tvm_ffi.Shape(tuple(one.nbytes for one in buffers)),
+            tvm_ffi.Shape(tuple(spans[one][0] for one in buffers)),
+            tvm_ffi.Shape(tuple(ends[one] for one in buffers)),
         ]
         planned = list(native.function("amp_ir.plan_memory")(*shapes, ALIGNMENT_BYTES))
         peak, lower_bound, offsets = planned[0], planned[1], planned[2:]
         for buffer, offset in zip(buffers, offsets, strict=True):
             buffer.offset_bytes = int(offset)
-        for buffer in produced:
+        for buffer in spans:
             buffer.offset_bytes = buffer.root.offset_bytes
         intervals = tuple(
-            Interval(s.name, s.nbytes, s.first_use, ends[id(s)], s.offset_bytes, s.dtype, s.span)
+            Interval(s.name, s.nbytes, spans[s][0], ends[s], s.offset_bytes, s.dtype, s.span)
             for s in buffers
         )
         writes = state_writes(
@@ -237,12 +230,7 @@ class _Planner:
             library_bytes=max((call.persistent_nbytes for call in self.calls), default=0),
             result_bytes=sum(_nbytes(spec) for spec in self.outputs if spec.updates is None),
             values=planned_values(
-                self.program,
-                self.outputs,
-                self.destinations,
-                produced,
-                self.inputs,
-                writes.kept_nbytes,
+                self.live, self.destinations, spans, self.inputs, writes.kept_nbytes
             ),
             calls=planned_calls(self.program, self.destinations),
             writes=writes,

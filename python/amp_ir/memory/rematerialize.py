@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 import numpy as np
 
 from amp_ir.ir.external_call import SYMBOL as EXTERNAL
-from amp_ir.ir.step_module import OutputSpec
-from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
-from amp_ir.memory.live_bytes import LiveBytes, Uses, updates_of
+from amp_ir.memory.buffers import Buffer, Call
+from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.rerun_cost import rerun_milliseconds
 
 # Each round computes the live intervals again; the loop ends when nothing is gained. The bound
@@ -40,7 +37,7 @@ class Rematerialization:
     elementwise kernels before matmuls. A call is run again right before the first reader; what it
     reads must still be there, be kept for it, or be computed again too.
 
-    Requires: `program` in its final order.
+    Requires: the calls are in their final order.
     Ensures:  results are bit-identical: kernels are deterministic, random ops depend on their
               counter alone, and a call that reads a state input finds it as it was before the step.
               What is done does not depend on the bytes asked for, only how far it goes: what one
@@ -49,17 +46,17 @@ class Rematerialization:
               choice by cost per byte.
     """
 
-    def __init__(self, program: BufferizedStep, outputs: Sequence[OutputSpec]) -> None:
-        self.program = program
-        self.outputs = outputs
+    def __init__(self, live: Liveness) -> None:
+        self.live = live
         self._stage: int | None = None
         # Calls during which nothing can be given up; the others are still worth lowering.
         self._stuck: set[int] = set()
 
     def reach(self, arena_bytes: int) -> bool:
         """Go on until at most `arena_bytes` are alive at once; return whether they are."""
+        self.live.find_destinations()
         for _ in range(_MAX_ROUNDS):
-            if LiveBytes(self.program, self.outputs).most <= arena_bytes:
+            if self.live.most <= arena_bytes:
                 return True
             if self._stuck or not self.lower():
                 return False
@@ -67,10 +64,11 @@ class Rematerialization:
 
     def lower(self) -> bool:
         """Hold less during the highest call that can be lowered; return whether there was one."""
+        self.live.find_destinations()
+        calls = self.live.program.calls
         while len(self._stuck) <= _MAX_STUCK:
-            held = LiveBytes(self.program, self.outputs).at
-            stuck = [id(call) in self._stuck for call in self.program.calls]
-            held[np.array(stuck, dtype=bool)] = 0
+            held = self.live.at
+            held[np.array([id(call) in self._stuck for call in calls], dtype=bool)] = 0
             most = int(held.max(initial=0))
             if most == 0:
                 return False
@@ -80,11 +78,21 @@ class Rematerialization:
                 self._stage = int(share * most)
                 if self._round(self._stage):
                     return True
-            self._stuck.add(id(self.program.calls[int(held.argmax())]))
+            self._stuck.add(id(calls[int(held.argmax())]))
         return False
 
     def _round(self, stage: int) -> bool:
-        return _Round(self.program, self.outputs, stage, self._stuck).improve()
+        return _Round(self.live, stage, self._stuck).improve()
+
+
+@attrs.define(eq=False)
+class _Uses:
+    """Where a buffer is written and read, as positions of calls at the start of a round."""
+
+    buffer: Buffer
+    written: int
+    reads: list[int]
+    ends: int
 
 
 @attrs.define(eq=False)
@@ -92,10 +100,10 @@ class _Move:
     """Not holding the results of one call, from after `held_to` to before `reader`."""
 
     source: Call
-    dropped: list[Uses]
+    dropped: list[_Uses]
     reader: int
     chain: list[Call]
-    extended: list[Uses]
+    extended: list[_Uses]
     milliseconds: float
     score: float = float("inf")
 
@@ -106,22 +114,15 @@ class _Round:
     Several moves are made on one look; each is weighed against what those before it leave.
     """
 
-    def __init__(
-        self,
-        program: BufferizedStep,
-        outputs: Sequence[OutputSpec],
-        arena_bytes: int,
-        stuck: set[int],
-    ) -> None:
-        self.program = program
+    def __init__(self, live: Liveness, arena_bytes: int, stuck: set[int]) -> None:
+        self.live = live
+        self.calls = live.program.calls
         self.budget = arena_bytes
-        self.live = LiveBytes(program, outputs)
-        self.updates = updates_of(program, outputs)
-        self.writer = {id(s): call for call in program.calls for s in call.results}
-        self.counts = np.array([id(call) not in stuck for call in program.calls], dtype=bool)
+        self.counts = np.array([id(call) not in stuck for call in self.calls], dtype=bool)
         self.held = self.live.at * self.counts
         self.touched: set[int] = set()
         self.inserted: dict[int, list[Call]] = {}
+        self.replaced: list[tuple[Call, dict[int, Buffer]]] = []
 
     def improve(self) -> bool:
         """Make every move that gains; return whether there was one."""
@@ -133,31 +134,32 @@ class _Round:
             if self.held.max() <= self.budget:
                 break
             made += self._make(move)
-        calls = []
-        for position, call in enumerate(self.program.calls):
-            calls += [*self.inserted.get(position, ()), call]
-        self.program.calls[:] = calls
+        if made:
+            self.live.splice(self.inserted)
+            for call, replaced in self.replaced:
+                self.live.replace_arguments(call, replaced)
+            self.live.find_destinations()
         return made > 0
 
     def _moves(self, peak: int) -> list[_Move]:
         found = []
-        for position, call in enumerate(self.program.calls[:peak]):
-            dropped = [self.live.uses[id(buffer)] for buffer in call.results]
-            dropped = [one for one in dropped if self._is_idle(one, peak)]
-            if dropped and position < peak:
+        for call in self.calls[:peak]:
+            idle = [b for b in call.results if self.live.nbytes(b) and peak < self.live.ends(b)]
+            dropped = [self.uses(b) for b in idle if not self.live.is_held_at_end(b)]
+            dropped = [one for one in dropped if peak not in one.reads]
+            if dropped:
                 reader = min(_next_read(one, peak) for one in dropped)
                 for keeps in (True, False):
                     found += self._move(call, dropped, reader, peak, keeps)
         return found
 
-    def _is_idle(self, one: Uses, peak: int) -> bool:
-        """Return whether a value in the arena is held over the peak without use."""
-        is_kept = one.ends >= len(self.program.calls)
-        is_held = bool(self.live.nbytes(one.buffer)) and one.written < peak < one.ends
-        return is_held and not is_kept and peak not in one.reads
+    def uses(self, buffer: Buffer) -> _Uses:
+        """Return where a buffer is used in the present order."""
+        live = self.live
+        return _Uses(buffer, live.written(buffer), live.reads(buffer), live.ends(buffer))
 
     def _move(
-        self, call: Call, dropped: list[Uses], reader: int, peak: int, keeps: bool
+        self, call: Call, dropped: list[_Uses], reader: int, peak: int, keeps: bool
     ) -> list[_Move]:
         """Return the move to run `call` again before `reader`; `keeps` prefers held arguments."""
         chain = _Chain(self, reader, peak, keeps)
@@ -179,12 +181,10 @@ class _Round:
             after[one.ends + 1 : move.reader] += one.buffer.nbytes
         kept = {id(one.buffer) for one in move.dropped}
         besides = sum(
-            self._nbytes(buffer) for call in move.chain for buffer in call.results
+            buffer.nbytes for call in move.chain for buffer in call.results
             if id(buffer) not in kept
         )  # fmt: skip
-        workspace = max(
-            (s.workspace.nbytes for s in move.chain if s.workspace is not None), default=0
-        )
+        workspace = max((one.workspace_nbytes for one in move.chain), default=0)
         # While the chain runs, before its reader: the extended arguments are held, too.
         needed = int(after[move.reader]) + besides + workspace
         needed += sum(one.buffer.nbytes for one in move.extended)
@@ -199,13 +199,9 @@ class _Round:
     def _excess(self, held: np.ndarray) -> int:
         return int(np.maximum((held - self.budget) * self.counts, 0).sum())
 
-    def _nbytes(self, buffer: Buffer) -> int:
-        # A result that goes straight to its place the first time has none the second.
-        return buffer.nbytes
-
     def _make(self, move: _Move) -> bool:
         buffers = [buffer for call in move.chain for buffer in [*call.reads, *call.results]]
-        keys = {id(buffer) for buffer in buffers if id(buffer) in self.writer}
+        keys = {id(buffer) for buffer in buffers if id(buffer) in self.live.writer}
         if keys & self.touched:
             return False
         after = self._weigh(move)
@@ -216,11 +212,10 @@ class _Round:
         replaced: dict[int, Buffer] = {}
         again = [_run_again(call, replaced) for call in move.chain]
         self.inserted.setdefault(move.reader, []).extend(again)
-        dropped = {id(one.buffer) for one in move.dropped}
-        for call in self.program.calls[move.reader :]:
-            call.arguments = [
-                replaced[id(one)] if id(one) in dropped else one for one in call.arguments
-            ]
+        for one in move.dropped:
+            new = {id(one.buffer): replaced[id(one.buffer)]}
+            late = [k for k in one.reads if k >= move.reader]
+            self.replaced += [(self.calls[k], new) for k in late]
         return True
 
 
@@ -233,7 +228,7 @@ class _Chain:
         self.peak = peak
         self.keeps = keeps
         self.calls: list[Call] = []
-        self.extended: dict[int, Uses] = {}
+        self.extended: dict[int, _Uses] = {}
 
     def add(self, call: Call) -> bool:
         """Put a call behind what it reads; return whether everything it reads can be had."""
@@ -251,11 +246,11 @@ class _Chain:
     def _provide(self, buffer: Buffer) -> bool:
         if buffer.constant is not None:
             return True
-        known = self.round.live.uses[id(buffer)]
+        known = self.round.uses(buffer)
         if known.written < 0:
             # A state input: as it was before the step, unless it has been overwritten by then. A
             # small one is not, if it is read here: its new value waits for the end of the step.
-            update = self.round.updates.get(id(buffer), self.reader)
+            update = self.round.live.overwrites.since.get(id(buffer), self.reader)
             return update >= self.reader or buffer.nbytes <= _WAITING_BYTES
         if known.ends >= self.reader:
             return True
@@ -265,10 +260,10 @@ class _Chain:
                 return False  # another value is written at its address
             self.extended[id(buffer)] = known
             return True
-        return self.add(self.round.writer[id(buffer)])
+        return self.add(self.round.live.writer[id(buffer)])
 
 
-def _next_read(one: Uses, peak: int) -> int:
+def _next_read(one: _Uses, peak: int) -> int:
     return min(k for k in one.reads if k > peak)
 
 

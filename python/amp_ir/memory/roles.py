@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from amp_ir.ir.external_call import SYMBOL as EXTERNAL
 from amp_ir.ir.library_call import WRITTEN_OVER
 from amp_ir.ir.location import Location, from_span
 from amp_ir.ir.memory_plan import ROLE_OF_STATE, MemoryRole, PlannedCall, PlannedValue
-from amp_ir.ir.step_module import InputSpec, OutputSpec, Role
+from amp_ir.ir.step_module import InputSpec, Role
 from amp_ir.ir.workspace import with_workspace
 from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
+from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.write_planned import Destinations, copy_symbol
 
 CASTS = {"cast", "astype"}
@@ -65,24 +66,25 @@ def _copy(source: Buffer, target: Buffer) -> PlannedCall:
 
 
 def planned_values(
-    program: BufferizedStep,
-    outputs: Sequence[OutputSpec],
+    live: Liveness,
     destinations: Destinations,
-    in_arena: Sequence[Buffer],
+    in_arena: Mapping[Buffer, tuple[int, int]],
     specs: Sequence[InputSpec],
     undo_nbytes: int,
 ) -> tuple[PlannedValue, ...]:
     """Return everything that is held: state, the batch and results, then the arena.
 
+    `in_arena` has the first and last use of each value there, copies before the step left out.
     `undo_nbytes` is the size of the state that is saved to roll back a failed step.
     """
+    program = live.program
     lead = len(destinations.first_copies)
     last = lead + len(program.calls) + len(destinations.last_copies) - 1
     values = [
         _resident(buffer, spec.role, last)
         for buffer, spec in zip(program.inputs, specs, strict=True)
     ]
-    returned = [spec for spec in outputs if spec.updates is None]
+    returned = [spec for spec in live.outputs if spec.updates is None]
     for buffer, result in zip(destinations.results, returned, strict=True):
         values.append(_resident(buffer, result.role, last))
     persistent = max((call.persistent_nbytes for call in program.calls), default=0)
@@ -93,10 +95,10 @@ def planned_values(
         other = MemoryRole.OTHER_STATE
         name = "state before the step"
         values.append(PlannedValue(name, "", Location(), other, "uint8", undo_nbytes, 0, last))
-    roles = _Roles(program)
-    taken_at = {id(buffer.over): buffer.first_use for buffer in in_arena if buffer.over is not None}
-    for buffer in in_arena:
-        end = taken_at[id(buffer)] - 1 if id(buffer) in taken_at else buffer.last_use
+    roles = _Roles(live)
+    taken_at = {id(b.over): first for b, (first, _) in in_arena.items() if b.over is not None}
+    for buffer, (first, end) in in_arena.items():
+        end = taken_at[id(buffer)] - 1 if id(buffer) in taken_at else end
         is_kept = end >= len(program.calls)
         values.append(
             PlannedValue(
@@ -106,7 +108,7 @@ def planned_values(
                 role=roles.of(buffer),
                 dtype=buffer.dtype,
                 nbytes=buffer.nbytes,
-                first_use=buffer.first_use + (0 if buffer.op == "copy" else lead),
+                first_use=first + (0 if buffer.op == "copy" else lead),
                 last_use=last if is_kept else end + lead,
                 offset_bytes=buffer.offset_bytes,
             )
@@ -129,20 +131,14 @@ def _phases_of_read(call: Call) -> set[str]:
 class _Roles:
     """The role of a value in the arena: by the phases that write and read it."""
 
-    def __init__(self, program: BufferizedStep) -> None:
-        self.written_by: dict[int, Call] = {}
-        self.read_in: dict[int, set[str]] = {}
-        self.parameters = {
-            id(buffer) for buffer in program.inputs if buffer.op == Role.PARAMETER.value
-        }
-        for call in program.calls:
-            self.written_by |= {id(buffer): call for buffer in call.results}
-            for buffer in call.reads:
-                self.read_in.setdefault(id(buffer), set()).update(_phases_of_read(call))
+    def __init__(self, live: Liveness) -> None:
+        self.live = live
+        inputs = live.program.inputs
+        self.parameters = {id(one) for one in inputs if one.op == Role.PARAMETER.value}
 
     def of(self, buffer: Buffer) -> MemoryRole:
         """Return why the buffer is held."""
-        call = self.written_by.get(id(buffer))
+        call = self.live.writer.get(id(buffer))
         if call is None:
             return MemoryRole.TEMPORARY if buffer.op == "copy" else MemoryRole.WORKSPACE
         if call.is_rerun:
@@ -151,7 +147,7 @@ class _Roles:
             return MemoryRole.LOW_COPY
         if buffer.op == "pack":
             return MemoryRole.WORKSPACE
-        readers = self.read_in.get(id(buffer), set())
+        readers = set().union(*map(_phases_of_read, self.live.readers.get(id(buffer), ())))
         if "backward" in call.phases and "optimizer" in readers:
             return MemoryRole.GRADIENT
         if call.phases == {"forward"} and "backward" in readers:
