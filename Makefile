@@ -19,6 +19,9 @@ INSTALLED := $(VENV)/.installed
 PACKAGED  := $(VENV)/.packaged
 BUILT     := python/amp_ir/lib/.built
 
+# Tests start some hundred Pythons; each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-isa gpu-test fuzz sanitize setup format clean
 
 help:
