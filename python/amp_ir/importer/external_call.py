@@ -46,6 +46,24 @@ def is_complex_call(node: fx.Node) -> bool:
     )
 
 
+def reads_number(node: fx.Node) -> bool:
+    """Return whether an argument that is a number, by the op's schema, is a value of the step."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return bool(_number_nodes(node.target, node))
+
+
+def _number_nodes(op: torch._ops.OpOverload, node: fx.Node) -> set[fx.Node]:
+    schema = op._schema.arguments
+    given = [*zip(schema, node.args, strict=False)]
+    given += [(one, node.kwargs[one.name]) for one in schema if one.name in node.kwargs]
+    return {
+        value
+        for argument, value in given
+        if isinstance(value, fx.Node) and "Tensor" not in str(argument.type)
+    }
+
+
 def convert_external(emitter: Emitter, node: fx.Node, lookup: Lookup) -> Any:
     """Emit an external call of a node's op; return its value, a tuple for several.
 
@@ -125,17 +143,11 @@ class _Places:
         self._lookup = lookup
         self._tensors = tensors
         self._known: dict[fx.Node, int] = {}
-        self._numbers: set[fx.Node] = set()
+        self._numbers = _number_nodes(op, node)
         devices = [one.device for one in pytree.tree_leaves(node.meta["val"]) if one is not None]
         self._is_on_gpu = any(device.type != "cpu" for device in devices)
         self.args = tuple(node.args)
         self.kwargs = dict(node.kwargs)
-        schema = op._schema.arguments
-        given = [*zip(schema, self.args, strict=False)]
-        given += [(one, self.kwargs[one.name]) for one in schema if one.name in self.kwargs]
-        for argument, value in given:
-            if isinstance(value, fx.Node) and "Tensor" not in str(argument.type):
-                self._numbers.add(value)
 
     def of(self, value: Any) -> dict[str, Any] | None:
         """Return the place of a node's tensor."""

@@ -24,7 +24,7 @@ from amp_ir.errors import UnsupportedOpError
 from amp_ir.importer.converters import ConversionError, Emitter, converter_of
 from amp_ir.importer.converters.emitter import RANDOM_STATE, dtype_name
 from amp_ir.importer.converters.promotion import DTYPE_NAMES, Scalar, dtype_of, is_scalar, shape_of
-from amp_ir.importer.external_call import convert_external, is_complex_call
+from amp_ir.importer.external_call import convert_external, is_complex_call, reads_number
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
 from amp_ir.ir.empty_tensors import has_no_elements, number_everywhere, results_of_nothing
 from amp_ir.ir.location import META_KEY, Location, to_span
@@ -216,9 +216,11 @@ class _Graph:
         try:
             value = converter(self._emitter, *arguments, **options)
         except ConversionError as error:
-            # PyTorch may do what the converter cannot.
-            with contextlib.suppress(ConversionError):
-                return convert_external(self._emitter, node, self._lookup)
+            # PyTorch may do what the converter cannot. Of a number that changes it may not: the
+            # caller compiles the op for each of its values, as one that fuses.
+            if not reads_number(node):
+                with contextlib.suppress(ConversionError):
+                    return convert_external(self._emitter, node, self._lookup)
             raise error from None
         _check(value, node.meta["val"])
         return value
