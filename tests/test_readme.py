@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from amp_ir.compat import mxnet
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What the examples of each page print. Every page with examples that run has an entry.
@@ -83,6 +85,8 @@ def test_the_examples_of_a_page_run(
 ) -> None:
     # In a folder of its own: an example may write files.
     monkeypatch.chdir(tmp_path)
+    # MXNet's init is for the process.
+    monkeypatch.setattr(mxnet, "_settings", mxnet._Settings())
     names: dict[str, object] = {"__name__": "example"}
     for example in examples_of(page.read_text()):
         exec(compile(example, str(page), "exec"), names)

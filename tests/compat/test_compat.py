@@ -143,9 +143,9 @@ def test_verbose_prints_every_cast_by_the_path_of_its_module(capsys: pytest.Capt
 
 
 @pytest.fixture
-def mxnet_settings():
-    yield mxnet.init
-    mxnet._settings.target_dtype, mxnet._settings.overrides = None, ()
+def mxnet_settings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mxnet, "_settings", mxnet._Settings())
+    return mxnet.init
 
 
 def test_a_trainer_steps_with_the_mean_of_a_batch_and_clips_behind_unscale(mxnet_settings: Any):

@@ -19,6 +19,7 @@ from amp_ir.amp.plan import CastPlan
 from amp_ir.api import compile_step, lower, text_after
 from amp_ir.capture.batch import Arguments, structures_of
 from amp_ir.errors import OptionError
+from amp_ir.files.atomic_file import write_bytes
 from amp_ir.host import native
 from amp_ir.inference.plan_record import plan_from_json, plan_to_json
 from amp_ir.inference.structure import (
@@ -127,7 +128,7 @@ def load_program(record: ProgramRecord, mod: StepModule, device: str) -> Compile
 def _executable(library: bytes, target: CompileTarget, device: str, kernels: int) -> Executable:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.so"
-        path.write_bytes(library)
+        write_bytes(path, library)
         module = tvm.runtime.load_module(str(path))
     if not target.is_cuda and native.has(LAUNCH_ADDRESS):
         set_launch = module.get_function(SET_LAUNCH, query_imports=True)

@@ -7,6 +7,7 @@ here. But they also register modules with the active trace.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,22 @@ class ModuleMethods:
 
     def patch_call(self, restores: Restores) -> None:
         """Let modules be called by PyTorch's own method inside of a trace."""
-        patch(restores, torch.nn.Module, "__call__", self.call)
+        patch(restores, torch.nn.Module, "__call__", _distinct(self.call))
 
     def patch_lookup(self, restores: Restores) -> None:
         """Let attributes be found by PyTorch's own method inside of a trace."""
-        patch(restores, torch.nn.Module, "__getattr__", self.lookup)
+        patch(restores, torch.nn.Module, "__getattr__", _distinct(self.lookup))
+
+
+def _distinct(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return another function that does the same.
+
+    `patch` restores what it finds to be its replacement. After an interrupt it may come to that
+    when torch.fx has put the method itself back already, which must then stay.
+    """
+
+    @functools.wraps(method)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function
