@@ -23,6 +23,7 @@ from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.dispatch.decompose_recurrence import recurrence_as_calls
 from amp_ir.dispatch.dispatch import dispatch
+from amp_ir.dispatch.write_external_calls import write_external_calls
 from amp_ir.errors import OptionError, UnsupportedOpError
 from amp_ir.host import native
 from amp_ir.host.memory_limit import memory_for
@@ -244,7 +245,8 @@ def explain_plan(mod: StepModule) -> CastPlan:
     check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    ir = fold_casts(dispatch(fold_casts(_decomposed_for_fusion(mod.ir))))
+    ir = write_external_calls(mod.ir, log=DispatchLog())
+    ir = fold_casts(dispatch(fold_casts(_decomposed_for_fusion(ir))))
     found = assign_kernels(ir)
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)

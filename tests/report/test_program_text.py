@@ -69,6 +69,32 @@ def test_the_text_of_a_stage_is_the_golden_one(name):
     assert text == (GOLDEN / f"{name}.txt").read_text()
 
 
+def test_external_calls_are_written_as_calls_of_the_op_itself():
+    """In every form: the dialect's op, PyTorch's call, the planned one."""
+
+    def step(x):
+        lower = torch.linalg.cholesky(x @ x.mT + torch.eye(4))
+        loss = torch.lgamma(lower.diagonal()).sum()
+        return loss + torch.linalg.solve_triangular(lower, x, upper=False).sum()
+
+    mod, _ = amp_ir.trace_step(step, (torch.randn(4, 4),), model=nn.Linear(1, 1))
+    amp_mod = amp_ir.autocast(mod, amp_dtype="bfloat16")
+    found = {"amp": Stage("amp", 0.0, None, amp_mod.ir)}
+    pipeline.lower(
+        amp_mod, target=parse_target("sm_90"), on_stage=lambda one: found.update({one.name: one})
+    )
+    text = ""
+    for name in ("amp", "decompose", "loops", "memory"):
+        lines = program_text(found[name]).splitlines()
+        lines = [line.partition("  #")[0].rstrip() for line in lines if "aten::" in line]
+        text += "\n".join([f"after {name}:", *lines, ""])
+    assert text == (GOLDEN / "external_calls.txt").read_text()
+    ops = [one for one in amp_ir.explain_plan(amp_mod).ops if one.name.startswith("aten::")]
+    names = ["aten::linalg_cholesky_ex", "aten::lgamma", "aten::linalg_solve_triangular"]
+    assert [one.name for one in ops] == names
+    assert len({one.kernel for one in ops}) == 3 and all(one.kernel >= 0 for one in ops)
+
+
 def test_the_captured_graph_has_types_and_places():
     text = program_text(records()["capture"])
     assert re.search(r"gelu +f32\[6, 16\] +aten\.gelu\(\w+\) +# forward 1; test_program_", text)

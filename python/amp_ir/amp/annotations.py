@@ -10,10 +10,9 @@ from tvm import relax
 
 from amp_ir.amp.decisions import Decision, Label, Mode, following
 from amp_ir.amp.hints import FULL_DTYPE
-from amp_ir.dialect.external_call import NAME, external_call
+from amp_ir.dialect.external_call import NAME, external_call, external_op
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import RuleError
-from amp_ir.ir.external_call import external_op
 from amp_ir.ir.step_graph import Op, StepGraph
 
 _Wish = Literal["low", "float32", "promote"]

@@ -178,7 +178,7 @@ def _kernels(
     try:
         return kernels_from(graph, find_kernels(without_optimizer(ir)))
     except UnsupportedOpError:
-        # No kernel can be made for some op, so the step will not be compiled here.
+        # Some op has no kernel: it is an external call, or the step will not be compiled here.
         return kernels_of(graph)
 
 

@@ -19,10 +19,8 @@ from tvm import relax
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE, RULES, Rule
 from amp_ir.amp.policies import Policy
-from amp_ir.dialect.external_call import NAME as EXTERNAL
 from amp_ir.errors import OptionError, RuleError
 from amp_ir.ir.call_attributes import attribute_fields
-from amp_ir.ir.external_call import external_op
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import Op, StepGraph, leaves
 
@@ -157,16 +155,11 @@ class Override:
             return False
         return (
             (self.phase is None or self.phase == place.phase)
-            and (self.op is None or any(fnmatchcase(one, self.op) for one in _names(op)))
+            and (self.op is None or any(fnmatchcase(one, self.op) for one in (op.name, op.label)))
             and (self.module is None or is_inside(place.module, self.module))
             and (self.parameter is None or any(fnmatchcase(p, self.parameter) for p in parameters))
             and (self.attributes is None or _has_attributes(op, self.attributes))
         )
-
-
-def _names(op: Op) -> tuple[str, ...]:
-    """Return the names of an op; an external call has that of PyTorch's op, "mylib::scale", too."""
-    return (op.name, external_op(op.call)) if op.name == EXTERNAL else (op.name,)
 
 
 def call_attributes(op: Op) -> dict[str, Any]:
@@ -274,7 +267,7 @@ def _modules(graph: StepGraph) -> list[str]:
 def _explain_unused(graph: StepGraph, override: Override, input_names: Sequence[str]) -> str:
     """Explain why an override selects nothing: the fields that match no call, and near matches."""
     candidates = {
-        "op": sorted({name for op in graph.ops for name in _names(op)}),
+        "op": sorted({name for op in graph.ops for name in (op.name, op.label)}),
         "module": _modules(graph),
         "parameter": sorted(input_names),
     }

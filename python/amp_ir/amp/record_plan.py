@@ -35,7 +35,7 @@ def _planned_op(
     results = [] if op.is_view else rewritten.result_dtypes[op.position]
     return PlannedOp(
         id=op.position,
-        name=op.name,
+        name=op.label,
         variable=str(op.variable.name),
         module=place.module,
         phase=place.phase,

@@ -20,12 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tvm import relax
 
 from amp_ir.dialect.define import dtype_name
-from amp_ir.dialect.registry import declare
+from amp_ir.dialect.registry import declare, options_of
 from amp_ir.errors import BrokenPromiseError
 
 NAME = "amp_ir.external_call"
 # The parts of complex dtypes; all other dtypes are the IR's own.
 REAL_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
+# How a tensor's place among those of the call is encoded: itself, read as complex, or its number.
+_PLACES = ("tensor", "complex", "number")
 # What torch has by name, as arguments of ops.
 _NAMED = {
     torch.dtype: "dtype",
@@ -65,6 +67,11 @@ class ResultSpec:
 def overload_name(op: torch._ops.OpOverload) -> str:
     """Return the full name of an overload: "mylib::scale.default"."""
     return f"{op.namespace}::{op._schema.name.partition('::')[2]}.{op._overloadname}"
+
+
+def external_op(call: relax.Call) -> str:
+    """Return the op's name for people: "mylib::scale", "aten::linalg_inv_ex"."""
+    return str(options_of(call)["op"]).removesuffix(".default")
 
 
 def find_overload(name: str) -> torch._ops.OpOverload:
@@ -129,6 +136,24 @@ def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if kind == "complex number":
         return complex(*content)
     return torch.device(content) if kind == "device" else getattr(torch, content)
+
+
+def arguments_text(arguments: str, tensors: Sequence[str]) -> str:
+    """Return encoded arguments as a call in Python has them, with these names of the tensors."""
+    args, kwargs = _decoded(arguments)
+    named = [f"{name}={_argument_text(one, tensors)}" for name, one in kwargs.items()]
+    return ", ".join([*(_argument_text(one, tensors) for one in args), *named])
+
+
+def _argument_text(value: Any, tensors: Sequence[str]) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_argument_text(one, tensors) for one in value)}]"
+    if not isinstance(value, dict):
+        return str(value)
+    ((kind, content),) = value.items()
+    if kind in _PLACES:
+        return tensors[content]
+    return str(complex(*content)) if kind == "complex number" else str(content)
 
 
 def call_overload(

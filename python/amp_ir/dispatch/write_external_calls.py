@@ -6,10 +6,10 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from amp_ir.dialect.external_call import NAME
+from amp_ir.dialect.external_call import NAME, external_op
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.external_call import LIBRARY, external_op, write_external
+from amp_ir.ir.external_call import LIBRARY, write_external
 from amp_ir.ir.location import from_span
 
 

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -23,15 +24,18 @@ from tvm import relax
 from amp_ir.dialect.external_call import (
     NAME,
     ResultSpec,
+    arguments_text,
     call_overload,
     check_results,
+    external_op,
     find_overload,
     read_results,
     write_results,
 )
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import BrokenPromiseError
-from amp_ir.ir.library_call import library_call
+from amp_ir.ir.dataflow import op_name
+from amp_ir.ir.library_call import DPS_CALL, library_call
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.static_shape import shape_of
 
@@ -59,9 +63,38 @@ def failed_call() -> tuple[int, BaseException] | None:
     return None if _run.error is None else (_run.begun - 1, _run.error)
 
 
-def external_op(call: relax.Call) -> str:
-    """Return the op's name for people: "mylib::scale", "aten::linalg_inv_ex"."""
-    return str(options_of(call)["op"]).removesuffix(".default")
+@attrs.frozen(eq=False)
+class ExternalCall:
+    """An external call in any of its forms: the op's name for people, and what it is called with.
+
+    `arguments` are encoded as in the dialect's op; `tensors` are those that it reads.
+    """
+
+    op: str
+    arguments: str
+    tensors: tuple[relax.Expr, ...]
+
+    def arguments_text(self, tensor_text: Callable[[relax.Expr], str]) -> str:
+        """Return the arguments as a call in Python has them: `x, [0, 1], upper=True`."""
+        return arguments_text(self.arguments, [tensor_text(one) for one in self.tensors])
+
+
+def read_external(value: relax.Expr) -> ExternalCall | None:
+    """Read the dialect's op, a call that `write_external` wrote, or a planned one; else None."""
+    name = op_name(value)
+    if name == NAME:
+        return ExternalCall(
+            external_op(value), str(options_of(value)["arguments"]), tuple(value.args)
+        )
+    if name == DPS_CALL and str(value.args[0].global_symbol) == SYMBOL:
+        fields = value.args[1].fields
+    elif isinstance(value, relax.Call) and getattr(value.op, "global_symbol", "") == SYMBOL:
+        fields = value.args
+    else:
+        return None
+    known = _described(str(fields[0].value))
+    tensors = tuple(fields[1 : len(known.shapes) + 1])
+    return ExternalCall(known.op.removesuffix(".default"), known.arguments, tensors)
 
 
 def write_external(call: relax.Call) -> relax.Call:

@@ -15,6 +15,8 @@ import attrs
 import tvm
 from tvm import relax
 
+from amp_ir.dialect.external_call import NAME as EXTERNAL
+from amp_ir.dialect.external_call import external_op
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.location import Location, from_span
@@ -64,6 +66,11 @@ class Op:
     results: list[int]
     location: Location
     is_view: bool
+
+    @property
+    def label(self) -> str:
+        """The op's name for people: that of PyTorch's op for an external call, "mylib::scale"."""
+        return external_op(self.call) if self.name == EXTERNAL else self.name
 
 
 @attrs.define(eq=False)

@@ -25,6 +25,7 @@ import tvm_ffi
 from tvm import relax
 
 from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, op_name
+from amp_ir.ir.external_call import read_external
 from amp_ir.ir.library_call import ARGUMENTS, DPS_CALL, LibraryCall, read, written_by
 from amp_ir.ir.location import META_KEY, Location, locations_of
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep, PlannedValue
@@ -189,7 +190,7 @@ def _of_ir(ir: tvm.IRModule, known: Mapping[str, Line]) -> Iterator[Line]:
                 expression_text(call),
                 locations_of(call.span),
                 _formula(_names(call, "computes"), known, stored),
-                is_library=read(call) is not None,
+                is_library=read(call) is not None or read_external(call) is not None,
             )
 
 
@@ -253,9 +254,11 @@ def expression_text(expr: Any) -> str:
 
 def _call_text(call: relax.Call) -> str:
     name = op_name(call)
-    library = read(call)
+    library, external = read(call), read_external(call)
     if library is not None:
         return f"{library.library}.{library.verb}({_library_text(library, expression_text)})"
+    if external is not None:
+        return f"{external.op}({external.arguments_text(expression_text)})"
     if name in (KERNEL_CALL, DPS_CALL):
         callee = call.args[0]
         called = getattr(callee, "name_hint", None) or str(callee.global_symbol)
@@ -305,16 +308,20 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
             tensors.views[str(binding.var.name)] = call
             continue
         position, planned = next(calls)
-        library = read(call)
-        if library is None:
-            count = len(call.args) - planned.result_count
+        library, external = read(call), read_external(call)
+        read_here = functools.partial(tensors.read, position=position)
+        count = len(call.args) - planned.result_count
+        if external is not None:
+            name, written = external.op, call.args[count:]
+            text = external.arguments_text(read_here)
+        elif library is None:
             name, given, written = symbol, call.args[:count], call.args[count:]
             text = f"{', '.join(planned.ops)}: "
-            text += ", ".join(tensors.read(one, position) for one in given)
+            text += ", ".join(map(read_here, given))
         else:
             name = f"{library.library}.{library.verb}"
             workspace, written = written_by(call)
-            text = _library_text(library, functools.partial(tensors.read, position=position))
+            text = _library_text(library, read_here)
             if workspace is not None:
                 text += f", workspace={tensors.written(workspace, position)}"
         text += f" -> {', '.join(tensors.written(one, position) for one in written)}"

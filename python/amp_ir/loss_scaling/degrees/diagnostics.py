@@ -211,7 +211,7 @@ class Diagnostics:
         """Return why an op's result has no degree."""
         degree = operands.degree(position)
         words = self._words.of(degree) if isinstance(degree, Degree) else "not multiplied by it"
-        return f"{op.location}: {op.name} of {self._noun(op, position)} that is {words}"
+        return f"{op.location}: {op.label} of {self._noun(op, position)} that is {words}"
 
     def _line(self, diagnostic: Diagnostic) -> _Line:
         return _Line(diagnostic.op.location, self._what(diagnostic), self._advice(diagnostic))
@@ -229,9 +229,9 @@ class Diagnostics:
             scale = diagnostic.operands.degree(len(op.reads) - 1)
             assert isinstance(scale, Degree)
             name = self._words.scale(scale.powers[0][0])
-            return f"{op.name} divides {nouns[0]}, {words[0]}, by {name}"
+            return f"{op.label} divides {nouns[0]}, {words[0]}, by {name}"
         verb, link = ("compares", "with") if op.name in _COMPARING else ("combines", "and")
-        return f"{op.name} {verb} {nouns[0]}, {words[0]}, {link} {nouns[1]}, {words[1]}"
+        return f"{op.label} {verb} {nouns[0]}, {words[0]}, {link} {nouns[1]}, {words[1]}"
 
     def _noun(self, op: Op, position: int) -> str:
         value = self._graph.values[op.reads[position]]
