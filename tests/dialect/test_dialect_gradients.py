@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from amp_ir.dialect import DECLARATIONS
-from dialect_cases import ATTENTION, attention_inputs, gru_inputs, lstm_inputs
+from dialect_cases import ATTENTION, attention_inputs, gru_inputs, lstm_inputs, rnn_inputs
 
 
 def reference(op: str, *tensors: torch.Tensor, **options: Any) -> Any:
@@ -425,6 +425,26 @@ def test_gru(reverse: bool):
     torch.testing.assert_close((of_gates, of_weight, of_bias, of_hidden), expected)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", ["rnn_tanh", "rnn_relu"])
+def test_rnn(kind: str, reverse: bool):
+    torch.manual_seed(0)
+    inputs = [one.double() for one in rnn_inputs()]
+    states = reference(kind, *inputs, reverse=reverse)
+    output, last = (slice(0, -1), 0) if reverse else (slice(1, None), -1)
+
+    def results(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = reference(kind, *given, reverse=reverse)
+        return made[output], made[last]
+
+    above = [torch.randn_like(one) for one in results(*inputs)]
+    of_gates, of_hidden = reference(f"{kind}_backward", *above, states, inputs[1], reverse=reverse)
+    expected = vector_jacobian(results, inputs, above)
+    previous = states[1:] if reverse else states[:-1]
+    of_weight = of_gates.flatten(0, 1).T @ previous.flatten(0, 1)
+    torch.testing.assert_close((of_gates, of_weight, of_hidden), expected)
+
+
 def vector_jacobian(
     function: Callable[..., tuple[torch.Tensor, ...]],
     inputs: list[torch.Tensor],
@@ -436,12 +456,14 @@ def vector_jacobian(
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
 def test_recurrent_layers_are_pytorchs(kind: str, reverse: bool):
     """PyTorch's bidirectional layer has both directions; each is compared with its half."""
     torch.manual_seed(0)
     width = 5
-    layer = getattr(torch.nn, kind.upper())(4, width, bidirectional=True).double()
+    name, _, nonlinearity = kind.partition("_")
+    options = {"nonlinearity": nonlinearity} if nonlinearity else {}
+    layer = getattr(torch.nn, name.upper())(4, width, bidirectional=True, **options).double()
     x, initial = double(3, 2, 4), [double(2, 2, width) for _ in range(2 if kind == "lstm" else 1)]
     output, last = layer(x, tuple(initial) if kind == "lstm" else initial[0])
     of_input, of_state, *biases = layer.all_weights[int(reverse)]
@@ -451,6 +473,9 @@ def test_recurrent_layers_are_pytorchs(kind: str, reverse: bool):
         states, cells, _ = reference("lstm", gates, of_state, *start, reverse=reverse)
         expected_cell = last[1][int(reverse)]
         torch.testing.assert_close(cells[0 if reverse else -1], expected_cell)
+    elif kind.startswith("rnn"):
+        gates = x @ of_input.T + sum(biases)
+        states = reference(kind, gates, of_state, *start, reverse=reverse)
     else:
         gates = x @ of_input.T + biases[0]
         states, _ = reference("gru", gates, of_state, biases[1], *start, reverse=reverse)

@@ -147,6 +147,15 @@ REFUSED: list[tuple[str, list[torch.Tensor], dict[str, Any], type[Exception], st
         "argument 3 (states) of amp_ir.gru_backward has shape (3, 2, 5), expected (4, 2, 5)",
     ),
     (
+        "rnn_tanh", [f32(3, 2, 5), f32(5, 4), f32(2, 5)], {"reverse": True}, ArgumentError,
+        "argument 1 (weight) of amp_ir.rnn_tanh has shape (5, 4), expected (5, 5)",
+    ),
+    (
+        "rnn_relu_backward", [f32(3, 2, 5), f32(2, 5), f32(3, 2, 5), f32(5, 5)],
+        {"reverse": False}, ArgumentError,
+        "argument 2 (states) of amp_ir.rnn_relu_backward has shape (3, 2, 5), expected (4, 2, 5)",
+    ),
+    (
         "gru", [f32(3, 2, 15), f32(15, 5), f32(15), f32(2, 5)], {}, OptionError,
         "amp_ir.gru: missing a required argument: 'reverse'; got 4 tensors and the options [], "
         "expected the options (reverse: 'bool')",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU layers decomposed: the ops of their steps, dtypes and locations, and the numbers."""
+"""Recurrent layers decomposed: the ops of their steps, dtypes and locations, and the numbers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_steps_are_the_whole_op_for_any_shape(
     op: str, steps: int, rows: int, width: int, reverse: bool
 ):
     torch.manual_seed(steps)
-    gates = 4 if "lstm" in op else 3
+    gates = 4 if "lstm" in op else 3 if "gru" in op else 1
     state, weight = (rows, width), (gates * width, width)
     shapes = {
         "amp_ir.lstm": [(steps, rows, 4 * width), weight, state, state],
@@ -76,6 +76,14 @@ def test_the_steps_are_the_whole_op_for_any_shape(
         "amp_ir.gru_backward": [
             (steps, *state), state, (steps, rows, 4 * width), (steps + 1, *state), weight,
         ],
+        **{
+            f"amp_ir.rnn_{one}": shapes
+            for one in ("tanh", "relu")
+            for one, shapes in (
+                (one, [(steps, *state), weight, state]),
+                (f"{one}_backward", [(steps, *state), state, (steps + 1, *state), weight]),
+            )
+        },
     }  # fmt: skip
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes[op]]
     check(op, inputs, torch.float64, reverse=reverse)

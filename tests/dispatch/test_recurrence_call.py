@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU layers on a CPU: one library call a layer and direction, forward and backward."""
+"""Recurrent layers on a CPU: one library call a layer and direction, forward and backward."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -25,7 +26,13 @@ pytestmark = pytest.mark.skipif(
 STEPS, ROWS, INNER, HIDDEN = 6, 3, 10, 20
 # The losses are of size 1; in low precision states and gradients are rounded at each step.
 TOLERANCE = {None: 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
-KINDS = {"lstm": nn.LSTM, "gru": nn.GRU}
+KINDS = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu"),
+}
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 class Net(nn.Module):
@@ -64,7 +71,7 @@ def recurrences(planned: Any) -> list[str]:
     return [one.name for one in planned.plan.calls if one.name.rpartition(".")[2] in NAMES]
 
 
-NAMES = ("lstm", "lstm_backward", "gru", "gru_backward")
+NAMES = tuple(f"{kind}{suffix}" for kind in KINDS for suffix in ("", "_backward"))
 
 
 @pytest.mark.parametrize("amp_dtype", TOLERANCE)
@@ -105,7 +112,7 @@ def test_more_time_steps_are_no_more_calls(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_arithmetic_is_that_of_their_products(kind: str, amp_dtype: str | None):
     planned = lower(traced(kind, amp_dtype=amp_dtype))
-    gates = {"lstm": 4, "gru": 3}[kind]
+    gates = GATES[kind]
     counts = {
         call.name: (flop, call.compute_dtype)
         for call, flop in zip(planned.plan.calls, flop_of_calls(planned), strict=True)
@@ -119,7 +126,7 @@ def test_their_arithmetic_is_that_of_their_products(kind: str, amp_dtype: str | 
 def test_their_scratch_is_in_the_plan(kind: str):
     """At least the weight as oneDNN lays it out, and only during the call."""
     plan = lower(traced(kind)).plan
-    gates = {"lstm": 4, "gru": 3}[kind]
+    gates = GATES[kind]
     for verb in (kind, f"{kind}_backward"):
         (position,) = (k for k, one in enumerate(plan.calls) if one.name == f"onednn.{verb}")
         lent = (one for one in plan.values if one.role is MemoryRole.WORKSPACE)

@@ -61,6 +61,7 @@ LAYERS = {
     "causal attention": lambda: _Attention(is_causal=True),
     "lstm": lambda: _Recurrent(nn.LSTM),
     "gru": lambda: _Recurrent(nn.GRU),
+    "rnn": lambda: _Recurrent(nn.RNN),
     "layer norm": lambda: _between(nn.LayerNorm(16)),
     "rms norm": lambda: _between(nn.RMSNorm(16)),
     "activations": lambda: _between(nn.GELU(), nn.Linear(16, 16, bias=False), nn.SiLU()),

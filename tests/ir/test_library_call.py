@@ -74,7 +74,11 @@ CALLS = {
         convolution("grad", "x"),
         ATTENTION,
         attrs.evolve(ATTENTION, grad=view("grad"), out=view("out"), lse=tensor("lse")),
-        *map(recurrence, ("lstm", "lstm_backward", "gru", "gru_backward")),
+        *(
+            recurrence(f"{kind}{suffix}")
+            for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+            for suffix in ("", "_backward")
+        ),
     )
 }
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from amp_ir.host import native
 from matmul_calls import accumulate, multiply, number, pack, packed_nbytes
 from native_calls import LIBRARIES, TOLERANCE, convolve, matmul, relative_error, shape
-from recurrence_calls import check_all
+from recurrence_calls import KINDS, check_all
 from strided_problems import DTYPES, exact_product, idle_strides, problems, views
 
 # 17 is past a vector of 16 float32; 40 past a block of 32 columns.
@@ -131,7 +131,7 @@ def test_convolution(library, data):
         assert relative_error(out, expected) <= TOLERANCE[low], verb
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("extents", [(1, 1, 33), (2, 17, 1), (3, 33, 33), (2, 1, 65)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recurrence(kind, extents, dtype):

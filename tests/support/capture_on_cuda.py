@@ -73,6 +73,7 @@ def custom() -> Training:
 SMALL: dict[str, Callable[[], Training]] = {
     "custom op": custom,
     "gru": lambda: recurrent(torch.nn.GRU(8, 8, num_layers=2, bidirectional=True), 3, 2, 8),
+    "rnn": lambda: recurrent(torch.nn.RNN(8, 8, bidirectional=True), 3, 2, 8),
     "lstm cell": lambda: recurrent(torch.nn.LSTMCell(8, 8), 2, 8),
 }
 

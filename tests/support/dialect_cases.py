@@ -516,6 +516,11 @@ def gru_inputs() -> list[torch.Tensor]:
     return [normal(*size) for size in sizes]
 
 
+def rnn_inputs() -> list[torch.Tensor]:
+    """gates, weight and hidden."""
+    return [normal(STEPS, BATCH, WIDTH), normal(WIDTH, WIDTH), normal(BATCH, WIDTH)]
+
+
 def _recurrence_cases() -> list[Case]:
     def kept() -> torch.Tensor:
         return torch.rand(STEPS, BATCH, 4 * WIDTH)
@@ -532,6 +537,10 @@ def _recurrence_cases() -> list[Case]:
         "lstm_backward": lambda: [*above(has_cell=True), kept(), states(), normal(20, 5)],
         "gru": gru_inputs,
         "gru_backward": lambda: [*above(has_cell=False), kept(), states(), normal(15, 5)],
+        "rnn_tanh": rnn_inputs,
+        "rnn_tanh_backward": lambda: [*above(has_cell=False), states().tanh(), normal(5, 5)],
+        "rnn_relu": rnn_inputs,
+        "rnn_relu_backward": lambda: [*above(has_cell=False), states().relu(), normal(5, 5)],
     }
     return [
         Case(f"amp_ir.{name}", make, {"reverse": reverse}, "reverse" if reverse else "")
@@ -543,7 +552,7 @@ def _recurrence_cases() -> list[Case]:
 # Ops that become others before kernels are made.
 EXPANDED = frozenset(
     f"amp_ir.{name}{suffix}"
-    for name in ("attention", "lstm", "gru")
+    for name in ("attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
     for suffix in ("", "_backward")
 ) | {"amp_ir.external_call"}
 CASES: list[Case] = [

@@ -17,7 +17,7 @@ from recurrence_reference import (
 DTYPES = list(TOLERANCE)
 
 
-KINDS = ["lstm", "gru"]
+KINDS = ["lstm", "gru", "rnn_tanh", "rnn_relu"]
 
 
 def check_all(

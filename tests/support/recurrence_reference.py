@@ -22,7 +22,7 @@ class Layer:
     def __init__(self, kind: str, extents: tuple[int, int, int], dtype: torch.dtype) -> None:
         steps, rows, hidden = self.extents = extents
         self.kind, self.dtype = kind, dtype
-        self.count = {"lstm": 4, "gru": 3}[kind]
+        self.count = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}[kind]
         wide = self.count * hidden
 
         def normal(*dims: int) -> torch.Tensor:
@@ -39,11 +39,15 @@ class Layer:
     def operands(self) -> Tensors:
         last = self.cell if self.kind == "lstm" else self.hidden
         third = self.hidden if self.kind == "lstm" else self.bias
+        if self.kind.startswith("rnn"):
+            return [self.gates, self.weight, self.hidden]
         return [self.gates, self.weight, third, last]
 
     def results(self) -> Tensors:
         steps, rows, hidden = self.extents
         states = self._empty(steps + 1, rows, hidden)
+        if self.kind.startswith("rnn"):
+            return [states]
         activated = self._empty(steps, rows, 4 * hidden)
         if self.kind == "gru":
             return [states, activated]
@@ -53,6 +57,8 @@ class Layer:
         if self.kind == "gru":
             states, activated = results
             return [self.grad, self.grad_hidden, activated, states, self.weight]
+        if self.kind.startswith("rnn"):
+            return [self.grad, self.grad_hidden, *results, self.weight]
         _, cells, activated = results
         return [self.grad, self.grad_hidden, self.grad_cell, activated, cells, self.weight]
 
@@ -62,6 +68,8 @@ class Layer:
         state = self._empty(rows, hidden)
         if self.kind == "gru":
             return [gates, torch.clone(gates), state]
+        if self.kind.startswith("rnn"):
+            return [gates, state]
         return [gates, state, torch.full((rows, hidden), math.nan)]
 
     def _empty(self, *dims: int) -> torch.Tensor:
@@ -114,6 +122,11 @@ def expected_forward(layer: Layer, is_reverse: bool) -> Tensors:
             cell = f * cells[time + order.before] + i * m
             cells[time + order.after] = cell
             state, kept = o * cell.tanh(), (i, f, m, o)
+        elif layer.kind.startswith("rnn"):
+            state = (
+                (gates + product).tanh() if layer.kind == "rnn_tanh" else (gates + product).relu()
+            )
+            kept = (state,)
         else:
             (a, b, c), (x, y, p) = gates.chunk(3, -1), (product + layer.bias.double()).chunk(3, -1)
             r, z = (a + x).sigmoid(), (b + y).sigmoid()
@@ -121,6 +134,8 @@ def expected_forward(layer: Layer, is_reverse: bool) -> Tensors:
             state, kept = n + z * (state - n), (r, z, n, p)
         states[time + order.after] = state.to(layer.dtype).double()
         activated[time] = torch.cat(kept, -1)
+    if layer.kind.startswith("rnn"):
+        return [torch.stack(states)]
     both = [torch.stack(states), torch.stack(activated)]
     return both if layer.kind == "gru" else [both[0], torch.stack(cells), both[1]]
 
@@ -129,6 +144,8 @@ def expected_backward(layer: Layer, is_reverse: bool, saved: Tensors) -> Tensors
     """In float64, but for the gradients of gates, which products read."""
     order = Order(layer.extents[0], is_reverse)
     operands = [one.double() for one in layer.backward_operands(saved)]
+    if layer.kind.startswith("rnn"):
+        return _rnn_backward(order, layer, *operands)
     walk = _lstm_backward if layer.kind == "lstm" else _gru_backward
     return walk(order, layer.dtype, *operands)
 
@@ -181,3 +198,23 @@ def _gru_backward(
         grad_recurrent[time] = torch.cat((of_r, of_z, of_n * r), -1).to(dtype)
         grad_state = grad_recurrent[time] @ weight + total * z
     return [grad_gates, grad_recurrent, grad_state]
+
+
+def _rnn_backward(
+    order: Order,
+    layer: Layer,
+    grad: torch.Tensor,
+    grad_state: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+) -> Tensors:
+    grad_gates = torch.zeros_like(grad)
+    for time in reversed(order.times):
+        state, total = states[time + order.after], grad[time] + grad_state
+        if layer.kind == "rnn_tanh":
+            of_sum = total * (1 - state**2)
+        else:
+            of_sum = torch.where(state <= 0, 0.0, total)
+        grad_gates[time] = of_sum.to(layer.dtype)
+        grad_state = grad_gates[time] @ weight
+    return [grad_gates, grad_state]

@@ -57,6 +57,10 @@ _LIBRARY = frozenset(
         "amp_ir.lstm_backward",
         "amp_ir.gru",
         "amp_ir.gru_backward",
+        "amp_ir.rnn_tanh",
+        "amp_ir.rnn_tanh_backward",
+        "amp_ir.rnn_relu",
+        "amp_ir.rnn_relu_backward",
     }
 )
 _OPAQUE = frozenset(

@@ -117,6 +117,16 @@ def gru(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     return RuleResult([PrimType(amp_dtype)] * len(args), accumulate="float32")
 
 
+@type_hint("amp_ir.rnn_tanh", "amp_ir.rnn_relu")
+def rnn(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
+    """A matrix product a time step, then tanh or relu: low inputs, float32 inside.
+
+    Both have slope 1 at most, as for a GRU. The state is stored low, as what the next product and
+    the gradient read.
+    """
+    return RuleResult([PrimType(amp_dtype)] * len(args), accumulate="float32")
+
+
 @type_hint("amp_ir.lstm_backward")
 def lstm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """A matrix product a time step: low inputs; gradients are carried through time in float32.
@@ -129,7 +139,7 @@ def lstm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleRetur
     return RuleResult([low, low, FULL, low, FULL, low], accumulate="float32")
 
 
-@type_hint("amp_ir.gru_backward")
+@type_hint("amp_ir.gru_backward", "amp_ir.rnn_tanh_backward", "amp_ir.rnn_relu_backward")
 def gru_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """A matrix product a time step: low inputs; gradients are carried through time in float32.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer and direction of an LSTM or a GRU over all its time steps, and its gradient.
+"""One layer and direction of an LSTM, GRU or plain RNN over all time steps, and its gradient.
 
 Shapes: t steps of n rows, h wide; time comes first. The input's part of the gates is computed
 outside, as one matmul for all steps, and so are the gradients of weights and biases.
@@ -9,7 +9,7 @@ outside, as one matmul for all steps, and so are the gradients of weights and bi
   backwards: the initial state is states[t], and step k writes states[k] from states[k + 1].
 - `activated` f[t, n, 4h] is what a step stores for its gradient. LSTM: input, forget, new cell and
   output gate after their functions. GRU: reset, update, new state after their functions, and the
-  previous state's part of the new one, W_n h + b_n.
+  previous state's part of the new one, W_n h + b_n. A plain RNN's gradient reads its states.
 - A matmul reads states and gradients of gates as they are stored: `stored` rounds them.
 - Cells and their gradients are float32 (float64 for float64) whatever the rest is, since they are
   sums over time; a kernel carries the gradient of the state from step to step in float32 too.
@@ -20,6 +20,7 @@ order of the gates and where a GRU's reset gate applies are those of ATen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,7 +29,7 @@ from amp_ir.dialect.define import Tensor, define
 
 _Tensors = tuple[torch.Tensor, ...]
 _Stored = Callable[[torch.Tensor], torch.Tensor]
-LSTM_GATES, GRU_GATES, ACTIVATED = 4, 3, 4
+LSTM_GATES, GRU_GATES, RNN_GATES, ACTIVATED = 4, 3, 1, 4
 
 
 def time_steps(length: int, *, reverse: bool) -> range:
@@ -164,6 +165,58 @@ def gru_backward_of(
     return *gradients, grad_hidden
 
 
+def rnn_of(
+    gates: torch.Tensor,
+    weight: torch.Tensor,
+    hidden: torch.Tensor,
+    *,
+    reverse: bool,
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    stored: _Stored = _as_it_is,
+) -> torch.Tensor:
+    """Compute `amp_ir.rnn_tanh` and `amp_ir.rnn_relu` with PyTorch; differentiable."""
+    states = [hidden]
+    for k in time_steps(len(gates), reverse=reverse):
+        states.append(activate(gates[k] + stored(states[-1]) @ weight.mT))
+    return _in_time(states, reverse=reverse)
+
+
+def rnn_backward_of(
+    grad: torch.Tensor,
+    grad_hidden: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    reverse: bool,
+    of_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    stored: _Stored = _as_it_is,
+) -> _Tensors:
+    """Compute the gradients of both with PyTorch; differentiable.
+
+    `of_sum` maps the gradient of a state, and the state, to the gradient of what was activated.
+    """
+    new = states[output_slice(reverse=reverse)]
+    walked: list[torch.Tensor] = []
+    for k in reversed(time_steps(len(grad), reverse=reverse)):
+        walked.append(of_sum(grad[k] + grad_hidden, new[k]))
+        grad_hidden = stored(walked[-1]) @ weight
+    return _in_time(walked, reverse=not reverse), grad_hidden
+
+
+def _of_tanh(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return grad * (1 - y * y)
+
+
+def _of_relu(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.where(y <= 0, 0.0, grad)
+
+
+rnn_tanh_of = functools.partial(rnn_of, activate=torch.tanh)
+rnn_relu_of = functools.partial(rnn_of, activate=torch.relu)
+rnn_tanh_backward_of = functools.partial(rnn_backward_of, of_sum=_of_tanh)
+rnn_relu_backward_of = functools.partial(rnn_backward_of, of_sum=_of_relu)
+
+
 def _check_alike(first: Tensor, *others: Tensor) -> None:
     first.expect_float()
     for one in others:
@@ -291,3 +344,68 @@ def gru_backward(
     weight.expect_shape((GRU_GATES * width, width))
     of_gates = grad.with_shape((steps, rows, GRU_GATES * width))
     return of_gates, of_gates, grad.with_shape((rows, width))
+
+
+def _rnn(gates: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+    steps, rows, width = _check_forward(gates, weight, hidden, RNN_GATES)
+    _check_alike(gates, weight, hidden)
+    return gates.with_shape((steps + 1, rows, width))
+
+
+@define("amp_ir.rnn_tanh", "gates", "weight", "hidden", reference=rnn_tanh_of, stores_inside=True)
+def rnn_tanh(gates: Tensor, weight: Tensor, hidden: Tensor, *, reverse: bool) -> Tensor:
+    """Run h = tanh(gates + W h): gates f[t, n, h], weight f[h, h], hidden f[n, h].
+
+    -> states f[t + 1, n, h].
+    """
+    return _rnn(gates, weight, hidden)
+
+
+@define("amp_ir.rnn_relu", "gates", "weight", "hidden", reference=rnn_relu_of, stores_inside=True)
+def rnn_relu(gates: Tensor, weight: Tensor, hidden: Tensor, *, reverse: bool) -> Tensor:
+    """Run h = relu(gates + W h): gates f[t, n, h], weight f[h, h], hidden f[n, h].
+
+    -> states f[t + 1, n, h].
+    """
+    return _rnn(gates, weight, hidden)
+
+
+def _rnn_backward(
+    grad: Tensor, grad_hidden: Tensor, states: Tensor, weight: Tensor
+) -> tuple[Tensor, ...]:
+    steps, rows, width = _check_sequence(grad, "(steps, rows, width)")
+    _check_alike(grad, grad_hidden, states, weight)
+    grad_hidden.expect_shape((rows, width))
+    states.expect_shape((steps + 1, rows, width))
+    weight.expect_shape((RNN_GATES * width, width))
+    return grad.with_shape((steps, rows, width)), grad.with_shape((rows, width))
+
+
+@define(
+    "amp_ir.rnn_tanh_backward",
+    "grad", "grad_hidden", "states", "weight",
+    reference=rnn_tanh_backward_of, stores_inside=True,
+)  # fmt: skip
+def rnn_tanh_backward(
+    grad: Tensor, grad_hidden: Tensor, states: Tensor, weight: Tensor, *, reverse: bool
+) -> tuple[Tensor, ...]:
+    """Return (grad_gates f[t, n, h], gradient of hidden f[n, h]).
+
+    grad f[t, n, h] is of the steps' states, grad_hidden f[n, h] of the last one.
+    """
+    return _rnn_backward(grad, grad_hidden, states, weight)
+
+
+@define(
+    "amp_ir.rnn_relu_backward",
+    "grad", "grad_hidden", "states", "weight",
+    reference=rnn_relu_backward_of, stores_inside=True,
+)  # fmt: skip
+def rnn_relu_backward(
+    grad: Tensor, grad_hidden: Tensor, states: Tensor, weight: Tensor, *, reverse: bool
+) -> tuple[Tensor, ...]:
+    """Return (grad_gates f[t, n, h], gradient of hidden f[n, h]).
+
+    grad f[t, n, h] is of the steps' states, grad_hidden f[n, h] of the last one.
+    """
+    return _rnn_backward(grad, grad_hidden, states, weight)

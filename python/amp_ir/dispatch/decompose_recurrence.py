@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decompose LSTM and GRU layers into time steps, or turn them into a fused library call."""
+"""Decompose LSTM, GRU and RNN layers into time steps, or turn them into a fused library call."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import tvm
@@ -23,6 +24,8 @@ from amp_ir.dispatch.recurrence_steps import (
     gru_steps,
     lstm_backward_steps,
     lstm_steps,
+    rnn_backward_steps,
+    rnn_steps,
     wide_dtype,
 )
 from amp_ir.ir.dataflow import Dataflow, op_name, with_arguments
@@ -34,6 +37,10 @@ _EXPANSIONS: dict[str, Callable[..., Results]] = {
     "amp_ir.lstm_backward": lstm_backward_steps,
     "amp_ir.gru": gru_steps,
     "amp_ir.gru_backward": gru_backward_steps,
+    "amp_ir.rnn_tanh": functools.partial(rnn_steps, activation=relax.op.tanh),
+    "amp_ir.rnn_tanh_backward": functools.partial(rnn_backward_steps, derivative="tanh_backward"),
+    "amp_ir.rnn_relu": functools.partial(rnn_steps, activation=relax.op.nn.relu),
+    "amp_ir.rnn_relu_backward": functools.partial(rnn_backward_steps, derivative="relu_backward"),
 }
 OPS = tuple(_EXPANSIONS)
 # Where an op takes cells or their gradient.
@@ -44,7 +51,7 @@ Emit = Callable[[relax.Expr], relax.Var]
 def decompose_recurrence(
     ir: tvm.IRModule, *, libraries: tuple[str, ...] = (), log: DispatchLog | None = None
 ) -> tvm.IRModule:
-    """Replace LSTM and GRU layers and their gradients by ops for each of their time steps.
+    """Replace LSTM, GRU and RNN layers and their gradients by ops for each of their time steps.
 
     Where one of `libraries` has such an op fused, it becomes that call instead
     (recurrence_call.py).
@@ -74,13 +81,23 @@ def decompose_recurrence(
             if not reason:
                 log.add(name, library)
                 whole = emit(call_recurrence(library, call))
-                return [emit(relax.TupleGetItem(whole, k)) for k in range(len(call.ty.fields))]
+                return _results_of(whole, emit)
         log.add(name, "matmuls and own kernels", reason)
-        low = str(call.ty.fields[0].dtype)
+        low = str(_types_of(call)[0].dtype)
         writer = StepWriter(emit, call.span, low, wide_dtype(low), parts)
         return _EXPANSIONS[name](writer, list(call.args), reverse=bool(options_of(call)["reverse"]))
 
     return _with_replaced(ir, replaced)
+
+
+def _types_of(value: relax.Expr) -> list[relax.TensorType]:
+    return list(value.ty.fields) if isinstance(value.ty, relax.TupleType) else [value.ty]
+
+
+def _results_of(whole: relax.Var, emit: Emit) -> Results:
+    if not isinstance(whole.ty, relax.TupleType):
+        return [whole]
+    return [emit(relax.TupleGetItem(whole, k)) for k in range(len(whole.ty.fields))]
 
 
 def _with_wide_cells(call: relax.Call, emit: Emit) -> relax.Call:
@@ -136,7 +153,12 @@ def _with_replaced(
             value = now[binding.var]
         elif op_name(value) in _EXPANSIONS:
             call = with_arguments(value, [now.get(one, one) for one in value.args])
-            results_of[binding.var] = replaced(call, emit)
-            value = builder.normalize(relax.Tuple(results_of[binding.var]))
+            results = replaced(call, emit)
+            if isinstance(call.ty, relax.TupleType):
+                results_of[binding.var] = results
+                value = builder.normalize(relax.Tuple(results))
+            else:
+                (value,) = results
+                now[binding.var] = value
         new.append(relax.VarBinding(binding.var, value))
     return flow.finish(new)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write LSTM and GRU layers and their gradients as one library call each."""
+"""Write LSTM, GRU and RNN layers and their gradients as one library call each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FULL = {"lstm": (3,), "lstm_backward": (2, 4)}
 
 
 def recurrence_library(verb: str, libraries: tuple[str, ...]) -> str | None:
-    """Return the first library that has "lstm", "lstm_backward", "gru" or "gru_backward"."""
+    """Return the first library that has the function: "lstm", "gru_backward" and so on."""
     return next((one for one in libraries if native.has(f"amp_ir.{one}.{verb}")), None)
 
 

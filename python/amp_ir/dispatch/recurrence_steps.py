@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decompose LSTM, GRU and their gradients: per step a matmul and a few elementwise ops.
+"""Decompose LSTM, GRU, plain RNN and their gradients: per step a matmul and a few elementwise ops.
 
 All arithmetic is float32 (float64 for float64). What the op's results hold is rounded to their
 dtypes, and a matmul reads the rounded state or gradient; cells, a GRU's state between two steps and
@@ -217,3 +217,35 @@ def gru_backward_steps(w: StepWriter, args: Sequence[relax.Expr], *, reverse: bo
         of_hidden = w.add(w.multiply(of_state, update), w.matmul(of_recurrent[k], weight))
     gradients = w.stack(of_gates, w.low), w.stack(of_recurrent, w.low)
     return [*gradients, w.cast(of_hidden, w.low)]
+
+
+def rnn_steps(
+    w: StepWriter,
+    args: Sequence[relax.Expr],
+    *,
+    activation: Callable[[relax.Expr], relax.Call],
+    reverse: bool,
+) -> Results:
+    """Return the result of `amp_ir.rnn_tanh` or `amp_ir.rnn_relu`."""
+    gates, weight, hidden = args
+    of_state = w.transposed(weight)
+    walk = _walk(_extents(gates)[0], reverse=reverse)
+    states: dict[int, relax.Expr] = {walk[0][1]: hidden}
+    for k, before, after in walk:
+        both = w.add(w.matmul(states[before], of_state), w.at(gates, k))
+        states[after] = w.cast(w.op(activation, both), w.low)
+    return [w.stack(states, w.low)]
+
+
+def rnn_backward_steps(
+    w: StepWriter, args: Sequence[relax.Expr], *, derivative: str, reverse: bool
+) -> Results:
+    """Return the results of either's gradient; `derivative` is the op of the activation's."""
+    grad, grad_hidden, states, weight = args
+    of_hidden = w.widen(grad_hidden)
+    of_gates: dict[int, relax.Expr] = {}
+    for k, _before, after in reversed(_walk(_extents(grad)[0], reverse=reverse)):
+        of_state = w.add(w.at(grad, k), of_hidden)
+        of_gates[k] = w.cast(w.own(derivative, of_state, w.at(states, after)), w.low)
+        of_hidden = w.matmul(of_gates[k], weight)
+    return [w.stack(of_gates, w.low), w.cast(of_hidden, w.low)]

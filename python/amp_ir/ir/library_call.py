@@ -46,6 +46,10 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
         "lstm_backward": "grad grad_hidden grad_cell activated cells weight dims reverse",
         "gru": "gates weight bias hidden dims reverse",
         "gru_backward": "grad grad_hidden activated states weight dims reverse",
+        "rnn_tanh": "gates weight hidden dims reverse",
+        "rnn_tanh_backward": "grad grad_hidden states weight dims reverse",
+        "rnn_relu": "gates weight hidden dims reverse",
+        "rnn_relu_backward": "grad grad_hidden states weight dims reverse",
     }.items()
 }
 # The position of the argument that a library function may write its result over.
@@ -178,7 +182,7 @@ class LibraryAttention(LibraryCall):
 
 @attrs.frozen(eq=False, kw_only=True)
 class LibraryRecurrence(LibraryCall):
-    """A layer of an LSTM or GRU, or its gradient; `operands` by the names in `ARGUMENTS`.
+    """A layer of an LSTM, GRU or RNN, or its gradient; `operands` by the names in `ARGUMENTS`.
 
     `dims` are time steps, rows and the width of the hidden state.
     """
@@ -270,6 +274,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], LibraryCall]] = {
     "attention": lambda _, values: LibraryAttention(**values),
     "lstm": _read_recurrence,
     "gru": _read_recurrence,
+    "rnn": _read_recurrence,
 }
 
 

@@ -26,7 +26,7 @@ from amp_ir.ir.memory_plan import PlannedStep
 # Matmuls of [s, d] by [d, t] or as large; the gradient makes the scores once more.
 _ATTENTION_MATMULS = {"attention": 2, "attention_backward": 5}
 # A layer's gates, each a matmul of [n, h] by [h, h] at every step.
-_RECURRENT_GATES = {"lstm": 4, "lstm_backward": 4, "gru": 3, "gru_backward": 3}
+_RECURRENT_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
 
 
@@ -56,7 +56,8 @@ def library_flop(call: LibraryCall | None) -> int:
         return 2 * math.prod(call.out.shape) * call.a.shape[-1]
     if isinstance(call, LibraryRecurrence):
         steps, rows, hidden = call.dims
-        return 2 * _RECURRENT_GATES[call.verb] * steps * rows * hidden**2
+        gates = _RECURRENT_GATES[call.verb.removesuffix("_backward")]
+        return 2 * gates * steps * rows * hidden**2
     if isinstance(call, LibraryAttention):
         # q is [n, h, s, d] and k [n, h, t, d].
         return 2 * _ATTENTION_MATMULS[call.verb] * math.prod(call.q.shape) * call.k.shape[-2]

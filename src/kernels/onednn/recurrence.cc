@@ -138,6 +138,14 @@ class LayerPass {
     }
   }
 
+  // The gradient of the initial state, which the last product gave.
+  void WriteGradient(const Task& task, const float* product, void* to) const {
+    for (int64_t i = 0; i < task.rows; ++i) {
+      NarrowColumns(layer_.dtype, product + i * task.columns,
+                    Low(to, Element(0, task.row + i, task.column)), task.columns);
+    }
+  }
+
   RecurrentLayer layer_;
 };
 
@@ -211,10 +219,7 @@ class LstmBackwardPass : public LayerPass {
     }
   }
   void End(const Task& task, const float* product) const {
-    for (int64_t i = 0; i < task.rows; ++i) {
-      NarrowColumns(layer_.dtype, product + i * task.columns,
-                    Low(of_.grad_hidden0, Element(0, task.row + i, task.column)), task.columns);
-    }
+    WriteGradient(task, product, of_.grad_hidden0);
   }
 
  private:
@@ -302,6 +307,64 @@ class GruBackwardPass : public LayerPass {
  private:
   GruBackward of_;
   float* carried_ = nullptr;
+};
+
+class RnnForwardPass : public LayerPass {
+ public:
+  static constexpr bool kIsBackward = false, kIsCarried = false;
+  static constexpr int64_t kGates = 1;
+  RnnForwardPass(const RecurrentLayer& layer, const Rnn& rnn) : LayerPass(layer), of_(rnn) {}
+
+  const void* Operand(int64_t step) const { return Low(of_.states, Element(Before(step), 0, 0)); }
+  void Begin(const Task& task, float*) const {
+    CopyState(task, of_.hidden, of_.states, layer_.dtype);
+  }
+  void Step(const Task& task, int64_t step, const float* product) const {
+    for (int64_t i = 0; i < task.rows; ++i) {
+      const int64_t row = task.row + i;
+      RnnForwardRow columns;
+      columns.product = product + i * task.columns;
+      columns.gates = Low(of_.gates, Element(Time(step), row, task.column));
+      columns.is_relu = of_.is_relu;
+      columns.state = Low(of_.states, Element(After(step), row, task.column));
+      ComputeRow(layer_.dtype, columns, task.columns);
+    }
+  }
+  void End(const Task&, const float*) const {}
+
+ private:
+  Rnn of_;
+};
+
+class RnnBackwardPass : public LayerPass {
+ public:
+  static constexpr bool kIsBackward = true, kIsCarried = false;
+  static constexpr int64_t kGates = 1;
+  RnnBackwardPass(const RecurrentLayer& layer, const RnnBackward& rnn)
+      : LayerPass(layer), of_(rnn) {}
+
+  const void* Operand(int64_t step) const { return Low(of_.grad_gates, Element(Time(step), 0, 0)); }
+  void Begin(const Task& task, float* product) const {
+    ReadGradient(task, of_.grad_hidden, product);
+  }
+  void Step(const Task& task, int64_t step, const float* product) const {
+    for (int64_t i = 0; i < task.rows; ++i) {
+      const int64_t row = task.row + i;
+      RnnBackwardRow columns;
+      columns.product = product + i * task.columns;
+      columns.grad = Low(of_.grad, Element(Time(step), row, task.column));
+      columns.state = Low(of_.states, Element(After(step), row, task.column));
+      columns.is_relu = of_.is_relu;
+      columns.grad_gates = Low(of_.grad_gates, Element(Time(step), row, task.column));
+      ComputeRow(layer_.dtype, columns, task.columns);
+    }
+  }
+  void End(const Task& task, const float* product) const {
+    WriteGradient(task, product, of_.grad_hidden0);
+  }
+
+ private:
+  RnnBackward of_;
 };
 
 // One layer's pass by its plan, in one team of threads.
@@ -451,6 +514,14 @@ void Run(const RecurrentLayer& layer, const Gru& gru) {
 
 void Run(const RecurrentLayer& layer, const GruBackward& gru) {
   RunPass(layer, gru.weight, GruBackwardPass(layer, gru));
+}
+
+void Run(const RecurrentLayer& layer, const Rnn& rnn) {
+  RunPass(layer, rnn.weight, RnnForwardPass(layer, rnn));
+}
+
+void Run(const RecurrentLayer& layer, const RnnBackward& rnn) {
+  RunPass(layer, rnn.weight, RnnBackwardPass(layer, rnn));
 }
 
 std::vector<std::string> RecurrenceImplementations() {

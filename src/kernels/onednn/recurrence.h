@@ -59,6 +59,20 @@ struct GruBackward {
 };
 void Run(const RecurrentLayer& layer, const GruBackward& gru);
 
+struct Rnn {
+  const void *gates, *weight, *hidden;  // [t, n, h], [h, h], [n, h]
+  bool is_relu;                         // tanh otherwise
+  void* states;                         // [t + 1, n, h]
+};
+void Run(const RecurrentLayer& layer, const Rnn& rnn);
+
+struct RnnBackward {
+  const void *grad, *grad_hidden, *states, *weight;  // [t, n, h], [n, h], [t + 1, n, h], [h, h]
+  bool is_relu;
+  void *grad_gates, *grad_hidden0;  // [t, n, h], [n, h]
+};
+void Run(const RecurrentLayer& layer, const RnnBackward& rnn);
+
 std::vector<std::string> RecurrenceImplementations();
 void ClearRecurrencePlans();
 

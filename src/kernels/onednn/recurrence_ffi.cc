@@ -169,6 +169,65 @@ void GruBackward(const ffi::TensorView& grad, const ffi::TensorView& grad_hidden
   Guard(kName, [&] { Run(of.layer(), gru); });
 }
 
+void RunRnn(const char* name, bool is_relu, const ffi::TensorView& gates,
+            const ffi::TensorView& weight, const ffi::TensorView& hidden, const ffi::Shape& dims,
+            int64_t reverse, const ffi::TensorView& states) {
+  const Operands of(name, "gates", gates, dims, reverse);
+  const int64_t steps = of.layer().steps;
+  amp_ir::onednn::Rnn rnn;
+  rnn.gates = of.Low("gates", gates, steps, 1);
+  rnn.weight = of.Shared("weight", weight, 1, of.layer().hidden);
+  rnn.hidden = of.Low("hidden", hidden, 1, 1);
+  rnn.is_relu = is_relu;
+  rnn.states = of.Low("states", states, steps + 1, 1);
+  Guard(name, [&] { Run(of.layer(), rnn); });
+}
+
+void RunRnnBackward(const char* name, bool is_relu, const ffi::TensorView& grad,
+                    const ffi::TensorView& grad_hidden, const ffi::TensorView& states,
+                    const ffi::TensorView& weight, const ffi::Shape& dims, int64_t reverse,
+                    const ffi::TensorView& grad_gates, const ffi::TensorView& grad_hidden0) {
+  const Operands of(name, "grad", grad, dims, reverse);
+  const int64_t steps = of.layer().steps;
+  amp_ir::onednn::RnnBackward rnn;
+  rnn.grad = of.Low("grad", grad, steps, 1);
+  rnn.grad_hidden = of.Low("grad_hidden", grad_hidden, 1, 1);
+  rnn.states = of.Low("states", states, steps + 1, 1);
+  rnn.weight = of.Shared("weight", weight, 1, of.layer().hidden);
+  rnn.is_relu = is_relu;
+  rnn.grad_gates = of.Low("grad_gates", grad_gates, steps, 1);
+  rnn.grad_hidden0 = of.Low("grad_hidden0", grad_hidden0, 1, 1);
+  Guard(name, [&] { Run(of.layer(), rnn); });
+}
+
+void RnnTanh(const ffi::TensorView& gates, const ffi::TensorView& weight,
+             const ffi::TensorView& hidden, const ffi::Shape& dims, int64_t reverse,
+             const ffi::TensorView& states) {
+  RunRnn("amp_ir.onednn.rnn_tanh", false, gates, weight, hidden, dims, reverse, states);
+}
+
+void RnnTanhBackward(const ffi::TensorView& grad, const ffi::TensorView& grad_hidden,
+                     const ffi::TensorView& states, const ffi::TensorView& weight,
+                     const ffi::Shape& dims, int64_t reverse, const ffi::TensorView& grad_gates,
+                     const ffi::TensorView& grad_hidden0) {
+  RunRnnBackward("amp_ir.onednn.rnn_tanh_backward", false, grad, grad_hidden, states, weight, dims,
+                 reverse, grad_gates, grad_hidden0);
+}
+
+void RnnRelu(const ffi::TensorView& gates, const ffi::TensorView& weight,
+             const ffi::TensorView& hidden, const ffi::Shape& dims, int64_t reverse,
+             const ffi::TensorView& states) {
+  RunRnn("amp_ir.onednn.rnn_relu", true, gates, weight, hidden, dims, reverse, states);
+}
+
+void RnnReluBackward(const ffi::TensorView& grad, const ffi::TensorView& grad_hidden,
+                     const ffi::TensorView& states, const ffi::TensorView& weight,
+                     const ffi::Shape& dims, int64_t reverse, const ffi::TensorView& grad_gates,
+                     const ffi::TensorView& grad_hidden0) {
+  RunRnnBackward("amp_ir.onednn.rnn_relu_backward", true, grad, grad_hidden, states, weight, dims,
+                 reverse, grad_gates, grad_hidden0);
+}
+
 }  // namespace
 
 TVM_FFI_STATIC_INIT_BLOCK() {
@@ -177,5 +236,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("amp_ir.onednn.lstm", Counted<Lstm>::Call)
       .def("amp_ir.onednn.lstm_backward", Counted<LstmBackward>::Call)
       .def("amp_ir.onednn.gru", Counted<Gru>::Call)
-      .def("amp_ir.onednn.gru_backward", Counted<GruBackward>::Call);
+      .def("amp_ir.onednn.gru_backward", Counted<GruBackward>::Call)
+      .def("amp_ir.onednn.rnn_tanh", Counted<RnnTanh>::Call)
+      .def("amp_ir.onednn.rnn_tanh_backward", Counted<RnnTanhBackward>::Call)
+      .def("amp_ir.onednn.rnn_relu", Counted<RnnRelu>::Call)
+      .def("amp_ir.onednn.rnn_relu_backward", Counted<RnnReluBackward>::Call);
 }

@@ -212,6 +212,51 @@ class GruBackwardColumn {
   T *grad_gates_, *grad_recurrent_;
 };
 
+template <class Dtype, bool kIsRelu>
+class RnnForwardColumn {
+ public:
+  explicit RnnForwardColumn(const RnnForwardRow& row)
+      : product_(row.product),
+        gates_(static_cast<const T*>(row.gates)),
+        state_(static_cast<T*>(row.state)) {}
+
+  [[gnu::always_inline]] void operator()(int64_t j) const {
+    const float sum = Dtype::Widen(gates_[j]) + product_[j];
+    // The comparison leaves NaN as it is.
+    const float state = kIsRelu ? (sum < 0.F ? 0.F : sum) : Tanh(sum);
+    state_[j] = Dtype::Narrow(state);
+  }
+
+ private:
+  using T = typename Dtype::Stored;
+  const float* product_;
+  const T* gates_;
+  T* state_;
+};
+
+template <class Dtype, bool kIsRelu>
+class RnnBackwardColumn {
+ public:
+  explicit RnnBackwardColumn(const RnnBackwardRow& row)
+      : product_(row.product),
+        grad_(static_cast<const T*>(row.grad)),
+        state_(static_cast<const T*>(row.state)),
+        grad_gates_(static_cast<T*>(row.grad_gates)) {}
+
+  [[gnu::always_inline]] void operator()(int64_t j) const {
+    const float state = Dtype::Widen(state_[j]);
+    const float grad = Dtype::Widen(grad_[j]) + product_[j];
+    const float of_gate = kIsRelu ? (state <= 0.F ? 0.F : grad) : grad * (1.F - state * state);
+    grad_gates_[j] = Dtype::Narrow(of_gate);
+  }
+
+ private:
+  using T = typename Dtype::Stored;
+  const float* product_;
+  const T *grad_, *state_;
+  T* grad_gates_;
+};
+
 template <class Dtype>
 struct WidenColumn {
   const typename Dtype::Stored* from;
@@ -292,6 +337,22 @@ void ComputeRow(DLDataType dtype, const GruForwardRow& row, int64_t columns) {
 void ComputeRow(DLDataType dtype, const GruBackwardRow& row, int64_t columns) {
   WithDtype(dtype,
             [&](auto type) { ForEachColumn(GruBackwardColumn<decltype(type)>(row), columns); });
+}
+
+void ComputeRow(DLDataType dtype, const RnnForwardRow& row, int64_t columns) {
+  WithDtype(dtype, [&](auto type) {
+    using Dtype = decltype(type);
+    if (row.is_relu) return ForEachColumn(RnnForwardColumn<Dtype, true>(row), columns);
+    ForEachColumn(RnnForwardColumn<Dtype, false>(row), columns);
+  });
+}
+
+void ComputeRow(DLDataType dtype, const RnnBackwardRow& row, int64_t columns) {
+  WithDtype(dtype, [&](auto type) {
+    using Dtype = decltype(type);
+    if (row.is_relu) return ForEachColumn(RnnBackwardColumn<Dtype, true>(row), columns);
+    ForEachColumn(RnnBackwardColumn<Dtype, false>(row), columns);
+  });
 }
 
 void WidenColumns(DLDataType dtype, const void* from, float* to, int64_t columns) {

@@ -14,7 +14,7 @@ namespace amp_ir {
 // `void*` is of the layer's dtype, float32, bfloat16 or float16; everything else is float32.
 // Arithmetic is float32, and what is stored is rounded once, to nearest even.
 //
-// Source: the formulas are those of torch.nn.LSTM and torch.nn.GRU, with their order of gates.
+// Source: the formulas are those of torch.nn.LSTM, GRU and RNN, with their order of gates.
 
 // activated = (i, f, m, o); cell = f * cell_before + i * m; state = o * tanh(cell).
 struct LstmForwardRow {
@@ -69,6 +69,25 @@ struct GruBackwardRow {
   void* grad_recurrent;
 };
 void ComputeRow(DLDataType dtype, const GruBackwardRow& row, int64_t columns);
+
+// state = tanh(gates + product), or relu of it.
+struct RnnForwardRow {
+  const float* product;  // h_prev W^T
+  const void* gates;
+  bool is_relu;
+  void* state;
+};
+void ComputeRow(DLDataType dtype, const RnnForwardRow& row, int64_t columns);
+
+// The gradient of the state is grad + product.
+struct RnnBackwardRow {
+  const float* product;  // grad_gates W of the time step after
+  const void* grad;
+  const void* state;
+  bool is_relu;
+  void* grad_gates;
+};
+void ComputeRow(DLDataType dtype, const RnnBackwardRow& row, int64_t columns);
 
 // to = from.
 void WidenColumns(DLDataType dtype, const void* from, float* to, int64_t columns);

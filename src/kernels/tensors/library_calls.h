@@ -35,5 +35,9 @@
 // gru(gates, weight, bias, hidden, dims, reverse) -> states, activated
 // gru_backward(grad, grad_hidden, activated, states, weight, dims, reverse) -> grad_gates,
 //     grad_recurrent, grad_hidden0
+// rnn_tanh(gates, weight, hidden, dims, reverse) -> states
+// rnn_tanh_backward(grad, grad_hidden, states, weight, dims, reverse) -> grad_gates, grad_hidden0
+// rnn_relu(gates, weight, hidden, dims, reverse) -> states
+// rnn_relu_backward(grad, grad_hidden, states, weight, dims, reverse) -> grad_gates, grad_hidden0
 
 #endif  // AMP_IR_KERNELS_LIBRARY_CALLS_H_

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._decomp import decompositions
 
 from amp_ir.capture.decompositions.ctc import ctc_loss
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
@@ -35,21 +34,6 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(tensors[0].device.type):
         return tensors
     return tuple(tensor.float() for tensor in tensors)
-
-
-def _rnn(fused: Callable[..., Any], decomposed: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a stack of plain recurrent layers, step by step; cuDNN has a fused op of it."""
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        is_on_gpu = args[0].device.type == "cuda"
-        return (decomposed if is_on_gpu and not _is_packed(args) else fused)(*args, **kwargs)
-
-    return plain
-
-
-def _is_packed(args: tuple[Any, ...]) -> bool:
-    """Return whether a recurrent layer gets packed sequences: parameters as fourth argument."""
-    return len(args) > 3 and isinstance(args[3], (list, tuple))
 
 
 def _cdist(
@@ -257,6 +241,4 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     **COMPOSED_BY_INDEX,
-    torch.rnn_tanh: _rnn(torch.rnn_tanh, decompositions.rnn_tanh_input),
-    torch.rnn_relu: _rnn(torch.rnn_relu, decompositions.rnn_relu_input),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSTM and GRU layers, which the capture keeps as custom ops with the same arguments."""
+"""LSTM, GRU and RNN layers, which the capture keeps as custom ops with the same arguments."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from amp_ir.importer.converters.registry import Converter, converts
 
 
 def _as_it_is(name: str) -> Converter:
-    def convert(ops: Emitter, *given: relax.Expr | bool) -> tuple[relax.Expr, ...]:
+    def convert(ops: Emitter, *given: relax.Expr | bool) -> relax.Expr | tuple[relax.Expr, ...]:
         *tensors, reverse = given
-        results: tuple[relax.Expr, ...] = ops.call(name, *tensors, reverse=bool(reverse))
+        results: relax.Expr | tuple[relax.Expr, ...] = ops.call(
+            name, *tensors, reverse=bool(reverse)
+        )
         return results
 
     return convert
 
 
-for _name in ("lstm", "lstm_backward", "gru", "gru_backward"):
-    converts(f"amp_ir.{_name}.default")(_as_it_is(f"amp_ir.{_name}"))
+for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    for _one in (_name, f"{_name}_backward"):
+        converts(f"amp_ir.{_one}.default")(_as_it_is(f"amp_ir.{_one}"))

@@ -45,7 +45,7 @@ rule_for(
 rule_for(
     *_named(
         "elu softplus mish log_sigmoid log1p expm1 softshrink smooth_l1_loss huber_loss "
-        "binary_cross_entropy random_uniform random_normal attention_weights"
+        "binary_cross_entropy random_uniform random_normal attention_weights rnn_tanh rnn_relu"
     ),
 )(plain)
 
@@ -167,7 +167,7 @@ def lstm_backward(op: Operands) -> tuple[Known, ...]:
     return (op.join(0, 1, 2),) * len(op.result_shapes)
 
 
-@rule_for("amp_ir.gru_backward")
+@rule_for(*_named("gru_backward rnn_tanh_backward rnn_relu_backward"))
 def gru_backward(op: Operands) -> tuple[Known, ...]:
     """Apply a form linear in the gradients of all states; the rest is unscaled."""
     op.expect_plain(*every(op)[2:])
