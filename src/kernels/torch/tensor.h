@@ -38,6 +38,17 @@ class Place {
   void* guard_ = nullptr;
 };
 
+// The dims and dtype of `like`, one row after the other.
+inline StridedTensor RowMajor(const StridedTensor& like) {
+  StridedTensor view = like;
+  int64_t stride = 1;
+  for (int i = view.rank - 1; i >= 0; --i) {
+    view.strides[i] = stride;
+    stride *= view.dims[i];
+  }
+  return view;
+}
+
 // Owns one PyTorch tensor object.
 class Tensor {
  public:
@@ -65,13 +76,8 @@ class Tensor {
   }
 
   static Tensor DenseFloat32(const Place& place, const StridedTensor& like, StridedTensor* view) {
-    *view = like;
+    *view = RowMajor(like);
     view->dtype = DLDataType{kDLFloat, 32, 1};
-    int64_t stride = 1;
-    for (int i = view->rank - 1; i >= 0; --i) {
-      view->strides[i] = stride;
-      stride *= view->dims[i];
-    }
     Tensor result(place);
     Check(place.api,
           place.api.empty_strided(view->rank, view->dims.data(), view->strides.data(),
@@ -97,12 +103,18 @@ class Tensor {
   Handle handle_ = nullptr;
 };
 
-// An operand in the dtype of the computation: itself, or a float32 copy.
+// How an operand is given to PyTorch: as it is, or as a copy without gaps in its dims' order.
+enum class Form { kAsIs, kFloat32, kDenseFloat32 };
+
+// An operand in the form that the computation needs: itself, or a dense float32 copy. kFloat32
+// copies what has another dtype, kDenseFloat32 also what is laid out in another way.
 class Operand {
  public:
-  Operand(const Place& place, const StridedTensor& source, bool as_float32)
+  Operand(const Place& place, const StridedTensor& source, Form form)
       : view(source), tensor_(place, source) {
-    if (!as_float32 || IsFloat(source.dtype, 32)) return;
+    const bool is_float32 = IsFloat(source.dtype, 32);
+    if (form == Form::kAsIs || (is_float32 && form == Form::kFloat32)) return;
+    if (is_float32 && RowMajor(source).strides == source.strides) return;
     Tensor wide = Tensor::DenseFloat32(place, source, &view);
     wide.CopyFrom(tensor_);
     wide_.push_back(std::move(wide));
