@@ -65,6 +65,26 @@ def test_fast_kernels_round_only_what_they_store(dtype):
     assert not torch.equal(got, chain(*inputs)), "the example has no rounding to drop"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fast_kernel_reads_what_it_stores_as_others_do(dtype):
+    class Model(torch.nn.Module):
+        """One kernel that computes, stores and reads the quotient."""
+
+        def forward(self, x, y):
+            quotient = torch.div(x, y)
+            return quotient, torch.sqrt(torch.abs(quotient)) - y
+
+    inputs = tuple(torch.randn(6, 10).to(dtype) for _ in range(2))
+    mod, _ = amp_ir.trace_model(Model(), inputs)
+    quotient, got = amp_ir.compile(mod, rounding="fast")(*inputs)
+    x, y = (one.float() for one in inputs)
+    assert torch.equal(quotient, (x / y).to(dtype))
+    expected = (torch.sqrt(torch.abs(quotient.float())) - y).to(dtype)
+    assert torch.equal(got, expected)
+    unrounded = (torch.sqrt(torch.abs(x / y)) - y).to(dtype)
+    assert not torch.equal(got, unrounded), "the example has no rounding to see"
+
+
 @pytest.mark.parametrize("rounding", ["strict", "fast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cast_of_the_users_rounds_always(dtype, rounding):

@@ -10,6 +10,7 @@ per column: what a reduction over the rows leaves; known when the kernel ends).
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Literal
 
 import attrs
@@ -79,6 +80,17 @@ class Group:
     def members(self) -> list[Value]:
         """All values of the group."""
         return self.full + self.row + self.column
+
+    @cached_property
+    def stored_and_read(self) -> frozenset[int]:
+        """The ids of values that the kernel stores and that its own members read, too."""
+        cache: dict[int, list[Read]] = {}
+        read = {
+            id(storage_of(one.value))
+            for member in self.members
+            for one in effective_reads(member, cache)
+        }
+        return frozenset(read.intersection(id(storage_of(value)) for value in self.stored))
 
     @property
     def ordered_inputs(self) -> tuple[Value, ...]:

@@ -135,7 +135,9 @@ class ElementWriter:
     def _rounded(self, value: Pointwise, element: Any) -> Any:
         element = m.cast(as_expression(element, value.dtype), compute_dtype(value.dtype))
         is_low = compute_dtype(value.dtype) != value.dtype
-        if not is_low or value.is_view or not (value.rounds or self.strict):
+        # Other kernels read what memory holds; this kernel must read the same number.
+        is_rounded = value.rounds or self.strict or id(value) in self.group.stored_and_read
+        if not is_low or value.is_view or not is_rounded:
             return element
         # Rounding reads its argument several times: without memory, chains grow exponentially.
         return round_to(self._hold(element, compute_dtype(value.dtype)), value.dtype)
