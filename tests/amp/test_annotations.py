@@ -153,3 +153,21 @@ def test_an_annotated_step_trains():
     with torch.no_grad():
         expected = model(X)
     torch.testing.assert_close(compiled(X)[0], expected, rtol=2**-6, atol=1e-3)
+
+
+def test_a_registration_after_the_capture_compiles_the_step_again():
+    class Functions:
+        """Stands for a module of functions."""
+
+        @staticmethod
+        def scaled(h: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(h, -1)
+
+    model = Middle(lambda h: Functions.scaled(h))
+    optimizer, step = training(model)
+    compiled = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype="bfloat16")
+    compiled(X)
+    amp_ir.register_half_function(Functions, "scaled")
+    compiled(X)
+    (again,) = compiled.recompiles
+    assert "Functions.scaled (low)" in str(again), str(again)

@@ -51,8 +51,8 @@ def register_half_function(module: object, name: str) -> None:
     """Let captures treat `module.name` as `half_function` does.
 
     The function is replaced for the time of a capture only, and where it is looked up in `module`:
-    `from module import name` made a reference of its own. Register before the step is captured; the
-    last registration of a function counts.
+    `from module import name` made a reference of its own. A step that is captured already is
+    captured again at its next call. The last registration of a function counts.
 
     Raises:
         OptionError: `module` has no function of that name.
@@ -95,6 +95,9 @@ class Registration:
     name: str
     precision: Precision
 
+    def __str__(self) -> str:
+        return f"{_name_of(self.owner)}.{self.name} ({self.precision})"
+
     def annotated(self, function: Callable[..., object]) -> Callable[..., object]:
         """Return the function as a capture calls it."""
         return _annotated(function, self.precision)
@@ -108,11 +111,19 @@ def registrations() -> tuple[Registration, ...]:
     return tuple(_registered.values())
 
 
+def described_registrations() -> str:
+    """Return the registered functions and their precisions in words."""
+    return ", ".join(str(one) for one in _registered.values()) or "none"
+
+
 def _register(owner: object, name: str, precision: Precision) -> None:
     if not callable(getattr(owner, name, None)):
-        where = owner.__name__ if isinstance(owner, (ModuleType, type)) else repr(owner)
         raise OptionError(
-            f"{where} has no function {name!r}; pass the module, or the class, that the function "
-            'is looked up in, as in register_half_function(torch.nn.functional, "linear")'
+            f"{_name_of(owner)} has no function {name!r}; pass the module, or the class, that the "
+            'function is looked up in, as in register_half_function(torch.nn.functional, "linear")'
         )
     _registered[id(owner), name] = Registration(owner, name, precision)
+
+
+def _name_of(owner: object) -> str:
+    return owner.__name__ if isinstance(owner, (ModuleType, type)) else repr(owner)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's settings of a thread or process that change what a step computes."""
+"""Settings of a thread or process, PyTorch's and ours, that change what a step computes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from amp_ir.ir.annotations import described_registrations
 
 
 def _default_device() -> str:
@@ -32,6 +34,7 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("the default device", _default_device),
     ("the use of deterministic algorithms", torch.are_deterministic_algorithms_enabled),
     ("the matmul precision of float32", torch.get_float32_matmul_precision),
+    ("what register_half_function and its like annotate", described_registrations),
 )
 _READERS = tuple(read for _, read in _SETTINGS)
 
