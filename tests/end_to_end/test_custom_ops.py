@@ -229,6 +229,16 @@ REFUSED: list[tuple[Any, str]] = [
         "amp_ir_test.logged.default has no result: a compiled step runs ops for their results "
         "only. Call it outside of the step, or let it return a tensor that the step uses",
     ),
+    (
+        lambda h: (custom_ops.doubled_each([h.detach()]), h)[1],
+        "amp_ir_test.doubled_each.default writes to tensors, of type List[Tensor]: a compiled step "
+        "follows writes to tensors only, not to lists of them or to tensors that may be None. Let "
+        "it return the new values, or take each tensor as an argument of its own",
+    ),
+    (
+        lambda h: (custom_ops.doubled_maybe(h.detach()), h)[1],
+        "amp_ir_test.doubled_maybe.default writes to x, of type Optional[Tensor]",
+    ),
 ]
 
 

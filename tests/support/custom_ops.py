@@ -112,3 +112,15 @@ def logged(x: torch.Tensor) -> None:
 @logged.register_fake
 def _(x: torch.Tensor) -> None:
     return
+
+
+@custom_op("amp_ir_test::doubled_each", mutates_args=("tensors",))
+def doubled_each(tensors: list[torch.Tensor]) -> None:
+    for one in tensors:
+        one.mul_(2)
+
+
+@custom_op("amp_ir_test::doubled_maybe", mutates_args=("x",))
+def doubled_maybe(x: torch.Tensor | None) -> None:
+    if x is not None:
+        x.mul_(2)

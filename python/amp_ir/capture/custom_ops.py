@@ -37,6 +37,13 @@ def refusal(func: torch._ops.OpOverload) -> tuple[str, str] | None:
             f"{func} has no result: a compiled step runs ops for their results only",
             "Call it outside of the step, or let it return a tensor that the step uses",
         )
+    for one in _written_arguments(func):
+        if str(one.type) != "Tensor":
+            return (
+                f"{func} writes to {one.name}, of type {one.type}: a compiled step follows writes "
+                "to tensors only, not to lists of them or to tensors that may be None",
+                "Let it return the new values, or take each tensor as an argument of its own",
+            )
     return None
 
 
@@ -61,8 +68,7 @@ def call_written(func: torch._ops.OpOverload, args: Any, kwargs: Mapping[str, An
 def twin_of(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """Return an op that writes nothing: its results are those of `func`, then the written tensors.
 
-    Raises:
-        NotImplementedError: `func` writes to a list of tensors or to an optional one.
+    `func` writes to tensors only: `refusal` has seen it.
     """
     written = _written(func)
     name = overload_name(func).replace("::", "_").replace(".", "_")
@@ -91,9 +97,9 @@ def twin_of(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 
 def _written(func: torch._ops.OpOverload) -> list[str]:
+    return [one.name for one in _written_arguments(func)]
+
+
+def _written_arguments(func: torch._ops.OpOverload) -> list[torch._C.Argument]:
     arguments = func._schema.arguments
-    marked = [one for one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    for one in marked:
-        if str(one.type) != "Tensor":
-            raise NotImplementedError(f"{func} writes to {one.name}, of type {one.type}")
-    return [one.name for one in marked]
+    return [one for one in arguments if one.alias_info is not None and one.alias_info.is_write]
