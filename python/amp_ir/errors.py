@@ -47,6 +47,10 @@ class DivisionByZeroError(AmpIrError, ZeroDivisionError, RuntimeError):
     """A step divides an integer by 0, an error in PyTorch too; no state has changed."""
 
 
+class SequenceLengthError(AmpIrError, ValueError, RuntimeError):
+    """Lengths of sequences that PyTorch or the compiled step refuses; no state has changed."""
+
+
 class StateError(AmpIrError, RuntimeError):
     """The model, optimizer or scaler no longer fits the compiled step."""
 

@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     subprocess.run([*command, "-o", str(library)], check=True)
     # Tensors without data are looked at for shared memory, which PyTorch warns of.
     script = [sys.executable, "-W", "ignore", str(SUPPORT / "capture_on_cuda.py"), str(library)]
-    names = ["mlp", "gpt2", "resnet50", "lstm", "gru", "rnn", "lstm cell", "custom op"]
+    names = ["mlp", "gpt2", "resnet50", "lstm", "gru", "rnn", "packed", "lstm cell", "custom op"]
     done = subprocess.run([*script, *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -48,7 +48,7 @@ def test_a_step_on_a_gpu_has_the_ops_that_it_has_on_a_cpu(
     assert found[name] == {"more": {}, "fewer": {}, "libraries": libraries}
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn", "packed"])
 def test_recurrent_layers_are_one_op_as_on_a_cpu(found: dict[str, Any], name: str) -> None:
     expected = {"more": {}, "fewer": {}, "libraries": ["cublaslt", "matmuls and own kernels"]}
     assert found[name] == expected

@@ -19,8 +19,7 @@ from tvm import relax
 
 import amp_ir
 from amp_ir.capture.decompositions.recurrent_layers import layers_of
-from amp_ir.capture.trace import capture_step
-from amp_ir.errors import BudgetError, CaptureError
+from amp_ir.errors import BudgetError
 from amp_ir.ir.location import from_span
 from amp_ir.ir.step_graph import VIEWS
 from compiled_steps import assert_compiled_alike, compile_training
@@ -418,17 +417,6 @@ def test_a_gradient_penalty_through_a_layer_is_compiled(kind: str) -> None:
         return Training(model, optimizer, step)
 
     assert assert_compiled_alike(build, sequences, steps=2) == 1
-
-
-def test_packed_sequences_are_refused_as_before() -> None:
-    layer = nn.LSTM(5, 6)
-
-    def step(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
-        return layer(packed)[0].data.sum()
-
-    with pytest.raises(CaptureError):
-        capture_step(step, (normal(0, 4, 3, 5), torch.tensor([4, 2, 3])), model=layer)
 
 
 @pytest.mark.parametrize("kind", KINDS)

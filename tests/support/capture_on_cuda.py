@@ -24,6 +24,7 @@ import torch  # noqa: E402
 _device.amp_ir_use_fake_guard()
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence  # noqa: E402
 
 import amp_ir  # noqa: E402
 from amp_ir import pipeline  # noqa: E402
@@ -52,6 +53,18 @@ def recurrent(layers: torch.nn.Module, *shape: int) -> Training:
     return Training(model, optimizer, lambda x: model(x).square().mean(), (torch.randn(shape),))
 
 
+def packed(layers: torch.nn.Module) -> Training:
+    """Sequences of lengths that are data; PyTorch wants them on the CPU."""
+    model = Recurrent(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        given = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
+        return pad_packed_sequence(model(given), total_length=4)[0].square().mean()
+
+    return Training(model, optimizer, loss, (torch.randn(4, 2, 8), torch.tensor([3, 4])))
+
+
 @torch.library.custom_op("amp_ir_test_gpu::half", mutates_args=(), device_types="cuda")
 def half(x: torch.Tensor) -> torch.Tensor:
     """Stand for a Triton op: it has no kernel on a CPU."""
@@ -73,6 +86,7 @@ def custom() -> Training:
 SMALL: dict[str, Callable[[], Training]] = {
     "custom op": custom,
     "gru": lambda: recurrent(torch.nn.GRU(8, 8, num_layers=2, bidirectional=True), 3, 2, 8),
+    "packed": lambda: packed(torch.nn.GRU(8, 8, bidirectional=True)),
     "rnn": lambda: recurrent(torch.nn.RNN(8, 8, bidirectional=True), 3, 2, 8),
     "lstm cell": lambda: recurrent(torch.nn.LSTMCell(8, 8), 2, 8),
 }

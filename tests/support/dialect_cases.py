@@ -570,6 +570,11 @@ CASES: list[Case] = [
     *_attention_cases(),
     *_recurrence_cases(),
     Case(
+        "amp_ir.checked_lengths",
+        lambda: [integers(7, 4), integers(6, 3)],
+        {"least": 0, "extent": 7, "message": "lengths are 1 to 7"},
+    ),
+    Case(
         "amp_ir.external_call",
         lambda: [positive(3, 5)],
         {

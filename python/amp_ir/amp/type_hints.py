@@ -373,6 +373,7 @@ def activation(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     "relax.strided_slice", "relax.flip", "relax.take", "relax.gather_elements", "relax.tril",
     "relax.triu", "relax.expand_dims", "relax.squeeze", "relax.flatten", "relax.stack",
     "relax.repeat", "relax.tile", "amp_ir.index", "amp_ir.embedding",
+    "amp_ir.checked_lengths",
 )  # fmt: skip
 def data_movement(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Either dtype: moving data rounds nothing."""

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_ir.capture.custom_ops import call_written, is_custom, refusal
 from amp_ir.capture.decompositions.ctc import CTC
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
+from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
 from amp_ir.capture.decompositions.recurrent_layers import layers_of
 from amp_ir.capture.decompositions.torch_functions import decompose
@@ -354,10 +355,15 @@ class Substitution(TorchFunctionMode):
         if layers is not None:
             return layers()
         try:
-            out = decompose(func, args, kwargs)
+            return self._called(func, args, kwargs)
         except UnsupportedCall as unsupported:
             self._diagnostics.add(unsupported.what, self._locator.here(), unsupported.advice)
             raise TracingStopped from unsupported
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(one, PackedPart) for one in args):
+            return PackedPart.__torch_function__(func, (), args, kwargs)
+        out = decompose(func, args, kwargs)
         if out is not NotImplemented:
             return out
         out = func(*args, **kwargs)
@@ -367,7 +373,7 @@ class Substitution(TorchFunctionMode):
 
     def _replace(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if type(value) is FakeTensor:
+            if type(value) is FakeTensor or isinstance(value, PackedPart):
                 return value
             fake = self._fakes.get(id(value))
             if fake is not None:

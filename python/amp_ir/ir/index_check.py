@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from amp_ir.errors import DivisionByZeroError, IndexOutOfRangeError
+from amp_ir.errors import DivisionByZeroError, IndexOutOfRangeError, SequenceLengthError
 from amp_ir.ir.location import Location
 
 
@@ -73,7 +73,30 @@ class DivisorCheck(IndexCheck):
         return f"the step divides an integer by 0 in {self.location}; PyTorch refuses that too"
 
 
+@attrs.frozen
+class LengthCheck(IndexCheck):
+    """Lengths of sequences, or what follows from them, must be in [least, extent)."""
+
+    message: str = ""
+
+    @property
+    def expectation(self) -> str:
+        """Say what is required, and where."""
+        return f"{self.message}, for {self.op} in {self.location}"
+
+    def describe(self, subject: str, wrong: int) -> str:
+        """Say what is required, the number that is not that, and where."""
+        return f"{self.message}; got {wrong}, in {self.location}"
+
+
+# The error for checks that are all of one kind.
+_ERRORS: dict[type[IndexCheck], type[Exception]] = {
+    DivisorCheck: DivisionByZeroError,
+    LengthCheck: SequenceLengthError,
+}
+
+
 def error_of(checks: Sequence[IndexCheck], message: str) -> Exception:
-    """Return the error for checks that failed: about divisors alone, or about indices."""
-    of_divisors = all(isinstance(one, DivisorCheck) for one in checks)
-    return (DivisionByZeroError if of_divisors else IndexOutOfRangeError)(message)
+    """Return the error for checks that failed: about divisors or lengths alone, or indices."""
+    (kind, *others) = {type(one) for one in checks}
+    return (IndexOutOfRangeError if others else _ERRORS.get(kind, IndexOutOfRangeError))(message)

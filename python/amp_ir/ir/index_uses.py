@@ -17,7 +17,7 @@ from tvm import relax
 from amp_ir.dialect.losses import class_axis
 from amp_ir.dialect.registry import options_of
 from amp_ir.ir.dataflow import op_name
-from amp_ir.ir.index_check import IndexCheck
+from amp_ir.ir.index_check import IndexCheck, LengthCheck
 from amp_ir.ir.location import from_span
 from amp_ir.ir.static_shape import shape_of
 
@@ -40,6 +40,12 @@ def index_uses(call: relax.Call) -> list[IndexUse]:
     if rule is None:
         return []
     place = from_span(call.span)
+    if name == "amp_ir.checked_lengths":
+        message = str(options_of(call)["message"])
+        return [
+            IndexUse(position, LengthCheck(name, place, least, extent, ignored, message))
+            for position, least, extent, ignored in rule(call)
+        ]
     return [
         IndexUse(position, IndexCheck(name, place, least, extent, ignored))
         for position, least, extent, ignored in rule(call)
@@ -92,9 +98,15 @@ def _nll_loss_backward(call: relax.Call) -> _Uses:
     return [(1, 0, shape[class_axis(shape)], int(options["ignore_index"]))]
 
 
+def _lengths(call: relax.Call) -> _Uses:
+    options = options_of(call)
+    return [(1, int(options["least"]), int(options["extent"]), None)]
+
+
 INDEX_USES: dict[str, Callable[[relax.Call], _Uses]] = {
     "amp_ir.embedding": _rows,
     "amp_ir.embedding_backward": _table_gradient,
+    "amp_ir.checked_lengths": _lengths,
     "amp_ir.index": _places(1),
     "amp_ir.index_put": _places(2),
     "amp_ir.scatter_add": _along_axis,

@@ -20,9 +20,9 @@ from tvm import relax
 
 from amp_ir.dialect import DECLARATIONS, options_of
 from amp_ir.dialect.define import LOW_DTYPES, dtype_name
-from amp_ir.errors import ArgumentError, IndexOutOfRangeError, UnsupportedOpError
+from amp_ir.errors import ArgumentError, UnsupportedOpError
 from amp_ir.ir.dataflow import Dataflow, variables_of
-from amp_ir.ir.index_check import IndexCheck
+from amp_ir.ir.index_check import IndexCheck, error_of
 from amp_ir.ir.index_uses import index_uses
 from amp_ir.ir.location import from_span
 from amp_ir.ir.relax_reference import RELAX_OPS
@@ -144,7 +144,7 @@ class _Run:
 def _check_index(check: IndexCheck, indices: torch.Tensor) -> None:
     wrong = check.wrong_value(check.extremes_of(indices))
     if wrong is not None:
-        raise IndexOutOfRangeError(check.describe("the step computed the index", wrong))
+        raise error_of([check], check.describe("the step computed the index", wrong))
 
 
 def _bind_inputs(run: _Run, params: Sequence[relax.Var], inputs: Sequence[torch.Tensor]) -> None:

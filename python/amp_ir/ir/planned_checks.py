@@ -10,7 +10,7 @@ import attrs
 import torch
 from tvm import relax
 
-from amp_ir.errors import IndexOutOfRangeError
+from amp_ir.errors import IndexOutOfRangeError, SequenceLengthError
 from amp_ir.ir.index_check import IndexCheck, error_of
 from amp_ir.ir.interpreter import evaluate
 
@@ -44,7 +44,7 @@ class HostCheck:
             values = dict(zip(self.parameters, given, strict=True))
             try:
                 indices = evaluate(self.ids, self.bindings, values)
-            except IndexOutOfRangeError:
+            except (IndexOutOfRangeError, SequenceLengthError):
                 # Looked up by an index that is itself out of range, as its own check says.
                 return None
         wrong = self.check.wrong_value(self.check.extremes_of(indices))
@@ -72,6 +72,7 @@ class PlannedChecks:
         Raises:
             IndexOutOfRangeError: names every such input, the index, what was expected, and the op.
             DivisionByZeroError: an integer divisor holds 0.
+            SequenceLengthError: lengths of sequences are not what the step takes.
         """
         faults = [
             (one.check, fault) for one in self.on_host if (fault := one.fault(inputs)) is not None
@@ -87,6 +88,7 @@ class PlannedChecks:
         Raises:
             IndexOutOfRangeError: the step used an index out of range, and was rolled back.
             DivisionByZeroError: it divided an integer by 0, and was rolled back.
+            SequenceLengthError: it computed such lengths, and was rolled back.
         """
         numbers = extremes.tolist()
         pairs = zip(numbers[: len(self.in_step)], numbers[len(self.in_step) :], strict=True)

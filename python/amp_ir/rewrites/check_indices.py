@@ -46,6 +46,7 @@ _ON_HOST = frozenset(
         "relax.less_equal", "relax.greater", "relax.greater_equal", "relax.logical_and",
         "relax.logical_or", "relax.logical_xor", "relax.logical_not", "relax.sum", "relax.cumsum",
         "relax.max", "relax.min", "relax.take", "relax.gather_elements", "amp_ir.index",
+        "amp_ir.checked_lengths",
     )
 )  # fmt: skip
 _DIVISIONS = ("relax.mod", "relax.floor_mod", "relax.floor_divide")
@@ -84,7 +85,8 @@ def check_indices(ir: tvm.IRModule, signature: Signature, *, on_host: HostChecks
     Ensures:  a step with nothing to check in it keeps its IR and signature; indices whose ops are
               dead are not checked.
     Errors:   IndexOutOfRangeError where an index is out of range whatever the batch is, and
-              DivisionByZeroError where an integer divisor is 0.
+              DivisionByZeroError where an integer divisor is 0, SequenceLengthError where lengths
+              of sequences are not what the step takes.
     """
     flow = Dataflow(ir)
     bindings, flags = with_divisor_flags(flow)

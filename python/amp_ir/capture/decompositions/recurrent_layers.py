@@ -2,8 +2,8 @@
 """LSTM, GRU and RNN layers as one op per layer and direction (recurrent_ops.py).
 
 While a step is traced, `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu` are the
-functions here. A layer with projections (proj_size) is decomposed step by step. Packed sequences
-are left to PyTorch, which decomposes them too.
+functions here. A layer with projections (proj_size) is decomposed step by step. Layers of a packed
+sequence run over its padded rows (packed_sequences.py).
 
 Source: RNN.cpp of ATen for the order of layers, directions and parameters.
 """
@@ -11,20 +11,28 @@ Source: RNN.cpp of ATen for the order of layers, directions and parameters.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from amp_ir.capture.decompositions.packed_sequences import PackedRows, Padding
 from amp_ir.capture.decompositions.recurrent_ops import Gru, Lstm, Rnn, wide
 from amp_ir.dialect.recurrence import time_steps
 
 _Tensors = tuple[torch.Tensor, ...]
 _AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 # One layer and direction: (input [t, n, i], initial states, parameters, reverse) -> the output [t,
-# n, h] and the last states.
+# n, h] and the last states. `replaced` maps the input's part of the gates [t, n, gates] to that
+# which is used.
 _Layer = Callable[..., _Tensors]
+_Gates = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _as_they_are(gates: torch.Tensor) -> torch.Tensor:
+    return gates
 
 
 def _input_gates(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -40,11 +48,15 @@ def _low_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def _lstm_layer(
-    x: torch.Tensor, initial: Sequence[torch.Tensor], params: Sequence[torch.Tensor], reverse: bool  # noqa: FBT001
-) -> _Tensors:  # fmt: skip
+    x: torch.Tensor,
+    initial: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    reverse: bool,  # noqa: FBT001
+    replaced: _Gates = _as_they_are,
+) -> _Tensors:
     hidden, cell = initial
     of_input, of_state, *biases = params
-    gates = _input_gates(x, of_input, biases[0] + biases[1] if biases else None)
+    gates = replaced(_input_gates(x, of_input, biases[0] + biases[1] if biases else None))
     # The ops of PyTorch's decomposition promote; so does this.
     dtype = torch.promote_types(gates.dtype, cell.dtype)
     results = Lstm.apply(
@@ -58,11 +70,15 @@ def _lstm_layer(
 
 
 def _gru_layer(
-    x: torch.Tensor, initial: Sequence[torch.Tensor], params: Sequence[torch.Tensor], reverse: bool  # noqa: FBT001
-) -> _Tensors:  # fmt: skip
+    x: torch.Tensor,
+    initial: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    reverse: bool,  # noqa: FBT001
+    replaced: _Gates = _as_they_are,
+) -> _Tensors:
     (hidden,) = initial
     of_input, of_state, *biases = params
-    gates = _input_gates(x, of_input, biases[0] if biases else None)
+    gates = replaced(_input_gates(x, of_input, biases[0] if biases else None))
     dtype = torch.promote_types(gates.dtype, hidden.dtype)
     bias = biases[1] if biases else gates.new_zeros(of_state.shape[:1])
     tensors = (one.to(gates.dtype) for one in (of_state, bias, hidden))
@@ -75,10 +91,11 @@ def _rnn_layer(
     initial: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
     reverse: bool,  # noqa: FBT001
+    replaced: _Gates = _as_they_are,
 ) -> _Tensors:
     (hidden,) = initial
     of_input, of_state, *biases = params
-    gates = _input_gates(x, of_input, biases[0] + biases[1] if biases else None)
+    gates = replaced(_input_gates(x, of_input, biases[0] + biases[1] if biases else None))
     # Each state is a function of two products alone, so that it has their dtype.
     tensors = (one.to(gates.dtype) for one in (of_state, hidden))
     results: _Tensors = Rnn.apply(kind, gates, *tensors, reverse)
@@ -86,12 +103,16 @@ def _rnn_layer(
 
 
 def _projected_lstm_layer(
-    x: torch.Tensor, initial: Sequence[torch.Tensor], params: Sequence[torch.Tensor], reverse: bool  # noqa: FBT001
-) -> _Tensors:  # fmt: skip
+    x: torch.Tensor,
+    initial: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    reverse: bool,  # noqa: FBT001
+    replaced: _Gates = _as_they_are,
+) -> _Tensors:
     """Run an LSTM whose state is a projection of its gates' output, step by step."""
     hidden, cell = initial
     of_input, of_state, *biases, projection = params
-    gates = _input_gates(x, of_input, biases[0] if biases else None)
+    gates = replaced(_input_gates(x, of_input, biases[0] if biases else None))
     outputs: list[torch.Tensor] = []
     for k in time_steps(len(gates), reverse=reverse):
         both = F.linear(hidden, of_state, biases[1] if biases else None) + gates[k]
@@ -162,23 +183,70 @@ def _take_one_dtype(tensors: Sequence[torch.Tensor]) -> bool:
     return _low_dtype(tensors[0]) is not None and all(one.dtype in _AUTOCAST for one in tensors)
 
 
-_LAYERS: dict[Any, _Layer] = {
-    torch.lstm: _lstm_layer,
-    torch.gru: _gru_layer,
-    torch.rnn_tanh: functools.partial(_rnn_layer, "rnn_tanh"),
-    torch.rnn_relu: functools.partial(_rnn_layer, "rnn_relu"),
+def _padded(layer: _Layer, padding: Padding, past_end: Callable[..., torch.Tensor]) -> _Layer:
+    """Return a layer whose rows end at their own lengths: past that its output is 0.
+
+    The reverse direction is the forward one over each row reversed within its length. What gates
+    are past the end lets an LSTM's cells stay as they are, so that the last ones are each row's
+    own; the hidden state is picked at each row's end.
+    """
+
+    def run(
+        x: torch.Tensor,
+        initial: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
+        reverse: bool,  # noqa: FBT001
+    ) -> _Tensors:
+        x = padding.reversed(x) if reverse else x
+        output, _, *others = layer(
+            x, initial, params, False, lambda gates: past_end(gates, padding.is_past(gates))
+        )
+        output = output.masked_fill(padding.is_past(output), 0.0)
+        last = padding.at_end(output)
+        return padding.reversed(output) if reverse else output, last, *others
+
+    return run
+
+
+def _held(gates: torch.Tensor, is_past: torch.Tensor) -> torch.Tensor:
+    """Close an LSTM's input gate past the end, and open its forget gate: cells stay."""
+    into, forget, *others = gates.chunk(4, -1)
+    held = [into.masked_fill(is_past, -math.inf), forget.masked_fill(is_past, math.inf)]
+    return torch.cat([*held, *others], -1)
+
+
+def _dead(gates: torch.Tensor, is_past: torch.Tensor) -> torch.Tensor:
+    """Let the state of a relu be 0 past the end: it might grow without bound."""
+    return gates.masked_fill(is_past, -math.inf)
+
+
+def _any(gates: torch.Tensor, _is_past: torch.Tensor) -> torch.Tensor:
+    """Let a bounded state be any past the end: no result and no gradient reads it."""
+    return gates
+
+
+_LAYERS: dict[Any, tuple[_Layer, Callable[..., torch.Tensor]]] = {
+    torch.lstm: (_lstm_layer, _held),
+    torch.gru: (_gru_layer, _any),
+    torch.rnn_tanh: (functools.partial(_rnn_layer, "rnn_tanh"), _any),
+    torch.rnn_relu: (functools.partial(_rnn_layer, "rnn_relu"), _dead),
 }
 
 
 def layers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """Return the function that computes `func(*args)` for a stack of recurrent layers, or None.
 
-    None leaves the call to PyTorch: packed sequences, whose fourth argument is the list of
-    parameters, and calls that PyTorch rejects.
+    None leaves the call to PyTorch, which rejects it.
     """
     if func not in _LAYERS or kwargs or len(args) != 9:
         return None
-    x, given, params, has_biases, layer_count, dropout, train, bidirectional, batch_first = args
+    if isinstance(args[0], PackedRows):
+        packed, _batch_sizes, given, params, has_biases, *options = args
+        *options, batch_first = *options, False
+        x = packed.past_end_is_0()
+    else:
+        packed, (x, given, params, has_biases, *options, batch_first) = None, args
+    layer_count, dropout, train, bidirectional = options
     if not isinstance(has_biases, bool):
         return None
     initial = tuple(given) if func is torch.lstm else (given,)
@@ -190,13 +258,22 @@ def layers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
         return None
     if not _take_one_dtype([x, *initial, *params]):
         return None
-    return lambda: _layers(
-        _projected_lstm_layer if is_projected else _LAYERS[func],
-        x,
-        initial,
-        params,
-        layer_count,
-        dropout if train else 0.0,
-        bidirectional=bidirectional,
-        batch_first=batch_first,
-    )
+    layer, past_end = _LAYERS[func]
+    layer = _projected_lstm_layer if is_projected else layer
+    if packed is not None:
+        layer = _padded(layer, packed.padding, past_end)
+
+    def run() -> _Tensors:
+        output, *last = _layers(
+            layer,
+            x,
+            initial,
+            params,
+            layer_count,
+            dropout if train else 0.0,
+            bidirectional=bidirectional,
+            batch_first=batch_first,
+        )
+        return output if packed is None else packed.with_rows(output), *last
+
+    return run

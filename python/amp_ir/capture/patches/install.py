@@ -15,13 +15,19 @@ from torch.nn.utils import clip_grad
 
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.batch_statistics import batch_norm, instance_norm
+from amp_ir.capture.decompositions.packed_sequences import (
+    Forwarding,
+    PackingFunctions,
+    invert_permutation,
+    pad,
+)
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.distribution import WRAPPER_ADVICE, wrapper_error
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.registered_functions import patch_annotated
-from amp_ir.capture.patches.restores import restoring
+from amp_ir.capture.patches.restores import Restores, restoring
 from amp_ir.capture.patches.thread_patches import ValueHere, here, patch, patch_function, silence
 from amp_ir.capture.recording import GradientWatch
 from amp_ir.capture.state import State
@@ -92,9 +98,25 @@ def patched(
         # followed it is Python's own `float`.
         for module in (clip_grad, batchnorm):
             patch(restores, module, "float", _float_of)
+        _patch_packing(restores)
         # An error of the user's step is raised; the fake tensors would log it as well.
         silence(restores, "torch._subclasses.fake_tensor")
         yield stepped
+
+
+def _patch_packing(restores: Restores) -> None:
+    """Let torch.nn.utils.rnn pack by other functions, wherever the user imported its own from."""
+    functions, ours = torch.nn.utils.rnn, PackingFunctions()
+    native: Any = torch._VF
+    packing: dict[str, Callable[..., Any]] = {
+        "_pack_padded_sequence": ours.pack,
+        "_pad_packed_sequence": pad,
+    }
+    replaced = {name: here(one, getattr(native, name)) for name, one in packing.items()}
+    patch(restores, functions, "_VF", Forwarding(native, replaced))
+    sort: Any = torch.sort
+    patch(restores, functions, "torch", Forwarding(torch, {"sort": here(ours.sort, sort)}))
+    patch_function(restores, functions, "invert_permutation", invert_permutation)
 
 
 def _located_step(

@@ -10,6 +10,7 @@ from amp_ir.importer.converters import (  # noqa: F401  (each registers its conv
     creation,
     elementwise,
     indexing,
+    lengths,
     linear_algebra,
     loss_scale,
     losses,

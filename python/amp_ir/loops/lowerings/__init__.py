@@ -8,6 +8,7 @@ from amp_ir.loops.lowerings import (  # noqa: F401  (registers the lowerings)
     convolution,
     embedding,
     indexing,
+    lengths,
     loss_scale,
     losses,
     matmul,

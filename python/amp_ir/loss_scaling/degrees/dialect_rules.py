@@ -45,7 +45,8 @@ rule_for(
 rule_for(
     *_named(
         "elu softplus mish log_sigmoid log1p expm1 softshrink smooth_l1_loss huber_loss "
-        "binary_cross_entropy random_uniform random_normal attention_weights rnn_tanh rnn_relu"
+        "binary_cross_entropy random_uniform random_normal attention_weights rnn_tanh "
+        "checked_lengths"
     ),
 )(plain)
 
@@ -167,10 +168,24 @@ def lstm_backward(op: Operands) -> tuple[Known, ...]:
     return (op.join(0, 1, 2),) * len(op.result_shapes)
 
 
-@rule_for(*_named("gru_backward rnn_tanh_backward rnn_relu_backward"))
+@rule_for(*_named("gru_backward rnn_tanh_backward"))
 def gru_backward(op: Operands) -> tuple[Known, ...]:
     """Apply a form linear in the gradients of all states; the rest is unscaled."""
     op.expect_plain(*every(op)[2:])
+    return (op.join(0, 1),) * len(op.result_shapes)
+
+
+@rule_for("amp_ir.rnn_relu")
+def rnn_relu(op: Operands) -> Known:
+    """Require one degree of gates and state: a positive factor passes a relu."""
+    op.expect_plain(1)
+    return op.join(0, 2)
+
+
+@rule_for("amp_ir.rnn_relu_backward")
+def rnn_relu_backward(op: Operands) -> tuple[Known, ...]:
+    """Apply a form linear in the gradients of all states, of which only the signs are read."""
+    op.expect_plain(3)
     return (op.join(0, 1),) * len(op.result_shapes)
 
 
