@@ -5,25 +5,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from hypothesis import settings
 
-from amp_ir.ir import tuning_cache
 from pytorch_as_it_was import pytorch_state
 
 # Examples build and run kernels, whose first call is slow; and a run must be repeatable.
 settings.register_profile("amp_ir", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("amp_ir")
-
-
-@pytest.fixture(autouse=True)
-def untuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Compile as where `amp_ir.tune` has not run, whatever this machine's user did."""
-    monkeypatch.setattr(tuning_cache, "default_directory", lambda: tmp_path / "matmuls")
 
 
 @pytest.fixture(autouse=True)

@@ -70,11 +70,6 @@ assert 0 < profile.kernel_milliseconds <= profile.step_milliseconds
 # `profile.save_trace("step.json")` is a timeline for ui.perfetto.dev. The lines under "heavy op"
 # tell which library took each matmul, and why a better one did not.
 
-# %% [markdown]
-# oneDNN has several algorithms for a matmul, and which one is fastest depends on the CPU.
-# `amp_ir.tune(amp_mod)`, or `amp-ir tune train.py`, times them for the matmuls of a step, once a
-# machine; steps that are compiled afterwards take the best. Not here: it takes a second a matmul.
-
 # %%
 slowest = profile.kernels[0]
 print(f"most time: {slowest.name} for {', '.join(slowest.modules[:2])}: {slowest.calls} calls")

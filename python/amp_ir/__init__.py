@@ -28,7 +28,6 @@ from amp_ir.api import (
     trace_memory,
     trace_model,
     trace_step,
-    tune,
 )
 from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
 from amp_ir.inference.convert import convert_model
@@ -50,7 +49,6 @@ from amp_ir.loss_scaling.grad_scaler import GradScaler
 from amp_ir.loss_scaling.scale_loss import scale_loss
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
-from amp_ir.report.tuning_times import MatmulTimes
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.runtime.step import CompiledStep
 from amp_ir.version import VERSION
@@ -63,7 +61,6 @@ __all__ = [
     "ConvertedModel",
     "CustomTypeHint",
     "KernelProfile",
-    "MatmulTimes",
     "MemoryReport",
     "GradScaler",
     "Override",
@@ -101,5 +98,4 @@ __all__ = [
     "trace_memory",
     "trace_model",
     "trace_step",
-    "tune",
 ]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -18,14 +18,11 @@ from amp_ir.amp.cast_traffic import traffic_by_reason
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.capture import trace
-from amp_ir.dispatch.choose_algorithms import matmul_label, matmuls_of
-from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.dispatch.decompose_recurrence import recurrence_as_calls
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.write_external_calls import write_external_calls
 from amp_ir.errors import OptionError, UnsupportedOpError
-from amp_ir.host import native
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.host.paused_garbage_collection import existing_objects_set_aside
 from amp_ir.host.peak_rates import measure_peaks
@@ -41,8 +38,7 @@ from amp_ir.ir.options import (
 )
 from amp_ir.ir.stages import Stage, each, seconds_by_stage, stage
 from amp_ir.ir.step_module import Role, StepModule
-from amp_ir.ir.target import cpu, parse_target, target_of
-from amp_ir.ir.tuning_cache import TuningCache, this_machine
+from amp_ir.ir.target import parse_target, target_of
 from amp_ir.loops.fusion.kernel_assignment import assign_kernels, stored_tensors
 from amp_ir.loss_scaling.scale_loss import ScalerNotPassed, scalers_of
 from amp_ir.memory.call_cost import flop_of_calls
@@ -50,14 +46,12 @@ from amp_ir.report.kernel_profile import GpuSteps, KernelProfile, profile_of
 from amp_ir.report.memory import MemoryReport, report_memory
 from amp_ir.report.program_text import program_text
 from amp_ir.report.stage_files import current_stage_files
-from amp_ir.report.tuning_times import MatmulTimes
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.runtime.call_times import time_calls
 from amp_ir.runtime.launch_times import time_launches, time_whole_steps
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
-from amp_ir.runtime.time_algorithms import measure_algorithms
 from amp_ir.vm import build as build_stage
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
@@ -196,40 +190,6 @@ def lower(mod: StepModule, **options: Any) -> PlannedStep:
     check_budget(options.get("memory_budget"))
     with existing_objects_set_aside():
         return pipeline.lower(mod, **options)
-
-
-def tune(mod: StepModule) -> MatmulTimes:
-    """Measure how this CPU computes the step's matmuls fastest, for all steps compiled from now on.
-
-    oneDNN has several algorithms for a matmul, and its own choice is not always the fastest. `tune`
-    times each matmul on its own, on random numbers, for about a second; a bar on stderr shows the
-    progress. The times go to a file for this kind of CPU and number of threads, matmul by matmul:
-    an interruption loses one, and no matmul is measured twice. Steps compiled afterwards use an
-    algorithm that is faster by 3 % or more; it may add in another order, and `report.dispatched`
-    says so. Delete the file to start again.
-
-    Returns:
-        The times of this step's matmuls; `print` them.
-
-    Raises:
-        OptionError: `mod` is no StepModule, or oneDNN is missing.
-    """
-    check_module(mod, "tune")
-    if not native.has("amp_ir.onednn.matmul"):
-        raise OptionError("tune measures oneDNN's matmuls, and this build has no oneDNN")
-    ir = fold_casts(decompose(mod.ir, cpu(), DispatchLog()))
-    matmuls = matmuls_of(
-        pipeline.library_calls(ir, mod.signature.outputs, cpu(), DispatchLog(), in_chunks=False)
-    )
-    cache = TuningCache.read(this_machine())
-    measure_algorithms(matmuls, cache)
-    times: dict[str, Mapping[str, float]] = {}
-    for name, call in matmuls.items():
-        label = matmul_label(call)
-        # Two may differ in strides alone.
-        label = label if label not in times else f"{label} ({len(times)})"
-        times[label] = cache.milliseconds[name]
-    return MatmulTimes(times, cache.file)
 
 
 def explain_plan(mod: StepModule) -> CastPlan:

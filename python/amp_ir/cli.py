@@ -6,7 +6,6 @@
     amp-ir profile bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--trace trace.json]
                                   [--json profile.json]
     amp-ir report bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--out report.html]
-    amp-ir tune bert1|train.py [--amp-dtype bfloat16]
     amp-ir compile bert1|train.py [--target sm_90] [--amp-dtype bfloat16] [--out step.so]
                                   [--state state.npz] [--libraries cublaslt] [--dump-ir DIR]
 
@@ -113,11 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_report_arguments(report, WORKLOADS)
     report.set_defaults(run=_report)
-    tune = commands.add_parser(
-        "tune", help="measure how this CPU computes a step's matmuls fastest, for later compiles"
-    )
-    add_training_arguments(tune, WORKLOADS)
-    tune.set_defaults(run=_tune)
     export = commands.add_parser(
         "compile", help="write a step as a file that TVM's runtime runs, on this machine or another"
     )
@@ -224,18 +218,6 @@ def _report(arguments: argparse.Namespace) -> int:
         machine=_machine(arguments.device),
         out=arguments.out,
     )
-
-
-def _tune(arguments: argparse.Namespace) -> int:
-    with stages() as report:
-        training = _training(arguments, report)
-        report("capturing the step")
-        mod, args = _traced(training)
-        if arguments.amp_dtype != "float32":
-            report("choosing casts")
-            mod = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
-    print(amp_ir.tune(mod))
-    return 0
 
 
 def _compile(arguments: argparse.Namespace) -> int:

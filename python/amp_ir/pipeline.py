@@ -28,7 +28,6 @@ import tvm
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir.capture import trace
 from amp_ir.dispatch.accumulate_matmuls import accumulate_matmuls
-from amp_ir.dispatch.choose_algorithms import choose_measured_algorithms
 from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.prepack_weights import prepack_weights
@@ -109,8 +108,9 @@ def lower(
         own_log = copy.deepcopy(log)
         with stage("dispatch", ir, on_stage) as running:
             # From here on heavy ops are library calls, opaque to fusion.
-            ir = library_calls(ir, checked.signature.outputs, target, own_log, in_chunks=in_chunks)
-            running.program = ir = choose_measured_algorithms(ir, target.libraries, log=own_log)
+            running.program = ir = library_calls(
+                ir, checked.signature.outputs, target, own_log, in_chunks=in_chunks
+            )
         with stage("loops", ir, on_stage) as running:
             # From here on there are kernels, and low precision exists only in memory.
             is_strict = rounding == "strict"

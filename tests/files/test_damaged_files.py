@@ -8,7 +8,6 @@ seeds (damage.py).
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import subprocess
@@ -31,8 +30,6 @@ from amp_ir.cuda.cubin_cache import CubinCache
 from amp_ir.errors import AmpIrError, FileFormatError
 from amp_ir.files import cache_directory
 from amp_ir.files.sealed_json import sealed
-from amp_ir.ir import tuning_cache
-from amp_ir.ir.tuning_cache import ALGORITHMS, TuningCache
 from damage import damaged_bytes, damaged_document, damaged_json, damaged_zip
 from random_steps import random_step
 
@@ -342,33 +339,6 @@ def test_a_damaged_cubin_is_made_again(tmp_path: Path, caplog: pytest.LogCapture
     assert len(told) == 1 and str(tmp_path / "name") in told[0]
 
 
-def test_damaged_times_are_measured_again(caplog: pytest.LogCaptureFixture):
-    directory = tuning_cache.default_directory()
-    assert directory is not None
-    known, rng, misses = TuningCache.read("here"), random.Random(80), 0
-    known.add("a", dict.fromkeys(ALGORITHMS, 1.5))
-    known.add("b", {"rules": 2.0, "gemm": 1e-3})
-    content = (directory / "here.json").read_bytes()
-    other = TuningCache.read("there")
-    other.add("a", {"rules": 1.0})
-    another = (directory / "there.json").read_bytes()
-    for _ in range(CACHES):
-        (directory / "here.json").write_bytes(damaged_json(content, another, rng))
-        found = TuningCache.read("here")
-        assert found.milliseconds in ({}, known.milliseconds)
-        assert found.best("a") in ALGORITHMS
-        misses += not found.milliseconds
-    assert misses >= 0.8 * CACHES
-    assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
-
-
-def test_two_who_measure_keep_both(tmp_path: Path):
-    first, second = TuningCache.read("here"), TuningCache.read("here")
-    first.add("a", {"rules": 1.0})
-    second.add("b", {"rules": 2.0})
-    assert TuningCache.read("here").milliseconds == {"a": {"rules": 1.0}, "b": {"rules": 2.0}}
-
-
 def test_where_there_is_no_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -379,10 +349,6 @@ def test_where_there_is_no_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch)
     cache = CubinCache()
     cache.put("name", b"1")
     assert cache.get("name") is None
-    monkeypatch.setattr(tuning_cache, "default_directory", lambda: None)
-    known = TuningCache.read("here")
-    known.add("a", {"rules": 1.0})
-    assert known.milliseconds == {"a": {"rules": 1.0}} and known.file is None
 
 
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

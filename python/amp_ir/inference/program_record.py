@@ -135,7 +135,7 @@ def _executable(library: bytes, target: CompileTarget, device: str, kernels: int
         set_launch(ctypes.c_void_p(native.function(LAUNCH_ADDRESS)()))
     tvm_device = tvm.device(device)
     vm = relax.VirtualMachine(module, tvm_device)
-    return Executable(vm, tvm_device, kernels, 0.0, relax.VMExecutable(module))
+    return Executable(vm, tvm_device, kernels, relax.VMExecutable(module))
 
 
 def _machine(target: CompileTarget) -> str:

@@ -10,10 +10,9 @@ from tvm import relax
 
 @attrs.frozen
 class Executable:
-    """A loaded program: `run(arena, inputs..., results...)`, and how long it took to build."""
+    """A loaded program: `run(arena, inputs..., results...)`, and its number of kernels."""
 
     vm: relax.VirtualMachine
     device: tvm.runtime.Device
     kernel_count: int
-    build_seconds: float
     executable: relax.VMExecutable = attrs.field(repr=False)

@@ -20,8 +20,6 @@ from amp_ir.ir.dataflow import op_name
 from amp_ir.ir.strided_view import StridedView
 
 DPS_CALL = "relax.call_dps_packed"
-# What is done where no algorithm is named: the library function's own rules.
-RULES = "rules"
 _TF32 = "tf32"
 
 _VIEWS_OF_MATMUL = "a_dims a_strides b_dims b_strides out_dims out_strides epilogue"
@@ -109,7 +107,6 @@ class LibraryMatmul(LibraryCall):
     alpha: relax.Expr | None = None
     beta: relax.Expr | None = None
     activation: str = "none"
-    algorithm: str = RULES
     allow_tf32: bool = False
     is_packed: bool = False
 
@@ -127,9 +124,8 @@ class LibraryMatmul(LibraryCall):
 
     @property
     def epilogue(self) -> str:
-        """The activation, and how the matmul is computed, as the library function reads it."""
-        algorithm = [] if self.algorithm == RULES else [self.algorithm]
-        return "+".join([self.activation, *([_TF32] if self.allow_tf32 else []), *algorithm])
+        """The activation, and whether TF32 is allowed, as the library function reads it."""
+        return f"{self.activation}+{_TF32}" if self.allow_tf32 else self.activation
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -250,13 +246,11 @@ def _with_views(verb: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_matmul(verb: str, values: dict[str, Any]) -> LibraryMatmul:
-    activation, *how = values.pop("epilogue").split("+")
-    algorithm = next((one for one in how if one != _TF32), RULES)
+    activation, _, tf32 = values.pop("epilogue").partition("+")
     return LibraryMatmul(
         **values,
         activation=activation,
-        algorithm=algorithm,
-        allow_tf32=_TF32 in how,
+        allow_tf32=tf32 == _TF32,
         is_packed=verb == "matmul_packed",
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import time
 from typing import Any
 
 import tvm
@@ -221,15 +220,13 @@ def build(
 
     Ensures: a CPU's kernels run on OpenMP's threads, the pool that PyTorch and oneDNN use too.
     """
-    started = time.perf_counter()
     target = target or cpu()
     kernels = sum(isinstance(f, tirx.PrimFunc) for f in step.ir.functions.values())
     compiled = compile_executable if target.is_cuda else _compile_in_memory
     executable = compiled(step, target, opt_level=opt_level)
     tvm_device = tvm.device(str(device))
     vm = relax.VirtualMachine(executable, tvm_device)
-    seconds = time.perf_counter() - started
-    return Executable(vm, tvm_device, kernels, seconds, executable)
+    return Executable(vm, tvm_device, kernels, executable)
 
 
 def _launch_setter() -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:

@@ -4,7 +4,6 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/reflection/registry.h>
 
-#include <map>
 #include <optional>
 #include <string>
 
@@ -25,29 +24,10 @@ using amp_ir::MakeStrided;
 using amp_ir::StridedTensor;
 using amp_ir::onednn::ConvKind;
 using amp_ir::onednn::Guard;
-using amp_ir::onednn::Way;
 
-struct Finish {
-  amp_ir::Epilogue epilogue;
-  Way way;
-};
-
-// "relu", or "relu+gemm": with the way in which the product is to be computed.
-Finish ParseFinish(const char* function, const std::string& text) {
-  static const std::map<std::string, Way> kWays{{"plain", Way::kPlain},
-                                                {"gemm", Way::kGemm},
-                                                {"copy_a", Way::kCopyA},
-                                                {"copy_b", Way::kCopyB},
-                                                {"copy_both", Way::kCopyBoth}};
-  const size_t plus = text.find('+');
-  const amp_ir::Epilogue epilogue = amp_ir::ParseEpilogue(function, text.substr(0, plus));
-  if (plus == std::string::npos) return {epilogue, Way::kRules};
-  const auto found = kWays.find(text.substr(plus + 1));
-  if (found == kWays.end()) {
-    TVM_FFI_THROW(ValueError) << function << ": way \"" << text.substr(plus + 1)
-                              << "\"; expected plain, gemm, copy_a, copy_b or copy_both";
-  }
-  return {epilogue, found->second};
+// "relu"; files that amp_ir 0.1 exported may say "relu+gemm", with an algorithm that `tune` chose.
+amp_ir::Epilogue ReadEpilogue(const char* function, const std::string& text) {
+  return amp_ir::ParseEpilogue(function, text.substr(0, text.find('+')));
 }
 
 struct Operands {
@@ -77,12 +57,10 @@ void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
             const ffi::Shape& out_dims, const ffi::Shape& out_strides, const ffi::String& epilogue,
             const ffi::TensorView& out) {
   constexpr const char* kName = "amp_ir.onednn.matmul";
-  const Finish finish = ParseFinish(kName, epilogue);
+  const amp_ir::Epilogue finish = ReadEpilogue(kName, epilogue);
   const Operands of = ReadOperands(kName, a, b, bias, a_dims, a_strides, b_dims, b_strides,
                                    out_dims, out_strides, out);
-  Guard(kName, [&] {
-    amp_ir::onednn::Matmul(of.a, of.b, of.bias_or_null(), of.out, finish.epilogue, finish.way);
-  });
+  Guard(kName, [&] { amp_ir::onednn::Matmul(of.a, of.b, of.bias_or_null(), of.out, finish); });
 }
 
 // The number in a tensor of one; null where there is none.
@@ -109,8 +87,7 @@ void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const 
                       const ffi::Shape& out_strides, const ffi::String& epilogue,
                       const ffi::TensorView& out) {
   constexpr const char* kName = "amp_ir.onednn.matmul_accumulate";
-  const Finish finish = ParseFinish(kName, epilogue);
-  if (finish.epilogue != amp_ir::Epilogue::kNone) {
+  if (ReadEpilogue(kName, epilogue) != amp_ir::Epilogue::kNone) {
     TVM_FFI_THROW(ValueError) << kName << ": epilogue \"" << std::string(epilogue)
                               << "\"; expected none, since nothing is done to a sum";
   }
@@ -127,8 +104,7 @@ void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const 
   const bool is_query = amp_ir::ScratchQuery::Current() != nullptr;
   if (before.data != of.out.data && !is_query) amp_ir::ConvertStrided(before, of.out);
   Guard(kName, [&] {
-    amp_ir::onednn::MatmulAccumulate(of.a, of.b, of.bias_or_null(), product, total, of.out,
-                                     finish.way);
+    amp_ir::onednn::MatmulAccumulate(of.a, of.b, of.bias_or_null(), product, total, of.out);
   });
 }
 
@@ -326,12 +302,6 @@ TVM_FFI_STATIC_INIT_BLOCK() {
              amp_ir::onednn::ClearRecurrencePlans();
            })
       .def("amp_ir.onednn.isa", IsaName)
-      .def("amp_ir.onednn.version",
-           [] {
-             const dnnl_version_t* v = dnnl_version();
-             return std::to_string(v->major) + "." + std::to_string(v->minor) + "." +
-                    std::to_string(v->patch);
-           })
       .def("amp_ir.onednn.is_native", [](DLDataType dtype) {
         amp_ir::CheckDtype("amp_ir.onednn.is_native", "dtype", dtype);
         return amp_ir::onednn::IsNative(dtype);

@@ -58,7 +58,6 @@ struct Problem : BatchedMatrices {
   // How oneDNN laid `b` out, whose strides then mean nothing.
   std::optional<dnnl::memory::desc> layout_of_b;
   Accumulation accumulation;
-  Way way = Way::kRules;
 };
 
 // One number as oneDNN's post-ops multiply a result of this rank by it.
@@ -296,12 +295,8 @@ class PlanBuilder {
     return Create(a, b, bias, Describe(out), PostOps(problem_, sums_));
   }
 
-  bool TakesGemm(const StridedTensor& a, const StridedTensor& b) const {
-    return problem_.way == Way::kRules ? PrefersGemm(a, b) : problem_.way == Way::kGemm;
-  }
-
   bool TryMultiply(const Operand& a, const Operand& b, const Operand& out) {
-    if (!b.layout && TakesGemm(a.view, b.view)) {
+    if (!b.layout && PrefersGemm(a.view, b.view)) {
       PrimitiveDesc pd = PrimitiveFor(LayoutOf(a), LayoutOf(b), out.view);
       while (pd && !IsGemm(pd) && pd.next_impl()) continue;
       if (pd && IsGemm(pd)) {
@@ -320,7 +315,7 @@ class PlanBuilder {
   };
 
   // Which operands are copied; those of low ones take at most a third of the result's bytes.
-  Copies CopiesByRules() const {
+  Copies ChooseCopies() const {
     const StridedTensor &a = a_.view, &b = b_.view, &out = out_.view;
     const bool is_plain = IsRowMajor(b) && !b_.layout;
     bool copy_a = UsesAmx(a.dtype) && IsColumnMajor(a) && out.dims[1] >= kCopyExtent;
@@ -328,13 +323,6 @@ class PlanBuilder {
     const int64_t copied = (copy_a ? NumBytes(a) : 0) + (copy_b ? NumBytes(b) : 0);
     if (3 * copied > NumBytes(out)) copy_a = copy_b = false;
     return {copy_a, copy_b || (is_plain && IsAliased(b, out.dims[0]))};
-  }
-
-  Copies ChooseCopies() const {
-    const Way way = problem_.way;
-    if (way == Way::kRules) return CopiesByRules();
-    return {way == Way::kCopyA || way == Way::kCopyBoth,
-            !b_.layout && (way == Way::kCopyB || way == Way::kCopyBoth)};
   }
 
   // The product of copies of one or both operands in the layouts that oneDNN chooses.
@@ -429,7 +417,6 @@ void Run(Operation operation, Problem problem, int64_t packed_nbytes, Factors fa
   PlanKey key = OperationKey(operation);
   key.Add(packed_nbytes);
   key.Add(static_cast<int64_t>(problem.epilogue));
-  key.Add(static_cast<int64_t>(problem.way));
   key.Add(sum.is_on | sum.scales_product << 1 | sum.scales_total << 2);
   key.Add(problem.a);
   key.Add(problem.b);
@@ -470,7 +457,7 @@ BatchedMatrices Sayable(const StridedTensor& a, const StridedTensor& b, const St
 
 Problem MakeProblem(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
                     const StridedTensor& out) {
-  Problem problem{Sayable(a, b, out), std::nullopt, Epilogue::kNone, std::nullopt, {}, Way::kRules};
+  Problem problem{Sayable(a, b, out), std::nullopt, Epilogue::kNone, std::nullopt, {}};
   if (bias != nullptr) problem.bias = *bias;
   return problem;
 }
@@ -478,17 +465,15 @@ Problem MakeProblem(const StridedTensor& a, const StridedTensor& b, const Stride
 }  // namespace
 
 void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
-            const StridedTensor& out, Epilogue epilogue, Way way) {
+            const StridedTensor& out, Epilogue epilogue) {
   Problem problem = MakeProblem(a, b, bias, out);
   problem.epilogue = epilogue;
-  problem.way = way;
   Run(kMatmul, problem, 0);
 }
 
 void MatmulAccumulate(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
-                      const float* alpha, const float* beta, const StridedTensor& out, Way way) {
+                      const float* alpha, const float* beta, const StridedTensor& out) {
   Problem problem = MakeProblem(a, b, bias, out);
-  problem.way = way;
   problem.accumulation = {true, alpha != nullptr || beta != nullptr, beta != nullptr};
   if (ScratchQuery::Current() != nullptr) return Run(kMatmul, problem, 0);
   Factors factors{alpha != nullptr ? *alpha : 1.F, beta != nullptr ? *beta : 1.F};
@@ -520,7 +505,7 @@ void Pack(const StridedTensor& b, void* packed, int64_t nbytes) {
 
 void MatmulPacked(const StridedTensor& a, const StridedTensor& b, int64_t nbytes,
                   const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue) {
-  if (b.numel() == 0) return Matmul(a, RowMajor(b), bias, out, epilogue, Way::kRules);
+  if (b.numel() == 0) return Matmul(a, RowMajor(b), bias, out, epilogue);
   Problem problem = MakeProblem(a, RowMajor(b), bias, out);
   problem.epilogue = epilogue;
   Run(kMatmulPacked, problem, nbytes);

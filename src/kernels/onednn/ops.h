@@ -7,21 +7,15 @@
 
 namespace amp_ir::onednn {
 
-// How a product is computed. kRules: by its extents, as rules say that were measured on one CPU.
-// kPlain: oneDNN's first choice for operands as they lie; kGemm: its older gemm; the others: from
-// copies of the operands in layouts that oneDNN chooses. A way that a product does not have is as
-// kPlain.
-enum class Way { kRules, kPlain, kGemm, kCopyA, kCopyB, kCopyBoth };
-
 // out [batch..., m, n] = epilogue(a [batch..., m, k] @ b [batch..., k, n] + bias [n]), accumulated
 // in float32 and rounded once.
 void Matmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
-            const StridedTensor& out, Epilogue epilogue, Way way);
+            const StridedTensor& out, Epilogue epilogue);
 
 // out = beta * out + alpha * (a @ b + bias), all in float32 but a and b, which have any of the
 // dtypes; a factor that is null is 1.
 void MatmulAccumulate(const StridedTensor& a, const StridedTensor& b, const StridedTensor* bias,
-                      const float* alpha, const float* beta, const StridedTensor& out, Way way);
+                      const float* alpha, const float* beta, const StridedTensor& out);
 
 // Bytes for a copy of b [k, n] as oneDNN would have it for its matmuls, enough for a plain one too;
 // 0 where it would have it plain.

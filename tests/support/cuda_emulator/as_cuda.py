@@ -39,7 +39,7 @@ class GraphedProgram(steps.EmulatedProgram):
 def _build(planned: Any, target: Any, _device: str, *, opt_level: int) -> Executable:
     built = build_stage.compile_executable(planned, target, opt_level=opt_level)
     vm = tvm.relax.VirtualMachine(built, device.device())
-    return Executable(vm, device.device(), 0, 0.0, built)
+    return Executable(vm, device.device(), 0, built)
 
 
 @contextlib.contextmanager

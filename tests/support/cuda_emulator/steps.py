@@ -38,7 +38,7 @@ def compile_step(mod: amp_ir.StepModule, **options: Any) -> CompiledStep:
 def load_step(mod: amp_ir.StepModule, planned: PlannedStep, built: Any) -> CompiledStep:
     """A compiled step, ready to run."""
     vm = tvm.relax.VirtualMachine(built, device.device())
-    executable = Executable(vm, device.device(), 0, 0.0, built)
+    executable = Executable(vm, device.device(), 0, built)
     signature = planned.signature(mod.signature)
     running = EmulatedProgram(executable, planned.plan, signature, mod.state, checks=planned.checks)
     report = CompileReport({}, 0, planned.plan, planned.dispatched)

@@ -121,10 +121,6 @@ class Emitter:
         self._fills[filled] = value
         return filled
 
-    def fill_value(self, x: relax.Expr) -> Scalar | None:
-        """Return the value that `full` gave every element of x, or None for another expression."""
-        return self._fills.get(x)
-
     # Types and shapes; each emits nothing where nothing changes.
 
     def cast(self, x: Operand, dtype: str) -> relax.Expr:
