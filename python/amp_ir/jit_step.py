@@ -43,7 +43,7 @@ class JitStep:
         self._amp_dtype = options.pop("amp_dtype")
         self._autocast_options = options.pop("autocast_options")
         self._compile_options = options.pop("compile_options")
-        self._variants: StepVariants[CallSignature, CompiledStep]
+        self._variants: StepVariants[CallSignature]
         self._variants = StepVariants(options.pop("recompile_limit"))
         self._trace_options = options
         self._turn = ForkSafeLock("the step was running")
@@ -134,9 +134,7 @@ class JitStep:
         """
         raise CopyError(NO_COPY)
 
-    def _compile(
-        self, signature: CallSignature, batch: tuple[Any, ...]
-    ) -> Variant[CallSignature, CompiledStep]:
+    def _compile(self, signature: CallSignature, batch: tuple[Any, ...]) -> Variant[CallSignature]:
         reason = self._variants.why_none(signature)
         options = self._options(signature)
         started = time.perf_counter()

@@ -383,7 +383,7 @@ GUARDED = [
 def test_a_change_is_seen_and_captured_again(build: Callable[[], Program], reason: str) -> None:
     made = build()
     captured = made.capture(batch(0))
-    assert captured.recompile_reason() == ""
+    assert captured.hooks.recompile_reason() == ""
     setting = SETTING
     made.change()
     words = {
@@ -392,8 +392,8 @@ def test_a_change_is_seen_and_captured_again(build: Callable[[], Program], reaso
         "setting": setting,
         "more": setting + 0.25,
     }
-    text = captured.recompile_reason()
-    assert not captured.guards_hold()
+    text = captured.hooks.recompile_reason()
+    assert captured.hooks.recompile_reason()
     assert text.startswith(reason.format(**words)), text
     if not reason.endswith(" "):
         assert text == reason.format(**words)
@@ -508,8 +508,8 @@ def test_a_number_that_changes_again_becomes_an_input(build: Callable[[], Progra
     made = build()
     first = made.capture(batch(0))
     made.change()
-    names = first.changed_numbers()
-    assert len(names) == 1 and first.recompile_reason().startswith(names[0])
+    names = first.hooks.changed_numbers()
+    assert len(names) == 1 and first.hooks.recompile_reason().startswith(names[0])
     torch.manual_seed(0)
     eager = build()
     eager.change()
@@ -527,7 +527,7 @@ def test_a_number_that_changes_again_becomes_an_input(build: Callable[[], Progra
         torch.testing.assert_close(runner(*batch(index)), eager.step(*batch(index)).detach())
         made.change()
         eager.change()
-        assert captured.recompile_reason() == "" and captured.changed_numbers() == ()
+        assert captured.hooks.recompile_reason() == "" and captured.hooks.changed_numbers() == ()
 
 
 def test_a_number_that_is_a_size_or_a_branch_stays_a_guard() -> None:
@@ -557,10 +557,10 @@ def test_a_number_that_is_a_size_or_a_branch_stays_a_guard() -> None:
         f"computed with tensors: {rows}, {warm}.",
     )
     options["power"] = 2.5
-    assert captured.recompile_reason() == ""
+    assert captured.hooks.recompile_reason() == ""
     options["rows"] = 3
-    assert captured.recompile_reason() == f"{rows} was 2 and is 3"
-    assert captured.changed_numbers() == ()
+    assert captured.hooks.recompile_reason() == f"{rows} was 2 and is 3"
+    assert captured.hooks.changed_numbers() == ()
 
 
 # PyTorch's own settings.
@@ -586,8 +586,8 @@ AMBIENT = [
 def test_settings_around_the_call_are_guarded(context: Any, reason: str) -> None:
     captured = program(entropy, lambda _m: None).capture(batch(0))
     with context():
-        assert captured.recompile_reason() == reason
-    assert captured.recompile_reason() == ""
+        assert captured.hooks.recompile_reason() == reason
+    assert captured.hooks.recompile_reason() == ""
 
 
 def test_settings_of_the_process_are_guarded() -> None:
@@ -595,19 +595,19 @@ def test_settings_of_the_process_are_guarded() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         reason = "the default dtype was torch.float32 and is torch.float64"
-        assert captured.recompile_reason() == reason
+        assert captured.hooks.recompile_reason() == reason
     finally:
         torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(mode=True)
     try:
         reason = "the use of deterministic algorithms was False and is True"
-        assert captured.recompile_reason() == reason
+        assert captured.hooks.recompile_reason() == reason
     finally:
         torch.use_deterministic_algorithms(mode=False)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert captured.recompile_reason() == "modules have 1 global hooks, and had 0"
+    assert captured.hooks.recompile_reason() == "modules have 1 global hooks, and had 0"
     handle.remove()
-    assert captured.recompile_reason() == ""
+    assert captured.hooks.recompile_reason() == ""
 
 
 def test_the_environment_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,9 +615,9 @@ def test_the_environment_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         return entropy(model, x, y) * float(os.environ.get("SCALE_OF_A_TEST", "1"))
 
     captured = program(loss, lambda _m: None).capture(batch(0))
-    assert captured.recompile_reason() == ""
+    assert captured.hooks.recompile_reason() == ""
     monkeypatch.setenv("SCALE_OF_A_TEST", "2")
-    assert captured.recompile_reason() == "os.environ has other keys"
+    assert captured.hooks.recompile_reason() == "os.environ has other keys"
 
 
 # What is refused.
@@ -779,7 +779,8 @@ def test_what_a_compiled_step_would_not_do_is_refused(
         repr(np.random.get_state()),
         repr(box.draws.bit_generator.state),
     )
-    assert program(entropy, lambda _m: None, model=made.model).capture(batch(0)).guards_hold()
+    captured = program(entropy, lambda _m: None, model=made.model).capture(batch(0))
+    assert captured.hooks.recompile_reason() == ""
 
 
 # What is harmless.
@@ -875,9 +876,9 @@ def test_jit_guards_a_probability_that_an_op_takes_as_a_constant() -> None:
 def test_no_demo_is_captured_again(name: str) -> None:
     made = WORKLOADS[name].make(small=True)
     captured = capture_step(made.step, made.batch, model=made.model, optimizer=made.optimizer)
-    captured.install_state()
+    captured.hooks.install_state()
     parameters = {f"{key}.grad": value for key, value in made.model.named_parameters()}
     left = [one.name for one in captured.outputs if one.role is Role.GRADIENT]
     for _ in range(5):
-        assert captured.recompile_reason() == ""
-        captured.after_step([torch.zeros_like(parameters[name]) for name in left])
+        assert captured.hooks.recompile_reason() == ""
+        captured.hooks.after_step([torch.zeros_like(parameters[name]) for name in left])

@@ -193,5 +193,5 @@ def test_a_failed_capture_does_not_spoil_the_next() -> None:
     captured = capture_step(
         make_step(model, optimizer, "none", clears=True), batch, model=model, optimizer=optimizer
     )
-    assert captured.guards_hold()
+    assert not captured.hooks.recompile_reason()
     assert CapturedRunner(captured)(*batch).isfinite()

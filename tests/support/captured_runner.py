@@ -16,7 +16,7 @@ class CapturedRunner:
 
     def __init__(self, captured: CapturedStep) -> None:
         self.captured = captured
-        captured.install_state()
+        captured.hooks.install_state()
 
     def __call__(self, *batch: Any) -> Any:
         """Run the step once on the user's tensors."""
@@ -33,7 +33,7 @@ class CapturedRunner:
                     gradients.append(value)
                 else:
                     inputs[output.updates].copy_(value)
-        captured.after_step(gradients)
+        captured.hooks.after_step(gradients)
         return captured.unflatten_results(results)
 
     @staticmethod

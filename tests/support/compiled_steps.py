@@ -53,7 +53,7 @@ def assert_compiled_alike(
     for index in range(steps):
         arguments = batch(index)
         expected = eager.step(*copy.deepcopy(arguments))
-        if step is None or not step.module.hooks.guards_hold():
+        if step is None or step.module.hooks.recompile_reason():
             step, compilations = compile_training(compiled, arguments), compilations + 1
         assert_results_near(step(*arguments), expected, rtol)
         assert_gradients_near(compiled, eager, gradient_rtol)

@@ -66,7 +66,7 @@ def assert_trains_alike(
     for index in range(steps):
         arguments = batch(index)
         expected = eager.step(*copy.deepcopy(arguments))
-        if runner is None or not runner.captured.guards_hold():
+        if runner is None or runner.captured.hooks.recompile_reason():
             runner, captures = CapturedRunner(captured.capture(arguments)), captures + 1
         assert_results_equal(runner(*arguments), expected, rtol=rtol, atol=atol)
         between(eager)

@@ -36,6 +36,7 @@ from amp_ir.capture.traced import Traced
 from amp_ir.capture.tracing import StepTracer
 from amp_ir.errors import CaptureError
 from amp_ir.ir.captured_step import CapturedStep
+from amp_ir.ir.step_module import StepHooks
 
 __all__ = ["capture_model", "capture_step", "check_training"]
 
@@ -106,14 +107,15 @@ def capture_step(
             *number_notes(followed, unfollowed),
             *_notes_on(moved),
         ),
-        install_state=capture_guards.install_state,
-        guards_hold=capture_guards.holds,
-        after_step=capture_guards.after_step,
-        recompile_reason=capture_guards.recompile_reason,
-        is_over=capture_guards.is_over,
-        changed_numbers=capture_guards.changed_numbers,
-        take_numbers=arguments.take,
-        followed=arguments.followed,
+        hooks=StepHooks(
+            install_state=capture_guards.install_state,
+            after_step=capture_guards.after_step,
+            recompile_reason=capture_guards.recompile_reason,
+            is_over=capture_guards.is_over,
+            changed_numbers=capture_guards.changed_numbers,
+            take_numbers=arguments.take,
+            followed=arguments.followed,
+        ),
     )
 
 

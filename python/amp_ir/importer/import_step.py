@@ -28,7 +28,7 @@ from amp_ir.importer.external_call import convert_external, is_complex_call, rea
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
 from amp_ir.ir.empty_tensors import has_no_elements, number_everywhere, results_of_nothing
 from amp_ir.ir.location import META_KEY, Location, to_span
-from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepHooks, StepModule
+from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 
 # The part of torch's seed that the random ops use: their hash works on 32-bit words, and a
 # non-negative int64 survives every conversion.
@@ -69,16 +69,7 @@ def import_step(captured: CapturedStep) -> StepModule:
         ),
         state=state,
         notes=captured.notes,
-        hooks=StepHooks(
-            guards_hold=captured.guards_hold,
-            install_state=captured.install_state,
-            after_step=captured.after_step,
-            recompile_reason=captured.recompile_reason,
-            is_over=captured.is_over,
-            changed_numbers=captured.changed_numbers,
-            take_numbers=captured.take_numbers,
-            followed=captured.followed,
-        ),
+        hooks=captured.hooks,
     )
 
 

@@ -80,11 +80,6 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _always() -> bool:
-    """Return True."""
-    return True
-
-
 def _never() -> bool:
     """Return False."""
     return False
@@ -110,13 +105,15 @@ def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
 
 @attrs.frozen
 class StepHooks:
-    """The hooks around a run of a step.
+    """What is called around a run of a step.
 
-    `guards_hold()`: whether the capture still equals the step; if not, capture again.
-    `install_state()`: put optimizer state that the capture created into the optimizer (once).
+    `install_state()`: put optimizer state that the capture created into the optimizer, before the
+    first run; calling it again changes nothing.
     `after_step(gradients)`: set or clear each `p.grad` as the step leaves it; takes the GRADIENT
     outputs that update no input, in order.
-    `recompile_reason()`: the guard that fails, as text; "" while all guards hold.
+    `recompile_reason()`: the guard that fails, as text: a frozen parameter, a changed flag of a
+    param group, a replaced state tensor, a gradient where there was none; then capture again. ""
+    while the capture equals the step.
     `is_over()`: whether the guards will not hold again, as after the optimizer's first step.
     `changed_numbers()`: the names of the Python numbers outside of the step that are guarded, have
     another value now, and can be inputs of the next capture (`trace_step(numbers_as_inputs=...)`).
@@ -124,7 +121,6 @@ class StepHooks:
     `recompile_reason` is asked; `followed` are the positions of those that are read from there.
     """
 
-    guards_hold: Callable[[], bool] = _always
     install_state: Callable[[], None] = _nothing
     after_step: Callable[[Sequence[torch.Tensor]], None] = _ignore
     recompile_reason: Callable[[], str] = _no_change

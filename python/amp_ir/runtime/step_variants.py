@@ -20,6 +20,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 
+from amp_ir.ir.step_module import StepHooks
+from amp_ir.runtime.step import CompiledStep
+
 log = logging.getLogger("amp_ir")
 
 # What torch.compile allows too. Four switches that users turn make eight programs: training or
@@ -45,22 +48,6 @@ class Signature(Protocol):
         """Describe how it differs from an earlier one."""
 
 
-class Guards(Protocol):
-    """The guards of a program: whether it is still what the step does."""
-
-    def take_numbers(self, plain: Sequence[Any], /) -> None:
-        """Take the plain values of the next call to check."""
-
-    def recompile_reason(self) -> str:
-        """Why it is not, in words; "" where it is."""
-
-    def is_over(self) -> bool:
-        """Return whether the guards will never hold again."""
-
-    def changed_numbers(self) -> tuple[str, ...]:
-        """Return the Python numbers that it froze and that have other values now."""
-
-
 @attrs.frozen
 class Recompile:
     """One time that a step was compiled again: why, and how long it took."""
@@ -70,19 +57,18 @@ class Recompile:
 
 
 S = TypeVar("S", bound=Signature)
-P = TypeVar("P")
 
 
 @attrs.frozen(eq=False)
-class Variant(Generic[S, P]):
+class Variant(Generic[S]):
     """One program, with its signature and guards."""
 
     signature: S
-    guards: Guards
-    program: P
+    guards: StepHooks
+    program: CompiledStep
 
 
-class StepVariants(Generic[S, P]):
+class StepVariants(Generic[S]):
     """Programs by signature, the most recently used first.
 
     At most `limit` are kept for one signature; beyond it the one not used for longest is dropped.
@@ -90,18 +76,18 @@ class StepVariants(Generic[S, P]):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_key: dict[Any, list[Variant[S, P]]] = {}
-        self._recent: list[Variant[S, P]] = []
+        self._by_key: dict[Any, list[Variant[S]]] = {}
+        self._recent: list[Variant[S]] = []
         self._reasons: dict[Any, list[str]] = {}
         self._has_warned = False
         self.recompiles: list[Recompile] = []
 
     @property
-    def last(self) -> Variant[S, P] | None:
+    def last(self) -> Variant[S] | None:
         """The one used last; None before the first."""
         return self._recent[0] if self._recent else None
 
-    def find(self, signature: S) -> Variant[S, P] | None:
+    def find(self, signature: S) -> Variant[S] | None:
         """Return the program for a call; the common case checks one guard."""
         for variant in self._alike(signature):
             variant.guards.take_numbers(signature.plain)
@@ -111,7 +97,7 @@ class StepVariants(Generic[S, P]):
                 return variant
         return None
 
-    def alike(self, signature: S) -> Variant[S, P] | None:
+    def alike(self, signature: S) -> Variant[S] | None:
         """Return the last used program for the same signature and values, valid or not."""
         return next(self._alike(signature), None)
 
@@ -124,7 +110,7 @@ class StepVariants(Generic[S, P]):
         differences = (signature.differences(one.signature) for one in known)
         return "; ".join(min(differences, key=operator.length_hint, default=[]))
 
-    def add(self, variant: Variant[S, P], reason: str, seconds: float) -> None:
+    def add(self, variant: Variant[S], reason: str, seconds: float) -> None:
         """Add a new program, and log it; `reason` is what `why_none` returned before."""
         key = variant.signature.key
         for one in [one for one in self._recent if one.guards.is_over()]:
@@ -144,16 +130,16 @@ class StepVariants(Generic[S, P]):
             self._has_warned = True
             log.warning("%s", self._warning(reasons))
 
-    def _alike(self, signature: S) -> Iterator[Variant[S, P]]:
+    def _alike(self, signature: S) -> Iterator[Variant[S]]:
         group = self._by_key.get(signature.key, ())
         return (one for one in group if one.signature.fits(signature))
 
-    def _use(self, variant: Variant[S, P]) -> None:
+    def _use(self, variant: Variant[S]) -> None:
         for variants in (self._recent, self._by_key[variant.signature.key]):
             variants.remove(variant)
             variants.insert(0, variant)
 
-    def _drop(self, variant: Variant[S, P]) -> None:
+    def _drop(self, variant: Variant[S]) -> None:
         self._recent.remove(variant)
         self._by_key[variant.signature.key].remove(variant)
 

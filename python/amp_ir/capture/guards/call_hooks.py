@@ -128,10 +128,6 @@ class CaptureGuards:
             (tensor, kind) for _, tensor, kind in self._gradients if kind is not None
         ]
 
-    def holds(self) -> bool:
-        """Return whether the graph still equals the step."""
-        return not self.recompile_reason()
-
     def recompile_reason(self) -> str:
         """Return the recompile reason: how the step differs from the graph; "" if it does not."""
         for tier in self._tiers:
