@@ -18,6 +18,7 @@ PACKAGE = ROOT / "python" / "amp_ir"
 STAGES = "capture importer loss_scaling rewrites amp dispatch loops memory vm runtime report"
 LAYERS = [
     "version",
+    "deprecation",
     "errors",
     "standalone",  # runs a compiled file with TVM's runtime alone, so it imports nothing
     "loaded_step",  # its old name

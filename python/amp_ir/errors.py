@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from amp_ir.deprecation import renamed_in
 
 
 class AmpIrError(Exception):
@@ -131,18 +130,6 @@ class BudgetError(AmpIrError, MemoryError):
         self.least_bytes = least_bytes
 
 
-# Old public names -> the current ones.
-_RENAMED = {"IdError": "IndexOutOfRangeError", "ShapeChanged": "ShapeMismatchError"}
-
-
-def __getattr__(name: str) -> Any:
-    """Return a class by a deprecated name, with a warning that names the current one."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"amp_ir.errors.{name} is called amp_ir.errors.{_RENAMED[name]} now; the old name goes in "
-        "the next minor version",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return globals()[_RENAMED[name]]
+__getattr__ = renamed_in(
+    __name__, {"IdError": "IndexOutOfRangeError", "ShapeChanged": "ShapeMismatchError"}
+)

@@ -505,9 +505,9 @@ def test_old_names_of_chunked_losses_warn() -> None:
         assert loss.blocks == 4
         assert memory_plan.RowSplit is ChunkedLoss
     assert [str(one.message) for one in warned] == [
-        f"amp_ir.ir.memory_plan.MemoryPlan.splits is called MemoryPlan.chunked_losses {goes}",
-        f"amp_ir.ir.memory_plan.RowSplit.blocks is called ChunkedLoss.chunks {goes}",
-        f"amp_ir.ir.memory_plan.RowSplit is called ChunkedLoss {goes}",
+        f"MemoryPlan.splits is called MemoryPlan.chunked_losses {goes}",
+        f"ChunkedLoss.blocks is called ChunkedLoss.chunks {goes}",
+        f"amp_ir.ir.memory_plan.RowSplit is called amp_ir.ir.memory_plan.ChunkedLoss {goes}",
     ]
 
 

@@ -7,9 +7,6 @@ user changes them), `step_graph` (the IR as records), `decisions` (the rules app
 pass), `plan` (the decisions as data), `amp_ir.ir.uncast` (the proof that only dtypes changed).
 """
 
-import warnings
-from typing import Any
-
 from amp_ir.amp.autocast import plan_of
 from amp_ir.amp.hints import (
     FREE,
@@ -23,6 +20,7 @@ from amp_ir.amp.hints import (
 from amp_ir.amp.overrides import CustomTypeHint, Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
+from amp_ir.deprecation import renamed_in
 
 __all__ = [
     "FREE",
@@ -39,18 +37,5 @@ __all__ = [
     "type_hint",
 ]
 
-# Names of 0.1 -> what they are called now. `gen_hint_helper` is RAF's.
-_RENAMED = {"Hints": "RuleResult", "gen_hint_helper": "hint_for_floats"}
-
-
-def __getattr__(name: str) -> Any:
-    """Return an object by the name that it had in the last minor version."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"amp_ir.amp.{name} is called amp_ir.amp.{_RENAMED[name]} now; the old name goes in the "
-        "next minor version",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return globals()[_RENAMED[name]]
+# `gen_hint_helper` is RAF's name.
+__getattr__ = renamed_in(__name__, {"Hints": "RuleResult", "gen_hint_helper": "hint_for_floats"})

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -23,6 +22,7 @@ import attrs
 
 from amp_ir.amp.decisions import Label
 from amp_ir.amp.plan_file import FORMAT, plan_from, read_plan, write_plan
+from amp_ir.deprecation import Renamed
 from amp_ir.errors import OptionError
 
 _NBYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -217,15 +217,7 @@ class CastPlan:
         ]
         return "\n".join(lines)
 
-    def certificate(self) -> str:
-        """Return `cast_traffic()`; this name of 0.1 goes in the next minor version."""
-        warnings.warn(
-            "CastPlan.certificate is called CastPlan.cast_traffic now; the old name goes in the "
-            "next minor version",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.cast_traffic()
+    certificate = Renamed("cast_traffic")
 
     def explain(self, what: str = "*") -> str:
         """Explain the dtypes of each op of a module, or of a name, and each of its casts.

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import enum
 import functools
-import warnings
-from typing import Any
 
 import attrs
 import tvm
 
+from amp_ir.deprecation import Renamed, renamed_in
 from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.location import Location
 from amp_ir.ir.planned_checks import PlannedChecks
@@ -127,11 +126,7 @@ class ChunkedLoss:
     chunks: int
     nbytes: int
 
-    @property
-    def blocks(self) -> int:
-        """Return `chunks`; the name is deprecated."""
-        _warn_renamed("RowSplit.blocks", "ChunkedLoss.chunks")
-        return self.chunks
+    blocks = Renamed("chunks")
 
     def __str__(self) -> str:
         """Return one line for a report."""
@@ -165,11 +160,7 @@ class MemoryPlan:
     chunked_losses: tuple[ChunkedLoss, ...] = ()
     writes: StateWrites = attrs.field(factory=StateWrites, repr=False)
 
-    @property
-    def splits(self) -> tuple[ChunkedLoss, ...]:
-        """Return `chunked_losses`; the name is deprecated."""
-        _warn_renamed("MemoryPlan.splits", "MemoryPlan.chunked_losses")
-        return self.chunked_losses
+    splits = Renamed("chunked_losses")
 
     @property
     def peak_bytes(self) -> int:
@@ -213,18 +204,4 @@ class PlannedStep:
         return captured if self.outputs is None else attrs.evolve(captured, outputs=self.outputs)
 
 
-def __getattr__(name: str) -> Any:
-    """Return a class by its deprecated name, with a warning that names the current one."""
-    if name != "RowSplit":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _warn_renamed("RowSplit", "ChunkedLoss")
-    return ChunkedLoss
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    warnings.warn(
-        f"amp_ir.ir.memory_plan.{old} is called {new} now; the old name goes in the next minor "
-        "version",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+__getattr__ = renamed_in(__name__, {"RowSplit": "ChunkedLoss"})

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import statistics
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import attrs
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 
+from amp_ir.deprecation import Renamed
 from amp_ir.files.atomic_file import write_text
 from amp_ir.host.peak_rates import MachinePeaks
 from amp_ir.ir.dispatch_log import DispatchNote
@@ -40,18 +40,6 @@ class StepTimes(Protocol):
         """When each call ended."""
 
 
-def _renamed(owner: object, old: str, new: str) -> float:
-    """Return the attribute `new`, with a warning that its name of 0.1 is deprecated."""
-    kind = type(owner).__name__
-    warnings.warn(
-        f"{kind}.{old} is called {kind}.{new} now; the old name goes in the next minor version",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    value: float = getattr(owner, new)
-    return value
-
-
 @attrs.frozen
 class CallProfile:
     """One call of the step. `milliseconds` is the median over the timed steps.
@@ -74,10 +62,7 @@ class CallProfile:
     speed_of_light_milliseconds: float
     is_cast: bool
 
-    @property
-    def floor_milliseconds(self) -> float:
-        """Return `speed_of_light_milliseconds`; this name of 0.1 goes in the next minor version."""
-        return _renamed(self, "floor_milliseconds", "speed_of_light_milliseconds")
+    floor_milliseconds = Renamed("speed_of_light_milliseconds")
 
 
 @attrs.frozen
@@ -96,10 +81,7 @@ class KernelTotal:
     speed_of_light_milliseconds: float
     is_cast: bool
 
-    @property
-    def floor_milliseconds(self) -> float:
-        """Return `speed_of_light_milliseconds`; this name of 0.1 goes in the next minor version."""
-        return _renamed(self, "floor_milliseconds", "speed_of_light_milliseconds")
+    floor_milliseconds = Renamed("speed_of_light_milliseconds")
 
     @property
     def gflop_per_second(self) -> float:
@@ -176,10 +158,7 @@ class KernelProfile:
         least = sum(call.speed_of_light_milliseconds for call in self.calls)
         return least / self.step_milliseconds
 
-    @property
-    def floor_share(self) -> float:
-        """Return `speed_of_light_share`; this name of 0.1 goes in the next minor version."""
-        return _renamed(self, "floor_share", "speed_of_light_share")
+    floor_share = Renamed("speed_of_light_share")
 
     @property
     def milliseconds_by_phase(self) -> Mapping[str, float]:
