@@ -41,7 +41,8 @@ class Kind(enum.Enum):
     VIEW = "view"
 
 
-_LIBRARY = frozenset(
+# Calls that state the dtype of their result in an option, whatever that of their arguments.
+SET_BY_OPTION = frozenset(
     {
         "relax.matmul",
         "relax.nn.conv1d",
@@ -51,6 +52,10 @@ _LIBRARY = frozenset(
         "amp_ir.conv_transpose",
         "amp_ir.conv_backward_input",
         "amp_ir.conv_backward_weight",
+    }
+)
+_LIBRARY = SET_BY_OPTION | frozenset(
+    {
         "amp_ir.attention",
         "amp_ir.attention_backward",
         "amp_ir.lstm",

@@ -23,26 +23,12 @@ from tvm.ir import GenericConst, Span
 
 from amp_ir.amp.decisions import Decision
 from amp_ir.amp.hints import FULL_DTYPE
-from amp_ir.amp.kernels import Places
+from amp_ir.amp.kernels import SET_BY_OPTION, Places
 from amp_ir.amp.reads import Reads, fits_low_exactly, plan_reads
 from amp_ir.dialect.registry import DECLARATIONS, call_op, options_of
 from amp_ir.errors import RuleError
 from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.step_graph import Op, StepGraph, Tree, leaves
-
-# Calls that state the dtype of their result in an option, whatever that of their arguments.
-_SET_BY_OPTION = frozenset(
-    {
-        "relax.matmul",
-        "relax.nn.conv1d",
-        "relax.nn.conv2d",
-        "relax.nn.conv3d",
-        "amp_ir.conv",
-        "amp_ir.conv_transpose",
-        "amp_ir.conv_backward_input",
-        "amp_ir.conv_backward_weight",
-    }
-)
 
 
 @attrs.frozen
@@ -144,7 +130,7 @@ class _Rewriter:
         before = [self.graph.values[leaf].dtype for leaf in op.results]
         was = [self.graph.values[leaf].dtype for leaf in op.reads]
         attributes = op.call.attrs
-        if op.name in _SET_BY_OPTION and before[0] == FULL_DTYPE:
+        if op.name in SET_BY_OPTION and before[0] == FULL_DTYPE:
             wants_low = decision.label == "low"
             produced = [self.amp_dtype if wants_low else FULL_DTYPE]
             if (dtypes, produced) != (was, before):

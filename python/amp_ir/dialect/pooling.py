@@ -29,26 +29,17 @@ def pooled_extent(
     return count - 1 if ceil_mode and (count - 1) * stride >= extent + pad else count
 
 
-def pooled_shape(
-    shape: Shape,
-    *,
+def _pooled(
+    op: str,
+    x: Shape,
     kernel: Shape,
     strides: Shape,
     padding: Shape,
-    dilation: Shape,
+    dilation: Shape | None,
     ceil_mode: bool,
 ) -> Shape:
-    """Return the shape of a pooling's result for the shape of its input."""
-    batch, space = shape[: -len(kernel)], shape[-len(kernel) :]
-    return batch + tuple(
-        pooled_extent(*numbers, ceil_mode)
-        for numbers in zip(space, kernel, strides, padding, dilation, strict=True)
-    )
-
-
-def _check_window(
-    op: str, x: Shape, kernel: Shape, strides: Shape, padding: Shape, dilation: Shape
-) -> None:
+    """Check the options of a window, and return the shape of its op's result."""
+    dilation = dilation or (1,) * len(kernel)
     if not 1 <= len(kernel) <= min(3, len(x)):
         raise OptionError(
             f"{op}: option kernel is {tuple(kernel)}, expected 1 to 3 numbers, one a spatial axis"
@@ -60,6 +51,8 @@ def _check_window(
             f"{op}: option padding is {tuple(padding)}, expected at most half of "
             f"kernel {tuple(kernel)}"
         )
+    windows = zip(x[-len(kernel) :], kernel, strides, padding, dilation, strict=True)
+    return x[: -len(kernel)] + tuple(pooled_extent(*one, ceil_mode) for one in windows)
 
 
 def _planes(x: torch.Tensor, ndim_space: int) -> torch.Tensor:
@@ -97,11 +90,7 @@ def max_pool(
     Of equal elements the first counts; a NaN is larger than any number.
     """
     x.expect_float()
-    _check_window("amp_ir.max_pool", x.shape, kernel, strides, padding, dilation)
-    shape = pooled_shape(
-        x.shape, kernel=kernel, strides=strides, padding=padding, dilation=dilation,
-        ceil_mode=ceil_mode,
-    )  # fmt: skip
+    shape = _pooled("amp_ir.max_pool", x.shape, kernel, strides, padding, dilation, ceil_mode)
     return x.with_shape(shape), Tensor(shape, "int64")
 
 
@@ -133,13 +122,8 @@ def max_pool_backward(
     """
     grad.expect_float()
     op = "amp_ir.max_pool_backward"
-    _check_window(op, tuple(input_shape), kernel, strides, padding, dilation)
-    grad.expect_shape(
-        pooled_shape(
-            tuple(input_shape), kernel=kernel, strides=strides, padding=padding,
-            dilation=dilation, ceil_mode=ceil_mode,
-        )
-    )  # fmt: skip
+    shape = tuple(input_shape)
+    grad.expect_shape(_pooled(op, shape, kernel, strides, padding, dilation, ceil_mode))
     indices.expect_dtype("int64")
     indices.expect_shape(grad.shape)
     return grad.with_shape(input_shape)
@@ -167,13 +151,9 @@ def _avg_pool(
     return _as_batch(y.squeeze(2) if n == 1 else y, tuple(x.shape), n)
 
 
-def _average_shape(op: str, x: Shape, **options: Any) -> Shape:
-    dilation = (1,) * len(options["kernel"])
-    windows = {key: options[key] for key in ("kernel", "strides", "padding")}
-    _check_window(op, x, **windows, dilation=dilation)
-    if options["divisor"] is not None and options["divisor"] < 1:
-        raise OptionError(f"{op}: option divisor is {options['divisor']}, expected None or >= 1")
-    return pooled_shape(x, **windows, dilation=dilation, ceil_mode=options["ceil_mode"])
+def _check_divisor(op: str, divisor: int | None) -> None:
+    if divisor is not None and divisor < 1:
+        raise OptionError(f"{op}: option divisor is {divisor}, expected None or >= 1")
 
 
 @define("amp_ir.avg_pool", "x", reference=_avg_pool)
@@ -193,10 +173,8 @@ def avg_pool(
     only with `count_include_pad`; what is beyond the padding (ceil_mode) never counts.
     """
     x.expect_float()
-    shape = _average_shape(
-        "amp_ir.avg_pool", x.shape, kernel=kernel, strides=strides, padding=padding,
-        ceil_mode=ceil_mode, divisor=divisor,
-    )  # fmt: skip
+    shape = _pooled("amp_ir.avg_pool", x.shape, kernel, strides, padding, None, ceil_mode)
+    _check_divisor("amp_ir.avg_pool", divisor)
     return x.with_shape(shape)
 
 
@@ -225,10 +203,9 @@ def avg_pool_backward(
 ) -> Tensor:
     """Return dx of avg_pool with the same options: grad f[*batch, *out] -> f[*input_shape]."""
     grad.expect_float()
-    shape = _average_shape(
-        "amp_ir.avg_pool_backward", tuple(input_shape), kernel=kernel, strides=strides,
-        padding=padding, ceil_mode=ceil_mode, divisor=divisor,
-    )  # fmt: skip
+    op = "amp_ir.avg_pool_backward"
+    shape = _pooled(op, tuple(input_shape), kernel, strides, padding, None, ceil_mode)
+    _check_divisor(op, divisor)
     grad.expect_shape(shape)
     return grad.with_shape(input_shape)
 

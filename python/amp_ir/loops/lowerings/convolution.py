@@ -79,14 +79,12 @@ def conv(
     x: Value,
     weight: Value,
     *,
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
     groups: int = 1,
     out_dtype: str | None = None,
+    **window: Sequence[int],
 ) -> Value:
     """Sum over [input channels per group, *window]."""
-    geometry = _Geometry(x.shape[2:], op.results[0].shape[2:], strides, padding, dilation)
+    geometry = _Geometry(x.shape[2:], op.results[0].shape[2:], **window)
     out_channels, channels = weight.shape[0] // groups, weight.shape[1]
 
     def body(i: Any, s: Any) -> tuple[Any, Any]:
@@ -131,14 +129,12 @@ def conv_backward_weight(
     x: Value,
     *,
     weight_shape: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
     groups: int = 1,
     out_dtype: str | None = None,
+    **window: Sequence[int],
 ) -> Value:
     """Sum over [batch, *out_space]."""
-    geometry = _Geometry(x.shape[2:], grad.shape[2:], strides, padding, dilation)
+    geometry = _Geometry(x.shape[2:], grad.shape[2:], **window)
     out_channels, channels = weight_shape[0] // groups, weight_shape[1]
 
     def body(i: Any, s: Any) -> tuple[Any, Any]:

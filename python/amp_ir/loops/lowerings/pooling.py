@@ -175,14 +175,18 @@ def _max_pool_backward(op: Lowering, grad: Value, indices: Value, axes: Axes) ->
 def _sliding(
     shape: Sequence[int],
     out_shape: Sequence[int],
+    *,
     kernel: Sequence[int],
     strides: Sequence[int],
     padding: Sequence[int],
-    dilation: Sequence[int],
+    dilation: Sequence[int] = (1, 1, 1),
+    ceil_mode: bool = False,
 ) -> list[Sliding]:
+    """Return the axes of windows with these options of an op; the shapes tell `ceil_mode`."""
     n = len(kernel)
-    numbers = zip(shape[-n:], out_shape[-n:], kernel, strides, padding, dilation, strict=True)
-    return [Sliding(*one) for one in numbers]
+    windows = zip(kernel, strides, padding, dilation[:n], strict=True)
+    extents = zip(shape[-n:], out_shape[-n:], strict=True)
+    return [Sliding(*extent, *window) for extent, window in zip(extents, windows, strict=True)]
 
 
 def _adaptive(shape: Sequence[int], out_shape: Sequence[int], n: int) -> list[Adaptive]:
@@ -190,37 +194,17 @@ def _adaptive(shape: Sequence[int], out_shape: Sequence[int], n: int) -> list[Ad
 
 
 @lowers("amp_ir.max_pool")
-def max_pool(
-    op: Lowering,
-    x: Value,
-    *,
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool = False,
-) -> tuple[Value, Value]:
+def max_pool(op: Lowering, x: Value, **window: Any) -> tuple[Value, Value]:
     """Compute the maximum of each window, then the first place that has it."""
-    shape = op.results[0].shape
-    return _max_pool(op, x, _sliding(x.shape, shape, kernel, strides, padding, dilation))
+    return _max_pool(op, x, _sliding(x.shape, op.results[0].shape, **window))
 
 
 @lowers("amp_ir.max_pool_backward")
 def max_pool_backward(
-    op: Lowering,
-    grad: Value,
-    indices: Value,
-    *,
-    input_shape: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool = False,
+    op: Lowering, grad: Value, indices: Value, *, input_shape: Sequence[int], **window: Any
 ) -> Value:
     """Add to each element the gradients of the windows whose index names it."""
-    axes = _sliding(input_shape, grad.shape, kernel, strides, padding, dilation)
-    return _max_pool_backward(op, grad, indices, axes)
+    return _max_pool_backward(op, grad, indices, _sliding(input_shape, grad.shape, **window))
 
 
 @lowers("amp_ir.adaptive_max_pool")
@@ -281,16 +265,12 @@ def avg_pool(
     op: Lowering,
     x: Value,
     *,
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor: int | None = None,
+    **window: Any,
 ) -> Value:
     """Compute the sum of each window over its count."""
-    ones = (1,) * len(kernel)
-    axes = _sliding(x.shape, op.results[0].shape, kernel, strides, padding, ones)
+    axes = _sliding(x.shape, op.results[0].shape, **window)
     return _average(op, x, axes, with_padding=count_include_pad, divisor=divisor)
 
 
@@ -300,15 +280,12 @@ def avg_pool_backward(
     grad: Value,
     *,
     input_shape: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor: int | None = None,
+    **window: Any,
 ) -> Value:
     """Add to each element its share of the gradients of the windows that hold it."""
-    axes = _sliding(input_shape, grad.shape, kernel, strides, padding, (1,) * len(kernel))
+    axes = _sliding(input_shape, grad.shape, **window)
     return _average_backward(op, grad, axes, with_padding=count_include_pad, divisor=divisor)
 
 
