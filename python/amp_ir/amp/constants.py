@@ -19,7 +19,7 @@ _LEAST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 
 
 class Holds(enum.Enum):
-    """How well a low dtype holds a constant."""
+    """The outcome of rounding a constant to a low dtype."""
 
     EXACTLY = "exactly"
     ROUNDED = "rounded"

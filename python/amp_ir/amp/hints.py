@@ -55,7 +55,7 @@ class TupleType:
 
 
 class _Free:
-    """The placement may choose."""
+    """The hint of an argument or result whose dtype the placement chooses."""
 
     def __repr__(self) -> str:
         return "FREE"

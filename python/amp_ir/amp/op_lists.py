@@ -41,7 +41,7 @@ _BY_RANK = {
 
 @attrs.frozen(kw_only=True)
 class OpLists:
-    """What to run low and what in float32, as a user writes it."""
+    """The lists of ops and modules that run low and that run in float32, as a user writes them."""
 
     target_dtype_ops: Any = None
     fp32_ops: Any = None

@@ -51,7 +51,10 @@ Cut = Callable[[int, Sequence[tuple[int, int, int]], int, int], tuple[list[bool]
 
 @attrs.frozen
 class Copy:
-    """A copy of a value in `wants`, paid if its producer is otherwise and a reader is `wants`."""
+    """A possible copy of a value in the dtype `wants`, of `nbytes`.
+
+    It is made where the producer has the other label and one of the readers is `wants`.
+    """
 
     producer: int
     readers: tuple[int, ...]

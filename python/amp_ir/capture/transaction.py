@@ -21,7 +21,7 @@ from amp_ir.ir.step_module import Role
 
 @attrs.define(eq=False)
 class _Written:
-    """One tensor of the state.
+    """The writes of one transaction to a tensor of the state.
 
     `before` is its value before the first write of the transaction, None if there was none.
     `is_ended` says that an `update` came after the last write, and `is_settled` that no selection
@@ -34,7 +34,7 @@ class _Written:
 
 
 class Transaction:
-    """The state that a traced step writes.
+    """The writes of a traced step to its state, and which of them an overflow rolls back.
 
     `value_of(slot)` is the current value of a buffer.
     """

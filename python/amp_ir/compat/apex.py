@@ -44,7 +44,7 @@ def init(
 
 
 class AmpHandle:
-    """What `init` returns."""
+    """apex's handle: the options of `init`, and loss scalers made with them."""
 
     def __init__(self, *, enabled: bool, loss_scale: float | str, verbose: bool) -> None:
         self.enabled, self.loss_scale, self.verbose = enabled, loss_scale, verbose
@@ -101,7 +101,7 @@ class AmpHandle:
 
 
 class OptimWrapper:
-    """An optimizer whose losses are scaled each by a scaler of its own; the rest is as it was."""
+    """An optimizer with `scale_loss`, a scaler for each loss; the rest is the optimizer's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, handle: AmpHandle, num_loss: int) -> None:
         self.optimizer, self._handle, self._num_loss = optimizer, handle, num_loss

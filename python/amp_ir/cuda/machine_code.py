@@ -22,7 +22,7 @@ _KERNEL_CODE = ".text."
 
 @attrs.frozen
 class KernelCode:
-    """A kernel of a cubin."""
+    """The resources that a kernel of a cubin uses."""
 
     name: str
     registers: int

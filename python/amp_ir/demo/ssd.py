@@ -56,7 +56,7 @@ def _further(inner: int, outer: int) -> nn.Sequential:
 
 
 class Ssd(nn.Module):
-    """The detector.
+    """SSD: a backbone, further layers that halve the side, and heads for boxes and classes.
 
     Args:
         classes: kinds of objects; class 0 is the background and comes on top.

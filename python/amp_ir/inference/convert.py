@@ -105,7 +105,7 @@ def _check_options(model: Any, target_dtype: Any, cast_optional_params: Any) -> 
 
 @attrs.define(eq=False)
 class Conversion:
-    """How a model becomes a program for the shapes of some inputs."""
+    """A model with the options of its conversion, from which programs are made."""
 
     model: torch.nn.Module
     target_dtype: str

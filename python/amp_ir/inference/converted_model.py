@@ -24,7 +24,7 @@ _NO_COPY = (
 
 
 class Conversion(Protocol):
-    """How the programs of a converted model are made from the model."""
+    """The source of a converted model's programs: the model and the options of its conversion."""
 
     def program(self, inputs: tuple[Any, ...]) -> StepModule:
         """Return the program for the shapes of some inputs."""

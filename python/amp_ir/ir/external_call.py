@@ -44,7 +44,7 @@ LIBRARY = "PyTorch (external call)"
 
 
 class _Run(threading.local):
-    """This thread's run: external calls begun, and the exception that the last one raised."""
+    """The external calls of this thread's run: how many began, and what the last one raised."""
 
     begun = 0
     error: BaseException | None = None
@@ -145,7 +145,7 @@ def _overload_of(name: str) -> torch._ops.OpOverload:
 
 @attrs.frozen
 class _Description:
-    """What a call says: the op, its arguments, the shapes of its tensors and its results."""
+    """A call's description: the op, its arguments, the shapes of its tensors and its results."""
 
     op: str
     arguments: str

@@ -58,7 +58,7 @@ WRITTEN_OVER = {
 
 @attrs.frozen
 class Layout:
-    """Dims and strides, in elements, of a result that is not there yet."""
+    """Dims and strides, in elements, of a result that has no memory yet."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -66,7 +66,7 @@ class Layout:
 
 @attrs.frozen(eq=False, kw_only=True)
 class LibraryCall:
-    """What every call has: the library's prefix, the type of its results, its location."""
+    """A call of a library: its prefix, the type of the results, and the location."""
 
     library: str
     type_: relax.Type

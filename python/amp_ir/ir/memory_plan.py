@@ -17,7 +17,7 @@ from amp_ir.ir.step_module import OutputSpec, Role, Signature
 
 
 class MemoryRole(enum.Enum):
-    """Why bytes are allocated, in the words of reports."""
+    """The purpose of an allocation, as reports name it."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"

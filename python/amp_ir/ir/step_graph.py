@@ -31,7 +31,7 @@ Tree: TypeAlias = "int | tuple[Tree, ...] | relax.Expr"
 
 @attrs.define(eq=False)
 class Value:
-    """One tensor.
+    """One tensor of the program.
 
     `op` is the position of the op that makes it, -1 for an input and -2 for a constant. `root` is
     the value that a view looks at, through all views; the value itself where it is none.
@@ -75,7 +75,7 @@ class Op:
 
 @attrs.define(eq=False)
 class StepGraph:
-    """All of `main`."""
+    """`main` as records: its inputs, values, ops and outputs."""
 
     inputs: list[int]
     values: list[Value]

@@ -62,7 +62,7 @@ class OutputSpec:
 
 @attrs.frozen
 class Signature:
-    """What each input and output of `main` is, and how the caller's arguments map to them.
+    """The inputs and outputs of `main`, and the mapping from the caller's arguments to them.
 
     `flatten_batch(args)` gives the batch tensors in the order of the BATCH inputs and raises
     `errors.ArgumentError` when structure, dtype, device or a plain value differs from what was
@@ -105,7 +105,7 @@ def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
 
 @attrs.frozen
 class StepHooks:
-    """What is called around a run of a step.
+    """The functions that are called around a run of a step.
 
     `install_state()`: put optimizer state that the capture created into the optimizer, before the
     first run; calling it again changes nothing.

@@ -39,7 +39,7 @@ def order_calls(live: Liveness, *, together: bool = False) -> None:
 
 
 class _Moves:
-    """The moves made so far, and what each call waits for.
+    """The order of calls under construction, and the dependencies between them.
 
     Bytes that a result takes over from an argument are counted twice here: no move depends on them.
     """

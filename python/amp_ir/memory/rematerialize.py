@@ -27,7 +27,7 @@ _WAITING_BYTES = 1 << 16
 
 
 class Rematerialization:
-    """Run calls a second time, instead of holding what they made.
+    """The rematerialization of a program: calls run again instead of their results being held.
 
     Before:  a = gelu(x); ...; g = backward(a)
     After:   a = gelu(x); ...; a2 = gelu(x); g = backward(a2)      # a is not held in between
@@ -97,7 +97,7 @@ class _Uses:
 
 @attrs.define(eq=False)
 class _Move:
-    """Not holding the results of one call, from after `held_to` to before `reader`."""
+    """One rematerialization: the results of a call are freed, and computed again for `reader`."""
 
     source: Call
     dropped: list[_Uses]
@@ -109,9 +109,9 @@ class _Move:
 
 
 class _Round:
-    """One look at the program: its live intervals, the moves they allow, and the best applied.
+    """One round of the search: the live intervals at its start, and the moves made on them.
 
-    Several moves are made on one look; each is weighed against what those before it leave.
+    A round makes several moves; each is weighed against what those before it leave.
     """
 
     def __init__(self, live: Liveness, arena_bytes: int, stuck: set[int]) -> None:

@@ -129,7 +129,7 @@ def _phases_of_read(call: Call) -> set[str]:
 
 
 class _Roles:
-    """The role of a value in the arena: by the phases that write and read it."""
+    """The rules that give a value in the arena its role, by the phases that write and read it."""
 
     def __init__(self, live: Liveness) -> None:
         self.live = live

@@ -47,7 +47,7 @@ class Moment:
 
 @attrs.frozen
 class AmpBalance:
-    """What casting changed, role by role, from one peak to the other.
+    """The bytes of each role at the peak with casts, less those at the peak without.
 
     `saved_bytes` adds up the roles that shrank and `cost_bytes` those that grew, gaps between
     tensors included: their difference is that of the peaks, exactly.

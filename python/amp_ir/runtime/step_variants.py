@@ -31,7 +31,7 @@ DEFAULT_LIMIT = 8
 
 
 class Signature(Protocol):
-    """The key of calls."""
+    """The signature of a call: what a program is compiled for."""
 
     @property
     def key(self) -> Any:

@@ -92,7 +92,7 @@ _CUDA_RUNTIME = {
 
 @attrs.frozen
 class ExportedStep:
-    """The written files, for the command's table."""
+    """The written file, its size and its kernels, for the command's table."""
 
     path: Path
     nbytes: int

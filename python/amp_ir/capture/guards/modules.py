@@ -66,7 +66,7 @@ class HookCount:
 
 @attrs.frozen(eq=False)
 class _Seen:
-    """A module at the time of the capture."""
+    """The attributes of a module that the guards compare, as they were at the capture."""
 
     module: torch.nn.Module
     name: Callable[[], str]

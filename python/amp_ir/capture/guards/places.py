@@ -21,7 +21,7 @@ _SHOWN = 60
 
 
 class _Absent:
-    """The value of a place without a value."""
+    """The type of ABSENT, which stands for the value of a place that has none."""
 
     def __repr__(self) -> str:
         """Return "absent"."""

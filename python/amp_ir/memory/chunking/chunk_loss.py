@@ -36,7 +36,7 @@ _WORTH = 0.95
 
 
 class Plan(Protocol):
-    """How the pipeline plans a step; `in_chunks` says that its matmuls may be parts of one."""
+    """A function that plans a step; `in_chunks` says that its matmuls may be parts of one."""
 
     def __call__(self, ir: tvm.IRModule, *, in_chunks: bool) -> PlannedStep:
         """Plan `ir` within the budget, or raise BudgetError."""
