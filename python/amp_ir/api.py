@@ -301,7 +301,7 @@ def profile_vm_model(
     rounding: str = "fast",
     memory_budget: int | None = None,
 ) -> list[float]:
-    """Milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
+    """Return milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
 
     `rounding` and `memory_budget` are as for `compile`. `disable_fusion` makes a kernel of each op
     that is no view and no library call (a bias stays part of its matmul): what fusion gains is the
@@ -326,7 +326,7 @@ def profile_kernels(
     rounding: str = "fast",
     memory_budget: int | None = None,
 ) -> KernelProfile:
-    """Where the milliseconds of a step go: every kernel and library call, timed on this machine.
+    """Time every kernel and library call of a step on this machine.
 
     Each with the modules it comes from, its phase, bytes, arithmetic and its share of the roofline,
     for which the device's peaks are measured once a process. `print` it, take `to_json()`, or
@@ -399,7 +399,7 @@ def get_peak_memory(
     rounding: str = "fast",
     memory_budget: int | None = None,
 ) -> float:
-    """Peak MiB of a step, from the memory plan; nothing is executed.
+    """Return the peak MiB of a step, from the memory plan; nothing is executed.
 
     Counts intermediates, oneDNN's scratch memory, the batch and results; with `include_param` also
     parameters, buffers, optimizer state and gradients that stay. `rounding` and `memory_budget` are

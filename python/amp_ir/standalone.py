@@ -92,7 +92,7 @@ class LoadedStep:
         self._begin(given)
 
     def run(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """One step on `batch`; returns its results by name.
+        """Run one step on `batch`, and return its results by name.
 
         Raises IndexError for an index out of range, of the batch or computed; nothing has changed.
         """

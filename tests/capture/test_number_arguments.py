@@ -127,7 +127,7 @@ def reasons(*values: Any) -> list[str]:
     return [f"argument 2 was {was!r} and is {now!r}" for was, now in pairs]
 
 
-PASSED = "argument 2 has passed a value that the step decides by"
+PASSED = "argument 2 crossed a value at which the step branches"
 FOLLOWED = "Python numbers that are read at every call: argument 2."
 GUARDED = (
     "Python numbers that stay guards, since they decide a branch, a size or what is not computed "

@@ -87,7 +87,7 @@ def function(name: str) -> tvm_ffi.Function:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether PyTorch computes in bfloat16 with instructions for it.
+    """Return whether PyTorch computes in bfloat16 with instructions for it.
 
     The CPU may have them and PyTorch not use them: `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`
     tell it to do without.

@@ -17,8 +17,8 @@ import attrs
 import tvm
 
 Phase = Literal["forward", "backward", "optimizer"]
-# What the user says of a region: the rules decide, no op is cast, all run low, in float32, or in
-# the widest dtype of what they read.
+# The precision that the user chose for a region: by the rules, without casts, low, float32, or the
+# widest dtype among an op's arguments.
 Precision = Literal["rules", "off", "low", "float32", "promote"]
 META_KEY = "amp_ir_location"
 _SEPARATOR = "|"

@@ -117,7 +117,7 @@ def _written(line: Line, width: int, columns: int) -> Iterator[str]:
 
 
 def _places_text(places: tuple[Location, ...]) -> str:
-    """Each phase with its modules, and the first source line: `backward 0, 2, train.py:8`."""
+    """Return phases with their modules, and the first source line: `backward 0, 2, train.py:8`."""
     phases: dict[str, dict[str, None]] = {}
     for one in places:
         phases.setdefault(one.phase, {})[one.module or "step"] = None
@@ -275,7 +275,7 @@ def _call_text(call: relax.Call) -> str:
 
 
 def _is_absent(expr: Any) -> bool:
-    """Whether an argument of a library call stands for none: no bias, no epilogue."""
+    """Return whether an argument of a library call stands for none: no bias, no epilogue."""
     return op_name(expr) == "relax.null_value"
 
 

@@ -71,14 +71,14 @@ class CaptureGuards:
         options = Versions(groups)
         # A value that is a tensor, or a Python number of the step's, can change without a new
         # version.
-        always = bool(self._numbers and self._guards) or any(
+        must_compare = bool(self._numbers and self._guards) or any(
             isinstance(value, torch.Tensor) for group in groups for value in group.values()
         )
 
         def options_hold() -> bool:
             lists = [group for one in self._state.optimizers for group in one.param_groups]
             same = len(lists) == len(groups) and all(map(operator.is_, lists, groups))
-            return same and not always and options.hold()
+            return same and not must_compare and options.hold()
 
         return [
             Tier(lambda: not self._was_first_step(), self._first_step),
@@ -202,7 +202,7 @@ class CaptureGuards:
             for index, parameter, key, tensor in self._interface.fresh
         )
 
-    def _passed(self) -> Iterator[str]:
+    def _crossed_comparisons(self) -> Iterator[str]:
         """Return the inputs of each recorded comparison whose result differs from the capture's."""
         inputs: list[HyperParameter | FollowedNumber] = [*self._hypers, *self._numbers]
         values = [one.value() for one in inputs]
@@ -224,8 +224,8 @@ class CaptureGuards:
                 if key == "params":
                     yield f"param group {number} has other parameters"
                 yield f"{key} of param group {number} was {was!r} and is {is_now!r}"
-        for name in self._passed():
-            yield f"{name} has passed a value that the step decides by"
+        for name in self._crossed_comparisons():
+            yield f"{name} crossed a value at which the step branches"
 
     def _gradients_hold(self) -> bool:
         # A tensor is not equal to None.

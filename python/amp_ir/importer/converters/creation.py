@@ -52,13 +52,13 @@ def zeros(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
 
 @converts(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 def ones(ops: Emitter, *_arguments: Any, **_options: Any) -> relax.Expr:
-    """Ones."""
+    """Return ones."""
     return ops.full(ops.shape, 1, ops.dtype)
 
 
 @converts(aten.arange.start_step, aten.arange.start, aten.arange.default)
 def arange(ops: Emitter, *bounds: Scalar, **_options: Any) -> relax.Expr:
-    """begin, begin + step, ... below end."""
+    """Return begin, begin + step, ... below end."""
     if not all(is_scalar(bound) for bound in bounds):
         ops.reject("its bounds are tensors, so that the length depends on their values")
     if is_float(ops.dtype):
@@ -82,19 +82,19 @@ def linspace(ops: Emitter, start: Operand, end: Operand, steps: int, **_options:
 
 @converts(aten.eye.default, aten.eye.m)
 def eye(ops: Emitter, *_extents: int, **_options: Any) -> relax.Expr:
-    """Ones on the diagonal."""
+    """Return ones on the diagonal, and zeros."""
     return ops.tensor(torch.eye(*ops.shape, dtype=ops.result.dtype))
 
 
 @converts(aten.tril_indices.default)
 def tril_indices(ops: Emitter, row: int, col: int, offset: int = 0, **_options: Any) -> relax.Expr:
-    """Rows and columns of the lower triangle."""
+    """Return the rows and columns of the lower triangle."""
     return ops.tensor(torch.tril_indices(row, col, offset, dtype=ops.result.dtype))
 
 
 @converts(aten.triu_indices.default)
 def triu_indices(ops: Emitter, row: int, col: int, offset: int = 0, **_options: Any) -> relax.Expr:
-    """Rows and columns of the upper triangle."""
+    """Return the rows and columns of the upper triangle."""
     return ops.tensor(torch.triu_indices(row, col, offset, dtype=ops.result.dtype))
 
 

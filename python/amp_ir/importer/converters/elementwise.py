@@ -253,25 +253,25 @@ def clamp_max(ops: Emitter, x: relax.Expr, max: Operand) -> relax.Expr:
 
 @converts(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def where(ops: Emitter, condition: relax.Expr, x: Operand, y: Operand) -> relax.Expr:
-    """x where the condition holds, else y."""
+    """Return x where the condition holds, else y."""
     return ops.broadcast(ops.where(condition, x, y), ops.shape)
 
 
 @converts(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(ops: Emitter, x: relax.Expr, mask: relax.Expr, value: Operand) -> relax.Expr:
-    """x with `value` where the mask holds."""
+    """Return x with `value` where the mask holds."""
     return ops.broadcast(ops.where(mask, ops.cast(value, dtype_of(x)), x), ops.shape)
 
 
 @converts(aten.logical_not.default)
 def logical_not(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """Whether x is zero."""
+    """Return whether x is zero."""
     return ops.emit(relax.op.logical_not(ops.cast(x, "bool")))
 
 
 @converts(aten.bitwise_not.default)
 def bitwise_not(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """Every bit flipped; on bool, "not"."""
+    """Flip every bit; on bool, "not"."""
     return ops.emit(relax.op.logical_not(x) if dtype_of(x) == "bool" else relax.op.bitwise_not(x))
 
 
@@ -299,19 +299,19 @@ def right_shift(ops: Emitter, x: relax.Expr, y: Operand) -> relax.Expr:
 
 @converts(aten.isnan.default)
 def isnan(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """Whether x is not a number."""
+    """Return whether x is not a number."""
     return _classify(ops, relax.op.isnan, x, of_integer=False)
 
 
 @converts(aten.isinf.default)
 def isinf(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """Whether x is an infinity."""
+    """Return whether x is an infinity."""
     return _classify(ops, relax.op.isinf, x, of_integer=False)
 
 
 @converts(aten.isfinite.default)
 def isfinite(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """Whether x is neither an infinity nor NaN."""
+    """Return whether x is neither an infinity nor NaN."""
     return _classify(ops, relax.op.isfinite, x, of_integer=True)
 
 

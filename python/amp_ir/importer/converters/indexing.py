@@ -209,7 +209,7 @@ def scatter_add(
 def scatter(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, source: relax.Expr
 ) -> relax.Expr:
-    """x with source[i, j, ...] written at x[ids[i, j, ...], j, ...] for dim 0."""
+    """Return x with source[i, j, ...] written at x[ids[i, j, ...], j, ...] for dim 0."""
     return _scatter(ops, x, dim, ids, source, "update")
 
 
@@ -217,7 +217,7 @@ def scatter(
 def scatter_value(
     ops: Emitter, x: relax.Expr, dim: int, ids: relax.Expr, value: Operand
 ) -> relax.Expr:
-    """x with one value written at x[ids[i, j, ...], j, ...] for dim 0."""
+    """Return x with one value written at x[ids[i, j, ...], j, ...] for dim 0."""
     return _scatter(ops, x, dim, ids, ops.full(shape_of(ids), value, dtype_of(x)), "update")
 
 

@@ -58,7 +58,7 @@ def t(ops: Emitter, x: relax.Expr) -> relax.Expr:
 def expand(
     ops: Emitter, x: relax.Expr, size: Sequence[int], *, implicit: bool = False
 ) -> relax.Expr:
-    """x repeated along axes of extent 1."""
+    """Repeat x along axes of extent 1."""
     return ops.broadcast(x, ops.shape)
 
 

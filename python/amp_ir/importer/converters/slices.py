@@ -27,7 +27,7 @@ def slice_(
     end: int | None = None,
     step: int = 1,
 ) -> relax.Expr:
-    """Every `step`-th element of one axis."""
+    """Return every `step`-th element of one axis."""
     axis = dim % len(shape_of(x))
     begin, stop, _ = slice(start, end).indices(shape_of(x)[axis])
     return ops.slice(x, axis, begin, max(begin, stop), step=step)
@@ -35,7 +35,7 @@ def slice_(
 
 @converts(aten.select.int)
 def select(ops: Emitter, x: relax.Expr, dim: int, index: int) -> relax.Expr:
-    """One position of an axis, which is dropped."""
+    """Return one position of an axis, which is dropped."""
     axis = dim % len(shape_of(x))
     begin = index % shape_of(x)[axis]
     return ops.reshape(ops.slice(x, axis, begin, begin + 1), ops.shape)
@@ -51,7 +51,7 @@ def slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> relax.Expr:
-    """x with the elements of one slice replaced."""
+    """Return x with the elements of one slice replaced."""
     axis = dim % len(shape_of(x))
     extent = shape_of(x)[axis]
     begin, stop, _ = slice(start, end).indices(extent)
@@ -84,7 +84,7 @@ def slice_backward(
 def select_scatter(
     ops: Emitter, x: relax.Expr, source: relax.Expr, dim: int, index: int
 ) -> relax.Expr:
-    """x with one position of an axis replaced."""
+    """Return x with one position of an axis replaced."""
     shape = list(shape_of(x))
     axis = dim % len(shape)
     position = index % shape[axis]
@@ -137,13 +137,13 @@ def unbind(ops: Emitter, x: relax.Expr, dim: int = 0) -> tuple[relax.Expr, ...]:
 def diagonal(
     ops: Emitter, x: relax.Expr, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> relax.Expr:
-    """One diagonal of two axes, as the last axis."""
+    """Return one diagonal of two axes, as the last axis."""
     return _view(ops, x, _positions(x).diagonal(offset, dim1, dim2))
 
 
 @converts(aten.unfold.default)
 def unfold(ops: Emitter, x: relax.Expr, dim: int, size: int, step: int) -> relax.Expr:
-    """Windows of one axis, as a new last axis."""
+    """Return windows of one axis, as a new last axis."""
     return _view(ops, x, _positions(x).unfold(dim, size, step))
 
 
@@ -167,7 +167,7 @@ def diagonal_scatter(
     dim1: int = 0,
     dim2: int = 1,
 ) -> relax.Expr:
-    """x with one diagonal of two axes replaced."""
+    """Return x with one diagonal of two axes replaced."""
     return _overwritten(ops, x, source, _positions(x).diagonal(offset, dim1, dim2))
 
 

@@ -120,13 +120,13 @@ def _equal_templates(
 
 
 def _read_counts(flow: Dataflow) -> dict[tvm.ir.GlobalVar, int]:
-    """How many tensors each kernel reads."""
+    """Count the tensors that each kernel reads."""
     calls = flow.calls(KERNEL_CALL).values()
     return {call.args[0]: len(call.args[1].fields) for call in calls}
 
 
 def _merged(members: list[_Template], read_count: int) -> tuple[tirx.PrimFunc, list[list[int]]]:
-    """One function with a parameter for every offset that varies, and each member's offsets.
+    """Return one function with a parameter for every offset that varies, and each member's offsets.
 
     Offsets that are the same in all members stay literals, which the compiler can fold; those that
     always agree are one parameter.
