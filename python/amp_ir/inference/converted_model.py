@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,6 +13,7 @@ from amp_ir.capture.batch import structures_of
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.errors import CopyError, OptionError, ShapeMismatchError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
+from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.stored_parameters import StoredParameters
 from amp_ir.ir.step_module import StepModule
 from amp_ir.runtime.step import CompiledStep, refuse_names
@@ -21,16 +22,6 @@ _NO_COPY = (
     "a converted model cannot be copied or pickled: it is machine code of this process. Write it "
     "to a file with amp_ir.save, or convert a copy of the model"
 )
-
-
-class Conversion(Protocol):
-    """The source of a converted model's programs: the model and the options of its conversion."""
-
-    def program(self, inputs: tuple[Any, ...]) -> StepModule:
-        """Return the program for the shapes of some inputs."""
-
-    def without_casts(self, inputs: Sequence[tuple[Any, ...]]) -> list[StepModule]:
-        """Return the float32 programs for the shapes of these inputs."""
 
 
 class ConvertedModel:

@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, tirx
 
 from amp_ir.errors import BuildError
-from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow
 from amp_ir.ir.library_call import WRITTEN_OVER
 from amp_ir.ir.location import Location, locations_of
 from amp_ir.ir.step_module import InputSpec, OutputSpec
@@ -188,7 +188,7 @@ class _Bufferizer:
         for field in expr.args[1].fields:
             is_tensor = isinstance(field.ty, relax.TensorType)
             arguments.append(self._buffer(field) if is_tensor else field)
-        is_kernel = expr.op.name == "relax.call_tir"
+        is_kernel = expr.op.name == KERNEL_CALL
         call = Call(expr, self.ir[expr.args[0]] if is_kernel else None, arguments, [])
         ops = attribute(expr, "result_ops").split(",")
         for k, one in enumerate(types):

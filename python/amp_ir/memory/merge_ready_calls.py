@@ -10,12 +10,11 @@ import attrs
 import tvm
 from tvm import relax, tirx
 
+from amp_ir.ir.dataflow import KERNEL_CALL
 from amp_ir.ir.location import join_spans
 from amp_ir.memory.buffers import Buffer, Call
 from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.roles import is_cast
-
-KERNEL_CALL = "relax.call_tir"
 
 
 class KernelMerger(Protocol):
