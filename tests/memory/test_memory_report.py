@@ -215,11 +215,6 @@ MEASURE = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.xfail(
-    not native.has("amp_ir.onednn.matmul"),
-    reason="the workspace of PyTorch's matmuls is not planned: 2.3 % in float32, 46 % in bfloat16",
-    strict=False,
-)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_planned_bytes_are_what_the_system_really_gives(dtype: str) -> None:
     """The rise of the resident set during two steps, beside what the plan says it is."""

@@ -15,7 +15,7 @@ from amp_ir.host.memory_limit import memory_for
 from amp_ir.ir.tensor_layout import dtype_nbytes
 
 # Libraries that report a call's workspace, and take it from the caller.
-_CALLER_PROVIDED = ("onednn", "cublaslt")
+_CALLER_PROVIDED = ("onednn", "torch", "cublaslt")
 
 
 def with_workspace(symbol: str) -> str:
@@ -28,8 +28,9 @@ def workspace_nbytes(call: relax.Call) -> int:
 
     oneDNN computes the size for these shapes, dtypes and this number of threads, as the first run
     would otherwise do. For cuBLASLt the shapes alone decide how much it may use, since a step is
-    planned where there is no GPU. PyTorch's kernels allocate from PyTorch's allocator and cannot
-    be asked: their workspace is not in the plan.
+    planned where there is no GPU. Calls of PyTorch on a CPU take it for their float32 copies of
+    low operands and results. What PyTorch allocates inside of its convolutions and attention, and
+    all that it does on a GPU, cannot be asked for: it is not in the plan.
 
     Args:
         call: a call_dps_packed whose tensors are flat or dense; their contents are not needed.
@@ -45,7 +46,8 @@ def workspace_nbytes(call: relax.Call) -> int:
 def persistent_nbytes(call: relax.Call) -> int:
     """Return the bytes that the call keeps allocated as persistent workspace for the process.
 
-    oneDNN's gemm does so for copies of its operands' pieces. All calls share the largest one's.
+    oneDNN's gemm and PyTorch's float32 matmul do so for copies of their operands' pieces. All calls
+    share the largest one's.
     """
     name = str(call.args[0].global_symbol)
     query = f"{name.rpartition('.')[0]}.kept_nbytes"

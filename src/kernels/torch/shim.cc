@@ -11,6 +11,7 @@
 #include <string>
 #include <type_traits>
 
+#include "onednn/workspace.h"
 #include "step/call_count.h"
 #include "tensors/library_calls.h"
 #include "torch/ops.h"
@@ -195,7 +196,10 @@ void RegisterCpu() {
   const torch::Api* api = torch::CpuApi();
   if (api == nullptr) return;
   tvm::ffi::reflection::GlobalDef functions;
-  functions.def("amp_ir.torch.set_fast_bfloat16", torch::SetFastBfloat16);
+  functions.def("amp_ir.torch.set_fast_bfloat16", torch::SetFastBfloat16)
+      .def_packed("amp_ir.torch.scratch_nbytes", amp_ir::ScratchNbytes)
+      .def_packed("amp_ir.torch.kept_nbytes", amp_ir::KeptNbytes)
+      .def_packed("amp_ir.torch.with_scratch", amp_ir::WithScratch);
   if (api->mm != nullptr && api->bmm != nullptr) {
     functions.def("amp_ir.torch.matmul", Counted<Functions<Cpu>::Matmul>::Call);
   }

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "onednn/workspace.h"
 #include "tensors/strided_tensor.h"
 #include "torch/api.h"
 
@@ -49,6 +50,32 @@ inline StridedTensor RowMajor(const StridedTensor& like) {
   return view;
 }
 
+// The bytes that CopyMemory takes for a dense float32 copy.
+inline size_t CopyNbytes(const StridedTensor& like) {
+  constexpr size_t kAlignment = 64;
+  const size_t nbytes = static_cast<size_t>(like.numel()) * sizeof(float);
+  return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// The memory of a call's dense float32 copies, one behind the other in what the caller provides
+// where that holds all `nbytes` of them; else each is PyTorch's.
+class CopyMemory {
+ public:
+  explicit CopyMemory(size_t nbytes) {
+    const ScratchMemory provided = LentScratch::Current();
+    if (nbytes <= provided.nbytes) next_ = provided.data;
+  }
+  // Memory for a copy of `like`; null: PyTorch's.
+  void* Take(const StridedTensor& like) {
+    void* const taken = next_;
+    if (next_ != nullptr) next_ += CopyNbytes(like);
+    return taken;
+  }
+
+ private:
+  char* next_ = nullptr;
+};
+
 // Owns one PyTorch tensor object.
 class Tensor {
  public:
@@ -75,9 +102,12 @@ class Tensor {
     return result;
   }
 
-  static Tensor DenseFloat32(const Place& place, const StridedTensor& like, StridedTensor* view) {
+  static Tensor DenseFloat32(const Place& place, const StridedTensor& like, StridedTensor* view,
+                             CopyMemory* memory) {
     *view = RowMajor(like);
     view->dtype = DLDataType{kDLFloat, 32, 1};
+    view->data = memory->Take(like);
+    if (view->data != nullptr) return Tensor(place, *view);
     Tensor result(place);
     Check(place.api,
           place.api.empty_strided(view->rank, view->dims.data(), view->strides.data(),
@@ -110,19 +140,25 @@ enum class Form { kAsIs, kFloat32, kDenseFloat32 };
 // copies what has another dtype, kDenseFloat32 also what is laid out in another way.
 class Operand {
  public:
-  Operand(const Place& place, const StridedTensor& source, Form form)
+  Operand(const Place& place, const StridedTensor& source, Form form, CopyMemory* memory)
       : view(source), tensor_(place, source) {
-    const bool is_float32 = IsFloat(source.dtype, 32);
-    if (form == Form::kAsIs || (is_float32 && form == Form::kFloat32)) return;
-    if (is_float32 && RowMajor(source).strides == source.strides) return;
-    Tensor wide = Tensor::DenseFloat32(place, source, &view);
+    if (!IsCopied(source, form)) return;
+    Tensor wide = Tensor::DenseFloat32(place, source, &view, memory);
     wide.CopyFrom(tensor_);
     wide_.push_back(std::move(wide));
+  }
+  static size_t Nbytes(const StridedTensor& source, Form form) {
+    return IsCopied(source, form) ? CopyNbytes(source) : 0;
   }
   Handle get() const { return wide_.empty() ? tensor_.get() : wide_.back().get(); }
   StridedTensor view;
 
  private:
+  static bool IsCopied(const StridedTensor& source, Form form) {
+    if (form == Form::kAsIs) return false;
+    if (!IsFloat(source.dtype, 32)) return true;
+    return form == Form::kDenseFloat32 && RowMajor(source).strides != source.strides;
+  }
   Tensor tensor_;
   std::vector<Tensor> wide_;
 };
