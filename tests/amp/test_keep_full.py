@@ -146,3 +146,27 @@ def test_what_begins_a_residual_stream_is_not_rounded(low: str, start: Any):
     rounded = stream == stream.to(getattr(torch, low)).float()
     # Zeros of dropout are low numbers; of others one in 2^13 (float16) or 2^16 is by chance.
     assert stream.any() and not rounded[stream != 0].any()
+
+
+def test_an_activation_that_a_gradient_masks_with_is_stored_low():
+    model = torch.nn.Sequential(
+        *(torch.nn.Conv2d(8, 16, 3, padding=1, bias=False), torch.nn.BatchNorm2d(16)),
+        *(torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, padding=1, bias=False)),
+        *(torch.nn.BatchNorm2d(16), torch.nn.ReLU()),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    # More elements a channel than where a convolution's result stays float32 for the statistics.
+    mod = _captured(step, torch.randn(4, 8, 16, 16), model=model, optimizer=optimizer)
+    graph = read_step(amp_ir.autocast(mod, amp_dtype="bfloat16").ir)
+    first = next(op for op in graph.ops if op.name == "relax.nn.relu")
+    readers = {graph.ops[reader].name for reader in graph.values[first.results[0]].readers}
+    # The next convolution and the mask of the gradient both read what the cast leaves in memory.
+    assert readers == {"amp_ir.cast"}

