@@ -74,6 +74,8 @@ def _example(argument: relax.Expr) -> Any:
         return argument.value
     if isinstance(argument, tvm.tirx.IntImm):
         return int(argument)
+    if isinstance(argument, tvm.tirx.FloatImm):
+        return float(argument)
     return None
 
 
