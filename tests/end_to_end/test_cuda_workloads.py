@@ -45,7 +45,10 @@ def source_of(module: Any) -> str:
 
 # Two registers of one merged kernel, 37 KiB of code whose 1024 threads have 64 registers each: exp
 # keeps subnormal numbers since it was made as exact as PyTorch's.
-SPILLED_NBYTES = {"lstm": 8}
+# In the networks with images, two registers of each kernel that sums a batch normalization's
+# gradient behind the mask of a ReLU in float16: one in ResNet-50, seven in SSD. The mask is read
+# low, eight elements at once, since activations are not held in float32.
+SPILLED_NBYTES = {"lstm": 8, "resnet50": 8, "ssd": 56}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -66,7 +66,7 @@ CALLS = {
     call.verb: call
     for call in (
         matmul(bias=tensor("bias"), allow_tf32=True),
-        matmul(c=tensor("c"), beta=tensor("beta"), algorithm="gemm"),
+        matmul(c=tensor("c"), beta=tensor("beta")),
         matmul(activation="relu", is_packed=True),
         LibraryPack(**OF_ONEDNN, b=view("b")),
         convolution("x", "w"),
@@ -113,10 +113,10 @@ def test_a_planned_call_is_read_behind_its_scratch_and_before_its_results(verb: 
 def test_a_field_is_replaced_by_name() -> None:
     other = tensor("other")
     call = read(write(CALLS["matmul"]))
-    again = read(write(attrs.evolve(call, c=other, bias=None, algorithm="plain")))
+    again = read(write(attrs.evolve(call, c=other, bias=None)))
     assert isinstance(again, LibraryMatmul) and again.symbol == "amp_ir.onednn.matmul_accumulate"
     assert again.c.same_as(other) and again.bias is None and again.alpha is None
-    assert again.epilogue == "none+tf32+plain"
+    assert again.epilogue == "none+tf32"
 
 
 def test_other_values_are_no_library_calls() -> None:

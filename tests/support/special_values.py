@@ -359,6 +359,7 @@ EXCLUDED: dict[str, str] = {
     "aten.nll_loss2d_forward.default": "as nll_loss_forward, with axes behind",
     "aten.where.Scalar": "takes no tensor but the condition",
     "aten.copy.default": "a cast, as _to_copy",
+    "amp_ir.checked_lengths.default": "integers, which a check of the step refuses first",
     "aten._to_copy.default": "all pairs of dtypes have a test of their own",
 }
 
