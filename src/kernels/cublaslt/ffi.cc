@@ -9,9 +9,9 @@
 
 #include "cublaslt/api.h"
 #include "cublaslt/matmul.h"
-#include "onednn/workspace.h"
 #include "step/call_count.h"
 #include "tensors/library_calls.h"
+#include "tensors/workspace.h"
 
 namespace {
 

@@ -11,8 +11,8 @@
 
 #include "cublaslt/api.h"
 #include "onednn/plan_cache.h"
-#include "onednn/workspace.h"
 #include "tensors/batched_matrices.h"
+#include "tensors/workspace.h"
 
 namespace amp_ir::cublaslt {
 namespace {

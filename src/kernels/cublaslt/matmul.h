@@ -23,7 +23,7 @@ struct MatmulCall {
 // cuBLASLt and no memory.
 int64_t CountLaunches(const MatmulCall& call, std::string* why);
 
-// Runs the call on the environment's stream of `device`, with lent scratch (onednn/workspace.h) as
+// Runs the call on the environment's stream of `device`, with lent scratch (tensors/workspace.h) as
 // the workspace. It allocates no device memory: without lent scratch it uses algorithms that need
 // none.
 //

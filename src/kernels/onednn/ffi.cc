@@ -11,9 +11,9 @@
 #include "onednn/plan.h"
 #include "onednn/recurrence.h"
 #include "onednn/widen.h"
-#include "onednn/workspace.h"
 #include "step/call_count.h"
 #include "tensors/library_calls.h"
+#include "tensors/workspace.h"
 
 namespace {
 

@@ -10,8 +10,8 @@
 #include "onednn/ops.h"
 #include "onednn/plan.h"
 #include "onednn/widen.h"
-#include "onednn/workspace.h"
 #include "tensors/batched_matrices.h"
+#include "tensors/workspace.h"
 
 namespace amp_ir::onednn {
 namespace {
@@ -171,16 +171,6 @@ bool IsAliased(const StridedTensor& b, int64_t rows) {
 }
 
 int64_t NumBytes(const StridedTensor& t) { return t.numel() * (t.dtype.bits / 8); }
-
-StridedTensor RowMajor(const StridedTensor& t) {
-  StridedTensor dense = t;
-  int64_t stride = 1;
-  for (int i = t.rank - 1; i >= 0; --i) {
-    dense.strides[i] = stride;
-    stride *= t.dims[i];
-  }
-  return dense;
-}
 
 class PlanBuilder {
  public:

@@ -8,7 +8,7 @@
 #include <new>
 
 #include "onednn/widen.h"
-#include "onednn/workspace.h"
+#include "tensors/workspace.h"
 
 namespace amp_ir::onednn {
 namespace {

@@ -31,6 +31,16 @@ struct StridedTensor {
   }
 };
 
+// The dims and dtype of `t` with the strides of a dense tensor whose last axis is innermost.
+inline StridedTensor RowMajor(StridedTensor t) {
+  int64_t stride = 1;
+  for (int i = t.rank - 1; i >= 0; --i) {
+    t.strides[i] = stride;
+    stride *= t.dims[i];
+  }
+  return t;
+}
+
 inline std::string ToString(tvm::ffi::ShapeView shape) {
   std::string text = "[";
   for (size_t i = 0; i < shape.size(); ++i) {

@@ -11,9 +11,9 @@
 #include <string>
 #include <type_traits>
 
-#include "onednn/workspace.h"
 #include "step/call_count.h"
 #include "tensors/library_calls.h"
+#include "tensors/workspace.h"
 #include "torch/ops.h"
 
 namespace {

@@ -7,8 +7,8 @@
 
 #include <vector>
 
-#include "onednn/workspace.h"
 #include "tensors/strided_tensor.h"
+#include "tensors/workspace.h"
 #include "torch/api.h"
 
 namespace amp_ir::torch {
@@ -38,17 +38,6 @@ class Place {
   int32_t index_;
   void* guard_ = nullptr;
 };
-
-// The dims and dtype of `like`, one row after the other.
-inline StridedTensor RowMajor(const StridedTensor& like) {
-  StridedTensor view = like;
-  int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; --i) {
-    view.strides[i] = stride;
-    stride *= view.dims[i];
-  }
-  return view;
-}
 
 // The bytes that CopyMemory takes for a dense float32 copy.
 inline size_t CopyNbytes(const StridedTensor& like) {

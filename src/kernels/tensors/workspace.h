@@ -3,8 +3,8 @@
 //
 // Both are kept a thread, and each library that includes this file keeps its own: a scope around a
 // call reaches that library's calls and no other's.
-#ifndef AMP_IR_KERNELS_LENT_SCRATCH_H_
-#define AMP_IR_KERNELS_LENT_SCRATCH_H_
+#ifndef AMP_IR_KERNELS_WORKSPACE_H_
+#define AMP_IR_KERNELS_WORKSPACE_H_
 
 #include <tvm/ffi/tvm_ffi.h>
 
@@ -91,4 +91,4 @@ inline void WithScratch(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
 
 }  // namespace amp_ir
 
-#endif  // AMP_IR_KERNELS_LENT_SCRATCH_H_
+#endif  // AMP_IR_KERNELS_WORKSPACE_H_
