@@ -111,8 +111,9 @@ def registrations() -> tuple[Registration, ...]:
     return tuple(_registered.values())
 
 
+@functools.cache
 def described_registrations() -> str:
-    """Return the registered functions and their precisions in words."""
+    """Return the registered functions and their precisions in words; each call of a step asks."""
     return ", ".join(str(one) for one in _registered.values()) or "none"
 
 
@@ -123,6 +124,7 @@ def _register(owner: object, name: str, precision: Precision) -> None:
             'function is looked up in, as in register_half_function(torch.nn.functional, "linear")'
         )
     _registered[id(owner), name] = Registration(owner, name, precision)
+    described_registrations.cache_clear()
 
 
 def _name_of(owner: object) -> str:

@@ -40,7 +40,7 @@ _READERS = tuple(read for _, read in _SETTINGS)
 
 
 class Ambient:
-    """PyTorch's global settings, as they were when this object was made."""
+    """The settings above, as they were when this object was made."""
 
     def __init__(self) -> None:
         self._before = self._now()
