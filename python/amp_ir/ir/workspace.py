@@ -12,6 +12,7 @@ from tvm import relax
 
 from amp_ir.host import native
 from amp_ir.host.memory_limit import memory_for
+from amp_ir.ir.dataflow import op_name
 from amp_ir.ir.tensor_layout import dtype_nbytes
 
 # Libraries that report a call's workspace, and take it from the caller.
@@ -76,6 +77,7 @@ def _example(argument: relax.Expr) -> Any:
         return int(argument)
     if isinstance(argument, tvm.tirx.FloatImm):
         return float(argument)
+    assert op_name(argument) == "relax.null_value", f"a call's argument is {argument}"
     return None
 
 
