@@ -207,3 +207,13 @@ def test_what_this_cpu_does_fast_is_told():
     if "avx512" not in isa:
         assert not is_native("float16")
     assert isinstance(tvm_ffi.get_global_func("amp_ir.onednn.isa")(), str)
+
+
+def test_an_algorithm_in_a_file_of_an_earlier_version_is_ignored():
+    if not native.has("amp_ir.onednn.matmul"):
+        pytest.skip("oneDNN is not in this build")
+    a, b = random(5, 7), random(7, 3)
+    plain, named = nan(5, 3), nan(5, 3)
+    matmul("onednn", a, b, plain, epilogue="relu")
+    matmul("onednn", a, b, named, epilogue="relu+gemm")
+    assert torch.equal(plain, named)
