@@ -401,7 +401,7 @@ def get_peak_memory(
 ) -> float:
     """Return the peak MiB of a step, from the memory plan; nothing is executed.
 
-    Counts intermediates, oneDNN's scratch memory, the batch and results; with `include_param` also
+    Counts intermediates, the libraries' workspace, the batch and results; with `include_param` also
     parameters, buffers, optimizer state and gradients that stay. `rounding` and `memory_budget` are
     as for `compile`. `memory_report` says what the bytes are.
     """

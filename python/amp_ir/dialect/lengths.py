@@ -19,7 +19,7 @@ def checked_lengths(
     """Return `lengths`, int64[n].
 
     A step is refused where a number of `checked`, int64[...], is not in [least, extent): the error
-    begins with `message`. What reads lengths that were not checked would have them silently wrong.
+    begins with `message`. Ops take this result and not `lengths`, so that none escapes the check.
     """
     lengths.expect_index()
     checked.expect_index()

@@ -68,7 +68,7 @@ class Padding:
     @functools.cached_property
     def _places(self) -> torch.Tensor:
         places = torch.where(self._is_past, self._step, self._lengths - 1 - self._step)
-        # The lengths are checked elsewhere; so these need no check.
+        # Lengths are checked by `checked_lengths`; within these bounds the gather needs no check.
         return places.clamp(0, self._last).unsqueeze(-1)
 
     def is_past(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,10 @@ class PackedRows(PackedPart):
 
 
 class _LongestLength:
-    """The number of steps of the longest sequence, which is not known: as few as any number."""
+    """The number of steps of the longest sequence, which only a running step knows.
+
+    PyTorch asks whether it is larger than `total_length`; the step checks that (`pad`).
+    """
 
     def __gt__(self, other: object) -> bool:
         return False

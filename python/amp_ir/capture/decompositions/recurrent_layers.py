@@ -208,28 +208,28 @@ def _padded(layer: _Layer, padding: Padding, past_end: Callable[..., torch.Tenso
     return run
 
 
-def _held(gates: torch.Tensor, is_past: torch.Tensor) -> torch.Tensor:
+def _hold_cells(gates: torch.Tensor, is_past: torch.Tensor) -> torch.Tensor:
     """Close an LSTM's input gate past the end, and open its forget gate: cells stay."""
     into, forget, *others = gates.chunk(4, -1)
     held = [into.masked_fill(is_past, -math.inf), forget.masked_fill(is_past, math.inf)]
     return torch.cat([*held, *others], -1)
 
 
-def _dead(gates: torch.Tensor, is_past: torch.Tensor) -> torch.Tensor:
+def _clear_state(gates: torch.Tensor, is_past: torch.Tensor) -> torch.Tensor:
     """Let the state of a relu be 0 past the end: it might grow without bound."""
     return gates.masked_fill(is_past, -math.inf)
 
 
-def _any(gates: torch.Tensor, _is_past: torch.Tensor) -> torch.Tensor:
+def _leave_state(gates: torch.Tensor, _is_past: torch.Tensor) -> torch.Tensor:
     """Let a bounded state be any past the end: no result and no gradient reads it."""
     return gates
 
 
 _LAYERS: dict[Any, tuple[_Layer, Callable[..., torch.Tensor]]] = {
-    torch.lstm: (_lstm_layer, _held),
-    torch.gru: (_gru_layer, _any),
-    torch.rnn_tanh: (functools.partial(_rnn_layer, "rnn_tanh"), _any),
-    torch.rnn_relu: (functools.partial(_rnn_layer, "rnn_relu"), _dead),
+    torch.lstm: (_lstm_layer, _hold_cells),
+    torch.gru: (_gru_layer, _leave_state),
+    torch.rnn_tanh: (functools.partial(_rnn_layer, "rnn_tanh"), _leave_state),
+    torch.rnn_relu: (functools.partial(_rnn_layer, "rnn_relu"), _clear_state),
 }
 
 
@@ -240,12 +240,12 @@ def layers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
     """
     if func not in _LAYERS or kwargs or len(args) != 9:
         return None
-    if isinstance(args[0], PackedRows):
-        packed, _batch_sizes, given, params, has_biases, *options = args
-        *options, batch_first = *options, False
-        x = packed.past_end_is_0()
+    packed = args[0] if isinstance(args[0], PackedRows) else None
+    if packed is None:
+        x, given, params, has_biases, *options, batch_first = args
     else:
-        packed, (x, given, params, has_biases, *options, batch_first) = None, args
+        _data, _batch_sizes, given, params, has_biases, *options = args
+        x, batch_first = packed.past_end_is_0(), False
     layer_count, dropout, train, bidirectional = options
     if not isinstance(has_biases, bool):
         return None
