@@ -13,7 +13,8 @@
 import torch  # noqa: F401
 
 from amp_ir import amp, errors
-from amp_ir.amp.overrides import CustomTypeHint, Override
+from amp_ir.amp.custom_type_hint import CustomTypeHint
+from amp_ir.amp.overrides import Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
 from amp_ir.api import (

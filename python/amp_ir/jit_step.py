@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.amp.custom_type_hint import RulesInEffect
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import find_policy
 from amp_ir.api import Models, Optimizers, autocast, compile_step, trace_step
@@ -23,6 +24,7 @@ from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.ir.capturing import captured_scalers
 from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
 from amp_ir.ir.step_log import StepRecord
+from amp_ir.ir.step_module import StepHooks
 from amp_ir.ir.target import target_of
 from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
 from amp_ir.runtime.step_variants import DEFAULT_LIMIT, Recompile, StepVariants, Variant, log
@@ -143,12 +145,14 @@ class JitStep:
             self._random_state = mod.random_state
         else:
             mod = mod.with_random_state(self._random_state)
+        guards = mod.hooks
         if self._amp_dtype is not None:
+            guards = _with_rules(guards, RulesInEffect())
             mod = autocast(mod, args, amp_dtype=self._amp_dtype, **self._autocast_options)
         compiled = compile_step(mod, **self._compile_options)
         self._changing_arguments.add(signature)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)
-        variant = Variant(followed, mod.hooks, compiled)
+        variant = Variant(followed, guards, compiled)
         self._variants.add(variant, reason, time.perf_counter() - started)
         for note in mod.notes:
             log.info("%s", note)
@@ -164,6 +168,13 @@ class JitStep:
         if not names:
             return self._trace_options
         return {**self._trace_options, "numbers_as_inputs": frozenset(names)}
+
+
+def _with_rules(guards: StepHooks, rules: RulesInEffect) -> StepHooks:
+    """Return guards that compare the rules too, which a CompiledStep has from its autocast."""
+    return attrs.evolve(
+        guards, recompile_reason=lambda: guards.recompile_reason() or rules.change()
+    )
 
 
 def jit(
@@ -217,7 +228,7 @@ def jit(
         optimizer=optimizer,
         scaler=scaler,
         amp_dtype=amp_dtype,
-        autocast_options={"overrides": overrides, "policy": policy, "verbose": verbose},
+        autocast_options={"overrides": tuple(overrides), "policy": policy, "verbose": verbose},
         recompile_limit=recompile_limit,
         compile_options={
             "device": device,

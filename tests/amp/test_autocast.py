@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from amp_ir.amp import CustomTypeHint, PrimType, check_dtype, hint_for_floats, overrides
+from amp_ir.amp import CustomTypeHint, PrimType, check_dtype, custom_type_hint, hint_for_floats
 from amp_ir.amp.autocast import autocast
 from amp_ir.amp.policies import POLICIES
 from amp_ir.dialect.registry import call_op
@@ -242,7 +242,7 @@ def test_the_rules_of_rafs_document_work_with_our_names():
 
 
 def test_custom_hints_nest_survive_exceptions_and_stay_in_their_thread():
-    find_rule = functools.partial(overrides.find_rule, POLICIES["default"])
+    find_rule = functools.partial(custom_type_hint.find_rule, POLICIES["default"])
     seen = []
     default = find_rule("relax.add")
     with CustomTypeHint({"relax.add": never_cast_bias_add}):

@@ -11,8 +11,8 @@ import pytest
 from tvm.relax import op
 
 from amp_ir.amp.autocast import autocast, plan_of
+from amp_ir.amp.custom_type_hint import CustomTypeHint
 from amp_ir.amp.hints import PrimType
-from amp_ir.amp.overrides import CustomTypeHint
 from amp_ir.rewrites.fold_casts import fold_casts
 from small_programs import W, X, calls, dtypes_of, program
 

@@ -8,6 +8,7 @@ pass), `plan` (the decisions as data), `amp_ir.ir.uncast` (the proof that only d
 """
 
 from amp_ir.amp.autocast import plan_of
+from amp_ir.amp.custom_type_hint import CustomTypeHint
 from amp_ir.amp.hints import (
     FREE,
     PrimType,
@@ -17,7 +18,7 @@ from amp_ir.amp.hints import (
     hint_for_floats,
     type_hint,
 )
-from amp_ir.amp.overrides import CustomTypeHint, Override
+from amp_ir.amp.overrides import Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
 from amp_ir.deprecation import renamed_in

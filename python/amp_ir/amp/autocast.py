@@ -16,11 +16,12 @@ import tvm
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir.amp import placement as placing
 from amp_ir.amp.annotations import apply_annotations
+from amp_ir.amp.custom_type_hint import find_rule
 from amp_ir.amp.decisions import Decision, decide, round_after_convolution
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.keep_full import Border, keep_full
 from amp_ir.amp.kernels import FindKernels, Places, kernels_from, kernels_of, places_of
-from amp_ir.amp.overrides import Override, apply_overrides, find_rule
+from amp_ir.amp.overrides import Override, apply_overrides
 from amp_ir.amp.plan import CastPlan, PlanCost
 from amp_ir.amp.policies import find_policy
 from amp_ir.amp.real_kernels import without_optimizer

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User changes of decisions: replace the rule of an op in a block, or select calls of it."""
+"""Changes of decisions by the user: calls that an Override selects."""
 
 from __future__ import annotations
 
-import contextvars
 import difflib
-import inspect
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from types import MappingProxyType, TracebackType
 from typing import Any
 
 import attrs
-import tvm
 import tvm_ffi
 from tvm import relax
 
 from amp_ir.amp.decisions import Decision, Mode
-from amp_ir.amp.hints import FULL_DTYPE, RULES, Rule
-from amp_ir.amp.policies import Policy
-from amp_ir.errors import OptionError, RuleError
+from amp_ir.amp.hints import FULL_DTYPE
+from amp_ir.errors import OptionError
 from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import Op, StepGraph, leaves
@@ -32,70 +27,6 @@ _MODES = {
     "original": Mode.KEEP,
 }
 TARGETS = tuple(_MODES)
-
-_NOTHING: Mapping[str, Rule] = MappingProxyType({})
-_replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(
-    "amp_ir_replaced_rules", default=_NOTHING
-)
-
-
-class CustomTypeHint:
-    """Replace the rules of some ops inside a `with` block, in this thread only. The name is RAF's.
-
-        with amp_ir.CustomTypeHint({"relax.add": never_cast}):
-            amp_mod = amp_ir.autocast(mod, args)
-
-    Blocks nest, and the inner one wins; leaving one, by an exception too, restores the rules.
-
-    Raises:
-        RuleError: a rule cannot be called with three arguments, or no op has that name.
-    """
-
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
-        if not isinstance(rules, Mapping):
-            raise RuleError(
-                f'CustomTypeHint takes a dict such as {{"relax.add": rule}} and got {rules!r}'
-            )
-        known = {*RULES, *tvm.ir.Op.list_op_names()}
-        for name, rule in rules.items():
-            _check_rule(name, rule)
-            if name not in known:
-                near = difflib.get_close_matches(str(name), sorted(known), n=3)
-                nearest = f"; near: {', '.join(map(repr, near))}" if near else ""
-                raise RuleError(f'{name!r} is no op name; op names look like "relax.add"{nearest}')
-        self._rules = dict(rules)
-        self._tokens: list[contextvars.Token[Mapping[str, Rule]]] = []
-
-    def __enter__(self) -> CustomTypeHint:
-        self._tokens.append(_replaced.set({**_replaced.get(), **self._rules}))
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _replaced.reset(self._tokens.pop())
-
-
-def _check_rule(name: str, rule: object) -> None:
-    what = "give a function (args, ret_type, amp_dtype)"
-    if not callable(rule):
-        raise RuleError(f"the rule for {name} is {rule!r}; {what}")
-    try:
-        signature = inspect.signature(rule)
-    except (TypeError, ValueError):  # a builtin, which cannot be asked
-        return
-    try:
-        signature.bind((), None, "float16")
-    except TypeError:
-        raise RuleError(f"the rule for {name} takes {signature}; {what}") from None
-
-
-def find_rule(policy: Policy, op_name: str) -> Rule | None:
-    """Return the op's rule in this thread: the innermost CustomTypeHint's, else the policy's."""
-    return _replaced.get().get(op_name) or policy.rule(op_name)
 
 
 @attrs.frozen(kw_only=True)

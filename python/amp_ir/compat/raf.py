@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_ir.amp.overrides import CustomTypeHint
+from amp_ir.amp.custom_type_hint import CustomTypeHint
 from amp_ir.api import (
     autocast,
     get_gflops,

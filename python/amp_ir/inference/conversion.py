@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.amp.custom_type_hint import RulesInEffect
 from amp_ir.amp.hints import FULL_DTYPE
 from amp_ir.amp.op_lists import OpLists
 from amp_ir.api import autocast, trace_model
@@ -25,13 +26,17 @@ from amp_ir.rewrites.store_low import store_low
 
 @attrs.define(eq=False)
 class Conversion:
-    """A model with the options of its conversion, from which programs are made."""
+    """A model with the options of its conversion, from which programs are made.
+
+    `rules` are those in effect at the conversion: they hold for every program.
+    """
 
     model: torch.nn.Module
     target_dtype: str
     lists: OpLists
     casts_optional: bool
     stored: StoredParameters = attrs.field(factory=StoredParameters)
+    rules: RulesInEffect = attrs.field(factory=RulesInEffect)
     _first: StepModule | None = None
 
     def program(self, inputs: tuple[Any, ...]) -> StepModule:
@@ -46,7 +51,8 @@ class Conversion:
         full = full.with_ir(fold_casts(full.ir))
         names = [name for name, _ in self.model.named_modules()]
         overrides = self.lists.overrides(full.ir, names)
-        low = autocast(full, amp_dtype=self.target_dtype, overrides=overrides)
+        with self.rules.again():
+            low = autocast(full, amp_dtype=self.target_dtype, overrides=overrides)
         if self.casts_optional and self.target_dtype != FULL_DTYPE:
             low = low.with_ir(store_low(low.ir, fixed_inputs(low), self.target_dtype))
         low = fold_parameters(low, self.stored.store)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from amp_ir.ir.annotations import described_registrations
+from amp_ir.ir.location import current_precision
 
 
 def _default_device() -> str:
@@ -34,6 +35,7 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("the default device", _default_device),
     ("the use of deterministic algorithms", torch.are_deterministic_algorithms_enabled),
     ("the matmul precision of float32", torch.get_float32_matmul_precision),
+    ("the precision that autocast_off or an annotation sets around the call", current_precision),
     ("what register_half_function and its like annotate", described_registrations),
 )
 _READERS = tuple(read for _, read in _SETTINGS)

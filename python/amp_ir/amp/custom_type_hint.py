@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that the user replaces in a `with` block, and the rules in effect at a point in time."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import difflib
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MappingProxyType, TracebackType
+
+import attrs
+import tvm
+
+from amp_ir.amp.hints import RULES, Rule, describe
+from amp_ir.amp.policies import Policy
+from amp_ir.errors import RuleError
+
+_NOTHING: Mapping[str, Rule] = MappingProxyType({})
+_replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(
+    "amp_ir_replaced_rules", default=_NOTHING
+)
+
+
+class CustomTypeHint:
+    """Replace the rules of some ops inside a `with` block, in this thread only. The name is RAF's.
+
+        with amp_ir.CustomTypeHint({"relax.add": never_cast}):
+            amp_mod = amp_ir.autocast(mod, args)
+
+    Blocks nest, and the inner one wins; leaving one, by an exception too, restores the rules.
+    `autocast` reads the rules. A jitted step compares them at each call: inside of a block it runs
+    a program that was cast by the block's rules, and outside one that was not.
+
+    Raises:
+        RuleError: a rule cannot be called with three arguments, or no op has that name.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        if not isinstance(rules, Mapping):
+            raise RuleError(
+                f'CustomTypeHint takes a dict such as {{"relax.add": rule}} and got {rules!r}'
+            )
+        known = {*RULES, *tvm.ir.Op.list_op_names()}
+        for name, rule in rules.items():
+            _check_rule(name, rule)
+            if name not in known:
+                near = difflib.get_close_matches(str(name), sorted(known), n=3)
+                nearest = f"; near: {', '.join(map(repr, near))}" if near else ""
+                raise RuleError(f'{name!r} is no op name; op names look like "relax.add"{nearest}')
+        self._rules = dict(rules)
+        self._tokens: list[contextvars.Token[Mapping[str, Rule]]] = []
+
+    def __enter__(self) -> CustomTypeHint:
+        self._tokens.append(_replaced.set({**_replaced.get(), **self._rules}))
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _replaced.reset(self._tokens.pop())
+
+
+def _check_rule(name: str, rule: object) -> None:
+    what = "give a function (args, ret_type, amp_dtype)"
+    if not callable(rule):
+        raise RuleError(f"the rule for {name} is {rule!r}; {what}")
+    try:
+        signature = inspect.signature(rule)
+    except (TypeError, ValueError):  # a builtin, which cannot be asked
+        return
+    try:
+        signature.bind((), None, "float16")
+    except TypeError:
+        raise RuleError(f"the rule for {name} takes {signature}; {what}") from None
+
+
+def find_rule(policy: Policy, op_name: str) -> Rule | None:
+    """Return the op's rule in this thread: the innermost CustomTypeHint's, else the policy's."""
+    return _replaced.get().get(op_name) or policy.rule(op_name)
+
+
+@attrs.frozen(eq=False)
+class RulesInEffect:
+    """The rules of the user's that this thread has at one point: replaced, or registered."""
+
+    _replaced: Mapping[str, Rule] = attrs.field(factory=_replaced.get)
+    _registered: int = attrs.field(factory=lambda: len(RULES))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Let exactly these replaced rules be in effect inside of a `with` block."""
+        token = _replaced.set(self._replaced)
+        try:
+            yield
+        finally:
+            _replaced.reset(token)
+
+    def change(self) -> str:
+        """Describe how the rules in effect now differ; "" where they do not."""
+        now = _replaced.get()
+        if now is self._replaced and len(RULES) == self._registered:
+            return ""
+        pairs = {
+            name: (self._replaced.get(name), now.get(name)) for name in {**self._replaced, **now}
+        }
+        changes = [
+            f"the rule of {name} was {_in_words(was)} and is {_in_words(rule)}"
+            for name, (was, rule) in sorted(pairs.items())
+            if not _is_same(was, rule)
+        ]
+        # Rules are added at the end, and never removed.
+        added = itertools.islice(RULES.items(), self._registered, None)
+        changes += [f"{name} had no rule and has {describe(rule)}" for name, rule in added]
+        return "; ".join(changes)
+
+
+def _in_words(rule: Rule | None) -> str:
+    return "the policy's" if rule is None else describe(rule)
+
+
+def _is_same(one: Rule | None, other: Rule | None) -> bool:
+    """Return whether two rules are one function, or one `def` or `lambda` that was run twice."""
+    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
+        return one is other
+    return one is other or (
+        one.__code__ is other.__code__
+        and not (one.__closure__ or one.__defaults__ or one.__kwdefaults__)
+        and not (other.__defaults__ or other.__kwdefaults__)
+    )
