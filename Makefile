@@ -26,8 +26,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
-	@echo "make test    everything that CI runs: format, lint, types, tests, tutorials"
-	@echo "make test-isa the tests of numbers as on lesser CPUs, and without oneDNN"
+	@echo "make test    format, lint, types, tests, tutorials"
+	@echo "make test-isa the tests of numbers as on lesser CPUs, and without oneDNN; CI runs both"
 	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
 	@echo "make fuzz MINUTES=30 SEED=0  random training steps against PyTorch, failures made small"
 	@echo "make sanitize the tests of the native libraries, built with AddressSanitizer and UBSan"
@@ -51,7 +51,7 @@ test: setup
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_PARALLEL)
 
 # The tests of numbers as on lesser machines: PyTorch, oneDNN and our own kernels without AVX-512,
-# without bfloat16 instructions, and without oneDNN. What a machine does not have itself is no cap.
+# without bfloat16 instructions, and without oneDNN. A cap at what the machine has would repeat `test`.
 NUMERIC := $(addprefix tests/, \
 	amp/test_autocast_workloads.py amp/test_kernels_of_ops.py dialect/test_dialect_gradients.py \
 	dialect/test_dialect_kernels.py dispatch/test_cpu_flash_attention.py \
@@ -64,11 +64,12 @@ NUMERIC := $(addprefix tests/, \
 	memory/test_onednn_workspace.py native/test_native*.py)
 AS_AVX2   := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 AMP_IR_LLVM_CPU=x86-64-v3
 AS_AVX512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE AMP_IR_LLVM_CPU=skylake-avx512
+BEYOND_AVX512 := avx512_bf16|avx512_fp16|amx_tile
 NUMERIC_TESTS := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_PARALLEL) -q -m 'not emulator' $(NUMERIC)
 
 test-isa: setup
-	$(AS_AVX2) $(NUMERIC_TESTS)
-	if grep -qw avx512bw /proc/cpuinfo; then $(AS_AVX512) $(NUMERIC_TESTS); fi
+	if grep -qw avx512bw /proc/cpuinfo; then $(AS_AVX2) $(NUMERIC_TESTS); fi
+	if grep -qwE '$(BEYOND_AVX512)' /proc/cpuinfo; then $(AS_AVX512) $(NUMERIC_TESTS); fi
 	AMP_IR_DISABLE=onednn $(NUMERIC_TESTS)
 
 # The environment above has PyTorch for CPUs. On a machine with a GPU, GPU_PYTHON is a Python whose
