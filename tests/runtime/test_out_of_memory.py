@@ -124,7 +124,7 @@ def test_scratch_memory_that_cannot_be_had(limited: dict[str, Any]) -> None:
         pytest.skip("onednn is not in this build")
     names, message, _, _ = limited["scratch"]
     assert "MemoryError" in names
-    assert message.startswith("oneDNN's scratch memory of 3276")
+    assert message.startswith("oneDNN's workspace of 3276")
 
 
 def test_afterwards_it_goes_on(limited: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_afterwards_it_goes_on(limited: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        MemoryError("oneDNN's scratch memory of 4096 bytes cannot be had from the system"),
+        MemoryError("oneDNN's workspace of 4096 bytes cannot be had from the system"),
         RuntimeError(
             "PyTorch's mm failed: [enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: "
             "can't allocate memory: you tried to allocate 4096 bytes. Error code 12"

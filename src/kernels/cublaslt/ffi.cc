@@ -124,8 +124,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   refl::GlobalDef()
       .def("amp_ir.cublaslt.matmul", Counted<Matmul>::Call)
       .def("amp_ir.cublaslt.launches", Launches)
-      .def_packed("amp_ir.cublaslt.scratch_nbytes", amp_ir::ScratchNbytes)
-      .def_packed("amp_ir.cublaslt.with_scratch", amp_ir::WithScratch)
+      .def_packed("amp_ir.cublaslt.scratch_nbytes", amp_ir::WorkspaceNbytes)
+      .def_packed("amp_ir.cublaslt.with_scratch", amp_ir::CallWithWorkspace)
       .def("amp_ir.cublaslt.available", cublaslt::IsAvailable)
       .def("amp_ir.cublaslt.version",
            [] { return static_cast<int64_t>(cublaslt::Library().version()); })

@@ -200,11 +200,12 @@ class Launcher {
         alignments_{AlignmentOf(a_, &Batch::a), AlignmentOf(b_, &Batch::b),
                     AlignmentOf(call.out, &Batch::d),
                     call.bias != nullptr ? LowestBit(Address(call.bias->data)) : kAlignment} {
-    // As many bytes wherever the lent memory starts, so that calls of one shape share a plan.
-    const ScratchMemory lent = LentScratch::Current();
-    if (lent.nbytes <= kAlignment) return;
-    const size_t skipped = (kAlignment - Address(lent.data) % kAlignment) % kAlignment;
-    workspace_ = {lent.data + skipped, lent.nbytes - kAlignment};
+    // As many bytes wherever the caller's workspace starts, so that calls of one shape share a
+    // plan.
+    const Workspace provided = CallerWorkspace::Current();
+    if (provided.nbytes <= kAlignment) return;
+    const size_t skipped = (kAlignment - Address(provided.data) % kAlignment) % kAlignment;
+    workspace_ = {provided.data + skipped, provided.nbytes - kAlignment};
   }
 
   void Run() {
@@ -365,7 +366,7 @@ class Launcher {
   ComputeType compute_;
   uint32_t epilogue_;
   size_t alignments_[4];  // of a, b, d and the bias
-  ScratchMemory workspace_;
+  Workspace workspace_;
 };
 
 }  // namespace
@@ -387,8 +388,8 @@ void Matmul(const MatmulCall& call, DLDevice device) {
                                  "operand, leave the epilogue to a kernel, or use "
                                  "amp_ir.torch_cuda.matmul";
   }
-  // The workspace is aligned inside of what is lent, whose start the arena aligns less.
-  if (auto* query = ScratchQuery::Current()) {
+  // The workspace is aligned inside of the caller's, whose start the arena aligns less.
+  if (auto* query = WorkspaceQuery::Current()) {
     return query->Note(WorkspaceNbytes(*form) + kAlignment);
   }
   const Api& api = Library();

@@ -23,9 +23,9 @@ struct MatmulCall {
 // cuBLASLt and no memory.
 int64_t CountLaunches(const MatmulCall& call, std::string* why);
 
-// Runs the call on the environment's stream of `device`, with lent scratch (tensors/workspace.h) as
-// the workspace. It allocates no device memory: without lent scratch it uses algorithms that need
-// none.
+// Runs the call on the environment's stream of `device`, with the caller's workspace
+// (tensors/workspace.h). It allocates no device memory: without a workspace it uses algorithms that
+// need none.
 //
 // Raises: ValueError where there is no form; RuntimeError for what cuBLASLt says.
 void Matmul(const MatmulCall& call, DLDevice device);

@@ -30,7 +30,7 @@ dnnl::memory::desc AnyLayout(const StridedTensor& t) {
 }
 
 // Whether the channels of both activations are innermost and worth keeping there. oneDNN then works
-// in place of copying into blocks of channels and back; on planes of a few positions its blocked
+// instead of copying into blocks of channels and back; on planes of a few positions its blocked
 // kernels win all the same (measured: 4 x 4 is 3 times faster blocked, 8 x 8 a fifth slower).
 bool KeepsChannelsLast(const StridedTensor& x, const StridedTensor& y) {
   constexpr int64_t kWorthwhile = 64;  // positions
@@ -79,9 +79,9 @@ class PlanBuilder {
     }
     const Plan::Id given = plan_->AddArgument(result, Describe(user_[result]));
     const bool same_dtype = SameDtype(user_[result].dtype, compute_view[result].dtype);
-    const Plan::Id plain = same_dtype ? given : plan_->AddScratch(Describe(compute_view[result]));
+    const Plan::Id plain = same_dtype ? given : plan_->AddTemporary(Describe(compute_view[result]));
     const bool same_layout = wanted[result] == plan_->desc(plain);
-    ids[result] = same_layout ? plain : plan_->AddScratch(wanted[result]);
+    ids[result] = same_layout ? plain : plan_->AddTemporary(wanted[result]);
     plan_->AddPrimitive(chosen.primitive, chosen.scratchpad, Arguments(ids));
     plan_->AddNote(chosen.implementation);
     if (!same_layout) {
@@ -108,13 +108,13 @@ class PlanBuilder {
   Plan::Id Input(int argument, const StridedTensor& view, const dnnl::memory::desc& wanted) {
     Plan::Id id = plan_->AddArgument(argument, Describe(user_[argument]));
     if (!SameDtype(user_[argument].dtype, view.dtype)) {
-      const Plan::Id wide = plan_->AddScratch(Describe(view));
+      const Plan::Id wide = plan_->AddTemporary(Describe(view));
       plan_->AddConversion(id, user_[argument], wide, view);
       plan_->AddNote("widen+");
       id = wide;
     }
     if (plan_->desc(id) == wanted) return id;
-    const Plan::Id ordered = plan_->AddScratch(wanted);
+    const Plan::Id ordered = plan_->AddTemporary(wanted);
     plan_->AddReorder(id, ordered);
     plan_->AddNote("reorder+");
     return ordered;

@@ -76,8 +76,8 @@ const float* Factor(const char* name, const ffi::Optional<ffi::TensorView>& fact
                                         (*factor).byte_offset());
 }
 
-// out = beta * c + alpha * (a @ b + bias); `c` lies as `out` does, and may be it. The epilogue is
-// "none": where it stands, the other matmuls have theirs.
+// out = beta * c + alpha * (a @ b + bias); `c` is laid out as `out` is, and may be it. The epilogue
+// is "none": where it stands, the other matmuls have theirs.
 void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const ffi::TensorView& c,
                       const ffi::Optional<ffi::TensorView>& bias,
                       const ffi::Optional<ffi::TensorView>& alpha,
@@ -101,7 +101,7 @@ void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const 
                              << "; expected float32, in which sums are accumulated";
   }
   const float *product = Factor("alpha", alpha), *total = Factor("beta", beta);
-  const bool is_query = amp_ir::ScratchQuery::Current() != nullptr;
+  const bool is_query = amp_ir::WorkspaceQuery::Current() != nullptr;
   if (before.data != of.out.data && !is_query) amp_ir::ConvertStrided(before, of.out);
   Guard(kName, [&] {
     amp_ir::onednn::MatmulAccumulate(of.a, of.b, of.bias_or_null(), product, total, of.out);
@@ -292,9 +292,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("amp_ir.onednn.conv", Counted<Conv>::Call)
       .def("amp_ir.onednn.conv_backward_input", Counted<ConvBackwardInput>::Call)
       .def("amp_ir.onednn.conv_backward_weight", Counted<ConvBackwardWeight>::Call)
-      .def_packed("amp_ir.onednn.scratch_nbytes", amp_ir::ScratchNbytes)
+      .def_packed("amp_ir.onednn.scratch_nbytes", amp_ir::WorkspaceNbytes)
       .def_packed("amp_ir.onednn.kept_nbytes", amp_ir::KeptNbytes)
-      .def_packed("amp_ir.onednn.with_scratch", amp_ir::WithScratch)
+      .def_packed("amp_ir.onednn.with_scratch", amp_ir::CallWithWorkspace)
       .def("amp_ir.onednn.implementations", Implementations)
       .def("amp_ir.onednn.clear_cache",
            [] {

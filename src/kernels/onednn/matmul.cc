@@ -18,16 +18,16 @@ namespace {
 
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 
-// Extents from which another way than oneDNN 3.2's first choice is faster, measured on an Emerald
-// Rapids with 2 threads, each beside the first choice in one run. "Low" is bfloat16 with AMX; with
-// avx512_bf16 alone nothing is gained.
+// Extents from which another algorithm than oneDNN 3.2's first choice is faster, measured on an
+// Emerald Rapids with 2 threads, each beside the first choice in one run. "Low" is bfloat16 with
+// AMX; with avx512_bf16 alone nothing is gained.
 //
 // Copying an operand into oneDNN's own blocks before the call reads it once where the call itself
 // would read pieces of it for every block of the result; it needs a result that is long in the
 // other operand's direction. Low 4096 x 512 x 4096, the gradient of a weight: 0.86 of the time,
 // 2048 x 512 x 2048: 0.91; with half of either extent the copies cost what they save.
 constexpr int64_t kCopyExtent = 2048;
-// Float32 reads a row-major `b` where it lies, unless its rows are a power of two long. Rows a
+// Float32 reads a row-major `b` where it is stored, unless its rows are a power of two long. Rows a
 // multiple of 4 KiB apart share cache sets: 1024 x 768 x 3072 takes 0.52 of the time with a copy.
 constexpr int64_t kAliasedColumns = 1024, kAliasedRows = 128;
 // The older gemm copies a part of its operands at a time, which sums of so many terms gain from,
@@ -44,10 +44,11 @@ constexpr int64_t kPanelColumns = 10000, kPanelTerms = 192, kPanelRows = 384, kC
 constexpr int64_t kTopPad = 128 << 10;
 
 // Where a product is (alpha / beta) times itself for a while, up to this factor: a product of 1e32
-// does not overflow by it. Beyond, what lies at `out` is multiplied first, in a pass of its own.
+// does not overflow by it. Beyond, what is stored at `out` is multiplied first, in a pass of its
+// own.
 constexpr float kMostRatio = 1e6F;
 
-// What is done with the product beside what lies at `out`; see PostOps.
+// What is done with the matmul beside what is stored at `out`; see PostOps.
 struct Accumulation {
   bool is_on = false, scales_product = false, scales_total = false;
 };
@@ -194,7 +195,7 @@ class PlanBuilder {
     const StridedTensor& out = problem_.out;
     const bool direct = IsFloat(out.dtype, 32) || SameDtype(out.dtype, compute);
     out_ = direct ? Operand{plan_->AddArgument(3, Describe(out)), out}
-                  : Scratch(DenseLike(out, kFloat32));
+                  : Temporary(DenseLike(out, kFloat32));
     const dnnl::memory::desc factor = DescribeFactor(out.rank);
     if (problem_.accumulation.scales_product) factor_ = plan_->AddArgument(4, factor);
     if (problem_.accumulation.scales_total) total_ = plan_->AddArgument(5, factor);
@@ -217,7 +218,9 @@ class PlanBuilder {
     return operand.layout ? *operand.layout : Describe(operand.view);
   }
 
-  Operand Scratch(const StridedTensor& view) { return {plan_->AddScratch(Describe(view)), view}; }
+  Operand Temporary(const StridedTensor& view) {
+    return {plan_->AddTemporary(Describe(view)), view};
+  }
 
   // The caller's tensor; a copy when the computation is in another dtype or elements repeat, which
   // oneDNN's descriptions cannot say.
@@ -226,7 +229,7 @@ class PlanBuilder {
     const bool same = SameDtype(t.dtype, dtype);
     Operand given{plan_->AddArgument(argument, Describe(repeats ? DenseLike(t, t.dtype) : t)), t};
     if (same && !repeats) return given;
-    Operand copy = Scratch(DenseLike(t, dtype));
+    Operand copy = Temporary(DenseLike(t, dtype));
     plan_->AddConversion(given.id, given.view, copy.id, copy.view);
     plan_->AddNote(same ? "copy+" : "widen+");
     return copy;
@@ -241,7 +244,7 @@ class PlanBuilder {
   }
 
   Operand Densify(const Operand& given) {
-    Operand dense = Scratch(RowMajor(given.view));
+    Operand dense = Temporary(RowMajor(given.view));
     plan_->AddReorder(given.id, dense.id);
     plan_->AddNote("reorder+");
     return dense;
@@ -256,7 +259,7 @@ class PlanBuilder {
     a_ = Densify(a_);
     b_ = Densify(b_);
     if (TryMultiply(a_, b_, out_) || TryMultiplyAside()) return;
-    Operand dense = Scratch(RowMajor(out_.view));
+    Operand dense = Temporary(RowMajor(out_.view));
     if (sums_ || !TryMultiply(a_, b_, dense)) {
       TVM_FFI_THROW(RuntimeError) << "oneDNN has no matmul for " << DimsToString(a_.view) << " @ "
                                   << DimsToString(b_.view);
@@ -268,7 +271,7 @@ class PlanBuilder {
   // The product in memory of its own, then the sum: CPUs without avx512 have no primitive for both.
   bool TryMultiplyAside() {
     if (!sums_) return false;
-    Operand dense = Scratch(RowMajor(out_.view));
+    Operand dense = Temporary(RowMajor(out_.view));
     sums_ = false;
     const bool is_done = TryMultiply(a_, b_, dense);
     sums_ = !is_done;
@@ -331,7 +334,7 @@ class PlanBuilder {
 
   Plan::Id Reordered(const Operand& given, const dnnl::memory::desc& desc) {
     if (desc == Describe(given.view)) return given.id;
-    const Plan::Id packed = plan_->AddScratch(desc);
+    const Plan::Id packed = plan_->AddTemporary(desc);
     plan_->AddReorder(given.id, packed);
     plan_->AddNote("pack+");
     return packed;
@@ -359,12 +362,12 @@ class PlanBuilder {
   std::optional<Operand> bias_;
   // Numbers to multiply by; -1: none.
   Plan::Id factor_ = -1, total_ = -1;
-  // Whether the primitive adds to what lies at its result.
+  // Whether the primitive adds to what is stored at its result.
   bool sums_ = problem_.accumulation.is_on;
 };
 
 // How oneDNN lays out `b` [k, n] for its matmuls, whatever the number of their rows; nothing where
-// it does so in no way of its own, or in one that takes more than `nbytes`.
+// it does so with no algorithm of its own, or in one that takes more than `nbytes`.
 std::optional<dnnl::memory::desc> LayoutOfPacked(const StridedTensor& b, int64_t nbytes) {
   constexpr int64_t kRows = 16;
   if (b.rank != 2 || b.numel() == 0 || !IsNative(b.dtype)) return std::nullopt;
@@ -465,7 +468,7 @@ void MatmulAccumulate(const StridedTensor& a, const StridedTensor& b, const Stri
                       const float* alpha, const float* beta, const StridedTensor& out) {
   Problem problem = MakeProblem(a, b, bias, out);
   problem.accumulation = {true, alpha != nullptr || beta != nullptr, beta != nullptr};
-  if (ScratchQuery::Current() != nullptr) return Run(kMatmul, problem, 0);
+  if (WorkspaceQuery::Current() != nullptr) return Run(kMatmul, problem, 0);
   Factors factors{alpha != nullptr ? *alpha : 1.F, beta != nullptr ? *beta : 1.F};
   if (beta != nullptr) {
     const float ratio = factors.product / factors.total;

@@ -13,17 +13,17 @@
 namespace amp_ir::onednn {
 namespace {
 
-constexpr size_t kAlignment = 64;                   // bytes: a cache line, and an avx512 register
-constexpr size_t kKeptScratch = size_t{256} << 20;  // bytes kept between calls, a thread
+constexpr size_t kAlignment = 64;  // bytes: a cache line, and an avx512 register
+constexpr size_t kMaxThreadWorkspace = size_t{256} << 20;  // bytes kept between calls, a thread
 
 dnnl::stream& ThreadStream() {
   thread_local dnnl::stream stream(CpuEngine());
   return stream;
 }
 
-// Scratch memory of one thread: grows to what a call needs, and is given back after a call that
-// needed more than kKeptScratch. Kept at all because fresh pages cost more than most calls.
-class ThreadScratch {
+// Workspace of one thread: grows to what a call needs, and is given back after a call that
+// needed more than kMaxThreadWorkspace. Kept at all because fresh pages cost more than most calls.
+class ThreadWorkspace {
  public:
   char* Reserve(size_t nbytes) {
     if (nbytes > nbytes_) {
@@ -31,7 +31,7 @@ class ThreadScratch {
       void* data = ::operator new(nbytes, std::align_val_t{kAlignment}, std::nothrow);
       if (data == nullptr) {
         TVM_FFI_THROW(MemoryError)
-            << "oneDNN's scratch memory of " << nbytes << " bytes cannot be had from the system";
+            << "oneDNN's workspace of " << nbytes << " bytes cannot be had from the system";
       }
       data_ = static_cast<char*>(data);
       nbytes_ = nbytes;
@@ -39,9 +39,9 @@ class ThreadScratch {
     return data_;
   }
   void Trim() {
-    if (nbytes_ > kKeptScratch) Release();
+    if (nbytes_ > kMaxThreadWorkspace) Release();
   }
-  ~ThreadScratch() { Release(); }
+  ~ThreadWorkspace() { Release(); }
 
  private:
   void Release() {
@@ -99,15 +99,15 @@ Plan::Id Plan::AddArgument(int argument, const dnnl::memory::desc& desc) {
   return static_cast<Id>(buffers_.size()) - 1;
 }
 
-Plan::Id Plan::AddScratch(const dnnl::memory::desc& desc) {
-  buffers_.push_back({desc, -1, scratch_nbytes_});
-  scratch_nbytes_ += (desc.get_size() + kAlignment - 1) / kAlignment * kAlignment;
+Plan::Id Plan::AddTemporary(const dnnl::memory::desc& desc) {
+  buffers_.push_back({desc, -1, workspace_nbytes_});
+  workspace_nbytes_ += (desc.get_size() + kAlignment - 1) / kAlignment * kAlignment;
   return static_cast<Id>(buffers_.size()) - 1;
 }
 
 void Plan::AddPrimitive(const dnnl::primitive& primitive, const dnnl::memory::desc& scratchpad,
                         std::vector<std::pair<int, Id>> args) {
-  if (scratchpad.get_size() > 0) args.emplace_back(DNNL_ARG_SCRATCHPAD, AddScratch(scratchpad));
+  if (scratchpad.get_size() > 0) args.emplace_back(DNNL_ARG_SCRATCHPAD, AddTemporary(scratchpad));
   steps_.push_back({primitive, std::move(args), {}, {}});
 }
 
@@ -129,14 +129,14 @@ void Plan::AddReorder(Id from, Id to) {
 }
 
 void Plan::Run(const std::vector<void*>& arguments) const {
-  WithScratchMemory(scratch_nbytes_, kept_nbytes_,
-                    [&](char* scratch) { RunSteps(arguments, scratch); });
+  WithWorkspace(workspace_nbytes_, kept_nbytes_,
+                [&](char* workspace) { RunSteps(arguments, workspace); });
 }
 
-void Plan::RunSteps(const std::vector<void*>& arguments, char* scratch) const {
+void Plan::RunSteps(const std::vector<void*>& arguments, char* workspace) const {
   auto pointer = [&](Id id) -> void* {
     const Buffer& buffer = buffers_[id];
-    return buffer.argument < 0 ? scratch + buffer.scratch_offset : arguments[buffer.argument];
+    return buffer.argument < 0 ? workspace + buffer.workspace_offset : arguments[buffer.argument];
   };
   for (const Step& step : steps_) {
     if (!step.primitive) {
@@ -165,14 +165,14 @@ void Plan::RunSteps(const std::vector<void*>& arguments, char* scratch) const {
   }
 }
 
-void WithScratchMemory(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body) {
-  if (auto* query = ScratchQuery::Current()) return query->Note(nbytes, kept_nbytes);
-  thread_local ThreadScratch thread_scratch;
-  // Lent memory is too small after a change of the number of threads.
-  const ScratchMemory lent = LentScratch::Current();
-  const bool is_lent = nbytes <= lent.nbytes;
-  body(is_lent ? lent.data : thread_scratch.Reserve(nbytes));
-  thread_scratch.Trim();
+void WithWorkspace(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body) {
+  if (auto* query = WorkspaceQuery::Current()) return query->Note(nbytes, kept_nbytes);
+  thread_local ThreadWorkspace thread_workspace;
+  // The caller's workspace is too small after a change of the number of threads.
+  const Workspace provided = CallerWorkspace::Current();
+  const bool is_enough = nbytes <= provided.nbytes;
+  body(is_enough ? provided.data : thread_workspace.Reserve(nbytes));
+  thread_workspace.Trim();
 }
 
 PlanKey OperationKey(int64_t operation) {

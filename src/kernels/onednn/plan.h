@@ -41,15 +41,15 @@ bool HasIsa(dnnl::cpu_isa required);
 bool IsNative(DLDataType dtype);
 
 // The steps of one call, fixed for its shapes, strides and dtypes: conversions and reorders into
-// scratch memory around oneDNN primitives. Immutable once built, so threads may run it together:
-// nothing that a run writes (memory objects, scratch) belongs to the plan.
+// workspace around oneDNN primitives. Immutable once built, so threads may run it together:
+// nothing that a run writes (memory objects, workspace) belongs to the plan.
 class Plan {
  public:
   using Id = int;  // names one buffer of the plan
 
   // The caller's tensor number `argument` in Run, seen as `desc`.
   Id AddArgument(int argument, const dnnl::memory::desc& desc);
-  Id AddScratch(const dnnl::memory::desc& desc);
+  Id AddTemporary(const dnnl::memory::desc& desc);
   // Bytes that a primitive takes from the system itself. The C library keeps them for the next
   // call.
   void CountKept(size_t nbytes) { kept_nbytes_ += nbytes; }
@@ -68,7 +68,7 @@ class Plan {
   void AddNote(const std::string& text) { implementation_ += text; }
 
   void Run(const std::vector<void*>& arguments) const;
-  size_t scratch_nbytes() const { return scratch_nbytes_; }
+  size_t workspace_nbytes() const { return workspace_nbytes_; }
 
   // "matmul brg:avx512_core_bf16+reorder_a", for reports.
   const std::string& implementation() const { return implementation_; }
@@ -77,19 +77,19 @@ class Plan {
  private:
   struct Buffer {
     dnnl::memory::desc desc;
-    int argument;           // -1: in scratch
-    size_t scratch_offset;  // bytes
+    int argument;             // -1: in workspace
+    size_t workspace_offset;  // bytes
   };
   struct Step {
     dnnl::primitive primitive;  // empty: a conversion from args[0] to args[1], or with 4 a sum
     std::vector<std::pair<int, Id>> args;
     StridedTensor from, to;
   };
-  void RunSteps(const std::vector<void*>& arguments, char* scratch) const;
+  void RunSteps(const std::vector<void*>& arguments, char* workspace) const;
 
   std::vector<Buffer> buffers_;
   std::vector<Step> steps_;
-  size_t scratch_nbytes_ = 0;
+  size_t workspace_nbytes_ = 0;
   size_t kept_nbytes_ = 0;
   std::string implementation_;
 };
@@ -104,9 +104,9 @@ PlanKey OperationKey(int64_t operation);
 std::shared_ptr<const Plan> CachedPlan(const PlanKey& key,
                                        const std::function<std::shared_ptr<const Plan>()>& build);
 
-// Runs `body` with so many bytes of scratch memory, 64-byte aligned: what is lent where that is
-// enough, else this thread's own. Where scratch is only asked for, notes the bytes instead.
-void WithScratchMemory(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body);
+// Runs `body` with so many bytes of workspace, 64-byte aligned: the caller's where that is enough,
+// else this thread's own. Under a WorkspaceQuery, records the bytes instead.
+void WithWorkspace(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body);
 
 std::vector<std::string> CachedImplementations();
 void ClearCachedPlans();

@@ -44,17 +44,18 @@ std::shared_ptr<const RecurrencePlan> CachedRecurrence(const ProductShape& shape
 // The memory objects of one task's run.
 class Execution {
  public:
-  Execution(const RecurrencePlan& plan, const Task& task, char* scratch, const void* weight)
+  Execution(const RecurrencePlan& plan, const Task& task, char* workspace, const void* weight)
       : task_(task),
         form_(plan.FormOf(task)),
         terms_(plan.shape().terms()),
         dtype_(plan.compute_dtype()),
         stream_(CpuEngine()),
         operand_(form_.operand, CpuEngine(), nullptr),
-        packed_(form_.packed, CpuEngine(), scratch + task.packed_offset),
-        product_(form_.product, CpuEngine(), scratch + task.product_offset),
-        multiply_workspace_(form_.multiply_workspace, CpuEngine(), scratch + task.workspace_offset),
-        pack_workspace_(form_.pack_workspace, CpuEngine(), scratch + task.workspace_offset) {
+        packed_(form_.packed, CpuEngine(), workspace + task.packed_offset),
+        product_(form_.product, CpuEngine(), workspace + task.product_offset),
+        multiply_workspace_(form_.multiply_workspace, CpuEngine(),
+                            workspace + task.workspace_offset),
+        pack_workspace_(form_.pack_workspace, CpuEngine(), workspace + task.workspace_offset) {
     const ProductShape& shape = plan.shape();
     const int64_t first = shape.is_backward ? task.column : task.column * shape.hidden;
     weight_ = dnnl::memory(form_.weight, CpuEngine(), const_cast<void*>(At(weight, first, dtype_)));
@@ -372,11 +373,11 @@ template <class Pass>
 class TeamRun {
  public:
   TeamRun(const RecurrencePlan& plan, const Pass& pass, const RecurrentLayer& layer,
-          const void* weight, char* scratch)
-      : plan_(plan), pass_(pass), layer_(layer), scratch_(scratch) {
+          const void* weight, char* workspace)
+      : plan_(plan), pass_(pass), layer_(layer), workspace_(workspace) {
     if (plan.is_widened()) weight = Widened(weight);
     executions_.reserve(plan.tasks().size());
-    for (const Task& task : plan.tasks()) executions_.emplace_back(plan, task, scratch, weight);
+    for (const Task& task : plan.tasks()) executions_.emplace_back(plan, task, workspace, weight);
   }
 
   void Run() {
@@ -443,7 +444,7 @@ class TeamRun {
   }
 
   float* OperandCopy(int64_t step) const {
-    return reinterpret_cast<float*>(scratch_ + plan_.operand_offset(step));
+    return reinterpret_cast<float*>(workspace_ + plan_.operand_offset(step));
   }
   const void* ReadOperand(int64_t step) const {
     return plan_.is_widened() ? OperandCopy(step) : pass_.Operand(step);
@@ -471,7 +472,7 @@ class TeamRun {
     from.dims[0] = Pass::kGates * layer_.hidden * layer_.hidden;
     from.strides[0] = 1;
     to = from;
-    to.data = scratch_ + plan_.weight_offset();
+    to.data = workspace_ + plan_.weight_offset();
     to.dtype = kFloat32;
     ConvertStrided(from, to);
     return to.data;
@@ -480,7 +481,7 @@ class TeamRun {
   const RecurrencePlan& plan_;
   const Pass& pass_;
   const RecurrentLayer& layer_;
-  char* scratch_;
+  char* workspace_;
   std::vector<Execution> executions_;
   std::atomic<dnnl_status_t> status_{dnnl_success};
 };
@@ -490,11 +491,11 @@ void RunPass(const RecurrentLayer& layer, const void* weight, Pass pass) {
   if (layer.rows == 0) return;
   const auto plan = CachedRecurrence(
       {layer.rows, layer.hidden, Pass::kGates, Pass::kIsBackward, Pass::kIsCarried, layer.dtype});
-  WithScratchMemory(plan->scratch_nbytes(), 0, [&](char* scratch) {
+  WithWorkspace(plan->workspace_nbytes(), 0, [&](char* workspace) {
     if constexpr (Pass::kIsCarried) {
-      pass.SetCarried(reinterpret_cast<float*>(scratch + plan->carried_offset()));
+      pass.SetCarried(reinterpret_cast<float*>(workspace + plan->carried_offset()));
     }
-    TeamRun<Pass>(*plan, pass, layer, weight, scratch).Run();
+    TeamRun<Pass>(*plan, pass, layer, weight, workspace).Run();
   });
 }
 

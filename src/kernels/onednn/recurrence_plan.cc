@@ -85,8 +85,8 @@ std::string RecurrencePlan::implementation() const {
 }
 
 size_t RecurrencePlan::Take(size_t nbytes) {
-  const size_t offset = scratch_nbytes_;
-  scratch_nbytes_ += Align(nbytes);
+  const size_t offset = workspace_nbytes_;
+  workspace_nbytes_ += Align(nbytes);
   return offset;
 }
 

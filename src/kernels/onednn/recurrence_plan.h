@@ -4,7 +4,7 @@
 // Columns of the hidden state are dealt to threads, and samples where threads are left: then a
 // thread reads its own part of the weight alone, step after step out of its core's cache, computes
 // the gates of its own states from its own products, and waits for the others once a step. oneDNN's
-// primitives for several threads would begin and end a team twice a step and read the weight anew.
+// primitives for several threads would begin and end a team twice a step and read the weight again.
 #ifndef AMP_IR_KERNELS_ONEDNN_RECURRENCE_PLAN_H_
 #define AMP_IR_KERNELS_ONEDNN_RECURRENCE_PLAN_H_
 
@@ -36,7 +36,7 @@ struct ProductShape {
 // steps it needs nothing of the others but the operand of its product.
 struct Task {
   int64_t row, rows, column, columns;
-  // Bytes from the start of the scratch memory. Tasks on the same columns share the packed weight.
+  // Bytes from the start of the workspace. Tasks on the same columns share the packed weight.
   size_t packed_offset, product_offset, workspace_offset;
 };
 
@@ -55,7 +55,7 @@ struct Form {
   std::string implementation;
 };
 
-// The tasks of a layer's products and where in scratch memory each has its own. Immutable.
+// The tasks of a layer's products and where in workspace each has its own. Immutable.
 class RecurrencePlan {
  public:
   // For as many threads as OpenMP would use now.
@@ -64,7 +64,7 @@ class RecurrencePlan {
   const ProductShape& shape() const { return shape_; }
   const std::vector<Task>& tasks() const { return tasks_; }
   const Form& FormOf(const Task& task) const { return *forms_.at({task.rows, task.columns}); }
-  size_t scratch_nbytes() const { return scratch_nbytes_; }
+  size_t workspace_nbytes() const { return workspace_nbytes_; }
   DLDataType compute_dtype() const { return compute_; }
   bool is_widened() const { return !SameDtype(compute_, shape_.dtype); }
   // Float32 copies of the weight and, in turns, of a step's operand, if it is widened.
@@ -82,7 +82,7 @@ class RecurrencePlan {
   DLDataType compute_;
   std::vector<Task> tasks_;
   std::map<std::pair<int64_t, int64_t>, std::unique_ptr<Form>> forms_;
-  size_t scratch_nbytes_ = 0, weight_offset_ = 0, carried_offset_ = 0;
+  size_t workspace_nbytes_ = 0, weight_offset_ = 0, carried_offset_ = 0;
   size_t operand_offsets_[2] = {0, 0};
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scratch memory that the caller lends to library calls, and how it asks how much they need.
+// Workspace that the caller provides for library calls, and the query of how much they need.
 //
-// Both are kept a thread, and each library that includes this file keeps its own: a scope around a
+// Both are thread-local, and each library that includes this file has its own: a scope around a
 // call reaches that library's calls and no other's.
 #ifndef AMP_IR_KERNELS_WORKSPACE_H_
 #define AMP_IR_KERNELS_WORKSPACE_H_
@@ -13,34 +13,34 @@
 
 namespace amp_ir {
 
-struct ScratchMemory {
+struct Workspace {
   char* data = nullptr;
   size_t nbytes = 0;
 };
 
-// While it lives, calls of this thread use `memory` as their scratch memory where it is enough for
+// While it lives, calls of this thread use `memory` as their workspace where it is enough for
 // them. Scopes nest.
-class LentScratch {
+class CallerWorkspace {
  public:
-  explicit LentScratch(ScratchMemory memory) : outer_(current_) { current_ = memory; }
-  ~LentScratch() { current_ = outer_; }
-  LentScratch(const LentScratch&) = delete;
-  LentScratch& operator=(const LentScratch&) = delete;
-  static ScratchMemory Current() { return current_; }
+  explicit CallerWorkspace(Workspace memory) : outer_(current_) { current_ = memory; }
+  ~CallerWorkspace() { current_ = outer_; }
+  CallerWorkspace(const CallerWorkspace&) = delete;
+  CallerWorkspace& operator=(const CallerWorkspace&) = delete;
+  static Workspace Current() { return current_; }
 
  private:
-  ScratchMemory outer_;
-  static inline thread_local ScratchMemory current_;
+  Workspace outer_;
+  static inline thread_local Workspace current_;
 };
 
-// While it lives, calls of this thread compute nothing; it remembers the scratch bytes that the
+// While it lives, calls of this thread compute nothing; it records the workspace bytes that the
 // largest needs, and the bytes that one takes from the system itself and that stay the process's.
-class ScratchQuery {
+class WorkspaceQuery {
  public:
-  ScratchQuery() : outer_(current_) { current_ = this; }
-  ~ScratchQuery() { current_ = outer_; }
-  ScratchQuery(const ScratchQuery&) = delete;
-  ScratchQuery& operator=(const ScratchQuery&) = delete;
+  WorkspaceQuery() : outer_(current_) { current_ = this; }
+  ~WorkspaceQuery() { current_ = outer_; }
+  WorkspaceQuery(const WorkspaceQuery&) = delete;
+  WorkspaceQuery& operator=(const WorkspaceQuery&) = delete;
   size_t nbytes() const { return nbytes_; }
   size_t kept_nbytes() const { return kept_nbytes_; }
   void Note(size_t nbytes, size_t kept_nbytes = 0) {
@@ -48,30 +48,30 @@ class ScratchQuery {
     kept_nbytes_ = std::max(kept_nbytes_, kept_nbytes);
   }
   // Who asks on this thread; null: nobody, so compute.
-  static ScratchQuery* Current() { return current_; }
+  static WorkspaceQuery* Current() { return current_; }
 
  private:
-  ScratchQuery* outer_;
+  WorkspaceQuery* outer_;
   size_t nbytes_ = 0, kept_nbytes_ = 0;
-  static inline thread_local ScratchQuery* current_ = nullptr;
+  static inline thread_local WorkspaceQuery* current_ = nullptr;
 };
 
 struct MemoryNeed {
   size_t nbytes, kept_nbytes;
 };
 
-// What the call of (name, arguments...) needs; nothing is computed, and the contents of the tensors
-// do not matter.
+// Returns what the call of (name, arguments...) needs. It computes nothing and reads no tensor's
+// contents.
 inline MemoryNeed AskForNeed(tvm::ffi::PackedArgs args) {
   const auto call = tvm::ffi::Function::GetGlobalRequired(args[0].cast<tvm::ffi::String>());
-  ScratchQuery query;
+  WorkspaceQuery query;
   tvm::ffi::Any nothing;
   call.CallPacked(args.Slice(1), &nothing);
   return {query.nbytes(), query.kept_nbytes()};
 }
 
-// (name, arguments...) -> bytes of scratch memory that the call needs.
-inline void ScratchNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
+// (name, arguments...) -> bytes of workspace that the call needs.
+inline void WorkspaceNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
   *result = static_cast<int64_t>(AskForNeed(args).nbytes);
 }
 
@@ -80,12 +80,12 @@ inline void KeptNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
   *result = static_cast<int64_t>(AskForNeed(args).kept_nbytes);
 }
 
-// (name, scratch: uint8[n], arguments...): the call with `scratch` as its scratch memory.
-inline void WithScratch(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
+// (name, workspace: uint8[n], arguments...): the call with `workspace` as its workspace.
+inline void CallWithWorkspace(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
   const auto call = tvm::ffi::Function::GetGlobalRequired(args[0].cast<tvm::ffi::String>());
-  const auto scratch = args[1].cast<tvm::ffi::TensorView>();
-  const LentScratch lent(
-      {static_cast<char*>(scratch.data_ptr()), static_cast<size_t>(scratch.numel())});
+  const auto workspace = args[1].cast<tvm::ffi::TensorView>();
+  const CallerWorkspace scope(
+      {static_cast<char*>(workspace.data_ptr()), static_cast<size_t>(workspace.numel())});
   call.CallPacked(args.Slice(2), result);
 }
 

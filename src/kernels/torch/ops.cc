@@ -171,7 +171,7 @@ void Matmul(const Place& place, const StridedTensor& a, const StridedTensor& b,
   const size_t nbytes = Operand::Nbytes(a, form) + Operand::Nbytes(b, form) +
                         (is_direct ? 0 : CopyNbytes(out)) +
                         (bias != nullptr ? Operand::Nbytes(*bias, Form::kFloat32) : 0);
-  if (auto* query = ScratchQuery::Current()) return query->Note(nbytes, PackedNbytes(a, b, form));
+  if (auto* query = WorkspaceQuery::Current()) return query->Note(nbytes, PackedNbytes(a, b, form));
   CopyMemory memory(nbytes);
   Operand wide_a(place, a, form, &memory), wide_b(place, b, form, &memory);
   StridedTensor x = Broadcast(wide_a.view, out), y = Broadcast(wide_b.view, out);
@@ -199,7 +199,7 @@ void Convolve(const Place& place, const StridedTensor& x, const StridedTensor& w
   const bool native = IsNative(place, x, w, y);
   const Form form = native ? Form::kAsIs : Form::kFloat32;
   const size_t nbytes = Operand::Nbytes(x, form) + Operand::Nbytes(w, form);
-  if (auto* query = ScratchQuery::Current()) return query->Note(nbytes);
+  if (auto* query = WorkspaceQuery::Current()) return query->Note(nbytes);
   CopyMemory memory(nbytes);
   Operand data(place, x, form, &memory), weight(place, w, form, &memory);
   const Options o(convolution);
@@ -228,7 +228,7 @@ void ConvolveBackward(const Place& place, Gradient which, const StridedTensor& g
   const Form other_form = is_unsafe ? Form::kDenseFloat32 : form;
   const size_t nbytes = (is_large_enough ? 0 : CopyNbytes(out)) + Operand::Nbytes(grad, form) +
                         Operand::Nbytes(other, other_form);
-  if (auto* query = ScratchQuery::Current()) return query->Note(nbytes);
+  if (auto* query = WorkspaceQuery::Current()) return query->Note(nbytes);
   CopyMemory memory(nbytes);
   StridedTensor unused;
   Tensor stand_in = is_large_enough ? Tensor(place, shape_only)
@@ -251,7 +251,7 @@ void ConvolveBackward(const Place& place, Gradient which, const StridedTensor& g
 void Attend(const Place& place, const StridedTensor& q, const StridedTensor& k,
             const StridedTensor& v, const AttentionOptions& options, const StridedTensor& out,
             const StridedTensor& lse) {
-  if (ScratchQuery::Current() != nullptr) return;  // what PyTorch allocates cannot be asked for
+  if (WorkspaceQuery::Current() != nullptr) return;  // what PyTorch allocates cannot be asked for
   Tensor query(place, q), key(place, k), value(place, v);
   double scale = options.scale;
   if (!place.api.is_cuda) {
@@ -282,7 +282,7 @@ void AttendBackward(const Place& place, const StridedTensor& grad, const Strided
                     const StridedTensor& k, const StridedTensor& v, const StridedTensor& out,
                     const StridedTensor& lse, const AttentionOptions& options,
                     const AttentionGradients& results) {
-  if (ScratchQuery::Current() != nullptr) return;
+  if (WorkspaceQuery::Current() != nullptr) return;
   Tensor grad_out(place, grad), query(place, q), key(place, k), value(place, v), output(place, out),
       sums(place, lse);
   double scale = options.scale;

@@ -51,7 +51,7 @@ inline size_t CopyNbytes(const StridedTensor& like) {
 class CopyMemory {
  public:
   explicit CopyMemory(size_t nbytes) {
-    const ScratchMemory provided = LentScratch::Current();
+    const Workspace provided = CallerWorkspace::Current();
     if (nbytes <= provided.nbytes) next_ = provided.data;
   }
   // Memory for a copy of `like`; null: PyTorch's.
