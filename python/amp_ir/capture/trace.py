@@ -85,7 +85,7 @@ def capture_step(
         numbers = trace.followable(numbers_as_inputs)
         tracer, traced = trace.run(numbers)
         mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
-        traced = lift_outside_tensors(traced, state, observer.tensors, mode)
+        traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
         found = tracer.numbers.found
         interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)
@@ -185,7 +185,7 @@ class _Tracing:
         """Return the trace with its functional graph; the state is as before."""
         outside = list(self.state.outside)
         try:
-            tensors = tracer.observer.tensors
+            tensors = tracer.observer.objects.tensors
             traced = lift_outside_tensors(traced, self.state, tensors, tracer.mode)
             graph = make_functional(traced.graph, traced.inputs, tracer.tape, tracer.mode)
         finally:

@@ -86,7 +86,7 @@ class CaptureGuards:
             Tier(ambient.holds, lambda: iter(ambient.changes())),
             Tier(options_hold, self._changed_options, options.refresh),
             GuardedParameters(self._state.parameters).tier(),
-            self._python_tier(GuardedModules(list(observer.modules.values()))),
+            self._python_tier(GuardedModules(list(observer.objects.modules.values()))),
             Tier(self._gradients_hold, self._changed_gradients),
             Tier(self._state_holds, self._changed_optimizer_state, self._watch_state),
             Tier(lambda: not self._state.scalers, self._changed_scalers),

@@ -72,9 +72,9 @@ class GuardedObjects:
 
     def __init__(self, observer: Observer, followed: frozenset[str], fixed: frozenset[str]) -> None:
         self._fixed = fixed
-        places = [place for place in observer.places.values() if place.is_loaded]
+        places = [place for place in observer.objects.places.values() if place.is_loaded]
         self.followed = {one.name(): one for one in places if one.name() in followed}
-        self._contents = list(observer.contents.values())
+        self._contents = list(observer.objects.contents.values())
         whole = {id(contents.target) for contents in self._contents}
         places = [one for one in places if one.name() not in followed]
         self._entries: dict[int, list[Place]] = {}
@@ -87,7 +87,7 @@ class GuardedObjects:
         self._dictionaries = [c for c in self._contents if isinstance(c.target, dict)]
         self._lists = [c for c in self._contents if not isinstance(c.target, dict)]
         self._ignored = {(id(p.holder), p.key) for p in self.followed.values()}
-        self._arrays = list(observer.arrays.values())
+        self._arrays = list(observer.objects.arrays.values())
         self._read_values = list(observer.read_values.values())
         holders = [holder[0].holder for holder in self._entries.values()]
         self.dictionaries = [*holders, *(c.target for c in self._dictionaries)]

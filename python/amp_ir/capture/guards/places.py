@@ -16,6 +16,7 @@ import torch
 from amp_ir.capture.batch import PLAIN
 from amp_ir.capture.patches.registered_functions import REPLACES
 
+CONTAINERS = (list, dict, set)
 _NUMPY_PLAIN = (numpy.generic, numpy.dtype)
 _SHOWN = 60
 

@@ -53,7 +53,7 @@ class SideEffects:
     def report(self, diagnostics: Diagnostics) -> None:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
-        for place in self.observer.places.values():
+        for place in self.observer.objects.places.values():
             now = place.now()
             if now is place.before or id(now) in self.put or is_same(now, place.before):
                 continue
@@ -63,25 +63,25 @@ class SideEffects:
             elif place.is_loaded and not _is_constant_tensor(now):
                 self.left.append((place, now))
                 self.left_diagnostics.add(*_changed(place, now, self._line(place)))
-        for contents in self.observer.contents.values():
+        for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         self._report_draws(diagnostics)
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
-        for contents in self.observer.contents.values():
+        for contents in self.observer.objects.contents.values():
             now = flat(contents.target)
             if len(now) != len(contents.before) or any(
                 one is not other for one, other in zip(now, contents.before, strict=True)
             ):
                 contents.put(contents.before)
-        for place in self.observer.places.values():
+        for place in self.observer.objects.places.values():
             if place.now() is not place.before:
                 place.put(place.before)
-        for moving in self.observer.advancing.values():
+        for moving in self.observer.objects.advancing.values():
             if moving.has_moved():
                 moving.move_back()
-        for cache, size in self.observer.caches.values():
+        for cache, size in self.observer.objects.caches.values():
             if cache.cache_info().currsize != size:
                 # It may hold fake tensors; its next call recomputes what it drops here.
                 cache.cache_clear()
@@ -121,12 +121,12 @@ class SideEffects:
         self.left_diagnostics.add(what, _at(contents.line), _MOVE)
 
     def _line(self, place: Place) -> tuple[str, int]:
-        contents = self.observer.contents.get(id(place.holder))
+        contents = self.observer.objects.contents.get(id(place.holder))
         return place.line if place.line[1] or contents is None else contents.line
 
     def _report_draws(self, diagnostics: Diagnostics) -> None:
         """Report draws that were not seen as calls, with the line that names the generator."""
-        for moving in self.observer.advancing.values():
+        for moving in self.observer.objects.advancing.values():
             if moving.has_moved() and not self.observer.has_drawn:
                 what = (
                     f"moves {moving.name()} on, {moving.word}, which a compiled step would not do"

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's objects that code in a capture may have read and written."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from amp_ir.capture.guards.advancing_objects import Advancing, advancing
+from amp_ir.capture.guards.code_reads import CodeReads
+from amp_ir.capture.guards.places import (
+    ABSENT,
+    CONTAINERS,
+    Contents,
+    Place,
+    cell_value,
+    describe_function,
+    flat,
+    is_number,
+)
+from amp_ir.capture.guards.users_objects import (
+    is_end,
+    is_library,
+    names_of_class,
+    own_attributes,
+    unwrapped,
+    users_classes,
+)
+from amp_ir.capture.locations import is_users_file
+
+# A container with more items is compared as a whole; its items are not followed.
+_MOST_ITEMS = 256
+INTERNAL = frozenset(vars(torch.nn.Module())) | {"training"}
+_TORCH_CONTAINERS = (
+    torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)  # fmt: skip
+Name = Callable[[], str]
+
+
+class ObservedObjects:
+    """Places, containers, modules and tensors by identity, with their names.
+
+    `places`, `contents` and `modules` are all that was seen; `tensors` are names of the user's
+    tensors, and `caches` the functions with `functools.cache` that ran. `known` has the names of
+    objects, `functions` those of each code, and `looked` the code that was matched with an object.
+    `replaced(place)` returns what replaces a number while the step runs.
+    """
+
+    def __init__(self, opaque: Iterable[object], replaced: Callable[[Place], Any]) -> None:
+        self.places: dict[tuple[int, str, Any], Place] = {}
+        self.contents: dict[int, Contents] = {}
+        self.modules: dict[int, tuple[torch.nn.Module, Name]] = {}
+        self.tensors: dict[int, tuple[torch.Tensor, Name]] = {}
+        self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
+        self.caches: dict[int, tuple[Any, int]] = {}
+        self.advancing: dict[int, Advancing] = {}
+        self.known: dict[int, tuple[Any, Name]] = {}
+        self.functions: dict[int, list[FunctionType]] = {}
+        self.looked: set[tuple[int, int]] = set()
+        self._opaque = {id(one): one for one in opaque}
+        self._replaced = replaced
+
+    def reach(
+        self,
+        reads: CodeReads,
+        found: Iterable[tuple[Any, Name]],
+        *,
+        is_users: bool,
+        code: CodeType | None = None,
+    ) -> None:
+        """Follow objects that code holds along the names in it, and record what it meets.
+
+        `is_users` says that the code is the user's: its reads of class attributes count too.
+        """
+        stack = list(found)
+        while stack:
+            value, name = stack.pop()
+            at = (id(reads), id(value))
+            if at in self.looked or id(value) in self._opaque or is_end(value):
+                continue
+            if isinstance(value, (torch.Tensor, numpy.ndarray)):
+                self._note_values(value, name)
+                continue
+            self.looked.add(at)
+            self.known.setdefault(id(value), (value, name))
+            if id(value) not in self.advancing:
+                moving = advancing(value, name)
+                if moving is not None:
+                    self.advancing[id(value)] = moving
+            stack += self._members(value, name, reads, code, is_users=is_users)
+
+    def _note_values(self, value: Any, name: Name) -> None:
+        if isinstance(value, numpy.ndarray):
+            if id(value) not in self.arrays:
+                self.arrays[id(value)] = value, value.copy(), name
+        elif not isinstance(value, FakeTensor):
+            self.tensors.setdefault(id(value), (value, name))
+
+    def _members(
+        self, value: Any, name: Name, reads: CodeReads, code: CodeType | None, *, is_users: bool
+    ) -> Iterator[tuple[Any, Name]]:
+        if isinstance(value, FunctionType):
+            yield from self._function(value, name)
+        elif isinstance(value, MethodType):
+            yield value.__self__, name
+            yield value.__func__, name
+        elif isinstance(value, functools.partial):
+            yield value.func, name
+            yield value.args, part_name("arguments", None, name)
+            yield value.keywords, part_name("arguments", None, name)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.caches.setdefault(id(value), (value, value.cache_info().currsize))
+            yield value.__wrapped__, name
+        elif isinstance(value, (tuple, *CONTAINERS)):
+            yield from self._items(value, name, reads, code)
+        if isinstance(value, torch.nn.Module):
+            yield from self._submodules(value, name, reads)
+        if not isinstance(value, (tuple, list, set, FunctionType, MethodType, Iterator)):
+            yield from self._attributes(value, name, reads, code, is_users=is_users)
+
+    def _function(self, function: FunctionType, name: Name) -> Iterator[tuple[Any, Name]]:
+        known = self.functions.setdefault(id(function.__code__), [])
+        if any(one is function for one in known):
+            return
+        known.append(function)
+        if not is_users_file(function.__code__.co_filename):
+            if str(function.__module__).partition(".")[0] == "torch" and not function.__closure__:
+                return
+        of = functools.partial(describe_function, function)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        for value in defaults:
+            yield value, part_name("a default argument", None, of)
+        for key, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=False
+        ):
+            # The function that a decorator wraps; a cell itself is a place once its function runs.
+            value = cell_value(cell)
+            if isinstance(value, (FunctionType, MethodType, functools.partial)):
+                yield value, part_name("closure variable", key, of)
+        if function.__dict__:
+            yield function.__dict__, part_name("attributes", None, of)
+
+    def _items(
+        self, value: Any, name: Name, reads: CodeReads, code: CodeType | None
+    ) -> Iterator[tuple[Any, Name]]:
+        if isinstance(value, CONTAINERS):
+            contents = self.contents.get(id(value))
+            if contents is None:
+                contents = self.contents[id(value)] = Contents(value, name, flat(value))
+            if not contents.line[0] and reads.entry_lines and code is not None:
+                contents.line = code.co_filename, reads.entry_lines[0]
+        if len(value) > _MOST_ITEMS or isinstance(value, set):
+            return
+        pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+        for key, item in pairs:
+            word = "entry" if isinstance(value, dict) else "item"
+            part = part_name(word, key, name)
+            if is_number(item) and not isinstance(value, tuple):
+                self.place(value, "entry", key, part, is_loaded=True)
+            yield item, part
+
+    def _submodules(
+        self, module: torch.nn.Module, name: Name, reads: CodeReads
+    ) -> Iterator[tuple[Any, Name]]:
+        every = reads.traverses or isinstance(module, _TORCH_CONTAINERS)
+        self.modules.setdefault(id(module), (module, name))
+        for key, child in module._modules.items():
+            if child is not None and (every or key in reads.attributes):
+                yield child, self.known.get(id(child), (child, part_name("module", key, name)))[1]
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    yield tensor, part_name("attribute", key, name)
+
+    def _attributes(
+        self, value: Any, name: Name, reads: CodeReads, code: CodeType | None, *, is_users: bool
+    ) -> Iterator[tuple[Any, Name]]:
+        own = vars(value) if isinstance(value, ModuleType) else own_attributes(value)
+        touched = reads.touched
+        keys = touched & own.keys() if own is not None else set()
+        if isinstance(value, torch.nn.Module):
+            keys -= INTERNAL - {"training"}
+        if own is not None and not isinstance(value, ModuleType):
+            # Attributes that are stored later, read with getattr, or defined in the class: an
+            # attribute of the object would take precedence.
+            absent = reads.attribute_stores.keys() | reads.optional
+            absent |= touched & names_of_class(type(value)) if is_users else set()
+            keys |= absent - own.keys() - INTERNAL
+        for key in keys:
+            part = part_name("attribute", key, name)
+            if own is not None and not is_library(own.get(key)):
+                if not hasattr(inspect.getattr_static(type(value), key, None), "__set__"):
+                    yield self.touch(own, "entry", key, part, reads, code), part
+        if is_users or own is None:
+            yield from self._class_attributes(value, touched, name, reads, code)
+        else:
+            self.index_class(type(value), touched)
+
+    def _class_attributes(
+        self, value: Any, names: set[str], name: Name, reads: CodeReads, code: CodeType | None
+    ) -> Iterator[tuple[Any, Name]]:
+        for owner in users_classes(value if isinstance(value, type) else type(value)):
+            for key in names & vars(owner).keys():
+                found = vars(owner)[key]
+                if type(found).__name__ in ("member_descriptor", "getset_descriptor"):
+                    part = part_name("attribute", key, name)
+                    yield self.touch(value, "attribute", key, part, reads, code), part
+                    continue
+                part = part_name("attribute", key, functools.partial(_class_name, owner))
+                self.touch(owner, "attribute", key, part, reads, code)
+                yield unwrapped(found), part
+
+    def index_class(self, kind: type, names: frozenset[str] | set[str]) -> None:
+        """Index the functions of a class by their code, to find the closures of those that run."""
+        for owner in kind.__mro__:
+            if str(owner.__module__).partition(".")[0] in ("torch", "builtins"):
+                continue
+            for key in names & vars(owner).keys():
+                function = unwrapped(vars(owner)[key])
+                while isinstance(function, FunctionType):
+                    known = self.functions.setdefault(id(function.__code__), [])
+                    if any(one is function for one in known):
+                        break
+                    known.append(function)
+                    function = getattr(function, "__wrapped__", None)
+
+    def touch(
+        self,
+        holder: Any,
+        kind: str,
+        key: Any,
+        name: Name,
+        reads: CodeReads,
+        code: CodeType | None,
+    ) -> Any:
+        """Record a place that code names; return its value."""
+        is_global = isinstance(holder, dict) and "__name__" in holder and "__builtins__" in holder
+        loads = reads.global_names | reads.attributes if is_global else reads.attributes
+        stores = reads.attribute_stores
+        if is_global and key in reads.global_stores:
+            stores = reads.global_stores
+        is_loaded = key in loads and key not in reads.stored_first
+        line = (code.co_filename, stores[key]) if code is not None and key in stores else ("", 0)
+        return self.place(holder, kind, key, name, is_loaded=is_loaded, line=line)
+
+    def place(
+        self,
+        holder: Any,
+        kind: str,
+        key: Any,
+        name: Name,
+        *,
+        is_loaded: bool,
+        line: tuple[str, int] = ("", 0),
+    ) -> Any:
+        """Record a place; return its value. `line` is that of a store, if there is one."""
+        at = (id(holder), kind, key)
+        place = self.places.get(at)
+        if place is None:
+            place = Place(holder, kind, key, name, ABSENT)
+            place.before = value = place.now()
+            if isinstance(value, FakeTensor):
+                return value
+            self.places[at] = place
+            if is_number(value):
+                other = self._replaced(place)
+                if other is not value:
+                    place.put(other)
+        value = place.now()
+        if line[1] and not place.line[1]:
+            place.line = line
+        if is_loaded and (value is place.before or is_number(place.before)):
+            place.is_loaded = True
+        return value
+
+
+def part_name(word: str, key: Any, name: Name) -> Name:
+    """Return the name of a part of an object, as "entry 'lr' of global 'options' (train.py)"."""
+    if key is None:
+        return lambda: f"{word} of {name()}"
+    return lambda: f"{word} {key!r} of {name()}"
+
+
+def _class_name(owner: type) -> str:
+    return f"class {owner.__name__}"

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which objects and classes are the user's, and the attributes of these."""
+
+from __future__ import annotations
+
+import sys
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from amp_ir.capture.guards.places import ABSENT, CONTAINERS, is_plain
+
+
+def unwrapped(found: Any) -> Any:
+    """Return the function of a method, property or cached property."""
+    for key in ("__func__", "fget", "func"):
+        inner = getattr(found, key, None)
+        if isinstance(inner, FunctionType):
+            return inner
+    return found
+
+
+def own_attributes(value: Any) -> dict[str, Any] | None:
+    """Return the `__dict__` of an object; None for one that has none, or computes it."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return own if type(own) is dict else None
+
+
+def is_end(value: Any) -> bool:
+    """Return whether a value is a leaf: nothing in it is followed."""
+    return value is None or value is ABSENT or is_plain(value) or is_library(value)
+
+
+def is_library(value: Any) -> bool:
+    """Return whether a module is PyTorch's, the standard library's or a builtin: not followed."""
+    if isinstance(value, ModuleType):
+        root = value.__name__.partition(".")[0]
+        return root in ("torch", "amp_ir", "numpy") or root in sys.stdlib_module_names
+    if isinstance(value, type):
+        return _is_library_class(value)
+    if isinstance(value, BuiltinFunctionType):
+        return not isinstance(getattr(value, "__self__", None), CONTAINERS)
+    return False
+
+
+def users_classes(kind: type) -> list[type]:
+    """Return the user's own among a class and its bases."""
+    return [owner for owner in kind.__mro__ if not _is_library_class(owner)]
+
+
+def names_of_class(kind: type) -> set[str]:
+    """Return the names that the user's own among a class and its bases define."""
+    return {name for owner in users_classes(kind) for name in vars(owner)}
+
+
+def _is_library_class(owner: type) -> bool:
+    root = str(owner.__module__).partition(".")[0]
+    return root in ("torch", "amp_ir", "numpy") or (
+        root in sys.stdlib_module_names and root != "__main__"
+    )
