@@ -14,8 +14,9 @@ from amp_ir.capture.distribution import process_count
 from amp_ir.capture.guards.ambient import Ambient
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
 from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
-from amp_ir.capture.guards.objects import GuardedObjects, Tier, Versions
+from amp_ir.capture.guards.objects import GuardedObjects, Tier
 from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.guards.watch import watch
 from amp_ir.capture.hyper_parameters import HyperParameter, frozen_options
 from amp_ir.capture.interface import Interface
 from amp_ir.capture.state import State
@@ -68,7 +69,7 @@ class CaptureGuards:
 
     def _make_tiers(self, observer: Observer, ambient: Ambient) -> list[Tier]:
         groups = [group for one in self._state.optimizers for group in one.param_groups]
-        options = Versions(groups)
+        options = watch(groups)
         # A value that is a tensor, or a Python number of the step's, can change without a new
         # version.
         must_compare = bool(self._numbers and self._guards) or any(
@@ -95,14 +96,14 @@ class CaptureGuards:
     def _python_tier(self, modules: GuardedModules) -> Tier:
         """Return guards on modules and objects, whose dictionaries are watched together."""
         objects = self._objects
-        versions = Versions([*modules.dictionaries, *objects.dictionaries])
+        watched = watch([*modules.dictionaries, *objects.dictionaries])
 
         def refresh() -> None:
-            versions.refresh()
+            watched.refresh()
             modules.refresh()
 
         return Tier(
-            lambda: versions.hold() and modules.hold() and objects.hold(),
+            lambda: watched.hold() and modules.hold() and objects.hold(),
             lambda: itertools.chain(modules.changes(), objects.changes()),
             refresh,
         )
@@ -111,11 +112,11 @@ class CaptureGuards:
         """Watch the dictionaries in which the optimizers keep their state now."""
         self._states = [optimizer.state for optimizer in self._state.optimizers]
         inner = [optimizer.state.get(parameter) for optimizer, parameter, _ in self._owned]
-        self._state_versions = Versions([*self._states, *(one for one in inner if one is not None)])
+        self._watched_state = watch([*self._states, *(one for one in inner if one is not None)])
 
     def _state_holds(self) -> bool:
         now = [optimizer.state for optimizer in self._state.optimizers]
-        return all(map(operator.is_, now, self._states)) and self._state_versions.hold()
+        return all(map(operator.is_, now, self._states)) and self._watched_state.hold()
 
     def _find_gradients(self, traced: Traced) -> None:
         self._gradients = [

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guards on the Python objects that a step read: compared at every call.
 
-The fast path reads each dictionary's version, which PyTorch counts; only dictionaries with
-another version are compared. `changes` describes what differs.
+The fast path asks whether anything was written to the dictionaries (watch.py); only then are the
+guards compared. `changes` describes what differs.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -26,32 +25,6 @@ from amp_ir.capture.guards.places import (
     is_number,
     is_same,
 )
-
-try:
-    # Not part of PyTorch's public interface; without it, every guard is compared at every call.
-    from torch._C._dynamo.guards import dict_version
-except ImportError:
-    _ticks = itertools.count()
-
-    def dict_version(d: dict[Any, Any]) -> int:
-        """Return a version that equals no other: nothing is known."""
-        return next(_ticks)
-
-
-class Versions:
-    """The versions of dictionaries when they were last found unchanged."""
-
-    def __init__(self, dictionaries: Iterable[dict[Any, Any]]) -> None:
-        self.dictionaries = list({id(one): one for one in dictionaries}.values())
-        self.refresh()
-
-    def hold(self) -> bool:
-        """Return whether nothing was written to any of them since."""
-        return list(map(dict_version, self.dictionaries)) == self._known
-
-    def refresh(self) -> None:
-        """Record all of them as unchanged."""
-        self._known = list(map(dict_version, self.dictionaries))
 
 
 @attrs.frozen
