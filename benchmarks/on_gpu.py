@@ -7,7 +7,7 @@ for float16, fused optimizers, torch.compile in its default mode and in "reduce-
 variants of one precision run in turns. A time is the median over rounds of the mean step of a
 round, between two synchronisations. Peaks are the maximum of allocated bytes while the variant was
 set up and run alone. `waits` are the calls of a step that make the host wait for the GPU, counted
-by PyTorch's profiler. `floor` is the speed-of-light time at the GPU's measured peak rates, as a
+by PyTorch's profiler. `roofline` is the speed-of-light time at the GPU's measured peak rates, as a
 share of our time.
 """
 
@@ -31,10 +31,10 @@ import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training, Workload
 from amp_ir.files.atomic_file import write_text
 from amp_ir.host.peak_rates import measure_peaks
-from benchmarks.floor import floor_milliseconds
 from benchmarks.host_waits import host_waits
 from benchmarks.loss_scale import eager, scaled_step
 from benchmarks.peers import in_layout, layouts_of, peer_name
+from benchmarks.speed_of_light import speed_of_light_milliseconds
 
 Step = Callable[[], Any]
 Tell = Callable[[str], None]
@@ -67,7 +67,7 @@ class GpuRow:
     compile_seconds: float
     planned_mib: float
     waits: int | None
-    floor_milliseconds: float
+    speed_of_light_milliseconds: float
     unscaled_milliseconds: float | None = None
     failed: dict[str, str] = attrs.field(factory=dict)
 
@@ -84,9 +84,9 @@ class GpuRow:
         return self.milliseconds[OURS] / self.best[1]
 
     @property
-    def floor_share(self) -> float:
+    def speed_of_light_share(self) -> float:
         """Return our step's time at the device's peak rates over its measured time."""
-        return self.floor_milliseconds / self.milliseconds[OURS]
+        return self.speed_of_light_milliseconds / self.milliseconds[OURS]
 
     @property
     def scaler_cost(self) -> float | None:
@@ -130,11 +130,20 @@ def measure(
         tell("in turns")
         milliseconds = _in_turns(steps, rounds, device)
         waits = host_waits(steps[OURS]) if device == "cuda" else None
-        floor = floor_milliseconds(compiled.module, measure_peaks(device), device)
+        speed_of_light = speed_of_light_milliseconds(compiled.module, measure_peaks(device), device)
     unscaled = milliseconds.pop("unscaled", None)
     planned = compiled.report.plan.peak_bytes / 2**20
     return GpuRow(
-        name, precision, milliseconds, peaks, seconds, planned, waits, floor, unscaled, failed
+        name,
+        precision,
+        milliseconds,
+        peaks,
+        seconds,
+        planned,
+        waits,
+        speed_of_light,
+        unscaled,
+        failed,
     )
 
 
@@ -236,7 +245,7 @@ def table_of(rows: Sequence[GpuRow]) -> Table:
     table = Table(title="milliseconds a step; MiB at the peak", title_justify="left")
     table.add_column("workload")
     table.add_column("precision")
-    for heading in ("ours", "best", "ratio", "AMP gain", "floor", "ours MiB", "its MiB",
+    for heading in ("ours", "best", "ratio", "AMP gain", "roofline", "ours MiB", "its MiB",
                     "plan MiB", "build s", "scaler", "waits"):  # fmt: skip
         table.add_column(heading, justify="right")
     table.add_column("best of PyTorch")
@@ -246,7 +255,7 @@ def table_of(rows: Sequence[GpuRow]) -> Table:
         gain = full[row.workload] / row.milliseconds[OURS] if row.workload in full else None
         table.add_row(
             row.workload, row.precision, f"{row.milliseconds[OURS]:.3f}", f"{best:.3f}",
-            f"{row.ratio:.2f}", _number(gain, 2), f"{row.floor_share:.0%}",
+            f"{row.ratio:.2f}", _number(gain, 2), f"{row.speed_of_light_share:.0%}",
             _number(row.peak_mib.get(OURS), 0), _number(row.peak_mib.get(way), 0),
             f"{row.planned_mib:.0f}",
             f"{row.compile_seconds:.1f}", _number(row.scaler_cost, 3),

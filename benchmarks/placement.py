@@ -57,7 +57,7 @@ class Placed:
     rule_nbytes: int
     model_nbytes: int
     bound_nbytes: int
-    certificate: str
+    cast_traffic: str
 
 
 @attrs.frozen
@@ -89,12 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save(chosen.results / "autocast_scaling.json", scaled)
     tables = [table_of_placements(placed)] if placed else []
     tables += [table_of_scaling(scaled)] if scaled else []
-    certificates = [
-        f"{one.workload}, {one.placement}:\n{one.certificate}\n"
+    reports = [
+        f"{one.workload}, {one.placement}:\n{one.cast_traffic}\n"
         for one in placed
         if one.placement == "cut"
     ]
-    show(tables, certificates, chosen.results / "placement.txt")
+    show(tables, reports, chosen.results / "placement.txt")
 
 
 def place(name: str, *, small: bool, amp_dtype: str) -> list[Placed]:
@@ -124,7 +124,7 @@ def row_of(name: str, placement: str, plan: CastPlan) -> Placed:
         rule_nbytes=sum(one.nbytes for one in plan.moved) - sum(one.nbytes for one in of_casts),
         model_nbytes=plan.cost_nbytes.chosen,
         bound_nbytes=plan.cost_nbytes.bound,
-        certificate=plan.cast_traffic(),
+        cast_traffic=plan.cast_traffic(),
     )
 
 
@@ -209,13 +209,13 @@ def table_of_scaling(rows: Sequence[Scaling]) -> Table:
     return table
 
 
-def show(tables: Sequence[Table], certificates: Sequence[str], path: Path) -> None:
+def show(tables: Sequence[Table], reports: Sequence[str], path: Path) -> None:
     """Print tables and cast traffic, and save them as text."""
     console = Console(record=True, width=140)
     for table in tables:
         console.print(table)
         console.print()
-    for text in certificates:
+    for text in reports:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     path.parent.mkdir(exist_ok=True, parents=True)
     write_text(path, console.export_text(styles=False))

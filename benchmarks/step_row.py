@@ -16,9 +16,9 @@ from amp_ir.demo.workloads import WORKLOADS, Training, Workload
 from amp_ir.ir.step_module import StepModule
 from amp_ir.runtime.call_times import time_calls
 from benchmarks.compiled_error import CompiledError, compiled_error
-from benchmarks.floor import floor_milliseconds, peak_trials, peaks_of
 from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
 from benchmarks.resident import measured_bytes, tensors_of
+from benchmarks.speed_of_light import peak_trials, peaks_of, speed_of_light_milliseconds
 
 # Groups of optional measurements, as each costs time. Times of our step and eager's are always
 # measured.
@@ -26,8 +26,8 @@ COLUMNS = {
     "compile": "torch.compile as a peer, and how long it takes from a cold cache",
     "layouts": "torch.compile in both memory layouts, not only in the one that is eager's best",
     "peak": "measured peaks of memory",
-    "floor": "share of the floor that the machine's peaks, met between the steps, leave; and the "
-    "time outside of kernels",
+    "roofline": "the speed-of-light time as a share, at peak rates met between the steps; "
+    "and the time outside of kernels",
     "error": "errors of the gradients against float64, in small shapes",
 }
 _FIRST_STEPS = 3  # PyTorch may compile again when an optimizer has made its state
@@ -41,12 +41,12 @@ class Row:
 
     The keys of the mappings are "ours" and the names of PyTorch's variants, such as "eager
     channels_last". `milliseconds` are medians of a step. `compile_seconds` are from no program to
-    steps at full speed: the first steps, less the time of as many steps. `floor_milliseconds` is
-    the speed-of-light time: the step's arithmetic at the rate of a large matmul, or its bytes at
-    that of a large copy, whichever is more; `peaks` are these rates, medians of trials that took
-    turns with the steps: on a shared machine, the best rate ever measured says little about this
-    minute. `outside_milliseconds` is the time of a call of the compiled step outside of its kernels
-    and library calls. `failed` says which of PyTorch's variants did not run, and why.
+    steps at full speed: the first steps, less the time of as many steps.
+    `speed_of_light_milliseconds` is the step's arithmetic at the rate of a large matmul, or its
+    bytes at that of a large copy, whichever is more; `peaks` are these rates, medians of trials
+    that took turns with the steps: on a shared machine, the best rate ever measured says little
+    about this minute. `outside_milliseconds` is the time of a call of the compiled step outside of
+    its kernels and library calls. `failed` says which of PyTorch's variants did not run, and why.
     """
 
     workload: str
@@ -59,7 +59,7 @@ class Row:
     casts: int
     kernels: int
     losses: dict[str, float]
-    floor_milliseconds: float | None = None
+    speed_of_light_milliseconds: float | None = None
     outside_milliseconds: float | None = None
     clocked_milliseconds: float | None = None
     error: CompiledError | None = None
@@ -83,9 +83,13 @@ class Row:
         return None if best is None else self.ours / best[1]
 
     @property
-    def floor_share(self) -> float | None:
+    def speed_of_light_share(self) -> float | None:
         """Return the speed-of-light time over our time: 1 is as fast as the machine can be."""
-        return None if self.floor_milliseconds is None else self.floor_milliseconds / self.ours
+        return (
+            None
+            if self.speed_of_light_milliseconds is None
+            else self.speed_of_light_milliseconds / self.ours
+        )
 
     @property
     def outside_share(self) -> float | None:
@@ -133,13 +137,13 @@ class _Measurement:
         train, mod = self._start_ours(training)
         self._start_peers()
         self.tell(f"{self.asked.rounds} steps of each, in turns")
-        trials = peak_trials() if "floor" in self.asked.columns else {}
+        trials = peak_trials() if "roofline" in self.asked.columns else {}
         medians = in_turns({**self.steps, **trials}, self.asked.rounds)
         row = self._row(train, {name: medians[name] for name in self.steps})
         if trials:
             peaks = peaks_of({name: medians[name] for name in trials})
-            floor = floor_milliseconds(mod, peaks)
-            row = attrs.evolve(row, floor_milliseconds=floor, peaks=str(peaks))
+            speed_of_light = speed_of_light_milliseconds(mod, peaks)
+            row = attrs.evolve(row, speed_of_light_milliseconds=speed_of_light, peaks=str(peaks))
         return self._with_extras(row, train, mod, training)
 
     def _row(self, train: amp_ir.CompiledStep, medians: dict[str, float]) -> Row:
@@ -236,7 +240,7 @@ class _Measurement:
     def _with_extras(
         self, row: Row, train: amp_ir.CompiledStep, mod: StepModule, training: Training
     ) -> Row:
-        if "floor" in self.asked.columns:
+        if "roofline" in self.asked.columns:
             self.tell("clocking calls")
             outside, clocked = outside_of_kernels(train, training.batch, self.asked.rounds)
             row = attrs.evolve(

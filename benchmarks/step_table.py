@@ -57,7 +57,7 @@ def _columns(full: Mapping[str, float]) -> Iterator[tuple[str, Cell]]:
     yield "\nours", lambda row: _mib(row, "ours")
     yield "\neager", lambda row: _mib(row, "eager")
     yield "\ncomp", lambda row: _mib(row, "compile")
-    yield "of\nfloor", lambda row: _percent(row.floor_share, 0)
+    yield "roof\nline", lambda row: _percent(row.speed_of_light_share, 0)
     yield "\nhost", lambda row: _percent(row.outside_share, 1)
     yield "grad\nerror", lambda row: _NONE if row.error is None else _small(row.error.ours)
     yield "x\ntorch", lambda row: _ratio(None if row.error is None else row.error.ratio)
@@ -92,9 +92,9 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
             "MiB: peak of a step with its state: our plan, then the resident set's rise, ours, "
             "eager's and torch.compile's alike."
         )
-    if any(row.floor_share is not None for row in rows):
+    if any(row.speed_of_light_share is not None for row in rows):
         lines.append(
-            "of floor: the larger of FLOP / rate of a large matmul and bytes / rate of a large "
+            "roofline: the larger of FLOP / rate of a large matmul and bytes / rate of a large "
             "copy, both measured between the steps, over our time. host: our step outside of "
             "kernels and libraries."
         )

@@ -13,9 +13,9 @@ import pytest
 import torch
 from benchmarks import __main__ as command
 from benchmarks.compiled_error import CompiledError
-from benchmarks.floor import peaks_of
 from benchmarks.peers import in_layout
 from benchmarks.resident import measured_bytes
+from benchmarks.speed_of_light import peaks_of
 from benchmarks.step_row import COLUMNS, Asked, Row, measure
 from benchmarks.step_table import footnotes, table_of
 from rich.console import Console
@@ -45,7 +45,7 @@ def test_the_better_layout_of_pytorch_is_the_peer_and_is_marked() -> None:
     one = row()
     assert one.best("eager") == ("eager channels_last", 250.0)
     assert (one.ratio("eager"), one.ratio("compile"), one.ratio()) == (0.4, 0.1, 0.4)
-    assert one.floor_share == 0.25 and one.outside_share == 0.01
+    assert one.speed_of_light_share == 0.25 and one.outside_share == 0.01
     line = text_of([row(dtype="float32", milliseconds={"ours": 180.0}), one], 120)[4]
     assert line.split() == [
         *("bf16", "100", "250*", "1000", "0.40", "0.10", "0.40", "1.80", "12.5", "126.2"),
@@ -80,11 +80,12 @@ def test_a_torch_compile_that_fails_costs_its_column_and_no_row(
 
 def test_columns_that_were_not_asked_for_are_left_out() -> None:
     bare = row(
-        milliseconds={"ours": 100.0, "eager": 200.0}, measured_mib={}, floor_milliseconds=None,
+        milliseconds={"ours": 100.0, "eager": 200.0}, measured_mib={},
+        speed_of_light_milliseconds=None,
         compile_seconds={"ours": 1.0}, outside_milliseconds=None, error=None,
     )  # fmt: skip
     heads = " ".join(text_of([bare], 120)[:2]).split()
-    assert not {"comp", "cold", "floor", "error", "host"} & set(heads)
+    assert not {"comp", "cold", "roofline", "error", "host"} & set(heads)
     assert not any("AMP" in note or "torch.compile's" in note for note in footnotes([bare]))
     assert not any("torch.compile with" in note or "float64" in note for note in footnotes([bare]))
 
@@ -92,21 +93,21 @@ def test_columns_that_were_not_asked_for_are_left_out() -> None:
 @pytest.mark.skipif(not native.has("amp_ir.call_clock.take"), reason="this build has no clock")
 def test_a_row_is_measured() -> None:
     told: list[str] = []
-    asked = Asked(frozenset({"peak", "floor", "error"}), rounds=1, draws=1, small=True)
+    asked = Asked(frozenset({"peak", "roofline", "error"}), rounds=1, draws=1, small=True)
     one = measure("mlp", "bfloat16", asked, told.append)
     assert set(one.milliseconds) == {"ours", "eager"} == set(one.measured_mib)
     assert min(one.milliseconds.values()) > 0 and set(one.compile_seconds) == {"ours"}
     # One batch, one seed: the steps are the same but for roundings.
     assert one.losses["ours"] == pytest.approx(one.losses["eager"], rel=2**-8)
     assert one.error is not None and 0 < one.error.ours < 0.1
-    assert one.floor_share is not None and one.floor_share > 0
+    assert one.speed_of_light_share is not None and one.speed_of_light_share > 0
     assert "bfloat16" in one.peaks and one.peaks.endswith("medians of turns between the steps")
     assert one.outside_share is not None and 0 < one.outside_share < 1
     assert one.casts > 0 and one.calls > one.casts
     assert told[0] == "compiling ours"
 
 
-def test_the_floor_is_at_the_rates_of_the_turns() -> None:
+def test_the_speed_of_light_is_at_the_rates_of_the_turns() -> None:
     # Per turn 3 products of 2048^3 each, and 3 copies of 128 MiB, which read and write.
     took = {"float32 torch": 600.0, "float32 onednn": 300.0, "bfloat16 torch": 30.0, "copy": 300.0}
     peaks = peaks_of(took)

@@ -16,7 +16,7 @@ def test_a_row_has_ours_and_pytorchs_times(precision: str):
     assert set(row.milliseconds) == {"ours", "eager"}
     assert min(row.milliseconds.values()) > 0
     assert (row.scaler_cost is not None) == (precision == "float16")
-    assert row.waits is None and row.floor_share > 0
+    assert row.waits is None and row.speed_of_light_share > 0
     assert row.best == ("eager", row.milliseconds["eager"])
     table = on_gpu.table_of([row])
     assert table.row_count == 1

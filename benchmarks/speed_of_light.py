@@ -35,7 +35,7 @@ def peaks_of(milliseconds: dict[str, float]) -> MachinePeaks:
     return cpu_peaks(seconds, "medians of turns between the steps")
 
 
-def floor_milliseconds(mod: StepModule, peaks: MachinePeaks, device: str = "cpu") -> float:
+def speed_of_light_milliseconds(mod: StepModule, peaks: MachinePeaks, device: str = "cpu") -> float:
     """Return the speed-of-light time of a step: max(FLOP / matmul rate, bytes / copy rate).
 
     The sums are over all calls of the step as we compile it. Arithmetic counts at the rate of its
