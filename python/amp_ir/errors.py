@@ -119,6 +119,10 @@ class BuildError(AmpIrError, RuntimeError):
     """A kernel or a library of amp_ir could not be built or loaded."""
 
 
+class VersionError(AmpIrError, ImportError):
+    """The installed PyTorch is older or newer than those that this version works with."""
+
+
 class BudgetError(AmpIrError, MemoryError):
     """A step does not fit in its memory budget; the message gives the least that it needs.
 
