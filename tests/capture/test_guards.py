@@ -82,6 +82,22 @@ def a_closures_number() -> Program:
     return program(loss, change)
 
 
+def a_closures_number_in_a_class() -> Program:
+    weight = 0.5
+
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        class Local:
+            factor = weight
+
+        return entropy(model, x, y) * Local.factor
+
+    def change(_model: Any) -> None:
+        nonlocal weight
+        weight += 0.25
+
+    return program(loss, change)
+
+
 def a_closures_entry() -> Program:
     config = {"weight": 0.5, "name": "a"}
 
@@ -335,6 +351,7 @@ GUARDED = [
         "{s} was 0.5 and is 0.75",
     ),
     (a_closures_number, "closure variable 'weight' of {f} was 0.5 and is 0.75"),
+    (a_closures_number_in_a_class, "closure variable 'weight' of {f} was 0.5 and is 0.75"),
     (a_closures_entry, "entry 'weight' of closure variable 'config' of {f} was 0.5 and is 0.75"),
     (an_item_of_a_list, "item 0 of closure variable 'weights' of {f} was 0.5 and is 0.75"),
     (a_list_that_grows, "closure variable 'names' of {f} had 1 items and has 2"),

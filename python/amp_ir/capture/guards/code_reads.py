@@ -11,11 +11,19 @@ from typing import Any
 
 import attrs
 
-_ATTRIBUTE_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+# By the kind of their argument and not one by one, since each version of Python has others. A name
+# that is neither is a local one of a class body, or an import.
+_NAMED = frozenset(dis.opname[code] for code in dis.hasname)
+_OF_CELLS = frozenset(dis.opname[code] for code in dis.hasfree)
+_STORES = ("STORE_", "DELETE_")
 _ATTRIBUTE_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR"})
-_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
-_CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+_CELL_STORES = frozenset(name for name in _OF_CELLS if name.startswith(_STORES))
+_LOADS = frozenset(name for name in _NAMED if name.startswith("LOAD_"))
+_ATTRIBUTE_LOADS = frozenset(name for name in _LOADS if name.endswith(("_ATTR", "_METHOD")))
+_GLOBAL_LOADS = _LOADS - _ATTRIBUTE_LOADS
+# Those that make or pass on a cell read nothing in it.
+_CELL_LOADS = _OF_CELLS - _CELL_STORES - {"MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS"}
 _ENTRY_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
 # With these, code reaches attributes whose names are strings, or modules that it does not name.
 _BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter"})
@@ -89,7 +97,7 @@ def _add_one(found: CodeReads, name: str, argument: Any, line: int) -> None:
     elif name in _GLOBAL_LOADS:
         found.global_names.add(argument)
         found.lines.setdefault(argument, line)
-    elif name == "LOAD_DEREF":
+    elif name in _CELL_LOADS:
         found.cell_loads.add(argument)
     else:
         for opcodes, stores, loads in (
