@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, RAdam
 
 from amp_ir.ir.step_module import Role
 from captured_runner import CapturedRunner
@@ -24,6 +24,36 @@ def test_steps_equal_eager_steps_while_hyper_parameters_change(
         lambda: training(kind, options), batch, steps=4, between=change_hyper_parameters
     )
     assert captures == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(RAdam, {"lr": 0.1}), (ASGD, {"lr": 0.1, "t0": 3}), (Adafactor, {"lr": 0.1})],
+    ids=name,
+)
+def test_a_loop_that_turns_after_some_steps_is_captured_once(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    """RAdam rectifies from the sixth step on, ASGD averages from the fourth on."""
+    assert assert_trains_alike(lambda: training(kind, options), batch, steps=12) == 1
+
+
+def test_muon_is_captured_once() -> None:
+    def build() -> Training:
+        # Muon takes matrices only.
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 3, False))
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.02, weight_decay=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Training(model, optimizer, step)
+
+    assert assert_trains_alike(build, batch, between=change_hyper_parameters) == 1
 
 
 def test_the_first_step_with_dampened_momentum_is_captured_apart() -> None:

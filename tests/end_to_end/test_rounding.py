@@ -53,6 +53,25 @@ def test_strict_kernels_are_the_interpreter_bit_for_bit(dtype):
         torch.testing.assert_close(one, chain(*inputs), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("rounding", ["fast", "strict"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scaled_sum_with_a_matmul_is_rounded_once(dtype, rounding):
+    """Its integers and powers of two are exact in float32: one rounding has one result."""
+    a, b = (torch.randint(-40, 40, shape).to(dtype) for shape in ((6, 10), (10, 8)))
+    c = torch.randint(-2000, 2000, (6, 8)).to(dtype)
+
+    class ScaledSum(torch.nn.Module):
+        """What Muon computes."""
+
+        def forward(self, c, a, b):
+            return torch.addmm(c, a, b, beta=0.25, alpha=0.5)
+
+    mod, _ = amp_ir.trace_model(ScaledSum(), (c, a, b))
+    expected = (c.double() * 0.25 + a.double() @ b.double() * 0.5).to(dtype)
+    assert torch.equal(amp_ir.compile(mod, rounding=rounding)(c, a, b), expected)
+    assert torch.equal(interpret(mod, [c, a, b])[0], expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fast_kernels_round_only_what_they_store(dtype):
     # No product stands before a sum: the compiler may contract those into one operation.

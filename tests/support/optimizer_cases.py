@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every optimizer of torch.optim with the options that change its step."""
+"""The optimizers of torch.optim with the options that change their steps."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from step_comparison import Training, integers, normal
 
@@ -26,6 +39,16 @@ CASES = [
     (RMSprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
     (Adagrad, {"lr": 0.1}),
     (Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.1}),
+    (Adadelta, {}),
+    (Adamax, {"lr": 0.1, "weight_decay": 0.01}),
+    (NAdam, {"lr": 0.1}),
+    (Rprop, {}),
+    (RAdam, {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (RAdam, {"lr": 0.1, "weight_decay": 0.1, "betas": (0.4, 0.5), "maximize": True}),
+    (ASGD, {"lr": 0.1, "lambd": 0.1, "weight_decay": 0.1}),
+    (ASGD, {"lr": 0.1, "t0": 2, "maximize": True}),
+    (Adafactor, {"lr": 0.1}),
+    (Adafactor, {"lr": 0.1, "eps": (1e-6, 0.1), "weight_decay": 0.1, "d": 1.5, "maximize": True}),
 ]
 
 
@@ -56,7 +79,7 @@ def change_hyper_parameters(trained: Training) -> None:
         else:
             group["lr"] *= 0.5
         for key in ("weight_decay", "momentum", "alpha", "eps", "lr_decay"):
-            if group.get(key):
+            if group.get(key) and not isinstance(group[key], tuple):
                 group[key] *= 0.9
         if "betas" in group:
             group["betas"] = (group["betas"][0] * 0.9, group["betas"][1] * 0.95)

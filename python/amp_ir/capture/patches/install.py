@@ -12,9 +12,15 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import batchnorm
 from torch.nn.utils import clip_grad
+from torch.optim import _adafactor, asgd, radam
 
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.batch_statistics import batch_norm, instance_norm
+from amp_ir.capture.decompositions.optimizers import (
+    single_tensor_adafactor,
+    single_tensor_asgd,
+    single_tensor_radam,
+)
 from amp_ir.capture.decompositions.packed_sequences import (
     Forwarding,
     PackingFunctions,
@@ -74,6 +80,9 @@ def patched(
         (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
         (torch.optim.lr_scheduler.LRScheduler, "step", _rejected_scheduler(locator, diagnostics)),
         (torch.amp.GradScaler, "scale", _rejected_scaler(locator, diagnostics)),
+        (radam, "_single_tensor_radam", single_tensor_radam),
+        (asgd, "_single_tensor_asgd", single_tensor_asgd),
+        (_adafactor, "_single_tensor_adafactor", single_tensor_adafactor),
         # nn.TransformerEncoderLayer has an inference kernel that fuses many ops.
         (torch.backends.mha, "get_fastpath_enabled", lambda: False),
     )

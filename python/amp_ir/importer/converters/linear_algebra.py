@@ -48,11 +48,22 @@ def addmm(
     beta: Operand = 1,
     alpha: Operand = 1,
 ) -> relax.Expr:
-    """Return beta * bias + alpha * a @ b; with beta = 0 the bias is not read, NaN or not."""
-    product = _scaled(ops, ops.emit(relax.op.matmul(a, b)), alpha)
-    if is_scalar(beta) and beta == 0:
-        return product
-    return ops.add(product, _scaled(ops, bias, beta))
+    """Return beta * bias + alpha * a @ b; with beta = 0 the bias is not read, NaN or not.
+
+    In a low dtype all of it is computed in float32 and rounded once, as PyTorch does. Dispatch adds
+    a vector to a matmul before its rounding anyway.
+    """
+    dtype = str(a.ty.dtype)
+    is_plain = all(is_scalar(one) and one == 1 for one in (alpha, beta)) and bias.ty.ndim == 1
+    if dtype not in ("float16", "bfloat16") or is_plain:
+        product = _scaled(ops, ops.emit(relax.op.matmul(a, b)), alpha)
+        if is_scalar(beta) and beta == 0:
+            return product
+        return ops.add(product, _scaled(ops, bias, beta))
+    result = _scaled(ops, ops.emit(relax.op.matmul(a, b, out_dtype="float32")), alpha)
+    if not (is_scalar(beta) and beta == 0):
+        result = ops.add(result, _scaled(ops, ops.cast(bias, "float32"), beta))
+    return ops.cast(result, dtype)
 
 
 @converts(aten.addbmm.default)
