@@ -53,7 +53,12 @@ def test_muon_is_captured_once() -> None:
 
         return Training(model, optimizer, step)
 
-    assert assert_trains_alike(build, batch, between=change_hyper_parameters) == 1
+    # Five iterations in bfloat16 make each update, of size lr: a rounding that falls the other way
+    # is 2^-8 of it, and iterations enlarge it by up to 3.4 each where singular values are small.
+    captures = assert_trains_alike(
+        build, batch, between=change_hyper_parameters, rtol=1e-2, atol=3 * 0.02 * 2**-6
+    )
+    assert captures == 1
 
 
 def test_the_first_step_with_dampened_momentum_is_captured_apart() -> None:
