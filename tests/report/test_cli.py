@@ -170,16 +170,31 @@ def test_the_low_dtype_is_what_the_cpu_has(
 
 def test_the_summary_says_what_the_table_says() -> None:
     variants = [
-        Variant("amp_ir", "float32", (2.0, 1.0), 20.0),
-        Variant("amp_ir", "bfloat16", (2.0, 1.01), 10.0),
-        Variant("PyTorch", "float32", (2.0, 1.0), 40.0),
-        Variant("PyTorch", "bfloat16", (2.02, 1.0), 12.5),
+        Variant("amp_ir", "float32", (2.0,) * 9 + (1.0,), 20.0),
+        Variant("amp_ir", "bfloat16", (2.0,) * 9 + (1.01,), 10.0),
+        Variant("PyTorch", "float32", (2.0,) * 9 + (1.0,), 40.0),
+        Variant("PyTorch", "bfloat16", (2.02,) * 10, 12.5),
     ]
     text = summary(Comparison(WORKLOADS["mlp"], 1, 10, *variants))
     assert text == (
         "bfloat16 takes 0.50x the time of float32 and 0.80x that of PyTorch's autocast. Over 10 "
-        "steps its losses stay within 1.0e-02 of PyTorch's float32 ones; autocast's within 1.0e-02."
+        "steps its losses stay within 1.0e-02 of PyTorch's float32 ones; autocast's within 1.0e+00."
     )
+
+
+def test_a_slow_variant_is_stopped_and_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(measured, "_TRAINING_SECONDS", 1e-9)
+    assert cli.main(["demo", "mlp", "--small", "--steps", "2", "--amp-dtype", "bfloat16"]) == 0
+    shown = capsys.readouterr().out
+    rows = {line[:27].strip(): line[27:].split() for line in shown.splitlines()}
+    assert rows["loss after 10 steps"] == ["-"] * 4, shown
+    assert all(float(ms) > 0 for ms in rows["ms a step"]), shown
+    said = " ".join(shown.split())
+    assert (
+        "PyTorch bfloat16 was stopped after 1 step of 0 s: its ms is that step's, and its losses "
+        "are compared over 1." in said
+    )
+    assert "Over 1 step its losses stay within" in said
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

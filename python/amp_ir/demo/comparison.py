@@ -18,6 +18,9 @@ from amp_ir.demo.workloads import Training, Workload
 COMPARED_STEPS = 10
 # A turn takes at least this long, so that switching does not dominate a step of a millisecond.
 _TURN_SECONDS = 0.02
+# A variant for which the CPU lacks instructions may take minutes a step: PyTorch's bfloat16 without
+# AVX-512, for example. It trains no longer than this, and takes no turns.
+_TRAINING_SECONDS = 30.0
 
 
 class Report(Protocol):
@@ -35,7 +38,8 @@ def _silent(stage: str, part: str = "") -> None:
 class Variant:
     """One variant of the workload's step, and its measurements.
 
-    `losses` are those of the first COMPARED_STEPS steps. What PyTorch does not report is None.
+    `losses` are those of the first COMPARED_STEPS steps, or of fewer if the variant is too slow to
+    train so many. What PyTorch does not report is None.
     """
 
     title: str
@@ -47,9 +51,14 @@ class Variant:
     kernels: int | None = None
     compile_seconds: float | None = None
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether it trained fewer steps than the others, and `ms` is the mean of these."""
+        return len(self.losses) < COMPARED_STEPS
+
     def loss_difference(self, other: Variant) -> float:
-        """Return the largest relative difference of the losses."""
-        pairs = zip(self.losses, other.losses, strict=True)
+        """Return the largest relative difference of the losses, over the steps of both."""
+        pairs = zip(self.losses, other.losses, strict=False)
         return max(abs(mine - its) / abs(its) for mine, its in pairs)
 
 
@@ -83,9 +92,15 @@ class _Runner:
     losses: list[float] = attrs.field(factory=list)
     turns_ms: list[float] = attrs.field(factory=list)
 
-    def run(self, count: int) -> None:
-        """Train for some steps and keep the losses."""
-        self.losses += [self.step(*self.batch).item() for _ in range(count)]
+    def train(self) -> None:
+        """Train COMPARED_STEPS steps, or for _TRAINING_SECONDS, and keep the losses."""
+        started = time.perf_counter()
+        seconds = 0.0
+        while len(self.losses) < COMPARED_STEPS and seconds < _TRAINING_SECONDS:
+            self.losses.append(self.step(*self.batch).item())
+            seconds = time.perf_counter() - started
+        if len(self.losses) < COMPARED_STEPS:
+            self.turns_ms.append(seconds / len(self.losses) * 1e3)
 
     def take_turn(self) -> None:
         """Time a step, or the mean of several short ones."""
@@ -141,10 +156,11 @@ def compare(
     ]
     for runner in runners:
         report(f"training {COMPARED_STEPS} steps: {runner.title} {runner.dtype}")
-        runner.run(COMPARED_STEPS)
+        runner.train()
+    fast = [runner for runner in runners if len(runner.losses) == COMPARED_STEPS]
     for turn in range(steps):
         report("timing in turns", f"{turn + 1} of {steps}")
-        for runner in runners:
+        for runner in fast:
             runner.take_turn()
     parameters = sum(one.numel() for one in first.model.parameters())
     return Comparison(workload, parameters, steps, *(runner.result() for runner in runners))

@@ -53,7 +53,7 @@ def _rows(comparison: Comparison) -> list[tuple[str, Callable[[Variant], str]]]:
         ("casts", lambda variant: _or_none(variant.casts, "{}")),
         ("compiled kernels", lambda variant: _or_none(variant.kernels, "{}")),
         ("seconds to compile", lambda variant: _or_none(variant.compile_seconds, "{:.1f}")),
-        (f"loss after {COMPARED_STEPS} steps", lambda variant: f"{variant.losses[-1]:.5f}"),
+        (f"loss after {COMPARED_STEPS} steps", _last_loss),
         ("loss off PyTorch float32", difference(eager)),
         ("loss off PyTorch autocast", difference(eager_low)),
     ]
@@ -63,9 +63,11 @@ def summary(comparison: Comparison) -> str:
     """Return the table's result in two sentences."""
     ours, low, eager, eager_low = comparison.variants
     off, eager_off = low.loss_difference(eager), eager_low.loss_difference(eager)
+    steps = min(len(variant.losses) for variant in comparison.variants)
+    over = f"{steps} steps" if steps > 1 else "1 step"
     return (
         f"{low.dtype} takes {_times(low.ms / ours.ms)} the time of float32 and "
-        f"{_times(low.ms / eager_low.ms)} that of PyTorch's autocast. Over {COMPARED_STEPS} steps "
+        f"{_times(low.ms / eager_low.ms)} that of PyTorch's autocast. Over {over} "
         f"its losses stay within {off:.1e} of PyTorch's float32 ones; autocast's within "
         f"{eager_off:.1e}."
     )
@@ -77,7 +79,21 @@ def footnote(comparison: Comparison) -> str:
         f"ms: median of {comparison.steps} turns, the four variants one after the other in each. "
         "Peak MiB: from the memory plan, parameters, gradients and optimizer state included. "
         f"Off: the largest relative difference over {COMPARED_STEPS} steps."
+        + "".join(_said_of_slow(variant) for variant in comparison.variants if variant.is_slow)
     )
+
+
+def _said_of_slow(variant: Variant) -> str:
+    steps = len(variant.losses)
+    them, its_ms = ("step", "that step's") if steps == 1 else ("steps", "the mean of these")
+    return (
+        f" {variant.title} {variant.dtype} was stopped after {steps} {them} of "
+        f"{variant.ms / 1e3:.0f} s: its ms is {its_ms}, and its losses are compared over {steps}."
+    )
+
+
+def _last_loss(variant: Variant) -> str:
+    return _NONE if variant.is_slow else f"{variant.losses[-1]:.5f}"
 
 
 def _times(ratio: float) -> str:
