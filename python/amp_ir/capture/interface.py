@@ -13,7 +13,7 @@ from amp_ir.capture.guards.followed_numbers import FollowedNumber
 from amp_ir.capture.hyper_parameters import HyperParameter
 from amp_ir.capture.outside_tensors import DenseReader, is_dense
 from amp_ir.capture.scalar_nodes import ScalarNodes
-from amp_ir.capture.state import GradientReader, Slot, State
+from amp_ir.capture.state import GradientReader, State, StateTensor
 from amp_ir.capture.symbolic_float import FloatTape
 from amp_ir.capture.traced import Traced
 from amp_ir.ir.captured_step import CapturedInput, CapturedOutput
@@ -58,7 +58,7 @@ def finish(
 ) -> Interface:
     """Give the graph its final placeholders and output tuple.
 
-    Before: placeholders are all slots, then the batch; outputs as `Traced` lists them.
+    Before: placeholders are the state tensors, then the batch; outputs as `Traced` lists them.
     After:  placeholders are parameters, buffers, used gradients and optimizer state, used
             hyper-parameters, batch; outputs are results, changed state, gradients.
     """
@@ -84,61 +84,61 @@ class _Finishing:
         self._tape = tape
         self._mode = mode
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self._slot_nodes = placeholders[: len(state.slots)]
-        self._batch_nodes = placeholders[len(state.slots) :]
-        self._behind_state = next(n for n in graph.nodes if n not in set(self._slot_nodes))
-        self._entries: dict[torch.fx.Node, CapturedInput] = {}
+        self._state_nodes = placeholders[: len(state.tensors)]
+        self._batch_nodes = placeholders[len(state.tensors) :]
+        self._behind_state = next(n for n in graph.nodes if n not in set(self._state_nodes))
+        self._inputs: dict[torch.fx.Node, CapturedInput] = {}
         self._created: list[tuple[int, torch.Tensor, str, torch.Tensor]] = []
-        named = {id(slot.tensor): slot for slot in state.parameters}
+        named = {id(entry.tensor): entry for entry in state.parameters}
         self._owners = {id(gradient): named[key] for key, gradient in state.gradients.items()}
 
     def run(self, module: torch.fx.GraphModule) -> Interface:
         """Run all steps in order."""
-        for node, slot in zip(self._slot_nodes, self._state.slots, strict=True):
-            self._entries[node] = CapturedInput(slot.name, slot.role, self._source_of(slot))
+        for node, entry in zip(self._state_nodes, self._state.tensors, strict=True):
+            self._inputs[node] = CapturedInput(entry.name, entry.role, self._source_of(entry))
         for index, (node, tensor) in enumerate(zip(self._batch_nodes, self._batch, strict=True)):
-            self._entries[node] = CapturedInput(f"batch{index}", Role.BATCH, tensor)
+            self._inputs[node] = CapturedInput(f"batch{index}", Role.BATCH, tensor)
         outputs = self._collect_outputs()
         self._set_outputs(outputs)
         self._graph.eliminate_dead_code()
-        inputs = self._keep_used_inputs(outputs)
+        used = self._keep_used_inputs(outputs)
         module.recompile()
-        position = {node: index for index, node in enumerate(inputs)}
+        position = {node: index for index, node in enumerate(used)}
         final = tuple(
             CapturedOutput(o.name, o.role, None if o.updates is None else position[o.updates])
             for o in outputs
         )
-        entries = tuple(self._entries[node] for node in inputs)
-        by_id = {id(slot.tensor): slot.tensor for slot in self._state.parameters}
+        inputs = tuple(self._inputs[node] for node in used)
+        by_id = {id(entry.tensor): entry.tensor for entry in self._state.parameters}
         assigned = {output.name for output in final if output.updates is None}
         put = [s for s in self._traced.gradients if f"{s.name}.grad" in assigned]
         left = {id(s.tensor) for s in self._traced.gradients} - {id(s.tensor) for s in put}
         return Interface(
-            inputs=entries,
+            inputs=inputs,
             outputs=final,
-            fresh=self._fresh(entries),
-            put=tuple(slot.tensor for slot in put),
+            fresh=self._fresh(inputs),
+            put=tuple(entry.tensor for entry in put),
             kept=tuple(by_id[key] for key in left),
         )
 
-    def _source_of(self, slot: Slot) -> torch.Tensor | GradientReader | DenseReader:
-        """Return the tensor of the slot; a gradient's is looked up at every call."""
-        if slot in self._state.outside:
+    def _source_of(self, entry: StateTensor) -> torch.Tensor | GradientReader | DenseReader:
+        """Return the tensor that the graph reads; a gradient's is looked up at every call."""
+        if entry in self._state.outside:
             # PyTorch accepts a 0-d tensor of the host among tensors of a GPU.
             devices = {one.tensor.device for one in self._state.parameters}
-            is_here = not devices or slot.tensor.device in devices
-            if not is_dense(slot.tensor) or (slot.tensor.dim() == 0 and not is_here):
-                return DenseReader(slot.tensor)
-        if slot.role is not Role.GRADIENT:
-            return slot.tensor
-        return GradientReader(self._owners[id(slot)].name, self._owners[id(slot)].tensor)
+            is_here = not devices or entry.tensor.device in devices
+            if not is_dense(entry.tensor) or (entry.tensor.dim() == 0 and not is_here):
+                return DenseReader(entry.tensor)
+        if entry.role is not Role.GRADIENT:
+            return entry.tensor
+        return GradientReader(self._owners[id(entry)].name, self._owners[id(entry)].tensor)
 
     def _collect_outputs(self) -> list[_Output]:
         traced = self._traced
         output_node = next(iter(reversed(self._graph.nodes)))
         flat = iter(output_node.args[0])
         results = [next(flat) for _ in range(traced.result_count)]
-        values = [next(flat) for _ in self._slot_nodes]
+        values = [next(flat) for _ in self._state_nodes]
         gradients = [next(flat) for _ in traced.gradients]
         created = [next(flat) for _ in traced.created]
         created_inputs = self._add_created_inputs()
@@ -146,7 +146,7 @@ class _Finishing:
         outputs = [_Output(node, f"result{i}", Role.RESULT) for i, node in enumerate(results)]
         outputs += self._changed_state(values)
         outputs += [
-            _Output(value, self._entries[node].name, Role.OPTIMIZER_STATE, node)
+            _Output(value, self._inputs[node].name, Role.OPTIMIZER_STATE, node)
             for value, node in zip(created, created_inputs, strict=True)
         ]
         return outputs + self._gradients_left(gradients)
@@ -159,25 +159,25 @@ class _Finishing:
         names = [hyper.name for hyper in self._hypers]
         nodes = scalars.add_inputs(names, before=self._behind_state)
         for node, hyper in zip(nodes, self._hypers, strict=True):
-            self._entries[node] = CapturedInput(hyper.name, Role.HYPER_PARAMETER, hyper.read)
+            self._inputs[node] = CapturedInput(hyper.name, Role.HYPER_PARAMETER, hyper.read)
         scalars.replace_all()
         return scalars.nodes_of(self._traced.symbols, before=output_node)
 
     def _changed_state(self, values: list[torch.fx.Node]) -> list[_Output]:
         """Return the state that the step changes; a gradient is what `grad` holds at the end."""
         changed = []
-        for node, value in zip(self._slot_nodes, values, strict=True):
-            entry = self._entries[node]
-            if value is not node and entry.role is not Role.GRADIENT:
-                changed.append(_Output(value, entry.name, entry.role, node))
+        for node, value in zip(self._state_nodes, values, strict=True):
+            captured = self._inputs[node]
+            if value is not node and captured.role is not Role.GRADIENT:
+                changed.append(_Output(value, captured.name, captured.role, node))
         return changed
 
     def _gradients_left(self, values: list[torch.fx.Node]) -> list[_Output]:
         """Return what `grad` holds at the end; an unchanged gradient is no output."""
-        before = {self._entries[node].name: node for node in self._slot_nodes}
+        before = {self._inputs[node].name: node for node in self._state_nodes}
         left = []
-        for slot, value in zip(self._traced.gradients, values, strict=True):
-            name = f"{slot.name}.grad"
+        for entry, value in zip(self._traced.gradients, values, strict=True):
+            name = f"{entry.name}.grad"
             node = before.get(name)
             if value is not node:
                 updated = node if node is not None and self._is_used(node) else None
@@ -190,7 +190,7 @@ class _Finishing:
     def _add_created_inputs(self) -> list[torch.fx.Node]:
         """Add unused placeholders for the state that the first step makes: the tensors to fill."""
         nodes = []
-        names = {id(slot.tensor): slot.name for slot in self._state.parameters}
+        names = {id(entry.tensor): entry.name for entry in self._state.parameters}
         for made in self._traced.created:
             name = f"optimizer{made.optimizer}.{names[id(made.parameter)]}.{made.key}"
             value = made.value
@@ -198,7 +198,7 @@ class _Finishing:
             with self._graph.inserting_before(self._behind_state):
                 node = self._graph.placeholder(name.replace(".", "_"))
             node.meta.update({"val": value.detach(), META_KEY: Location()})
-            self._entries[node] = CapturedInput(name, Role.OPTIMIZER_STATE, tensor)
+            self._inputs[node] = CapturedInput(name, Role.OPTIMIZER_STATE, tensor)
             self._created.append((made.optimizer, made.parameter, made.key, tensor))
             nodes.append(node)
         return nodes
@@ -220,21 +220,21 @@ class _Finishing:
     def _keep_used_inputs(self, outputs: list[_Output]) -> list[torch.fx.Node]:
         updated = {output.updates for output in outputs}
         kept = []
-        for node, entry in sorted_by_graph(self._graph, self._entries):
-            if entry.role in _ALWAYS_INPUTS or node.users or node in updated:
+        for node, captured in sorted_by_graph(self._graph, self._inputs):
+            if captured.role in _ALWAYS_INPUTS or node.users or node in updated:
                 kept.append(node)
             else:
                 self._graph.erase_node(node)
         return kept
 
     def _fresh(
-        self, entries: tuple[CapturedInput, ...]
+        self, inputs: tuple[CapturedInput, ...]
     ) -> tuple[tuple[int, torch.Tensor, str, torch.Tensor], ...]:
         """Return the new optimizer state of every parameter that uses any of it."""
-        used = {id(entry.tensor_or_reader) for entry in entries}
-        slots = self._state.optimizer_slots
+        used = {id(one.tensor_or_reader) for one in inputs}
+        by_key = self._state.optimizer_state
         fresh = [
-            (index, parameter, key, slots[index, id(parameter)][key].tensor)
+            (index, parameter, key, by_key[index, id(parameter)][key].tensor)
             for index, parameter, key in self._state.fresh
         ]
         users = {(index, id(p)) for index, p, _, tensor in fresh if id(tensor) in used}
@@ -242,7 +242,7 @@ class _Finishing:
 
 
 def sorted_by_graph(
-    graph: torch.fx.Graph, entries: dict[torch.fx.Node, CapturedInput]
+    graph: torch.fx.Graph, inputs: dict[torch.fx.Node, CapturedInput]
 ) -> list[tuple[torch.fx.Node, CapturedInput]]:
-    """Return the entries in the order of their placeholders."""
-    return [(node, entries[node]) for node in list(graph.nodes) if node in entries]
+    """Return the inputs in the order of their placeholders."""
+    return [(node, inputs[node]) for node in list(graph.nodes) if node in inputs]

@@ -16,7 +16,7 @@ import torch
 
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.locations import Locator
-from amp_ir.capture.state import ScalerSlots
+from amp_ir.capture.state import ScalerState
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.transaction import Transaction
 from amp_ir.dialect import DECLARATIONS
@@ -98,17 +98,17 @@ class CapturedScaler:
 
     def __init__(
         self,
-        slots: ScalerSlots,
+        scaler_state: ScalerState,
         transaction: Transaction,
         locator: Locator,
         diagnostics: Diagnostics,
         read: Callable[[torch.Tensor], Any],
     ) -> None:
-        self._scaler = slots.scaler
-        self._scale = slots.scale.fake
-        self._growth_tracker = slots.growth_tracker.fake
-        self._hysteresis_tracker = slots.hysteresis_tracker.fake
-        self._log = StepLog(slots.ring.fake, slots.counts.fake)
+        self._scaler = scaler_state.scaler
+        self._scale = scaler_state.scale.fake
+        self._growth_tracker = scaler_state.growth_tracker.fake
+        self._hysteresis_tracker = scaler_state.hysteresis_tracker.fake
+        self._log = StepLog(scaler_state.ring.fake, scaler_state.counts.fake)
         self._transaction = transaction
         self._locator = locator
         self._diagnostics = diagnostics

@@ -40,7 +40,7 @@ def capture_notes(
 def _notes(
     graph: torch.fx.GraphModule, state: State, interface: Interface, followed: frozenset[str]
 ) -> Iterator[str]:
-    outside = [slot.name for slot in state.outside]
+    outside = [entry.name for entry in state.outside]
     if outside:
         more = f" and {len(outside) - _MOST} more" if len(outside) > _MOST else ""
         yield (

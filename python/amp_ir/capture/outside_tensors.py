@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_ir.capture.diagnostics import Diagnostics
-from amp_ir.capture.state import Slot, State, fake_of
+from amp_ir.capture.state import State, StateTensor, fake_of
 from amp_ir.capture.traced import Traced
 from amp_ir.ir.location import META_KEY, Location
 from amp_ir.ir.step_module import Role
@@ -48,8 +48,8 @@ def lift_outside_tensors(
 ) -> Traced:
     """Make inputs of the user's tensors that the graph has as constants.
 
-    Before: placeholders are the slots of `state`, then the batch.
-    After:  `state.outside` are the new slots; their placeholders follow those of the others, and
+    Before: placeholders are the tensors of `state`, then the batch.
+    After:  `state.outside` are the new inputs; their placeholders follow those of the others, and
             their values, unchanged, follow those of the others among the outputs.
 
     Raises:
@@ -59,11 +59,11 @@ def lift_outside_tensors(
     users = _constants(traced.graph)
     if not users:
         return traced
-    slots = state.slots
+    known = state.tensors
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    own = {_geometry(slot.tensor): node for slot, node in zip(slots, placeholders, strict=False)}
-    memory = {_address(slot.tensor): slot for slot in slots if slot.tensor.numel()}
-    behind = next(node for node in graph.nodes if node not in set(placeholders[: len(slots)]))
+    own = {_geometry(entry.tensor): node for entry, node in zip(known, placeholders, strict=False)}
+    memory = {_address(entry.tensor): entry for entry in known if entry.tensor.numel()}
+    behind = next(node for node in graph.nodes if node not in set(placeholders[: len(known)]))
     diagnostics, added = Diagnostics(), []
     for tensor, nodes in users:
         node = own.get(_geometry(tensor))
@@ -79,11 +79,11 @@ def lift_outside_tensors(
     if diagnostics:
         raise diagnostics.error()
     output = next(iter(reversed(graph.nodes)))
-    at = traced.result_count + len(slots)
+    at = traced.result_count + len(known)
     flat = list(output.args[0])
     output.args = ([*flat[:at], *added, *flat[at:]],)
-    fakes = [slot.fake for slot in state.outside]
-    inputs = [*traced.inputs[: len(slots)], *fakes, *traced.inputs[len(slots) :]]
+    fakes = [entry.fake for entry in state.outside]
+    inputs = [*traced.inputs[: len(known)], *fakes, *traced.inputs[len(known) :]]
     return attrs.evolve(traced, inputs=inputs)
 
 
@@ -108,26 +108,26 @@ def _add_input(
     mode: FakeTensorMode,
 ) -> torch.fx.Node:
     _, name_of = names.get(id(tensor), (tensor, lambda: "a tensor outside of the model"))
-    taken = {slot.name for slot in state.slots}
+    taken = {entry.name for entry in state.tensors}
     name, count = name_of(), 1
     while name in taken:
         count += 1
         name = f"{name_of()} ({count})"
-    slot = Slot(name, Role.BUFFER, tensor)
-    slot.fake = fake_of(tensor.detach(), mode)
-    state.outside.append(slot)
+    entry = StateTensor(name, Role.BUFFER, tensor)
+    entry.fake = fake_of(tensor.detach(), mode)
+    state.outside.append(entry)
     with graph.inserting_before(before):
         node = graph.placeholder(f"outside_{len(state.outside)}")
-    node.meta.update({"val": slot.fake, META_KEY: Location()})
+    node.meta.update({"val": entry.fake, META_KEY: Location()})
     return node
 
 
 def _report_part(
-    diagnostics: Diagnostics, tensor: torch.Tensor, slot: Slot, node: torch.fx.Node
+    diagnostics: Diagnostics, tensor: torch.Tensor, entry: StateTensor, node: torch.fx.Node
 ) -> None:
     user = next(iter(node.users), node)
     diagnostics.add(
-        f"uses a view of shape {tuple(tensor.shape)} of {slot.name} that was made before the step",
+        f"uses a view of shape {tuple(tensor.shape)} of {entry.name} that was made before the step",
         user.meta.get(META_KEY, Location()),
         "Make the view inside of the step",
     )

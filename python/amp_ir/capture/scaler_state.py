@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from amp_ir.capture.state import ScalerSlots, Slot
+from amp_ir.capture.state import ScalerState, StateTensor
 from amp_ir.ir.step_log import StepLog
 from amp_ir.ir.step_module import Role
 
@@ -15,12 +15,12 @@ from amp_ir.ir.step_module import Role
 LOG_KEY = "_amp_ir_log"
 
 
-def find_scaler_state(scalers: list[Any], device: torch.device) -> list[ScalerSlots]:
-    """Return the slots of each scaler; make the tensors that PyTorch makes at the first use."""
-    return [_slots_of(scaler, f"scaler{index}", device) for index, scaler in enumerate(scalers)]
+def find_scaler_state(scalers: list[Any], device: torch.device) -> list[ScalerState]:
+    """Return the state of each scaler; make the tensors that PyTorch makes at the first use."""
+    return [_state_of(scaler, f"scaler{index}", device) for index, scaler in enumerate(scalers)]
 
 
-def _slots_of(scaler: Any, name: str, device: torch.device) -> ScalerSlots:
+def _state_of(scaler: Any, name: str, device: torch.device) -> ScalerState:
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
     own = vars(scaler)
@@ -29,15 +29,15 @@ def _slots_of(scaler: Any, name: str, device: torch.device) -> ScalerSlots:
     if own.get(LOG_KEY) is None:
         own[LOG_KEY] = StepLog.empty(device)
 
-    def slot(key: str, tensor: torch.Tensor) -> Slot:
-        return Slot(f"{name}.{key}", Role.SCALER_STATE, tensor)
+    def named(key: str, tensor: torch.Tensor) -> StateTensor:
+        return StateTensor(f"{name}.{key}", Role.SCALER_STATE, tensor)
 
     log = own[LOG_KEY]
-    return ScalerSlots(
+    return ScalerState(
         scaler,
-        scale=slot("scale", scaler._scale),
-        growth_tracker=slot("growth_tracker", scaler._growth_tracker),
-        hysteresis_tracker=slot("hysteresis_tracker", own["_hysteresis_tracker"]),
-        ring=slot("ring", log.ring),
-        counts=slot("counts", log.counts),
+        scale=named("scale", scaler._scale),
+        growth_tracker=named("growth_tracker", scaler._growth_tracker),
+        hysteresis_tracker=named("hysteresis_tracker", own["_hysteresis_tracker"]),
+        ring=named("ring", log.ring),
+        counts=named("counts", log.counts),
     )

@@ -26,7 +26,7 @@ from amp_ir.ir.unusable_tensors import fault_of
 
 
 @attrs.define(eq=False)
-class Slot:
+class StateTensor:
     """One tensor of the state, and the fake that replaces it while the step is traced."""
 
     name: str
@@ -61,19 +61,19 @@ class GradientReader:
 
 
 @attrs.frozen(eq=False)
-class ScalerSlots:
+class ScalerState:
     """The state of one loss scaler: f32[], i32[], i32[], and its log's ring and counts."""
 
     scaler: Any
-    scale: Slot
-    growth_tracker: Slot
-    hysteresis_tracker: Slot
-    ring: Slot
-    counts: Slot
+    scale: StateTensor
+    growth_tracker: StateTensor
+    hysteresis_tracker: StateTensor
+    ring: StateTensor
+    counts: StateTensor
 
     @property
-    def all(self) -> list[Slot]:
-        """Return the slots in the order of the graph's inputs."""
+    def all(self) -> list[StateTensor]:
+        """Return the tensors in the order of the graph's inputs."""
         return [self.scale, self.growth_tracker, self.hysteresis_tracker, self.ring, self.counts]
 
 
@@ -81,7 +81,7 @@ class ScalerSlots:
 class State:
     """All tensors of the state, and where the optimizers keep theirs.
 
-    `optimizer_slots` maps (optimizer position, id of the parameter) to the slots by key; `fresh`
+    `optimizer_state` maps (optimizer position, id of the parameter) to the tensors by key; `fresh`
     are those that did not exist before the capture, as (optimizer position, parameter, key).
     `plain_values` is the optimizer state that is no tensor. `outside` are the tensors that the step
     reads from elsewhere, known once it is traced.
@@ -89,20 +89,20 @@ class State:
 
     models: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
-    parameters: list[Slot]
-    buffers: list[Slot]
-    gradients: dict[int, Slot]
-    optimizer_slots: dict[tuple[int, int], dict[str, Slot]]
+    parameters: list[StateTensor]
+    buffers: list[StateTensor]
+    gradients: dict[int, StateTensor]
+    optimizer_state: dict[tuple[int, int], dict[str, StateTensor]]
     fresh: list[tuple[int, torch.Tensor, str]]
     plain_values: dict[tuple[int, int], dict[str, Any]]
-    scalers: list[ScalerSlots] = attrs.field(factory=list)
-    outside: list[Slot] = attrs.field(factory=list)
+    scalers: list[ScalerState] = attrs.field(factory=list)
+    outside: list[StateTensor] = attrs.field(factory=list)
 
     @property
-    def slots(self) -> list[Slot]:
-        """Return all slots in the order of the graph's inputs."""
-        owned = [slot for slots in self.optimizer_slots.values() for slot in slots.values()]
-        scaling = [slot for scaler in self.scalers for slot in scaler.all]
+    def tensors(self) -> list[StateTensor]:
+        """Return all tensors in the order of the graph's inputs."""
+        owned = [entry for by_key in self.optimizer_state.values() for entry in by_key.values()]
+        scaling = [entry for scaler in self.scalers for entry in scaler.all]
         return [
             *self.parameters,
             *self.buffers,
@@ -115,24 +115,24 @@ class State:
 
 def find_state(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> State:
     """Name every tensor of the models and optimizers; tied tensors get their first name."""
-    parameters: dict[int, Slot] = {}
-    buffers: dict[int, Slot] = {}
+    parameters: dict[int, StateTensor] = {}
+    buffers: dict[int, StateTensor] = {}
     for index, model in enumerate(models):
         prefix = f"model{index}." if index else ""
         for name, parameter in model.named_parameters():
-            slot = Slot(prefix + name, Role.PARAMETER, parameter)
-            parameters.setdefault(id(parameter), slot)
+            entry = StateTensor(prefix + name, Role.PARAMETER, parameter)
+            parameters.setdefault(id(parameter), entry)
         for name, buffer in model.named_buffers():
-            buffers.setdefault(id(buffer), Slot(prefix + name, Role.BUFFER, buffer))
+            buffers.setdefault(id(buffer), StateTensor(prefix + name, Role.BUFFER, buffer))
     gradients = {
-        key: Slot(f"{slot.name}.grad", Role.GRADIENT, slot.tensor.grad)
-        for key, slot in parameters.items()
-        if slot.tensor.grad is not None
+        key: StateTensor(f"{entry.name}.grad", Role.GRADIENT, entry.tensor.grad)
+        for key, entry in parameters.items()
+        if entry.tensor.grad is not None
     }
     state = State(
         models, optimizers, list(parameters.values()), list(buffers.values()), gradients, {}, [], {}
     )
-    names = {key: slot.name for key, slot in parameters.items()}
+    names = {key: entry.name for key, entry in parameters.items()}
     for index, optimizer in enumerate(optimizers):
         _find_optimizer_state(state, index, optimizer, names)
     return state
@@ -150,8 +150,8 @@ def _find_optimizer_state(
                     state.plain_values.setdefault((index, id(parameter)), {})[key] = value
                     continue
                 name = f"optimizer{index}.{names[id(parameter)]}.{key}"
-                slot = Slot(name, Role.OPTIMIZER_STATE, value)
-                state.optimizer_slots.setdefault((index, id(parameter)), {})[key] = slot
+                entry = StateTensor(name, Role.OPTIMIZER_STATE, value)
+                state.optimizer_state.setdefault((index, id(parameter)), {})[key] = entry
                 if key not in existing:
                     state.fresh.append((index, parameter, key))
 
@@ -249,7 +249,7 @@ def kept(state: State) -> Iterator[None]:
         containers.append(_Contents(vars(optimizer)))
         containers += [_Contents(group) for group in optimizer.param_groups]
         containers += [_Contents(values) for values in optimizer.state.values()]
-    containers += [_Contents(vars(slots.scaler)) for slots in state.scalers]
+    containers += [_Contents(vars(scaler_state.scaler)) for scaler_state in state.scalers]
     with restoring() as restores:
         keep_generators(restores)
         restores.add(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
@@ -299,7 +299,7 @@ def put_fakes(state: State) -> dict[int, torch.Tensor]:
     Returns:
         the fake by the id of the user's tensor.
     """
-    fakes = {id(slot.tensor): slot.fake for slot in state.slots}
+    fakes = {id(entry.tensor): entry.fake for entry in state.tensors}
     for model in state.models:
         for module in model.modules():
             for tensors in (module._parameters, module._buffers, vars(module)):
@@ -325,8 +325,8 @@ def _put_optimizer_fakes(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = dict(optimizer.state.get(parameter, {}))
-            slots = state.optimizer_slots.get((index, id(parameter)), {})
-            values.update({key: slot.fake for key, slot in slots.items()})
+            by_key = state.optimizer_state.get((index, id(parameter)), {})
+            values.update({key: entry.fake for key, entry in by_key.items()})
             if values:
                 replaced[fakes[id(parameter)]] = replaced[parameter] = values
         group["params"] = [fakes[id(parameter)] for parameter in group["params"]]

@@ -204,7 +204,7 @@ def _notes_on(moved: int) -> tuple[str, ...]:
 
 def _device_of(state: State) -> torch.device:
     """Return the device of the step's state."""
-    return next((slot.tensor.device for slot in state.parameters), torch.device("cpu"))
+    return next((entry.tensor.device for entry in state.parameters), torch.device("cpu"))
 
 
 @contextlib.contextmanager

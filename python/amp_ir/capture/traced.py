@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from amp_ir.capture.batch import Results
-from amp_ir.capture.state import Slot
+from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import SymbolicFloat
 
 
@@ -25,8 +25,8 @@ class Created:
 class Traced:
     """The result of one run of the step.
 
-    `graph` takes `inputs` (the fakes of the slots, then of the batch) and returns, in order:
-    `result_count` results, the new values of all slots, the gradient of each slot of `gradients`
+    `graph` takes `inputs` (the fakes of the state, then of the batch) and returns, in order:
+    `result_count` results, the new values of the state tensors, the gradient of each of `gradients`
     (the parameters that have one at the end), the values of `created`, and `read_count` tensors
     f64[] whose values the step computed with as floats.
     `observed` are the ids of the parameters whose gradient before the step affects it.
@@ -37,7 +37,7 @@ class Traced:
     results: Results
     symbols: list[SymbolicFloat]
     result_count: int
-    gradients: list[Slot]
+    gradients: list[StateTensor]
     created: list[Created]
     read_count: int
     observed: set[int]

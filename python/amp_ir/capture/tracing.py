@@ -24,7 +24,7 @@ from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.recording import GradientWatch, Recorder, Substitution
-from amp_ir.capture.state import Slot, State, fake_of, kept, put_fakes
+from amp_ir.capture.state import State, StateTensor, fake_of, kept, put_fakes
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
 from amp_ir.capture.transaction import Transaction
@@ -58,7 +58,7 @@ class StepTracer:
         self._locator = Locator(state.models)
         self.tape = FloatTape([hyper.value() for hyper in hypers], self._refuse_float)
         self.numbers = Numbers(numbers, self.tape if symbolic else None, others=others)
-        opaque = [*state.optimizers, *(slots.scaler for slots in state.scalers)]
+        opaque = [*state.optimizers, *(scaler_state.scaler for scaler_state in state.scalers)]
         self.observer = Observer(self._locator, self._diagnostics, opaque, self.numbers.replace)
         self.effects = SideEffects(self.observer, self.numbers.put)
         self._read: list[torch.Tensor] = []
@@ -71,10 +71,10 @@ class StepTracer:
         Raises:
             CaptureError: the step does what a compiled step cannot do, or fails itself.
         """
-        for slot in self._state.slots:
-            slot.fake = fake_of(slot.tensor, self.mode)
+        for entry in self._state.tensors:
+            entry.fake = fake_of(entry.tensor, self.mode)
         batch = [fake_of(tensor, self.mode) for tensor in self._arguments.tensors]
-        inputs = [*(slot.fake for slot in self._state.slots), *batch]
+        inputs = [*(entry.fake for entry in self._state.tensors), *batch]
         self._modules = ModuleMethods.now()
         with self.mode, kept(self._state), uncompiled_graphs(), self._effects_undone():
             graph = make_fx(
@@ -96,10 +96,10 @@ class StepTracer:
         state = self._state
         fakes = put_fakes(state)
         overwritten = put_symbols(self._hypers, self.tape)
-        watch = GradientWatch([fakes[id(slot.tensor)] for slot in state.parameters])
+        watch = GradientWatch([fakes[id(entry.tensor)] for entry in state.parameters])
         transaction = Transaction(state, self._buffer_now)
         scalers = self._put_scalers(transaction)
-        given = captured_scalers.set(tuple(slots.scaler for slots in state.scalers))
+        given = captured_scalers.set(tuple(scaler_state.scaler for scaler_state in state.scalers))
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(captured_scalers.reset, given)
@@ -164,7 +164,7 @@ class StepTracer:
         )
         numbers = frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, SymbolicFloat))
         values = self._new_values()
-        gradients = [slot for slot in self._state.parameters if slot.fake.grad is not None]
+        gradients = [entry for entry in self._state.parameters if entry.fake.grad is not None]
         created = list(self._created())
         self._left.update(
             results=Results(spec, places, constants, numbers),
@@ -173,59 +173,59 @@ class StepTracer:
             gradients=gradients,
             created=created,
         )
-        left = [slot.fake.grad for slot in gradients if slot.fake.grad is not None]
+        left = [entry.fake.grad for entry in gradients if entry.fake.grad is not None]
         return [*tensors, *values, *left, *(c.value for c in created), *self._read]
 
     def _new_values(self) -> list[torch.Tensor]:
-        """Return the current value of each slot: its fake, or what the step stored instead."""
+        """Return the current value of each state tensor: its fake, or what replaced it."""
         now: dict[int, torch.Tensor] = {}
-        for slot, value in self._places():
-            fits = isinstance(value, FakeTensor) and value.shape == slot.tensor.shape
-            if slot.role is Role.PARAMETER:
-                fits = value is slot.fake
+        for entry, value in self._places():
+            fits = isinstance(value, FakeTensor) and value.shape == entry.tensor.shape
+            if entry.role is Role.PARAMETER:
+                fits = value is entry.fake
             elif fits:
-                fits = value.dtype == slot.tensor.dtype
+                fits = value.dtype == entry.tensor.dtype
             if not fits:
                 self._refuse(
-                    f"the step replaces {slot.name} by something of another kind",
+                    f"the step replaces {entry.name} by something of another kind",
                     "Write to it in place (copy_) and keep its shape and dtype",
                 )
-            now.setdefault(id(slot), value)
+            now.setdefault(id(entry), value)
         now.update(self._replaced)
-        return [now.get(id(slot), slot.fake) for slot in self._state.slots]
+        return [now.get(id(entry), entry.fake) for entry in self._state.tensors]
 
-    def _buffer_now(self, wanted: Slot) -> torch.Tensor:
+    def _buffer_now(self, wanted: StateTensor) -> torch.Tensor:
         """Return the current value of a buffer."""
-        values = (value for slot, value in self._places() if slot is wanted)
+        values = (value for entry, value in self._places() if entry is wanted)
         value = next(values, wanted.fake)
         return value if isinstance(value, FakeTensor) else wanted.fake
 
-    def _places(self) -> Iterator[tuple[Slot, Any]]:
-        """Return each slot with its current value."""
+    def _places(self) -> Iterator[tuple[StateTensor, Any]]:
+        """Return each state tensor with its current value."""
         state = self._state
-        named = {slot.name: slot for slot in (*state.parameters, *state.buffers)}
+        named = {entry.name: entry for entry in (*state.parameters, *state.buffers)}
         for index, model in enumerate(state.models):
             prefix = f"model{index}" if index else ""
             for path, module in model.named_modules(prefix=prefix):
                 for key, value in (*module._parameters.items(), *module._buffers.items()):
-                    slot = named.get(f"{path}.{key}" if path else key)
-                    if slot is not None:
-                        yield slot, value
-        fakes = {id(slot.tensor): slot.fake for slot in state.parameters}
-        for (index, parameter), slots in state.optimizer_slots.items():
+                    entry = named.get(f"{path}.{key}" if path else key)
+                    if entry is not None:
+                        yield entry, value
+        fakes = {id(entry.tensor): entry.fake for entry in state.parameters}
+        for (index, parameter), by_key in state.optimizer_state.items():
             values = state.optimizers[index].state.get(fakes[parameter], {})
-            for key, slot in slots.items():
-                yield slot, values.get(key)
+            for key, entry in by_key.items():
+                yield entry, values.get(key)
 
     def _created(self) -> Iterator[Created]:
         """Return optimizer state tensors that the step made; plain values must not change."""
         for index, optimizer in enumerate(self._state.optimizers):
-            for slot in self._state.parameters:
-                known = self._state.optimizer_slots.get((index, id(slot.tensor)), {})
-                before = self._state.plain_values.get((index, id(slot.tensor)), {})
-                for key, value in optimizer.state.get(slot.fake, {}).items():
+            for entry in self._state.parameters:
+                known = self._state.optimizer_state.get((index, id(entry.tensor)), {})
+                before = self._state.plain_values.get((index, id(entry.tensor)), {})
+                for key, value in optimizer.state.get(entry.fake, {}).items():
                     if isinstance(value, FakeTensor) and key not in known:
-                        yield Created(index, slot.tensor, key, value)
+                        yield Created(index, entry.tensor, key, value)
                     elif not isinstance(value, torch.Tensor) and before.get(key) != value:
                         self._refuse(
                             f"{type(optimizer).__name__} keeps {key!r} as a Python value and "
@@ -237,13 +237,13 @@ class StepTracer:
         """Put fakes into the scalers, and make them trace as ops."""
         scalers = [
             CapturedScaler(
-                slots,
+                scaler_state,
                 transaction,
                 self._locator,
                 self._diagnostics,
                 lambda tensor: self.tape.tensor(self._read_value(tensor)),
             )
-            for slots in self._state.scalers
+            for scaler_state in self._state.scalers
         ]
         for scaler in scalers:
             scaler.install()
@@ -295,7 +295,7 @@ class StepTracer:
 
     def _advice(self, text: str) -> str:
         """Return what to do about an error of the user's step."""
-        of_model = {str(slot.tensor.device) for slot in self._state.parameters}
+        of_model = {str(entry.tensor.device) for entry in self._state.parameters}
         of_batch = {str(tensor.device) for tensor in self._arguments.tensors}
         if "device" in text and not of_batch <= of_model:
             return (

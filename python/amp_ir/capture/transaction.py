@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
-from amp_ir.capture.state import Slot, State
+from amp_ir.capture.state import State, StateTensor
 from amp_ir.ir.step_module import Role
 
 
@@ -36,13 +36,13 @@ class _Written:
 class Transaction:
     """The writes of a traced step to its state, and which of them an overflow rolls back.
 
-    `value_of(slot)` is the current value of a buffer.
+    `value_of` returns the current value of a buffer.
     """
 
-    def __init__(self, state: State, value_of: Callable[[Slot], torch.Tensor]) -> None:
-        self._slots = [slot for slot in state.slots if slot.role is not Role.SCALER_STATE]
+    def __init__(self, state: State, value_of: Callable[[StateTensor], torch.Tensor]) -> None:
+        self._entries = [entry for entry in state.tensors if entry.role is not Role.SCALER_STATE]
         self._value_of = value_of
-        self._written = {id(slot.fake): _Written() for slot in self._slots}
+        self._written = {id(entry.fake): _Written() for entry in self._entries}
         self._owner = _owners(state)
         # The check of each optimizer that stepped; None for one without a scaler.
         self._found: dict[int, torch.Tensor | None] = {}
@@ -77,20 +77,20 @@ class Transaction:
     @contextlib.contextmanager
     def of_optimizer(self, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> Iterator[None]:
         """Step `optimizer` under a scaler inside, and select its tensors afterwards."""
-        own = [slot for slot in self._slots if self._owner.get(id(slot.fake)) == id(optimizer)]
+        own = [entry for entry in self._entries if self._owner.get(id(entry.fake)) == id(optimizer)]
         if id(optimizer) in self._found:
             # The results of its earlier step remain, whether or not this one is skipped.
-            for slot in own:
-                self._written[id(slot.fake)].before = None
+            for entry in own:
+                self._written[id(entry.fake)].before = None
         known = self._found.get(id(optimizer))
         self._found[id(optimizer)] = found if known is None else torch.logical_or(known, found)
         self._guarding.add(id(optimizer))
         self.guarded.add(id(optimizer))
         yield
         self._guarding.discard(id(optimizer))
-        for slot in own:
-            self._select(slot, found)
-            self._written[id(slot.fake)].is_settled = True
+        for entry in own:
+            self._select(entry, found)
+            self._written[id(entry.fake)].is_settled = True
 
     def end(self, scaler: object, found: torch.Tensor) -> None:
         """Select what was written since the transaction began: `scaler.update` was called."""
@@ -109,7 +109,7 @@ class Transaction:
 
         Returns:
             the new values of buffers that the step replaced instead of writing, by the id of the
-            slot.
+            state tensor.
         """
         if not self._ended:
             return {}
@@ -118,34 +118,34 @@ class Transaction:
             found = torch.logical_or(found, other)
         self._select_all(found, only_new=True)
         replaced = {}
-        for slot in self._slots:
-            value = self._value_of(slot) if slot.role is Role.BUFFER else slot.fake
-            if value is not slot.fake and value.shape == slot.fake.shape:
-                before = self._written[id(slot.fake)].before
-                before = slot.fake if before is None else before
-                replaced[id(slot)] = torch.where(found, before, value)
+        for entry in self._entries:
+            value = self._value_of(entry) if entry.role is Role.BUFFER else entry.fake
+            if value is not entry.fake and value.shape == entry.fake.shape:
+                before = self._written[id(entry.fake)].before
+                before = entry.fake if before is None else before
+                replaced[id(entry)] = torch.where(found, before, value)
         return replaced
 
     def _select_all(self, found: torch.Tensor, *, only_new: bool) -> None:
-        for slot in self._slots:
-            written = self._written[id(slot.fake)]
+        for entry in self._entries:
+            written = self._written[id(entry.fake)]
             if written.is_settled or (only_new and written.is_ended):
                 continue
-            owner = self._owner.get(id(slot.fake))
+            owner = self._owner.get(id(entry.fake))
             if owner is None or owner not in self._found:
-                self._select(slot, found)
+                self._select(entry, found)
                 continue
             own = self._found[owner]
             if own is not None:
-                self._select(slot, own)
+                self._select(entry, own)
 
-    def _select(self, slot: Slot, found: torch.Tensor) -> None:
-        before = self._written[id(slot.fake)].before
+    def _select(self, entry: StateTensor, found: torch.Tensor) -> None:
+        before = self._written[id(entry.fake)].before
         if before is None:
             return
         self._is_selecting = True
         with torch.no_grad():
-            slot.fake.copy_(torch.where(found, before, slot.fake))
+            entry.fake.copy_(torch.where(found, before, entry.fake))
         self._is_selecting = False
 
 
@@ -158,7 +158,7 @@ def _owners(state: State) -> dict[int, int]:
     for index, optimizer in enumerate(state.optimizers):
         for group in optimizer.param_groups:
             owners.update({id(parameter): id(optimizer) for parameter in group["params"]})
-        for (position, _), slots in state.optimizer_slots.items():
+        for (position, _), by_key in state.optimizer_state.items():
             if position == index:
-                owners.update({id(slot.fake): id(optimizer) for slot in slots.values()})
+                owners.update({id(entry.fake): id(optimizer) for entry in by_key.values()})
     return owners

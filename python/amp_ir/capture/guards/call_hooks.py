@@ -57,7 +57,7 @@ class CaptureGuards:
         self._find_gradients(traced)
         put = {id(tensor) for tensor in (*interface.put, *interface.kept)}
         self._cleared = [s.tensor for s in state.parameters if id(s.tensor) not in put]
-        self._scaler_options = [options_of(slots.scaler) for slots in state.scalers]
+        self._scaler_options = [options_of(scaler_state.scaler) for scaler_state in state.scalers]
         self._is_first_step_only = bool(traced.created)
         self._has_run = False
         self._installed: set[int] = set()
@@ -120,9 +120,9 @@ class CaptureGuards:
 
     def _find_gradients(self, traced: Traced) -> None:
         self._gradients = [
-            (slot.name, slot.tensor, _kind_of_gradient(slot.tensor))
-            for slot in self._state.parameters
-            if id(slot.tensor) in traced.observed
+            (entry.name, entry.tensor, _kind_of_gradient(entry.tensor))
+            for entry in self._state.parameters
+            if id(entry.tensor) in traced.observed
         ]
         self._without_gradient = [tensor for _, tensor, kind in self._gradients if kind is None]
         self._with_gradient = [
@@ -177,10 +177,11 @@ class CaptureGuards:
             if not getattr(optimizer, "_opt_called", False):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask
         self._has_run = True
-        for slots in self._state.scalers:
+        for scaler_state in self._state.scalers:
             # On a GPU this would wait for the step.
-            if hasattr(slots.scaler, "check_limits") and slots.scale.tensor.device.type == "cpu":
-                slots.scaler.check_limits()
+            scaler, device = scaler_state.scaler, scaler_state.scale.tensor.device
+            if hasattr(scaler, "check_limits") and device.type == "cpu":
+                scaler.check_limits()
 
     @staticmethod
     def _several_processes() -> Iterator[str]:
@@ -253,15 +254,15 @@ class CaptureGuards:
                     yield f"{name} was removed"
 
     def _changed_scalers(self) -> Iterator[str]:
-        for index, (slots, before) in enumerate(
+        for index, (scaler_state, before) in enumerate(
             zip(self._state.scalers, self._scaler_options, strict=True)
         ):
-            for key, value in options_of(slots.scaler).items():
+            for key, value in options_of(scaler_state.scaler).items():
                 if value != before[key]:
                     yield f"{key} of scaler {index} was {before[key]:g} and is {value:g}"
-            if slots.scaler._scale is not slots.scale.tensor:
+            if scaler_state.scaler._scale is not scaler_state.scale.tensor:
                 yield f"the scale of scaler {index} was replaced by another tensor"
-            if len(slots.scaler._per_optimizer_states) > 0:
+            if len(scaler_state.scaler._per_optimizer_states) > 0:
                 yield f"scaler {index} is in the middle of an iteration; call update() on it"
 
 
@@ -276,18 +277,18 @@ def _owned_state(state: State, interface: Interface) -> list[_Owned]:
     used = {id(entry.tensor_or_reader) for entry in interface.inputs}
     used |= {id(tensor) for _, _, _, tensor in interface.fresh}
     fresh = {(index, id(parameter), key) for index, parameter, key in state.fresh}
-    parameters = {id(slot.tensor): slot.tensor for slot in state.parameters}
+    parameters = {id(entry.tensor): entry.tensor for entry in state.parameters}
     return [
         (
             state.optimizers[index],
             parameters[parameter],
             [
-                (key, slot.name, slot.tensor, (index, parameter, key) in fresh)
-                for key, slot in slots.items()
-                if id(slot.tensor) in used
+                (key, entry.name, entry.tensor, (index, parameter, key) in fresh)
+                for key, entry in by_key.items()
+                if id(entry.tensor) in used
             ],
         )
-        for (index, parameter), slots in state.optimizer_slots.items()
+        for (index, parameter), by_key in state.optimizer_state.items()
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from amp_ir.capture.guards.objects import Tier
-from amp_ir.capture.state import Slot
+from amp_ir.capture.state import StateTensor
 
 try:
     # Not part of PyTorch's public interface; without it, kinds are compared in Python.
@@ -156,9 +156,9 @@ _Kind = tuple[bool, torch.dtype, torch.device, torch.Size]
 class GuardedParameters:
     """Kinds and hooks of the parameters."""
 
-    def __init__(self, parameters: list[Slot]) -> None:
-        self._slots = parameters
-        self._tensors = [slot.tensor for slot in parameters]
+    def __init__(self, parameters: list[StateTensor]) -> None:
+        self._parameters = parameters
+        self._tensors = [parameter.tensor for parameter in parameters]
         self._kinds = [_kind(tensor) for tensor in self._tensors]
         self._hooks = [_hooks(tensor) for tensor in self._tensors]
         self._count = HookCount()
@@ -191,16 +191,16 @@ class GuardedParameters:
         )
 
     def _changes(self) -> Iterator[str]:
-        for slot, kind, hooks in zip(self._slots, self._kinds, self._hooks, strict=True):
-            now = _kind(slot.tensor)
+        for parameter, kind, hooks in zip(self._parameters, self._kinds, self._hooks, strict=True):
+            now = _kind(parameter.tensor)
             if now != kind:
-                yield f"parameter {slot.name} {_kind_in_words(kind, now)}"
+                yield f"parameter {parameter.name} {_kind_in_words(kind, now)}"
             for word, before, present in zip(
-                _OF_TENSORS.values(), hooks, _hooks(slot.tensor), strict=True
+                _OF_TENSORS.values(), hooks, _hooks(parameter.tensor), strict=True
             ):
                 if before != present:
                     yield (
-                        f"parameter {slot.name} has other {word}: {len(before)} then, "
+                        f"parameter {parameter.name} has other {word}: {len(before)} then, "
                         f"{len(present)} now"
                     )
 

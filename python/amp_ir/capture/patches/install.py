@@ -93,7 +93,7 @@ def patched(
         call = _checked_call(locator.wrap_call(modules.call), locator, diagnostics)
         patch(restores, torch.nn.Module, "__call__", here(call, modules.call))
         modules.patch_lookup(restores)
-        devices = frozenset(slot.tensor.device.type for slot in state.slots)
+        devices = frozenset(entry.tensor.device.type for entry in state.tensors)
         mark_autocast_regions(restores, devices or frozenset({"cpu"}))
         for one in registrations():
             patch_annotated(restores, one)
