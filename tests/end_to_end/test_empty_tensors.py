@@ -6,6 +6,7 @@ Every case runs with its gradient. What eager refuses is not asked.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -151,6 +152,64 @@ def test_every_family_of_ops(shape: tuple[int, int]) -> None:
             torch.testing.assert_close(
                 got, one, rtol=1e-6, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+NORMS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
+    "group 1": lambda shape: nn.GroupNorm(1, shape[1]),
+    "group 2": lambda shape: nn.GroupNorm(2, shape[1]),
+    "group, no parameters": lambda shape: nn.GroupNorm(2, shape[1], affine=False),
+    "layer": lambda shape: nn.LayerNorm(shape[1:]),
+    "last axis": lambda shape: nn.LayerNorm(shape[-1:]),
+    "rms": lambda shape: nn.RMSNorm(shape[-1:]),
+    "batch": lambda shape: _by_dimensions("BatchNorm", shape)(shape[1]),
+    "batch, eval": lambda shape: _by_dimensions("BatchNorm", shape)(shape[1]).eval(),
+    "instance": lambda shape: _by_dimensions("InstanceNorm", shape)(shape[1], affine=True),
+    "local response": lambda _: nn.LocalResponseNorm(2),
+}
+EMPTY_SHAPES = (
+    *((0, 2), (0, 4), (2, 0), (0, 0)),
+    *((0, 2, 3), (2, 0, 3), (2, 2, 0), (2, 4, 0), (0, 2, 0)),
+    *((0, 2, 3, 3), (2, 0, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0), (0, 0, 0, 0)),
+)
+
+
+def _by_dimensions(kind: str, shape: tuple[int, ...]) -> Any:
+    return getattr(nn, f"{kind}{max(len(shape) - 2, 1)}d")
+
+
+def _norm_and_gradients(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x = x.clone().requires_grad_()
+    y = norm(x)
+    gradients = torch.autograd.grad((y * y).sum() + y.sum(), [x, *norm.parameters()])
+    return (y, *gradients, *norm.buffers())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_every_normalization_of_nothing(name: str, dtype: torch.dtype) -> None:
+    norms, expected = nn.ModuleList(), {}
+    for shape in EMPTY_SHAPES:
+        try:
+            norm = NORMS[name](shape).to(dtype)
+            wanted = _norm_and_gradients(copy.deepcopy(norm), torch.zeros(shape, dtype=dtype))
+        except (RuntimeError, ValueError, IndexError):
+            continue
+        expected[shape] = wanted
+        norms.append(norm)
+    assert len(expected) >= 4
+
+    def step(*batch: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        return [_norm_and_gradients(norm, x) for norm, x in zip(norms, batch, strict=True)]
+
+    batch = tuple(torch.zeros(shape, dtype=dtype) for shape in expected)
+    mod, args = amp_ir.trace_step(step, batch, model=norms)
+    found = amp_ir.compile(mod)(*args)
+    for (shape, wanted), got in zip(expected.items(), found, strict=True):
+        # Nothing is rounded: what is not empty is a parameter, 0 or NaN.
+        torch.testing.assert_close(
+            tuple(got), wanted, rtol=0, atol=0, equal_nan=True, msg=lambda m, s=shape: f"{s}: {m}"
+        )
 
 
 class _WithNothing(nn.Module):

@@ -16,6 +16,7 @@ from torch.optim import _adafactor, asgd, radam
 
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.batch_statistics import batch_norm, instance_norm
+from amp_ir.capture.decompositions.group_norm import group_norm
 from amp_ir.capture.decompositions.optimizers import (
     single_tensor_adafactor,
     single_tensor_asgd,
@@ -77,6 +78,7 @@ def patched(
         (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
         (torch, "batch_norm", batch_norm),
         (torch, "instance_norm", instance_norm),
+        (torch, "group_norm", group_norm),
         (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _no_checkpoint),
         (torch.optim.lr_scheduler.LRScheduler, "step", _rejected_scheduler(locator, diagnostics)),
         (torch.amp.GradScaler, "scale", _rejected_scaler(locator, diagnostics)),
