@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import math
 import queue
@@ -10,6 +12,8 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_ir
 from amp_ir import errors
+from amp_ir.amp.custom_type_hint import find_rule
+from amp_ir.amp.policies import find_policy
 from amp_ir.capture.patches import install
+from amp_ir.ir import annotations
 from pytorch_as_it_was import pytorch_state
 
 # float32, 8 elements a sum and a few steps: a few roundings of 2^-24 each.
@@ -297,3 +304,116 @@ def test_a_step_that_is_called_inside_of_a_capture_is_refused() -> None:
     assert str(refused.value) == (
         "this is already inside of a capture; capture the outermost step only"
     )
+
+
+def low_in_float32(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+    """Stay in float32: this test asks for it."""
+    return [amp_ir.amp.PrimType("float32")] * len(args)
+
+
+RULES = amp_ir.CustomTypeHint({"relax.matmul": low_in_float32})
+
+
+class Mixed(nn.Module):
+    """A network of which one part is annotated, one is checkpointed, and one is neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = amp_ir.float_function(torch.tanh)(amp_ir.half_function(self.first)(x))
+        x = checkpoint(self.second, x, use_reentrant=False)
+        result: torch.Tensor = self.head(F.relu(x))
+        return result
+
+
+def saved_training(model: nn.Module, folder: Path, kind: str) -> dict[str, Any]:
+    """Train, save, train on, load and train again, and give all that there is to compare."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = amp_ir.GradScaler("cpu", init_scale=1024.0)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, scaler=scaler, amp_dtype="float16")
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    losses = []
+    with RULES if kind == "rules" else contextlib.nullcontext():
+        for rows in (4, 5):
+            losses += [train(*batch(rows)).item() for _ in range(3)]
+            amp_ir.save_checkpoint(folder / "run.pt", **parts)
+            after = [train(*batch(rows)).item() for _ in range(3)]
+            amp_ir.load_checkpoint(folder / "run.pt", **parts)
+            assert [train(*batch(rows)).item() for _ in range(3)] == after
+            losses += after
+    return {
+        "losses": losses,
+        "plan": train.compiled.module.plan.hash,
+        "state": [one.detach().clone() for one in model.parameters()],
+        "recompiles": [one.reason for one in train.recompiles],
+    }
+
+
+def test_rules_annotations_and_checkpoints_of_threads_do_not_meet(tmp_path: Path) -> None:
+    """Four threads at once give what one thread gives, and one block of rules serves two."""
+
+    def run(name: str, kind: str) -> Callable[[], dict[str, Any]]:
+        (tmp_path / name).mkdir()
+        mine = copy.deepcopy(model)
+        return lambda: saved_training(mine, tmp_path / name, kind)
+
+    model = Mixed()
+
+    alone = {kind: run(f"alone {kind}", kind)() for kind in ("plain", "rules")}
+    assert alone["plain"]["plan"] != alone["rules"]["plan"]
+    kinds = ["plain", "rules", "plain", "rules"]
+    together = in_threads(*(run(f"{k}", kind) for k, kind in enumerate(kinds)))
+    for kind, found in zip(kinds, together, strict=True):
+        torch.testing.assert_close(found.pop("state"), alone[kind]["state"], rtol=0, atol=0)
+        assert found == {name: alone[kind][name] for name in found}
+
+
+def test_blocks_of_one_object_overlap_in_threads() -> None:
+    entered, left = threading.Event(), threading.Event()
+    before = find_rule(find_policy("default"), "relax.matmul")
+
+    def rule() -> Any:
+        return find_rule(find_policy("default"), "relax.matmul")
+
+    def first() -> None:
+        with RULES, RULES:
+            entered.set()
+            assert left.wait(30)
+            assert rule() is low_in_float32
+        assert rule() is before
+
+    def second() -> None:
+        assert entered.wait(30)
+        with RULES:
+            assert rule() is low_in_float32
+        assert rule() is before
+        left.set()
+
+    in_threads(first, second)
+
+
+def test_registrations_from_threads_are_all_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotations, "_registered", {})
+    monkeypatch.setattr(annotations, "_described", "none")
+    owner = ModuleType("mine")
+    names = [f"f{k}" for k in range(200)]
+    for name in names:
+        setattr(owner, name, torch.relu)
+
+    def registers(some: list[str]) -> Callable[[], None]:
+        return lambda: [amp_ir.register_half_function(owner, name) for name in some]  # type: ignore[return-value]
+
+    in_threads(*(registers(names[k::4]) for k in range(4)))
+    described = annotations.described_registrations()
+    assert sorted(described.split(", ")) == sorted(f"mine.{name} (low)" for name in names)

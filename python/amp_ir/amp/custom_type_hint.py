@@ -22,6 +22,11 @@ _NOTHING: Mapping[str, Rule] = MappingProxyType({})
 _replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(
     "amp_ir_replaced_rules", default=_NOTHING
 )
+# The rules around each block that this thread is in. They are not kept in the block's object, which
+# several threads may enter.
+_outer: contextvars.ContextVar[tuple[Mapping[str, Rule], ...]] = contextvars.ContextVar(
+    "amp_ir_outer_rules", default=()
+)
 
 
 class CustomTypeHint:
@@ -51,10 +56,11 @@ class CustomTypeHint:
                 nearest = f"; near: {', '.join(map(repr, near))}" if near else ""
                 raise RuleError(f'{name!r} is no op name; op names look like "relax.add"{nearest}')
         self._rules = dict(rules)
-        self._tokens: list[contextvars.Token[Mapping[str, Rule]]] = []
 
     def __enter__(self) -> CustomTypeHint:
-        self._tokens.append(_replaced.set({**_replaced.get(), **self._rules}))
+        around = _replaced.get()
+        _outer.set((*_outer.get(), around))
+        _replaced.set({**around, **self._rules})
         return self
 
     def __exit__(
@@ -63,7 +69,9 @@ class CustomTypeHint:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _replaced.reset(self._tokens.pop())
+        *outer, around = _outer.get()
+        _outer.set(tuple(outer))
+        _replaced.set(around)
 
 
 def _check_rule(name: str, rule: object) -> None:

@@ -7,6 +7,7 @@ The names are apex's. They change nothing in plain PyTorch, and nothing outside 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import ParamSpec, TypeVar
@@ -104,6 +105,9 @@ class Registration:
 
 
 _registered: dict[tuple[int, str], Registration] = {}
+# What is registered, in words: made under the lock, for each call of a step reads it.
+_described = "none"
+_lock = threading.Lock()
 
 
 def registrations() -> tuple[Registration, ...]:
@@ -111,10 +115,9 @@ def registrations() -> tuple[Registration, ...]:
     return tuple(_registered.values())
 
 
-@functools.cache
 def described_registrations() -> str:
-    """Return the registered functions and their precisions in words; each call of a step asks."""
-    return ", ".join(str(one) for one in _registered.values()) or "none"
+    """Return the registered functions and their precisions in words."""
+    return _described
 
 
 def _register(owner: object, name: str, precision: Precision) -> None:
@@ -123,8 +126,10 @@ def _register(owner: object, name: str, precision: Precision) -> None:
             f"{_name_of(owner)} has no function {name!r}; pass the module, or the class, that the "
             'function is looked up in, as in register_half_function(torch.nn.functional, "linear")'
         )
-    _registered[id(owner), name] = Registration(owner, name, precision)
-    described_registrations.cache_clear()
+    global _described
+    with _lock:
+        _registered[id(owner), name] = Registration(owner, name, precision)
+        _described = ", ".join(str(one) for one in _registered.values())
 
 
 def _name_of(owner: object) -> str:
