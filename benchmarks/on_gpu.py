@@ -112,18 +112,18 @@ def measure(
             compiled, steps[OURS] = _our_step(WORKLOADS[name], dtype, small, device, scaled=True)
             seconds = time.perf_counter() - started
             _run(steps[OURS], _WARMUP, device)
-        for way, step in _peers(WORKLOADS[name], dtype, small, device):
-            tell(way)
+        for variant, step in _peers(WORKLOADS[name], dtype, small, device):
+            tell(variant)
             try:
-                with _peak(device, peaks, way):
+                with _peak(device, peaks, variant):
                     _run(step, _WARMUP, device)
             except RuntimeError as error:
                 # Whatever torch.compile raises is recorded; the other variants still run.
-                if way.startswith("eager"):
+                if variant.startswith("eager"):
                     raise
-                failed[way] = str(error).strip().partition("\n")[0]
+                failed[variant] = str(error).strip().partition("\n")[0]
                 continue
-            steps[way] = step
+            steps[variant] = step
         if dtype == "float16":
             _, steps["unscaled"] = _our_step(WORKLOADS[name], dtype, small, device, scaled=False)
             _run(steps["unscaled"], _WARMUP, device)
@@ -164,13 +164,13 @@ def _our_step(
 
 def _peers(workload: Workload, dtype: str, small: bool, device: str) -> Iterator[tuple[str, Step]]:
     for layout in layouts_of(workload.name):
-        for way, mode in MODES.items():
+        for variant, mode in MODES.items():
             if mode is not None and device != "cuda":
                 continue
             training = in_layout(workload.make(small=small, device=device), layout)
             step = _peer_step(_with_fused_optimizer(training), dtype, device)
             compiled = step if mode is None else torch.compile(step, mode=mode)
-            yield peer_name(way, layout), compiled
+            yield peer_name(variant, layout), compiled
 
 
 def _peer_step(training: Training, dtype: str, device: str) -> Step:
@@ -214,7 +214,7 @@ def _synchronise(device: str) -> None:
 
 
 @contextlib.contextmanager
-def _peak(device: str, peaks: dict[str, float], way: str) -> Iterator[None]:
+def _peak(device: str, peaks: dict[str, float], variant: str) -> Iterator[None]:
     """Record the peak of MiB allocated inside of the block, above those allocated before."""
     if device != "cuda":
         yield
@@ -225,7 +225,7 @@ def _peak(device: str, peaks: dict[str, float], way: str) -> Iterator[None]:
     torch.cuda.reset_peak_memory_stats()
     yield
     torch.cuda.synchronize()
-    peaks[way] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    peaks[variant] = (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 @contextlib.contextmanager
@@ -251,15 +251,15 @@ def table_of(rows: Sequence[GpuRow]) -> Table:
     table.add_column("best of PyTorch")
     full = {row.workload: row.milliseconds[OURS] for row in rows if row.precision == "float32"}
     for row in rows:
-        way, best = row.best
+        variant, best = row.best
         gain = full[row.workload] / row.milliseconds[OURS] if row.workload in full else None
         table.add_row(
             row.workload, row.precision, f"{row.milliseconds[OURS]:.3f}", f"{best:.3f}",
             f"{row.ratio:.2f}", _number(gain, 2), f"{row.speed_of_light_share:.0%}",
-            _number(row.peak_mib.get(OURS), 0), _number(row.peak_mib.get(way), 0),
+            _number(row.peak_mib.get(OURS), 0), _number(row.peak_mib.get(variant), 0),
             f"{row.planned_mib:.0f}",
             f"{row.compile_seconds:.1f}", _number(row.scaler_cost, 3),
-            "-" if row.waits is None else str(row.waits), way,
+            "-" if row.waits is None else str(row.waits), variant,
         )  # fmt: skip
     return table
 

@@ -22,7 +22,7 @@ LAYOUTS = {"resnet50": ("contiguous", "channels_last"), "ssd": ("contiguous", "c
 class Peer:
     """One PyTorch variant: "eager" or "compile", in a memory layout, ready to run."""
 
-    way: str
+    variant: str
     layout: str
     training: Training = attrs.field(repr=False)
     step: Step = attrs.field(repr=False)
@@ -30,12 +30,12 @@ class Peer:
     @property
     def name(self) -> str:
         """Return the variant's key among the measurements."""
-        return peer_name(self.way, self.layout)
+        return peer_name(self.variant, self.layout)
 
 
-def peer_name(way: str, layout: str) -> str:
+def peer_name(variant: str, layout: str) -> str:
     """Return the key of a PyTorch variant; the default layout is left out."""
-    return way if layout == "contiguous" else f"{way} {layout}"
+    return variant if layout == "contiguous" else f"{variant} {layout}"
 
 
 def layouts_of(workload: str) -> tuple[str, ...]:
@@ -43,11 +43,11 @@ def layouts_of(workload: str) -> tuple[str, ...]:
     return LAYOUTS.get(workload, ("contiguous",))
 
 
-def make_peer(workload: Workload, dtype: str, way: str, layout: str, *, small: bool) -> Peer:
+def make_peer(workload: Workload, dtype: str, variant: str, layout: str, *, small: bool) -> Peer:
     """Make a separate training with PyTorch's step; it does not run yet."""
     training = in_layout(workload.make(small=small), layout)
     step = peer_step(training, dtype)
-    return Peer(way, layout, training, torch.compile(step) if way == "compile" else step)
+    return Peer(variant, layout, training, torch.compile(step) if variant == "compile" else step)
 
 
 def peer_step(training: Training, dtype: str) -> Step:

@@ -71,15 +71,15 @@ class Row:
         """Return milliseconds of our step."""
         return self.milliseconds["ours"]
 
-    def best(self, way: str = "") -> tuple[str, float] | None:
-        """Return the fastest PyTorch variant that begins with `way`: its name and milliseconds."""
-        names = [name for name in self.milliseconds if name != "ours" and name.startswith(way)]
+    def best(self, variant: str = "") -> tuple[str, float] | None:
+        """Return the fastest PyTorch variant whose name begins so, and its milliseconds."""
+        names = [name for name in self.milliseconds if name != "ours" and name.startswith(variant)]
         name = min(names, key=self.milliseconds.__getitem__, default=None)
         return None if name is None else (name, self.milliseconds[name])
 
-    def ratio(self, way: str = "") -> float | None:
-        """Return our time over the best variant's that begins with `way`; below 1 is faster."""
-        best = self.best(way)
+    def ratio(self, variant: str = "") -> float | None:
+        """Return our time over the best variant's that begins with `variant`; below 1 is faster."""
+        best = self.best(variant)
         return None if best is None else self.ours / best[1]
 
     @property
@@ -181,15 +181,15 @@ class _Measurement:
                 self.failed[peer.name] = str(error).strip().partition("\n")[0]
                 del self.steps[peer.name]
 
-    def _peer(self, way: str, layout: str) -> Peer:
-        return make_peer(self.workload, self.dtype, way, layout, small=self.asked.small)
+    def _peer(self, variant: str, layout: str) -> Peer:
+        return make_peer(self.workload, self.dtype, variant, layout, small=self.asked.small)
 
     def _layouts_to_compile(self) -> tuple[str, ...]:
         layouts = layouts_of(self.workload.name)
         if len(layouts) == 1 or "layouts" in self.asked.columns:
             return layouts
-        ways = {layout: self.steps[peer_name("eager", layout)] for layout in layouts}
-        spent = in_turns(ways, _FIRST_STEPS)
+        variants = {layout: self.steps[peer_name("eager", layout)] for layout in layouts}
+        spent = in_turns(variants, _FIRST_STEPS)
         return (min(layouts, key=spent.__getitem__),)
 
     def _start_ours(self, training: Training) -> tuple[amp_ir.CompiledStep, StepModule]:

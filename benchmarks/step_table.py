@@ -70,13 +70,13 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     if not any(row.best("compile") for row in rows):
         peers = "eager's"
     lines = [
-        f"ms: medians of a step, all ways in turns. x: our time over {peers}; below 1 is faster."
+        f"ms: medians of a step, variants in turns. x: our time over {peers}; below 1 is faster."
     ]
     full = {row.workload: row.ours for row in rows if row.dtype == "float32"}
     if any(_gain(row, full) != _NONE for row in rows):
         lines.append("AMP gain: our own float32's time over ours.")
-    marked = sorted({name for row in rows for way in ("eager", "compile")
-                     if (name := _name(row, way)).endswith("channels_last")})  # fmt: skip
+    marked = sorted({name for row in rows for variant in ("eager", "compile")
+                     if (name := _name(row, variant)).endswith("channels_last")})  # fmt: skip
     if marked:
         lines.append(
             f"{_MARK}: in channels_last, which was faster there than the usual layout; "
@@ -115,15 +115,15 @@ def _short(dtype: str) -> str:
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
 
 
-def _name(row: Row, way: str) -> str:
-    best = row.best(way)
+def _name(row: Row, variant: str) -> str:
+    best = row.best(variant)
     return "" if best is None else best[0]
 
 
-def _peer(row: Row, way: str) -> str:
-    best = row.best(way)
+def _peer(row: Row, variant: str) -> str:
+    best = row.best(variant)
     if best is None:
-        return "failed" if any(name.startswith(way) for name in row.failed) else _NONE
+        return "failed" if any(name.startswith(variant) for name in row.failed) else _NONE
     return _three_digits(best[1]) + (_MARK if best[0].endswith("channels_last") else "")
 
 
@@ -133,13 +133,13 @@ def _gain(row: Row, full: Mapping[str, float]) -> str:
     return f"{full[row.workload] / row.ours:.2f}"
 
 
-def _seconds(row: Row, way: str) -> str:
-    name = way if way == "ours" else _name(row, way)
+def _seconds(row: Row, variant: str) -> str:
+    name = variant if variant == "ours" else _name(row, variant)
     return f"{row.compile_seconds[name]:.1f}" if name in row.compile_seconds else _NONE
 
 
-def _mib(row: Row, way: str) -> str:
-    name = way if way == "ours" else _name(row, way)
+def _mib(row: Row, variant: str) -> str:
+    name = variant if variant == "ours" else _name(row, variant)
     return _three_digits(row.measured_mib[name]) if name in row.measured_mib else _NONE
 
 

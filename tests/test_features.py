@@ -58,22 +58,22 @@ def defined_in(file: str) -> frozenset[str]:
     return frozenset(name for name in functions if name.startswith("test_"))
 
 
-def faults_of(one: Feature) -> list[str]:
-    faults = [fault for name in one.names if (fault := missing_name(name))]
+def errors_of(one: Feature) -> list[str]:
+    errors = [error for name in one.names if (error := missing_name(name))]
     file, _, function = one.test.partition("::")
     if one.test and function not in defined_in(file):
-        faults.append(f"there is no test {one.test}")
+        errors.append(f"there is no test {one.test}")
     if one.status in ("yes", "other") and not one.test:
-        faults.append("there is no test")
+        errors.append("there is no test")
     if one.status not in STATUSES or one.system not in SYSTEMS or not one.ours:
-        faults.append("status, system or reason is missing")
-    return faults
+        errors.append("status, system or reason is missing")
+    return errors
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_row_names_what_exists_and_its_test(system: str):
-    faults = {one.theirs: faults_of(one) for one in FEATURES if one.system == system}
-    assert not {row: found for row, found in faults.items() if found}
+    errors = {one.theirs: errors_of(one) for one in FEATURES if one.system == system}
+    assert not {row: found for row, found in errors.items() if found}
 
 
 def test_no_feature_stands_twice():
@@ -83,12 +83,12 @@ def test_no_feature_stands_twice():
 
 def test_the_page_is_the_table():
     assert PAGE.read_text() == feature_table.page(), (
-        "write it anew: python tests/support/feature_table.py"
+        "write it again: python tests/support/feature_table.py"
     )
 
 
 def test_what_is_missing_is_found():
     row = Feature("RAF", "x", "yes", "y", ("none", "jit(none)"), "test_features.py::test_none")
-    faults = faults_of(row)
-    assert len(faults) == 3 and re.match("none: ", faults[0]) and "no such option" in faults[1]
-    assert faults[2] == "there is no test test_features.py::test_none"
+    errors = errors_of(row)
+    assert len(errors) == 3 and re.match("none: ", errors[0]) and "no such option" in errors[1]
+    assert errors[2] == "there is no test test_features.py::test_none"

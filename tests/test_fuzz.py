@@ -18,7 +18,7 @@ from fuzz.program import Program, Statement
 from fuzz.run_program import Outcome, run_program
 from fuzz.worker import Worker
 
-# `make fuzz` goes on from here. A seed that fails is a fault of amp_ir: mend it, keep the seed.
+# `make fuzz` goes on from here. A seed that fails is a bug in amp_ir: mend it, keep the seed.
 SEEDS = range(1, 17)
 
 

@@ -63,7 +63,7 @@ assert losses[-1] < losses[0]
 # %% [markdown]
 # ## Compile for a GPU that is elsewhere
 #
-# The memory plan depends on the target: another library needs other scratch.
+# The memory plan depends on the target: another library needs other workspace.
 
 # %%
 for name in ("cpu", "sm_90"):

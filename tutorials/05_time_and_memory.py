@@ -93,7 +93,7 @@ assert report.peak_bytes == amp_ir.get_peak_memory(amp_mod, "cpu", args) * 2**20
 #
 # The activations that the forward pass keeps can be computed again instead. `memory_budget` takes
 # the bytes that the step may need in all; what is computed twice is chosen by cost for each byte
-# saved, and the numbers stay the same to the bit. Where that does not reach, a loss over a large
+# saved, and the numbers stay bit-identical. Where that does not reach, a loss over a large
 # vocabulary is computed in chunks of rows, whose sums round in another order; the report then says
 # so. State cannot be computed again, so the budget here is for what comes on top of it.
 

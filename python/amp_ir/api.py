@@ -332,7 +332,7 @@ def profile_kernels(
     for which the device's peaks are measured once a process. `print` it, take `to_json()`, or
     `save_trace(path)` for ui.perfetto.dev. The steps run on copies of the state.
 
-    On a GPU a call's time lies between two CUDA events, in steps that are launched call by call;
+    On a GPU a call is timed by two CUDA events, in steps that are launched call by call;
     beside it stand the times of whole steps, as the CUDA graph that training runs and launched.
 
     Args:

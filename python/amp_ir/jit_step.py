@@ -160,9 +160,9 @@ class JitStep:
 
     def _options(self, signature: CallSignature) -> dict[str, Any]:
         """Return the options of a capture, with the numbers that it should not freeze."""
-        alike = self._variants.alike(signature)
-        if alike is not None:
-            self._number_changes.update(alike.guards.changed_numbers())
+        matching = self._variants.matching(signature)
+        if matching is not None:
+            self._number_changes.update(matching.guards.changed_numbers())
         changes = self._number_changes + self._changing_arguments.counts(signature)
         names = [name for name, count in changes.items() if count >= _CHANGES_TO_INPUT]
         if not names:

@@ -45,8 +45,8 @@ class StepFileError(RuntimeError, ValueError):
 class LoadedStep:
     """A compiled step with memory for all it works on, on the device that it was compiled for.
 
-    `description` is what lies beside the file; `tensors` are the arguments of its function, by
-    name, flat and of the stored dtype, on the device.
+    `description` is the JSON file stored beside the step; `tensors` are the arguments of its
+    function, by name, flat and of the stored dtype, on the device.
 
     Args:
         path: the compiled file; its description is `path` with ".json" behind.
@@ -103,11 +103,11 @@ class LoadedStep:
         # State is kept by the step itself; gradients that it leaves are new tensors of it.
         left = {name: self.tensors[name].numpy() for name in self._names("gradient") if checks}
         self._main(*self.tensors.values())
-        faults = self._computed_faults(checks) if checks else []
-        if faults:
+        errors = self._computed_errors(checks) if checks else []
+        if errors:
             for name, before in left.items():
                 self.tensors[name].copyfrom(before)
-            raise IndexError("; ".join(faults) + ". The step was rolled back: nothing has changed")
+            raise IndexError("; ".join(errors) + ". The step was rolled back: nothing has changed")
         return {name: self.read(name) for name in self._names("result")}
 
     def write(self, name: str, value: Any) -> None:
@@ -143,36 +143,36 @@ class LoadedStep:
             raise RuntimeError(f"the step has no {', '.join(sorted(state))}, which its state names")
 
     def _check_batch(self, batch: Mapping[str, np.ndarray]) -> None:
-        faults = []
+        errors = []
         for check in self.description["indices"]:
             if check["input"] in batch:
                 held = np.asarray(batch[check["input"]])
                 held = held[held != check["ignored"]] if check["ignored"] is not None else held
                 extremes = (int(held.min()), int(held.max())) if held.size else ()
                 what = f"{check['input']} holds the index"
-                faults += _faults(check, extremes, what)
-        if faults:
-            raise IndexError("; ".join(faults) + ". Nothing was run and nothing has changed")
+                errors += _index_errors(check, extremes, what)
+        if errors:
+            raise IndexError("; ".join(errors) + ". Nothing was run and nothing has changed")
 
-    def _computed_faults(self, checks: list[dict[str, Any]]) -> list[str]:
+    def _computed_errors(self, checks: list[dict[str, Any]]) -> list[str]:
         extremes = self.read(self._names("index_extremes")[0]).reshape(2, len(checks)).T
-        faults = []
+        errors = []
         for check, pair in zip(checks, extremes.tolist(), strict=True):
-            faults += _faults(check, pair, "the step computed the index")
-        return faults
+            errors += _index_errors(check, pair, "the step computed the index")
+        return errors
 
     def _names(self, role: str) -> list[str]:
         return [name for name, one in self._arguments.items() if one["role"] == role]
 
 
-def _faults(check: dict[str, Any], extremes: Iterable[int], what: str) -> list[str]:
-    """Return the first of the extremes that is out of range, in words."""
+def _index_errors(check: dict[str, Any], extremes: Iterable[int], what: str) -> list[str]:
+    """Return the first of the extremes that is out of range, as the text of an error."""
     wrong = [one for one in extremes if not check["least"] <= one < check["extent"]]
     return [f"{what} {one}, {check['expectation']}" for one in wrong[:1]]
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Read what lies beside a step, and hold it and the step against their digests.
+    """Read the description stored beside a step, and check the digests of both.
 
     Raises:
         StepFileError: they differ, or the format is another.
@@ -229,8 +229,8 @@ def read_state(path: str | Path) -> dict[str, np.ndarray]:
         if not isinstance(value, np.ndarray) or name.startswith(STATE_DIGEST)
     ]
     if len(set(names)) != len(names) or strange:
-        fault = f"entries that are no values, {strange}" if strange else "entries of the same name"
-        raise StepFileError(f"{path} is damaged: it has {fault}; {remedy}")
+        reason = f"entries that are no values, {strange}" if strange else "entries of the same name"
+        raise StepFileError(f"{path} is damaged: it has {reason}; {remedy}")
     if digest is not None and str(digest) != state_digest(values):
         raise StepFileError(f"{path} was altered or damaged after it was written; {remedy}")
     return values

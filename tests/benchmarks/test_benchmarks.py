@@ -26,10 +26,10 @@ from amp_ir.host import native
 
 def row(workload: str = "resnet50", dtype: str = "bfloat16", **known: Any) -> Row:
     """A row with every number, none of them measured."""
-    ways = {"eager": 400.0, "eager channels_last": 250.0, "compile": 1000.0}
+    variants = {"eager": 400.0, "eager channels_last": 250.0, "compile": 1000.0}
     full = Row(
-        workload, dtype, {"ours": 100.0, **ways}, {"ours": 12.5, "compile": 126.2}, 1400.0,
-        {"ours": 1401.0, **dict.fromkeys(ways, 2000.0)}, 939, 7, 285, {}, 25.0, 1.5, 150.0,
+        workload, dtype, {"ours": 100.0, **variants}, {"ours": 12.5, "compile": 126.2}, 1400.0,
+        {"ours": 1401.0, **dict.fromkeys(variants, 2000.0)}, 939, 7, 285, {}, 25.0, 1.5, 150.0,
         CompiledError(4.1e-3, 5e-3, 0.82, 5),
     )  # fmt: skip
     return attrs.evolve(full, **known)

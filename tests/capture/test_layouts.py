@@ -144,5 +144,5 @@ def test_windows_beyond_a_tensor_are_refused() -> None:
         return model(x)[:, :3].as_strided((5, 2), (1, 1))
 
     captured = Training(model, None, step).capture((normal(0, 1, 6),))
-    with pytest.raises(UnsupportedOpError, match="depends on how its tensor lies in memory"):
+    with pytest.raises(UnsupportedOpError, match="depends on how its tensor is laid out in memory"):
         import_step(captured)

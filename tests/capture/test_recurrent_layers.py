@@ -36,7 +36,7 @@ EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
 
 def ours(layer: nn.RNNBase, x: torch.Tensor, initial: Any) -> tuple[torch.Tensor, ...] | None:
-    """What the capture calls in place of `torch.lstm` and the others: output and last states."""
+    """What the capture calls instead of `torch.lstm` and the others: output and last states."""
     found = layers_of(*call_of(layer, x, initial), {})
     return None if found is None else found()
 
@@ -102,7 +102,7 @@ def test_results_and_all_gradients_are_pytorchs(
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_projections_are_spelt_out_and_pytorchs(bias: bool, bidirectional: bool) -> None:
+def test_projections_are_decomposed_as_pytorchs(bias: bool, bidirectional: bool) -> None:
     layer = nn.LSTM(3, 5, 2, proj_size=2, bias=bias, bidirectional=bidirectional).double()
     x, initial = operands(layer, 4, 2)
     found = results_and_gradients(lambda *given: ours(layer, *given), layer, x, initial)
@@ -421,7 +421,7 @@ def test_a_gradient_penalty_through_a_layer_is_compiled(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_between_layers_of_a_compiled_step(kind: str) -> None:
-    """Half of what the first layer makes is dropped, anew at every step; runs repeat."""
+    """Half of what the first layer makes is dropped, others at every step; runs repeat."""
     losses = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -154,7 +154,7 @@ def selected(model, x):
     across = [x.select(1, k) for k in (0, 3)] + [x.select(-1, k) for k in (1, -1)]
     places = [x[:1] * (1 + one.storage_offset()) for one in (*steps, *across)]
     twice = [x.t()[k][1] + x[1, k] for k in range(3)]
-    # A view of a view: how it lies depends on where that begins.
+    # A view of a view: its layout depends on where that begins.
     again = [one.as_strided((2,), (1,)) + 1 for one in (x[0], x[1])]
     y = x * 2
     for k in range(2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong arguments of a capture: one table, full messages, all faults at once."""
+"""Wrong arguments of a capture: one table, full messages, all errors at once."""
 
 from __future__ import annotations
 

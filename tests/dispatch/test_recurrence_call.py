@@ -123,15 +123,15 @@ def test_their_arithmetic_is_that_of_their_products(kind: str, amp_dtype: str | 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_their_scratch_is_in_the_plan(kind: str):
+def test_their_workspace_is_in_the_plan(kind: str):
     """At least the weight as oneDNN lays it out, and only during the call."""
     plan = lower(traced(kind)).plan
     gates = GATES[kind]
     for verb in (kind, f"{kind}_backward"):
         (position,) = (k for k, one in enumerate(plan.calls) if one.name == f"onednn.{verb}")
-        lent = (one for one in plan.values if one.role is MemoryRole.WORKSPACE)
-        (scratch,) = (one for one in lent if one.first_use == one.last_use == position)
-        assert scratch.nbytes >= 4 * gates * HIDDEN * HIDDEN
+        planned = (one for one in plan.values if one.role is MemoryRole.WORKSPACE)
+        (workspace,) = (one for one in planned if one.first_use == one.last_use == position)
+        assert workspace.nbytes >= 4 * gates * HIDDEN * HIDDEN
 
 
 def test_the_library_is_the_first_that_has_the_function():

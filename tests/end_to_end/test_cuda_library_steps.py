@@ -146,13 +146,13 @@ def test_notes_say_why_attention_is_not_a_call():
     ]
 
 
-def test_scratch_for_cublaslt_lies_in_the_arena():
+def test_workspace_for_cublaslt_is_in_the_arena():
     mod = module_of(Attention(), torch.randn(3, 6, 32), "bfloat16")
     target = attrs.evolve(cpu(), libraries=LIBRARIES)
     plan = pipeline.lower(mod, target=target).plan
-    scratch = [one for one in plan.values if one.role.value == "library workspace"]
+    workspace = [one for one in plan.values if one.role.value == "library workspace"]
     matmuls = [one for one in plan.calls if one.name == "cublaslt.matmul"]
-    assert len(scratch) == len(matmuls) > 0
+    assert len(workspace) == len(matmuls) > 0
     assert {one.symbol for one in matmuls} == {"amp_ir.cublaslt.with_scratch"}
-    assert all(one.nbytes > 0 and one.offset_bytes is not None for one in scratch)
+    assert all(one.nbytes > 0 and one.offset_bytes is not None for one in workspace)
     assert native.has("amp_ir.cublaslt.with_scratch")

@@ -116,7 +116,7 @@ def test_peak_memory_is_the_plan_and_parameters_can_be_left_out() -> None:
 
 
 def test_low_precision_needs_less_memory_for_activations() -> None:
-    # Large enough that a library's scratch (1 MiB for bfloat16 on a CPU with AMX) is a small part.
+    # Large: a library's workspace (1 MiB for bfloat16 on a CPU with AMX) is a small share.
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -144,13 +144,13 @@ def _exact(row: Row, arguments: tuple[Any, ...], count: int) -> list[torch.Tenso
     return [one if one.is_floating_point() else None for one in results]
 
 
-def _faults(
+def _differences(
     row: Row, arguments: tuple[Any, ...], got: list[torch.Tensor], dense: list[torch.Tensor]
 ) -> list[str]:
     strided = _eager(row, tuple(map(_strided, arguments))) or dense
     padded = _eager(row, tuple(map(_padded, arguments))) or dense
     exact = _exact(row, arguments, len(dense))
-    faults = []
+    differences = []
     for k, (one, wanted, other, more, ideal) in enumerate(
         zip(got, dense, strided, padded, exact, strict=True)
     ):
@@ -158,7 +158,7 @@ def _faults(
         if (row.overload, k) in OTHER_RESULTS:
             continue
         if (one.shape, one.dtype) != (wanted.shape, wanted.dtype):
-            faults.append(f"{name}: {one.dtype}{list(one.shape)} for {wanted.dtype}")
+            differences.append(f"{name}: {one.dtype}{list(one.shape)} for {wanted.dtype}")
             continue
         if row.overload in _PLACES and k == 1:
             continue
@@ -176,11 +176,11 @@ def _faults(
             where = (~right).flatten().nonzero().flatten()[:4]
             at = [a.flatten()[where].tolist() for a in arguments
                   if isinstance(a, torch.Tensor) and a.numel() == right.numel()]  # fmt: skip
-            faults.append(
+            differences.append(
                 f"{name}: {int((~right).sum())} wrong, at {at} got {one.flatten()[where].tolist()} "
                 f"for {wanted.flatten()[where].tolist()}"
             )
-    return faults
+    return differences
 
 
 def _within_row(got: torch.Tensor, exact: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
@@ -214,10 +214,10 @@ def test_special_values_are_pytorchs(dtype: torch.dtype) -> None:
             found.append(_call(row, tuple(filled)))
         return found
 
-    faults = []
+    differences = []
     for (row, arguments, expected), got in zip(calls, _compiled(step, tuple(tensors)), strict=True):
-        faults += _faults(row, arguments, got, expected)
-    assert not faults, "\n".join(faults)
+        differences += _differences(row, arguments, got, expected)
+    assert not differences, "\n".join(differences)
 
 
 def test_every_converter_has_a_row_or_a_reason() -> None:

@@ -32,7 +32,7 @@ from amp_ir.errors import (
 )
 from device_messages import no_gpu
 
-ANEW = "Call it as it was captured, or capture (jit) the step again"
+CAPTURE_AGAIN = "Call it as it was captured, or capture (jit) the step again"
 AGAIN = "Call amp_ir.trace_step and amp_ir.compile again, or use amp_ir.jit, which does"
 MAKE_ONE = "make one with amp_ir.trace_step(step, example_batch, model=..., optimizer=...)"
 RULE = "give a function (args, ret_type, amp_dtype)"
@@ -40,7 +40,7 @@ POLICIES = (
     '"default" (The numerics policy of the design: no less accurate than PyTorch\'s); '
     '"torch" (PyTorch\'s CUDA lists; what is on none of them is free); '
     '"aggressive" (Sums and normalizations may be stored low); '
-    '"conservative" (Only inputs of matrix products are low)'
+    '"conservative" (Only inputs of matmuls are low)'
 )
 
 
@@ -418,7 +418,7 @@ AUTOCAST: list[Row] = [
         lambda s: amp_ir.autocast(s.mod, (s.x,)),
         ArgumentError,
         "the step was called with the structure (Tensor,), but was captured with (Tensor, Tensor). "
-        + ANEW,
+        + CAPTURE_AGAIN,
     ),
     (
         "override that selects nothing",
@@ -588,7 +588,7 @@ COMPILE: list[Row] = [
         "peak of another batch",
         lambda s: amp_ir.get_peak_memory(s.mod, "cpu", (s.x[:2], s.y)),
         ShapeMismatchError,
-        f"argument 0 has shape (2, 6), captured with (4, 6). {ANEW}",
+        f"argument 0 has shape (2, 6), captured with (4, 6). {CAPTURE_AGAIN}",
     ),
 ]
 
@@ -597,28 +597,28 @@ CALL: list[Row] = [
         "dtype",
         lambda s: s.train(s.x.double(), s.y),
         ArgumentError,
-        f"argument 0 has dtype torch.float64, captured with torch.float32. {ANEW}",
+        f"argument 0 has dtype torch.float64, captured with torch.float32. {CAPTURE_AGAIN}",
     ),
     (
         "structure",
         lambda s: s.train((s.x, s.y)),
         ArgumentError,
         "the step was called with the structure ((Tensor, Tensor),), but was captured with "
-        f"(Tensor, Tensor). {ANEW}",
+        f"(Tensor, Tensor). {CAPTURE_AGAIN}",
     ),
     (
         "too few",
         lambda s: s.train(s.x),
         ArgumentError,
         "the step was called with the structure (Tensor,), but was captured with (Tensor, Tensor). "
-        + ANEW,
+        + CAPTURE_AGAIN,
     ),
     (
         "shape",
         lambda s: s.train(s.x[:2], s.y[:2]),
         ShapeMismatchError,
         "argument 0 has shape (2, 6), captured with (4, 6); argument 1 has shape (2,), captured "
-        f"with (4,). {ANEW}",
+        f"with (4,). {CAPTURE_AGAIN}",
     ),
     (
         "device",
@@ -650,7 +650,7 @@ CALL: list[Row] = [
         "gradient of a leaf",
         lambda s: s.train(s.x.clone().requires_grad_(), s.y),
         ArgumentError,
-        f"argument 0 requires a gradient, captured without; pass it detached. {ANEW}",
+        f"argument 0 requires a gradient, captured without; pass it detached. {CAPTURE_AGAIN}",
     ),
     (
         "by name",
@@ -740,7 +740,7 @@ STRIDED = (
     "tensor.data = tensor.data.contiguous()"
 )
 MISPLACED = (
-    "parameter 0.weight lies at an address that is no multiple of 64 bytes, as a slice of another "
+    "parameter 0.weight is at an address that is no multiple of 64 bytes, as a slice of another "
     "tensor does; give it memory of its own before the capture: tensor.data = tensor.data.clone()"
 )
 CHANGES = [

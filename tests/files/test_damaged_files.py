@@ -58,7 +58,7 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
 
     def values(self) -> str:
-        """Everything that a checkpoint holds, to the bit (of these few numbers repr shows all)."""
+        """Everything that a checkpoint holds, bit for bit (of these few numbers repr shows all)."""
         torch.set_printoptions(precision=20, threshold=10_000)
         states = {name: part.state_dict() for name, part in self.parts.items()}
         generators = [

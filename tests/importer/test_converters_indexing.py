@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexing, gather and scatter, and matrix products, forward and backward."""
+"""Indexing, gather and scatter, and matmuls, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The importer as a whole: signature, names, places, refusals, and captured steps of models."""
+"""The importer as a whole: signature, names, places, diagnostics, and captured steps of models."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_dead_code_is_not_imported():
     assert "relax.argmax" not in [name for name, _ in ops_of(mod)]
 
 
-# Refusals.
+# Diagnostics.
 
 
 def test_all_unsupported_ops_are_listed_at_once():
@@ -177,7 +177,7 @@ def test_a_wrong_converter_is_found_at_import(monkeypatch):
     monkeypatch.setitem(CONVERTERS, op, lambda ops, x: ops.reshape(x, (6,)))
     with pytest.raises(UnsupportedOpError) as error:
         imported(torch.sin, X)
-    assert "its converter gives float32[6] and PyTorch float32[2, 3]; this is a fault" in str(
+    assert "its converter gives float32[6] and PyTorch float32[2, 3]; this is a bug" in str(
         error.value
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter: dtypes, rounding, hooks, the float64 oracle, refusals, and each Relax op."""
+"""The interpreter: dtypes, rounding, hooks, the float64 oracle, errors, and each Relax op."""
 
 from __future__ import annotations
 

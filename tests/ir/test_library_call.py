@@ -100,10 +100,10 @@ def test_what_is_written_is_read_field_by_field(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ARGUMENTS)
-def test_a_planned_call_is_read_behind_its_scratch_and_before_its_results(verb: str) -> None:
+def test_a_planned_call_is_read_behind_its_workspace_and_before_its_results(verb: str) -> None:
     call = CALLS[verb]
     symbol, (_, arguments) = StringImm(call.symbol), write(call).args
-    planned = [symbol, tensor("scratch"), *arguments.fields, tensor("result")]
+    planned = [symbol, tensor("workspace"), *arguments.fields, tensor("result")]
     function = relax.ExternFunc("amp_ir.onednn.with_scratch")
     value = relax.Call(function, planned, None, [TYPE])
     relax.expr._update_type(value, TYPE)

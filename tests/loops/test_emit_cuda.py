@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each way of launching a group, at shapes that take it, run in the emulator."""
+"""Each schedule of a group, at shapes that take it, run in the emulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amp_ir.ir.interpreter import interpret
 from amp_ir.loops.cuda import emit_cuda
 from amp_ir.loops.fusion import cuda_launches
 from amp_ir.loops.fusion.fuse import fuse_loops
-from amp_ir.loops.fusion.horizontal import merge_horizontally
+from amp_ir.loops.fusion.horizontal import fuse_horizontally
 from amp_ir.loops.fusion.share_kernels import share_kernels
 from cuda_emulator import in_emulator
 from kernel_check import run_cuda_kernels
@@ -42,7 +42,7 @@ def largest(x: Any) -> Any:
 
 
 # Shape, body, and (blocks, threads) of the launches that float32 takes.
-WAYS: dict[str, tuple[tuple[int, ...], Callable[..., Any], list[tuple[int, int]]]] = {
+LAUNCHES: dict[str, tuple[tuple[int, ...], Callable[..., Any], list[tuple[int, int]]]] = {
     "elements, one by one": ((3, 37), R.exp, [(1, 256)]),
     "elements, in vectors": ((64, 1024), R.exp, [(64, 256)]),
     "a warp has several rows": ((33, 40), normalised, [(3, 256)]),
@@ -59,18 +59,18 @@ WAYS: dict[str, tuple[tuple[int, ...], Callable[..., Any], list[tuple[int, int]]
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_a_group_is_launched_in_its_way(name: str) -> None:
-    shape, body, expected = WAYS[name]
+    shape, body, expected = LAUNCHES[name]
     (kernel,) = kernels(build([(shape, "float32")], body))
     assert list(launches(kernel.body)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", LAUNCHES)
 @in_emulator
 def test_every_way_gives_the_right_numbers(name: str, dtype: str) -> None:
-    shape, body, _ = WAYS[name]
+    shape, body, _ = LAUNCHES[name]
     mod = build([(shape, dtype)], body)
     inputs = [sample(shape, dtype)]
     found = run_cuda_kernels(mod, inputs)
@@ -110,7 +110,7 @@ def updates_module(low: str) -> tvm.IRModule:
 
 def test_independent_kernels_are_one_launch() -> None:
     fused = fuse_loops(updates_module("bfloat16"), emitter=emit_cuda)
-    merged = merge_horizontally(fused, cuda_launches)
+    merged = fuse_horizontally(fused, cuda_launches)
     (kernel,) = [one for one in merged.functions.values() if not isinstance(one, relax.Function)]
     assert list(launches(kernel.body)) == [(8, 256)]
 

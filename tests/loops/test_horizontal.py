@@ -15,7 +15,7 @@ from amp_ir import pipeline
 from amp_ir.loops import write_kernels
 from amp_ir.loops.fusion import cpu_tasks as merge_tasks
 from amp_ir.loops.fusion import horizontal
-from amp_ir.loops.fusion.horizontal import merge_horizontally
+from amp_ir.loops.fusion.horizontal import fuse_horizontally
 from amp_ir.loops.fusion.horizontal_groups import Merger
 
 
@@ -69,7 +69,7 @@ def test_merged_kernels_give_the_same_bits(
     monkeypatch.setattr(merge_tasks, "TASK_ELEMENTS", task_elements)
     monkeypatch.setattr(horizontal, "SMALL_ELEMENTS", task_elements)
     merged = weights_after(optimizer, is_scaled=is_scaled)
-    monkeypatch.setattr(write_kernels, "merge_horizontally", lambda ir, _merger: ir)
+    monkeypatch.setattr(write_kernels, "fuse_horizontally", lambda ir, _merger: ir)
     apart = weights_after(optimizer, is_scaled=is_scaled)
     assert all(map(torch.equal, merged, apart))
 
@@ -79,10 +79,10 @@ def lowered(monkeypatch: pytest.MonkeyPatch, *, is_scaled: bool) -> tuple[Any, A
     seen = []
 
     def merge(ir: tvm.IRModule, merger: Merger) -> tvm.IRModule:
-        seen.extend([ir, merge_horizontally(ir, merger)])
+        seen.extend([ir, fuse_horizontally(ir, merger)])
         return seen[1]
 
-    monkeypatch.setattr(write_kernels, "merge_horizontally", merge)
+    monkeypatch.setattr(write_kernels, "fuse_horizontally", merge)
     model, made, scaler, step = training("AdamW", is_scaled=is_scaled)
     mod, _ = amp_ir.trace_step(
         step, (torch.randn(8, 24),), model=model, optimizer=made, scaler=scaler

@@ -212,7 +212,7 @@ def test_rounding_to_bfloat16_is_pytorchs_for_every_kind_of_number() -> None:
 
 @pytest.mark.parametrize("columns", [9, 24, 88, 89])
 def test_deep_elements_in_the_odd_columns_of_a_column_kernel(columns: int) -> None:
-    # 88 = 64 + 16 + 8: a block, a vector and single elements, each with scratch memory of its own.
+    # 88 = 64 + 16 + 8: a block, a vector and single elements, each with local memory of its own.
     shape = (2, 4, columns)
     body = lambda x: R.nn.log_softmax(x, axis=1)  # noqa: E731
     check(build([(shape, "float32")], body), [sample(shape, "float32")])

@@ -552,7 +552,7 @@ def test_kept_gradients_that_are_clipped_first_are_blamed_on_the_clipping():
     assert str(error.value).endswith(UNSCALE_FIRST)
 
 
-def two_faults(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
+def two_errors(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
     t.scaled_backward(x, y)
     nn.utils.clip_grad_norm_(list(t.model.parameters())[:1], 2.0)  # first
     nn.utils.clip_grad_value_(list(t.model.parameters())[1:], 0.5)  # second
@@ -561,12 +561,12 @@ def two_faults(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 def test_every_root_cause_is_listed_once_and_no_cascade():
     with pytest.raises(LossScaleError) as error:
-        Training.make(torch.optim.AdamW).degrees(two_faults)
+        Training.make(torch.optim.AdamW).degrees(two_errors)
     lines = str(error.value).splitlines()
     assert lines[0] == "this step uses its loss scale wrongly, 2 places:"
     assert [line.split(": ")[0] for line in lines[1:]] == [
-        f"  1. step (optimizer), {line_of(two_faults, 'first')}",
-        f"  2. step (optimizer), {line_of(two_faults, 'second')}",
+        f"  1. step (optimizer), {line_of(two_errors, 'first')}",
+        f"  2. step (optimizer), {line_of(two_errors, 'second')}",
     ]
 
 

@@ -166,12 +166,12 @@ def test_wrong_uses_say_what_to_pass(mod: StepModule) -> None:
     assert str(caught.value) == expected
 
 
-@pytest.mark.skipif(not native.has("amp_ir.onednn.matmul"), reason="asks oneDNN for its scratch")
-def test_scratch_of_the_library_is_counted(amp: StepModule) -> None:
-    scratch = [one for one in lower(amp).plan.values if one.role.value == "library workspace"]
+@pytest.mark.skipif(not native.has("amp_ir.onednn.matmul"), reason="asks oneDNN for its workspace")
+def test_workspace_of_the_library_is_counted(amp: StepModule) -> None:
+    workspace = [one for one in lower(amp).plan.values if one.role.value == "library workspace"]
     # A weight gradient multiplies a transposed operand, which oneDNN copies.
-    assert any(one.location.phase == "backward" and one.nbytes > 0 for one in scratch)
-    assert all(one.first_use == one.last_use for one in scratch)
+    assert any(one.location.phase == "backward" and one.nbytes > 0 for one in workspace)
+    assert all(one.first_use == one.last_use for one in workspace)
 
 
 MEASURE = """

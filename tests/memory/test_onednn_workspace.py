@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""oneDNN's scratch memory: asked for without computing, and lent by the caller."""
+"""oneDNN's workspace: its size known without computing, its memory provided by the caller."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ def arguments(dtype: torch.dtype) -> tuple[list[Any], torch.Tensor]:
     return given, out
 
 
-def scratch_nbytes(given: list[Any]) -> int:
+def workspace_nbytes(given: list[Any]) -> int:
     return int(native.function("amp_ir.onednn.scratch_nbytes")(NAME, *given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_asking_computes_nothing(dtype: torch.dtype) -> None:
     given, out = arguments(dtype)
-    nbytes = scratch_nbytes(given)
+    nbytes = workspace_nbytes(given)
     # At least the copy of the repeated operand.
     assert nbytes >= 40 * 48 * dtype.itemsize
-    assert nbytes == scratch_nbytes(given)
+    assert nbytes == workspace_nbytes(given)
     assert torch.equal(out, torch.full((40, 64), 7.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [1.0, 2.0, 0.5, 0.0])
-def test_lent_scratch_changes_no_result(dtype: torch.dtype, share: float) -> None:
+def test_the_callers_workspace_changes_no_result(dtype: torch.dtype, share: float) -> None:
     """Less than what is needed is not used: the call takes memory of its own."""
     given, out = arguments(dtype)
     native.function(NAME)(*given)
     expected = out.clone()
     out.fill_(7.0)
-    scratch = torch.full((int(share * scratch_nbytes(given)),), 0xAA, dtype=torch.uint8)
-    native.function("amp_ir.onednn.with_scratch")(NAME, scratch, *given)
+    workspace = torch.full((int(share * workspace_nbytes(given)),), 0xAA, dtype=torch.uint8)
+    native.function("amp_ir.onednn.with_scratch")(NAME, workspace, *given)
     assert torch.equal(out, expected)
-    is_used = bool((scratch != 0xAA).any())
+    is_used = bool((workspace != 0xAA).any())
     assert is_used == (share >= 1)
 
 
@@ -70,7 +70,7 @@ def test_only_the_asking_thread_is_asked() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     for _ in range(50):
-        scratch_nbytes(given)
+        workspace_nbytes(given)
     thread.join()
     assert all(results) and torch.equal(out, torch.full((40, 64), 7.0))
 

@@ -53,10 +53,10 @@ def test_given_memory_changes_no_result(name: str, share: float) -> None:
     native.function(name)(*given)
     expected = out.clone()
     out.fill_(7.0)
-    scratch = torch.full((int(share * nbytes),), 0xAA, dtype=torch.uint8)
-    native.function("amp_ir.torch.with_scratch")(name, scratch, *given)
+    workspace = torch.full((int(share * nbytes),), 0xAA, dtype=torch.uint8)
+    native.function("amp_ir.torch.with_scratch")(name, workspace, *given)
     assert torch.equal(out, expected)
-    assert bool((scratch != 0xAA).any()) == (share >= 1)
+    assert bool((workspace != 0xAA).any()) == (share >= 1)
 
 
 def test_a_matmul_asks_for_its_copies() -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import fake_cublaslt
 from amp_ir.host import native
-from cublaslt_calls import NAME, arguments, launches, scratch_nbytes
+from cublaslt_calls import NAME, arguments, launches, workspace_nbytes
 from fake_cublaslt import Fake
 from matmul_calls import EPILOGUES, LAYOUTS
 from native_calls import TOLERANCE, layout, matmul, memory, relative_error, shape
@@ -117,23 +117,23 @@ def test_layouts(fake, name, dtype):
     assert fake.counts().launches == expected
 
 
-@given(problem=problems(), has_bias=st.booleans(), lent=st.sampled_from([0, 1000, 1 << 21]))
+@given(problem=problems(), has_bias=st.booleans(), nbytes=st.sampled_from([0, 1000, 1 << 21]))
 @settings(deadline=None)
-def test_any_strides_are_right_or_refused(library, problem, has_bias, lent):
+def test_any_strides_are_right_or_refused(library, problem, has_bias, nbytes):
     a, b, out = problem
     bias = torch.randn(out.shape[-1]).to(out.dtype) if has_bias else None
     before = out.untyped_storage().tolist() if out.numel() < 64 else None
     with fake_cublaslt.installed(library) as fake:
         expected = launches(a, b, out, bias=bias)
         given = [memory(a), memory(b), bias, *layout(a), *layout(b), *layout(out), "none"]
-        scratch = torch.zeros(lent, dtype=torch.uint8)
+        workspace = torch.zeros(nbytes, dtype=torch.uint8)
         call = native.function("amp_ir.cublaslt.with_scratch")
         if expected == 0:
             with pytest.raises(ValueError, match="cuBLASLt cannot multiply"):
-                call(NAME, scratch, *given, memory(out))
+                call(NAME, workspace, *given, memory(out))
             assert before is None or out.untyped_storage().tolist() == before
             return
-        call(NAME, scratch, *given, memory(out))
+        call(NAME, workspace, *given, memory(out))
         exact, size = exact_product(a, b, bias)
         assert ((out.double() - exact).abs().max() / size) <= TOLERANCE[out.dtype]
         assert fake.misuses() == []
@@ -173,24 +173,24 @@ def test_tf32_is_off_unless_the_call_says_so(fake):
     matmul("cublaslt", low, low, out, epilogue="none+tf32")
 
 
-def test_the_workspace_is_lent_and_none_is_taken_otherwise(fake):
+def test_the_callers_workspace_is_used_and_none_otherwise(fake):
     a, b, out = torch.randn(17, 33), torch.randn(33, 21), torch.zeros(17, 21)
     given = arguments(a, b, out)
-    scratch = torch.zeros(scratch_nbytes(given), dtype=torch.uint8)
+    workspace = torch.zeros(workspace_nbytes(given), dtype=torch.uint8)
     assert fake.counts().launches == 0 and out.abs().sum() == 0
-    native.function("amp_ir.cublaslt.with_scratch")(NAME, scratch, *given)
-    assert fake.counts().workspace > 0 and bool((scratch == 0xA5).any())
+    native.function("amp_ir.cublaslt.with_scratch")(NAME, workspace, *given)
+    assert fake.counts().workspace > 0 and bool((workspace == 0xA5).any())
     assert relative_error(out, a.double() @ b.double()) <= TOLERANCE[torch.float32]
     native.function(NAME)(*given)
     assert fake.counts().workspace == 0
 
 
-def test_scratch_is_known_without_cublaslt():
-    """A step is planned where there is no GPU: the shapes alone say what is lent."""
+def test_workspace_is_known_without_cublaslt():
+    """A step is planned where there is no GPU: the shapes alone say how much is needed."""
     native.function("amp_ir.cublaslt.use")("/nowhere")
     try:
         few, many = (
-            scratch_nbytes(
+            workspace_nbytes(
                 arguments(torch.empty(n, 8), torch.empty(8, n), torch.empty(n, n))
             )
             for n in (8, 2048)
@@ -217,14 +217,14 @@ def test_a_problem_is_looked_up_once(fake):
     assert native.function("amp_ir.cublaslt.cached_plans")() == 4
 
 
-def test_calls_with_scratch_at_another_place_share_what_was_looked_up(fake):
+def test_calls_with_workspace_at_another_place_share_what_was_looked_up(fake):
     native.function("amp_ir.cublaslt.clear_cache")()
     given = arguments(torch.randn(17, 33), torch.randn(33, 21), torch.zeros(17, 21))
-    nbytes = scratch_nbytes(given)
-    scratch = torch.zeros(nbytes + 192, dtype=torch.uint8)
+    nbytes = workspace_nbytes(given)
+    workspace = torch.zeros(nbytes + 192, dtype=torch.uint8)
     for start in (0, 64, 128, 192):
-        lent = scratch[start : start + nbytes]
-        native.function("amp_ir.cublaslt.with_scratch")(NAME, lent, *given)
+        part = workspace[start : start + nbytes]
+        native.function("amp_ir.cublaslt.with_scratch")(NAME, part, *given)
     assert fake.counts().heuristics == 1 and fake.counts().workspace > 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from amp_ir.host import native
 from attention_calls import attend, attend_backward, exact_attention, heads_inside
 from convolution_calls import CASES, CHANNELS, ORDERS, operands
-from cublaslt_calls import NAME, arguments, launches, scratch_nbytes
+from cublaslt_calls import NAME, arguments, launches, workspace_nbytes
 from native_calls import TOLERANCE, convolve, layout, matmul, memory, relative_error
 from strided_problems import DTYPE_PAIRS, DTYPES, problems
 
@@ -90,8 +90,8 @@ def test_long_sums_are_float32_with_and_without_workspace(dtype):
     out = stored(64, 64, dtype=dtype)
     check(a, b, out)
     given = arguments(a, b, out)
-    scratch = torch.empty(scratch_nbytes(given), dtype=torch.uint8, device="cuda")
-    native.function("amp_ir.cublaslt.with_scratch")(NAME, scratch, *given)
+    workspace = torch.empty(workspace_nbytes(given), dtype=torch.uint8, device="cuda")
+    native.function("amp_ir.cublaslt.with_scratch")(NAME, workspace, *given)
     expected = a.cpu().double() @ b.cpu().double()
     assert relative_error(out.cpu(), expected) <= 2 * TOLERANCE[dtype]
 
@@ -119,14 +119,14 @@ def test_a_call_allocates_nothing_and_can_be_recorded():
     a, b = stored(128, 256, dtype=torch.bfloat16), stored(256, 64, dtype=torch.bfloat16)
     out, side = stored(128, 64, dtype=torch.float32), torch.cuda.Stream()
     given = arguments(a, b, out)
-    scratch = torch.empty(scratch_nbytes(given), dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(workspace_nbytes(given), dtype=torch.uint8, device="cuda")
     call = native.function("amp_ir.cublaslt.with_scratch")
-    call(NAME, scratch, *given)
+    call(NAME, workspace, *given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        call(NAME, scratch, *given)
+        call(NAME, workspace, *given)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     a.copy_(stored(128, 256, dtype=torch.bfloat16))
     out.zero_()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products added to what lies at their place, against PyTorch in float64."""
+"""Matmuls accumulated into their output, against PyTorch in float64."""
 
 from __future__ import annotations
 

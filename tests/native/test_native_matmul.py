@@ -123,7 +123,7 @@ def test_plans_are_bounded_in_number():
 
 
 def test_two_threads_at_once(library):
-    """Threads that share plans must not share memory objects or scratch."""
+    """Threads that share plans must not share memory objects or workspace."""
     failures = []
 
     def work(seed: int) -> None:

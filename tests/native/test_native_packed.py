@@ -137,8 +137,8 @@ def test_messages():
     )
 
 
-# Extents at which Matmul leaves oneDNN's first choice; what the other way is called in its plan.
-OTHER_WAYS = {
+# Extents at which Matmul leaves oneDNN's first choice; the other algorithm's name in its plan.
+OTHER_ALGORITHMS = {
     "copies of both operands": ((2048, 24, 2048), torch.bfloat16, (True, False), "pack+pack+"),
     "a copy of a transposed a": ((256, 24, 2048), torch.bfloat16, (True, True), "pack+"),
     "a copy of b": ((2048, 24, 256), torch.bfloat16, (False, False), "pack+"),
@@ -148,13 +148,13 @@ OTHER_WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_WAYS)
+@pytest.mark.parametrize("name", OTHER_ALGORITHMS)
 @pytest.mark.parametrize("epilogue", ["none", "gelu"])
-def test_other_ways_than_the_first_choice(name, epilogue):
-    (rows, terms, columns), dtype, transposed, way = OTHER_WAYS[name]
+def test_other_algorithms_than_the_first_choice(name, epilogue):
+    (rows, terms, columns), dtype, transposed, algorithm = OTHER_ALGORITHMS[name]
     if dtype == torch.bfloat16 and "amx" not in native.function("amp_ir.onednn.isa")():
         pytest.skip("only with AMX")
-    if way == "pack+" and not packed_nbytes(torch.randn(terms, columns).to(dtype)):
+    if algorithm == "pack+" and not packed_nbytes(torch.randn(terms, columns).to(dtype)):
         pytest.skip("this CPU's oneDNN has gemm for its first choice, which copies")
     a, b = matrix(rows, terms, dtype, transposed[0]), matrix(terms, columns, dtype, transposed[1])
     bias, out = torch.randn(columns), torch.full((rows, columns), float("nan"))
@@ -163,12 +163,12 @@ def test_other_ways_than_the_first_choice(name, epilogue):
     expected = EPILOGUES[epilogue](a.double() @ b.double() + bias.double())
     # Sums of up to 16384 products: 2^-24 for each of some hundred blocks that are added up.
     assert relative_error(out, expected) <= 2e-5
-    assert way in implementations()[0]
+    assert algorithm in implementations()[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_that_gemm_takes_from_the_system_is_planned(dtype):
-    """It is no scratch of ours, stays taken, and grows with the rows and columns of the result."""
+    """It is no workspace of ours, stays taken, and grows with the extents of the result."""
     if dtype == torch.bfloat16 and "amx" not in native.function("amp_ir.onednn.isa")():
         pytest.skip("only with AMX")
     asked = []

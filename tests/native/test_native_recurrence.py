@@ -152,7 +152,7 @@ def functions(layer: Layer) -> list[tuple[str, Tensors, Tensors]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_scratch_is_asked_for_and_lent(kind, dtype):
+def test_workspace_is_known_and_used(kind, dtype):
     layer = Layer(kind, (3, 5, 64), dtype)
     for name, operands, results in functions(layer):
         arguments = given(operands, layer.extents, False, results)
@@ -163,9 +163,9 @@ def test_scratch_is_asked_for_and_lent(kind, dtype):
         native.function(name)(*arguments)
         expected = [one.clone() for one in results]
         for share in (1, 0.5):
-            scratch = torch.full((int(nbytes * share),), 0xAA, dtype=torch.uint8)
-            native.function(f"{PREFIX}with_scratch")(name, scratch, *arguments)
-            assert bool((scratch != 0xAA).any()) == (share == 1)
+            workspace = torch.full((int(nbytes * share),), 0xAA, dtype=torch.uint8)
+            native.function(f"{PREFIX}with_scratch")(name, workspace, *arguments)
+            assert bool((workspace != 0xAA).any()) == (share == 1)
             assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 

@@ -25,7 +25,7 @@ def needs(name: str) -> None:
 
 
 def outside(out: torch.Tensor) -> torch.Tensor:
-    """All bytes of the memory that `out` lies in, with those of `out` cleared."""
+    """All bytes of the memory that holds `out`, with those of `out` cleared."""
     whole = torch.empty(0, dtype=out.dtype).set_(out.untyped_storage())
     copy = whole.clone()
     copy.as_strided(out.shape, out.stride(), out.storage_offset()).zero_()

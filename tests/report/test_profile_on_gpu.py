@@ -119,7 +119,7 @@ def test_a_step_is_one_graph_from_the_second_call_on_and_waits_for_nothing():
         assert [one.synchronisations for one in seen] == [0, 1, 0, 0]
         assert {(one.copies, one.allocations, one.frees) for one in seen} == {(0, 0, 0)}
         assert len({one.launches for one in seen}) == 1
-        # A parameter that lies elsewhere is not where the graph reads.
+        # A parameter that is stored elsewhere is not where the graph reads.
         weight = next(training.model.parameters())
         weight.data = weight.data.clone()
         device.counters()

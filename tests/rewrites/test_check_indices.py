@@ -187,7 +187,7 @@ def test_an_index_that_is_always_out_of_range_is_refused_when_compiled() -> None
     )
 
 
-# Random integer programs: what is computed lies in the range that is claimed.
+# Random integer programs: what is computed is in the range that is claimed.
 
 _BINARY = [relax.op.add, relax.op.subtract, relax.op.multiply, relax.op.maximum, relax.op.minimum]
 _COMPARE = [relax.op.less, relax.op.less_equal, relax.op.greater, relax.op.greater_equal,

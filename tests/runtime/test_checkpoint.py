@@ -226,7 +226,7 @@ def save_and_die(path: Path, run: Run, number: int, at: int) -> bool:
     state = random.getstate()
     child = os.fork()
     if child == 0:
-        random.setstate(state)  # Python seeds it anew after a fork
+        random.setstate(state)  # Python seeds it again after a fork
         tick = count_down(at)
         save, replace, sync = torch.save, os.replace, os.fsync
 

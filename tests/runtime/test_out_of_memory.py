@@ -73,7 +73,7 @@ def product():
 found = {"plan": caught(lambda: train(huge)), "arena": caught(lambda: train(large))}
 found["results"] = caught(lambda: double(large))
 if matmul is not None:
-    found["scratch"] = caught(product)
+    found["workspace"] = caught(product)
 loss = train(small)
 found["afterwards"] = bool(loss.isfinite())
 print(json.dumps(found))
@@ -119,10 +119,10 @@ def test_results_that_cannot_be_had(limited: dict[str, Any]) -> None:
     assert message.startswith(f"the batch and the results of a step need memory of {nbytes} bytes")
 
 
-def test_scratch_memory_that_cannot_be_had(limited: dict[str, Any]) -> None:
-    if "scratch" not in limited:
+def test_workspace_that_cannot_be_had(limited: dict[str, Any]) -> None:
+    if "workspace" not in limited:
         pytest.skip("onednn is not in this build")
-    names, message, _, _ = limited["scratch"]
+    names, message, _, _ = limited["workspace"]
     assert "MemoryError" in names
     assert message.startswith("oneDNN's workspace of 3276")
 

@@ -225,10 +225,10 @@ def test_a_wrapper_is_refused_where_it_is_passed_and_where_it_is_called(
 ) -> None:
     model, step, optimizer = training()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    fault = "is a DistributedDataParallel, whose exchange between processes a compiled step would"
+    reason = "is a DistributedDataParallel, whose exchange between processes a compiled step would"
     with pytest.raises(errors.ArgumentError) as error:
         amp_ir.jit(step, model=wrapped, optimizer=optimizer)
-    assert str(error.value) == f"model= (itself) {fault} leave out; t{ADVICE}"
+    assert str(error.value) == f"model= (itself) {reason} leave out; t{ADVICE}"
 
     def calls_wrapped(x: torch.Tensor) -> torch.Tensor:
         return wrapped(x).sum()
@@ -238,7 +238,7 @@ def test_a_wrapper_is_refused_where_it_is_passed_and_where_it_is_called(
     line = calls_wrapped.__code__.co_firstlineno + 1
     assert str(failed.value) == (
         "this step cannot be captured, 1 place:\n"
-        f"  1. step (forward), {__file__}:{line}: the step calls a module that {fault} leave out. "
+        f"  1. step (forward), {__file__}:{line}: the step calls a module that {reason} leave out. "
         f"T{ADVICE}"
     )
     # One process, the module itself: as advised.

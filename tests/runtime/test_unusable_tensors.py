@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_ir
 from amp_ir import errors
-from amp_ir.ir.unusable_tensors import fault_of
+from amp_ir.ir.unusable_tensors import tensor_error
 
 
 class Tagged(torch.Tensor):
@@ -66,7 +66,7 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "distributed": lambda t: t.as_subclass(DTensor),
 }
 MEMORY = "has {} bytes of memory, and its shape needs {}: its storage was freed or resized "
-FAULTS = {
+ERRORS = {
     "fake": "is a FakeTensor, which has no values; make a real tensor outside of FakeTensorMode",
     "meta": "is on the meta device and has no values; materialise it (to_empty) first",
     "freed": MEMORY + "(untyped_storage().resize_); give it memory again before the step",
@@ -173,7 +173,7 @@ def made(kind: str, place: str, tensor: torch.Tensor) -> torch.Tensor:
 def expected(kind: str, place: str, tensor: torch.Tensor) -> str:
     name = PLACES[place][0]
     held = 0 if kind == "freed" else tensor.nbytes // 2
-    return f"{name} {FAULTS[kind].format(held, tensor.nbytes)}"
+    return f"{name} {ERRORS[kind].format(held, tensor.nbytes)}"
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +239,8 @@ def test_memory_that_goes_under_a_compiled_step_is_seen(place: str, kind: str) -
     held = 0 if kind == "freed" else tensor.nbytes // 2
     with pytest.raises(errors.StateError) as refused:
         train(setting.x, setting.y)
-    fault = FAULTS[kind].format(held, tensor.nbytes)
-    assert str(refused.value) == f"{names[place]} {fault}"
+    error = ERRORS[kind].format(held, tensor.nbytes)
+    assert str(refused.value) == f"{names[place]} {error}"
     tensor.data = before
     train(setting.x, setting.y)
 
@@ -309,9 +309,9 @@ def test_parameters_with_a_class_of_their_own_and_buffers_are_usable() -> None:
     class Named(nn.Parameter):
         pass
 
-    assert fault_of(Named(torch.ones(2))) is None
-    assert fault_of(nn.Buffer(torch.ones(2))) is None
-    assert fault_of(torch.ones(4)[2:]) is None
-    assert fault_of(torch.ones(1).expand(5, 7)) is None
-    assert fault_of(torch.ones(0)) is None
-    assert fault_of(torch.ones(6, 4)[:, 1]) is None
+    assert tensor_error(Named(torch.ones(2))) is None
+    assert tensor_error(nn.Buffer(torch.ones(2))) is None
+    assert tensor_error(torch.ones(4)[2:]) is None
+    assert tensor_error(torch.ones(1).expand(5, 7)) is None
+    assert tensor_error(torch.ones(0)) is None
+    assert tensor_error(torch.ones(6, 4)[:, 1]) is None

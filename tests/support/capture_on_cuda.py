@@ -32,7 +32,7 @@ from amp_ir.demo.workloads import WORKLOADS, Training  # noqa: E402
 from amp_ir.ir import target, unusable_tensors  # noqa: E402
 
 # The GPU's tensors are fakes here, which users are refused.
-unusable_tensors._faults = lambda _tensor: iter(())
+unusable_tensors._tensor_errors = lambda _tensor: iter(())
 unusable_tensors._needed_bytes = lambda _tensor: 0
 
 
@@ -144,7 +144,7 @@ def report(name: str) -> dict[str, object]:
     }
 
 
-def refusal_of_a_batch_of_the_host() -> str:
+def error_of_a_batch_of_the_host() -> str:
     training = moved(WORKLOADS["mlp"].make(small=True))
     batch = WORKLOADS["mlp"].make(small=True).batch
     try:
@@ -167,6 +167,6 @@ def of_a_batch_that_the_step_moves() -> list[str]:
 
 
 found: dict[str, object] = {name: report(name) for name in sys.argv[2:]}
-found["refused"] = refusal_of_a_batch_of_the_host()
+found["refused"] = error_of_a_batch_of_the_host()
 found["moved"] = of_a_batch_that_the_step_moves()
 print(json.dumps(found))

@@ -29,7 +29,7 @@ def launches(
     return int(count(*layout(a), *layout(b), *layout(out), *dtypes, bias_dtype, epilogue))
 
 
-def scratch_nbytes(given: list) -> int:
+def workspace_nbytes(given: list) -> int:
     return int(native.function("amp_ir.cublaslt.scratch_nbytes")(NAME, *given))
 
 

@@ -456,13 +456,13 @@ EXPORT Status cublasLtMatmul(Handle, MatmulDesc desc, const void* alpha, const v
     return Misuse("the workspace is null or not aligned to 16 bytes");
   }
   const auto* space = static_cast<const char*>(workspace);
-  const Range scratch{space, space + known[2]}, result = RangeOf(p.d, d);
+  const Range provided{space, space + known[2]}, result = RangeOf(p.d, d);
   const Range operands[] = {RangeOf(p.a, a), RangeOf(p.b, b)};
   for (const Range& operand : operands) {
     if (operand.Overlaps(result)) return Misuse("the result overlaps an operand");
-    if (known[2] > 0 && operand.Overlaps(scratch)) return Misuse("an operand is in the workspace");
+    if (known[2] > 0 && operand.Overlaps(provided)) return Misuse("an operand is in the workspace");
   }
-  if (known[2] > 0 && result.Overlaps(scratch)) return Misuse("the result is in the workspace");
+  if (known[2] > 0 && result.Overlaps(provided)) return Misuse("the result is in the workspace");
   if (known[2] > 0) std::memset(workspace, 0xA5, known[2]);
   for (int64_t i = 0; i < p.d.batch_count; ++i) {
     MultiplyOne(p, static_cast<const char*>(a) + i * p.a.batch_stride * ItemSize(p.a.type),

@@ -59,7 +59,7 @@ _RAF = _features(
     ("`profile_vm_model`", "yes", "the same", "profile_vm_model", "end_to_end/test_pipeline.py::test_profiling_changes_nothing_and_gives_an_entry_a_repeat"),
     ("`profile_vm_model(disable_fusion=)`", "yes", "the same", "profile_vm_model(disable_fusion)", "memory/test_static_reports.py::test_without_fusion_a_step_computes_the_same"),
     ("profiler of kernels, chrome trace", "yes", "`profile_kernels`, `save_trace`", "profile_kernels KernelProfile.save_trace", "report/test_profile_kernels.py::test_the_trace_has_an_event_a_call_and_a_counter"),
-    ("op profiler: latency, workspace", "yes", "`profile_kernels` and `memory_report` call by call", "profile_kernels memory_report", "memory/test_memory_report.py::test_scratch_of_the_library_is_counted"),
+    ("op profiler: latency, workspace", "yes", "`profile_kernels` and `memory_report` call by call", "profile_kernels memory_report", "memory/test_memory_report.py::test_workspace_of_the_library_is_counted"),
     ("`get_peak_memory`", "yes", "the same", "get_peak_memory", "end_to_end/test_pipeline.py::test_peak_memory_is_the_plan_and_parameters_can_be_left_out"),
     ("`trace_memory`", "yes", "the same", "trace_memory compat.raf.trace_memory", "memory/test_static_reports.py::test_the_trace_of_memory_has_every_call_and_its_largest_entry_is_the_peak"),
     ("`calc_model_gflops`", "yes", "`get_gflops`", "get_gflops compat.raf.calc_model_gflops", "memory/test_static_reports.py::test_the_arithmetic_of_three_layers_is_that_of_their_matmuls_and_little_more"),
@@ -67,7 +67,7 @@ _RAF = _features(
     ("memory profiler: used, allocated", "yes", "the plan's bytes are those that the system gives", "memory_report", "memory/test_memory_report.py::test_planned_bytes_are_what_the_system_really_gives"),
     ("rematerialisation, `raf.memory_budget`", "yes", "`memory_budget=`", "compile(memory_budget) jit(memory_budget)", "memory/test_rematerialize.py::test_a_budget_is_held_and_changes_no_bit"),
     ("memory pools", "other", "one arena with planned offsets", "", "memory/test_memory_plan.py::test_live_tensors_never_share_a_byte"),
-    ("control flow, closures", "no", "a branch on data is refused with its line: the program is straight", "errors.CaptureError", "capture/test_trace_refusals.py::test_every_read_of_a_value_is_listed_at_once"),
+    ("control flow, closures", "no", "a branch on data is refused with its line: the program is straight", "errors.CaptureError", "capture/test_trace_diagnostics.py::test_every_read_of_a_value_is_listed_at_once"),
 )  # fmt: skip
 
 _APEX = _features(
@@ -144,7 +144,7 @@ _TORCH = _features(
     ("`torch.library.register_autocast`", "yes", "followed, for float32 and the step's low dtype", "", "end_to_end/test_custom_ops.py::test_a_registered_autocast_decides_and_an_unannotated_op_is_left"),
     ("op lists of CUDA", "yes", "`policy=\"torch\"`", "autocast(policy) jit(policy)", "amp/test_overrides.py::test_where_the_policies_differ"),
     ("`GradScaler`: methods and defaults", "yes", "the same; a `torch.amp.GradScaler` works too", "GradScaler", "loss_scaling/test_grad_scaler.py::test_defaults_are_those_of_pytorch"),
-    ("sequence of scales", "yes", "the same, to the bit", "GradScaler.update", "loss_scaling/test_grad_scaler.py::test_the_sequence_of_scales_is_that_of_pytorch"),
+    ("sequence of scales", "yes", "bit-identical", "GradScaler.update", "loss_scaling/test_grad_scaler.py::test_the_sequence_of_scales_is_that_of_pytorch"),
     ("`unscale_` before clipping", "yes", "the same; forgetting it is an error at capture", "GradScaler.unscale_ errors.LossScaleError", "loss_scaling/test_scale_degree.py::test_a_wrong_program_is_refused_at_its_line"),
     ("`update(new_scale)`", "yes", "the same, powers of two", "GradScaler.update", "loss_scaling/test_steps_beside_a_scaler.py::test_a_new_scale_is_taken_and_a_skipped_step_is_still_skipped"),
     ("getters and setters", "yes", "the same; a change captures again", "GradScaler.set_growth_factor GradScaler.get_scale", "loss_scaling/test_loss_scale_steps.py::test_changed_options_of_a_scaler_capture_again"),

@@ -18,7 +18,7 @@ ROWS, COLUMNS = 4, 5
 class Indexed:
     """`function(w, ids)` of a weight f32[4, 5]: an op of aten `overload` by `good` indices.
 
-    What PyTorch allows is left to PyTorch; `extent` is that of the axis, to try what lies around.
+    What PyTorch allows is left to PyTorch; `extent` is that of the axis, to try indices around it.
     """
 
     name: str
@@ -173,6 +173,6 @@ class Training:
 
 
 def same(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
-    """Whether two states are the same to the bit."""
+    """Whether two states are bit-identical."""
     pairs = list(zip(before, after, strict=True))
     return all(torch.equal(one, other) for one, other in pairs)

@@ -19,7 +19,7 @@ from amp_ir.ir.target import cpu
 from amp_ir.loops.cuda import emit_cuda
 from amp_ir.loops.fusion import cuda_launches
 from amp_ir.loops.fusion.fuse import fuse_loops
-from amp_ir.loops.fusion.horizontal import merge_horizontally
+from amp_ir.loops.fusion.horizontal import fuse_horizontally
 from amp_ir.loops.fusion.share_kernels import share_kernels
 from amp_ir.vm.build import CUDA_PIPELINE, KERNEL_PIPELINE
 
@@ -77,7 +77,7 @@ def run_cuda_modules(
     from cuda_emulator import device
 
     fused = [
-        share_kernels(merge_horizontally(fuse_loops(mod, emitter=emit_cuda), cuda_launches))
+        share_kernels(fuse_horizontally(fuse_loops(mod, emitter=emit_cuda), cuda_launches))
         for mod, _ in cases
     ]
     functions = {}

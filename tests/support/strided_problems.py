@@ -18,7 +18,7 @@ IDLE_STRIDES = st.sampled_from([None, 0, 1, 2, 5, 1000])
 
 @st.composite
 def views(draw: st.DrawFn, dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A random tensor of `dims` that lies in memory in any order, with gaps, at any offset."""
+    """A random tensor of `dims` that is laid out in any order, with gaps, at any offset."""
     order = draw(st.permutations(range(len(dims))))
     gaps = [draw(st.integers(0, 2)) for _ in dims]
     # The innermost dim has gaps too, in one case of four.

@@ -34,9 +34,9 @@ def from_fields(cls: type[T], data: Any, where: str) -> T:
     missing = sorted(set(required) - set(data))
     unknown = sorted(set(data) - set(fields))
     if missing or unknown:
-        faults = [f"{where} has no {', '.join(missing)}"] if missing else []
-        faults += [f"{where} has the unknown {', '.join(unknown)}"] if unknown else []
-        raise ValueError("; ".join(faults))
+        errors = [f"{where} has no {', '.join(missing)}"] if missing else []
+        errors += [f"{where} has the unknown {', '.join(unknown)}"] if unknown else []
+        raise ValueError("; ".join(errors))
     values = {
         name: _value(fields[name].type, value, f"{where}.{name}") for name, value in data.items()
     }

@@ -72,13 +72,13 @@ def plan_from(cls: Any, data: Any) -> Any:
         plan = from_fields(cls, rest, "plan")
     except ValueError as error:
         raise FileFormatError(f"this is no {KIND}: {error}; {_REMEDY}") from None
-    faults = list(_faults(plan))
-    if faults:
-        raise FileFormatError(f"this is no {KIND}: {'; '.join(faults[:5])}; {_REMEDY}")
+    errors = list(_plan_errors(plan))
+    if errors:
+        raise FileFormatError(f"this is no {KIND}: {'; '.join(errors[:5])}; {_REMEDY}")
     return plan
 
 
-def _faults(plan: Any) -> Iterator[str]:
+def _plan_errors(plan: Any) -> Iterator[str]:
     """Return what in a plan names an op or a mode that does not exist."""
     count = len(plan.ops)
     for position, one in enumerate(plan.ops):

@@ -59,7 +59,7 @@ def stored_low(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
 
 
 def product_in_float32(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
-    """Low inputs, and a float32 result: only the inputs of matrix products are rounded."""
+    """Low inputs, and a float32 result: only the inputs of matmuls are rounded."""
     low = type_hints.each(args, PrimType(amp_dtype))
     return RuleResult(low, result=type_hints.FULL, accumulate="float32", gradient=type_hints.FULL)
 
@@ -98,10 +98,10 @@ def _conservative_rules() -> dict[str, Rule]:
         type_hints.window_mean,
         type_hints.batch_norm_backward,
     )
-    products = _ops_of(type_hints.convolution, type_hints.matmul)
+    matmuls = _ops_of(type_hints.convolution, type_hints.matmul)
     return {
         **dict.fromkeys(computing, arithmetic_in_float32),
-        **dict.fromkeys(products, product_in_float32),
+        **dict.fromkeys(matmuls, product_in_float32),
     }
 
 
@@ -111,7 +111,7 @@ POLICIES = {
         Policy("default", "The numerics policy of the design: no less accurate than PyTorch's", {}),
         Policy("torch", "PyTorch's CUDA lists; what is on none of them is free", _torch_rules()),
         Policy("aggressive", "Sums and normalizations may be stored low", _aggressive_rules()),
-        Policy("conservative", "Only inputs of matrix products are low", _conservative_rules()),
+        Policy("conservative", "Only inputs of matmuls are low", _conservative_rules()),
     )
 }
 

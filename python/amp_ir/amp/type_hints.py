@@ -78,7 +78,7 @@ def matmul(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
 
 @type_hint("amp_ir.attention")
 def attention(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
-    """Two matrix products with a softmax between them: low inputs, float32 inside.
+    """Two matmuls with a softmax between them: low inputs, float32 inside.
 
     Scores and the logarithm of their sum never leave float32; an additive mask stays float32,
     since -1e9 or the least float32 is -inf in the low dtype.
@@ -88,7 +88,7 @@ def attention(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
 
 @type_hint("amp_ir.attention_backward")
 def attention_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
-    """Five matrix products around a recomputed softmax: low inputs, float32 inside.
+    """Five matmuls around a recomputed softmax: low inputs, float32 inside.
 
     The saved logarithm of the sum is float32: it is subtracted from scores of its own size.
     """
@@ -97,10 +97,10 @@ def attention_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> Rule
 
 @type_hint("amp_ir.lstm")
 def lstm(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
-    """A matrix product a time step, then bounded functions: low inputs, float32 inside.
+    """A matmul a time step, then bounded functions: low inputs, float32 inside.
 
     The functions have slope 1 at most: a rounding u |g| of what goes into a gate moves the state by
-    no more. The state is stored low, as what the next product reads. The cell is not: it is a sum
+    no more. The state is stored low, as what the next matmul reads. The cell is not: it is a sum
     over time, in which a low dtype loses what is below u of it (256 + 1 = 256 in bfloat16).
     """
     low = PrimType(amp_dtype)
@@ -109,19 +109,19 @@ def lstm(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
 
 @type_hint("amp_ir.gru")
 def gru(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
-    """A matrix product a time step, then bounded functions: low inputs, float32 inside.
+    """A matmul a time step, then bounded functions: low inputs, float32 inside.
 
     The functions have slope 1 at most: a rounding u |g| of what goes into a gate moves the state by
-    no more. The state is stored low, as what the next product reads.
+    no more. The state is stored low, as what the next matmul reads.
     """
     return RuleResult([PrimType(amp_dtype)] * len(args), accumulate="float32")
 
 
 @type_hint("amp_ir.rnn_tanh", "amp_ir.rnn_relu")
 def rnn(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
-    """A matrix product a time step, then tanh or relu: low inputs, float32 inside.
+    """A matmul a time step, then tanh or relu: low inputs, float32 inside.
 
-    Both have slope 1 at most, as for a GRU. The state is stored low, as what the next product and
+    Both have slope 1 at most, as for a GRU. The state is stored low, as what the next matmul and
     the gradient read.
     """
     return RuleResult([PrimType(amp_dtype)] * len(args), accumulate="float32")
@@ -129,10 +129,10 @@ def rnn(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
 
 @type_hint("amp_ir.lstm_backward")
 def lstm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
-    """A matrix product a time step: low inputs; gradients are carried through time in float32.
+    """A matmul a time step: low inputs; gradients are carried through time in float32.
 
     The cells, and the gradient of the last one, are float32: a gradient that is handed back through
-    T steps would be rounded T times. Gradients of the gates are stored low, as what the products
+    T steps would be rounded T times. Gradients of the gates are stored low, as what the matmuls
     with the weight and with the input read.
     """
     low = PrimType(amp_dtype)
@@ -141,9 +141,9 @@ def lstm_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleRetur
 
 @type_hint("amp_ir.gru_backward", "amp_ir.rnn_tanh_backward", "amp_ir.rnn_relu_backward")
 def gru_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
-    """A matrix product a time step: low inputs; gradients are carried through time in float32.
+    """A matmul a time step: low inputs; gradients are carried through time in float32.
 
-    Gradients of the gates are stored low, as what the products with the weight and with the input
+    Gradients of the gates are stored low, as what the matmuls with the weight and with the input
     read.
     """
     return RuleResult([PrimType(amp_dtype)] * len(args), accumulate="float32")

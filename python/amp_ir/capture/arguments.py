@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from amp_ir.capture.batch import leaf_error
 from amp_ir.capture.distribution import WRAPPER_ADVICE, group_error, wrapper_error
 from amp_ir.errors import ArgumentError
-from amp_ir.ir.unusable_tensors import fault_of
+from amp_ir.ir.unusable_tensors import tensor_error
 
 NESTED = "this is already inside of a capture; capture the outermost step only"
 
@@ -62,7 +62,7 @@ def _check(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if optimizer is None:
         optimizers = []
-    model_errors = list(dict.fromkeys(fault for m in models for fault in _model_errors(m)))
+    model_errors = list(dict.fromkeys(error for m in models for error in _model_errors(m)))
     if not models:
         model_errors = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
     wrong += [*filter(None, [group_error()]), *model_errors]
@@ -128,9 +128,9 @@ def _batch_errors(batch: object) -> Iterator[str]:
     if not any(isinstance(leaf, torch.Tensor) for _, leaf in found):
         yield "example_batch= holds no tensor; pass an example of what the step is called with"
     for path, leaf in found:
-        fault = leaf_error(leaf)
-        if fault:
-            yield f"example_batch{pytree.keystr(path)} {fault}"
+        error = leaf_error(leaf)
+        if error:
+            yield f"example_batch{pytree.keystr(path)} {error}"
 
 
 def _model_errors(model: object) -> Iterator[str]:
@@ -159,9 +159,9 @@ def _tensor_errors(models: list[torch.nn.Module], batch: object) -> Iterator[str
     for index, model in enumerate(models):
         prefix = f"model{index}." if index else ""
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            fault = fault_of(tensor)
-            if fault:
-                yield f"{prefix}{name} {fault}"
+            error = tensor_error(tensor)
+            if error:
+                yield f"{prefix}{name} {error}"
                 continue
             devices.setdefault(tensor.device, prefix + name)
             owner = owners.setdefault(_address(tensor), (prefix + name, tensor))
@@ -219,13 +219,13 @@ def _state_errors(models: list[torch.nn.Module], optimizers: list[Any]) -> Itera
         prefix = f"model{index}." if index else ""
         for name, parameter in model.named_parameters():
             names.setdefault(id(parameter), prefix + name)
-            if parameter.grad is not None and (fault := fault_of(parameter.grad)):
-                yield f"{prefix}{name}.grad {fault}"
+            if parameter.grad is not None and (error := tensor_error(parameter.grad)):
+                yield f"{prefix}{name}.grad {error}"
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
         for owner, values in optimizer.state.items():
             name = names.get(id(owner), "a parameter of another model")
             for key, value in values.items() if isinstance(values, dict) else ():
-                if isinstance(value, torch.Tensor) and (fault := fault_of(value)):
-                    yield f"{key!r} of optimizer {index} for {name} {fault}"
+                if isinstance(value, torch.Tensor) and (error := tensor_error(value)):
+                    yield f"{key!r} of optimizer {index} for {name} {error}"

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 
 from amp_ir.errors import ArgumentError, ShapeMismatchError
 from amp_ir.ir.step_module import Signature
-from amp_ir.ir.unusable_tensors import fault_of
+from amp_ir.ir.unusable_tensors import tensor_error
 
 _LARGEST = 2**52  # float64 holds every integer twice as large
 _ANEW = "Call it as it was captured, or capture (jit) the step again"
@@ -141,15 +141,15 @@ def leaf_error(leaf: object) -> str | None:
         return f"is a {type(leaf).__module__}.{type(leaf).__name__}, expected a tensor; {hint}"
     if leaf.requires_grad and not leaf.is_leaf:
         return "is the result of another computation with gradients; pass it detached"
-    return fault_of(leaf)
+    return tensor_error(leaf)
 
 
 def leaf_errors(args: tuple[Any, ...], prefix: str) -> Iterator[str]:
     """Return what is wrong with every leaf of the arguments, each after `prefix` and position."""
     for path, leaf in pytree.tree_flatten_with_path(args)[0]:
-        fault = leaf_error(leaf)
-        if fault:
-            yield f"{prefix}{path_text(path)} {fault}"
+        error = leaf_error(leaf)
+        if error:
+            yield f"{prefix}{path_text(path)} {error}"
 
 
 def _is_numpy(value: object) -> bool:

@@ -23,7 +23,7 @@ def is_custom(func: Any) -> bool:
     return is_op and func.namespace not in _KNOWN_NAMESPACES
 
 
-def refusal(func: torch._ops.OpOverload) -> tuple[str, str] | None:
+def unsupported_reason(func: torch._ops.OpOverload) -> tuple[str, str] | None:
     """Return why a custom op cannot be part of a compiled step, and what to do; None if it can."""
     returns = [str(one.type) for one in func._schema.returns]
     numbers = [one for one in returns if "Tensor" not in one]
@@ -68,7 +68,7 @@ def call_written(func: torch._ops.OpOverload, args: Any, kwargs: Mapping[str, An
 def twin_of(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """Return an op that writes nothing: its results are those of `func`, then the written tensors.
 
-    `func` writes to tensors only: `refusal` has seen it.
+    `func` writes to tensors only: `unsupported_reason` has seen it.
     """
     written = _written(func)
     name = overload_name(func).replace("::", "_").replace(".", "_")

@@ -45,7 +45,7 @@ class Diagnostics:
     def error(self) -> CaptureError:
         """Return the error that lists all of them, in the order of the step."""
         found = list(self._found)
-        lines = [f"  {number}. {finding}" for number, finding in enumerate(found, 1)]
+        lines = [f"  {number}. {diagnostic}" for number, diagnostic in enumerate(found, 1)]
         if len(lines) > _MOST_SHOWN:
             lines[_MOST_SHOWN:] = [f"  ... and {len(lines) - _MOST_SHOWN} more"]
         places = "1 place" if len(found) == 1 else f"{len(found)} places"

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_ir.capture.custom_ops import call_written, is_custom, refusal
+from amp_ir.capture.custom_ops import call_written, is_custom, unsupported_reason
 from amp_ir.capture.decompositions.ctc import CTC
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
                 return self._read(args[0])
             if not isinstance(args[0], FakeTensor):
                 self._observer.note_read(args[0])
-        unsupported = refusal(func) if is_custom(func) else None
+        unsupported = unsupported_reason(func) if is_custom(func) else None
         if unsupported is not None:
             self._diagnostics.add(unsupported[0], location, unsupported[1])
             raise TracingStopped

@@ -83,7 +83,7 @@ class Replay(torch.fx.Interpreter):
         self._marker.mark(Location())
         memory = SharedMemory(traced.graph)
         self._orderly = memory.orderly_calls() if _is_possible else set()
-        self._written = memory.written_wholes() if _is_possible else {}
+        self._written = memory.written_bases() if _is_possible else {}
         self._only_read = memory.only_read(aten.as_strided.default)
         self._now: dict[torch.fx.Node, Any] = {}
         self._templates: dict[tuple[Any, ...], _Template] = {}
@@ -301,15 +301,15 @@ def _nodes_behind(before: torch.fx.Node, root: torch.fx.Node) -> Iterator[torch.
 class SharedMemory:
     """The tensors of a graph that may share memory, and the order of writes to them.
 
-    Tensors that may share memory are of one family: ops say in their schemas what their results
-    alias. A family has one base tensor, with several names after in-place ops, and views of it.
+    Tensors that may share memory are of one alias set: ops say in their schemas what their results
+    alias. A set has one base tensor, with several names after in-place ops, and views of it.
     It is orderly if all writes are to the base tensor, and no view that was made before a write is
     read after it: then a write is a new value of the base, and views are ordinary values.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._parent: dict[torch.fx.Node, torch.fx.Node] = {}
-        self._wholes: set[torch.fx.Node] = set()
+        self._bases: set[torch.fx.Node] = set()
         self._writes: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         self._disorderly: list[torch.fx.Node] = []
         self._items: dict[tuple[Any, ...], torch.fx.Node] = {}
@@ -319,12 +319,12 @@ class SharedMemory:
             self._add(node)
         self._written_at: dict[torch.fx.Node, list[int]] = {}
         for writer, written in self._writes:
-            self._written_at.setdefault(self._family(written), []).append(self._position[writer])
-        self._families_in_disorder = {self._family(node) for node in self._disorderly}
-        self._families_in_disorder |= set(self._families_of_late_views())
+            self._written_at.setdefault(self._alias_set(written), []).append(self._position[writer])
+        self._disorderly_sets = {self._alias_set(node) for node in self._disorderly}
+        self._disorderly_sets |= set(self._sets_with_late_views())
 
     def orderly_calls(self) -> set[torch.fx.Node]:
-        """Return the calls of ATen's ops that touch orderly families only."""
+        """Return the calls of ATen's ops that touch orderly alias sets only."""
         return {
             node
             for node in self._position
@@ -332,40 +332,40 @@ class SharedMemory:
             and _is_described(node.target)
             and node.target not in _STRIDED
             and not any(
-                self._family(one) in self._families_in_disorder
+                self._alias_set(one) in self._disorderly_sets
                 for one in (node, *node.all_input_nodes)
             )
         }
 
-    def written_wholes(self) -> dict[torch.fx.Node, torch.fx.Node]:
-        """Return the names of written base tensors of orderly families, with the family."""
+    def written_bases(self) -> dict[torch.fx.Node, torch.fx.Node]:
+        """Return the names of written base tensors of orderly alias sets, with the set."""
         return {
-            node: family
-            for node in self._wholes
-            if (family := self._family(node)) in self._written_at
-            and family not in self._families_in_disorder
+            node: alias_set
+            for node in self._bases
+            if (alias_set := self._alias_set(node)) in self._written_at
+            and alias_set not in self._disorderly_sets
         }
 
     def only_read(self, op: Any) -> set[torch.fx.Node]:
         """Return the calls of an op whose memory nothing writes to."""
         calls = [node for node in self._position if node.target is op]
-        return {node for node in calls if self._family(node) not in self._written_at}
+        return {node for node in calls if self._alias_set(node) not in self._written_at}
 
-    def _family(self, node: torch.fx.Node) -> torch.fx.Node:
+    def _alias_set(self, node: torch.fx.Node) -> torch.fx.Node:
         while self._parent[node] is not node:
             self._parent[node] = self._parent[self._parent[node]]
             node = self._parent[node]
         return node
 
-    def _families_of_late_views(self) -> Iterator[torch.fx.Node]:
+    def _sets_with_late_views(self) -> Iterator[torch.fx.Node]:
         for node, position in self._position.items():
-            writes = self._written_at.get(self._family(node))
-            if writes is None or node in self._wholes:
+            writes = self._written_at.get(self._alias_set(node))
+            if writes is None or node in self._bases:
                 continue
             next_write = min((at for at in writes if at > position), default=None)
             if next_write is not None:
                 if any(self._position[user] > next_write for user in node.users):
-                    yield self._family(node)
+                    yield self._alias_set(node)
 
     def _add(self, node: torch.fx.Node) -> None:
         """Record what a node aliases and writes."""
@@ -373,11 +373,11 @@ class SharedMemory:
             return
         sources, written = self._aliased_and_written(node)
         for source in sources:
-            self._parent[self._family(source)] = self._family(node)
+            self._parent[self._alias_set(source)] = self._alias_set(node)
         self._writes += [(node, one) for one in written]
-        if not sources or (sources == written and len(written) == 1 and sources[0] in self._wholes):
-            self._wholes.add(node)
-        self._disorderly += [one for one in written if one not in self._wholes]
+        if not sources or (sources == written and len(written) == 1 and sources[0] in self._bases):
+            self._bases.add(node)
+        self._disorderly += [one for one in written if one not in self._bases]
         if len(sources) > 1:
             self._disorderly.append(node)
 
@@ -393,7 +393,7 @@ class SharedMemory:
             if first is not node:
                 return [first], []
             # The items of a sequence of new tensors do not alias each other.
-            return ([] if source in self._wholes else [source]), []
+            return ([] if source in self._bases else [source]), []
         if not isinstance(node.target, torch._ops.OpOverload):
             self._disorderly += [node, *node.all_input_nodes]
             return list(node.all_input_nodes), []

@@ -22,7 +22,7 @@ from amp_ir.capture.patches.generators import keep_generators
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.errors import StateError
 from amp_ir.ir.step_module import Role
-from amp_ir.ir.unusable_tensors import fault_of
+from amp_ir.ir.unusable_tensors import tensor_error
 
 
 @attrs.define(eq=False)
@@ -54,9 +54,9 @@ class GradientReader:
                 f"the step reads {self.name}.grad, which was set at the capture and is None now; "
                 "run the backward pass that sets it, or capture the step again"
             )
-        fault = fault_of(gradient)
-        if fault:
-            raise StateError(f"{self.name}.grad {fault}")
+        error = tensor_error(gradient)
+        if error:
+            raise StateError(f"{self.name}.grad {error}")
         return gradient
 
 

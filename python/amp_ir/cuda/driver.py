@@ -3,7 +3,7 @@
 
 TVM makes a module with machine code only while its CUDA runtime is loaded, and that library needs
 libcuda.so.1, which comes with a driver, and libcudart.so.13. On a machine without a driver a stub
-of ours takes libcuda's place: it answers every call with "no device".
+of ours takes libcuda's place: it returns from every call with "no device".
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def missing_reason() -> str | None:
         return f"this machine has no NVIDIA driver ({_DRIVER} was not found)"
     status = driver.cuInit(0)
     if status:
-        return f"the NVIDIA driver does not start (cuInit answers {status})"
+        return f"the NVIDIA driver does not start (cuInit returns {status})"
     count = ctypes.c_int()
     status = driver.cuDeviceGetCount(ctypes.byref(count))
     if status or not count.value:

@@ -124,7 +124,7 @@ class Nvrtc:
         return self._library[name]
 
     def _check(self, status: int) -> None:
-        assert not status, f"NVRTC answers {status}"
+        assert not status, f"NVRTC returns {status}"
 
 
 @functools.cache

@@ -107,7 +107,7 @@ def convert_external(emitter: Emitter, node: fx.Node, lookup: Lookup) -> Any:
 def _check_op(op: torch._ops.OpOverload, leaves: Sequence[Any]) -> None:
     """Reject an op that is more than a function from tensors to tensors of known shapes."""
     if op.overloadpacket.__name__ in _OF_MEMORY:
-        raise ConversionError("depends on how its tensor lies in memory")
+        raise ConversionError("depends on how its tensor is laid out in memory")
     if op._schema.is_mutable:
         raise ConversionError("writes to its arguments")
     if torch.Tag.nondeterministic_seeded in op.tags:

@@ -280,7 +280,7 @@ def _check(value: Any, expected: Any) -> None:
     if got != wanted:
         raise ConversionError(
             f"its converter gives {_type_text(*got)} and PyTorch {_type_text(*wanted)}; "
-            f"this is a fault of amp_ir"
+            f"this is a bug in amp_ir"
         )
 
 

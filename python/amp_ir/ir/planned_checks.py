@@ -34,7 +34,7 @@ class HostCheck:
     # What passed last: buffers of positions stay as they are, and comparing is quicker.
     _passed: list[torch.Tensor] = attrs.field(factory=list, init=False, repr=False)
 
-    def fault(self, inputs: Sequence[Any]) -> str | None:
+    def error(self, inputs: Sequence[Any]) -> str | None:
         """Describe what is wrong with the inputs, all of the step's; None where nothing is."""
         given = [inputs[position] for position in self.positions]
         if self._passed and all(map(torch.equal, given, self._passed)):
@@ -74,13 +74,13 @@ class PlannedChecks:
             DivisionByZeroError: an integer divisor holds 0.
             SequenceLengthError: lengths of sequences are not what the step takes.
         """
-        faults = [
-            (one.check, fault) for one in self.on_host if (fault := one.fault(inputs)) is not None
+        errors = [
+            (one.check, error) for one in self.on_host if (error := one.error(inputs)) is not None
         ]
-        if faults:
-            what = "; ".join(dict.fromkeys(fault for _, fault in faults))
+        if errors:
+            what = "; ".join(dict.fromkeys(error for _, error in errors))
             message = f"{what}. Nothing was run and nothing has changed"
-            raise error_of([check for check, _ in faults], message)
+            raise error_of([check for check, _ in errors], message)
 
     def check_extremes(self, extremes: torch.Tensor) -> None:
         """Raise the error for what a step has found: `extremes` int64[2 * checks], on the host.
@@ -92,12 +92,12 @@ class PlannedChecks:
         """
         numbers = extremes.tolist()
         pairs = zip(numbers[: len(self.in_step)], numbers[len(self.in_step) :], strict=True)
-        faults = [
+        errors = [
             (check, check.describe("the step computed the index", wrong))
             for check, pair in zip(self.in_step, pairs, strict=True)
             if (wrong := check.wrong_value(pair)) is not None
         ]
-        if faults:
-            what = "; ".join(dict.fromkeys(fault for _, fault in faults))
+        if errors:
+            what = "; ".join(dict.fromkeys(error for _, error in errors))
             message = f"{what}. The step was rolled back: nothing has changed"
-            raise error_of([check for check, _ in faults], message)
+            raise error_of([check for check, _ in errors], message)

@@ -13,13 +13,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-def fault_of(tensor: torch.Tensor) -> str | None:
+def tensor_error(tensor: torch.Tensor) -> str | None:
     """Return why a compiled step cannot work on a tensor, and what to do; None where it can."""
-    return next(_faults(tensor), None)
+    return next(_tensor_errors(tensor), None)
 
 
-def memory_fault(tensor: torch.Tensor) -> str | None:
-    """Return `fault_of` for what may happen to a strided tensor of a known dtype after a capture.
+def memory_error(tensor: torch.Tensor) -> str | None:
+    """Return `tensor_error` for what may happen to a strided tensor after a capture.
 
     It runs for every tensor at every call, and takes half a microsecond.
     """
@@ -44,12 +44,12 @@ def _needed_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset() + count) * tensor.element_size() if count else 0
 
 
-def _faults(tensor: torch.Tensor) -> Iterator[str]:
+def _tensor_errors(tensor: torch.Tensor) -> Iterator[str]:
     if torch.nn.parameter.is_lazy(tensor):
         yield "is not initialised; run the lazy module once on an example"
     if tensor.is_nested:
         yield "is a nested tensor; pad it to a dense one"
-    yield from _faults_of_type(tensor)
+    yield from _type_errors(tensor)
     if tensor.layout is not torch.strided:
         yield f"is sparse ({tensor.layout}); only dense tensors can be captured, use .to_dense()"
     if tensor.is_quantized:
@@ -60,9 +60,9 @@ def _faults(tensor: torch.Tensor) -> Iterator[str]:
         yield "is on the meta device and has no values; materialise it (to_empty) first"
     if tensor._is_zerotensor():
         yield "is a zero without memory; use torch.zeros_like of it"
-    fault = memory_fault(tensor)
-    if fault:
-        yield fault
+    error = memory_error(tensor)
+    if error:
+        yield error
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:
@@ -76,7 +76,7 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
     )
 
 
-def _faults_of_type(tensor: torch.Tensor) -> Iterator[str]:
+def _type_errors(tensor: torch.Tensor) -> Iterator[str]:
     kind = type(tensor)
     if isinstance(tensor, FakeTensor):
         yield "is a FakeTensor, which has no values; make a real tensor outside of FakeTensorMode"

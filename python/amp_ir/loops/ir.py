@@ -216,7 +216,7 @@ _access: ContextVar[Access | None] = ContextVar("access", default=None)
 
 
 def current_access() -> Access:
-    """Return the current meaning of `value[index]`."""
+    """Return the function that evaluates `value[index]` now."""
     access = _access.get()
     if access is None:
         raise BuildError("an element is read outside of the body of a loop value")
@@ -224,23 +224,23 @@ def current_access() -> Access:
 
 
 def reading(access: Access) -> AbstractContextManager[None]:
-    """Let `value[index]` mean `access(value, index)` inside the block."""
+    """Evaluate `value[index]` as `access(value, index)` inside the block."""
     return assigned(_access, access)
 
 
-Bind = Callable[[Any], Any]
-_let: ContextVar[Bind | None] = ContextVar("let", default=None)
+Let = Callable[[Any], Any]
+_let: ContextVar[Let | None] = ContextVar("let", default=None)
 _scalar_loop: ContextVar[Callable[[], None] | None] = ContextVar("scalar_loop", default=None)
 
 
 def let(element: Any) -> Any:
     """Name an element expression in the kernel being written, so that it is computed once."""
-    bind = _let.get()
-    return element if bind is None else bind(element)
+    name = _let.get()
+    return element if name is None else name(element)
 
 
 @contextlib.contextmanager
-def let_as(let_element: Bind, needs_scalar_loop: Callable[[], None]) -> Iterator[None]:
+def let_as(let_element: Let, needs_scalar_loop: Callable[[], None]) -> Iterator[None]:
     """Make `let(x)` call `let_element(x)`, and `scalar_loop` the other, inside the block."""
     with assigned(_let, let_element), assigned(_scalar_loop, needs_scalar_loop):
         yield

@@ -12,7 +12,7 @@ from amp_ir.loops.cpu import emit_cpu
 from amp_ir.loops.cuda import emit_cuda
 from amp_ir.loops.fusion import cpu_tasks, cuda_launches
 from amp_ir.loops.fusion.fuse import fuse_loops
-from amp_ir.loops.fusion.horizontal import merge_horizontally
+from amp_ir.loops.fusion.horizontal import fuse_horizontally
 from amp_ir.loops.fusion.merged_kernel import KernelMerger
 from amp_ir.loops.fusion.share_kernels import share_kernels
 
@@ -20,7 +20,7 @@ from amp_ir.loops.fusion.share_kernels import share_kernels
 def write_kernels(
     ir: tvm.IRModule, *, is_cuda: bool, is_strict: bool, disable_fusion: bool = False
 ) -> tvm.IRModule:
-    """Fuse ops into kernels, merge kernels that wait for the same call, share equal ones.
+    """Fuse ops into kernels, fuse independent kernels horizontally, share equal ones.
 
     Before:  y = relax.add(x, b); z = relax.nn.relu(y)
     After:   z = call_tir(fused_add_relu, (x, b))
@@ -32,7 +32,7 @@ def write_kernels(
     emitter = emitter_of(is_cuda=is_cuda)
     merge: ModuleType = cuda_launches if is_cuda else cpu_tasks
     ir = fuse_loops(ir, strict=is_strict, emitter=emitter, disable_fusion=disable_fusion)
-    return share_kernels(ir if disable_fusion else merge_horizontally(ir, merge))
+    return share_kernels(ir if disable_fusion else fuse_horizontally(ir, merge))
 
 
 def emitter_of(*, is_cuda: bool) -> Emitter:
@@ -41,7 +41,7 @@ def emitter_of(*, is_cuda: bool) -> Emitter:
 
 
 def merger_of(*, is_cuda: bool) -> KernelMerger | None:
-    """Return what merges kernels that wait for nothing; None on a CPU.
+    """Return what fuses kernels that read only the step's inputs; None on a CPU.
 
     A CPU's calls cost little, and casts are best read from its cache at once.
     """

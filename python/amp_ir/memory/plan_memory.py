@@ -16,8 +16,8 @@ from amp_ir.ir.memory_plan import Interval, MemoryPlan, PlannedStep
 from amp_ir.ir.step_module import InputSpec, OutputSpec
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, dtype_nbytes
 from amp_ir.memory.buffers import Buffer, bufferize, parameter_buffer
+from amp_ir.memory.fuse_input_kernels import KernelMerger, fuse_input_kernels
 from amp_ir.memory.liveness import Liveness
-from amp_ir.memory.merge_ready_calls import KernelMerger, merge_ready_calls
 from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.rematerialize import Rematerialization
 from amp_ir.memory.roles import planned_calls, planned_values
@@ -46,7 +46,7 @@ def plan_memory(
 
     Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes);
               `copy_kernel` writes kernels for the same device, and so does `merger`: where there is
-              one, calls that wait for nothing are merged, unless `memory_budget` is given:
+              one, calls that read only inputs are fused, unless `memory_budget` is given:
               calls that may run twice are not merged.
     Ensures:  values alive at the same time never share a byte, except an output that a kernel may
               write over an input it reads for the last time; a state input is overwritten only
@@ -60,7 +60,7 @@ def plan_memory(
     live = Liveness(program, outputs)
     order_calls(live)
     if memory_budget is None and merger is not None:
-        ir = merge_ready_calls(ir, live, merger)
+        ir = fuse_input_kernels(ir, live, merger)
     new_planner = functools.partial(_Planner, live, inputs, keeps_state=keeps_state)
     planner = new_planner()
     plan = planner.run()

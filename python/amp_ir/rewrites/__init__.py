@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrite Relax to Relax with the same meaning, before and after autocast."""
+"""Rewrite Relax to Relax with the same semantics, before and after autocast."""

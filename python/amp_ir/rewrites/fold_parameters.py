@@ -133,8 +133,8 @@ class _Folder:
     def computed(self, variable: relax.Var, taken: frozenset[str]) -> Computed:
         sources = self.sources_of(variable)
         # A value that has the shape of a parameter takes its name: a weight stays the weight.
-        alike = [one for one in sources if shape_of(one) == shape_of(variable)]
-        name = self.specs[(alike or sources)[0]].name
+        same_shape = [one for one in sources if shape_of(one) == shape_of(variable)]
+        name = self.specs[(same_shape or sources)[0]].name
 
         def value() -> torch.Tensor:
             state = {one: self.mod.state[self.specs[one].name] for one in sources}

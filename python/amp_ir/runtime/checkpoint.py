@@ -20,8 +20,8 @@ from typing import Any
 
 from amp_ir.errors import ArgumentError, FileFormatError, StateError
 from amp_ir.runtime.checkpoint_file import ENTRY, FORMAT, MARK, read_states, write_states
-from amp_ir.runtime.checkpoint_parts import Part, kind_of, load_all, part_faults
-from amp_ir.runtime.random_state import random_state, random_state_faults
+from amp_ir.runtime.checkpoint_parts import Part, kind_of, load_all, part_errors
+from amp_ir.runtime.random_state import random_state, random_state_errors
 
 RANDOM = "random"
 _RESERVED = {RANDOM: "the random state", ENTRY: "what the file says of itself"}
@@ -77,11 +77,11 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     if RANDOM not in states:
         raise FileFormatError(f"{path} is no checkpoint: it has no entry for the random state")
     kinds = (states.pop(ENTRY, None) or {}).get("kinds", {})
-    _refuse(_name_faults(states, parts))
+    _refuse(_name_errors(states, parts))
     loaded = [one for name, part in parts.items() for one in _parts(name, part, states, kinds)]
     random = states.pop(RANDOM)
-    faults = [fault for one in loaded for fault in part_faults(one)]
-    _refuse([*faults, *random_state_faults(random)])
+    errors = [error for one in loaded for error in part_errors(one)]
+    _refuse([*errors, *random_state_errors(random)])
     load_all(loaded, random)
     return states
 
@@ -107,7 +107,7 @@ def _state_of(part: Any) -> Any:
     return part
 
 
-def _name_faults(states: dict[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
+def _name_errors(states: dict[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
     for name, part in parts.items():
         if name not in states or name == RANDOM:
             yield f"it has no entry {name!r}, its entries are {sorted(map(str, states))}"
@@ -116,7 +116,7 @@ def _name_faults(states: dict[str, Any], parts: Mapping[str, Any]) -> Iterator[s
             yield f"its entry {name!r} has {counts} given"
 
 
-def _refuse(faults: Iterable[str]) -> None:
-    listed = list(faults)
+def _refuse(errors: Iterable[str]) -> None:
+    listed = list(errors)
     if listed:
         raise StateError(f"the checkpoint does not fit: {'; '.join(listed)}. Nothing was loaded")

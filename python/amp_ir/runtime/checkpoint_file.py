@@ -84,9 +84,9 @@ def _check_unsealed(file: BinaryIO, path: str | os.PathLike[str]) -> None:
             f"cannot be read: {error or type(error).__name__}; {_REMEDY}"
         ) from error
     if had_seal or len(set(names)) != len(names):
-        fault = "its seal is missing" if had_seal else "it has entries of the same name"
+        reason = "its seal is missing" if had_seal else "it has entries of the same name"
         raise FileFormatError(
-            f"{path} was altered or damaged after it was written: {fault}; {_REMEDY}"
+            f"{path} was altered or damaged after it was written: {reason}; {_REMEDY}"
         )
     warnings.warn(
         f"{path} is of amp_ir 0.1.0 and has no seal, so that damage may go unseen; save it again "

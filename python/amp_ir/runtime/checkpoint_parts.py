@@ -37,7 +37,7 @@ def kind_of(part: Any) -> str | None:
     return type(part).__name__ if is_kind else None
 
 
-def part_faults(part: Part) -> Iterator[str]:
+def part_errors(part: Part) -> Iterator[str]:
     """Yield what keeps a part's state from being loaded, as far as it is known beforehand."""
     kind = kind_of(part.target)
     if not hasattr(part.target, "load_state_dict"):
@@ -49,9 +49,9 @@ def part_faults(part: Part) -> Iterator[str]:
         found = type(part.state).__name__
         yield f"its entry {part.name!r} is a {found}, and no state dictionary"
     elif isinstance(part.target, nn.Module):
-        yield from _module_faults(part)
+        yield from _module_errors(part)
     elif isinstance(part.target, torch.optim.Optimizer):
-        yield from _optimizer_faults(part)
+        yield from _optimizer_errors(part)
 
 
 def load_all(parts: Sequence[Part], random: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ def load_all(parts: Sequence[Part], random: Mapping[str, Any]) -> None:
         if torn:
             raise StateError(
                 f"the entry {name!r} cannot be loaded ({_said(error)}), and what was there before "
-                f"cannot be put back: {'; '.join(torn)}. Make these objects anew"
+                f"cannot be put back: {'; '.join(torn)}. Create these objects again"
             ) from error
         if not isinstance(error, Exception):
             raise
@@ -149,7 +149,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _module_faults(part: Part) -> Iterator[str]:
+def _module_errors(part: Part) -> Iterator[str]:
     if any(map(_translates, part.target.modules())):
         return  # its own code says which names and shapes it takes
     expected = part.target.state_dict()
@@ -175,7 +175,7 @@ def _translates(module: nn.Module) -> bool:
     return bool(module._load_state_dict_pre_hooks) or not own.__module__.startswith("torch.")
 
 
-def _optimizer_faults(part: Part) -> Iterator[str]:
+def _optimizer_errors(part: Part) -> Iterator[str]:
     groups, states = part.state.get("param_groups"), part.state.get("state")
     if not isinstance(groups, list) or not isinstance(states, Mapping):
         yield f"its entry {part.name!r} has no param_groups and state of an optimizer"

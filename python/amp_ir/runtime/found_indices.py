@@ -9,7 +9,7 @@ import torch
 
 from amp_ir.ir.planned_checks import PlannedChecks
 
-# A step's finding is waited for when so many later ones are under way; a queue is never longer.
+# A step's extremes are waited for when so many later ones are under way; a queue is never longer.
 _MOST_PENDING = 64
 
 

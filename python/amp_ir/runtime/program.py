@@ -19,7 +19,7 @@ from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.planned_checks import PlannedChecks
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, PHYSICAL_DTYPES
-from amp_ir.ir.unusable_tensors import memory_fault
+from amp_ir.ir.unusable_tensors import memory_error
 from amp_ir.runtime import torn_state
 from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
@@ -342,9 +342,9 @@ class _Input:
         return self._view
 
     def _check(self, tensor: torch.Tensor) -> None:
-        fault = memory_fault(tensor)
-        if fault:
-            raise StateError(f"{self.spec.role.value} {self.spec.name} {fault}")
+        error = memory_error(tensor)
+        if error:
+            raise StateError(f"{self.spec.role.value} {self.spec.name} {error}")
         if tensor.shape != self.spec.shape or tensor.dtype is not self._dtype:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise StateError(
@@ -360,7 +360,7 @@ class _Input:
             )
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             raise StateError(
-                f"{self.spec.role.value} {self.spec.name} lies at an address that is no multiple "
+                f"{self.spec.role.value} {self.spec.name} is at an address that is no multiple "
                 f"of {ALIGNMENT_BYTES} bytes, as a slice of another tensor does; give it memory of "
                 "its own before the capture: tensor.data = tensor.data.clone()"
             )

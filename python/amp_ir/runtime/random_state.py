@@ -27,7 +27,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def random_state_faults(state: Any) -> Iterator[str]:
+def random_state_errors(state: Any) -> Iterator[str]:
     """Yield what keeps `set_random_state` from taking a state."""
     if not isinstance(state, Mapping):
         yield f"the random state is a {type(state).__name__}, expected a dictionary"

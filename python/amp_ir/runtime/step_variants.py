@@ -89,7 +89,7 @@ class StepVariants(Generic[S]):
 
     def find(self, signature: S) -> Variant[S] | None:
         """Return the program for a call; the common case checks one guard."""
-        for variant in self._alike(signature):
+        for variant in self._matching(signature):
             variant.guards.take_numbers(signature.plain)
             if not variant.guards.recompile_reason():
                 if variant is not self.last:
@@ -97,15 +97,15 @@ class StepVariants(Generic[S]):
                 return variant
         return None
 
-    def alike(self, signature: S) -> Variant[S] | None:
+    def matching(self, signature: S) -> Variant[S] | None:
         """Return the last used program for the same signature and values, valid or not."""
-        return next(self._alike(signature), None)
+        return next(self._matching(signature), None)
 
     def why_none(self, signature: S) -> str:
         """Explain why no program fits a call, or how the nearest differs; "" without programs."""
-        alike = self.alike(signature)
-        if alike is not None:
-            return alike.guards.recompile_reason()
+        matching = self.matching(signature)
+        if matching is not None:
+            return matching.guards.recompile_reason()
         known = self._by_key.get(signature.key) or self._recent
         differences = (signature.differences(one.signature) for one in known)
         return "; ".join(min(differences, key=operator.length_hint, default=[]))
@@ -130,7 +130,7 @@ class StepVariants(Generic[S]):
             self._has_warned = True
             log.warning("%s", self._warning(reasons))
 
-    def _alike(self, signature: S) -> Iterator[Variant[S]]:
+    def _matching(self, signature: S) -> Iterator[Variant[S]]:
         group = self._by_key.get(signature.key, ())
         return (one for one in group if one.signature.fits(signature))
 

@@ -3,7 +3,7 @@
 
 `standalone.py`, a file to copy, runs it.
 
-Beside `step.so` lies `step.so.json`, which says how to call it:
+`step.so.json` is stored beside `step.so` and says how to call it:
 
     kind, format     "step of amp_ir" and 2
     file             {"nbytes", "sha256"} of `step.so`
@@ -12,8 +12,8 @@ Beside `step.so` lies `step.so.json`, which says how to call it:
     main             the function's arguments in order: {"name", "role", "shape", "dtype",
                      "stored_dtype", "count", "is_updated"}. Each is a flat dense tensor of `count`
                      elements of `stored_dtype`, aligned to 64 bytes, on the target's device;
-                     bfloat16 lies in uint16 and bool in uint8. The first is the arena, memory for
-                     intermediate values that need not be kept between steps; those with
+                     bfloat16 is stored as uint16 and bool as uint8. The first is the arena,
+                     memory for values that need not be kept between steps; those with
                      `is_updated` are the step's state and its results. Roles:
                        parameter, buffer, gradient, optimizer_state   of model and optimizer
                        hyper_parameter   one number, such as a learning rate, read at every call
@@ -28,7 +28,7 @@ Beside `step.so` lies `step.so.json`, which says how to call it:
     indices          what must hold: {"input", "least", "extent", "ignored", "expectation"}. Indices
                      that batch tensor `input` holds are at least `least` and below `extent`, or
                      `ignored` if that is a number; without `input` it is about the extremes, in
-                     order. `expectation` says so in words
+                     order. `expectation` is the text of it for an error
     libraries        what must be loaded before: {"file", "wheel", "functions", "needs"}; "wheel" is
                      the package on PyPI that has it, or null for a library of amp_ir/lib; `needs`
                      are libraries to load before it, {"file", "wheel"}: null is the system's

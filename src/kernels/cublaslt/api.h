@@ -71,7 +71,7 @@ struct HeuristicResult {  // cublasLtMatmulHeuristicResult_t
 };
 static_assert(sizeof(HeuristicResult) == 96, "as in cublasLt.h");
 
-// Matrices are column-major: element (i, j) of a layout lies at i + j * leading.
+// Matrices are column-major: element (i, j) of a layout is stored at i + j * leading.
 struct Api {
   size_t (*version)();
   const char* (*status_string)(Status);

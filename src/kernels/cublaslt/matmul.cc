@@ -21,7 +21,7 @@ namespace {
 constexpr size_t kMaxWorkspace = size_t{32} << 20;
 constexpr size_t kAlignment = 256;  // bytes: the most that cuBLASLt's heuristic tells apart
 
-// A matrix as it lies in memory: column-major rows x columns, which op(...) may transpose.
+// A matrix as it is laid out in memory: column-major rows x columns, which op(...) may transpose.
 struct Matrix {
   int64_t rows, columns, leading;
   bool is_transposed;
@@ -40,8 +40,8 @@ struct Form {
   std::vector<Batch> loops;  // a launch for each combination
 };
 
-// A matrix whose element (i, j) lies at i * row_stride + j * column_stride; nothing where neither
-// of them is 1 or where rows overlap.
+// A matrix whose element (i, j) is stored at i * row_stride + j * column_stride; nothing where
+// neither of them is 1 or where rows overlap.
 std::optional<Matrix> Store(int64_t rows, int64_t columns, int64_t row_stride,
                             int64_t column_stride) {
   if (row_stride == 1 || rows == 1) {
@@ -101,8 +101,8 @@ void FillBatches(const BatchedMatrices& p, Form* form) {
 }
 
 std::optional<Form> FindForm(const MatmulCall& call, std::string* why) {
-  if (const char* refusal = RefuseDtypes(call)) {
-    *why = refusal;
+  if (const char* reason = RefuseDtypes(call)) {
+    *why = reason;
     return std::nullopt;
   }
   if (call.a.dims[call.a.rank - 1] == 0) {
@@ -118,7 +118,7 @@ std::optional<Form> FindForm(const MatmulCall& call, std::string* why) {
   }
   *why = "a, b or out has no unit stride among its last two dims, or rows that overlap";
   for (bool is_swapped : {true, false}) {
-    // The bias lies along d's rows, which are n only when swapped.
+    // The bias is along d's rows, which are n only when swapped.
     if (call.bias != nullptr && !is_swapped) {
       *why = "out has no unit stride along n, which a bias needs, or a or b has none at all";
       break;

@@ -402,8 +402,8 @@ struct Factors {
   float product = 1.F, total = 1.F;
 };
 
-// One product by the plan for it; `packed_nbytes`: how many bytes hold a packed b, 0 where b lies
-// as its strides say.
+// One matmul by the plan for it; `packed_nbytes`: how many bytes hold a packed b, 0 where b is laid
+// out as its strides say.
 void Run(Operation operation, Problem problem, int64_t packed_nbytes, Factors factors = {}) {
   if (problem.out.numel() == 0) return;
   const Accumulation& sum = problem.accumulation;

@@ -195,7 +195,7 @@ class LstmBackwardPass : public LayerPass {
   const void* Operand(int64_t step) const {
     return Low(of_.grad_gates, Element(Time(step), 0, 0, kGates));
   }
-  // The gradient of the cell lies at its result all the time.
+  // The gradient of the cell is stored in its result all the time.
   void Begin(const Task& task, float* product) const {
     ReadGradient(task, of_.grad_hidden, product);
     for (int64_t row = task.row; row < task.row + task.rows; ++row) {

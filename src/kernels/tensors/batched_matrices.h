@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A product of batches of matrices with as few batch dims as its memory allows.
+// A matmul of batches of matrices with as few batch dims as its memory allows.
 #ifndef AMP_IR_KERNELS_BATCHED_MATRICES_H_
 #define AMP_IR_KERNELS_BATCHED_MATRICES_H_
 
@@ -28,7 +28,7 @@ inline StridedTensor WithUnitStride(StridedTensor t) {
 }
 
 // out [batch..., m, n] = a [batch..., m, k] @ b [batch..., k, n], all of one rank; a batch dim of 1
-// repeats. The batch dims that can be are joined: what lies behind each other with each other, and
+// repeats. The batch dims that can be are joined: those adjacent in memory with each other, and
 // the last with m where b does not depend on it ([8, 128, 768] @ [768, 768] is one matmul of 1024
 // rows).
 struct BatchedMatrices {

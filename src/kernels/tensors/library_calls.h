@@ -6,8 +6,9 @@
 // the caller provides. Python writes them in python/amp_ir/ir/library_call.py; a test compares the
 // two, and these names with those of the parameters.
 //
-// A tensor is memory: `x_dims` and `x_strides`, in elements, say how `x` lies in it. `packed` is
-// what `pack` wrote for a matrix of `b_dims`. `epilogue` is an activation, then "+tf32" or
+// A tensor is memory: `x_dims` and `x_strides`, in elements, say how `x` is laid out in it.
+// `packed` is what `pack` wrote for a matrix of `b_dims`. `epilogue` is an activation, then "+tf32"
+// or
 // "+<algorithm>" where one is asked for. bias, alpha and beta may be absent. `dims` of a recurrent
 // layer are time steps, rows and the width of its state.
 //

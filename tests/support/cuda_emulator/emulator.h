@@ -41,7 +41,7 @@ int Allocate(void** pointer, size_t nbytes);
 int Free(void* pointer);
 // What was written outside of an allocation but within its pages, as a text; nullptr if nothing.
 const char* FindOverrun();
-// Where an address that faulted lies.
+// Where an address that faulted is.
 void DescribeAddress(const void* address, char* text, size_t nbytes);
 // The bytes that are allocated now, and the most there were.
 size_t AllocatedNbytes();

@@ -47,7 +47,7 @@ int Allocate(void** pointer, size_t nbytes) {
   char* pages = static_cast<char*>(mapped) + kPageNbytes;
   mprotect(mapped, kPageNbytes, PROT_NONE);
   mprotect(pages + pages_nbytes, kPageNbytes, PROT_NONE);
-  // The end lies at the page that faults: reads and writes past it are found at once.
+  // The end is at the page that faults: reads and writes past it are found at once.
   char* begin = pages + pages_nbytes - own;
   memset(pages, kCanary, pages_nbytes);
   memset(begin, kPoison, nbytes);

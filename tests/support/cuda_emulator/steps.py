@@ -46,16 +46,16 @@ def load_step(mod: amp_ir.StepModule, planned: PlannedStep, built: Any) -> Compi
 
 
 class EmulatedProgram(program.Program):
-    """A program that lends its tensors' memory to the emulated device; its arena starts as NaN."""
+    """A program whose tensors the emulated device shares; its arena starts as NaN."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        with mock.patch.object(program, "flat_view", lent):
+        with mock.patch.object(program, "flat_view", shared):
             super().__init__(*arguments, **options)
         self._arena.fill_(0xFF)
 
     def run(self, batch: Any, **options: Any) -> list[torch.Tensor]:
         """One step."""
-        with mock.patch.object(program, "flat_view", lent):
+        with mock.patch.object(program, "flat_view", shared):
             return super().run(batch, **options)
 
 
@@ -63,7 +63,7 @@ class EmulatedProgram(program.Program):
 _kept: list[Any] = []
 
 
-def lent(tensor: torch.Tensor) -> Any:
+def shared(tensor: torch.Tensor) -> Any:
     """A flat view of a tensor, of physical dtype, as one of the device's."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
@@ -210,7 +210,7 @@ def _attention_backward(grad, q, k, v, out, _lse, *rest):
     device.enqueue(work)
 
 
-def _with_scratch(symbol: str, _scratch: Any, *arguments: Any) -> None:
+def _with_workspace(symbol: str, _workspace: Any, *arguments: Any) -> None:
     tvm_ffi.get_global_func(symbol)(*arguments)
 
 
@@ -221,5 +221,5 @@ _VERBS = {
     "conv_backward_weight": _convolution(_conv_backward_weight),
     "attention": _attention,
     "attention_backward": _attention_backward,
-    "with_scratch": _with_scratch,
+    "with_scratch": _with_workspace,
 }

@@ -295,9 +295,9 @@ void SetLastError(const char* format, ...) {
 }
 
 int Run(const Launch& launch, void** launch_arguments) {
-  const char* refusal = Refuse(launch);
-  if (refusal != nullptr) {
-    SetLastError("%s: %s", launch.kernel->name, refusal);
+  const char* reason = Refuse(launch);
+  if (reason != nullptr) {
+    SetLastError("%s: %s", launch.kernel->name, reason);
     return kInvalidValue;
   }
   kernel = launch.kernel;

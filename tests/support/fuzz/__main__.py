@@ -23,12 +23,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10**9, help="programs at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="to make a failure small")
     parser.add_argument("--report", type=Path, help="a file to append failures to")
-    parser.add_argument("--refusals", type=Path, help="a file to append refusals to, in full")
+    parser.add_argument("--unsupported", type=Path, help="a file for unsupported programs")
     chosen = parser.parse_args(arguments)
     end = time.monotonic() + 60 * chosen.minutes
     counts: Counter[str] = Counter()
     seen: Counter[tuple[str, str]] = Counter()
-    refusals: Counter[str] = Counter()
+    unsupported: Counter[str] = Counter()
     with Worker() as worker:
         for seed in range(chosen.seed, chosen.seed + chosen.count):
             if time.monotonic() > end:
@@ -39,18 +39,18 @@ def main(arguments: list[str] | None = None) -> int:
             if counts.total() % 25 == 0:
                 print(f"seed {seed}: {dict(counts)}", flush=True)
             if outcome.kind == "refused":
-                refusals[f"{outcome.key}: {outcome.text[:160]}"] += 1
-                _append(chosen.refusals, f"## seed {seed}: {outcome.key}\n\n{outcome.text}\n\n")
+                unsupported[f"{outcome.key}: {outcome.text[:160]}"] += 1
+                _append(chosen.unsupported, f"## seed {seed}: {outcome.key}\n\n{outcome.text}\n\n")
             if not outcome.is_failure:
                 continue
             seen[outcome.kind, outcome.key] += 1
-            # What differs only in the seed is the same fault again; numbers that are wrong tell
+            # What differs only in the seed is the same bug again; numbers that are wrong tell
             # nothing of their cause.
             if seen[outcome.kind, outcome.key] > (40 if outcome.kind == "wrong" else 2):
                 continue
             small, outcome = minimise(program, outcome, worker.run, seconds=chosen.seconds)
             _tell(seed, small.standalone(), outcome, chosen.report)
-    for text, number in refusals.most_common(40):
+    for text, number in unsupported.most_common(40):
         print(f"{number:5} x {text!r}")
     print(", ".join(f"{number} {kind}" for kind, number in counts.most_common()), flush=True)
     return int(any(counts[kind] for kind in ("wrong", "crash", "internal", "timeout")))

@@ -3,7 +3,7 @@
 
 In a template {a} is a value, {b} one of the same shape if there is one, {c} any value; {d} and {e}
 are axes of {a}, {n} is the extent of {d}, {k} a number below it, {h} about half of it, {s} the
-shape. A template whose text fails on the tensors is drawn anew.
+shape. A template whose text fails on the tensors is drawn again.
 """
 
 from __future__ import annotations

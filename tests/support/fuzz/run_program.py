@@ -3,7 +3,7 @@
 
 The oracle is the program in float64. How far PyTorch's own run in the program's precision is from
 it, and how far the oracle moves when its parameters and batch are rounded otherwise, say what an
-error of ours may be: rounding in another order is no fault, and a program may magnify it.
+error of ours may be: rounding in another order is no bug, and a program may magnify it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_program(program: Program) -> Outcome:
         try:
             _compare_twice(program, scope, limits)
         except AmpIrError as error:
-            kind = "internal" if "fault of amp_ir" in str(error) else "refused"
+            kind = "internal" if "bug in amp_ir" in str(error) else "refused"
             return Outcome(kind, type(error).__name__, str(error))
         except Wrong as error:
             return Outcome("wrong", "wrong", str(error))
@@ -244,12 +244,12 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _check_near(found: Tensors, limits: dict[str, _Limit], step: int) -> None:
     """What PyTorch does not have, such as the state of an optimizer that it skipped, is free."""
-    faults = [f"{name} is missing" for name in limits if name not in found]
+    errors = [f"{name} is missing" for name in limits if name not in found]
     for name, limit in limits.items():
         if name in found:
-            faults += _far(found[name], limit, name)
-    if faults:
-        raise Wrong(f"step {step}: " + "; ".join(faults[:4]))
+            errors += _far(found[name], limit, name)
+    if errors:
+        raise Wrong(f"step {step}: " + "; ".join(errors[:4]))
 
 
 def _far(found: torch.Tensor, limit: _Limit, name: str) -> Iterator[str]:

@@ -85,7 +85,7 @@ for _name, _kernel, _fake in (
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"amp_ir::{_name}", _fake, lib=_library)
 
-# Called in place of these ops while a step is traced; autograd has done its part by then.
+# Called instead of these ops while a step is traced; autograd has done its part by then.
 CTC: Mapping[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: torch.ops.amp_ir.ctc_loss.default,
     aten._ctc_loss_backward.Tensor: torch.ops.amp_ir.ctc_loss_backward.default,

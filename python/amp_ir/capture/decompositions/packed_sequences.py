@@ -152,7 +152,7 @@ class PackedRows(PackedPart):
         return PackedRows.of(rows, self.lengths, self.padding)
 
     def past_end_is_0(self) -> torch.Tensor:
-        """Return the rows with 0 in place of the padding, which may hold anything, even NaN."""
+        """Return the rows with 0 instead of the padding, which may hold anything, even NaN."""
         return self.rows.masked_fill(self.padding.is_past(self.rows), 0.0)
 
     def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -216,7 +216,7 @@ _invert_permutation = torch.nn.utils.rnn.invert_permutation
 
 
 class PackingFunctions:
-    """What torch.nn.utils.rnn calls to pack and to pad, in place of `torch` and `torch._VF`."""
+    """What torch.nn.utils.rnn calls to pack and to pad, instead of `torch` and `torch._VF`."""
 
     def __init__(self) -> None:
         self._in_any_order: torch.Tensor | None = None

@@ -206,10 +206,10 @@ def _checked_call(
     """Return a `torch.nn.Module.__call__` that rejects modules which distribute their training."""
 
     def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        fault = wrapper_error(module)
-        if fault is not None:
+        error = wrapper_error(module)
+        if error is not None:
             advice = WRAPPER_ADVICE[0].upper() + WRAPPER_ADVICE[1:]
-            diagnostics.add(f"the step calls a module that {fault}", locator.here(), advice)
+            diagnostics.add(f"the step calls a module that {error}", locator.here(), advice)
             raise TracingStopped
         return call(module, *args, **kwargs)
 

@@ -46,8 +46,8 @@ for _overload, _name in SAME_ARGUMENTS.items():
 
 def gradient(ops: Emitter, name: str, *tensors: relax.Expr, **options: object) -> relax.Expr:
     """Call a pointwise dialect op, whose arguments all have the shape and dtype of the result."""
-    alike = [ops.broadcast(ops.cast(x, ops.dtype), ops.shape) for x in tensors]
-    result: relax.Expr = ops.call(name, *alike, **options)
+    operands = [ops.broadcast(ops.cast(x, ops.dtype), ops.shape) for x in tensors]
+    result: relax.Expr = ops.call(name, *operands, **options)
     return result
 
 
@@ -198,7 +198,7 @@ def log_sigmoid_backward(
 def hardtanh_backward(
     ops: Emitter, grad: relax.Expr, x: relax.Expr, min_value: Scalar, max_value: Scalar
 ) -> relax.Expr:
-    """Return the gradient where x lies strictly between the bounds."""
+    """Return the gradient where x is strictly between the bounds."""
     return gradient(
         ops,
         "amp_ir.hardtanh_backward",

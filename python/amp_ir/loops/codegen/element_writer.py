@@ -40,8 +40,8 @@ MAX_DEPTH = 1
 class ElementWriter:
     """Elements at one `position`; statements are appended to `body` on demand.
 
-    `lane` is the variable of the enclosing vector loop, if any; `scratch` are the allocations that
-    must precede the loops. `is_scalar` becomes true when an element uses a function that cannot be
+    `lane` is the variable of the enclosing vector loop, if any; `allocations` must precede the
+    loops. `is_scalar` becomes true when an element uses a function that cannot be
     vectorised. `row_elements` holds the values known for the whole row (results of reductions, and
     arithmetic on them); the writers of one row share it.
     """
@@ -53,7 +53,7 @@ class ElementWriter:
     strict: bool = False
     lane: Any = None
     body: list[tirx.Stmt] = attrs.field(factory=list)
-    scratch: list[tirx.Stmt] = attrs.field(factory=list)
+    allocations: list[tirx.Stmt] = attrs.field(factory=list)
     is_scalar: bool = False
     _elements: dict[int, Any] = attrs.field(factory=dict)
     _depths: dict[tirx.Var, int] = attrs.field(factory=dict)
@@ -87,7 +87,7 @@ class ElementWriter:
         return variable
 
     def _hold(self, element: Any, dtype: str) -> Any:
-        """Store an element in scratch memory (a register, after compilation).
+        """Store an element in local memory (a register, after compilation).
 
         TVM's simplifier (0.27), which runs on CUDA kernels, substitutes names into their uses, so
         that the text of a hash, or of a logarithm of an exponential, multiplies at every step; it
@@ -95,7 +95,7 @@ class ElementWriter:
         """
         count, lane = (LANES, self.lane) if self.lane is not None else (1, 0)
         word = task_buffer(count, dtype, "word")
-        self.scratch.append(tirx.AllocBuffer(word))
+        self.allocations.append(tirx.AllocBuffer(word))
         self.body.append(tirx.BufferStore(word, element, [lane]))
         return tirx.BufferLoad(word, [lane])
 

@@ -21,15 +21,15 @@ INPLACE = "amp_ir.inplace"
 
 @attrs.frozen
 class Kernel:
-    """A kernel's function and the values behind its parameters: inputs, outputs, scratch.
+    """A kernel's function and the values behind its parameters: inputs, outputs, workspace.
 
-    `scratch` is memory that the kernel writes and reads while it runs; nothing reads it afterwards.
+    `workspace` is memory that the caller provides and that nothing reads after the kernel.
     """
 
     function: tirx.PrimFunc
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    scratch: tuple[TensorSpec, ...] = ()
+    workspace: tuple[TensorSpec, ...] = ()
 
 
 class Emitter(Protocol):
@@ -64,14 +64,14 @@ class GroupBuffers:
             buffers[id(value)] = FlatBuffer.declare(value.spec, f"out{k}")
         return cls(group, inputs, buffers)
 
-    def finish(self, body: tirx.Stmt, scratch: Sequence[FlatBuffer] = ()) -> Kernel:
-        """Return the kernel of this body; `scratch` buffers follow the outputs."""
+    def finish(self, body: tirx.Stmt, workspace: Sequence[FlatBuffer] = ()) -> Kernel:
+        """Return the kernel of this body; `workspace` buffers follow the outputs."""
         values = [*self.inputs, *self.group.stored]
         parameters = [self.by_value[id(value)].buffer for value in values]
-        parameters += [one.buffer for one in scratch]
+        parameters += [one.buffer for one in workspace]
         pairs = inplace_pairs(self.group, list(self.inputs))
         function = with_pairs(tirx.PrimFunc(parameters, body), pairs)
-        specs = tuple(one.spec for one in scratch)
+        specs = tuple(one.spec for one in workspace)
         return Kernel(function, self.inputs, tuple(self.group.stored), specs)
 
 
@@ -105,15 +105,15 @@ class OpaqueBuffers:
         return [self.inputs[k] for k in self.places], self.outputs
 
     def finish(
-        self, body: tirx.Stmt, results: list[Opaque], scratch: list[tirx.Var] | None = None
+        self, body: tirx.Stmt, results: list[Opaque], workspace: list[tirx.Var] | None = None
     ) -> Kernel:
-        """Return the kernel of this body; `scratch` buffers follow the outputs."""
-        scratch = scratch or []
-        parameters = [buffer.buffer for buffer in [*self.inputs, *self.outputs]] + scratch
+        """Return the kernel of this body; `workspace` buffers follow the outputs."""
+        workspace = workspace or []
+        parameters = [buffer.buffer for buffer in [*self.inputs, *self.outputs]] + workspace
         pairs = [(output, self.places[source]) for output, source in self.kernel.inplace]
         function = with_pairs(tirx.PrimFunc(parameters, body), pairs)
         ordered = sorted(results, key=lambda value: value.position)
-        specs = tuple(TensorSpec((int(b.ty.shape[0]),), str(b.ty.dtype)) for b in scratch)
+        specs = tuple(TensorSpec((int(b.ty.shape[0]),), str(b.ty.dtype)) for b in workspace)
         return Kernel(function, self.owners, tuple(ordered), specs)
 
 

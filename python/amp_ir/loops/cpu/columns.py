@@ -83,7 +83,7 @@ def _column_block(loops: GroupLoops, outer: list[Any], start: Any, block: int) -
                 writer.body.append(buffer.store(flat, element))
         return sequence(writer.body), False
 
-    return loops.with_scratch(statements + block_loops(start, block, finish))
+    return loops.with_allocations(statements + block_loops(start, block, finish))
 
 
 def _div(a: Any, b: int) -> Any:

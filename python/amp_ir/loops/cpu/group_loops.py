@@ -46,7 +46,7 @@ class GroupLoops:
     row_axes: list[Axis] = attrs.field(init=False)
     column_axes: list[Axis] = attrs.field(init=False)
     levels: list[Level] = attrs.field(init=False)
-    scratch: list[tirx.Stmt] = attrs.field(factory=list)
+    allocations: list[tirx.Stmt] = attrs.field(factory=list)
     column_sums: list[ColumnSums] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
@@ -69,7 +69,7 @@ class GroupLoops:
             for accumulator in accumulators:
                 statements += accumulator.finish()
                 row_elements[id(accumulator.value)] = accumulator.result()
-        return self.with_scratch(statements)
+        return self.with_allocations(statements)
 
     def start_level(
         self, level: Level, row: list[Any], row_elements: dict[int, Any]
@@ -163,13 +163,13 @@ class GroupLoops:
             axes, column = [], []
         position = Position(self.domain, self.row_axes, axes, row, column)
         writer = ElementWriter(self.group, self.buffers, position, row_elements, self.strict, lane)
-        writer.scratch = self.scratch
+        writer.allocations = self.allocations
         return writer
 
-    def with_scratch(self, statements: list[tirx.Stmt]) -> list[tirx.Stmt]:
-        """Prepend the scratch memory that writing `statements` allocated."""
-        allocations = list(self.scratch)
-        self.scratch.clear()
+    def with_allocations(self, statements: list[tirx.Stmt]) -> list[tirx.Stmt]:
+        """Prepend the allocations that writing `statements` made."""
+        allocations = list(self.allocations)
+        self.allocations.clear()
         return allocations + statements
 
 

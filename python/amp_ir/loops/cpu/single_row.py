@@ -24,7 +24,7 @@ def single_row_kernel(loops: GroupLoops) -> tirx.Stmt:
     row_elements: dict[int, Any] = {}
     statements: list[tirx.Stmt] = []
     for level in loops.levels:
-        statements += loops.with_scratch(loops.start_level(level, row, row_elements))
+        statements += loops.with_allocations(loops.start_level(level, row, row_elements))
         if level.stores or level.reductions:
             statements += _parallel_level(loops, level, row, row_elements)
     return sequence(statements)
@@ -46,7 +46,7 @@ def _parallel_level(
     for accumulator, whole in zip(partial, shared, strict=True):
         body += accumulator.gather()
         body.append(whole.put(part, accumulator.sum_so_far()))
-    body = loops.with_scratch(body)
+    body = loops.with_allocations(body)
     statements: list[tirx.Stmt] = [whole.allocation() for whole in shared]
     statements.append(For(part, 0, parts, ForKind.PARALLEL, sequence(body)))
     bounds = (parts * size, extent - parts * size)
@@ -55,7 +55,7 @@ def _parallel_level(
         statements += accumulator.allocate()
     if bounds[1]:
         left = loops.column_loops(level, row, row_elements, rest, bounds)
-        statements += loops.with_scratch(left)
+        statements += loops.with_allocations(left)
     for accumulator, whole in zip(rest, shared, strict=True):
         statements += accumulator.finish(whole)
         row_elements[id(accumulator.value)] = accumulator.result()

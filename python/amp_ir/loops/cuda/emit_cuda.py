@@ -9,7 +9,7 @@
                             (summed_rows.py)
 
 Loads and stores are vectors of 16 bytes where alignment allows; arithmetic is in the compute
-dtype. Blocks exchange data through scratch memory that the caller plans. All sums run in a fixed
+dtype. Blocks exchange data through workspace that the caller provides. All sums run in a fixed
 order: the same input gives the same bits.
 """
 
@@ -44,7 +44,7 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     elements = GroupElements(group, buffers.by_value, loop_domain(group), strict)
     with fenced_by(_fence):
         body = sequence(_launches(elements))
-    return buffers.finish(body, elements.scratch)
+    return buffers.finish(body, elements.workspace)
 
 
 def _fence(x: Any) -> Any:

@@ -55,7 +55,7 @@ class GroupElements:
     column_axes: list[Axis] = attrs.field(init=False)
     levels: list[Level] = attrs.field(init=False)
     width: int = attrs.field(init=False)
-    scratch: list[FlatBuffer] = attrs.field(factory=list)
+    workspace: list[FlatBuffer] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.row_axes, self.column_axes = merged_axes(self.domain)
@@ -126,7 +126,7 @@ class GroupElements:
             if id(value) in self.buffers and value in self.group.stored:
                 flat = writer.position.flat_row()
                 stores.append(self.buffers[id(value)].store(flat, element))
-        return [*writer.scratch, *writer.body, *guarded(is_writer, stores)]
+        return [*writer.allocations, *writer.body, *guarded(is_writer, stores)]
 
     def stores_rows(self, level: Level) -> bool:
         """Return whether a level stores values of the row."""
@@ -211,11 +211,11 @@ class GroupElements:
             self.group, self.buffers, position, row_elements, self.strict, lane, width=width
         )
 
-    def make_scratch(self, count: int, dtype: str) -> FlatBuffer:
+    def make_workspace(self, count: int, dtype: str) -> FlatBuffer:
         """Declare memory that blocks share, a parameter of the kernel."""
-        name = f"scratch{len(self.scratch)}"
+        name = f"workspace{len(self.workspace)}"
         buffer = FlatBuffer.declare(TensorSpec((count,), dtype), name)
-        self.scratch.append(buffer)
+        self.workspace.append(buffer)
         return buffer
 
 

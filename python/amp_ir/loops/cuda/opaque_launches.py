@@ -27,8 +27,8 @@ _THREADS = 64
 def emit_opaque(results: list[Opaque]) -> Kernel:
     """Emit the kernel that computes these results.
 
-    Memory that the statements allocate outside of parallel loops is shared, and becomes a scratch
-    parameter; memory that they allocate inside is private to a thread.
+    Memory that the statements allocate outside of parallel loops is shared, and becomes workspace,
+    a parameter; memory that they allocate inside is private to a thread.
     """
     kernel = results[0].kernel
     buffers = OpaqueBuffers.declare(kernel)
@@ -41,9 +41,9 @@ def emit_opaque(results: list[Opaque]) -> Kernel:
         statements = [
             one if isinstance(one, tirx.AllocBuffer) else _launched(one) for one in written
         ]
-    scratch = [one.buffer for one in statements if isinstance(one, tirx.AllocBuffer)]
+    workspace = [one.buffer for one in statements if isinstance(one, tirx.AllocBuffer)]
     launches = [one for one in statements if not isinstance(one, tirx.AllocBuffer)]
-    return buffers.finish(sequence(launches), results, scratch)
+    return buffers.finish(sequence(launches), results, workspace)
 
 
 def _launched(statement: tirx.Stmt) -> tirx.Stmt:

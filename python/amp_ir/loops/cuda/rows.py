@@ -126,13 +126,13 @@ def row_body(
 
 
 def split_launches(elements: GroupElements) -> list[tirx.Stmt]:
-    """Emit rows that blocks share: one launch per level, with partial results in scratch memory."""
+    """Emit rows that blocks share: one launch per level, with partial results in workspace."""
     threads = THREADS
     most = -(-elements.chunks // threads)
     parts = max(1, min(-(-MANY_BLOCKS // elements.rows), most, THREADS))
     is_long = elements.has_long_shares(threads * parts)
     partial = {
-        id(value): elements.make_scratch(
+        id(value): elements.make_workspace(
             elements.rows * parts, kept_dtype_of(value, is_long=is_long)
         )
         for level in elements.levels

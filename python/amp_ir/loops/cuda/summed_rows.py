@@ -46,7 +46,7 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
     sums = [value for value in elements.group.column if isinstance(value, Reduction)]
     is_long = share > COLUMN_BLOCK
     stored = {
-        id(s): elements.make_scratch(blocks * extent, kept_dtype_of(s, is_long=is_long))
+        id(s): elements.make_workspace(blocks * extent, kept_dtype_of(s, is_long=is_long))
         for s in sums
     }
     in_registers = steps * elements.width <= MAX_RUNNING

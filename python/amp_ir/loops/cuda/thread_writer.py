@@ -46,7 +46,7 @@ class ThreadWriter(ElementWriter):
         if self.width > 1:
             loop = tirx.For(self.lane, 0, self.width, tirx.ForKind.UNROLLED, sequence(lanes))
             lanes = [loop] if lanes else []
-        return [*self.scratch, *self.before, *lanes, *self.after]
+        return [*self.allocations, *self.before, *lanes, *self.after]
 
     def let(self, element: Any) -> Any:
         """Name an expression: before the lanes, if it is the same for all of them."""
@@ -131,7 +131,7 @@ class ThreadWriter(ElementWriter):
     def _hold(self, element: Any, dtype: str) -> Any:
         # One word serves all lanes: each is done with it before the next one starts.
         word = local_buffer(1, dtype, "word")
-        self.scratch.append(tirx.AllocBuffer(word))
+        self.allocations.append(tirx.AllocBuffer(word))
         if self.lane is not None and self._is_of_lane(element):
             self._of_lane.add(word)
         self.body.append(tirx.BufferStore(word, element, [0]))

@@ -114,7 +114,7 @@ def columns_launches(elements: GroupElements) -> list[tirx.Stmt]:
     results = outer * chunks * elements.width
     is_long = -(-tile.depth // (parts * TILE_ROWS)) > COLUMN_BLOCK
     partial = [
-        elements.make_scratch(parts * results, kept_dtype_of(value, is_long=is_long))
+        elements.make_workspace(parts * results, kept_dtype_of(value, is_long=is_long))
         if parts > 1
         else None
         for value in tile.reductions

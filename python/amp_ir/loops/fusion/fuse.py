@@ -250,8 +250,8 @@ class _Writer:
         variable = self._function(kernel.function)
         arguments = relax.Tuple([self.expression(value) for value in kernel.inputs])
         # Memory that a kernel needs while it runs is one more result, which nothing reads.
-        scratch = [Buffer(spec) for spec in kernel.scratch]
-        types = [tensor_type(value.spec) for value in [*kernel.outputs, *scratch]]
+        workspace = [Buffer(spec) for spec in kernel.workspace]
+        types = [tensor_type(value.spec) for value in [*kernel.outputs, *workspace]]
         span = join_spans(self.origins.span(value) for value in members)
         ops = ",".join(dict.fromkeys(self.origins.op(value) for value in members))
         results = ",".join(self.origins.op(value) for value in kernel.outputs)
@@ -265,7 +265,7 @@ class _Writer:
             tvm.ir.Op.get(KERNEL_CALL), [variable, arguments], notes,
             types if len(types) == 1 else [relax.TupleType(types)], span,
         )  # fmt: skip
-        self._bind_results(call, [*kernel.outputs, *scratch])
+        self._bind_results(call, [*kernel.outputs, *workspace])
 
     def _function(self, function: tirx.PrimFunc) -> tvm.ir.GlobalVar:
         """Return the name of a function; functions that are structurally equal share one."""

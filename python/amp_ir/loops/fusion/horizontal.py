@@ -43,7 +43,7 @@ class _Call:
         return list(self.call.args[1].fields)
 
 
-def merge_horizontally(ir: tvm.IRModule, merger: Merger = cpu_tasks) -> tvm.IRModule:
+def fuse_horizontally(ir: tvm.IRModule, merger: Merger = cpu_tasks) -> tvm.IRModule:
     """Merge independent kernels behind the last library call into few.
 
     Before:  w1 = call_tir(kernel_7, (found, p1, g1)); w2 = call_tir(kernel_7, (found, p2, g2))

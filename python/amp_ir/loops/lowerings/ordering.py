@@ -113,7 +113,7 @@ def _comes_before(a: Any, b: Any, *, descending: bool) -> Any:
 class _RowSort:
     """A stable merge sort of one row's positions, from the bottom up.
 
-    The positions go back and forth between two scratch rows; the places in the two runs being
+    The positions go back and forth between two temporary rows; the places in the two runs being
     merged are in memory, where TVM's simplifier does not look.
     """
 
@@ -130,7 +130,7 @@ class _RowSort:
         object.__setattr__(self, "places", places)
 
     def statements(self) -> tuple[list[tirx.Stmt], tirx.Var]:
-        """Emit the sort; return it and the scratch row that holds the order at its end."""
+        """Emit the sort; return it and the temporary row that holds the order at its end."""
         now, other = self.rows
         statements: list[tirx.Stmt] = [
             tirx.AllocBuffer(now),

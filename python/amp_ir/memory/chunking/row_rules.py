@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find which rows of its arguments some rows of an op's result need.
 
-Rows are along one axis of a tensor. A rule answers for one op: for rows along `axis` of the result,
+Rows are along one axis of a tensor. A rule describes one op: for rows along `axis` of the result,
 the axis of each argument along which the same rows are needed, None for an argument that is needed
-whole; or that there is no such answer. An op without a rule has none, and is not split.
+whole; or that there is no such axis. An op without a rule has none, and is not split.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge kernels that wait for nothing: above all the casts of weights to low precision."""
+"""Fuse kernels that read only the step's inputs, horizontally: above all casts of weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class KernelMerger(Protocol):
         """Return the kernel of calls (name, function, arguments), and its arguments, each once."""
 
 
-def merge_ready_calls(ir: tvm.IRModule, live: Liveness, merger: KernelMerger) -> tvm.IRModule:
-    """Merge calls that read only the step's inputs into few launches.
+def fuse_input_kernels(ir: tvm.IRModule, live: Liveness, merger: KernelMerger) -> tvm.IRModule:
+    """Fuse calls that read only the step's inputs into few launches.
 
     Before:  a = cast(w1); y = matmul(x, a); b = cast(w2); z = matmul(y, b)
     After:   (a, b) = merged_0(w1, w2); y = matmul(x, a); z = matmul(y, b)
@@ -83,7 +83,7 @@ def _groups(live: Liveness, merger: KernelMerger) -> list[list[int]]:
     # and those of each phase, form their own groups.
     latest: dict[tuple[bool, frozenset[str]], _Group] = {}
     for position, call in enumerate(program.calls):
-        if not _is_ready(call, inputs, results):
+        if not _reads_inputs_only(call, inputs, results):
             continue
         if call.symbol not in takes:
             takes[call.symbol] = merger.takes(call.function)
@@ -105,7 +105,7 @@ def _groups(live: Liveness, merger: KernelMerger) -> list[list[int]]:
     return [group.positions for group in groups]
 
 
-def _is_ready(call: Call, inputs: set[int], results: set[int]) -> bool:
+def _reads_inputs_only(call: Call, inputs: set[int], results: set[int]) -> bool:
     """Return whether a kernel reads inputs alone, and only the step itself reads its results.
 
     What the step returns may be written over an input that others have yet to read.

@@ -49,7 +49,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return normal(0, 4, 6), integers(0, 3, 4)
 
 
-def refusal(step: Callable[..., Any], model: nn.Module, optimizer: Any = None) -> str:
+def error_text(step: Callable[..., Any], model: nn.Module, optimizer: Any = None) -> str:
     with pytest.raises(CaptureError) as caught:
         capture_step(step, batch(), model=model, optimizer=optimizer)
     return str(caught.value)
@@ -62,7 +62,7 @@ def test_every_read_of_a_value_is_listed_at_once() -> None:
         loss = model(x).sum()
         return loss.item()  # marked: result
 
-    assert refusal(step, model) == "\n".join([
+    assert error_text(step, model) == "\n".join([
         "this step cannot be captured, 3 places:",
         f"  1. 1 (forward), {__file__}:{line(Branching, 'branch')}: {READS}. {KEEP}",
         f"  2. 1 (forward), {__file__}:{line(Branching, 'index')}: {READS}. {KEEP}",
@@ -160,7 +160,7 @@ def test_refusals_name_the_users_line(body: Callable[..., Any], message: str) ->
     model = nn.Linear(6, 6) if body is loop else nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    text = refusal(lambda x, y: body(model, optimizer, x, y), model, optimizer)
+    text = error_text(lambda x, y: body(model, optimizer, x, y), model, optimizer)
     place = f"{__file__}:{line(body, 'here')}"
     first, second, *rest = text.splitlines()
     assert first == "this step cannot be captured, 1 place:" and not rest
@@ -174,7 +174,7 @@ def test_an_error_of_the_step_itself_is_told_with_its_place() -> None:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return model(x.T)  # marked: here
 
-    assert refusal(step, model) == (
+    assert error_text(step, model) == (
         f"the step failed while it was traced, at step (forward), {__file__}:{line(step, 'here')}: "
         "RuntimeError: a and b must have same reduction dim, but got [6, 4] X [6, 3]. Check that "
         "it runs as plain PyTorch on the same batch; if it does, it needs a tensor's values (as "
@@ -202,7 +202,7 @@ def test_what_a_step_leaves_behind_is_checked() -> None:
         counting.step()
         return object()
 
-    assert refusal(replace, model, counting) == "\n".join([
+    assert error_text(replace, model, counting) == "\n".join([
         "this step cannot be captured, 4 places:",
         "  1. step (forward): the step sets param_groups[...]['lr']. Set it between two steps",
         "  2. step (forward): the step returns an object of type object. Return tensors and plain "

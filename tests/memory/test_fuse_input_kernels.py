@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that wait for nothing are merged: fewer calls, the same bits, the same peak."""
+"""Kernels that read only inputs are fused: fewer calls, the same bits, the same peak."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from amp_ir.loops.fusion import cpu_tasks
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.fusion.merged_kernel import KernelMerger
 from amp_ir.memory.buffers import BufferizedStep, bufferize
+from amp_ir.memory.fuse_input_kernels import fuse_input_kernels
 from amp_ir.memory.liveness import Liveness
-from amp_ir.memory.merge_ready_calls import merge_ready_calls
 from amp_ir.memory.order_calls import order_calls
 from planned_steps import (
     DRAWS,
@@ -75,7 +75,7 @@ MATMUL = "cublaslt.matmul"
     [
         # The last cast, of 512 x 512, would be held while the widest product needs all there is.
         (16, [8, 8, 8, 512, 512], ["merged_0", MATMUL, MATMUL, MATMUL, "kernel_3", MATMUL]),
-        # The first product is the peak: what comes after it waits until it is over.
+        # The first matmul is the peak: what comes after it waits until it is over.
         (512, [64, 8, 8, 8], ["merged_0", MATMUL, "merged_1", MATMUL, MATMUL]),
         # Every product is the peak.
         (8, [64, 64, 64], ["merged_0", MATMUL, "kernel_1", MATMUL]),
@@ -87,7 +87,7 @@ def test_casts_of_weights_are_merged_as_far_as_the_peak_allows(rows, widths, exp
     calls = len(program.calls)
     assert calls == 2 * len(widths) - 1
     before = live.most
-    merged = merge_ready_calls(ir, live, ON_CPU)
+    merged = fuse_input_kernels(ir, live, ON_CPU)
     assert symbols(program) == expected
     assert Liveness(program, live.outputs).most == before
     assert well_ordered(program)
@@ -98,7 +98,7 @@ def test_casts_of_weights_are_merged_as_far_as_the_peak_allows(rows, widths, exp
 def test_a_merged_kernel_has_no_more_parameters_than_it_may(monkeypatch):
     monkeypatch.setattr(cpu_tasks, "MOST_PARAMETERS", 4)
     live, ir = chain(16, [8, 8, 8, 8, 512])
-    merged = merge_ready_calls(ir, live, ON_CPU)
+    merged = fuse_input_kernels(ir, live, ON_CPU)
     made = [f for v, f in merged.functions.items() if v.name_hint.startswith("merged_")]
     assert len(made) == 2 and all(len(one.params) == 4 for one in made)
 
@@ -113,7 +113,7 @@ def test_whatever_is_merged_is_in_order_and_the_peak_stays(draws, updated):
     order_calls(live)
     before = live.most
     made = [id(buffer) for call in program.calls for buffer in call.results]
-    merge_ready_calls(ir, live, ON_CPU)
+    fuse_input_kernels(ir, live, ON_CPU)
     assert live.most == Liveness(program, signature.outputs).most <= before
     assert well_ordered(program)
     assert sorted(made) == sorted(id(buffer) for call in program.calls for buffer in call.results)
