@@ -13,7 +13,7 @@
     vm            vm/            -> executable of TVM's virtual machine
     run           runtime/       on the user's own tensors
 
-A stage imports no other stage; this file joins them, and api.py calls it.
+A stage imports no other stage; this file joins them, and api/ calls it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def lower(
     `target` is what the kernels are for; None: this machine's CPU. `host_checks` says which indices
     the caller checks before a step; None: all that it can on a CPU, and none on a GPU.
     `disable_fusion` makes a kernel of each op. `on_stage` gets the record of each stage, and with a
-    budget of each plan that is tried. api.py checks the other options.
+    budget of each plan that is tried. api/ checks the other options.
 
     Ensures: the user's state is untouched, and nothing has been executed.
 

@@ -8,7 +8,7 @@ import torch
 
 from amp_ir.dialect import DECLARATIONS
 from amp_ir.ir.interpreter import interpret
-from amp_ir.loops.ir import LOWERINGS
+from amp_ir.loops.lowering_registry import LOWERINGS
 from dialect_cases import CASES, EXPANDED, Case
 from kernel_check import module_of, run_kernels
 

@@ -14,17 +14,8 @@ from amp_ir.api import lower
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.library_call import Layout, LibraryConvolution, read
-from amp_ir.loops.ir import (
-    Buffer,
-    Pointwise,
-    Reduction,
-    TensorSpec,
-    channels_first,
-    channels_last,
-    pointwise,
-    reduce,
-    reshape,
-)
+from amp_ir.loops.builders import channels_first, channels_last, pointwise, reduce, reshape
+from amp_ir.loops.ir import Buffer, Pointwise, Reduction, TensorSpec
 from kernel_check import run_kernels
 from relax_functions import build, sample
 

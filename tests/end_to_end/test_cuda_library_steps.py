@@ -19,7 +19,8 @@ import torch
 import amp_ir
 import fake_cublaslt
 import fake_torch_cuda
-from amp_ir import api, pipeline
+from amp_ir import pipeline
+from amp_ir.api import compile as compilation
 from amp_ir.host import native
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import cpu
@@ -40,7 +41,7 @@ def fakes(
 ) -> Iterator[tuple[fake_cublaslt.Fake, fake_torch_cuda.Fake]]:
     """The stand-ins; `amp_ir.compile` makes CUDA's library calls while they are installed."""
     target = attrs.evolve(cpu(), libraries=LIBRARIES)
-    monkeypatch.setattr(api, "target_of", lambda device: target)
+    monkeypatch.setattr(compilation, "target_of", lambda device: target)
     with (
         fake_cublaslt.installed(stand_ins[0]) as cublaslt,
         fake_torch_cuda.installed(stand_ins[1]) as torch_cuda,
@@ -106,7 +107,7 @@ def test_steps_train_as_on_the_cpu(fakes, monkeypatch, name, amp_dtype):
     model, batch = make(), torch.randn(*shape)
     twin = copy.deepcopy(model)
     ours = amp_ir.compile(module_of(model, batch, amp_dtype))
-    monkeypatch.setattr(api, "target_of", lambda device: cpu())
+    monkeypatch.setattr(compilation, "target_of", lambda device: cpu())
     theirs = amp_ir.compile(module_of(twin, batch, amp_dtype))
     rtol = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[amp_dtype]
     for _ in range(3):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import amp_ir
-from amp_ir.host.paused_garbage_collection import existing_objects_set_aside
+from amp_ir.host.paused_garbage_collection import paused_garbage_collection
 
 
 class Ring:
@@ -24,7 +24,7 @@ def test_what_was_there_is_set_aside_and_comes_back():
     old = Ring()
     found = weakref.ref(old)
     del old
-    with existing_objects_set_aside():
+    with paused_garbage_collection():
         assert gc.get_freeze_count() > 1000
         new = weakref.ref(Ring())
         gc.collect()
@@ -36,7 +36,7 @@ def test_what_was_there_is_set_aside_and_comes_back():
 
 
 def test_an_error_brings_it_back_too():
-    with pytest.raises(KeyError), existing_objects_set_aside():
+    with pytest.raises(KeyError), paused_garbage_collection():
         raise KeyError("any")
     assert gc.get_freeze_count() == 0
 
@@ -45,7 +45,7 @@ def test_what_someone_else_has_set_aside_stays_so():
     gc.freeze()
     try:
         count = gc.get_freeze_count()
-        with existing_objects_set_aside():
+        with paused_garbage_collection():
             pass
         assert gc.get_freeze_count() == count
     finally:

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tvm import relax, tirx
 from tvm.relax import op
 
+from amp_ir.loops.builders import pointwise
 from amp_ir.loops.cpu import emit_cpu
 from amp_ir.loops.cuda import emit_cuda
 from amp_ir.loops.fusion import kernel_cache
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.group import Domain, Group
-from amp_ir.loops.ir import Buffer, Constant, Pointwise, TensorSpec, pointwise
+from amp_ir.loops.ir import Buffer, Constant, Pointwise, TensorSpec
 from random_steps import random_step
 from small_programs import program
 

@@ -13,7 +13,8 @@ import torch
 from tvm.relax import op as R
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, lowers, pointwise
+from amp_ir.loops.builders import pointwise
+from amp_ir.loops.lowering_registry import Lowering, lowers
 from kernel_check import run_kernels
 from relax_functions import build
 

@@ -8,7 +8,8 @@ import torch
 
 import amp_ir
 from amp_ir import errors
-from amp_ir.api import _program_on_copies, lower
+from amp_ir.api import lower
+from amp_ir.api.measure import _program_on_copies
 from amp_ir.demo.workloads import WORKLOADS
 
 ROWS, WIDTH = 8, 32

@@ -58,7 +58,8 @@ def test_every_call_lies_between_two_events_and_the_step_beside_its_graph():
 
 @in_emulator
 def test_a_timed_step_waits_for_the_gpu_once():
-    from amp_ir import api, pipeline
+    from amp_ir import pipeline
+    from amp_ir.api import compile as compilation
     from amp_ir.ir import target
     from amp_ir.runtime.launch_times import time_launches
     from amp_ir.vm import build
@@ -68,7 +69,7 @@ def test_a_timed_step_waits_for_the_gpu_once():
     with as_cuda.as_cuda():
         planned = pipeline.lower(mod, target=target.cuda("sm_90"))
         executable = build.build(planned, target.cuda("sm_90"), "cuda", opt_level=3)
-        program = api.Program(executable, planned.plan, mod.signature, mod.state, "cuda")
+        program = compilation.Program(executable, planned.plan, mod.signature, mod.state, "cuda")
         device.counters()
         found = time_launches(program, training.batch, warmup=1, steps=2)
         seen = device.counters()

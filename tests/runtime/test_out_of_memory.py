@@ -167,7 +167,7 @@ def test_a_capture_or_a_compilation_that_runs_out_of_memory(
     def no_memory(*_arguments: Any, **_options: Any) -> Any:
         raise RuntimeError("can't allocate memory: you tried to allocate 360000 bytes.")
 
-    where = "amp_ir.capture.state.initial_state" if at == "capture" else "amp_ir.api.lower"
+    where = "amp_ir.capture.state.initial_state" if at == "capture" else "amp_ir.api.compile.lower"
     monkeypatch.setattr(where, no_memory)
     with pytest.raises(OutOfMemoryError) as caught:
         train(torch.randn(4, 300))

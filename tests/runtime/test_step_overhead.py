@@ -17,6 +17,7 @@ import amp_ir
 from amp_ir.api import lower
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.runtime import program as programs
+from amp_ir.runtime import program_input
 
 
 def compiled(layers: int) -> tuple[amp_ir.CompiledStep, torch.Tensor]:
@@ -46,6 +47,7 @@ def test_a_step_converts_the_batch_its_results_and_numbers_but_no_state(
         return real(tensor)
 
     monkeypatch.setattr(programs, "flat_view", counted)
+    monkeypatch.setattr(program_input, "flat_view", counted)
     counts = []
     for layers in (1, 6):
         train, x = compiled(layers)

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two modes under which the user's step is traced.
+"""The mode that sees every ATen op of the traced step.
 
-`Recorder` sees every ATen op: it marks the new graph nodes with their location, and handles the few
-ops that need care. `Substitution` sees every call of the torch API: a parameter that the step
-reaches through its own reference (a list made beforehand, a closure) is replaced by its fake there.
+It marks the new graph nodes with their location, and handles the few ops that need care.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +17,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_ir.capture.custom_ops import call_written, is_custom, unsupported_reason
 from amp_ir.capture.decompositions.ctc import CTC
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
-from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
-from amp_ir.capture.decompositions.recurrent_layers import layers_of
-from amp_ir.capture.decompositions.torch_functions import decompose
-from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedCall
+from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.repeated_ops import RepeatedOps
@@ -264,153 +257,3 @@ _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     **FUSED_CELLS,
     **CTC,
 }
-
-_GRADIENT: Any = torch.Tensor.grad
-_DATA: Any = torch.Tensor.data
-_GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
-_DROPOUT = (torch.dropout, torch.nn.functional.dropout)
-_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
-
-
-class GradientWatch:
-    """A record of whether a parameter's gradient from before the step affects the step.
-
-    It does when the step reads it (`optimizer.step`, clipping, `backward` adds to it) before it is
-    replaced or cleared.
-    """
-
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._known = {id(parameter) for parameter in parameters}
-        self._settled: set[int] = set()
-        self.observed: set[int] = set()
-        self._clearing = 0
-
-    def looked_at(self, tensor: object) -> None:
-        """Record that the step reads `tensor.grad`."""
-        key = id(tensor)
-        if key in self._known and key not in self._settled and not self._clearing:
-            self.observed.add(key)
-
-    def replaced(self, tensor: object) -> None:
-        """Record that the step sets `tensor.grad`."""
-        if id(tensor) not in self.observed:
-            self._settled.add(id(tensor))
-
-    @contextlib.contextmanager
-    def clearing_of(self, owner: torch.nn.Module | torch.optim.Optimizer) -> Iterator[None]:
-        """Record that `owner.zero_grad` runs: it reads gradients only to drop them."""
-        self._clearing += 1
-        try:
-            yield
-        finally:
-            self._clearing -= 1
-        if isinstance(owner, torch.nn.Module):
-            parameters = list(owner.parameters())
-        else:
-            parameters = [p for group in owner.param_groups for p in group["params"]]
-        for parameter in parameters:
-            self.replaced(parameter)
-
-    def accumulated(self) -> None:
-        """Record that a backward pass has added to the gradients."""
-        for parameter in self._parameters:
-            if parameter.grad is not None and id(parameter) not in self._settled:
-                self.observed.add(id(parameter))
-
-
-class Substitution(TorchFunctionMode):
-    """A mode that replaces the user's own tensors by their fakes, and watches gradients."""
-
-    def __init__(
-        self,
-        fakes: Mapping[int, torch.Tensor],
-        watch: GradientWatch,
-        locator: Locator,
-        diagnostics: Diagnostics,
-    ) -> None:
-        super().__init__()
-        self._fakes = fakes
-        self._watch = watch
-        self._locator = locator
-        self._diagnostics = diagnostics
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Make one call of the torch API."""
-        args = self._replace(args)
-        kwargs = {key: self._replace(value) for key, value in kwargs.items()} if kwargs else {}
-        if func == _GET_GRADIENT:
-            self._watch.looked_at(args[0])
-        elif func == _SET_GRADIENT:
-            self._watch.replaced(args[0])
-        elif func == _SET_DATA and _fits(*args):
-            with torch.no_grad():
-                aten.copy_.default(args[0], args[1])
-            return None
-        elif func in _DROPOUT:
-            return _dropout(*args, **kwargs)
-        layers = layers_of(func, args, kwargs)
-        if layers is not None:
-            return layers()
-        try:
-            return self._called(func, args, kwargs)
-        except UnsupportedCall as unsupported:
-            self._diagnostics.add(unsupported.what, self._locator.here(), unsupported.advice)
-            raise TracingStopped from unsupported
-
-    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(isinstance(one, PackedPart) for one in args):
-            return PackedPart.__torch_function__(func, (), args, kwargs)
-        out = decompose(func, args, kwargs)
-        if out is not NotImplemented:
-            return out
-        out = func(*args, **kwargs)
-        if func in _BACKWARD:
-            self._watch.accumulated()
-        return out
-
-    def _replace(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if type(value) is FakeTensor or isinstance(value, PackedPart):
-                return value
-            fake = self._fakes.get(id(value))
-            if fake is not None:
-                return fake
-            if value.requires_grad and torch.is_grad_enabled():
-                return self._outside(value)
-            return value
-        if type(value) in (tuple, list):
-            return type(value)(self._replace(item) for item in value)
-        return value
-
-    def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
-        what = f"uses a tensor of shape {tuple(tensor.shape)} that requires a gradient"
-        where = "but is in none of the models"
-        location = self._locator.here()
-        self._diagnostics.add(
-            f"{what} {where}", location, "Pass its module in model=[...], or detach() the tensor"
-        )
-        return tensor.detach()
-
-
-def _dropout(
-    x: torch.Tensor,
-    p: float = 0.5,
-    training: bool = True,  # noqa: FBT001, FBT002 - torch's own signature
-    inplace: bool = False,  # noqa: FBT001, FBT002
-) -> torch.Tensor:
-    """Run dropout as one op on every device; ATen decomposes it on a CPU."""
-    if inplace or not training or not 0.0 < p < 1.0:
-        return torch.nn.functional.dropout(x, p, training, inplace)
-    return torch.native_dropout(x, p, True)[0]
-
-
-def _fits(target: torch.Tensor, value: object) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.shape == target.shape
-        and value.dtype == target.dtype
-        and isinstance(target, FakeTensor)
-    )

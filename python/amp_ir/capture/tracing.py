@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_ir.capture.batch import Arguments, Results, unusable_result
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.functional import uncompiled_graphs
+from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.followed_numbers import Numbers
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.side_effects import SideEffects
@@ -23,8 +24,9 @@ from amp_ir.capture.locations import Locator
 from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
 from amp_ir.capture.patches.module_methods import ModuleMethods
-from amp_ir.capture.recording import GradientWatch, Recorder, Substitution
+from amp_ir.capture.recording import Recorder
 from amp_ir.capture.state import State, StateTensor, fake_of, kept, put_fakes
+from amp_ir.capture.substitution import Substitution
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
 from amp_ir.capture.transaction import Transaction

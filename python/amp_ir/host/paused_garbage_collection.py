@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def existing_objects_set_aside() -> Iterator[None]:
-    """Make the collector visit only objects that are made inside.
+def paused_garbage_collection() -> Iterator[None]:
+    """Pause the collection of existing objects: visit only those made inside.
 
     It visits everything whenever a quarter more objects exist than the last time. A process that
     has imported PyTorch and TVM holds a million of them, and compiling makes some hundred

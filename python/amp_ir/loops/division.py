@@ -12,15 +12,8 @@ from typing import Any
 from tvm import tirx
 
 from amp_ir.loops import integers
-from amp_ir.loops.elements import (
-    constant,
-    difference,
-    dtype_of,
-    quotient,
-    select,
-    signed_zero,
-)
-from amp_ir.loops.ir import let
+from amp_ir.loops.body_context import let
+from amp_ir.loops.elements import constant, difference, dtype_of, quotient, select, signed_zero
 
 
 def truncated(a: Any, b: Any) -> Any:

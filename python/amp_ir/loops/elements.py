@@ -13,7 +13,7 @@ import numpy as np
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 
-from amp_ir.loops.ir import assigned, let, scalar_loop
+from amp_ir.loops.body_context import assigned, let, scalar_loop
 
 # The integers of a float's bits.
 _WORDS = {"float32": "uint32", "float64": "uint64"}

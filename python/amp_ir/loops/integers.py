@@ -14,8 +14,8 @@ from typing import Any
 
 from tvm import tirx
 
+from amp_ir.loops.body_context import let
 from amp_ir.loops.elements import constant, dtype_of
-from amp_ir.loops.ir import let
 
 
 def is_signed(dtype: str) -> bool:

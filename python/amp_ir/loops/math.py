@@ -13,6 +13,7 @@ from typing import Any
 
 from tvm import tirx
 
+from amp_ir.loops.body_context import let
 from amp_ir.loops.elements import (
     absolute,
     cast,
@@ -40,7 +41,6 @@ from amp_ir.loops.elements import (
     sqrt,
     total,
 )
-from amp_ir.loops.ir import let
 
 __all__ = [
     "absolute",

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from amp_ir.report.program_text import short_dtype
+from amp_ir.report.expression_text import short_dtype
 
 # More ops than this are drawn as modules, to the deepest paths that give few enough boxes.
 MAX_OPS = 90

@@ -4,44 +4,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-import tvm
 
-from amp_ir.errors import AmpIrError, DeviceError, StateError
+from amp_ir.errors import AmpIrError, DeviceError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.host.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.ir.executable import Executable
 from amp_ir.ir.external_call import unrecordable_ops
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.planned_checks import PlannedChecks
-from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature
-from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, PHYSICAL_DTYPES
-from amp_ir.ir.unusable_tensors import memory_error
+from amp_ir.ir.step_module import OutputSpec, Role, Signature
+from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES
 from amp_ir.runtime import torn_state
 from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
+from amp_ir.runtime.program_input import ProgramInput, State, flat_view
 from amp_ir.runtime.step_run import StepRun
 
-_PHYSICAL = {getattr(torch, dtype): getattr(torch, seen) for dtype, seen in PHYSICAL_DTYPES.items()}
-
 T = TypeVar("T")
-State = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
 
 
 def _as_it_is(results: list[torch.Tensor]) -> list[torch.Tensor]:
     return results
-
-
-def flat_view(tensor: torch.Tensor) -> tvm.runtime.Tensor:
-    """Return a dense tensor as kernels take it: flat, of physical dtype, sharing memory."""
-    flat = tensor.detach().view(-1) if tensor.dim() != 1 else tensor.detach()
-    if flat.numel() == 0:
-        flat = flat.new_empty(1)
-    physical = _PHYSICAL.get(flat.dtype)
-    return tvm.runtime.from_dlpack(flat if physical is None else flat.view(physical))
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +64,7 @@ class Program:
         self.signature = signature
         self.device = _with_index(torch.device(device))
         self._main = executable.vm["main"]
-        self._inputs = [_Input.bind(spec, state, self.device) for spec in signature.inputs]
+        self._inputs = [ProgramInput.bind(spec, state, self.device) for spec in signature.inputs]
         self._lock = ForkSafeLock("the step was running")
         self.check_state()
         with _room_for(plan, self.device):
@@ -277,96 +264,3 @@ def _room_for(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
             f"{free / 2**20:.0f} MiB are free; pass memory_budget= to compute values again instead "
             "of holding them, or make the batch smaller. Model and optimizer are unchanged"
         ) from error
-
-
-class _Input:
-    """The source of one input's tensor; `source` is None for the batch."""
-
-    def __init__(
-        self,
-        spec: InputSpec,
-        source: torch.Tensor | Callable[[], torch.Tensor] | None,
-        device: torch.device,
-    ) -> None:
-        self.spec = spec
-        self.source = source
-        self.device = device
-        self.address = 0
-        self._dtype = getattr(torch, spec.dtype)
-        self._view: tvm.runtime.Tensor | None = None
-        # A number of the host, such as a learning rate, as the GPU has it, and what it is there.
-        self._number: torch.Tensor | None = None
-        self._last_number = 0.0
-
-    @classmethod
-    def bind(cls, spec: InputSpec, state: State, device: torch.device) -> _Input:
-        return cls(spec, state[spec.name] if spec.is_state else None, device)
-
-    def current_view(self) -> tvm.runtime.Tensor:
-        """Return the view of the current state tensor, made again only when its memory moved."""
-        assert self.source is not None
-        if not isinstance(self.source, torch.Tensor):
-            value = self.source()
-            if self.spec.role is Role.GRADIENT:
-                self._check(value)
-                return self._view_of(value)
-            return flat_view(value) if self.device.type == "cpu" else self._on_gpu(value)
-        self._check(self.source)
-        return self._view_of(self.source)
-
-    def _on_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
-        """Return a number on the GPU, written when it has changed: a launch, without waiting."""
-        if value.dim():
-            return self._copied_to_gpu(value)
-        number = float(value)
-        if self._number is None:
-            self._number = torch.full(value.shape, number, dtype=self._dtype, device=self.device)
-            self._last_number = number
-        if number != self._last_number:
-            self._number.fill_(number)
-            self._last_number = number
-        return self._view_of(self._number)
-
-    def _copied_to_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
-        """Copy a tensor that kernels cannot read where it is to memory that stays for the graph."""
-        if self._number is None:
-            self._number = torch.empty(value.shape, dtype=self._dtype, device=self.device)
-        self._number.copy_(value)
-        return self._view_of(self._number)
-
-    def _view_of(self, tensor: torch.Tensor) -> tvm.runtime.Tensor:
-        address = tensor.data_ptr()
-        if self._view is None or address != self.address:
-            self._view = flat_view(tensor)
-            self.address = address
-        return self._view
-
-    def _check(self, tensor: torch.Tensor) -> None:
-        error = memory_error(tensor)
-        if error:
-            raise StateError(f"{self.spec.role.value} {self.spec.name} {error}")
-        if tensor.shape != self.spec.shape or tensor.dtype is not self._dtype:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise StateError(
-                f"{self.spec.role.value} {self.spec.name} was {self.spec.dtype}"
-                f"{list(self.spec.shape)} at the capture and is now {dtype}{list(tensor.shape)}; "
-                "capture and compile the step again"
-            )
-        if tensor.device != self.device:
-            raise StateError(
-                f"{self.spec.role.value} {self.spec.name} is on {tensor.device}, and the step was "
-                f'compiled for {self.device}; move the model with .to("{self.device}") before the '
-                "optimizer is made and the step is captured"
-            )
-        if tensor.data_ptr() % ALIGNMENT_BYTES:
-            raise StateError(
-                f"{self.spec.role.value} {self.spec.name} is at an address that is no multiple "
-                f"of {ALIGNMENT_BYTES} bytes, as a slice of another tensor does; give it memory of "
-                "its own before the capture: tensor.data = tensor.data.clone()"
-            )
-        if not tensor.is_contiguous():
-            raise StateError(
-                f"{self.spec.role.value} {self.spec.name} is not contiguous "
-                f"(strides {tuple(tensor.stride())}); make it so before the capture: "
-                "tensor.data = tensor.data.contiguous()"
-            )

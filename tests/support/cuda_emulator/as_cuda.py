@@ -10,7 +10,8 @@ from unittest import mock
 
 import tvm
 
-from amp_ir import api
+from amp_ir.api import compile as compilation
+from amp_ir.api import measure
 from amp_ir.demo import workloads
 from amp_ir.host import peak_rates
 from amp_ir.ir.executable import Executable
@@ -56,9 +57,9 @@ def as_cuda() -> Iterator[None]:
 
     with (
         torch_cuda.installed(),
-        mock.patch.object(api, "Program", GraphedProgram),
+        mock.patch.object(compilation, "Program", GraphedProgram),
         mock.patch.object(build_stage, "build", _build),
-        mock.patch.object(api, "measure_peaks", lambda _: peak_rates.measure_gpu("cpu", False)),
+        mock.patch.object(measure, "measure_peaks", lambda _: peak_rates.measure_gpu("cpu", False)),
         mock.patch.object(workloads.Workload, "make", made),
     ):
         yield

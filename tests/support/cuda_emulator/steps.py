@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from amp_ir.host import native
 from amp_ir.ir import target as targets
 from amp_ir.ir.executable import Executable
 from amp_ir.ir.memory_plan import PlannedStep
-from amp_ir.runtime import program
+from amp_ir.runtime import program, program_input
 from amp_ir.runtime.step import CompiledStep, CompileReport
 from amp_ir.vm import build as build_stage
 from cuda_emulator import device
@@ -49,18 +50,27 @@ class EmulatedProgram(program.Program):
     """A program whose tensors the emulated device shares; its arena starts as NaN."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        with mock.patch.object(program, "flat_view", shared):
+        with _sharing():
             super().__init__(*arguments, **options)
         self._arena.fill_(0xFF)
 
     def run(self, batch: Any, **options: Any) -> list[torch.Tensor]:
         """One step."""
-        with mock.patch.object(program, "flat_view", shared):
+        with _sharing():
             return super().run(batch, **options)
 
 
 # A graph reads the memory of its recording, which must not go back to PyTorch before.
 _kept: list[Any] = []
+
+
+@contextlib.contextmanager
+def _sharing() -> Iterator[None]:
+    with (
+        mock.patch.object(program, "flat_view", shared),
+        mock.patch.object(program_input, "flat_view", shared),
+    ):
+        yield
 
 
 def shared(tensor: torch.Tensor) -> Any:

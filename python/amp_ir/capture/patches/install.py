@@ -30,13 +30,13 @@ from amp_ir.capture.decompositions.packed_sequences import (
 )
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.distribution import WRAPPER_ADVICE, wrapper_error
+from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.registered_functions import patch_annotated
 from amp_ir.capture.patches.restores import Restores, restoring
 from amp_ir.capture.patches.thread_patches import ValueHere, here, patch, patch_function, silence
-from amp_ir.capture.recording import GradientWatch
 from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.transaction import Transaction

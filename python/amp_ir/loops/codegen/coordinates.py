@@ -9,8 +9,9 @@ from typing import Any
 import attrs
 from tvm import tirx
 
+from amp_ir.loops.builders import unflatten
 from amp_ir.loops.group import Domain
-from amp_ir.loops.ir import Index, unflatten
+from amp_ir.loops.ir import Index
 
 
 @attrs.frozen

@@ -14,21 +14,12 @@ from tvm.tirx.analysis import undefined_vars
 
 from amp_ir.errors import BuildError
 from amp_ir.loops import math as m
+from amp_ir.loops.body_context import let_as, reading
+from amp_ir.loops.builders import flatten
 from amp_ir.loops.codegen.coordinates import Position
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, round_to, task_buffer
 from amp_ir.loops.group import Group, is_inlined, storage_of
-from amp_ir.loops.ir import (
-    LANES,
-    Constant,
-    Index,
-    Pointwise,
-    Reduction,
-    Value,
-    compute_dtype,
-    flatten,
-    let_as,
-    reading,
-)
+from amp_ir.loops.ir import LANES, Constant, Index, Pointwise, Reduction, Value, compute_dtype
 
 # How many names may be substituted into each other before one is kept in memory: a load has a name,
 # and arithmetic on it is kept. Deeper names also fail: TVM's interval analysis (0.27) gives up on a

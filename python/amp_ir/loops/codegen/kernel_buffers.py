@@ -18,6 +18,7 @@ import torch
 from tvm import tirx
 
 from amp_ir.ir.tensor_layout import physical_dtype
+from amp_ir.loops.body_context import let
 from amp_ir.loops.ir import (
     Buffer,
     Constant,
@@ -27,7 +28,6 @@ from amp_ir.loops.ir import (
     TensorSpec,
     Value,
     compute_dtype,
-    let,
 )
 
 # "global" on a CPU: only then does TVM keep it on the stack, where LLVM makes it registers; "local"

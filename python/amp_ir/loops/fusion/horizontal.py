@@ -21,9 +21,9 @@ from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, variables_of
 from amp_ir.ir.library_call import DPS_CALL
 from amp_ir.ir.location import join_spans
 from amp_ir.loops.fusion import cpu_tasks
-from amp_ir.loops.fusion.fuse import typed
 from amp_ir.loops.fusion.horizontal_groups import Merger, buffer_size
 from amp_ir.loops.fusion.merged_kernel import Member, merged_kernel
+from amp_ir.loops.fusion.write_fused import typed
 
 # Largest number of elements of a kernel that may move: its tensors stay in the cache.
 SMALL_ELEMENTS = 65536

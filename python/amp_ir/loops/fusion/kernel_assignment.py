@@ -13,10 +13,11 @@ import attrs
 import tvm
 from tvm import relax
 
+from amp_ir.loops.builders import channels_last
 from amp_ir.loops.fusion.fuse import group_values
 from amp_ir.loops.fusion.grouping import Grouping
 from amp_ir.loops.group import Group, storage_of
-from amp_ir.loops.ir import Pointwise, Value, channels_last
+from amp_ir.loops.ir import Pointwise, Value
 
 
 @attrs.frozen

@@ -5,7 +5,7 @@ A step repeats itself, with its layers or the time steps of a recurrence, and wr
 takes milliseconds where comparing its inputs takes a fraction of one. An emitter sees the specs of
 a group's values, their order, and their bodies: Python functions, identified by their code and
 what they close over. A closure over anything else has no key, and the group is written again;
-`fuse.py` finds equal functions afterwards in any case.
+`write_fused.py` finds equal functions afterwards in any case.
 """
 
 from __future__ import annotations

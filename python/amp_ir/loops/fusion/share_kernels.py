@@ -16,7 +16,7 @@ from tvm import relax, tirx
 from tvm.ir.expr import TensorLoad
 
 from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow
-from amp_ir.loops.fusion.fuse import typed
+from amp_ir.loops.fusion.write_fused import typed
 
 
 @attrs.frozen(eq=False)

@@ -6,7 +6,10 @@ from amp_ir.loops.lowerings import (  # noqa: F401  (registers the lowerings)
     attention,
     channel_normalization,
     convolution,
+    data_movement,
+    elementwise,
     embedding,
+    gather,
     indexing,
     lengths,
     loss_scale,
@@ -16,5 +19,5 @@ from amp_ir.loops.lowerings import (  # noqa: F401  (registers the lowerings)
     ordering,
     pooling,
     random,
-    relax_ops,
+    reductions,
 )

@@ -9,17 +9,10 @@ from typing import Any
 
 from amp_ir.dialect.activations import ACTIVATIONS, Formula
 from amp_ir.dialect.losses import LOSSES, Loss
-from amp_ir.loops.ir import (
-    Lowering,
-    Value,
-    compute_dtype,
-    elementwise,
-    let,
-    lowers,
-    pointwise,
-    reduce,
-    squeeze,
-)
+from amp_ir.loops.body_context import let
+from amp_ir.loops.builders import elementwise, pointwise, reduce, squeeze
+from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings import formula_math
 from amp_ir.loops.math import constant
 

@@ -11,7 +11,10 @@ import attrs
 from amp_ir.dialect.attention_parts import Options
 from amp_ir.dialect.random import survivor_scale
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, compute_dtype, let, lowers, pointwise, reduce, reshape
+from amp_ir.loops.body_context import let
+from amp_ir.loops.builders import pointwise, reduce, reshape
+from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.random import keys_of, uniform_element
 
 

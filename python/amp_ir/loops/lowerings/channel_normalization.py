@@ -15,17 +15,9 @@ from typing import Any
 import attrs
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import (
-    Lowering,
-    Value,
-    channels_first,
-    channels_last,
-    compute_dtype,
-    lowers,
-    pointwise,
-    reduce,
-    reshape,
-)
+from amp_ir.loops.builders import channels_first, channels_last, pointwise, reduce, reshape
+from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.normalization import (
     input_gradient,
     normalized,

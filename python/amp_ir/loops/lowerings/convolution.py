@@ -14,7 +14,10 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, compute_dtype, let, lowers, pointwise, reduce, reshape
+from amp_ir.loops.body_context import let
+from amp_ir.loops.builders import pointwise, reduce, reshape
+from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 
 
 def _number(value: int) -> Any:

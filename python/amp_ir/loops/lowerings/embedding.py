@@ -9,20 +9,12 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops import math as m
+from amp_ir.loops.builders import opaque, pointwise
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
 from amp_ir.loops.cuda.scatter_rows import scatter_rows
-from amp_ir.loops.ir import (
-    LANES,
-    Lowering,
-    Opaque,
-    TensorSpec,
-    Value,
-    compute_dtype,
-    lowers,
-    opaque,
-    pointwise,
-)
-from amp_ir.loops.lowerings.relax_ops import row_index
+from amp_ir.loops.ir import LANES, Opaque, TensorSpec, Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
+from amp_ir.loops.lowerings.gather import row_index
 
 # Columns that one task adds up: few enough for parallel work, enough for whole cache lines.
 _BLOCK = 4 * LANES

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import let
+from amp_ir.loops.body_context import let
 
 
 def exp(x: Any) -> Any:

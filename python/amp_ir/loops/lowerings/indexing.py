@@ -17,19 +17,11 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.dialect.indexing import indexed_shape
 from amp_ir.loops import math as m
+from amp_ir.loops.builders import flatten, opaque, pointwise, unflatten
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
-from amp_ir.loops.ir import (
-    Lowering,
-    TensorSpec,
-    Value,
-    compute_dtype,
-    flatten,
-    lowers,
-    opaque,
-    pointwise,
-    unflatten,
-)
-from amp_ir.loops.lowerings.relax_ops import row_index
+from amp_ir.loops.ir import TensorSpec, Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
+from amp_ir.loops.lowerings.gather import row_index
 
 
 @lowers("amp_ir.index")

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from amp_ir.loops.ir import Lowering, Value, lowers, pointwise
+from amp_ir.loops.builders import pointwise
+from amp_ir.loops.ir import Value
+from amp_ir.loops.lowering_registry import Lowering, lowers
 
 
 @lowers("amp_ir.checked_lengths")

@@ -8,7 +8,10 @@ from typing import Any
 from tvm import tirx
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, compute_dtype, let, lowers, pointwise, reduce, squeeze
+from amp_ir.loops.body_context import let
+from amp_ir.loops.builders import pointwise, reduce, squeeze
+from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 
 
 @lowers("amp_ir.scale_loss")

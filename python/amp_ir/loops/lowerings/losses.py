@@ -10,19 +10,12 @@ from tvm import tirx
 
 from amp_ir.dialect.losses import class_axis
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import (
-    Buffer,
-    Element,
-    Lowering,
-    Value,
-    compute_dtype,
-    let,
-    lowers,
-    pointwise,
-    reduce,
-)
+from amp_ir.loops.body_context import let
+from amp_ir.loops.builders import pointwise, reduce
+from amp_ir.loops.ir import Buffer, Element, Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.activations import sum_all
-from amp_ir.loops.lowerings.relax_ops import row_index
+from amp_ir.loops.lowerings.gather import row_index
 
 
 def _weight_of(

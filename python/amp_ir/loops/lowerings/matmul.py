@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, compute_dtype, lowers, pointwise, reduce, reshape
+from amp_ir.loops.builders import pointwise, reduce, reshape
+from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 
 
 @lowers("relax.matmul")

@@ -8,18 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import (
-    Lowering,
-    Pointwise,
-    Value,
-    compute_dtype,
-    let,
-    lowers,
-    pointwise,
-    reduce,
-    reshape,
-    squeeze,
-)
+from amp_ir.loops.body_context import let
+from amp_ir.loops.builders import pointwise, reduce, reshape, squeeze
+from amp_ir.loops.ir import Pointwise, Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 
 Body = Callable[..., Any]
 

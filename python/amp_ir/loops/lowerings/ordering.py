@@ -15,21 +15,13 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops import math as m
+from amp_ir.loops.builders import flatten, opaque, reshape, unflatten
 from amp_ir.loops.codegen.accumulators import wide_dtype
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, task_buffer
 from amp_ir.loops.cuda.launch import guarded
 from amp_ir.loops.cuda.rank_sort import rank_launch
-from amp_ir.loops.ir import (
-    Lowering,
-    TensorSpec,
-    Value,
-    compute_dtype,
-    flatten,
-    lowers,
-    opaque,
-    reshape,
-    unflatten,
-)
+from amp_ir.loops.ir import TensorSpec, Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 
 
 @attrs.frozen

@@ -15,18 +15,11 @@ from typing import Any
 from tvm import tirx
 
 from amp_ir.loops import math as m
+from amp_ir.loops.body_context import let
+from amp_ir.loops.builders import flatten, pointwise, reduce, reshape
 from amp_ir.loops.codegen.kernel_buffers import stored_element
-from amp_ir.loops.ir import (
-    Lowering,
-    Value,
-    compute_dtype,
-    flatten,
-    let,
-    lowers,
-    pointwise,
-    reduce,
-    reshape,
-)
+from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.pooling_windows import Adaptive, Sliding, number
 
 _FAR = 2**31 - 1

@@ -9,7 +9,7 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import let
+from amp_ir.loops.body_context import let
 
 
 def number(value: int) -> Any:

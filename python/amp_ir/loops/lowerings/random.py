@@ -19,7 +19,10 @@ from amp_ir.dialect.random import (
     survivor_scale,
 )
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import Lowering, Value, compute_dtype, flatten, let, lowers, pointwise
+from amp_ir.loops.body_context import let
+from amp_ir.loops.builders import flatten, pointwise
+from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.lowering_registry import Lowering, lowers
 
 
 def _word(number: int) -> Any:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compilation: `lower` plans a step, `compile_step` makes it run."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from amp_ir import pipeline
+from amp_ir.errors import OptionError
+from amp_ir.host.memory_limit import memory_for
+from amp_ir.host.paused_garbage_collection import paused_garbage_collection
+from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.ir.options import check_budget, check_module, check_opt_level, check_rounding
+from amp_ir.ir.stages import Stage, each, seconds_by_stage, stage
+from amp_ir.ir.step_module import StepModule
+from amp_ir.ir.target import target_of
+from amp_ir.report.program_text import program_text
+from amp_ir.report.stage_files import current_stage_files
+from amp_ir.runtime.program import Program
+from amp_ir.runtime.step import CompiledStep, CompileReport
+from amp_ir.vm import build as build_stage
+
+
+def lower(mod: StepModule, **options: Any) -> PlannedStep:
+    """Plan a step's kernels and library calls as `pipeline.lower` does, with checked options.
+
+    Raises:
+        OptionError: `rounding` or `memory_budget` is none that there is; see `compile_step`.
+    """
+    check_rounding(options.get("rounding", "fast"))
+    check_budget(options.get("memory_budget"))
+    with paused_garbage_collection():
+        return pipeline.lower(mod, **options)
+
+
+@paused_garbage_collection()
+@memory_for("the compilation of the step needs")
+def compile_step(
+    mod: StepModule,
+    *,
+    device: str = "cpu",
+    opt_level: int = 3,
+    rounding: str = "fast",
+    memory_budget: int | None = None,
+) -> CompiledStep:
+    """Compile a step (`amp_ir.compile`) so that it runs on the model's and optimizer's tensors.
+
+    Args:
+        mod: what `trace_step` or `autocast` returns.
+        device: "cpu", or "cuda" ("cuda:1") where the model's tensors are on that GPU.
+        opt_level: TVM's optimisation level, 0 to 3.
+        rounding: "strict" rounds every low-precision value exactly where the plan says, also
+            inside of fused kernels; "fast" rounds what is stored and keeps float32 in between.
+            Casts that you wrote yourself (`x.bfloat16()`) round in both.
+        memory_budget: the bytes that the step may need in all, as `get_peak_memory` counts them;
+            values are computed again instead of held until it fits, and results stay
+            bit-identical. Where that is not enough, the largest matmul is computed in 2, 4, 8 or 16
+            chunks of its rows together with the loss on it and its gradients: what sums over rows
+            (the loss, gradients of weights and biases) is then added up in another order and
+            differs by float32 rounding; `report.plan.chunked_losses` and `memory_report` say so.
+            None: nothing is computed twice or in chunks.
+
+    Raises:
+        OptionError, DeviceError, UnsupportedOpError.
+        BudgetError: the budget cannot be held; the message says what can.
+        OutOfMemoryError: this machine does not have the memory.
+        IndexOutOfRangeError: an index is out of range whatever the batch is.
+    """
+    check_module(mod, "compile")
+    check_opt_level(opt_level)
+    target = target_of(device)
+    seconds: dict[str, float] = {}
+    timed = each(seconds_by_stage(seconds), current_stage_files())
+    planned = lower(
+        mod, target=target, rounding=rounding, memory_budget=memory_budget, on_stage=timed
+    )
+    with stage("vm", planned, seconds_by_stage(seconds)):
+        executable = build_stage.build(planned, target, device, opt_level=opt_level)
+    program = program_of(executable, planned, mod, mod.state, device)
+    options = {"device": device, "opt_level": opt_level, "rounding": rounding}
+    options["memory_budget"] = memory_budget
+    report = CompileReport(
+        seconds, executable.kernel_count, planned.plan, planned.dispatched, options
+    )
+    text = functools.partial(
+        text_after, mod, target=target, rounding=rounding, memory_budget=memory_budget
+    )
+    return CompiledStep(mod, program, report, text)
+
+
+def text_after(mod: StepModule, name: str, **options: Any) -> str:
+    """Lower the step once more, and return its program after the stage `name` as text.
+
+    Raises:
+        OptionError: no stage has that name.
+    """
+    records: dict[str, Stage] = {}
+    with paused_garbage_collection():
+        pipeline.lower(mod, **options, on_stage=lambda one: records.update({one.name: one}))
+    # What lowering began with: a step as autocast left it, or as it was captured.
+    records = {"amp": Stage("amp", 0.0, None, mod.ir), **records}
+    if name not in records:
+        raise OptionError(
+            f"ir({name!r}): there is no such stage; give one of {', '.join(records)}. For those "
+            "before, set the environment variable AMP_IR_DUMP to a folder, which gets them all"
+        )
+    return program_text(records[name])
+
+
+def program_of(
+    executable: Any, planned: PlannedStep, mod: StepModule, state: Any, device: str
+) -> Program:
+    """Return the built step on the tensors of `state`."""
+    signature = planned.signature(mod.signature)
+    return Program(executable, planned.plan, signature, state, device, checks=planned.checks)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision: `autocast`, and its plan with the kernels that fusion makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from amp_ir.amp import autocast as autocast_stage
+from amp_ir.amp.cast_traffic import traffic_by_reason
+from amp_ir.amp.plan import CastPlan
+from amp_ir.amp.real_kernels import with_real_kernels
+from amp_ir.dispatch.decompose_attention import decompose_attention
+from amp_ir.dispatch.decompose_recurrence import recurrence_as_calls
+from amp_ir.dispatch.dispatch import dispatch
+from amp_ir.dispatch.write_external_calls import write_external_calls
+from amp_ir.errors import OptionError
+from amp_ir.host.paused_garbage_collection import paused_garbage_collection
+from amp_ir.ir.dispatch_log import DispatchLog
+from amp_ir.ir.options import batch_of, check_module
+from amp_ir.ir.stages import stage
+from amp_ir.ir.step_module import StepModule
+from amp_ir.loops.fusion.kernel_assignment import assign_kernels, stored_tensors
+from amp_ir.report.stage_files import current_stage_files
+from amp_ir.rewrites.fold_casts import fold_casts
+
+
+@paused_garbage_collection()
+def autocast(
+    mod: StepModule | tvm.IRModule, args: Any = None, *, verbose: bool = False, **options: Any
+) -> Any:
+    """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`.
+
+    `verbose` prints every cast by the path of its module, as `mod.plan.list_casts()` has them.
+    """
+    if isinstance(mod, StepModule) and args is not None:
+        batch_of(mod, args)
+    before = mod.ir if isinstance(mod, StepModule) else mod
+    with stage("amp", before, current_stage_files()) as running:
+        found = autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
+        running.program = found.ir if isinstance(found, StepModule) else found
+    if verbose and isinstance(found, StepModule) and found.plan is not None:
+        print(found.plan.list_casts())
+    return found
+
+
+def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
+    """Find the kernel or library call that computes each variable; nothing is written."""
+    found = assign_kernels(dispatch(_decomposed_for_fusion(ir)))
+    return {variable: place.kernel for variable, place in found.items()}
+
+
+def _decomposed_for_fusion(ir: tvm.IRModule) -> tvm.IRModule:
+    """Return attention as its parts, and a recurrent layer as the one call that it is on a CPU."""
+    return recurrence_as_calls(decompose_attention(ir))
+
+
+def explain_plan(mod: StepModule) -> CastPlan:
+    """Return the plan of a step that went through autocast, with the kernels it really gets.
+
+    `mod.plan` was made before fusion and estimates which ops share a kernel. Here `kernel` of each
+    op, whether a cast is alone, and what the step moves because of dtypes (`cast_traffic`) are what
+    the loops stage does; nothing is compiled.
+
+    Raises:
+        OptionError: the step has no plan.
+    """
+    check_module(mod, "explain_plan")
+    if mod.plan is None:
+        raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
+    ir = write_external_calls(mod.ir, log=DispatchLog())
+    ir = fold_casts(dispatch(fold_casts(_decomposed_for_fusion(ir))))
+    found = assign_kernels(ir)
+    kernels = {variable: place.kernel for variable, place in found.items()}
+    of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
+    moved = traffic_by_reason(mod.plan, ir, stored_tensors(ir), of_casts)
+    return with_real_kernels(mod.plan, mod.ir, kernels, of_casts, moved)

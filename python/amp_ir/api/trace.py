@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture: a training step or a model becomes a `StepModule`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from amp_ir import pipeline
+from amp_ir.capture import trace
+from amp_ir.errors import UnsupportedOpError
+from amp_ir.host.memory_limit import memory_for
+from amp_ir.host.paused_garbage_collection import paused_garbage_collection
+from amp_ir.importer import import_step as importer
+from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.loss_scaling.scale_loss import ScalerNotPassed, scalers_of
+from amp_ir.report.stage_files import current_stage_files
+
+Models = torch.nn.Module | Sequence[torch.nn.Module]
+
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+@paused_garbage_collection()
+@memory_for("the capture of the step needs")
+def trace_step(
+    step: Callable[..., Any],
+    example_batch: tuple[Any, ...],
+    *,
+    model: Models,
+    optimizer: Optimizers = None,
+    scaler: Any = None,
+    numbers_as_inputs: frozenset[str] = frozenset(),
+) -> tuple[StepModule, tuple[Any, ...]]:
+    """Capture a training step as you wrote it; nothing is run and nothing changes.
+
+    Args:
+        step: called as `step(*example_batch)`; may call `loss.backward()`, `optimizer.step()`,
+            `zero_grad()`, clip, accumulate, and return anything made of tensors and constants.
+        example_batch: the step's positional arguments; shapes and dtypes count, values do not.
+        model: the module or modules that the step uses.
+        optimizer: the optimizer or optimizers that the step calls.
+        scaler: the `amp_ir.GradScaler` that the step uses, or a list of them; by default those
+            of `amp_ir.scale_loss`, which makes one for each loss of an optimizer.
+        numbers_as_inputs: names of Python numbers outside of the step, as the `changed_numbers` of
+            an earlier capture's hooks gives them, and paths ("argument 2") of those among the
+            arguments, that are to be read at every call.
+
+    Returns:
+        The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
+
+    Raises:
+        CaptureError: the step cannot be captured; the message lists every place.
+        UnsupportedOpError: ops without a converter, all of them.
+        LossScaleError: the loss scale reaches what must not depend on it; lists every place.
+    """
+    owners = {"model": model, "optimizer": optimizer}
+    if scaler is not None:
+        mod = _imported(step, example_batch, numbers_as_inputs, {**owners, "scaler": scaler})
+    else:
+        mod = _with_own_scalers(step, example_batch, numbers_as_inputs, owners)
+    if mod.random_state is not None:
+        mod = mod.with_random_state(mod.random_state.to(_device_of(mod)))
+    return mod, example_batch
+
+
+def _with_own_scalers(
+    step: Callable[..., Any], batch: Any, numbers: frozenset[str], owners: dict[str, Any]
+) -> StepModule:
+    """Capture a step with the scalers that its `scale_loss` uses, which are made at its first call.
+
+    A capture that meets a loss without a scaler ends there, and is begun again with one more.
+    """
+    optimizers = _optimizers(owners["optimizer"])
+    while True:
+        scalers = scalers_of(optimizers)
+        try:
+            return _imported(step, batch, numbers, {**owners, "scaler": scalers})
+        except ScalerNotPassed as missing:
+            if not any(missing.optimizer is one for one in optimizers):
+                raise
+            missing.make(_device_of_optimizer(missing.optimizer))
+
+
+def _imported(
+    step: Callable[..., Any], batch: Any, numbers: frozenset[str], owners: dict[str, Any]
+) -> StepModule:
+    """Capture and import a step; `numbers` are inputs where its ops can take them so."""
+    import_step = functools.partial(
+        pipeline.import_step, step, batch, on_stage=current_stage_files(), **owners
+    )
+    try:
+        return import_step(numbers_as_inputs=numbers)
+    except (UnsupportedOpError, TypeError, ValueError, RuntimeError) as error:
+        if not numbers or isinstance(error, ScalerNotPassed):
+            raise
+        # Where an op takes one of the numbers as a constant only, they all stay guards. What has
+        # nothing to do with them is raised again.
+        return import_step(unfollowed=numbers)
+
+
+def _device_of_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
+    parameters: list[torch.Tensor] = optimizer.param_groups[0]["params"]
+    return parameters[0].device
+
+
+@paused_garbage_collection()
+def trace_model(
+    model: torch.nn.Module, example_inputs: tuple[Any, ...]
+) -> tuple[StepModule, tuple[Any, ...]]:
+    """Capture the forward pass of a model, for inference; see `trace_step`."""
+    captured = trace.capture_model(model, example_inputs)
+    return importer.import_step(captured), example_inputs
+
+
+def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers among what was passed; what is none is refused later."""
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    return [one for one in given if isinstance(one, torch.optim.Optimizer)]
+
+
+def _device_of(mod: StepModule) -> torch.device:
+    """Return where the model's tensors are; the CPU for a step without any."""
+    owned = (Role.PARAMETER, Role.BUFFER)
+    tensors = [mod.state[spec.name] for spec in mod.signature.inputs if spec.role in owned]
+    return next((one.device for one in tensors if torch.is_tensor(one)), torch.device("cpu"))

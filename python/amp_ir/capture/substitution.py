@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mode that sees every call of the torch API in the traced step.
+
+A parameter that the step reaches through its own reference (a list made beforehand, a closure) is
+replaced by its fake there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from amp_ir.capture.decompositions.packed_sequences import PackedPart
+from amp_ir.capture.decompositions.recurrent_layers import layers_of
+from amp_ir.capture.decompositions.torch_functions import decompose
+from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedCall
+from amp_ir.capture.gradient_watch import GradientWatch
+from amp_ir.capture.locations import Locator
+
+aten = torch.ops.aten
+_GRADIENT: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
+_DROPOUT = (torch.dropout, torch.nn.functional.dropout)
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+
+
+class Substitution(TorchFunctionMode):
+    """A mode that replaces the user's own tensors by their fakes, and watches gradients."""
+
+    def __init__(
+        self,
+        fakes: Mapping[int, torch.Tensor],
+        watch: GradientWatch,
+        locator: Locator,
+        diagnostics: Diagnostics,
+    ) -> None:
+        super().__init__()
+        self._fakes = fakes
+        self._watch = watch
+        self._locator = locator
+        self._diagnostics = diagnostics
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Make one call of the torch API."""
+        args = self._replace(args)
+        kwargs = {key: self._replace(value) for key, value in kwargs.items()} if kwargs else {}
+        if func == _GET_GRADIENT:
+            self._watch.looked_at(args[0])
+        elif func == _SET_GRADIENT:
+            self._watch.replaced(args[0])
+        elif func == _SET_DATA and _fits(*args):
+            with torch.no_grad():
+                aten.copy_.default(args[0], args[1])
+            return None
+        elif func in _DROPOUT:
+            return _dropout(*args, **kwargs)
+        layers = layers_of(func, args, kwargs)
+        if layers is not None:
+            return layers()
+        try:
+            return self._called(func, args, kwargs)
+        except UnsupportedCall as unsupported:
+            self._diagnostics.add(unsupported.what, self._locator.here(), unsupported.advice)
+            raise TracingStopped from unsupported
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(one, PackedPart) for one in args):
+            return PackedPart.__torch_function__(func, (), args, kwargs)
+        out = decompose(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
+        if func in _BACKWARD:
+            self._watch.accumulated()
+        return out
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if type(value) is FakeTensor or isinstance(value, PackedPart):
+                return value
+            fake = self._fakes.get(id(value))
+            if fake is not None:
+                return fake
+            if value.requires_grad and torch.is_grad_enabled():
+                return self._outside(value)
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(self._replace(item) for item in value)
+        return value
+
+    def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        what = f"uses a tensor of shape {tuple(tensor.shape)} that requires a gradient"
+        where = "but is in none of the models"
+        location = self._locator.here()
+        self._diagnostics.add(
+            f"{what} {where}", location, "Pass its module in model=[...], or detach() the tensor"
+        )
+        return tensor.detach()
+
+
+def _dropout(
+    x: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,  # noqa: FBT001, FBT002 - torch's own signature
+    inplace: bool = False,  # noqa: FBT001, FBT002
+) -> torch.Tensor:
+    """Run dropout as one op on every device; ATen decomposes it on a CPU."""
+    if inplace or not training or not 0.0 < p < 1.0:
+        return torch.nn.functional.dropout(x, p, training, inplace)
+    return torch.native_dropout(x, p, True)[0]
+
+
+def _fits(target: torch.Tensor, value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == target.shape
+        and value.dtype == target.dtype
+        and isinstance(target, FakeTensor)
+    )

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs of a program: where each one's tensor is, and its view for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import tvm
+
+from amp_ir.errors import StateError
+from amp_ir.ir.step_module import InputSpec, Role
+from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, PHYSICAL_DTYPES
+from amp_ir.ir.unusable_tensors import memory_error
+
+_PHYSICAL = {getattr(torch, dtype): getattr(torch, seen) for dtype, seen in PHYSICAL_DTYPES.items()}
+State = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
+
+
+def flat_view(tensor: torch.Tensor) -> tvm.runtime.Tensor:
+    """Return a dense tensor as kernels take it: flat, of physical dtype, sharing memory."""
+    flat = tensor.detach().view(-1) if tensor.dim() != 1 else tensor.detach()
+    if flat.numel() == 0:
+        flat = flat.new_empty(1)
+    physical = _PHYSICAL.get(flat.dtype)
+    return tvm.runtime.from_dlpack(flat if physical is None else flat.view(physical))
+
+
+class ProgramInput:
+    """The source of one input's tensor; `source` is None for the batch."""
+
+    def __init__(
+        self,
+        spec: InputSpec,
+        source: torch.Tensor | Callable[[], torch.Tensor] | None,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.source = source
+        self.device = device
+        self.address = 0
+        self._dtype = getattr(torch, spec.dtype)
+        self._view: tvm.runtime.Tensor | None = None
+        # A number of the host, such as a learning rate, as the GPU has it, and what it is there.
+        self._number: torch.Tensor | None = None
+        self._last_number = 0.0
+
+    @classmethod
+    def bind(cls, spec: InputSpec, state: State, device: torch.device) -> ProgramInput:
+        """Return the input of a spec, whose tensor is in `state` unless it is of the batch."""
+        return cls(spec, state[spec.name] if spec.is_state else None, device)
+
+    def current_view(self) -> tvm.runtime.Tensor:
+        """Return the view of the current state tensor, made again only when its memory moved."""
+        assert self.source is not None
+        if not isinstance(self.source, torch.Tensor):
+            value = self.source()
+            if self.spec.role is Role.GRADIENT:
+                self._check(value)
+                return self._view_of(value)
+            return flat_view(value) if self.device.type == "cpu" else self._on_gpu(value)
+        self._check(self.source)
+        return self._view_of(self.source)
+
+    def _on_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
+        """Return a number on the GPU, written when it has changed: a launch, without waiting."""
+        if value.dim():
+            return self._copied_to_gpu(value)
+        number = float(value)
+        if self._number is None:
+            self._number = torch.full(value.shape, number, dtype=self._dtype, device=self.device)
+            self._last_number = number
+        if number != self._last_number:
+            self._number.fill_(number)
+            self._last_number = number
+        return self._view_of(self._number)
+
+    def _copied_to_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
+        """Copy a tensor that kernels cannot read where it is to memory that stays for the graph."""
+        if self._number is None:
+            self._number = torch.empty(value.shape, dtype=self._dtype, device=self.device)
+        self._number.copy_(value)
+        return self._view_of(self._number)
+
+    def _view_of(self, tensor: torch.Tensor) -> tvm.runtime.Tensor:
+        address = tensor.data_ptr()
+        if self._view is None or address != self.address:
+            self._view = flat_view(tensor)
+            self.address = address
+        return self._view
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        error = memory_error(tensor)
+        if error:
+            raise StateError(f"{self.spec.role.value} {self.spec.name} {error}")
+        if tensor.shape != self.spec.shape or tensor.dtype is not self._dtype:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise StateError(
+                f"{self.spec.role.value} {self.spec.name} was {self.spec.dtype}"
+                f"{list(self.spec.shape)} at the capture and is now {dtype}{list(tensor.shape)}; "
+                "capture and compile the step again"
+            )
+        if tensor.device != self.device:
+            raise StateError(
+                f"{self.spec.role.value} {self.spec.name} is on {tensor.device}, and the step was "
+                f'compiled for {self.device}; move the model with .to("{self.device}") before the '
+                "optimizer is made and the step is captured"
+            )
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            raise StateError(
+                f"{self.spec.role.value} {self.spec.name} is at an address that is no multiple "
+                f"of {ALIGNMENT_BYTES} bytes, as a slice of another tensor does; give it memory of "
+                "its own before the capture: tensor.data = tensor.data.clone()"
+            )
+        if not tensor.is_contiguous():
+            raise StateError(
+                f"{self.spec.role.value} {self.spec.name} is not contiguous "
+                f"(strides {tuple(tensor.stride())}); make it so before the capture: "
+                "tensor.data = tensor.data.contiguous()"
+            )
