@@ -79,7 +79,6 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def_packed("amp_ir.step.restore", Restore)
       .def("amp_ir.step.progress", Progress)
       .def(amp_ir::kCallCountAddress, [] { return reinterpret_cast<int64_t>(&last_run.calls); })
-      // For functions that are no C++: a call begins (or ends).
-      .def("amp_ir.step.call_begins", [] { ++last_run.calls.begun; })
-      .def("amp_ir.step.call_ends", [] { ++last_run.calls.ended; });
+      // For functions that are not C++: a call begins.
+      .def("amp_ir.step.call_begins", [] { ++last_run.calls.begun; });
 }

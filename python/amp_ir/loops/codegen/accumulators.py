@@ -225,3 +225,8 @@ def _fold(source: Running, total: Running) -> list[tirx.Stmt]:
         statements.append(For(lane, 0, half, vector, halved) if half > 1 else halved)
         half //= 2
     return [*statements, total.add(0, source.at(0))]
+
+
+def ends_of_block(accumulators: list[Any]) -> list[tirx.Stmt]:
+    """Return the statement that ends a block in each of them."""
+    return [statement for accumulator in accumulators for statement in accumulator.flush()]

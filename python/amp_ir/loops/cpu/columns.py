@@ -10,17 +10,10 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops.codegen.accumulate_blocks import COLUMN_BLOCK, nested
-from amp_ir.loops.codegen.accumulators import Accumulator
+from amp_ir.loops.codegen.accumulators import Accumulator, ends_of_block
 from amp_ir.loops.codegen.kernel import unflatten_axes
 from amp_ir.loops.codegen.statements import sequence
-from amp_ir.loops.cpu.group_loops import (
-    COLUMN_BLOCKS,
-    GRAIN,
-    GroupLoops,
-    block_loops,
-    ends_of_block,
-    is_zero,
-)
+from amp_ir.loops.cpu.group_loops import COLUMN_BLOCKS, GRAIN, GroupLoops, block_loops, is_zero
 
 
 def columns_kernel(loops: GroupLoops) -> tirx.Stmt:

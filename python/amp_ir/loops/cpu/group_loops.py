@@ -16,7 +16,7 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.loops.codegen.accumulate_blocks import BLOCK, Loop, nested
-from amp_ir.loops.codegen.accumulators import Accumulator
+from amp_ir.loops.codegen.accumulators import Accumulator, ends_of_block
 from amp_ir.loops.codegen.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.codegen.element_writer import ElementWriter
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
@@ -171,11 +171,6 @@ class GroupLoops:
         allocations = list(self.allocations)
         self.allocations.clear()
         return allocations + statements
-
-
-def ends_of_block(accumulators: list[Accumulator]) -> list[tirx.Stmt]:
-    """Return the statement that ends a block in each of them."""
-    return [statement for accumulator in accumulators for statement in accumulator.flush()]
 
 
 def lane_loops(

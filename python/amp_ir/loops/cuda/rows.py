@@ -13,6 +13,7 @@ from typing import Any
 
 from tvm import tirx
 
+from amp_ir.loops.codegen.accumulators import ends_of_block
 from amp_ir.loops.codegen.kernel import unflatten_axes
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
 from amp_ir.loops.codegen.statements import sequence
@@ -210,8 +211,3 @@ def _taking(
 ) -> list[tuple[Reduction, Take]]:
     pairs = zip(reductions, accumulators, strict=True)
     return [(value, adding(accumulator)) for value, accumulator in pairs]
-
-
-def ends_of_block(accumulators: list[ThreadAccumulator]) -> list[tirx.Stmt]:
-    """Return the statement that ends a block in each of them."""
-    return [statement for accumulator in accumulators for statement in accumulator.flush()]

@@ -11,6 +11,7 @@ import attrs
 from tvm import tirx
 
 from amp_ir.loops.codegen.accumulate_blocks import COLUMN_BLOCK
+from amp_ir.loops.codegen.accumulators import ends_of_block
 from amp_ir.loops.codegen.coordinates import Axis
 from amp_ir.loops.codegen.kernel import unflatten_axes
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
@@ -39,7 +40,6 @@ from amp_ir.loops.cuda.launch import (
     synchronise,
     unrolled,
 )
-from amp_ir.loops.cuda.rows import ends_of_block
 from amp_ir.loops.ir import Reduction
 
 
