@@ -31,11 +31,12 @@ from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import Location
 from amp_ir.ir.memory_plan import ChunkedLoss, MemoryPlan, MemoryRole, PlannedStep
 from amp_ir.ir.step_module import StepModule
-from amp_ir.memory.chunking import chunk_loss as splitting
+from amp_ir.memory.chunking import chunk_loss as chunking
 from amp_ir.memory.chunking import row_rules
 from amp_ir.memory.chunking.chunk import rows_of_call
 from amp_ir.memory.chunking.chunk_loss import CHUNK_COUNTS, chunk_losses
 from amp_ir.memory.chunking.row_rules import row_axes, shape_of
+from amp_ir.report.memory import report_memory
 from dialect_cases import CASES, Case
 from relax_cases import RELAX_CASES, module
 from relax_functions import assert_ir_equal
@@ -463,8 +464,8 @@ def test_more_chunks_are_taken_where_they_save_time(
         return milliseconds[step.plan.chunked_losses[0].chunks]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splitting, "step_milliseconds", milliseconds_of)
-        found = splitting.plan_in_chunks(mod.ir, fits_in_chunks)
+        patch.setattr(chunking, "step_milliseconds", milliseconds_of)
+        found = chunking.plan_in_chunks(mod.ir, fits_in_chunks)
     assert found.plan.chunked_losses[0].chunks == taken
 
 
@@ -484,16 +485,16 @@ def test_reports_say_that_the_loss_is_in_chunks() -> None:
     mod, *_ = large_head(None)
     budget = budget_of(mod, 0.5)
     report = amp_ir.memory_report(mod, memory_budget=budget)
-    (split,) = report.splits
+    (loss,) = report.chunked_losses
     line = (
-        f"to hold the memory budget, 2 and its loss are computed in {split.chunks} chunks of rows "
+        f"to hold the memory budget, 2 and its loss are computed in {loss.chunks} chunks of rows "
         "(512000 bytes as a whole): the loss and the gradients of weights there are sums over the "
         "chunks, in another order"
     )
-    assert str(split) == line
+    assert str(loss) == line
     assert line in " ".join(str(report).split())
     assert '"chunks"' in report.to_json()
-    assert amp_ir.memory_report(mod).splits == ()
+    assert amp_ir.memory_report(mod).chunked_losses == ()
 
 
 def test_old_names_of_chunked_losses_warn() -> None:
@@ -502,10 +503,12 @@ def test_old_names_of_chunked_losses_warn() -> None:
     goes = "now; the old name goes in the next minor version"
     with pytest.warns(DeprecationWarning) as warned:
         assert plan.splits == (loss,)
+        assert report_memory(plan).splits == (loss,)
         assert loss.blocks == 4
         assert memory_plan.RowSplit is ChunkedLoss
     assert [str(one.message) for one in warned] == [
         f"MemoryPlan.splits is called MemoryPlan.chunked_losses {goes}",
+        f"MemoryReport.splits is called MemoryReport.chunked_losses {goes}",
         f"ChunkedLoss.blocks is called ChunkedLoss.chunks {goes}",
         f"amp_ir.ir.memory_plan.RowSplit is called amp_ir.ir.memory_plan.ChunkedLoss {goes}",
     ]

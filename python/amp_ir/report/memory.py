@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from amp_ir.deprecation import Renamed
 from amp_ir.ir.memory_plan import ChunkedLoss, MemoryPlan, MemoryRole, PlannedValue
 
 _SHOWN_VALUES = 12
@@ -82,8 +83,8 @@ class MemoryReport:
 
     `lower_bound_bytes` is the largest sum alive at once: no placement of this order of calls needs
     less. `peak_call` is the position in `timeline` at which that much is alive. The bytes by role
-    and by dtype are those of that moment and add up to `lower_bound_bytes`. `splits` is what is
-    computed in chunks of rows for a `memory_budget`.
+    and by dtype are those of that moment and add up to `lower_bound_bytes`. `chunked_losses` are
+    those computed in chunks of rows for a `memory_budget`.
     """
 
     peak_bytes: int
@@ -95,7 +96,9 @@ class MemoryReport:
     nbytes_by_role: Mapping[str, int] = attrs.field(repr=False)
     nbytes_by_dtype: Mapping[str, int] = attrs.field(repr=False)
     balance: AmpBalance | None = None
-    splits: tuple[ChunkedLoss, ...] = ()
+    chunked_losses: tuple[ChunkedLoss, ...] = ()
+
+    splits = Renamed("chunked_losses")
 
     @property
     def gap_bytes(self) -> int:
@@ -105,6 +108,7 @@ class MemoryReport:
     def to_json(self) -> str:
         """Return everything as a JSON document."""
         document = attrs.asdict(self) | {"gap_bytes": self.gap_bytes}
+        document["splits"] = document["chunked_losses"]  # the name in amp_ir 0.1
         if self.balance is not None:
             sums = {"saved_bytes": self.balance.saved_bytes, "cost_bytes": self.balance.cost_bytes}
             document["balance"] |= sums
@@ -113,7 +117,7 @@ class MemoryReport:
     def __rich__(self) -> RenderableType:
         """Return lines and tables for a terminal."""
         parts: list[RenderableType] = [escape(self.headline())]
-        parts += [*(escape(str(split)) for split in self.splits), ""]
+        parts += [*(escape(str(one)) for one in self.chunked_losses), ""]
         parts += [_role_table(self), "", _live_table(self), "", _timeline_table(self)]
         if self.balance is not None:
             parts += ["", escape(str(self.balance))]
@@ -154,7 +158,7 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
         live_at_peak=tuple(_held(one) for one in sorted(held, key=lambda one: -one.nbytes)),
         nbytes_by_role=_sums((value.role.value, value.nbytes) for value in held),
         nbytes_by_dtype=_sums((value.dtype, value.nbytes) for value in held),
-        splits=plan.chunked_losses,
+        chunked_losses=plan.chunked_losses,
     )
     if baseline is None:
         return report
