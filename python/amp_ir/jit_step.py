@@ -58,7 +58,7 @@ class JitStep:
         """Run one step, compiling first if no program fits the call.
 
         Raises:
-            ArgumentError: an argument is no tensor or plain value that can be used.
+            ArgumentError: an argument is not a tensor or plain value that can be used.
             What `amp_ir.trace_step` and `amp_ir.compile` raise; nothing has changed then.
             IndexOutOfRangeError, StateError: as a CompiledStep does.
         """
@@ -80,7 +80,7 @@ class JitStep:
         return None if last is None else last.program
 
     def ir(self, stage: str) -> str:
-        """As `CompiledStep.ir`, of the program that ran last.
+        """Return `CompiledStep.ir` of the program that ran last.
 
         Raises:
             StateError: the step has not run yet.

@@ -49,7 +49,7 @@ class LoadedStep:
     function, by name, flat and of the stored dtype, on the device.
 
     Args:
-        path: the compiled file; its description is `path` with ".json" behind.
+        path: the compiled file; its description is `path` with ".json" appended.
         state: the values that the state begins with, or a .npz file of them; a hyper-parameter that
             is not among them is what it was when the step was compiled, everything else is zero.
         libraries: the folder with libamp_ir_*.so; by default the one of `path`.
@@ -130,7 +130,7 @@ class LoadedStep:
         return array[: int(np.prod(one["shape"]))].reshape(one["shape"])
 
     def state(self) -> dict[str, np.ndarray]:
-        """Everything that runs change, by name, as `state=` takes it."""
+        """Return everything that runs change, by name, as `state=` takes it."""
         return {name: self.read(name) for name, one in self._arguments.items() if _is_kept(one)}
 
     def _begin(self, state: dict[str, np.ndarray]) -> None:
@@ -189,7 +189,9 @@ def read_description(path: Path) -> dict[str, Any]:
         )
     except (ValueError, RecursionError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise StepFileError(f"{beside} is no description of a step: {reason}; {remedy}") from None
+        raise StepFileError(
+            f"{beside} is not a description of a step: {reason}; {remedy}"
+        ) from None
     if description.get("format") != FORMAT or description.get("kind") != KIND:
         raise StepFileError(
             f"{beside.name} has format {description.get('format')!r}, and this file reads "
@@ -221,7 +223,7 @@ def read_state(path: str | Path) -> dict[str, np.ndarray]:
                 values = {name: archive[name] for name in names}
         except Exception as error:  # any, for damage reaches every part of the readers
             reason = f"{type(error).__name__}: {error}"
-            raise StepFileError(f"{path} is no state, or damaged: {reason}; {remedy}") from error
+            raise StepFileError(f"{path} is not a state, or damaged: {reason}; {remedy}") from error
     digest = values.pop(STATE_DIGEST, None)
     strange = [
         name
@@ -229,7 +231,9 @@ def read_state(path: str | Path) -> dict[str, np.ndarray]:
         if not isinstance(value, np.ndarray) or name.startswith(STATE_DIGEST)
     ]
     if len(set(names)) != len(names) or strange:
-        reason = f"entries that are no values, {strange}" if strange else "entries of the same name"
+        reason = (
+            f"entries that are not values, {strange}" if strange else "entries of the same name"
+        )
         raise StepFileError(f"{path} is damaged: it has {reason}; {remedy}")
     if digest is not None and str(digest) != state_digest(values):
         raise StepFileError(f"{path} was altered or damaged after it was written; {remedy}")
@@ -237,7 +241,7 @@ def read_state(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def state_digest(values: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of arrays with their names, dtypes and shapes."""
+    """Return the SHA-256 of arrays with their names, dtypes and shapes."""
     digest = hashlib.sha256()
     for name in sorted(values):
         array = values[name]

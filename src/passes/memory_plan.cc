@@ -17,7 +17,8 @@ constexpr int64_t kMaxComparisons = 600'000'000;
 constexpr int kMaxPromotions = 200;
 constexpr int64_t kMaxPromotionComparisons = 60'000'000;
 
-enum class Fit { kLowestGap, kTightestGap };
+// First fit: the gap of the lowest offset. Best fit: the smallest gap.
+enum class Fit { kFirst, kBest };
 
 int64_t RoundUp(int64_t nbytes, int64_t alignment_bytes) {
   return (nbytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
@@ -72,11 +73,11 @@ class Block {
       for (size_t i = 0; i < conflicts; ++i) {
         const Placed& other = placed_[conflicts_[i]];
         const int64_t gap = other.begin - reached;
-        const bool better = fit == Fit::kLowestGap ? best.offset < 0 : gap < best.nbytes;
+        const bool better = fit == Fit::kFirst ? best.offset < 0 : gap < best.nbytes;
         if (gap >= interval.nbytes && better) best = {reached, gap};
         reached = std::max(reached, other.end);
       }
-      if (fit == Fit::kLowestGap && best.offset >= 0) break;
+      if (fit == Fit::kFirst && best.offset >= 0) break;
     }
     const int64_t offset = best.offset >= 0 ? best.offset : reached;
     Placed entry{offset, offset + interval.nbytes, interval.first_use, interval.last_use};
@@ -159,13 +160,13 @@ std::vector<std::vector<size_t>> Orders(const std::vector<LiveInterval>& interva
 // The best plan so far, and how much searching is left.
 class Search {
  public:
-  Search(const std::vector<LiveInterval>& intervals, int64_t floor_bytes)
-      : intervals_(intervals), floor_bytes_(floor_bytes) {}
+  Search(const std::vector<LiveInterval>& intervals, int64_t lower_bound_bytes)
+      : intervals_(intervals), lower_bound_bytes_(lower_bound_bytes) {}
 
-  bool Done() const { return peak_ <= floor_bytes_ || comparisons_ > kMaxComparisons; }
+  bool Done() const { return peak_ <= lower_bound_bytes_ || comparisons_ > kMaxComparisons; }
   int64_t comparisons() const { return comparisons_; }
 
-  // Places all in this order, remembers the plan if it is the best, and returns its offsets.
+  // Places all in this order, keeps the plan if it is the best, and returns its offsets.
   std::vector<int64_t> Try(const std::vector<size_t>& order, Fit fit) {
     comparisons_ += static_cast<int64_t>(intervals_.size() * intervals_.size() / 2);
     std::vector<int64_t> offsets = PlaceInOrder(intervals_, order, fit);
@@ -186,12 +187,12 @@ class Search {
 
  private:
   const std::vector<LiveInterval>& intervals_;
-  int64_t floor_bytes_;
+  int64_t lower_bound_bytes_;
   int64_t comparisons_ = 0;
   int64_t peak_ = std::numeric_limits<int64_t>::max();
   std::vector<int64_t> offsets_;
   std::vector<size_t> order_;
-  Fit fit_ = Fit::kLowestGap;
+  Fit fit_ = Fit::kFirst;
 };
 
 // Which place in `order` holds the interval that reaches highest.
@@ -206,7 +207,7 @@ size_t HighestPlace(const Search& search, const std::vector<size_t>& order,
 }
 
 // What reaches highest was placed too late: it goes to half its place, and all is placed again. A
-// step may make things worse; the next goes on from there, and the best is remembered.
+// step may make things worse; the next goes on from there, and the best is kept.
 void PromoteHighest(Search* search) {
   const int64_t enough = search->comparisons() + kMaxPromotionComparisons;
   const Fit fit = search->fit();
@@ -232,7 +233,7 @@ MemoryPlan PlanMemory(const std::vector<LiveInterval>& intervals, int64_t alignm
   }
   Search search(rounded, MostBytesAlive(rounded));
   const std::vector<std::vector<size_t>> orders = Orders(rounded);
-  for (Fit fit : {Fit::kLowestGap, Fit::kTightestGap}) {
+  for (Fit fit : {Fit::kFirst, Fit::kBest}) {
     for (const std::vector<size_t>& order : orders) {
       if (!search.Done()) search.Try(order, fit);
     }

@@ -94,7 +94,7 @@ def wrong_format():
         (wrong_format, "the plan has format 99; expected 2; make a new plan"),
         (
             lambda: {"format": 2},
-            "this is no plan of amp_ir: plan has no amp_dtype, casts, cost_nbytes",
+            "this is not a plan of amp_ir: plan has no amp_dtype, casts, cost_nbytes",
         ),
         (dict, "the plan has format None; expected 2"),
     ],

@@ -268,7 +268,7 @@ WRONG: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "not sorted": (
         [5, 7], {"enforce_sorted": True},
         "pack_padded_sequence takes lengths in decreasing order, or enforce_sorted=False: a length "
-        "less the one behind it must be 0 or more; got -2",
+        "less the next one must be 0 or more; got -2",
     ),
     "none as long as the padding": (
         [3, 5], {},

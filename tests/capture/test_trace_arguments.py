@@ -76,7 +76,7 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "step= was made by torch.compile; pass the plain function instead",
     ),
     (
-        "batch is no tuple",
+        "batch is not a tuple",
         lambda: wrong(example_batch=X),
         "example_batch= is a Tensor, expected the tuple of the step's arguments: (inputs, "
         "targets), or (batch,) for a single one",

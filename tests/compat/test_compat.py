@@ -232,7 +232,7 @@ def test_wrong_uses_of_mxnets_names(call: Any, message: str):
 def test_ssd_trains_twenty_steps_with_mxnets_loop_as_pytorch_does():
     """SSD of small layers in float32 with a loss scale, whose powers of two change no bit.
 
-    bfloat16 is no measure here: PyTorch's own autocast is 4 % off at the fifth loss.
+    bfloat16 is not a measure here: PyTorch's own autocast is 4 % off at the fifth loss.
     """
     ours, theirs = (WORKLOADS["ssd"].make(small=True) for _ in range(2))
     trainer = mxnet.Trainer(ours.model.parameters(), ours.optimizer)

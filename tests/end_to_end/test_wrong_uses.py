@@ -292,7 +292,7 @@ Row = tuple[str, Callable[[Setting], Any], type[AmpIrError], str]
 
 TRACE: list[Row] = [
     (
-        "step is no function",
+        "step is not a function",
         lambda s: s.trace(step="train"),
         ArgumentError,
         "step= is a str, expected a function that makes one training step",
@@ -330,7 +330,7 @@ TRACE: list[Row] = [
         "model= (itself) has sparse gradients; make the Embedding with sparse=False",
     ),
     (
-        "model is no module",
+        "model is not a module",
         lambda s: s.trace(model=list(s.model.parameters()), optimizer=None),
         ArgumentError,
         "model= has a Parameter, expected torch.nn.Module",
@@ -448,7 +448,7 @@ AUTOCAST: list[Row] = [
         "plan is a str; expected a CastPlan (CastPlan.load)",
     ),
     (
-        "rule is no function",
+        "rule is not a function",
         lambda s: amp_ir.CustomTypeHint({"relax.add": "float32"}),
         RuleError,
         f"the rule for relax.add is 'float32'; {RULE}",
@@ -463,8 +463,8 @@ AUTOCAST: list[Row] = [
         "rule of no op",
         lambda s: amp_ir.CustomTypeHint({"relax.matmull": never_cast}),
         RuleError,
-        "'relax.matmull' is no op name; op names look like \"relax.add\"; near: 'relax.matmul', "
-        "'relax.full', 'relax.maximum'",
+        "'relax.matmull' is not an op name; op names look like \"relax.add\"; near: "
+        "'relax.matmul', 'relax.full', 'relax.maximum'",
     ),
     (
         "rules in a list",
@@ -740,7 +740,7 @@ STRIDED = (
     "tensor.data = tensor.data.contiguous()"
 )
 MISPLACED = (
-    "parameter 0.weight is at an address that is no multiple of 64 bytes, as a slice of another "
+    "parameter 0.weight is at an address that is not a multiple of 64 bytes, as a slice of another "
     "tensor does; give it memory of its own before the capture: tensor.data = tensor.data.clone()"
 )
 CHANGES = [

@@ -215,12 +215,15 @@ def test_what_is_wrong_with_a_plan_is_said(plan: Any, tmp_path: Path):
     )
     newer, retyped = {**document, "format": 3}, sealed({**document, "amp_dtype": 3})
     cases: list[tuple[bytes, str]] = [
-        (b"\xff", f"{path} is no plan of amp_ir: it is no text in UTF-8 (byte 0); "),
+        (b"\xff", f"{path} is not a plan of amp_ir: it is not UTF-8 text (byte 0); "),
         (
             b"[" * 100_000,
-            f"{path} is no plan of amp_ir: it is nested more deeply than any such file is; ",
+            f"{path} is not a plan of amp_ir: it is nested more deeply than any such file is; ",
         ),
-        (b"[]", f"{path} is no plan of amp_ir: it holds a list, and a JSON object was expected; "),
+        (
+            b"[]",
+            f"{path} is not a plan of amp_ir: it holds a list, and a JSON object was expected; ",
+        ),
         (
             json.dumps(newer).encode(),
             f"{path} has format 3, and this version of amp_ir reads up to 2; it was written by a "
@@ -228,7 +231,7 @@ def test_what_is_wrong_with_a_plan_is_said(plan: Any, tmp_path: Path):
         ),
         (
             json.dumps(retyped).encode(),
-            "this is no plan of amp_ir: plan.amp_dtype is an integer, 3, expected text; ",
+            "this is not a plan of amp_ir: plan.amp_dtype is an integer, 3, expected text; ",
         ),
     ]
     for content, message in cases:

@@ -55,7 +55,7 @@ def test_without_any_library_own_kernels_compute_everything() -> None:
     [
         (
             {"AMP_IR_LLVM_CPU": "pentium-9"},
-            "amp_ir.errors.OptionError: AMP_IR_LLVM_CPU=pentium-9 is no CPU that LLVM knows; "
+            "amp_ir.errors.OptionError: AMP_IR_LLVM_CPU=pentium-9 is not a CPU that LLVM knows; "
             'expected a name such as "x86-64-v3", "haswell", "skylake-avx512" or "znver4", or no '
             "such variable for this machine's own",
         ),

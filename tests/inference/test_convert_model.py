@@ -210,7 +210,7 @@ def test_everything_wrong_with_the_lists_is_said_at_once():
             excluded_names="mixer",
         )
     assert str(refused.value) == (
-        "target_dtype_ops: 'sotfmax' is no op; near: 'softmax', 'logsoftmax', 'log_softmax'; "
+        "target_dtype_ops: 'sotfmax' is not an op; near: 'softmax', 'logsoftmax', 'log_softmax'; "
         "amp_ir.list_ops() has them all; fp32_ops has 3; expected a name; 'convolution' is in "
         "fp32_ops, and 'conv2d', the same op, is in target_dtype_ops; an op belongs to one list at "
         "most; conditional_fp32_ops: 'softmax' has no attribute 'axes'; it has 'axis', "

@@ -239,7 +239,7 @@ def test_other_versions_are_named(saved, tmp_path):
     with pytest.raises(FileFormatError) as refused:
         amp_ir.load(path)
     assert str(refused.value) == (
-        f"{path} is no model of amp_ir, or damaged: it has no seal at its end; save the model "
+        f"{path} is not a model of amp_ir, or damaged: it has no seal at its end; save the model "
         "again, or take another copy of the file; nothing was loaded"
     )
 

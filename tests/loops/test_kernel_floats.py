@@ -30,7 +30,7 @@ T = SimpleNamespace(
     negative=torch.negative,
 )  # fmt: skip
 # name -> the expression in Relax, or in PyTorch: R and n are the ops and the literals of either.
-# Large sums round to what the large number leaves; NaN and inf are no numbers to cancel.
+# Large sums round to what the large number leaves; NaN and inf are not numbers to cancel.
 CASES: dict[str, Callable[[Any, Callable[[float], Any], Any, Any], Any]] = {
     "round": lambda R, n, x, y: R.subtract(R.add(x, n(1.5 * 2**23)), n(1.5 * 2**23)),
     "what a sum leaves": lambda R, n, x, y: R.subtract(R.add(x, y), y),

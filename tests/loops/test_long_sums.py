@@ -261,7 +261,7 @@ def test_low_precision_is_summed_to_float32(name: str) -> None:
 
 
 def test_large_numbers_have_a_variance() -> None:
-    # Their sum is no float32, nor are the squares.
+    # Their sum is not a float32, nor are the squares.
     for x in (torch.tensor([1e38] * 40), torch.tensor([-2e38, 2e38, 1e38]), torch.tensor([1e20])):
         (ours, mean) = compiled(lambda x: torch.var_mean(x, 0, correction=0), [x])
         theirs, right = torch.var_mean(x, 0, correction=0)

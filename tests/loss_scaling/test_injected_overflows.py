@@ -100,7 +100,7 @@ def renamed(value: relax.Expr, now: dict[relax.Var, relax.Expr]) -> relax.Expr:
 def before_the_check(bindings: list[relax.Binding]) -> set[relax.Var]:
     """Every variable that an argument of `all_finite` depends on.
 
-    What follows the check (the update itself) is no gradient, and neither are a loss that is
+    What follows the check (the update itself) is not a gradient, and neither are a loss that is
     only returned or the statistics of a BatchNorm: their overflow is not one of gradients.
     """
     wanted: set[relax.Var] = set()

@@ -257,11 +257,11 @@ def test_gradients_of_two_scalers_must_not_meet():
 
 UNSCALE_FIRST = (
     "The gradients are still multiplied by the loss scale here: call scaler.unscale_(optimizer) "
-    "before this line, or move the line behind the block of amp_ir.scale_loss"
+    "before this line, or move the line after the block of amp_ir.scale_loss"
 )
 STEP_BY_SCALER = (
-    "The gradients are still multiplied by the loss scale here: call scaler.step(optimizer) in "
-    "place of optimizer.step()"
+    "The gradients are still multiplied by the loss scale here: call scaler.step(optimizer) "
+    "instead of optimizer.step()"
 )
 SCALE_ONCE = (
     "Scale the loss once, scaler.scale(loss).backward(), and leave it to unscale_ or step of the "

@@ -181,7 +181,7 @@ def test_clipping_belongs_behind_the_block():
         Training.make(torch.optim.SGD, lr=0.1).degrees(clipped_in_the_block)
     (line,) = str(error.value).splitlines()[1:]
     assert f"(optimizer), {line_of(clipped_in_the_block, 'minimum')}: relax.minimum" in line
-    assert line.endswith("or move the line behind the block of amp_ir.scale_loss")
+    assert line.endswith("or move the line after the block of amp_ir.scale_loss")
 
 
 def wrong_wasserstein(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:

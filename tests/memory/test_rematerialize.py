@@ -131,7 +131,7 @@ def test_a_budget_that_cannot_be_held_says_what_can() -> None:
         "more, or make the batch smaller",
         text,
     ), text
-    # What was found is no proof that less cannot be held, but nothing at all cannot.
+    # What was found is not a proof that less cannot be held, but nothing at all cannot.
     with pytest.raises(BudgetError):
         lower(mod, memory_budget=outside)
     train = amp_ir.jit(lambda x: x.sum(), model=nn.Linear(2, 2), memory_budget=1)
@@ -142,7 +142,7 @@ def test_a_budget_that_cannot_be_held_says_what_can() -> None:
 @pytest.mark.parametrize("budget", [0, -1, True, 2.5, "1GiB"])
 def test_a_budget_is_a_number_of_bytes(budget: Any) -> None:
     expected = (
-        f"memory_budget={budget!r} is no number of bytes; expected a positive int, such as "
+        f"memory_budget={budget!r} is not a number of bytes; expected a positive int, such as "
         "2 * 2**30 for 2 GiB, or None"
     )
     mod, _, _ = traced(None)

@@ -168,7 +168,7 @@ def test_other_algorithms_than_the_first_choice(name, epilogue):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_that_gemm_takes_from_the_system_is_planned(dtype):
-    """It is no workspace of ours, stays taken, and grows with the extents of the result."""
+    """It is not a workspace of ours, stays taken, and grows with the extents of the result."""
     if dtype == torch.bfloat16 and "amx" not in native.function("amp_ir.onednn.isa")():
         pytest.skip("only with AMX")
     asked = []

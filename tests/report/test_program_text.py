@@ -44,7 +44,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer):
 
 
 def records() -> dict[str, Stage]:
-    """What every stage hands over, for a GPU: what is written for it is no machine's own."""
+    """What every stage hands over, for a GPU: what is written for it is not a machine's own."""
     model, optimizer = training()
     found: list[Stage] = []
     owners = {"model": model, "optimizer": optimizer, "scaler": None}

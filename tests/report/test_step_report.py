@@ -186,7 +186,7 @@ def test_a_file_that_lacks_something(tmp_path: Path, source: str, message: str) 
 
 def test_a_name_that_is_neither_is_a_wrong_use(capsys: Any) -> None:
     assert cli.main(["report", "berd1"]) == 2
-    expected = "amp-ir report: berd1 is no workload and no file; expected a .py file"
+    expected = "amp-ir report: berd1 is neither a workload nor a file; expected a .py file"
     assert capsys.readouterr().err.splitlines()[-1] == expected
 
 

@@ -256,7 +256,7 @@ def test_a_random_value_lies_in_its_range(seed: int) -> None:
 def test_every_op_that_takes_integers_is_in_a_table() -> None:
     taking = {f"relax.{name.removeprefix('relax.')}" for name in RELAX_OPS}
     for case in dialect_cases.CASES:
-        # A mask is no index.
+        # A mask is not an index.
         if any(
             not one.dtype.is_floating_point and one.dtype != torch.bool for one in case.tensors()
         ):

@@ -139,7 +139,7 @@ def test_low_operands_are_merged_where_the_sum_is_in_float32():
     [
         ("each sum rounds, as the user wrote it", products([2, 2], dtype="float16")),
         ("the operands are larger than the result", products([5, 5])),
-        ("one product is no sum", products([2])),
+        ("one product is not a sum", products([2])),
         (
             "the terms are not products",
             products([2, 2], change=lambda e, _k, y: e(op.exp(y))),

@@ -91,7 +91,7 @@ def test_a_training_goes_on_to_the_bit_as_if_bad_steps_had_not_been_called(kind:
         before = disturbed.state()
         assert same(before, quiet.state())
         if kind == "scaled":
-            # An index is no overflow: what is told of skipped steps stays true.
+            # An index is not an overflow: what is told of skipped steps stays true.
             assert repr(disturbed.train.last) == repr(quiet.train.last)
             assert disturbed.train.skipped == (index == 2)
             with pytest.raises(IndexOutOfRangeError):

@@ -396,7 +396,7 @@ def test_a_limit_that_is_no_number_of_programs_is_refused(limit: Any) -> None:
     with pytest.raises(errors.OptionError) as refused:
         amp_ir.jit(lambda x: x, model=nn.Linear(1, 1), recompile_limit=limit)
     assert str(refused.value) == (
-        f"recompile_limit={limit!r} is no number of programs; expected a positive int"
+        f"recompile_limit={limit!r} is not a number of programs; expected a positive int"
     )
 
 

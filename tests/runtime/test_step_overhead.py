@@ -56,7 +56,7 @@ def test_a_step_converts_the_batch_its_results_and_numbers_but_no_state(
         train(x)
         counts.append(Counter(converted))
     assert counts[0] == counts[1]
-    # The batch is all that is no number: the loss, learning rate, betas and so on are.
+    # The batch is all that is not a number: the loss, learning rate, betas and so on are.
     assert [shape for shape in counts[0].elements() if shape] == [x.shape]
 
 

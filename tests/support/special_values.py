@@ -41,7 +41,7 @@ class Row:
 
 
 def specials(dtype: torch.dtype) -> torch.Tensor:
-    """[n] special values of a dtype; n is no multiple of a vector."""
+    """[n] special values of a dtype; n is not a multiple of a vector."""
     if dtype == torch.bool:
         return torch.tensor([False, True, True])
     if not dtype.is_floating_point:

@@ -54,7 +54,9 @@ class CustomTypeHint:
             if name not in known:
                 near = difflib.get_close_matches(str(name), sorted(known), n=3)
                 nearest = f"; near: {', '.join(map(repr, near))}" if near else ""
-                raise RuleError(f'{name!r} is no op name; op names look like "relax.add"{nearest}')
+                raise RuleError(
+                    f'{name!r} is not an op name; op names look like "relax.add"{nearest}'
+                )
         self._rules = dict(rules)
 
     def __enter__(self) -> CustomTypeHint:

@@ -109,7 +109,7 @@ def _pin_state(graph: StepGraph, decisions: Sequence[Decision], state: frozenset
     """Keep free ops in float32 whose result becomes state through free ops.
 
     Optimizer ops keep their dtypes, and are looked through too: they add gradients to the state. An
-    activation that a gradient's formula reads is no part of that sum. It may be stored low, as
+    activation that a gradient's formula reads is not part of that sum. It may be stored low, as
     torch.autocast stores it: held in float32, the 49 ReLUs of ResNet-50 take 18 % of the peak.
     """
     wanted = set(state)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op lists of `convert_model`, after MXNet's: check them, and turn them into overrides.
 
-A name is one of `amp_ir.list_ops()`, with or without what stands before its last dot, or PyTorch's
+A name is one of `amp_ir.list_ops()`, with or without what precedes its last dot, or PyTorch's
 name of a function ("linear", "conv2d", "scaled_dot_product_attention").
 """
 
@@ -143,7 +143,9 @@ class _Found:
         if not found:
             known = sorted({*RULES, *(op.rpartition(".")[2] for op in RULES), *_ATEN})
             near = _nearest(str(name), known)
-            self.errors.append(f"{label}: {name!r} is no op{near}; amp_ir.list_ops() has them all")
+            self.errors.append(
+                f"{label}: {name!r} is not an op{near}; amp_ir.list_ops() has them all"
+            )
         return iter([(op, rank) for op in found])
 
     def strings(self, label: str, names: Any) -> list[str]:

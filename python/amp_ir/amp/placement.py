@@ -41,7 +41,7 @@ from amp_ir.ir.step_graph import StepGraph, Value
 
 LOW_NBYTES = 2
 FULL_NBYTES = 4
-# Terminals, where a copy's producer is no free op.
+# Terminals, where a copy's producer is not a free op.
 ALWAYS_LOW = -1
 ALWAYS_FULL = -2
 # The kernel number of whoever reads a low output.

@@ -169,7 +169,7 @@ class CastPlan:
         """Read the file that `save` wrote.
 
         Raises:
-            FileFormatError: the file is no plan, was altered, or is of a newer format.
+            FileFormatError: the file is not a plan, was altered, or is of a newer format.
         """
         return cls.from_json(read_plan(path))
 

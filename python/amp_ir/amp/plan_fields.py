@@ -65,7 +65,7 @@ def _fits(expected: Any, origin: Any, arguments: Sequence[Any], value: Any) -> b
         return value in arguments
     if origin in (typing.Union, types.UnionType):
         return type(value) in arguments
-    return type(value) is expected  # so that true is no integer
+    return type(value) is expected  # so that true is not an integer
 
 
 def _expected(expected: Any) -> str:

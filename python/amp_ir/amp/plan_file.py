@@ -43,7 +43,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a plan's data, as `CastPlan.from_json` takes it.
 
     Raises:
-        FileFormatError: the file is no plan, was altered, or is of a newer format.
+        FileFormatError: the file is not a plan, was altered, or is of a newer format.
     """
     document = read_document(path, what=KIND, remedy=_REMEDY)
     if document.get("format") == _OLD_FORMAT and "sha256" not in document:
@@ -71,10 +71,10 @@ def plan_from(cls: Any, data: Any) -> Any:
     try:
         plan = from_fields(cls, rest, "plan")
     except ValueError as error:
-        raise FileFormatError(f"this is no {KIND}: {error}; {_REMEDY}") from None
+        raise FileFormatError(f"this is not a {KIND}: {error}; {_REMEDY}") from None
     errors = list(_plan_errors(plan))
     if errors:
-        raise FileFormatError(f"this is no {KIND}: {'; '.join(errors[:5])}; {_REMEDY}")
+        raise FileFormatError(f"this is not a {KIND}: {'; '.join(errors[:5])}; {_REMEDY}")
     return plan
 
 

@@ -7,8 +7,8 @@ Where a cast goes:
 - A low value that an op wants in float32 is widened by a cast of that op's own, which fuses into
   its kernel (a shared one would have to be stored wide).
 - An input or a library call's float32 result is rounded once, before its first low reader.
-- A view is no op: it is repeated for each dtype in which a reader looks through it, after the cast,
-  so that a weight and its transpose share one cast.
+- A view is not an op: it is repeated for each dtype in which a reader looks through it, after the
+  cast, so that a weight and its transpose share one cast.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def profile_vm_model(
     """Return milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
 
     `rounding` and `memory_budget` are as for `compile`. `disable_fusion` makes a kernel of each op
-    that is no view and no library call (a bias stays part of its matmul): what fusion gains is the
-    difference. The steps run on copies of the state: parameters are as before afterwards.
+    that is neither a view nor a library call (a bias stays part of its matmul): what fusion gains
+    is the difference. The steps run on copies of the state: parameters are as before afterwards.
     """
     check_module(mod, "profile_vm_model")
     options = {"rounding": rounding, "memory_budget": memory_budget}
@@ -69,7 +69,7 @@ def profile_kernels(
     `save_trace(path)` for ui.perfetto.dev. The steps run on copies of the state.
 
     On a GPU a call is timed by two CUDA events, in steps that are launched call by call;
-    beside it stand the times of whole steps, as the CUDA graph that training runs and launched.
+    the profile also has the times of whole steps, launched as the CUDA graph of training.
 
     Args:
         mod: what `trace_step` or `autocast` returns.
@@ -210,7 +210,7 @@ def memory_report(
         memory_budget: as for `compile`; not for `baseline`.
 
     Raises:
-        OptionError: `mod` or `baseline` is no StepModule, or no device has that name.
+        OptionError: `mod` or `baseline` is not a StepModule, or no device has that name.
         BudgetError: the budget cannot be held.
     """
     check_module(mod, "memory_report")

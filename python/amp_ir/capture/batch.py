@@ -216,7 +216,7 @@ class Results:
 
 
 def structures_of(signature: Signature) -> tuple[Arguments, Results]:
-    """Return the structures behind the functions of a captured step's signature."""
+    """Return the structures that the functions of a captured step's signature use."""
     arguments = getattr(signature.flatten_batch, "__self__", None)
     results = getattr(signature.unflatten_results, "__self__", None)
     assert isinstance(arguments, Arguments) and isinstance(results, Results)

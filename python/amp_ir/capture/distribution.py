@@ -2,7 +2,7 @@
 """Training on several processes or devices, which a compiled step does not support.
 
 Besides the forward pass, `DistributedDataParallel` and similar modules sum gradients over
-processes, in hooks of the backward pass that are no ops of the step. Without them, the processes'
+processes, in hooks of the backward pass that are not ops of the step. Without them, the processes'
 models would diverge without an error.
 """
 

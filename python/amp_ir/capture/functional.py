@@ -139,7 +139,7 @@ def make_functional(
 
     without_names(traced)
 
-    modules = ModuleMethods.now()
+    modules = ModuleMethods.current()
 
     def replay(*flat: torch.Tensor) -> Any:
         with restoring() as restores:

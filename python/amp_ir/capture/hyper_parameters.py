@@ -40,7 +40,7 @@ class HyperParameter:
         """Return the current value.
 
         Raises:
-            StateError: the entry is gone, or is no number any more.
+            StateError: the entry is gone, or is no longer a number.
         """
         groups = self.optimizer.param_groups
         entry = groups[self.group].get(self.key) if self.group < len(groups) else None

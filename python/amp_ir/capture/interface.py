@@ -86,7 +86,7 @@ class _Finishing:
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self._state_nodes = placeholders[: len(state.tensors)]
         self._batch_nodes = placeholders[len(state.tensors) :]
-        self._behind_state = next(n for n in graph.nodes if n not in set(self._state_nodes))
+        self._after_state = next(n for n in graph.nodes if n not in set(self._state_nodes))
         self._inputs: dict[torch.fx.Node, CapturedInput] = {}
         self._created: list[tuple[int, torch.Tensor, str, torch.Tensor]] = []
         named = {id(entry.tensor): entry for entry in state.parameters}
@@ -157,7 +157,7 @@ class _Finishing:
         """Convert the hyper-parameters to inputs; return the nodes of those among the results."""
         scalars = ScalarNodes(self._graph, self._tape, read, self._mode)
         names = [hyper.name for hyper in self._hypers]
-        nodes = scalars.add_inputs(names, before=self._behind_state)
+        nodes = scalars.add_inputs(names, before=self._after_state)
         for node, hyper in zip(nodes, self._hypers, strict=True):
             self._inputs[node] = CapturedInput(hyper.name, Role.HYPER_PARAMETER, hyper.read)
         scalars.replace_all()
@@ -173,7 +173,7 @@ class _Finishing:
         return changed
 
     def _gradients_left(self, values: list[torch.fx.Node]) -> list[_Output]:
-        """Return what `grad` holds at the end; an unchanged gradient is no output."""
+        """Return what `grad` holds at the end; an unchanged gradient is not an output."""
         before = {self._inputs[node].name: node for node in self._state_nodes}
         left = []
         for entry, value in zip(self._traced.gradients, values, strict=True):
@@ -195,7 +195,7 @@ class _Finishing:
             name = f"optimizer{made.optimizer}.{names[id(made.parameter)]}.{made.key}"
             value = made.value
             tensor = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-            with self._graph.inserting_before(self._behind_state):
+            with self._graph.inserting_before(self._after_state):
                 node = self._graph.placeholder(name.replace(".", "_"))
             node.meta.update({"val": value.detach(), META_KEY: Location()})
             self._inputs[node] = CapturedInput(name, Role.OPTIMIZER_STATE, tensor)

@@ -32,7 +32,7 @@ def capture_notes(
 ) -> tuple[str, ...]:
     """Return one sentence per decision; nothing about the default case.
 
-    `followed` are the names of the inputs that are no hyper-parameters but Python numbers.
+    `followed` are the names of the inputs that are not hyper-parameters but Python numbers.
     """
     return tuple(_notes(graph, state, interface, followed))
 

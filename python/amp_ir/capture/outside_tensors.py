@@ -63,7 +63,7 @@ def lift_outside_tensors(
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     own = {_geometry(entry.tensor): node for entry, node in zip(known, placeholders, strict=False)}
     memory = {_address(entry.tensor): entry for entry in known if entry.tensor.numel()}
-    behind = next(node for node in graph.nodes if node not in set(placeholders[: len(known)]))
+    after_state = next(node for node in graph.nodes if node not in set(placeholders[: len(known)]))
     diagnostics, added = Diagnostics(), []
     for tensor, nodes in users:
         node = own.get(_geometry(tensor))
@@ -71,7 +71,7 @@ def lift_outside_tensors(
             sharing = memory.get(_address(tensor))
             if sharing is not None and tensor.numel():
                 _report_part(diagnostics, tensor, sharing, nodes[0])
-            node = _add_input(graph, behind, tensor, names, state, mode)
+            node = _add_input(graph, after_state, tensor, names, state, mode)
             added.append(node)
         for constant in nodes:
             constant.replace_all_uses_with(node)

@@ -226,7 +226,7 @@ class Replay(torch.fx.Interpreter):
         out: Any,
     ) -> None:
         """Record the nodes of a call, where copies of them would be the same."""
-        nodes = tuple(_nodes_behind(before, self._new._root))
+        nodes = tuple(_nodes_after(before, self._new._root))
         arguments = {node: k for k, node in enumerate(tensors)}
         known = set(nodes) | set(arguments)
         results = self._results(out)
@@ -291,7 +291,7 @@ def _is_same_call(nodes: tuple[torch.fx.Node, ...], n: torch.fx.Node) -> bool:
     return len(nodes) == 1 and nodes[0].target is n.target and nodes[0].args[1:] == n.args[1:]
 
 
-def _nodes_behind(before: torch.fx.Node, root: torch.fx.Node) -> Iterator[torch.fx.Node]:
+def _nodes_after(before: torch.fx.Node, root: torch.fx.Node) -> Iterator[torch.fx.Node]:
     at = before.next
     while at is not root:
         yield at

@@ -83,8 +83,8 @@ class State:
 
     `optimizer_state` maps (optimizer position, id of the parameter) to the tensors by key; `fresh`
     are those that did not exist before the capture, as (optimizer position, parameter, key).
-    `plain_values` is the optimizer state that is no tensor. `outside` are the tensors that the step
-    reads from elsewhere, known once it is traced.
+    `plain_values` is the optimizer state that is not a tensor. `outside` are the tensors that the
+    step reads from elsewhere, known once it is traced.
     """
 
     models: list[torch.nn.Module]

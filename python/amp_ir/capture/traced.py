@@ -13,7 +13,7 @@ from amp_ir.capture.symbolic_float import SymbolicFloat
 
 @attrs.frozen(eq=False)
 class Created:
-    """A tensor that the step itself put into an optimizer's state."""
+    """A tensor of optimizer state that the step itself creates."""
 
     optimizer: int
     parameter: torch.Tensor
@@ -26,10 +26,11 @@ class Traced:
     """The result of one run of the step.
 
     `graph` takes `inputs` (the fakes of the state, then of the batch) and returns, in order:
-    `result_count` results, the new values of the state tensors, the gradient of each of `gradients`
-    (the parameters that have one at the end), the values of `created`, and `read_count` tensors
-    f64[] whose values the step computed with as floats.
-    `observed` are the ids of the parameters whose gradient before the step affects it.
+    `result_count` results, the new values of the state tensors, the gradients of the parameters
+    `gradients`, which have one at the end, the values of `created`, and `read_count` tensors f64[]
+    that the step read as Python floats.
+    `symbols` are the results that are Python floats, `observed` the ids of the parameters whose
+    gradient before the step affects it, and `stepped` the optimizers whose `step` ran.
     """
 
     graph: torch.fx.GraphModule

@@ -77,7 +77,7 @@ class StepTracer:
             entry.fake = fake_of(entry.tensor, self.mode)
         batch = [fake_of(tensor, self.mode) for tensor in self._arguments.tensors]
         inputs = [*(entry.fake for entry in self._state.tensors), *batch]
-        self._modules = ModuleMethods.now()
+        self._modules = ModuleMethods.current()
         with self.mode, kept(self._state), uncompiled_graphs(), self._effects_undone():
             graph = make_fx(
                 lambda *_flat: self._run(batch),

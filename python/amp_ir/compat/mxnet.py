@@ -73,7 +73,7 @@ def init(
         fp32_ops: ops that stay in float32.
 
     Raises:
-        OptionError: an op is in both lists, or the dtype is no low one.
+        OptionError: an op is in both lists, or the dtype is not a low one.
     """
     if target_dtype not in ("float16", "bfloat16"):
         raise OptionError(f'target_dtype={target_dtype!r}; expected "float16" or "bfloat16"')

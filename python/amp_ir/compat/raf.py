@@ -51,7 +51,7 @@ def append_loss_n_optimizer(
         optimizer: makes the optimizer of the parameters.
 
     Returns:
-        The step; its example batch is `(*args, y_true)`. RAF's `dy` is no input of it.
+        The step; its example batch is `(*args, y_true)`. RAF's `dy` is not an input of it.
     """
     made = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.01))
     of_model = made(model.parameters())

@@ -42,7 +42,7 @@ def load_training(path: Path) -> TrainingFile:
         OptionError: there is no such file, or it does not define a required name.
     """
     if not path.is_file():
-        raise OptionError(f"{path} is no workload and no file; expected a .py file")
+        raise OptionError(f"{path} is neither a workload nor a file; expected a .py file")
     names = runpy.run_path(str(path))
     missing = [name for name in _NEEDED if name not in names]
     if missing:

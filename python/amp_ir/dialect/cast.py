@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cast that autocast inserts; a cast of the user's is `relax.astype`, which no pass removes."""
+"""The cast that autocast inserts; no pass removes the user's own casts, `relax.astype`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """External calls: an op of PyTorch, ATen's or a custom one, that amp_ir has no kernel of.
 
-The op keeps its name, its arguments that are no tensors, and what its fake implementation promised
+The op keeps its name, its arguments that are not tensors, and what its fake implementation promised
 of its results. Its reference implementation is the op itself. A complex tensor is its real view
 here, f32[..., 2], as `torch.view_as_real` gives it: the op alone sees complex numbers.
 """

@@ -20,7 +20,7 @@ from amp_ir.errors import ArgumentError, OptionError
 def indexed_shape(x: Shape, ids: tuple[Shape, ...], axes: Shape) -> tuple[Shape, Shape, int]:
     """Return the shapes of indexing `axes` of a tensor `x` by tensors of shapes `ids`, as in NumPy.
 
-    Returns (shape of the result, broadcast shape of the indices, the axis where that stands):
+    Returns (shape of the result, broadcast shape of the indices, the axis where that is):
     the position of the first indexed axis when they are neighbours, else the front.
     """
     together = tuple(np.broadcast_shapes(*ids))
@@ -62,7 +62,7 @@ def index(x: Tensor, *ids: Tensor, axes: Shape, wraps: bool = True) -> Tensor:
     """Return x[..., ids, ...] as in NumPy: x any[...], ids int[...] that broadcast -> any[...].
 
     `axes[k]` is the axis that `ids[k]` indexes; ascending. The broadcast shape of the indices
-    stands at the first indexed axis when these are neighbours, else in front. Without `wraps` a
+    is at the first indexed axis when these are neighbours, else in front. Without `wraps` a
     negative index is out of range, as it is for `index_select`.
     """
     return x.with_shape(_check("amp_ir.index", x, ids, axes))

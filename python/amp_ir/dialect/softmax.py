@@ -22,7 +22,7 @@ def _softmax_backward(grad: torch.Tensor, y: torch.Tensor, *, axis: int) -> torc
 
 @define("amp_ir.softmax_backward", "grad", "y", reference=_softmax_backward)
 def softmax_backward(grad: Tensor, y: Tensor, *, axis: int) -> Tensor:
-    """Gradient of y = softmax(x): grad f[...], y f[...] -> f[...]."""
+    """Compute the gradient of y = softmax(x): grad f[...], y f[...] -> f[...]."""
     return _check(grad, y, axis)
 
 
@@ -32,5 +32,5 @@ def _log_softmax_backward(grad: torch.Tensor, y: torch.Tensor, *, axis: int) -> 
 
 @define("amp_ir.log_softmax_backward", "grad", "y", reference=_log_softmax_backward)
 def log_softmax_backward(grad: Tensor, y: Tensor, *, axis: int) -> Tensor:
-    """Gradient of y = log_softmax(x): grad f[...], y f[...] -> f[...]."""
+    """Compute the gradient of y = log_softmax(x): grad f[...], y f[...] -> f[...]."""
     return _check(grad, y, axis)

@@ -42,7 +42,7 @@ def prepack_weights(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.
     After:   p = onednn.pack(w); y1 = onednn.matmul_packed(x1, p); ...
 
     Requires: `dispatch` has run; every variable is bound once, so that the matrix is the same in
-              all calls: where it is a parameter, memory planning keeps its update behind the pack.
+              all calls: where it is a parameter, memory planning keeps its update after the pack.
     Ensures:  only matmuls of matrices with at most 256 rows are changed; the copy lives from its
               first to its last reader, takes what this machine's oneDNN asks for it and at least
               the bytes of a plain one, which it is on a CPU whose oneDNN wants another layout; of

@@ -11,7 +11,7 @@ the temporary file of a process that was killed: its lock is gone.
 
 A target that is a link stays one: the file that it leads to is replaced, as an editor does it. A
 file that existed keeps its mode, and its owner where the system allows that; a new one has what
-the umask leaves of 0666. A target that is no file, such as /dev/stdout or a pipe, is written
+the umask leaves of 0666. A target that is not a file, such as /dev/stdout or a pipe, is written
 directly: nothing there could be half a file.
 """
 

@@ -40,25 +40,25 @@ def read_document(path: str | os.PathLike[str], *, what: str, remedy: str) -> di
         remedy: what to do where it is not, for the message.
 
     Raises:
-        FileFormatError: it is no JSON object.
+        FileFormatError: it is not a JSON object.
         OSError: it cannot be read.
     """
     content = Path(path).read_bytes()
     try:
         document = json.loads(content.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path} is no {what}: {_reason(error)}; {remedy}") from None
+        raise FileFormatError(f"{path} is not a {what}: {_reason(error)}; {remedy}") from None
     if not isinstance(document, dict):
         found = type(document).__name__
         message = f"it holds a {found}, and a JSON object was expected"
-        raise FileFormatError(f"{path} is no {what}: {message}; {remedy}")
+        raise FileFormatError(f"{path} is not a {what}: {message}; {remedy}")
     return document
 
 
 def check_seal(
     document: dict[str, Any], path: str | os.PathLike[str], *, what: str, remedy: str, newest: int
 ) -> None:
-    """Refuse a document of a newer format, one that is no `what`, or one that was altered.
+    """Refuse a document of a newer format, one that is not a `what`, or one that was altered.
 
     Raises:
         FileFormatError: says got and expected.
@@ -72,7 +72,7 @@ def check_seal(
     kind = document.get("kind")
     if kind != what:
         raise FileFormatError(
-            f"{path} is no {what}: its kind is {kind!r}, expected {what!r}; {remedy}"
+            f"{path} is not a {what}: its kind is {kind!r}, expected {what!r}; {remedy}"
         )
     try:
         made = digest_of(document)
@@ -88,12 +88,12 @@ def check_seal(
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested more deeply than any such file is"
     if isinstance(error, UnicodeDecodeError):
-        return f"it is no text in UTF-8 (byte {error.start})"
+        return f"it is not UTF-8 text (byte {error.start})"
     return str(error)

@@ -59,11 +59,11 @@ class Seal:
                 f"{path} has format {int(found[1])}, and this version of amp_ir reads up to "
                 f"{self.format}; it was written by a newer one: use that to load it"
             )
-        made, said = _digest(file, end - _HEX_BYTES), tail[-_HEX_BYTES:].decode("latin-1")
-        if made != said:
+        actual, stored = _digest(file, end - _HEX_BYTES), tail[-_HEX_BYTES:].decode("latin-1")
+        if actual != stored:
             raise FileFormatError(
-                f"{path} is damaged: the SHA-256 of its content is {made}, and its seal says "
-                f"{said!r}; {self.remedy}"
+                f"{path} is damaged: the SHA-256 of its content is {actual}, and its seal says "
+                f"{stored!r}; {self.remedy}"
             )
         return True
 
@@ -74,7 +74,7 @@ def _digest(file: BinaryIO, nbytes: int) -> str:
     while nbytes:
         chunk = file.read(min(nbytes, _CHUNK_BYTES))
         if not chunk:
-            break  # cut off meanwhile: another digest
+            break  # truncated meanwhile: the digest will differ
         digest.update(chunk)
         nbytes -= len(chunk)
     return digest.hexdigest()

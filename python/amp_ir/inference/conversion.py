@@ -43,7 +43,7 @@ class Conversion:
         """Return the program for the shapes of some inputs, on stored parameters.
 
         Raises:
-            StateError: the model is no longer as it was converted.
+            StateError: the model has changed since its conversion.
         """
         captured = self._captured(inputs)
         full = captured.with_ir(fold_batch_norm(captured.ir, fixed_inputs(captured)))
@@ -57,14 +57,14 @@ class Conversion:
             low = low.with_ir(store_low(low.ir, fixed_inputs(low), self.target_dtype))
         low = fold_parameters(low, self.stored.store)
         self._first = self._first or captured
-        # The program is the model's no more: nothing of it is guarded.
+        # The program no longer depends on the model, so it has no guards.
         return attrs.evolve(self.stored.finish(low), hooks=StepHooks())
 
     def without_casts(self, inputs: Sequence[tuple[Any, ...]]) -> list[StepModule]:
         """Return the float32 programs for the shapes of these inputs, on float32 weights.
 
         Raises:
-            StateError: the model is no longer as it was converted.
+            StateError: the model has changed since its conversion.
         """
         for one in inputs:
             self._captured(one)
@@ -88,7 +88,7 @@ class Conversion:
 
 @contextlib.contextmanager
 def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Switch every module to evaluation, and back."""
+    """Switch every module to eval mode inside the block."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

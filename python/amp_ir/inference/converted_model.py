@@ -49,7 +49,7 @@ class ConvertedModel:
         """Return what the model returns for these inputs; compiles first for a new shape.
 
         Raises:
-            ArgumentError: an input is no tensor or plain value that can be used.
+            ArgumentError: an input is not a tensor or plain value that can be used.
             StateError: the model changed since its conversion, and a new program is needed.
             ShapeMismatchError: it was loaded from a file that has no program for these inputs.
             IndexOutOfRangeError: an index, such as a token, is out of range.

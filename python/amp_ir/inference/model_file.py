@@ -8,7 +8,7 @@ The file is a zip, sealed with a digest of all its bytes (files/sealed_zip.py):
     program0.ir.json       the IR, as TVM writes it
     program0.so            the machine code, with the kernels and the virtual machine's program
 
-The seal finds damage and alterations; it is no signature. Nothing in a file is unpickled, but
+The seal finds damage and alterations; it is not a signature. Nothing in a file is unpickled, but
 machine code runs: load none from strangers.
 """
 
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str], device: str = "cpu") -> ConvertedModel | 
     with open(path, "rb") as file:
         if not _SEAL.check(file, path):
             raise FileFormatError(
-                f"{path} is no model of amp_ir, or damaged: it has no seal at its end; {_REMEDY}"
+                f"{path} is not a model of amp_ir, or damaged: it has no seal at its end; {_REMEDY}"
             )
         with _faults_named(path):
             description, weights, records = _read(file, path)

@@ -120,7 +120,7 @@ class Dataflow:
         return {one: value for one, value in self.values.items() if op_name(value) in names}
 
     def only_readers(self, name: str) -> dict[relax.Var, relax.Var]:
-        """For each variable with a single use, as first argument of this op: that op's variable."""
+        """Map a variable whose only use is as first argument of this op to that op's variable."""
         sources = {one: call.args[0] for one, call in self.calls(name).items()}
         return {source: one for one, source in sources.items() if self.uses[source] == 1}
 

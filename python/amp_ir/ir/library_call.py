@@ -2,7 +2,7 @@
 """Typed calls of native library functions: fields by name, and one order of their arguments.
 
 Dispatch makes a `LibraryMatmul`, `LibraryConvolution`, `LibraryAttention` or `LibraryRecurrence`
-and writes it. A pass behind it reads a call, replaces fields by `attrs.evolve` and writes it again.
+and writes it. A later pass reads a call, replaces fields by `attrs.evolve` and writes it again.
 What is written is `call_dps_packed(function, arguments)`. Only this file and C++ know the order of
 the arguments, which src/kernels/tensors/library_calls.h states.
 """

@@ -21,12 +21,12 @@ def check_rounding(rounding: str) -> None:
 
 
 def check_budget(memory_budget: Any) -> None:
-    """Refuse a budget that is no positive number of bytes; None is no budget."""
+    """Refuse a budget that is not a positive number of bytes; None is no limit."""
     is_number = isinstance(memory_budget, int) and not isinstance(memory_budget, bool)
     if memory_budget is not None and not (is_number and memory_budget > 0):
         raise OptionError(
-            f"memory_budget={memory_budget!r} is no number of bytes; expected a positive int, such "
-            "as 2 * 2**30 for 2 GiB, or None"
+            f"memory_budget={memory_budget!r} is not a number of bytes; expected a positive int, "
+            "such as 2 * 2**30 for 2 GiB, or None"
         )
 
 
@@ -47,7 +47,7 @@ def check_opt_level(opt_level: Any) -> None:
 
 
 def check_module(mod: Any, function: str) -> None:
-    """Refuse a module that is no StepModule; `function` is the caller's name for the message."""
+    """Refuse a module that is not a StepModule; `function` is the caller's name for the message."""
     if not isinstance(mod, StepModule):
         raise OptionError(
             f"{function} takes a StepModule and got {type(mod).__name__}; make one with "
@@ -56,9 +56,10 @@ def check_module(mod: Any, function: str) -> None:
 
 
 def check_limit(recompile_limit: Any) -> None:
-    """Refuse a limit that is no positive number of programs."""
+    """Refuse a limit that is not a positive number of programs."""
     is_number = isinstance(recompile_limit, int) and not isinstance(recompile_limit, bool)
     if not (is_number and recompile_limit > 0):
         raise OptionError(
-            f"recompile_limit={recompile_limit!r} is no number of programs; expected a positive int"
+            f"recompile_limit={recompile_limit!r} is not a number of programs; expected a "
+            "positive int"
         )

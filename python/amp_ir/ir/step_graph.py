@@ -25,7 +25,7 @@ VIEWS = frozenset(
     {"relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze", "relax.flatten"}
 )
 _ALIASES = (relax.Var, tvm.ir.GenericConst, relax.Tuple, relax.TupleGetItem)
-# A value id, a nested tuple of them, or an argument that is no tensor (a shape, a number).
+# A value id, a nested tuple of them, or an argument that is not a tensor (a shape, a number).
 Tree: TypeAlias = "int | tuple[Tree, ...] | relax.Expr"
 
 

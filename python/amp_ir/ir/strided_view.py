@@ -42,7 +42,7 @@ class StridedView:
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
+    """Return row-major strides in elements."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
@@ -81,7 +81,7 @@ def permutation(call: relax.Call) -> list[int]:
 def _reshape_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Strides of `wanted` over the same memory (as PyTorch's computeStride), or None."""
+    """Return strides of `wanted` in the same memory (PyTorch's computeStride), or None."""
     runs: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):
         if n == 1:

@@ -67,7 +67,7 @@ def cpu() -> CompileTarget:
     known = tvm.target.codegen.llvm_get_cpu_archlist(tvm.target.Target("llvm"))
     if host not in known:
         raise OptionError(
-            f"{CPU_VARIABLE}={host} is no CPU that LLVM knows; expected a name such as "
+            f"{CPU_VARIABLE}={host} is not a CPU that LLVM knows; expected a name such as "
             '"x86-64-v3", "haswell", "skylake-avx512" or "znver4", or no such variable for this '
             "machine's own"
         )
@@ -81,13 +81,13 @@ def cuda(arch: str | None = None) -> CompileTarget:
     older `allow_tf32`, which sets it.
 
     Raises:
-        OptionError: `arch` is no architecture, or an older one than sm_80.
+        OptionError: `arch` is not an architecture, or an older one than sm_80.
     """
     arch = arch or _present_arch() or DEFAULT_ARCH
     found = _ARCH.fullmatch(arch)
     if found is None or int(found[1]) < _OLDEST:
         raise OptionError(
-            f"target={arch!r} is no CUDA architecture that amp_ir compiles for; expected "
+            f"target={arch!r} is not a CUDA architecture that amp_ir compiles for; expected "
             f"sm_{_OLDEST} or newer, such as sm_80 (A100), sm_89 (L4, RTX 40) or sm_90 (H100, H200)"
         )
     # Not `.allow_tf32`: reading that is an error where `fp32_precision` was set.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `value[index]` and `let` do while the body of a loop value runs: set by its caller."""
+"""The context in which bodies of loop values run: what `value[index]` and `let` do there."""
 
 from __future__ import annotations
 

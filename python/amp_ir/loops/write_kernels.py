@@ -27,7 +27,7 @@ def write_kernels(
 
     Requires: calls of libraries are written.
     Ensures:  low precision exists only in memory, unless `is_strict`, which rounds every value.
-              With `disable_fusion` an op that is no view is a kernel of its own.
+              With `disable_fusion` an op that is not a view is a kernel of its own.
     """
     emitter = emitter_of(is_cuda=is_cuda)
     merge: ModuleType = cuda_launches if is_cuda else cpu_tasks

@@ -161,7 +161,7 @@ def _parts(node: Any) -> Sequence[Any]:
 
 
 def _is_function(node: Any) -> bool:
-    """Return whether it is a call such as exp; reinterpreting bits is no arithmetic."""
+    """Return whether it is a call such as exp; reinterpreting bits is not arithmetic."""
     if not isinstance(node, tvm.ir.Call) or not _is_float(node):
         return False
     name = getattr(node.op, "name", "")

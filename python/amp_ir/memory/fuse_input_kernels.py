@@ -21,7 +21,7 @@ class KernelMerger(Protocol):
     """Write the kernel of several calls that may run at once; the loops stage has one."""
 
     def most_parameters(self) -> int:
-        """Return how many parameters a merged kernel may have."""
+        """Return how many parameters a fused kernel may have."""
 
     def takes(self, function: tirx.PrimFunc) -> bool:
         """Return whether the kernel can be one of the merged."""

@@ -231,7 +231,7 @@ class _Chain:
         self.extended: dict[int, _Uses] = {}
 
     def add(self, call: Call) -> bool:
-        """Put a call behind what it reads; return whether everything it reads can be had."""
+        """Put a call after what it reads; return whether everything it reads can be had."""
         if any(call is one for one in self.calls):
             return True
         if call.symbol == EXTERNAL:

@@ -124,7 +124,7 @@ def library_text(call: LibraryCall, tensor_text: Callable[[relax.Expr], str]) ->
 
 
 def _is_transposed(view: Any) -> bool:
-    """Return whether the last two dims of a view stand in the other order in memory."""
+    """Return whether the last two dims of a view are in the other order in memory."""
     if not isinstance(view, StridedView) or len(view.strides) < 2:
         return False
     rows, columns = view.strides[-2:]

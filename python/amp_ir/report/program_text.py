@@ -3,9 +3,9 @@
 
     lv1   f32[6, 16]   matmul(batch0_low, lv, out_dtype=float32)    # forward 0, train.py:8
 
-Further results of a call stand below it, without an expression. After "loops", the indented lines
+Further results of a call follow it, without an expression. After "loops", the indented lines
 below a kernel's call are the ops that it computes, as they stood before fusion. After "memory",
-what a call writes stands behind `->`, and a value in the arena carries its offset in bytes:
+what a call writes follows `->`, and a value in the arena carries its offset in bytes:
 `lv3 f32[96] @11648` where it is written, `lv3 @11648` where it is read.
 """
 

@@ -257,7 +257,7 @@ def check_known(check: IndexCheck, ids: relax.Expr, bindings: Sequence[relax.Bin
 
 
 class _Guard:
-    """Write the checks, and the choice between old and new state, behind a step's bindings."""
+    """Write the checks, and the choice between old and new state, after a step's bindings."""
 
     def __init__(
         self,

@@ -180,7 +180,7 @@ def _may_share(call: relax.Call, name: str) -> bool:
 
 
 def _key_of(call: relax.Call, name: str) -> tuple[Any, ...] | None:
-    """Return the key of equal calls; None where an argument is no variable, shape or scalar."""
+    """Return the key of equal calls; None where an argument is not a variable, shape or scalar."""
     parts: list[Any] = [name, str(call.attrs)]
     for argument in call.args[:]:
         if isinstance(argument, relax.Var):

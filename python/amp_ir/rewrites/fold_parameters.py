@@ -107,7 +107,7 @@ class _Folder:
             kept -= wrong
 
     def is_worth_it(self, variable: relax.Var, border: set[relax.Var]) -> bool:
-        """Return whether a value is no view and takes no memory beside what else is read."""
+        """Return whether a value is not a view and takes no memory beside what else is read."""
         call = self.flow.values[variable]
         if op_name(call) in _VIEWS:
             return False
@@ -188,7 +188,7 @@ class _Folder:
         ir = self.flow.finish(bindings, replaced(self.flow.result, now))
         used = set(Dataflow(ir).uses)
         at = {one: position for position, one in enumerate(self.specs)}
-        # A stored value stands where the first of its sources did.
+        # A stored value takes the place of the first of its sources.
         inputs = [
             (at[one], one, spec)
             for one, spec in self.specs.items()

@@ -81,7 +81,7 @@ class _SlicedLoss:
         return self.shape[:-1]
 
     def beside(self, leads: bool) -> list[int]:
-        """Return the dropped rows before or behind the slice, by the dims they are counted in."""
+        """Return the dropped rows before or after the slice, by the dims they are counted in."""
         count = self.first if leads else self.rows[self.axis] - self.last
         return [count if k == self.axis else n for k, n in enumerate(self.rows)]
 
@@ -103,11 +103,11 @@ class _Rewriter:
                 readers.setdefault(binding.value.args[0], []).append(binding.var)
         for binding in self.flow.bindings:
             pad = _as_pad(binding.value, self.values)
-            found = None if pad is None else self._behind(binding.var, *pad, readers)
+            found = None if pad is None else self._after_pad(binding.var, *pad, readers)
             if found is not None:
                 yield found
 
-    def _behind(
+    def _after_pad(
         self,
         padded: relax.Var,
         inner: relax.Expr,

@@ -69,13 +69,13 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
         the entries of the file without an object here, by name.
 
     Raises:
-        FileFormatError: the file is damaged, is of a newer format, or is no checkpoint.
+        FileFormatError: the file is damaged, is of a newer format, or is not a checkpoint.
         StateError: the file does not fit the objects; the message lists everything.
         OSError: the file cannot be read.
     """
     states = read_states(path)
     if RANDOM not in states:
-        raise FileFormatError(f"{path} is no checkpoint: it has no entry for the random state")
+        raise FileFormatError(f"{path} is not a checkpoint: it has no entry for the random state")
     kinds = (states.pop(ENTRY, None) or {}).get("kinds", {})
     _refuse(_name_errors(states, parts))
     loaded = [one for name, part in parts.items() for one in _parts(name, part, states, kinds)]

@@ -64,7 +64,9 @@ def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
             ) from error
     if not isinstance(states, dict):
         found = type(states).__name__
-        raise FileFormatError(f"{path} is no checkpoint: it holds a {found}, expected a dictionary")
+        raise FileFormatError(
+            f"{path} is not a checkpoint: it holds a {found}, expected a dictionary"
+        )
     return states
 
 
@@ -80,8 +82,8 @@ def _check_unsealed(file: BinaryIO, path: str | os.PathLike[str]) -> None:
             had_seal = any([_has_mark(archive, name) for name in names])
     except Exception as error:  # any, for damage reaches every part of the reader
         raise FileFormatError(
-            f"{path} is no checkpoint, or damaged: it has no seal of amp_ir, and as a zip file it "
-            f"cannot be read: {error or type(error).__name__}; {_REMEDY}"
+            f"{path} is not a checkpoint, or damaged: it has no seal of amp_ir, and as a zip file "
+            f"it cannot be read: {error or type(error).__name__}; {_REMEDY}"
         ) from error
     if had_seal or len(set(names)) != len(names):
         reason = "its seal is missing" if had_seal else "it has entries of the same name"

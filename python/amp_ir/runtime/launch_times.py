@@ -15,7 +15,7 @@ from amp_ir.runtime.call_times import StepTimes, check_seen
 from amp_ir.runtime.profile import check_counts, time_program
 from amp_ir.runtime.program import Program
 
-# The GPU is kept busy while a step is handed to it: then its calls lie in the queue one after
+# The GPU is kept busy while a step is handed to it: then its calls are in the queue one after
 # another, and the time between two events is a call's own and not the host's.
 _LEAD = 2.0
 _MOST_LEAD_SECONDS = 0.1

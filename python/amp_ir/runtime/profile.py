@@ -28,7 +28,7 @@ def time_program(
     is False.
 
     Raises:
-        OptionError: `number` or `repeat` is below 1, or `warmup` below 0, or one is no integer.
+        OptionError: `number` or `repeat` is below 1, or `warmup` below 0, or one is not an integer.
     """
     check_counts(("warmup", warmup, 0), ("number", number, 1), ("repeat", repeat, 1))
     for _ in range(warmup):

@@ -82,7 +82,7 @@ class Program:
 
         Raises:
             StateError: a tensor has another shape or dtype than the program, or is not dense; or
-                a hyper-parameter is no number any more.
+                a hyper-parameter is no longer a number.
         """
         for one in self._inputs:
             if one.source is not None:

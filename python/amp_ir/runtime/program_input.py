@@ -108,7 +108,7 @@ class ProgramInput:
             )
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             raise StateError(
-                f"{self.spec.role.value} {self.spec.name} is at an address that is no multiple "
+                f"{self.spec.role.value} {self.spec.name} is at an address that is not a multiple "
                 f"of {ALIGNMENT_BYTES} bytes, as a slice of another tensor does; give it memory of "
                 "its own before the capture: tensor.data = tensor.data.clone()"
             )

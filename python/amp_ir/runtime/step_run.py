@@ -71,7 +71,7 @@ class StepRun:
         """Call main(*arguments) and return `finish()`, which must be safe to call again.
 
         Raises:
-            StepFailedError: a call failed. An exception that is no Exception, such as
+            StepFailedError: a call failed. An exception that is not an Exception, such as
                 KeyboardInterrupt, passes through: if `main` was done by then, `finish` is, too.
         """
         ticket = next(_tickets)

@@ -87,7 +87,7 @@ struct Api {
   Status (*preference_set)(Preference, int32_t attribute, const void* value, size_t nbytes);
   Status (*heuristic)(Handle, MatmulDesc, Layout a, Layout b, Layout c, Layout d, Preference,
                       int requested, HeuristicResult* results, int* returned);
-  // d = epilogue(alpha op(a) op(b) + beta c + bias); alpha and beta lie on the host.
+  // d = epilogue(alpha op(a) op(b) + beta c + bias); alpha and beta are on the host.
   Status (*matmul)(Handle, MatmulDesc, const void* alpha, const void* a, Layout, const void* b,
                    Layout, const void* beta, const void* c, Layout, void* d, Layout,
                    const Algorithm*, void* workspace, size_t workspace_nbytes, Stream);

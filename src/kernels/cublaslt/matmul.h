@@ -18,8 +18,8 @@ struct MatmulCall {
   bool allow_tf32;  // float32 operands may be rounded to 11 significant bits
 };
 
-// How many launches the call takes: 1, or more where the batch dims of the three do not lie behind
-// each other in memory; 0 where cuBLASLt has no form for it, with the reason in `why`. Needs no
+// How many launches the call takes: 1, or more where the batch dims of the three are not
+// adjacent in memory; 0 where cuBLASLt has no form for it, with the reason in `why`. Needs no
 // cuBLASLt and no memory.
 int64_t CountLaunches(const MatmulCall& call, std::string* why);
 

@@ -293,7 +293,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("amp_ir.onednn.conv_backward_input", Counted<ConvBackwardInput>::Call)
       .def("amp_ir.onednn.conv_backward_weight", Counted<ConvBackwardWeight>::Call)
       .def_packed("amp_ir.onednn.scratch_nbytes", amp_ir::WorkspaceNbytes)
-      .def_packed("amp_ir.onednn.kept_nbytes", amp_ir::KeptNbytes)
+      .def_packed("amp_ir.onednn.kept_nbytes", amp_ir::PersistentNbytes)
       .def_packed("amp_ir.onednn.with_scratch", amp_ir::CallWithWorkspace)
       .def("amp_ir.onednn.implementations", Implementations)
       .def("amp_ir.onednn.clear_cache",

@@ -293,13 +293,13 @@ class PlanBuilder {
       PrimitiveDesc pd = PrimitiveFor(LayoutOf(a), LayoutOf(b), out.view);
       while (pd && !IsGemm(pd) && pd.next_impl()) continue;
       if (pd && IsGemm(pd)) {
-        plan_->CountKept((out.view.dims[0] + out.view.dims[1]) * kGemmBytesPerExtent);
+        plan_->CountPersistent((out.view.dims[0] + out.view.dims[1]) * kGemmBytesPerExtent);
         return AddMatmul(pd, a.id, b.id, out.id);
       }
     }
     PrimitiveDesc pd = PrimitiveFor(LayoutOf(a), LayoutOf(b), out.view);
     if (!IsUsable(pd)) return false;
-    if (IsGemm(pd)) plan_->CountKept(KeptByPanels(out.view));
+    if (IsGemm(pd)) plan_->CountPersistent(KeptByPanels(out.view));
     return AddMatmul(pd, a.id, b.id, out.id);
   }
 

@@ -129,7 +129,7 @@ void Plan::AddReorder(Id from, Id to) {
 }
 
 void Plan::Run(const std::vector<void*>& arguments) const {
-  WithWorkspace(workspace_nbytes_, kept_nbytes_,
+  WithWorkspace(workspace_nbytes_, persistent_nbytes_,
                 [&](char* workspace) { RunSteps(arguments, workspace); });
 }
 
@@ -165,8 +165,9 @@ void Plan::RunSteps(const std::vector<void*>& arguments, char* workspace) const 
   }
 }
 
-void WithWorkspace(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body) {
-  if (auto* query = WorkspaceQuery::Current()) return query->Note(nbytes, kept_nbytes);
+void WithWorkspace(size_t nbytes, size_t persistent_nbytes,
+                   const std::function<void(char*)>& body) {
+  if (auto* query = WorkspaceQuery::Current()) return query->Note(nbytes, persistent_nbytes);
   thread_local ThreadWorkspace thread_workspace;
   // The caller's workspace is too small after a change of the number of threads.
   const Workspace provided = CallerWorkspace::Current();

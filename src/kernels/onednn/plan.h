@@ -52,7 +52,7 @@ class Plan {
   Id AddTemporary(const dnnl::memory::desc& desc);
   // Bytes that a primitive takes from the system itself. The C library keeps them for the next
   // call.
-  void CountKept(size_t nbytes) { kept_nbytes_ += nbytes; }
+  void CountPersistent(size_t nbytes) { persistent_nbytes_ += nbytes; }
 
   // `primitive`'s own scratchpad is taken from ours (user mode), so that its bytes are counted and
   // bounded with the rest; oneDNN's library mode keeps a buffer of its own a thread for good.
@@ -90,7 +90,7 @@ class Plan {
   std::vector<Buffer> buffers_;
   std::vector<Step> steps_;
   size_t workspace_nbytes_ = 0;
-  size_t kept_nbytes_ = 0;
+  size_t persistent_nbytes_ = 0;
   std::string implementation_;
 };
 
@@ -106,7 +106,7 @@ std::shared_ptr<const Plan> CachedPlan(const PlanKey& key,
 
 // Runs `body` with so many bytes of workspace, 64-byte aligned: the caller's where that is enough,
 // else this thread's own. Under a WorkspaceQuery, records the bytes instead.
-void WithWorkspace(size_t nbytes, size_t kept_nbytes, const std::function<void(char*)>& body);
+void WithWorkspace(size_t nbytes, size_t persistent_nbytes, const std::function<void(char*)>& body);
 
 std::vector<std::string> CachedImplementations();
 void ClearCachedPlans();

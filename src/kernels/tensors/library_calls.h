@@ -2,7 +2,7 @@
 #ifndef AMP_IR_KERNELS_LIBRARY_CALLS_H_
 #define AMP_IR_KERNELS_LIBRARY_CALLS_H_
 
-// The order of the arguments of amp_ir.<library>.<function>, and of the results behind them, which
+// The order of the arguments of amp_ir.<library>.<function>, and of the results after them, which
 // the caller provides. Python writes them in python/amp_ir/ir/library_call.py; a test compares the
 // two, and these names with those of the parameters.
 //

@@ -34,7 +34,7 @@ class CallerWorkspace {
 };
 
 // While it lives, calls of this thread compute nothing; it records the workspace bytes that the
-// largest needs, and the bytes that one takes from the system itself and that stay the process's.
+// largest needs, and its persistent bytes: those that a library allocates itself and never frees.
 class WorkspaceQuery {
  public:
   WorkspaceQuery() : outer_(current_) { current_ = this; }
@@ -42,42 +42,42 @@ class WorkspaceQuery {
   WorkspaceQuery(const WorkspaceQuery&) = delete;
   WorkspaceQuery& operator=(const WorkspaceQuery&) = delete;
   size_t nbytes() const { return nbytes_; }
-  size_t kept_nbytes() const { return kept_nbytes_; }
-  void Note(size_t nbytes, size_t kept_nbytes = 0) {
+  size_t persistent_nbytes() const { return persistent_nbytes_; }
+  void Note(size_t nbytes, size_t persistent_nbytes = 0) {
     nbytes_ = std::max(nbytes_, nbytes);
-    kept_nbytes_ = std::max(kept_nbytes_, kept_nbytes);
+    persistent_nbytes_ = std::max(persistent_nbytes_, persistent_nbytes);
   }
-  // Who asks on this thread; null: nobody, so compute.
+  // The query of this thread; null where calls compute.
   static WorkspaceQuery* Current() { return current_; }
 
  private:
   WorkspaceQuery* outer_;
-  size_t nbytes_ = 0, kept_nbytes_ = 0;
+  size_t nbytes_ = 0, persistent_nbytes_ = 0;
   static inline thread_local WorkspaceQuery* current_ = nullptr;
 };
 
 struct MemoryNeed {
-  size_t nbytes, kept_nbytes;
+  size_t nbytes, persistent_nbytes;
 };
 
 // Returns what the call of (name, arguments...) needs. It computes nothing and reads no tensor's
 // contents.
-inline MemoryNeed AskForNeed(tvm::ffi::PackedArgs args) {
+inline MemoryNeed QueryNeed(tvm::ffi::PackedArgs args) {
   const auto call = tvm::ffi::Function::GetGlobalRequired(args[0].cast<tvm::ffi::String>());
   WorkspaceQuery query;
   tvm::ffi::Any nothing;
   call.CallPacked(args.Slice(1), &nothing);
-  return {query.nbytes(), query.kept_nbytes()};
+  return {query.nbytes(), query.persistent_nbytes()};
 }
 
 // (name, arguments...) -> bytes of workspace that the call needs.
 inline void WorkspaceNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
-  *result = static_cast<int64_t>(AskForNeed(args).nbytes);
+  *result = static_cast<int64_t>(QueryNeed(args).nbytes);
 }
 
-// (name, arguments...) -> the bytes that it takes from the system itself, and that stay taken.
-inline void KeptNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
-  *result = static_cast<int64_t>(AskForNeed(args).kept_nbytes);
+// (name, arguments...) -> the bytes that the call's library allocates itself and never frees.
+inline void PersistentNbytes(tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {
+  *result = static_cast<int64_t>(QueryNeed(args).persistent_nbytes);
 }
 
 // (name, workspace: uint8[n], arguments...): the call with `workspace` as its workspace.

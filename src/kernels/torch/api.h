@@ -61,7 +61,7 @@ struct Api {
 
   int32_t device_type;
   bool is_cuda;
-  // Of a stand-in for tests only: "CUDA" tensors lie in this process's own memory.
+  // Of a stand-in for tests only: "CUDA" tensors are in this process's own memory.
   bool is_on_host;
 };
 

@@ -33,10 +33,10 @@ bool IsFast(const Place& place, DLDataType dtype) {
   return IsBfloat16(dtype) && has_fast_bfloat16.load(std::memory_order_relaxed);
 }
 
-// Whether two operands are computed with as they are. On CUDA a float32 result of low operands is
-// computed low and widened: cuDNN sums in float32 and PyTorch has no such output, so the result is
-// rounded once, as under PyTorch's autocast; in float32 it would be 8 to 16 times as slow. On a CPU
-// it is computed in float32.
+// Whether PyTorch computes with two operands as they are. On CUDA a float32 result of low operands
+// is computed low and widened: cuDNN sums in float32 and PyTorch has no such output, so the result
+// is rounded once, as under PyTorch's autocast; in float32 it would be 8 to 16 times as slow. On a
+// CPU it is computed in float32.
 bool IsNative(const Place& place, const StridedTensor& a, const StridedTensor& b,
               const StridedTensor& out) {
   if (!SameDtype(a.dtype, b.dtype) || !IsFast(place, a.dtype)) return false;
@@ -191,9 +191,10 @@ void Matmul(const Place& place, const StridedTensor& a, const StridedTensor& b,
   Tensor(place, out).CopyFrom(full);
 }
 
-// The result is copied once: PyTorch's C interface has no convolution that writes where it is told.
-// Its dispatcher has one, cudnn_convolution.out, for the forward pass alone; it would leave to us
-// what aten::convolution decides, the backend and cuDNN's benchmark, deterministic and TF32 flags.
+// The result is copied once: PyTorch's C interface has no convolution that writes to a given
+// output. Its dispatcher has one, cudnn_convolution.out, for the forward pass alone; it would leave
+// to us what aten::convolution decides, the backend and cuDNN's benchmark, deterministic and TF32
+// flags.
 void Convolve(const Place& place, const StridedTensor& x, const StridedTensor& w,
               const StridedTensor& y, const Convolution& convolution) {
   const bool native = IsNative(place, x, w, y);

@@ -198,7 +198,7 @@ void RegisterCpu() {
   tvm::ffi::reflection::GlobalDef functions;
   functions.def("amp_ir.torch.set_fast_bfloat16", torch::SetFastBfloat16)
       .def_packed("amp_ir.torch.scratch_nbytes", amp_ir::WorkspaceNbytes)
-      .def_packed("amp_ir.torch.kept_nbytes", amp_ir::KeptNbytes)
+      .def_packed("amp_ir.torch.kept_nbytes", amp_ir::PersistentNbytes)
       .def_packed("amp_ir.torch.with_scratch", amp_ir::CallWithWorkspace);
   if (api->mm != nullptr && api->bmm != nullptr) {
     functions.def("amp_ir.torch.matmul", Counted<Functions<Cpu>::Matmul>::Call);

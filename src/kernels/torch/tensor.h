@@ -46,7 +46,7 @@ inline size_t CopyNbytes(const StridedTensor& like) {
   return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// The memory of a call's dense float32 copies, one behind the other in what the caller provides
+// The memory of a call's dense float32 copies, one after the other in what the caller provides
 // where that holds all `nbytes` of them; else each is PyTorch's.
 class CopyMemory {
  public:

@@ -3,7 +3,7 @@
 
 The oracle is the program in float64. How far PyTorch's own run in the program's precision is from
 it, and how far the oracle moves when its parameters and batch are rounded otherwise, say what an
-error of ours may be: rounding in another order is no bug, and a program may magnify it.
+error of ours may be: rounding in another order is not a bug, and a program may magnify it.
 """
 
 from __future__ import annotations

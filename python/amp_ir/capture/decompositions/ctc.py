@@ -62,7 +62,7 @@ def _ctc_loss_backward(
 
 
 def _shape_of_table(log_probs: torch.Tensor, targets: torch.Tensor) -> tuple[int, int, int]:
-    """Return the largest shape: no target is longer than all of those that lie in a row."""
+    """Return the largest shape: no target is longer than all of those that are concatenated."""
     time, batch, _ = log_probs.shape
     return batch, time, 2 * targets.shape[-1] + 1
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed sequences during a capture: padded rows beside their lengths, which stay data.
 
-PyTorch packs the rows of all sequences one behind the other, so that shapes depend on the lengths.
+PyTorch packs the rows of all sequences one after the other, so that shapes depend on the lengths.
 Here `pack_padded_sequence` keeps the padded tensor, recurrent layers run over all of its steps
 (recurrent_layers.py), and `pad_packed_sequence` fills what is past the end of each sequence. The
 tensors of the user's PackedSequence are stand-ins, which only PyTorch's own functions may read: all
@@ -208,7 +208,7 @@ class _Order(PackedPart):
 
 
 def invert_permutation(permutation: Any) -> Any:
-    """Return the inverse of an order; for what is no stand-in, by PyTorch's own function."""
+    """Return the inverse of an order; for what is not a stand-in, by PyTorch's own function."""
     return permutation if isinstance(permutation, _Order) else _invert_permutation(permutation)
 
 
@@ -246,7 +246,7 @@ class PackingFunctions:
             checked = _require(
                 checked, lengths[:-1] - lengths[1:], 0, steps,
                 "pack_padded_sequence takes lengths in decreasing order, or enforce_sorted=False: "
-                "a length less the one behind it must be 0 or more",
+                "a length less the next one must be 0 or more",
             )  # fmt: skip
         self._in_any_order = None
         sizes: _BatchSizes = PackedPart.stand_in(_BatchSizes, torch.int64, "cpu")

@@ -36,7 +36,7 @@ class FollowedNumber:
         """Return the current value.
 
         Raises:
-            StateError: there is no number any more.
+            StateError: there is no longer a number.
         """
         now = self.place.now()
         if not is_number(now) and not isinstance(now, float):

@@ -73,7 +73,7 @@ def _distinct(dictionaries: Iterable[Dictionary]) -> list[Dictionary]:
 def counts_every_store(version: Callable[[Dictionary], int]) -> bool:
     """Return whether stores to an object's attributes give its dictionary another version.
 
-    In Python 3.13 they do not: the values lie in the object, and only what is written through the
+    In Python 3.13 they do not: the values are in the object, and only what is written through the
     dictionary is counted.
     """
 

@@ -26,24 +26,24 @@ class ModuleMethods:
     lookup: Callable[..., Any]
 
     @classmethod
-    def now(cls) -> ModuleMethods:
+    def current(cls) -> ModuleMethods:
         """Return the current methods."""
         return cls(torch.nn.Module.__call__, torch.nn.Module.__getattr__)
 
     def patch_call(self, restores: Restores) -> None:
         """Let modules be called by PyTorch's own method inside of a trace."""
-        patch(restores, torch.nn.Module, "__call__", _distinct(self.call))
+        patch(restores, torch.nn.Module, "__call__", _forwarding(self.call))
 
     def patch_lookup(self, restores: Restores) -> None:
         """Let attributes be found by PyTorch's own method inside of a trace."""
-        patch(restores, torch.nn.Module, "__getattr__", _distinct(self.lookup))
+        patch(restores, torch.nn.Module, "__getattr__", _forwarding(self.lookup))
 
 
-def _distinct(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return another function that does the same.
+def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a new function that calls `method`.
 
-    `patch` restores what it finds to be its replacement. After an interrupt it may come to that
-    when torch.fx has put the method itself back already, which must then stay.
+    `patch` restores an attribute only where it finds its own replacement. After an interrupt,
+    torch.fx may have restored the method itself already, which must then stay.
     """
 
     @functools.wraps(method)

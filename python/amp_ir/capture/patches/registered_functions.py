@@ -9,7 +9,7 @@ from amp_ir.capture.patches.restores import Restores
 from amp_ir.capture.patches.thread_patches import here, patch
 from amp_ir.ir.annotations import Registration
 
-# The attribute by which a guard knows what stands there outside of a capture.
+# The attribute by which a guard knows what is there outside of a capture.
 REPLACES = "__amp_ir_replaces__"
 
 

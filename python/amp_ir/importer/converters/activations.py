@@ -79,7 +79,7 @@ def threshold(ops: Emitter, x: relax.Expr, bound: Operand, value: Operand) -> re
 
 @converts(aten.gelu.default)
 def gelu(ops: Emitter, x: relax.Expr, *, approximate: str = "none") -> relax.Expr:
-    """x times the normal distribution function of x, exact or by tanh."""
+    """Return x times the normal distribution function of x, exact or by tanh."""
     return ops.emit(relax.op.nn.gelu_tanh(x) if approximate == "tanh" else relax.op.nn.gelu(x))
 
 
@@ -93,7 +93,7 @@ def gelu_backward(
 
 @converts(aten.silu.default)
 def silu(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return ops.emit(relax.op.nn.silu(x))
 
 
@@ -115,7 +115,7 @@ def leaky_relu_backward(
 def elu(
     ops: Emitter, x: relax.Expr, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1
 ) -> relax.Expr:
-    """scale * x where positive, else scale * alpha * (exp(input_scale * x) - 1)."""
+    """Return scale * x where positive, else scale * alpha * (exp(input_scale * x) - 1)."""
     return gradient(
         ops,
         "amp_ir.elu",
@@ -151,7 +151,7 @@ def elu_backward(
 
 @converts(aten.celu.default)
 def celu(ops: Emitter, x: relax.Expr, alpha: Scalar = 1.0) -> relax.Expr:
-    """elu with input_scale = 1 / alpha."""
+    """Return elu with input_scale = 1 / alpha."""
     return gradient(
         ops, "amp_ir.elu", x, alpha=float(alpha), scale=1.0, input_scale=1.0 / float(alpha)
     )
@@ -159,7 +159,7 @@ def celu(ops: Emitter, x: relax.Expr, alpha: Scalar = 1.0) -> relax.Expr:
 
 @converts(aten.softplus.default)
 def softplus(ops: Emitter, x: relax.Expr, beta: Scalar = 1, threshold: Scalar = 20) -> relax.Expr:
-    """log(1 + exp(beta * x)) / beta; x where beta * x is above the threshold."""
+    """Return log(1 + exp(beta * x)) / beta; x where beta * x is above the threshold."""
     return gradient(ops, "amp_ir.softplus", x, beta=float(beta), threshold=float(threshold))
 
 
@@ -175,14 +175,14 @@ def softplus_backward(
 
 @converts(aten.log_sigmoid_forward.default)
 def log_sigmoid_forward(ops: Emitter, x: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
-    """(log(sigmoid(x)), a buffer that our backward op does not need)."""
+    """Return (log(sigmoid(x)), a buffer that our backward op does not need)."""
     y = ops.call("amp_ir.log_sigmoid", x)
     return y, ops.full(ops.result[1].shape, 0, dtype_of(x))
 
 
 @converts(aten.log_sigmoid.default)
 def log_sigmoid(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """log(sigmoid(x))."""
+    """Return log(sigmoid(x))."""
     return gradient(ops, "amp_ir.log_sigmoid", x)
 
 
@@ -225,7 +225,7 @@ def hardsigmoid(ops: Emitter, x: relax.Expr) -> relax.Expr:
 
 @converts(aten.hardswish.default)
 def hardswish(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """x * hardsigmoid(x)."""
+    """Return x * hardsigmoid(x)."""
     gate = _gate(ops, x)
     product = ops.multiply(ops.cast(x, dtype_of(gate)), gate)
     return ops.cast(ops.divide(product, 6.0), ops.dtype)

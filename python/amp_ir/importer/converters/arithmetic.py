@@ -18,19 +18,19 @@ aten = torch.ops.aten
 
 @converts(aten.add.Tensor, aten.add.Scalar)
 def add(ops: Emitter, x: Operand, y: Operand, alpha: Operand = 1) -> relax.Expr:
-    """x + alpha * y."""
+    """Return x + alpha * y."""
     return _scaled_sum(ops, ops.add, x, y, alpha)
 
 
 @converts(aten.sub.Tensor, aten.sub.Scalar)
 def subtract(ops: Emitter, x: Operand, y: Operand, alpha: Operand = 1) -> relax.Expr:
-    """x - alpha * y."""
+    """Return x - alpha * y."""
     return _scaled_sum(ops, ops.subtract, x, y, alpha)
 
 
 @converts(aten.rsub.Tensor, aten.rsub.Scalar)
 def reverse_subtract(ops: Emitter, x: Operand, y: Operand, alpha: Operand = 1) -> relax.Expr:
-    """y - alpha * x."""
+    """Return y - alpha * x."""
     return _scaled_sum(ops, ops.subtract, y, x, alpha)
 
 
@@ -55,7 +55,7 @@ def _scaled_sum(
 
 @converts(aten.mul.Tensor, aten.mul.Scalar)
 def multiply(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
-    """x * y; on bool, "and"."""
+    """Return x * y; on bool, "and"."""
     if ops.dtype == "bool":
         return ops.emit(relax.op.logical_and(ops.cast(x, "bool"), ops.cast(y, "bool")))
     return ops.multiply(x, y)
@@ -93,21 +93,21 @@ def floor_divide(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
 
 @converts(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
-    """x modulo y, with the sign of y."""
+    """Return x modulo y, with the sign of y."""
     dtype = ops.dtype
     return ops.emit(relax.op.floor_mod(ops.cast(x, dtype), ops.cast(y, dtype)))
 
 
 @converts(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(ops: Emitter, x: Operand, y: Operand) -> relax.Expr:
-    """x modulo y, with the sign of x."""
+    """Return x modulo y, with the sign of x."""
     dtype = ops.dtype
     return ops.emit(relax.op.mod(ops.cast(x, dtype), ops.cast(y, dtype)))
 
 
 @converts(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def power(ops: Emitter, x: Operand, exponent: Operand) -> relax.Expr:
-    """x ** exponent, element by element."""
+    """Return x ** exponent, element by element."""
     return ops.binary(relax.op.power, x, exponent)
 
 
@@ -134,13 +134,13 @@ def power_scalar(ops: Emitter, x: relax.Expr, exponent: Operand) -> relax.Expr:
 
 @converts(aten.square.default)
 def square(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """x * x."""
+    """Return x * x."""
     return ops.multiply(x, x)
 
 
 @converts(aten.reciprocal.default)
 def reciprocal(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """1 / x."""
+    """Return 1 / x."""
     return ops.divide(1.0, ops.cast(x, ops.dtype))
 
 
@@ -162,7 +162,7 @@ def _scaled_log(ops: Emitter, x: relax.Expr, scale: float) -> relax.Expr:
 
 @converts(aten.exp2.default)
 def exp2(ops: Emitter, x: relax.Expr) -> relax.Expr:
-    """2 to the power x."""
+    """Return 2 to the power x."""
     return ops.binary(relax.op.power, ops.constant(2.0, ops.dtype), ops.cast(x, ops.dtype))
 
 

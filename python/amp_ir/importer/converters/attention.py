@@ -57,7 +57,7 @@ def attention_backward(
     is_causal: bool,
     scale: float | None = None,
 ) -> tuple[relax.Expr, ...]:
-    """(dq, dk, dv), with the dropout mask of the forward op."""
+    """Return (dq, dk, dv), with the dropout mask of the forward op."""
     drawn = ops.random_state if dropout_p > 0 else None
     if dropout_p > 0 and lse not in ops.dropout_index_of:
         ops.reject("its dropout belongs to no attention of this step")

@@ -29,7 +29,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Sequence[relax.Expr]:
-    """(y, save_mean, save_rstd, new running mean, new running variance)."""
+    """Return (y, save_mean, save_rstd, new running mean, new running variance)."""
     if not training:
         inference = _batch_norm_inference(ops, x, weight, bias, running_mean, running_var, eps)
         return [*inference, running_mean, running_var]

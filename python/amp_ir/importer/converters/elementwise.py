@@ -331,7 +331,7 @@ def _classify(ops: Emitter, op: RelaxUnary, x: relax.Expr, *, of_integer: bool) 
 def same(
     ops: Emitter, x: relax.Expr, *, memory_format: torch.memory_format | None = None
 ) -> relax.Expr:
-    """x: values have no layout or identity in the IR."""
+    """Return x: values have no layout or identity in the IR."""
     return x
 
 

@@ -217,15 +217,15 @@ class Emitter:
         return self.emit(op(self.cast(x, dtype), self.cast(y, dtype)))
 
     def add(self, x: Operand, y: Operand) -> relax.Expr:
-        """x + y."""
+        """Return x + y."""
         return self.binary(relax.op.add, x, y)
 
     def subtract(self, x: Operand, y: Operand) -> relax.Expr:
-        """x - y."""
+        """Return x - y."""
         return self.binary(relax.op.subtract, x, y)
 
     def multiply(self, x: Operand, y: Operand) -> relax.Expr:
-        """x * y."""
+        """Return x * y."""
         return self._scale(relax.op.multiply, x, y)
 
     def divide(self, x: Operand, y: Operand) -> relax.Expr:
@@ -235,7 +235,7 @@ class Emitter:
         return self._scale(relax.op.divide, x, y)
 
     def where(self, condition: relax.Expr, x: Operand, y: Operand) -> relax.Var:
-        """x where the condition holds, else y."""
+        """Return x where the condition holds, else y."""
         dtype = promoted_dtype(x, y)
         return self.emit(
             relax.op.where(self.cast(condition, "bool"), self.cast(x, dtype), self.cast(y, dtype))
@@ -278,7 +278,7 @@ class Emitter:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """TVM's name of a torch dtype.
+    """Return TVM's name of a torch dtype.
 
     Raises:
         ConversionError: amp_ir has no such dtype (complex, quantized, 8-bit floats).

@@ -33,7 +33,7 @@ def dot(ops: Emitter, a: relax.Expr, b: relax.Expr) -> relax.Expr:
 def linear(
     ops: Emitter, x: relax.Expr, weight: relax.Expr, bias: relax.Expr | None = None
 ) -> relax.Expr:
-    """x @ weight.T + bias."""
+    """Return x @ weight.T + bias."""
     product = ops.emit(relax.op.matmul(x, ops.permute(weight, [1, 0])))
     return product if bias is None else ops.add(product, bias)
 

@@ -74,7 +74,7 @@ def layer_norm(
     bias: MaybeTensor,
     eps: float,
 ) -> Sequence[relax.Expr]:
-    """(y, mean, rstd)."""
+    """Return (y, mean, rstd)."""
     ndim = len(normalized_shape)
     return _norm(ops, "amp_ir.layer_norm", x, weight, bias, ndim_normalized=ndim, eps=eps)
 
@@ -91,7 +91,7 @@ def layer_norm_backward(
     bias: MaybeTensor,
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
-    """(dx, dweight, dbias)."""
+    """Return (dx, dweight, dbias)."""
     tensors, ndim = (grad, x, mean, rstd), len(normalized_shape)
     return _norm_backward(ops, "amp_ir.layer_norm", tensors, weight, mask, ndim_normalized=ndim)
 
@@ -130,7 +130,7 @@ def rms_norm_backward(
     weight: MaybeTensor,
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
-    """(dx, dweight)."""
+    """Return (dx, dweight)."""
     tensors, ndim = (grad, x, rstd), len(normalized_shape)
     return _norm_backward(ops, "amp_ir.rms_norm", tensors, weight, mask, ndim_normalized=ndim)
 
@@ -147,7 +147,7 @@ def group_norm(
     groups: int,
     eps: float,
 ) -> Sequence[relax.Expr]:
-    """(y, mean, rstd)."""
+    """Return (y, mean, rstd)."""
     return _norm(ops, "amp_ir.group_norm", x, weight, bias, groups=groups, eps=eps)
 
 
@@ -165,7 +165,7 @@ def group_norm_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[MaybeTensor, ...]:
-    """(dx, dweight, dbias)."""
+    """Return (dx, dweight, dbias)."""
     tensors = (grad, x, mean, rstd)
     return _norm_backward(ops, "amp_ir.group_norm", tensors, weight, mask, groups=groups)
 
@@ -179,7 +179,7 @@ def weight_norm_backward(
     norms: relax.Expr,
     dim: int,
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(ddirection, dmagnitude) of weight = magnitude * direction / norms (Salimans 2016)."""
+    """Return (ddirection, dmagnitude) of weight = magnitude * direction / norms (Salimans 2016)."""
     axes = [axis for axis in range(len(shape_of(direction))) if axis != dim]
     norms = ops.cast(norms, dtype_of(grad))
     along = ops.emit(relax.op.sum(ops.multiply(grad, direction), axes, True))

@@ -85,7 +85,7 @@ def normal(
 def bernoulli_with(
     ops: Emitter, _x: relax.Expr, p: Operand = 0.5, *, generator: None = None
 ) -> relax.Expr:
-    """1 with probability p, else 0."""
+    """Return 1 with probability p, else 0."""
     return ops.cast(ops.binary(relax.op.less, uniform_numbers(ops, "float32"), p), ops.dtype)
 
 
@@ -108,19 +108,19 @@ def exponential(
 
 @converts(aten.randint.default)
 def randint(ops: Emitter, high: int, _size: Any, **_options: Any) -> relax.Expr:
-    """Integers in [0, high)."""
+    """Draw integers in [0, high)."""
     return _integers(ops, 0, high)
 
 
 @converts(aten.randint.low)
 def randint_low(ops: Emitter, low: int, high: int, _size: Any, **_options: Any) -> relax.Expr:
-    """Integers in [low, high)."""
+    """Draw integers in [low, high)."""
     return _integers(ops, low, high)
 
 
 @converts(aten.randint_like.default)
 def randint_like(ops: Emitter, _x: relax.Expr, high: int, **_options: Any) -> relax.Expr:
-    """Integers in [0, high)."""
+    """Draw integers in [0, high)."""
     return _integers(ops, 0, high)
 
 
@@ -128,7 +128,7 @@ def randint_like(ops: Emitter, _x: relax.Expr, high: int, **_options: Any) -> re
 def randint_like_low(
     ops: Emitter, _x: relax.Expr, low: int, high: int, **_options: Any
 ) -> relax.Expr:
-    """Integers in [low, high)."""
+    """Draw integers in [low, high)."""
     return _integers(ops, low, high)
 
 

@@ -130,7 +130,7 @@ def var_mean(
     correction: Scalar | None = None,
     keepdim: bool = False,
 ) -> tuple[relax.Expr, relax.Expr]:
-    """(variance, mean)."""
+    """Return (variance, mean)."""
     return _var_mean(ops, x, dims, correction, keepdims=keepdim)
 
 

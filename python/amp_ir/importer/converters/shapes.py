@@ -41,7 +41,7 @@ def permute(ops: Emitter, x: relax.Expr, dims: Sequence[int]) -> relax.Expr:
 
 @converts(aten.transpose.int)
 def transpose(ops: Emitter, x: relax.Expr, dim0: int, dim1: int) -> relax.Expr:
-    """Two axes exchanged."""
+    """Exchange two axes."""
     axes = list(range(len(shape_of(x))))
     if axes:
         axes[dim0], axes[dim1] = axes[dim1], axes[dim0]

@@ -108,7 +108,7 @@ def select_backward(
 def split_with_sizes(
     ops: Emitter, x: relax.Expr, sizes: Sequence[int], dim: int = 0
 ) -> tuple[relax.Expr, ...]:
-    """Consecutive pieces of one axis."""
+    """Return consecutive pieces of one axis."""
     axis = dim % len(shape_of(x))
     ends = list(itertools.accumulate(sizes))
     return tuple(ops.slice(x, axis, end - size, end) for size, end in zip(sizes, ends, strict=True))
@@ -152,7 +152,7 @@ def _positions(x: relax.Expr) -> torch.Tensor:
 
 
 def _view(ops: Emitter, x: relax.Expr, positions: torch.Tensor) -> relax.Expr:
-    """Element i of the result is element `positions[i]` of x in row-major order."""
+    """Return the elements of x at row-major `positions`, in their shape."""
     flat = ops.reshape(x, [math.prod(shape_of(x))])
     taken = ops.emit(relax.op.take(flat, static_indices(ops, positions.reshape(-1)), 0))
     return ops.reshape(taken, ops.shape)

@@ -21,7 +21,7 @@ INPLACE = "amp_ir.inplace"
 
 @attrs.frozen
 class Kernel:
-    """A kernel's function and the values behind its parameters: inputs, outputs, workspace.
+    """A kernel's function and the values of its parameters: inputs, outputs, workspace.
 
     `workspace` is memory that the caller provides and that nothing reads after the kernel.
     """

@@ -43,7 +43,7 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
 
 
 def _fence(x: Any) -> Any:
-    """Return `x` behind LLVM's fence, which no contraction crosses; it is no instruction."""
+    """Return `x` in LLVM's arithmetic fence, which no contraction crosses; it is free."""
     return tirx.call_llvm_pure_intrin(dtype_of(x), "llvm.arithmetic.fence", x)
 
 

@@ -2,8 +2,8 @@
 """CUDA emitter: one launch per group, or several where blocks must wait for each other.
 
     no reduction            every thread computes one vector of elements (rows.py)
-    over columns            threads of a block share a row (rows.py); long rows that are few
-                            are each shared by blocks, one launch per level (rows.py)
+    over columns            threads of a block share a row (rows.py); several blocks share a
+                            row where rows are few and long, one launch per level (rows.py)
     over rows               blocks divide the rows for a tile of columns (tiles.py)
     over either             each block takes some rows and has its own sums of the columns
                             (summed_rows.py)
@@ -34,7 +34,8 @@ from amp_ir.loops.ir import Reduction
 
 __all__ = ["emit_copy", "emit_group", "emit_opaque"]
 
-# Rows fewer than this and longer than that are each shared by several blocks.
+# Several blocks share each row where rows are fewer than the first and at least as long as the
+# second.
 FEW_ROWS, LONG_ROW = 64, 16384
 
 
@@ -48,7 +49,7 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
 
 
 def _fence(x: Any) -> Any:
-    """Return `x` added to -0 by a function of CUDA's that is never contracted."""
+    """Return `x` added to -0 by a CUDA function that no contraction fuses."""
     dtype = dtype_of(x)
     function = "__dadd_rn" if dtype == "float64" else "__fadd_rn"
     return tirx.call_pure_extern(dtype, function, x, tirx.const(-0.0, dtype))

@@ -20,7 +20,7 @@ MOST_PARAMETERS = 128
 
 
 def most_parameters() -> int:
-    """Return how many parameters a merged function may have."""
+    """Return how many parameters a fused function may have."""
     return MOST_PARAMETERS
 
 

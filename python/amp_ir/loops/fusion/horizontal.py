@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horizontal fusion of kernels behind the last library call, such as the optimizer's updates.
+"""Horizontal fusion of kernels after the last library call, such as the optimizer's updates.
 
 Behind the last library call of a step all gradients exist. Kernels there that do not depend on
 each other are merged: one launch goes over the tasks of all, and what is the same function for
@@ -31,7 +31,7 @@ SMALL_ELEMENTS = 65536
 
 @attrs.define(eq=False)
 class _Call:
-    """One kernel call behind the last library call, and the variables of its results."""
+    """One kernel call after the last library call, and the variables of its results."""
 
     call: relax.Call
     function: tirx.PrimFunc
@@ -44,7 +44,7 @@ class _Call:
 
 
 def fuse_horizontally(ir: tvm.IRModule, merger: Merger = cpu_tasks) -> tvm.IRModule:
-    """Merge independent kernels behind the last library call into few.
+    """Fuse independent kernels after the last library call into few.
 
     Before:  w1 = call_tir(kernel_7, (found, p1, g1)); w2 = call_tir(kernel_7, (found, p2, g2))
              b1 = call_tir(kernel_8, (found, q1, h1))
@@ -68,7 +68,7 @@ class _Merging:
         self.count = len(ir.functions)
 
     def run(self) -> tvm.IRModule:
-        start = self._behind_library_calls()
+        start = self._after_library_calls()
         first, moved = self._without_postponed(self.bindings[:start])
         calls, others = self._read([*moved, *self.bindings[start:]])
         levels: dict[int, list[_Call]] = {}
@@ -80,7 +80,7 @@ class _Merging:
         self.written += others
         return self._module()
 
-    def _behind_library_calls(self) -> int:
+    def _after_library_calls(self) -> int:
         last = 0
         for position, binding in enumerate(self.bindings):
             value = binding.value
@@ -210,7 +210,7 @@ def _is_small(function: tirx.PrimFunc) -> bool:
 
 
 def _result_ops(call: _Call) -> list[str]:
-    """Return the op behind each result, as the call of the kernel records it; "" if it does not."""
+    """Return the op of each result, as the call of the kernel records it; "" if it does not."""
     names = str(call.call.attrs["result_ops"]).split(",")
     return (names + [""] * len(call.results))[: len(call.results)]
 

@@ -31,7 +31,7 @@ class Body:
 
 @attrs.frozen(eq=False)
 class HorizontalGroup:
-    """Calls of one function, with the position of each argument and result among the merged."""
+    """Calls of one function; `parameters` has those of the fused function for each call."""
 
     body: Body
     parameters: list[list[tirx.Var]]
@@ -46,7 +46,7 @@ class Merger(Protocol):
     """Horizontal fusion for one kind of device: splits kernels into iterations and joins them."""
 
     def most_parameters(self) -> int:
-        """Return how many parameters a merged function may have."""
+        """Return how many parameters a fused function may have."""
 
     def body_of(self, function: tirx.PrimFunc) -> Body | None:
         """Return the function as independent iterations; None if it has other statements."""

@@ -159,7 +159,7 @@ class _Writer:
         self.tokens.append(types.FunctionType)
         if not self._is_new(function):
             return
-        # Code objects are constants of the modules that they stand in, and live as long.
+        # Code objects are constants of the modules that define them, and live as long.
         self.tokens.append(id(function.__code__))
         self._add(function.__defaults__)
         self._add(function.__kwdefaults__)

@@ -29,7 +29,7 @@ class KernelMerger:
     merger: Merger
 
     def most_parameters(self) -> int:
-        """Return how many parameters a merged kernel may have."""
+        """Return how many parameters a fused kernel may have."""
         return self.merger.most_parameters()
 
     def takes(self, function: tirx.PrimFunc) -> bool:

@@ -106,10 +106,10 @@ class _Analysis:
         self.degrees: list[ValueDegree] = [ZERO] * len(graph.values)
         self.diagnostics = Diagnostics(graph, inputs, scalers, self.solver)
         self._dropped = _dropped_gradients(graph, inputs, outputs)
-        self._matters = _ops_behind(
+        self._matters = _ops_reaching(
             graph, outputs, lambda spec: _is_state(spec) and spec.name not in self._dropped
         )
-        self._matters_beyond_gradients = _ops_behind(
+        self._matters_beyond_gradients = _ops_reaching(
             graph, outputs, lambda spec: _is_state(spec) and spec.role is not Role.GRADIENT
         )
 
@@ -263,7 +263,7 @@ def _dropped_gradients(
         dropped -= used
 
 
-def _ops_behind(
+def _ops_reaching(
     graph: StepGraph, outputs: Sequence[OutputSpec], counts: Callable[[OutputSpec], bool]
 ) -> set[int]:
     """Return the positions of all ops that the state outputs depend on."""

@@ -25,11 +25,11 @@ _COMPARING = frozenset(
 
 _UNSCALE_FIRST = (
     "The gradients are still multiplied by the loss scale here: call scaler.unscale_(optimizer) "
-    "before this line, or move the line behind the block of amp_ir.scale_loss"
+    "before this line, or move the line after the block of amp_ir.scale_loss"
 )
 _STEP_BY_SCALER = (
-    "The gradients are still multiplied by the loss scale here: call scaler.step(optimizer) in "
-    "place of optimizer.step()"
+    "The gradients are still multiplied by the loss scale here: call scaler.step(optimizer) "
+    "instead of optimizer.step()"
 )
 _SCALE_ALL = (
     "Gradients of a loss that was scaled meet those of one that was not: scale every loss, "

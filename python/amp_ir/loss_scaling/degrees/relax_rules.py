@@ -216,7 +216,7 @@ def cast(op: Operands) -> Known:
     ),
 )
 def plain(op: Operands) -> Known:
-    """Require unscaled operands: f(k x) is no multiple of f(x)."""
+    """Require unscaled operands: f(k x) is not a multiple of f(x)."""
     op.expect_plain(*every(op))
     return ZERO
 

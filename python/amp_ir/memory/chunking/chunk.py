@@ -118,7 +118,7 @@ class Chunk:
             call = value
             axes = zip(call.args, region.axes[variable], strict=True)
             arguments = [self._rows(one, axis, call) for one, axis in axes]
-            axis = region.pulled.get(variable, region.axis.get(variable))
+            axis = region.sunk.get(variable, region.axis.get(variable))
             if axis is None:
                 new = part_of_sum(call, arguments)
             else:

@@ -132,7 +132,7 @@ class _Writer:
         self.chunks = chunks
         self.values = flow.values
         self.out = Bindings()
-        self.parts: dict[relax.Var, list[relax.Var]] = {one: [] for one in region.exits}
+        self.parts: dict[relax.Var, list[relax.Var]] = {one: [] for one in region.live_outs}
 
     def run(self) -> tvm.IRModule:
         region, out = self.region, self.out
@@ -169,7 +169,7 @@ class _Writer:
         return relax.op.sum(self.out.emit(weights, loss, "weights"))
 
     def _write_chunks(self) -> None:
-        inside = (self.region.axis, self.region.pulled)
+        inside = (self.region.axis, self.region.sunk)
         ordered = [b.var for b in self.flow.bindings if any(b.var in group for group in inside)]
         for number in range(self.chunks):
             chunk = Chunk(self.region, self.values, self.out, number, self.chunks)
@@ -181,38 +181,42 @@ class _Writer:
             if variable in self.parts:
                 self._join(variable)
 
-    def _add_part(self, exit_: relax.Var, part: relax.Var, *, is_last: bool) -> None:
-        """Take a chunk's part of an exit; sums are added up at once, so that one is held."""
-        parts = self.parts[exit_]
+    def _add_part(self, live_out: relax.Var, part: relax.Var, *, is_last: bool) -> None:
+        """Take a chunk's part of a live-out value; sums are added up at once, so one is held."""
+        parts = self.parts[live_out]
         parts.append(part)
-        # The last sum is bound to the exit itself.
-        if self.region.axis[exit_] is None and len(parts) == 2 and not is_last:
+        # The last sum is bound to the live-out value itself.
+        if self.region.axis[live_out] is None and len(parts) == 2 and not is_last:
             total = relax.op.add(*parts)
-            parts[:] = [self.out.emit(total, self._call_of(exit_), f"{exit_.name}_sum")]
+            parts[:] = [self.out.emit(total, self._call_of(live_out), f"{live_out.name}_sum")]
 
-    def _join(self, exit_: relax.Var) -> None:
-        """Bind an exit to the parts from all chunks, joined."""
-        parts, axis, call = self.parts[exit_], self.region.axis[exit_], self._call_of(exit_)
+    def _join(self, live_out: relax.Var) -> None:
+        """Bind a live-out value to the parts from all chunks, joined."""
+        parts, axis, call = (
+            self.parts[live_out],
+            self.region.axis[live_out],
+            self._call_of(live_out),
+        )
         if axis is not None:
-            self.out.bind(exit_, relax.op.concat(parts, axis), call)
+            self.out.bind(live_out, relax.op.concat(parts, axis), call)
             return
-        dtype, wide = str(exit_.ty.dtype), str(parts[0].ty.dtype)
+        dtype, wide = str(live_out.ty.dtype), str(parts[0].ty.dtype)
         whole = relax.op.add(*parts)
-        divisor = self._divisor(exit_, call, wide)
+        divisor = self._divisor(live_out, call, wide)
         if divisor is not None:
             whole = relax.op.divide(whole, divisor)
         if wide != dtype:
-            whole = call_op("amp_ir.cast", [self.out.emit(whole, call, exit_.name)], dtype=dtype)
-        self.out.bind(exit_, whole, call)
+            whole = call_op("amp_ir.cast", [self.out.emit(whole, call, live_out.name)], dtype=dtype)
+        self.out.bind(live_out, whole, call)
 
-    def _call_of(self, exit_: relax.Var) -> relax.Call:
-        value = self.values[exit_]
+    def _call_of(self, live_out: relax.Var) -> relax.Call:
+        value = self.values[live_out]
         return value if isinstance(value, relax.Call) else self.values[value.tuple_value]
 
-    def _divisor(self, exit_: relax.Var, call: relax.Call, dtype: str) -> relax.Expr | None:
-        """Return the divisor of the sum over all rows; None where the exit is that sum."""
+    def _divisor(self, live_out: relax.Var, call: relax.Call, dtype: str) -> relax.Expr | None:
+        """Return the divisor of the sum over all rows; None where the value is that sum."""
         is_mean = options_of(call).get("reduction") == "mean"
-        if call.op.name == NLL_LOSS and is_mean and self.values[exit_].index == 0:
+        if call.op.name == NLL_LOSS and is_mean and self.values[live_out].index == 0:
             totals = self.region.totals.items()
             known = next((one for one, of in totals if self.values[of].same_as(call)), None)
             return (

@@ -35,19 +35,19 @@ class _Kind(enum.Enum):
 class RowRegion:
     """The ops computed in chunks of rows, and what the chunks give to the rest of the step.
 
-    `units` is into how many equal parts the rows of every tensor can be told apart. `axis` has the
-    axis of the rows of each variable in the region, None for one to which every row adds; `axes`
-    those of the arguments of the calls. `pulled` are variables from outside of the region that
-    nothing else reads. `exits` are what the rest of the step reads; `totals` the nll losses whose
-    total weight is needed before the loss; `late` what has to come after the exits.
+    `units` is the most equal chunks into which the rows of every tensor divide. `axis` has the
+    axis of the rows of each variable in the region, None for a sum over all rows; `axes` those of
+    the arguments of the calls. `sunk` are variables from outside that are moved into the region,
+    since nothing else reads them. `live_outs` are what the rest of the step reads; `totals` the nll
+    losses whose total weight is needed before the loss; `late` what has to come after the region.
     """
 
     root: relax.Var
     units: int
     axis: dict[relax.Var, int | None]
     axes: dict[relax.Var, Axes]
-    pulled: dict[relax.Var, int]
-    exits: frozenset[relax.Var]
+    sunk: dict[relax.Var, int]
+    live_outs: frozenset[relax.Var]
     totals: dict[relax.Var, relax.Var]
     late: frozenset[relax.Var]
 
@@ -55,7 +55,7 @@ class RowRegion:
 def find_region(
     bindings: Sequence[relax.VarBinding], result: relax.Expr, root: relax.Var
 ) -> RowRegion | None:
-    """Return the region around `root`; None where its rows cannot be computed apart.
+    """Return the region around `root`; None where its rows cannot be chunked.
 
     It holds every reader of a tensor that is about as large as `root`, and the ops between. So
     there is none if `root` itself, or what is computed from it element by element, is a result of
@@ -111,12 +111,12 @@ class _Search:
         members = self._members()
         if not self._has_loss(members):
             return None
-        if not all(self._may_be_apart(one, members) for one in members):
+        if not all(self._may_be_chunked(one, members) for one in members):
             return None
         # Ops outside of the region may mix rows.
         self.units = math.gcd(*(shape_of(m)[self.rows[m]] for m in members if m in self.rows))
-        pulled = self._pull(members)
-        if pulled is None or self.units < 2:
+        sunk = self._sink(members)
+        if sunk is None or self.units < 2:
             return None
         dependent = {one for one, kind in self.kind.items() if kind is not _Kind.EARLY}
         return RowRegion(
@@ -124,8 +124,8 @@ class _Search:
             units=self.units,
             axis={one: self.rows.get(one) for one in members},
             axes=self.axes,
-            pulled=pulled,
-            exits=frozenset(one for one in members if self._is_exit(one, members)),
+            sunk=sunk,
+            live_outs=frozenset(one for one in members if self._is_live_out(one, members)),
             totals=self.totals,
             late=frozenset(dependent - members),
         )
@@ -223,19 +223,19 @@ class _Search:
         )
         return is_summed or reads_total
 
-    def _may_be_apart(self, variable: relax.Var, members: set[relax.Var]) -> bool:
-        """Return whether the variable may be held in parts, or is small enough to be held whole."""
-        return not self._is_large(variable) or not self._is_exit(variable, members)
+    def _may_be_chunked(self, variable: relax.Var, members: set[relax.Var]) -> bool:
+        """Return whether the variable may be held in chunks, or is small."""
+        return not self._is_large(variable) or not self._is_live_out(variable, members)
 
-    def _is_exit(self, variable: relax.Var, members: set[relax.Var]) -> bool:
+    def _is_live_out(self, variable: relax.Var, members: set[relax.Var]) -> bool:
         if not is_tensor(variable):
             return False
         return any(r is None or r not in members for r in self.readers.get(variable, []))
 
-    def _pull(self, members: set[relax.Var]) -> dict[relax.Var, int] | None:
-        """Pull in large values from outside that only the region reads, the latest first."""
+    def _sink(self, members: set[relax.Var]) -> dict[relax.Var, int] | None:
+        """Sink large values that only the region reads into it, the latest first."""
         inside = set(members)
-        pulled: dict[relax.Var, int] = {}
+        sunk: dict[relax.Var, int] = {}
         wanted: dict[relax.Var, set[int]] = {}
         for member in members:
             self._want(self.values[member], self.axes.get(member, ()), wanted, members)
@@ -248,16 +248,16 @@ class _Search:
                 return None
             axis = next(iter(along))
             axes = row_axes(value, axis, self.units) if isinstance(value, relax.Call) else None
-            if len(along) > 1 or axes is None or not self._is_ours(variable, value, inside):
+            if len(along) > 1 or axes is None or not self._may_sink(variable, value, inside):
                 continue
-            pulled[variable] = axis
+            sunk[variable] = axis
             inside.add(variable)
             self.axes[variable] = axes
             self.units = math.gcd(self.units, shape_of(variable)[axis])
             self._want(value, axes, wanted, members)
-        return pulled
+        return sunk
 
-    def _is_ours(self, variable: relax.Var, value: relax.Call, inside: set[relax.Var]) -> bool:
+    def _may_sink(self, variable: relax.Var, value: relax.Call, inside: set[relax.Var]) -> bool:
         if value.op.name in _VIEWS_AND_NUMBERS:
             return True
         return self._is_large(variable) and all(r in inside for r in self.readers[variable])
