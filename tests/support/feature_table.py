@@ -85,7 +85,7 @@ _APEX = _features(
     ("`amp.state_dict`, `load_state_dict`", "yes", "the scaler's, and checkpoints", "GradScaler.state_dict save_checkpoint", "loss_scaling/test_grad_scaler.py::test_states_load_into_each_other"),
     ("`@amp.half_function`, `float_function`, `promote_function`", "yes", "the same, in a captured step and its backward", "half_function float_function promote_function", "amp/test_annotations.py::test_a_half_function_is_low_in_both_passes"),
     ("`amp.register_half_function` and its siblings", "yes", "the same; PyTorch itself is patched while a step is captured only", "register_half_function register_float_function register_promote_function", "amp/test_annotations.py::test_a_registered_function_is_annotated_while_a_step_is_captured"),
-    ("RNN cells and layers", "yes", "one call a layer on CPUs; packed lengths are data", "", "capture/test_recurrent_layers.py::test_bfloat16_trains_as_float32"),
+    ("RNN cells and layers", "yes", "one call on CPUs for a layer, and for a loop over cells; packed lengths are data", "", "capture/test_recurrent_layers.py::test_bfloat16_trains_as_float32"),
     ("O0, O1", "yes", "`amp_dtype=None`, `amp_dtype=\"float16\"`", "jit(amp_dtype)", "end_to_end/test_models.py::test_float16_runs_and_stays_close"),
     ("O2: float32 master weights, BatchNorm in float32", "other", "always: state keeps its dtype, statistics are float32", "", "amp/test_autocast.py::test_statistics_of_a_normalization_stay_float32"),
     ("O3: pure float16", "not yet", "no preset; a model in float16 is captured as it is", "", ""),

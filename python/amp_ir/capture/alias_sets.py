@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.repeated_ops import DESCRIBED
+
 aten = torch.ops.aten
 STRIDED = frozenset({aten.as_strided.default, aten.as_strided_.default})
 
@@ -125,6 +127,6 @@ class AliasSets:
 
 def _is_described(target: Any) -> bool:
     """Return whether the op declares what it writes and aliases, and depends on no value."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in DESCRIBED:
         return False
     return torch.Tag.data_dependent_output not in target.tags

@@ -12,7 +12,9 @@ import torch
 from amp_ir.dialect.external_call import overload_name
 
 # Ops of these are PyTorch's and ours: their schemas are known to the capture.
-_KNOWN_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "amp_ir", "amp_ir_written"})
+_KNOWN_NAMESPACES = frozenset(
+    {"aten", "prim", "prims", "profiler", "amp_ir", "amp_ir_cell", "amp_ir_written"}
+)
 
 _twins = torch.library.Library("amp_ir_written", "FRAGMENT")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ FUSED_OPS = frozenset(
     multilabel_margin_loss_forward
     """.split()
 )
+# What is decomposed when loops over time steps are found (cell_loops/).
+_KEPT = FUSED_OPS | {"select_backward"}
 _ALIASES = frozenset({aten.alias.default, aten.detach.default})
 _RENAMES = _ALIASES | {aten.lift_fresh_copy.default}
 # functionalize ends with writes to the inputs (copy_); the outputs hold the same values.
@@ -69,7 +71,7 @@ _COPIES = frozenset({aten.copy_.default, aten.copy.default})
 @functools.lru_cache(maxsize=1)
 def _core_table() -> Mapping[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions().items())
-    return {op: function for op, function in table.items() if _packet_name(op) not in FUSED_OPS}
+    return {op: function for op, function in table.items() if _packet_name(op) not in _KEPT}
 
 
 def _packet_name(op: Any) -> str:
@@ -147,19 +149,29 @@ def make_functional(
             modules.patch_lookup(restores)
             return Replay(traced).run(*flat)
 
-    with mode, torch.no_grad(), torch._C._DisableAutocast(), uncompiled_graphs():
-        functional = make_fx(
-            torch.func.functionalize(replay, remove="mutations"),
-            decomposition_table=decomposition_table(tape),
-            tracing_mode="real",
-            _allow_non_fake_inputs=True,
-            _disable_torch_fn_metadata_mode=True,
-        )(*(value.detach() for value in inputs))
+    functional = trace_functional(replay, inputs, decomposition_table(tape), mode)
     for node in functional.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
             node.meta["val"] = mode.from_tensor(getattr(functional, node.target))
     clean(functional.graph)
     return functional
+
+
+def trace_functional(
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    mode: FakeTensorMode,
+) -> torch.fx.GraphModule:
+    """Return the graph of a function of fake tensors, without writes."""
+    with mode, torch.no_grad(), torch._C._DisableAutocast(), uncompiled_graphs():
+        return make_fx(
+            torch.func.functionalize(function, remove="mutations"),
+            decomposition_table=dict(decompositions),
+            tracing_mode="real",
+            _allow_non_fake_inputs=True,
+            _disable_torch_fn_metadata_mode=True,
+        )(*(value.detach() for value in inputs))
 
 
 def clean(graph: torch.fx.Graph) -> None:

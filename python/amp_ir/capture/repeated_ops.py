@@ -41,6 +41,9 @@ _PLAIN = (
 _DETACH, _SELECT = torch.ops.aten.detach.default, torch.ops.aten.select.int
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
+# Namespaces of ops whose schemas say all of what they do.
+DESCRIBED = frozenset({"aten", "amp_ir_cell"})
+
 Kind = tuple[Any, ...]
 
 
@@ -314,7 +317,7 @@ def has_views(func: Any) -> bool:
 
 def _is_usual(func: Any) -> bool:
     """Return whether kinds of arguments determine the results; the op may write its first one."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in DESCRIBED:
         return False
     if _DEPENDS_ON_VALUES & set(func.tags):
         return False

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from amp_ir.capture.decompositions.cell_ops import cell_of
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.decompositions.recurrent_layers import layers_of
 from amp_ir.capture.decompositions.torch_functions import decompose
@@ -61,9 +62,9 @@ class Substitution(TorchFunctionMode):
             return None
         elif func in _DROPOUT:
             return _dropout(*args, **kwargs)
-        layers = layers_of(func, args, kwargs)
-        if layers is not None:
-            return layers()
+        recurrent = layers_of(func, args, kwargs) or cell_of(func, args, kwargs)
+        if recurrent is not None:
+            return recurrent()
         try:
             return self._called(func, args, kwargs)
         except UnsupportedCall as unsupported:

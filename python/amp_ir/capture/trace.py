@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_ir.capture.arguments import check_arguments, check_training
 from amp_ir.capture.batch import Arguments
+from amp_ir.capture.cell_loops.find_cell_loops import find_cell_loops
 from amp_ir.capture.functional import make_functional
 from amp_ir.capture.guards.ambient import Ambient
 from amp_ir.capture.guards.call_hooks import CaptureGuards
@@ -87,6 +88,7 @@ def capture_step(
         mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
         traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
+        graph = find_cell_loops(graph, tape, mode)
         found = tracer.numbers.found
         interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)
     followed = frozenset(number.name for number in found)

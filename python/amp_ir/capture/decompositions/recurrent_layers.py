@@ -41,7 +41,7 @@ def _input_gates(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return F.linear(x.reshape(steps * rows, -1), weight, bias).view(steps, rows, -1)
 
 
-def _low_dtype(x: torch.Tensor) -> torch.dtype | None:
+def low_dtype(x: torch.Tensor) -> torch.dtype | None:
     """Return the dtype of the user's torch.autocast region around the layer, if there is one."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -174,13 +174,13 @@ def _fit_together(
     return all(one.shape[-1] == initial[0].shape[-1] for one in of_states)
 
 
-def _take_one_dtype(tensors: Sequence[torch.Tensor]) -> bool:
+def take_one_dtype(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether the layers compute in one floating dtype, and no extent is 0."""
     if any(one.numel() == 0 or not one.dtype.is_floating_point for one in tensors):
         return False
     if len({one.dtype for one in tensors}) == 1:
         return True
-    return _low_dtype(tensors[0]) is not None and all(one.dtype in _AUTOCAST for one in tensors)
+    return low_dtype(tensors[0]) is not None and all(one.dtype in _AUTOCAST for one in tensors)
 
 
 def _padded(layer: _Layer, padding: Padding, past_end: Callable[..., torch.Tensor]) -> _Layer:
@@ -256,7 +256,7 @@ def layers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
         return None
     if not _fit_together(x, initial, params[1::each], batch_first=batch_first):
         return None
-    if not _take_one_dtype([x, *initial, *params]):
+    if not take_one_dtype([x, *initial, *params]):
         return None
     layer, past_end = _LAYERS[func]
     layer = _projected_lstm_layer if is_projected else layer
