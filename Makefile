@@ -30,7 +30,7 @@ help:
 	@echo "make test-isa the tests of numbers as on lesser CPUs, and without oneDNN; CI runs both"
 	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
 	@echo "make fuzz MINUTES=30 SEED=0  random training steps against PyTorch, failures made small"
-	@echo "make sanitize the tests of the native libraries, built with AddressSanitizer and UBSan"
+	@echo "make sanitize the tests of the native libraries, built with AddressSanitizer and UBSan; or SANITIZE=thread"
 	@echo "make setup   only the environment and the native libraries"
 	@echo "make format  rewrite the sources as make test wants them"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -92,8 +92,8 @@ fuzz: setup
 # the checks are loaded before it, with the C++ library whose exceptions they watch, and leaks are
 # not looked for, since Python and PyTorch keep much until the end.
 #
-# SANITIZE=thread watches Python threads that share a library. With one OpenMP thread: libgomp's
-# barriers are made of futexes that ThreadSanitizer cannot see, so that every team would be a race.
+# SANITIZE=thread watches threads of Python that share a library, and OpenMP's teams. What oneDNN and
+# PyTorch read and write themselves is not seen.
 SANITIZE := address,undefined
 SANITIZED := build/sanitize/python/amp_ir
 SANITIZED_TESTS := tests/host/test_native.py $(wildcard tests/native/test_native*.py)
@@ -101,14 +101,16 @@ SANITIZED_TESTS += tests/native/test_cublaslt.py
 SANITIZED_TESTS += $(addprefix tests/memory/test_, memory_plan.py min_cut.py onednn_workspace.py)
 RUNTIMES := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so libubsan.so) libstdc++.so.6
 PRELOADED = $(foreach one,$(RUNTIMES),$(shell $(CXX) -print-file-name=$(one)))
+OPENMP_ORDER := $(if $(findstring thread,$(SANITIZE)),$(CURDIR)/build/sanitize/libopenmp_order.so)
 SANITIZE_OPTIONS := ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 SANITIZE_OPTIONS += TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1
-SANITIZE_OPTIONS += OMP_NUM_THREADS=$(if $(findstring thread,$(SANITIZE)),1,2)
+SANITIZE_OPTIONS += OMP_NUM_THREADS=2
 sanitize: $(INSTALLED)
 	mkdir -p $(SANITIZED)
 	ln -sfn $(filter-out %/lib,$(wildcard $(CURDIR)/python/amp_ir/*)) $(SANITIZED)
 	AMP_IR_SANITIZE=$(SANITIZE) $(BIN)/python setup.py --quiet build_ext --inplace
-	$(SANITIZE_OPTIONS) OMP_WAIT_POLICY=passive LD_PRELOAD="$(PRELOADED)" \
+	$(if $(OPENMP_ORDER),$(CXX) -O1 -fPIC -shared tests/support/openmp_order.cc -ltsan -lgomp -o $(OPENMP_ORDER))
+	$(SANITIZE_OPTIONS) OMP_WAIT_POLICY=passive LD_PRELOAD="$(PRELOADED) $(OPENMP_ORDER)" \
 	  PYTHONPATH=build/sanitize/python $(BIN)/python -m pytest -p no:cacheprovider $(SANITIZED_TESTS)
 
 setup: $(BUILT)
