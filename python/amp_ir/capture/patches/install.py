@@ -89,7 +89,8 @@ def patched(
         (torch.backends.mha, "get_fastpath_enabled", lambda: False),
     )
     # Thread-local, as is everything below.
-    with torch.autograd.set_multithreading_enabled(mode=False), restoring() as restores:
+    with restoring() as restores:
+        _use_one_thread_for_autograd(restores)
         for owner, name, replacement in replacements:
             patch_function(restores, owner, name, replacement)
         call = _checked_call(locator.wrap_call(modules.call), locator, diagnostics)
@@ -113,6 +114,13 @@ def patched(
         # An error of the user's step is raised; the fake tensors would log it as well.
         silence(restores, "torch._subclasses.fake_tensor")
         yield stepped
+
+
+def _use_one_thread_for_autograd(restores: Restores) -> None:
+    # Python 3.10: a generator that is interrupted as it resumes does not leave its `with` blocks.
+    threads = torch._C._is_multithreading_enabled()
+    restores.add(lambda: torch._C._set_multithreading_enabled(threads))
+    torch._C._set_multithreading_enabled(False)
 
 
 def _patch_packing(restores: Restores) -> None:
