@@ -16,7 +16,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_ir.capture.arguments import check_arguments, check_training
 from amp_ir.capture.batch import Arguments
@@ -36,6 +35,7 @@ from amp_ir.capture.state import State, find_state, move_counters
 from amp_ir.capture.traced import Traced
 from amp_ir.capture.tracing import StepTracer
 from amp_ir.errors import CaptureError
+from amp_ir.host.fake_tensors import fake_tensor_mode
 from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.step_module import StepHooks
 
@@ -148,7 +148,7 @@ class _Tracing:
         return tracer, traced
 
     def _once(self, numbers: frozenset[str], **how: bool) -> tuple[StepTracer, Traced]:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_tensor_mode(allow_non_fake_inputs=True)
         tracer = StepTracer(
             self.step, self.arguments, self.state, self.hypers, mode, numbers, **how
         )

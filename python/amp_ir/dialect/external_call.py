@@ -16,12 +16,13 @@ from typing import Any
 import attrs
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from tvm import relax
 
 from amp_ir.dialect.define import dtype_name
 from amp_ir.dialect.registry import declare, options_of
 from amp_ir.errors import BrokenPromiseError
+from amp_ir.host.fake_tensors import fake_tensor_mode
 
 NAME = "amp_ir.external_call"
 # The parts of complex dtypes; all other dtypes are the IR's own.
@@ -256,7 +257,7 @@ def _promised(
     device: str,
 ) -> tuple[ResultSpec, ...]:
     """Return what the op's fake implementation promises for these tensors."""
-    mode = FakeTensorMode()
+    mode = fake_tensor_mode()
     empty = [
         torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for shape, dtype in zip(shapes, dtypes, strict=True)

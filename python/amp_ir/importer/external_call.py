@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from tvm import relax
 
@@ -22,6 +22,7 @@ from amp_ir.dialect.external_call import (
     overload_name,
     write_results,
 )
+from amp_ir.host.fake_tensors import fake_tensor_mode
 from amp_ir.importer.converters import ConversionError, Emitter
 from amp_ir.importer.converters.emitter import dtype_name
 from amp_ir.importer.converters.promotion import dtype_of, is_scalar
@@ -220,7 +221,7 @@ def _cast_under(
     op: torch._ops.OpOverload, node: fx.Node, device: str, low: torch.dtype
 ) -> torch.dtype | None:
     """Return the dtype to which the op's autocast casts its float32 arguments; None: none."""
-    mode = FakeTensorMode()
+    mode = fake_tensor_mode()
 
     def fake(argument: fx.Node) -> Any:
         value = argument.meta["val"]
