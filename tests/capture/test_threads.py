@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from tvm import relax
 
 import amp_ir
 from amp_ir import errors
@@ -417,3 +418,21 @@ def test_registrations_from_threads_are_all_described(monkeypatch: pytest.Monkey
     in_threads(*(registers(names[k::4]) for k in range(4)))
     described = annotations.described_registrations()
     assert sorted(described.split(", ")) == sorted(f"mine.{name} (low)" for name in names)
+
+
+def test_functions_that_threads_write_at_once_are_each_whole() -> None:
+    """TVM's stack of builders is one of each thread: both are inside of a function here."""
+    both_are_inside = threading.Barrier(2)
+
+    def writes() -> Any:
+        builder = relax.BlockBuilder()
+        x = relax.Var("x", relax.TensorType((2,), "float32"))
+        with builder.function("main", [x]):
+            both_are_inside.wait(30)
+            y = builder.emit(relax.op.add(x, x))
+            both_are_inside.wait(30)
+            builder.emit_func_output(y)
+        return builder.get()["main"]
+
+    first, second = in_threads(writes, writes)
+    assert first.script() == second.script()
