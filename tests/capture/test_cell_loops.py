@@ -38,7 +38,7 @@ from cell_loops import (
     two_cells_and_both_read,
 )
 from compiled_steps import assert_compiled_alike, compile_training
-from step_comparison import Training, assert_trains_alike
+from step_comparison import Training, assert_trains_alike, normal
 
 
 def ops_of(captured: Any) -> Counter[str]:
@@ -321,3 +321,22 @@ def test_what_is_left_to_pytorch(name: str) -> None:
     args = (torch.randn(ROWS, OF_INPUT), torch.randn(ROWS, WIDTH), *cell.parameters())
     assert cell_of(torch.gru_cell, args, {}) is not None
     assert cell_of(torch.gru_cell, args, {"b_hh": None}) is None
+
+
+def test_an_entry_of_a_gradient_that_is_given_twice() -> None:
+    def build() -> Training:
+        cell = nn.LSTMCell(4, 4)
+        optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            first, inner = cell(x[0])
+            _, last = cell(x[1], (first, inner))
+            given = [above[0], above[0], above[1]]
+            torch.autograd.backward([first, first, last], given)
+            optimizer.step()
+            return first.detach()
+
+        return Training(cell, optimizer, step)
+
+    assert_trains_alike(build, lambda k: (normal(k, 2, 3, 4), normal(k + 9, 2, 3, 4)))

@@ -29,6 +29,7 @@ PROGRAMS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "of two axes": (lambda x: weighted([x[:, 0], x[:, 1], x[0], x[2]]), 3),
     "of the last axis": (lambda x: weighted([x[..., k] for k in range(WIDTH)]), 1),
     "of entries": (lambda x: weighted([x[0, k] for k in range(STEPS)]), 0),
+    "scalars": (lambda x: weighted([*map(x.mean((0, 2)).__getitem__, (0, 1, 3))]), 2),
     "unbound": (lambda x: weighted(list(x.unbind(1))), 1),
     "stacked": (lambda x: torch.stack([x[:, k] for k in range(STEPS)]).sin().sum(), 0),
     "stacked elsewhere": (

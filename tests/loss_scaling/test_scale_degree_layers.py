@@ -81,5 +81,5 @@ def test_every_optimizer_takes_unscaled_gradients_only(kind: Any, options: dict[
     given = {"model": model, "optimizer": optimizer, "scaler": scaler}
     mod, _ = amp_ir.trace_step(step, (torch.ones(4, 3),), **given)
     assert check_scale_degrees(mod).notes == ()
-    with pytest.raises(amp_ir.errors.LossScaleError, match="call scaler.step.optimizer. in place"):
+    with pytest.raises(amp_ir.errors.LossScaleError, match="call scaler.step.optimizer. instead"):
         amp_ir.trace_step(lambda x: step(x, by_scaler=False), (torch.ones(4, 3),), **given)

@@ -191,9 +191,12 @@ def unflatten(flat: Any, shape: Sequence[int]) -> Index:
             index.append(0)
         elif d == 0 or all(n == 1 for n in shape[:d]):
             index.append(flat)
+        elif isinstance(flat, int):  # a number at compile time, which TVM's functions do not take
+            flat, at = divmod(flat, shape[d])
+            index.append(at)
         else:
-            index.append(tirx.floormod(flat, shape[d]) if not isinstance(flat, int) else 0)
-            flat = tirx.floordiv(flat, shape[d]) if not isinstance(flat, int) else 0
+            index.append(tirx.floormod(flat, shape[d]))
+            flat = tirx.floordiv(flat, shape[d])
     return tuple(reversed(index))
 
 

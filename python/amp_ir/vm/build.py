@@ -35,7 +35,9 @@ define void @{SET_LAUNCH}_in_module(ptr %launch) {{
 def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
     """Lower kernels to the input of code generation.
 
-    TVM's default list minus the passes for scheduled blocks, and without three others.
+    TVM's default list minus the passes for scheduled blocks, and without four others.
+    FlattenBuffer has nothing to flatten, since the buffers of a kernel have one axis, and it makes
+    wrong indices: (5 - i) // 2 * 2 + (5 - i) % 2 becomes 4 - i (TVM 0.27, for i below 6).
     StorageRewrite retypes a buffer that is read both as scalars and as vectors, and then reads it
     wrongly. StmtSimplify, and RemoveNoOp where it searches for stores of existing values, treat
     floats as real numbers (see `loops.math.optimization_barrier`), and LLVM simplifies by itself.
@@ -43,7 +45,6 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
     transform = tirx.transform
     mod = _equally_careful(mod)
     passes = [
-        transform.FlattenBuffer(),
         transform.NarrowDataType(32),
         transform.VectorizeLoop(True),
         transform.UnrollLoop(),
@@ -96,7 +97,6 @@ def cuda_passes(*before_split: tvm.transform.Pass) -> list[tvm.transform.Pass]:
     transform = tirx.transform
     return [
         transform.StmtSimplify(),
-        transform.FlattenBuffer(),
         transform.NarrowDataType(32),
         transform.VectorizeLoop(True),
         transform.StmtSimplify(),

@@ -143,13 +143,15 @@ def _above(writer: GraphWriter, in_time: Sequence[Link], first: Link) -> tuple[N
 def _columns(in_time: Sequence[Link]) -> tuple[list[list[Node]], list[list[Node]]]:
     """Split the terms into entries of one tensor, one for each step, and the rest by step."""
     rest = [[one for one in link.terms if not is_zero(one)] for link in in_time]
-    columns: dict[object, list[Node]] = {}
+    # By tensor, and by time; an entry that a step adds twice is in its column once.
+    columns: dict[object, dict[int, Node]] = {}
     for time, terms in enumerate(rest):
-        for one in dict.fromkeys(terms):
+        for one in terms:
             step = step_of(one)
             if step is not None:
-                columns.setdefault((step.whole, step.axis, step.index - time), []).append(one)
-    whole = [column for column in columns.values() if len(column) == len(rest)]
+                key = (step.whole, step.axis, step.index - time)
+                columns.setdefault(key, {}).setdefault(time, one)
+    whole = [list(column.values()) for column in columns.values() if len(column) == len(rest)]
     for column in whole:
         for terms, one in zip(rest, column, strict=True):
             terms.remove(one)

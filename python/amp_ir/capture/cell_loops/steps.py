@@ -102,4 +102,6 @@ def stack(writer: GraphWriter, nodes: Sequence[Node]) -> Node:
         return writer.emit(
             aten.expand.default, writer.emit(aten.unsqueeze.default, nodes[0], 0), list(shape)
         )
+    if not value(nodes[0]).shape:
+        nodes = [writer.emit(aten.unsqueeze.default, one, 0) for one in nodes]
     return writer.view(writer.emit(aten.cat.default, list(nodes), 0), shape)
