@@ -24,9 +24,10 @@ import amp_ir
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.report.wide_console import wide_console
+from benchmarks.compile_time import deep_bert
 from benchmarks.record import RESULTS, describe_machine
 
-MODELS = ("resnet50", "bert1")
+MODELS = ("resnet50", "bert1", "bert12")
 
 
 @attrs.frozen
@@ -71,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(name: str, dtype: str, *, rounds: int, small: bool) -> Row:
-    """Measure one model of the workloads, in evaluation mode."""
-    training = WORKLOADS[name].make(small=small)
+    """Measure one of MODELS in evaluation mode."""
+    deep = name == "bert12"
+    training = deep_bert(12, small=small) if deep else WORKLOADS[name].make(small=small)
     model, inputs = training.model.eval(), training.batch[:1]
     full_nbytes = sum(one.numel() * one.element_size() for one in model.parameters())
     started = time.perf_counter()
