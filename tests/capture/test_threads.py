@@ -307,12 +307,12 @@ def test_a_step_that_is_called_inside_of_a_capture_is_refused() -> None:
     )
 
 
-def low_in_float32(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+def never_low(args: Any, ret_type: Any, amp_dtype: str) -> Any:
     """Stay in float32: this test asks for it."""
     return [amp_ir.amp.PrimType("float32")] * len(args)
 
 
-RULES = amp_ir.CustomTypeHint({"relax.matmul": low_in_float32})
+RULES = amp_ir.CustomTypeHint({"relax.matmul": never_low})
 
 
 class Mixed(nn.Module):
@@ -391,13 +391,13 @@ def test_blocks_of_one_object_overlap_in_threads() -> None:
         with RULES, RULES:
             entered.set()
             assert left.wait(30)
-            assert rule() is low_in_float32
+            assert rule() is never_low
         assert rule() is before
 
     def second() -> None:
         assert entered.wait(30)
         with RULES:
-            assert rule() is low_in_float32
+            assert rule() is never_low
         assert rule() is before
         left.set()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import amp_ir
+from cuda_emulator import in_emulator
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -71,9 +72,8 @@ def _chain(draw: random.Random) -> tuple[tuple[int, ...], View]:
     return first, apply
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_chains_of_views_and_their_gradients(seed: int) -> None:
-    """Bit for bit: values are small integers, which every sum of gradients holds exactly."""
+def _check(seed: int, compile_step: Callable[[amp_ir.StepModule], Any]) -> None:
+    """Compare bit for bit: values are small integers, which sums of gradients hold exactly."""
     draw = random.Random(seed)
     chains = [_chain(draw) for _ in range(40)]
     tensors = tuple(torch.arange(float(math.prod(shape))).view(shape) for shape, _ in chains)
@@ -87,7 +87,20 @@ def test_chains_of_views_and_their_gradients(seed: int) -> None:
         return results
 
     mod, args = amp_ir.trace_step(step, tensors, model=torch.nn.Linear(1, 1))
-    found, expected = amp_ir.compile(mod)(*args), step(*tensors)
+    found, expected = compile_step(mod)(*args), step(*tensors)
     for k, (got, wanted) in enumerate(zip(found, expected, strict=True)):
         for one, other in zip(got, wanted, strict=True):
             assert torch.equal(one, other), f"chain {k} of {chains[k][0]}: {one}, not {other}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chains_of_views_and_their_gradients(seed: int) -> None:
+    _check(seed, amp_ir.compile)
+
+
+@in_emulator
+def test_chains_of_views_for_a_gpu() -> None:
+    from cuda_emulator import steps
+
+    steps.register_libraries()
+    _check(0, steps.compile_step)

@@ -92,14 +92,19 @@ class _Runner:
     losses: list[float] = attrs.field(factory=list)
     turns_ms: list[float] = attrs.field(factory=list)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it trained all the steps that are compared."""
+        return len(self.losses) == COMPARED_STEPS
+
     def train(self) -> None:
         """Train COMPARED_STEPS steps, or for _TRAINING_SECONDS, and keep the losses."""
         started = time.perf_counter()
         seconds = 0.0
-        while len(self.losses) < COMPARED_STEPS and seconds < _TRAINING_SECONDS:
+        while not self.is_trained and seconds < _TRAINING_SECONDS:
             self.losses.append(self.step(*self.batch).item())
             seconds = time.perf_counter() - started
-        if len(self.losses) < COMPARED_STEPS:
+        if not self.is_trained:
             self.turns_ms.append(seconds / len(self.losses) * 1e3)
 
     def take_turn(self) -> None:
@@ -157,7 +162,7 @@ def compare(
     for runner in runners:
         report(f"training {COMPARED_STEPS} steps: {runner.title} {runner.dtype}")
         runner.train()
-    fast = [runner for runner in runners if len(runner.losses) == COMPARED_STEPS]
+    fast = [runner for runner in runners if runner.is_trained]
     for turn in range(steps):
         report("timing in turns", f"{turn + 1} of {steps}")
         for runner in fast:

@@ -27,18 +27,17 @@ _KINDS |= {op: kind.backward for op, kind in BACKWARD.items()}
 def decompose_ops(graph: torch.fx.Graph, tape: FloatTape, mode: FakeTensorMode) -> None:
     """Replace every call of a cell, of its gradient and of `select_backward` by smaller ops."""
     calls = [node for node in graph.nodes if node.target in {*_KINDS, _SELECT_BACKWARD}]
+    if not calls:
+        return
+    kept = {_SELECT_BACKWARD: core_aten_decompositions()[_SELECT_BACKWARD]}
+    decompositions = {**decomposition_table(tape), **kept}
     known: dict[Any, torch.fx.Graph] = {}
-    decompositions: dict[Any, Callable[..., Any]] = {}
     for node in calls:
-        if not decompositions:
-            kept = {_SELECT_BACKWARD: core_aten_decompositions()[_SELECT_BACKWARD]}
-            decompositions = {**decomposition_table(tape), **kept}
         key = _key(node)
         if key not in known:
             known[key] = _traced(node, decompositions, mode)
         _insert(graph, node, known[key])
-    if calls:
-        _drop_workspaces(graph)
+    _drop_workspaces(graph)
 
 
 def _key(node: Node) -> Any:

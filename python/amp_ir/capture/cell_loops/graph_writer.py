@@ -113,7 +113,7 @@ class GraphWriter:
         return self.emit(aten.permute.default, node, [1, 0])
 
     def sort(self) -> None:
-        """Put every node behind what it reads; nodes keep their order where that allows it."""
+        """Put every node after what it reads; nodes keep their order where that allows it."""
         placed: set[Node] = set()
         nodes = list(self.graph.nodes)
         most = 1 + sum(len(node.all_input_nodes) for node in nodes)

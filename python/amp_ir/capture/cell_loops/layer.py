@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward op of a recurrent layer, in place of a chain of cells."""
+"""The forward op of a recurrent layer, instead of a chain of cells."""
 
 from __future__ import annotations
 
@@ -93,11 +93,16 @@ def _gates(writer: GraphWriter, inputs: Node, weight: Node, bias: Node | None) -
 def _replace_states(writer: GraphWriter, layer: Layer, k: int) -> None:
     """Let readers of the k-th state of each cell read the layer's."""
     inside = {one.node for one in layer.cells}
+    results: dict[torch.dtype, Node] = {}
     for position, cell in enumerate(layer.cells):
         state = cell.results.get(k)
         if state is None or all(user in inside for user in state.users):
             continue
         (time,) = layer.times(position, position + 1)
-        whole = writer.cast(layer.results[k], value(state).dtype)
-        entry = writer.emit(aten.select.int, whole, 0, time if layer.is_reverse else time + 1)
+        dtype = value(state).dtype
+        if dtype not in results:
+            results[dtype] = writer.cast(layer.results[k], dtype)
+        entry = writer.emit(
+            aten.select.int, results[dtype], 0, time if layer.is_reverse else time + 1
+        )
         state.replace_all_uses_with(entry, delete_user_cb=lambda user: user not in inside)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward op of a recurrent layer, in place of the gradients of a chain of cells."""
+"""The backward op of a recurrent layer, instead of the gradients of a chain of cells."""
 
 from __future__ import annotations
 
@@ -120,7 +120,6 @@ def _saved(writer: GraphWriter, layer: Layer, times: range) -> list[Node]:
 def _above(writer: GraphWriter, in_time: Sequence[Link], first: Link) -> tuple[Node, Node]:
     """Return the gradients of all steps' states [t, n, h], and of the last state [n, h]."""
     columns, rest = _columns(in_time)
-    zero = writer.zeros
     like = value(first.gradient.above[0])
     total: Node | None = None
     hidden: Node | None = None
@@ -131,13 +130,13 @@ def _above(writer: GraphWriter, in_time: Sequence[Link], first: Link) -> tuple[N
     at_first = [one is first for one in in_time]
     sums = [_sum(writer, terms) for terms in rest]
     if any(one is not None for one, here in zip(sums, at_first, strict=True) if not here):
-        nothing = zero(like.shape, like)
+        nothing = writer.zeros(like.shape, like)
         part = stack(writer, [nothing if one is None else one for one in sums])
         total = part if total is None else writer.emit(aten.add.Tensor, total, part)
     else:
         hidden = sums[at_first.index(True)]
-    total = zero((len(in_time), *like.shape), like) if total is None else total
-    return total, zero(like.shape, like) if hidden is None else hidden
+    total = writer.zeros((len(in_time), *like.shape), like) if total is None else total
+    return total, writer.zeros(like.shape, like) if hidden is None else hidden
 
 
 def _columns(in_time: Sequence[Link]) -> tuple[list[list[Node]], list[list[Node]]]:

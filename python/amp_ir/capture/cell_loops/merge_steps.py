@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch.fx import Node
 
@@ -61,18 +63,27 @@ def _merge_entries(writer: GraphWriter, axis: int, by_index: dict[int, Node]) ->
     """Replace these gradients, which are terms of one sum, by one tensor."""
     first, *others = by_index.values()
     writer.location = place(first)
-    entries: dict[int, Node] = {k: arguments(one)[0] for k, one in by_index.items()}
-    size, begin, end = value(first).shape[axis], min(entries), max(entries) + 1
     like = value(arguments(first)[0])
-    if len(entries) < end - begin:
-        nothing = writer.zeros(like.shape, like)
-        entries = {k: entries.get(k, nothing) for k in range(begin, end)}
-    parts = [stack(writer, [entries[k] for k in range(begin, end)])]
-    if begin:
-        parts.insert(0, writer.zeros((begin, *like.shape), like))
+    parts: list[Node] = []
+    end = 0
+    for run in _consecutive(sorted(by_index)):
+        if end < run.start:
+            parts.append(writer.zeros((run.start - end, *like.shape), like))
+        parts.append(stack(writer, [arguments(by_index[k])[0] for k in run]))
+        end = run.stop
+    size = value(first).shape[axis]
     if end < size:
         parts.append(writer.zeros((size - end, *like.shape), like))
     whole = parts[0] if len(parts) == 1 else writer.emit(aten.cat.default, parts, 0)
     for other in others:
         without_term(writer.graph, other)
     first.replace_all_uses_with(writer.contiguous(writer.moved(whole, 0, axis)))
+
+
+def _consecutive(indices: Sequence[int]) -> Iterator[range]:
+    """Yield the runs of ascending indices, so that a gap is one tensor of zeros, however long."""
+    begin = 0
+    for k in range(1, len(indices) + 1):
+        if k == len(indices) or indices[k] != indices[k - 1] + 1:
+            yield range(indices[begin], indices[k - 1] + 1)
+            begin = k
