@@ -52,14 +52,14 @@ def test_strided_pointwise_weight_gradients_channels_last(library, channels):
         assert relative_error(out, expected) <= TOLERANCE[out.dtype], (size, strides)
 
 
-def test_no_reference_implementation_is_used():
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_no_reference_implementation_is_used(name, channels):
     if not native.has("amp_ir.onednn.conv"):
         pytest.skip("onednn is not in this build")
     native.function("amp_ir.onednn.clear_cache")()
     for dtypes in DTYPES:
-        test_against_float64("onednn", "2d", "blocks", dtypes)
-        test_against_float64("onednn", "3d", "few", dtypes)
-        test_against_float64("onednn", "1d", "depthwise", dtypes)
+        test_against_float64("onednn", name, channels, dtypes)
     assert not [i for i in native.function("amp_ir.onednn.implementations")() if "ref" in i]
 
 

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 
 @attrs.frozen
 class Case:
-    """One convolution of 2 samples; spatial vectors have one entry a dim."""
+    """One convolution; spatial vectors have one entry a dim."""
 
     size: tuple[int, ...]
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    samples: int = 2
 
     @property
     def options(self) -> dict[str, Any]:
@@ -29,9 +30,13 @@ CASES = {
     "1d": Case((9,), (3,), (1,), (1,), (1,)),
     "1d strided and dilated": Case((11,), (3,), (2,), (1,), (2,)),
     "2d": Case((7, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "2d, one sample": Case((8, 9), (3, 3), (1, 1), (1, 1), (1, 1), samples=1),
+    "2d, one column": Case((70, 1), (3, 1), (1, 1), (1, 0), (1, 1), samples=1),
+    "2d, one row": Case((1, 70), (1, 3), (1, 1), (0, 1), (1, 1)),
     "2d uneven": Case((9, 7), (3, 2), (2, 1), (0, 1), (1, 2)),
     "2d strided": Case((9, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
     "2d pointwise, strided": Case((8, 8), (1, 1), (2, 2), (0, 0), (1, 1)),
+    "3d, one slice": Case((1, 8, 9), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), samples=1),
     "3d": Case((5, 6, 7), (3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 2)),
 }
 
@@ -47,14 +52,24 @@ def batch_inside(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-ORDERS = {"plain": lambda t: t, "channels last": channels_last, "batch inside": batch_inside}
+def positions_outside(t: torch.Tensor) -> torch.Tensor:
+    inner = t.movedim(0, -1).movedim(0, -1)
+    return inner.contiguous().movedim(-1, 0).movedim(-1, 0)
+
+
+ORDERS = {
+    "plain": lambda t: t,
+    "channels last": channels_last,
+    "batch inside": batch_inside,
+    "positions outside": positions_outside,
+}
 
 
 def operands(case: Case, channels: tuple[int, int, int], dtypes, order):
     """For each verb, its two operands, its result to fill, and the result in float64."""
     inputs, outputs, groups = channels
     low, out = dtypes
-    x = torch.randn(2, inputs, *case.size).to(low)
+    x = torch.randn(case.samples, inputs, *case.size).to(low)
     w = torch.randn(outputs, inputs // groups, *case.kernel).to(low)
     exact_x, exact_w = x.double().requires_grad_(), w.double().requires_grad_()
     forward = (F.conv1d, F.conv2d, F.conv3d)[len(case.size) - 1]

@@ -36,13 +36,7 @@ bool KeepsChannelsLast(const StridedTensor& x, const StridedTensor& y) {
   constexpr int64_t kWorthwhile = 64;  // positions
   int64_t positions = 1;
   for (int i = 2; i < y.rank; ++i) positions *= y.dims[i];
-  auto channels_last = [](const StridedTensor& t) {
-    for (int i = 2; i < t.rank; ++i) {
-      if (t.dims[i] != 1 && t.strides[i] < t.dims[1]) return false;
-    }
-    return t.dims[1] > 1 && t.strides[1] == 1;
-  };
-  return positions >= kWorthwhile && channels_last(x) && channels_last(y);
+  return positions >= kWorthwhile && HasChannelsLast(x) && HasChannelsLast(y);
 }
 
 // A primitive of any of the three kinds, with the layouts that it wants for x, w and y.
@@ -50,6 +44,9 @@ struct Chosen {
   dnnl::primitive primitive;
   dnnl::memory::desc x, w, y, scratchpad;
   std::string implementation;
+
+  // Loops without vectors, hundreds of times slower than any other implementation.
+  bool is_reference() const { return implementation.find("ref") != std::string::npos; }
 };
 
 class PlanBuilder {
@@ -66,9 +63,9 @@ class PlanBuilder {
     StridedTensor compute_view[3];
     View(is_native ? first : kFloat32, result, compute_view);
     Chosen chosen = Choose(compute_view);
-    if (is_native && chosen.implementation.find("ref") != std::string::npos) {
-      // A CPU may have float16 arithmetic while oneDNN has only the forward convolution for it: its
-      // reference gradients are hundreds of times slower than a detour by float32.
+    if (is_native && chosen.is_reference()) {
+      // A CPU may have float16 arithmetic while oneDNN has only the forward convolution for it: a
+      // detour by float32 is faster than its reference gradients.
       View(kFloat32, result, compute_view);
       chosen = Choose(compute_view);
     }
@@ -101,7 +98,12 @@ class PlanBuilder {
     for (int i = 0; i < 3; ++i) {
       const bool kept =
           SameDtype(user_[i].dtype, compute) || (i == result && IsFloat(user_[i].dtype, 32));
-      views[i] = kept ? user_[i] : DenseLike(user_[i], i == result ? kFloat32 : compute);
+      if (kept) {
+        views[i] = user_[i];
+        continue;
+      }
+      views[i] = DenseLike(user_[i], i == result ? kFloat32 : compute);
+      if (i != 1) views[i] = WithIdleStridesOfImage(views[i]);
     }
   }
 
@@ -129,10 +131,9 @@ class PlanBuilder {
 
   static constexpr auto kDirect = dnnl::algorithm::convolution_direct;
 
-  Request MakeRequest(const StridedTensor& x, const StridedTensor& w,
-                      const StridedTensor& y) const {
+  Request MakeRequest(const StridedTensor& x, const StridedTensor& w, const StridedTensor& y,
+                      bool keep) const {
     Request request;
-    const bool keep = KeepsChannelsLast(x, y);
     request.x = keep ? Describe(x) : AnyLayout(x);
     request.w = AnyLayout(w);
     request.y = keep ? Describe(y) : AnyLayout(y);
@@ -156,15 +157,22 @@ class PlanBuilder {
 
   // The forward primitive that the backward ones ask for as a hint: all in the dtype of the data,
   // whatever dtype the gradient is to have.
-  dnnl::convolution_forward::primitive_desc Hint(const StridedTensor* views) const {
+  dnnl::convolution_forward::primitive_desc Hint(const StridedTensor* views, bool keep) const {
     const DLDataType dtype = views[kind_ == ConvKind::kBackwardInput ? 2 : 0].dtype;
     StridedTensor typed[3] = {views[0], views[1], views[2]};
     for (StridedTensor& t : typed) t.dtype = dtype;
-    return DescribeForward(MakeRequest(typed[0], typed[1], typed[2]));
+    return DescribeForward(MakeRequest(typed[0], typed[1], typed[2], keep));
   }
 
   Chosen Choose(const StridedTensor* views) const {
-    const Request r = MakeRequest(views[0], views[1], views[2]);
+    const bool keep = KeepsChannelsLast(views[0], views[2]);
+    Chosen chosen = Create(views, keep);
+    // Samples inside of the positions, say: oneDNN computes that in blocks of channels only.
+    return keep && chosen.is_reference() ? Create(views, false) : chosen;
+  }
+
+  Chosen Create(const StridedTensor* views, bool keep) const {
+    const Request r = MakeRequest(views[0], views[1], views[2], keep);
     if (kind_ == ConvKind::kForward) {
       auto pd = DescribeForward(r);
       return {dnnl::convolution_forward(pd),
@@ -177,7 +185,7 @@ class PlanBuilder {
     if (kind_ == ConvKind::kBackwardInput) {
       dnnl::convolution_backward_data::primitive_desc pd(CpuEngine(), kDirect, r.x, r.w, r.y,
                                                          r.strides, r.dilation, r.padding,
-                                                         r.padding, Hint(views), r.attr);
+                                                         r.padding, Hint(views, keep), r.attr);
       return {dnnl::convolution_backward_data(pd),
               pd.diff_src_desc(),
               pd.weights_desc(),
@@ -187,7 +195,7 @@ class PlanBuilder {
     }
     dnnl::convolution_backward_weights::primitive_desc pd(CpuEngine(), kDirect, r.x, r.w, r.y,
                                                           r.strides, r.dilation, r.padding,
-                                                          r.padding, Hint(views), r.attr);
+                                                          r.padding, Hint(views, keep), r.attr);
     return {dnnl::convolution_backward_weights(pd),
             pd.src_desc(),
             pd.diff_weights_desc(),

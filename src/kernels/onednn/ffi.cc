@@ -20,6 +20,7 @@ namespace {
 namespace ffi = tvm::ffi;
 using amp_ir::Convolution;
 using amp_ir::Counted;
+using amp_ir::MakeImage;
 using amp_ir::MakeStrided;
 using amp_ir::StridedTensor;
 using amp_ir::onednn::ConvKind;
@@ -199,9 +200,9 @@ void Conv(const ffi::TensorView& x, const ffi::TensorView& w, const ffi::Shape& 
           const ffi::Shape& padding, const ffi::Shape& dilation, int64_t groups,
           const ffi::TensorView& out) {
   constexpr const char* kName = "amp_ir.onednn.conv";
-  StridedTensor data = MakeStrided(kName, "x", x, x_dims, x_strides);
+  StridedTensor data = MakeImage(kName, "x", x, x_dims, x_strides);
   StridedTensor weight = MakeStrided(kName, "w", w, w_dims, w_strides);
-  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  StridedTensor result = MakeImage(kName, "out", out, out_dims, out_strides);
   Convolution convolution{strides, padding, dilation, groups};
   amp_ir::CheckConvolution(kName, data, weight, result, convolution);
   Guard(kName,
@@ -215,9 +216,9 @@ void ConvBackwardInput(const ffi::TensorView& grad, const ffi::TensorView& w,
                        const ffi::Shape& strides, const ffi::Shape& padding,
                        const ffi::Shape& dilation, int64_t groups, const ffi::TensorView& out) {
   constexpr const char* kName = "amp_ir.onednn.conv_backward_input";
-  StridedTensor gradient = MakeStrided(kName, "grad", grad, grad_dims, grad_strides);
+  StridedTensor gradient = MakeImage(kName, "grad", grad, grad_dims, grad_strides);
   StridedTensor weight = MakeStrided(kName, "w", w, w_dims, w_strides);
-  StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
+  StridedTensor result = MakeImage(kName, "out", out, out_dims, out_strides);
   Convolution convolution{strides, padding, dilation, groups};
   amp_ir::CheckConvolution(kName, result, weight, gradient, convolution);
   Guard(kName, [&] {
@@ -232,8 +233,8 @@ void ConvBackwardWeight(const ffi::TensorView& grad, const ffi::TensorView& x,
                         const ffi::Shape& strides, const ffi::Shape& padding,
                         const ffi::Shape& dilation, int64_t groups, const ffi::TensorView& out) {
   constexpr const char* kName = "amp_ir.onednn.conv_backward_weight";
-  StridedTensor gradient = MakeStrided(kName, "grad", grad, grad_dims, grad_strides);
-  StridedTensor data = MakeStrided(kName, "x", x, x_dims, x_strides);
+  StridedTensor gradient = MakeImage(kName, "grad", grad, grad_dims, grad_strides);
+  StridedTensor data = MakeImage(kName, "x", x, x_dims, x_strides);
   StridedTensor result = MakeStrided(kName, "out", out, out_dims, out_strides);
   Convolution convolution{strides, padding, dilation, groups};
   amp_ir::CheckConvolution(kName, data, result, gradient, convolution);

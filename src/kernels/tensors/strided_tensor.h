@@ -89,6 +89,28 @@ inline StridedTensor WithoutIdleStrides(StridedTensor t) {
   return t;
 }
 
+// Whether the channels of an image [n, channels, spatial...] are innermost.
+inline bool HasChannelsLast(const StridedTensor& t) {
+  for (int i = 2; i < t.rank; ++i) {
+    if (t.dims[i] != 1 && t.strides[i] < t.dims[1]) return false;
+  }
+  return t.rank > 2 && t.dims[1] > 1 && t.strides[1] == 1;
+}
+
+// An image with channels last, with the strides that its axes of one element have in dense memory
+// of that order; another image as it is. Libraries recognize the order by all strides: a single
+// sample with another one gets oneDNN's reference convolution, and copies from PyTorch.
+inline StridedTensor WithIdleStridesOfImage(StridedTensor t) {
+  if (!HasChannelsLast(t)) return t;
+  int64_t dense = t.dims[1];
+  for (int i = t.rank; i-- > 0;) {
+    if (i == 1) continue;
+    if (t.dims[i] == 1) t.strides[i] = dense;
+    dense = t.dims[i] * t.strides[i];
+  }
+  return t;
+}
+
 // Sees `tensor`'s memory through `dims` and `strides`.
 //
 // Raises: TypeError for another dtype; ValueError for ranks that differ or exceed kMaxRank, and for
@@ -133,6 +155,13 @@ inline StridedTensor MakeStrided(const char* function, const char* name,
                               << " of a tensor that holds " << tensor.numel();
   }
   return WithoutIdleStrides(view);
+}
+
+// The same for an image [n, channels, spatial...]; its idle strides are those of its order.
+inline StridedTensor MakeImage(const char* function, const char* name,
+                               const tvm::ffi::TensorView& tensor, tvm::ffi::ShapeView dims,
+                               tvm::ffi::ShapeView strides) {
+  return WithIdleStridesOfImage(MakeStrided(function, name, tensor, dims, strides));
 }
 
 // The arguments of one convolution; spatial vectors have one entry a spatial dim.

@@ -22,6 +22,7 @@ namespace ffi = tvm::ffi;
 namespace torch = amp_ir::torch;
 using amp_ir::Convolution;
 using amp_ir::Counted;
+using amp_ir::MakeImage;
 using amp_ir::MakeStrided;
 using amp_ir::SameDtype;
 using amp_ir::StridedTensor;
@@ -86,11 +87,12 @@ struct Functions {
                        const ffi::Shape& padding, const ffi::Shape& dilation, int64_t groups,
                        const ffi::TensorView& out) {
     const std::string name = Name(kConvolutionVerbs[static_cast<int>(kOf)]);
+    // Weights, too: where PyTorch takes x for channels last, it expects the same of w.
     StridedTensor first =
-        MakeStrided(name.c_str(), kOf == Of::kResult ? "x" : "grad", a, a_dims, a_strides);
+        MakeImage(name.c_str(), kOf == Of::kResult ? "x" : "grad", a, a_dims, a_strides);
     StridedTensor second =
-        MakeStrided(name.c_str(), kOf == Of::kWeight ? "x" : "w", b, b_dims, b_strides);
-    StridedTensor result = MakeStrided(name.c_str(), "out", out, out_dims, out_strides);
+        MakeImage(name.c_str(), kOf == Of::kWeight ? "x" : "w", b, b_dims, b_strides);
+    StridedTensor result = MakeImage(name.c_str(), "out", out, out_dims, out_strides);
     const Convolution convolution{strides, padding, dilation, groups};
     const StridedTensor& x = kOf == Of::kResult ? first : kOf == Of::kInput ? result : second;
     const StridedTensor& w = kOf == Of::kWeight ? result : second;
