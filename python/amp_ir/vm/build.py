@@ -20,6 +20,7 @@ from amp_ir.ir.target import CompileTarget, cpu
 from amp_ir.standalone import LAUNCH_ADDRESS, SET_LAUNCH
 from amp_ir.vm.kernel_libraries import build_side_by_side
 from amp_ir.vm.library_cache import LibraryCache
+from amp_ir.vm.simplify_indices import simplify_indices
 
 # Kernels reach their thread pool through this variable of the compiled module.
 _LAUNCH_SETTER = f"""
@@ -37,7 +38,8 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
 
     TVM's default list minus the passes for scheduled blocks, and without four others.
     FlattenBuffer has nothing to flatten, since the buffers of a kernel have one axis, and it makes
-    wrong indices: (5 - i) // 2 * 2 + (5 - i) % 2 becomes 4 - i (TVM 0.27, for i below 6).
+    wrong indices: (5 - i) // 2 * 2 + (5 - i) % 2 becomes 4 - i (TVM 0.27, for i below 6). Indices
+    are simplified by `simplify_indices` instead.
     StorageRewrite retypes a buffer that is read both as scalars and as vectors, and then reads it
     wrongly. StmtSimplify, and RemoveNoOp where it searches for stores of existing values, treat
     floats as real numbers (see `loops.math.optimization_barrier`), and LLVM simplifies by itself.
@@ -45,6 +47,7 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
     transform = tirx.transform
     mod = _equally_careful(mod)
     passes = [
+        transform.prim_func_pass(lambda kernel, *_: simplify_indices(kernel), opt_level=0),
         transform.NarrowDataType(32),
         transform.VectorizeLoop(True),
         transform.UnrollLoop(),
