@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inference beside torch.autocast, in one process: `python -m benchmarks.inference [MODEL ...]`.
 
-For each model: milliseconds of the converted model and of the same model under torch.autocast, in
-turns; the largest difference of each from float32, relative to the largest output; and the bytes of
-the parameters, converted and before. The table is printed, and saved under benchmarks/results/.
+For each model, with its batch and with one sample: milliseconds of the converted model and of the
+same model under torch.autocast, in turns; the largest difference of each from float32, relative to
+the largest output; and the bytes of the parameters, converted and before. Convolutional networks
+run under autocast in channels_last as well, and the faster layout counts. The table is printed, and
+saved under benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +39,7 @@ class Row:
     """One model; errors are relative to the largest output of float32."""
 
     model: str
+    samples: int
     dtype: str
     milliseconds: float
     torch_milliseconds: float
@@ -60,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to save to")
     chosen = parser.parse_args(arguments)
     rows = [
-        measure(name, chosen.dtype, rounds=chosen.rounds, small=chosen.small)
+        measure(name, chosen.dtype, rounds=chosen.rounds, small=chosen.small, single=single)
         for name in chosen.models or MODELS
+        for single in (False, True)
     ]
     wide_console().print(table_of(rows))
     document = {
@@ -71,30 +77,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_text(chosen.results / "inference.json", json.dumps(document, indent=1) + "\n")
 
 
-def measure(name: str, dtype: str, *, rounds: int, small: bool) -> Row:
-    """Measure one of MODELS in evaluation mode."""
+def measure(name: str, dtype: str, *, rounds: int, small: bool, single: bool) -> Row:
+    """Measure one of MODELS in evaluation mode, on a batch or on a single sample."""
     deep = name == "bert12"
     training = deep_bert(12, small=small) if deep else WORKLOADS[name].make(small=small)
-    model, inputs = training.model.eval(), training.batch[:1]
+    model, samples = training.model.eval(), training.batch[0]
+    samples = samples[:1].contiguous() if single else samples
     full_nbytes = sum(one.numel() * one.element_size() for one in model.parameters())
     started = time.perf_counter()
-    converted = amp_ir.convert_model(model, inputs, dtype, cast_optional_params=True)
+    converted = amp_ir.convert_model(model, (samples,), dtype, cast_optional_params=True)
     convert_seconds = time.perf_counter() - started
-
-    def ours() -> Any:
-        return converted(*inputs)
-
-    def theirs() -> Any:
-        with torch.no_grad(), torch.autocast("cpu", getattr(torch, dtype)):
-            return model(*inputs)
-
     with torch.no_grad():
-        exact = _tensor(model(*inputs))
-    errors = [_error(_tensor(run()), exact) for run in (ours, theirs)]
-    times = _in_turns([ours, theirs], rounds)
+        exact = _tensor(model(samples))
+    runs = [lambda: converted(samples), *_autocast_runs(model, samples, getattr(torch, dtype))]
+    error, torch_error = (_error(_tensor(run()), exact) for run in runs[:2])
+    ours, *theirs = _in_turns(runs, rounds)
     return Row(
-        name, dtype, *times, *errors, converted.nbytes, full_nbytes, round(convert_seconds, 1)
-    )
+        name, len(samples), dtype, ours, min(theirs), error, torch_error,
+        converted.nbytes, full_nbytes, round(convert_seconds, 1),
+    )  # fmt: skip
+
+
+def _autocast_runs(
+    model: torch.nn.Module, samples: torch.Tensor, dtype: torch.dtype
+) -> list[Callable[[], Any]]:
+    """Return the calls of PyTorch: the model as it is, and in channels_last if it has images."""
+    variants = [(model, samples)]
+    if samples.ndim == 4:
+        last: Any = {"memory_format": torch.channels_last}
+        variants.append((copy.deepcopy(model).to(**last), samples.to(**last)))
+
+    def run(model: torch.nn.Module, samples: torch.Tensor) -> Any:
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            return model(samples)
+
+    return [functools.partial(run, *one) for one in variants]
 
 
 def _in_turns(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
@@ -119,13 +136,23 @@ def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 def table_of(rows: Sequence[Row]) -> Table:
     """Return the rows as a table."""
-    heads = ("model", "amp_ir ms", "autocast ms", "ratio", "error", "autocast error", "MiB", "of")
+    heads = (
+        "model",
+        "samples",
+        "amp_ir ms",
+        "autocast ms",
+        "ratio",
+        "error",
+        "autocast error",
+        "MiB",
+        "of",
+    )
     table = Table(*heads)
     for row in rows:
         times = (f"{row.milliseconds:.1f}", f"{row.torch_milliseconds:.1f}", f"{row.ratio:.2f}")
         errors = (f"{row.error:.1e}", f"{row.torch_error:.1e}")
         nbytes = (f"{row.nbytes / 2**20:.1f}", f"{row.float32_nbytes / 2**20:.1f}")
-        table.add_row(f"{row.model} {row.dtype}", *times, *errors, *nbytes)
+        table.add_row(f"{row.model} {row.dtype}", str(row.samples), *times, *errors, *nbytes)
     return table
 
 
