@@ -88,7 +88,7 @@ _APEX = _features(
     ("RNN cells and layers", "yes", "one call on CPUs for a layer, and for a loop over cells; packed lengths are data", "", "capture/test_recurrent_layers.py::test_bfloat16_trains_as_float32"),
     ("O0, O1", "yes", "`amp_dtype=None`, `amp_dtype=\"float16\"`", "jit(amp_dtype)", "end_to_end/test_models.py::test_float16_runs_and_stays_close"),
     ("O2: float32 master weights, BatchNorm in float32", "other", "always: state keeps its dtype, statistics are float32", "", "amp/test_autocast.py::test_statistics_of_a_normalization_stay_float32"),
-    ("O3: pure float16", "not yet", "no preset; a model in float16 is captured as it is", "", ""),
+    ("O3: pure float16", "yes", "`model.half()`: a model in float16 is captured as it is, without casts", "jit", "end_to_end/test_low_models.py::test_a_low_model_trains_as_in_pytorch"),
     ("`amp.master_params`, clipping after the block", "yes", "`model.parameters()`; a wrong place is an error", "errors.LossScaleError", "loss_scaling/test_scale_degree_recipes.py::test_clipping_belongs_behind_the_block"),
     ("`amp.disable_casts()`", "yes", "`autocast_off()`", "autocast_off", "amp/test_autocast_workloads.py::test_autocast_off_leaves_a_region_as_it_is_backward_included"),
     ("banned: binary cross entropy", "other", "computed in float32, as PyTorch's CPU list does", "", "amp/test_type_hints.py::test_the_policy"),
