@@ -14,7 +14,7 @@ import torch
 from amp_ir.amp.custom_type_hint import RulesInEffect
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import find_policy
-from amp_ir.api import Models, Optimizers, autocast, compile_step, trace_step
+from amp_ir.api import Models, Optimizers, autocast, compile_into, trace_step
 from amp_ir.capture import trace
 from amp_ir.capture.arguments import NESTED
 from amp_ir.capture.guards.call_signature import CallSignature
@@ -26,8 +26,16 @@ from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_
 from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks
 from amp_ir.ir.target import target_of
+from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
-from amp_ir.runtime.step_variants import DEFAULT_LIMIT, Recompile, StepVariants, Variant, log
+from amp_ir.runtime.step_variants import (
+    DEFAULT_LIMIT,
+    DEFAULT_SHAPES,
+    Recompile,
+    StepVariants,
+    Variant,
+    log,
+)
 
 # A number that has changed this often becomes an input: it probably changes at every step.
 _CHANGES_TO_INPUT = 2
@@ -36,8 +44,8 @@ _CHANGES_TO_INPUT = 2
 class JitStep:
     """A step that is captured, cast and compiled at its first call, and again when a guard fails.
 
-    Compiled programs are kept: a step that changes back runs an earlier one. Calls from several
-    threads run one after the other.
+    The programs used last are kept: a step that changes back runs an earlier one. All work in one
+    arena, as large as the largest needs. Calls from several threads run one after the other.
     """
 
     def __init__(self, step: Callable[..., Any], **options: Any) -> None:
@@ -46,9 +54,11 @@ class JitStep:
         self._autocast_options = options.pop("autocast_options")
         self._compile_options = options.pop("compile_options")
         self._variants: StepVariants[CallSignature]
-        self._variants = StepVariants(options.pop("recompile_limit"))
+        limits = options.pop("recompile_limit"), options.pop("max_shapes")
+        self._variants = StepVariants(*limits)
         self._trace_options = options
         self._turn = ForkSafeLock("the step was running")
+        self._arena = Arena()
         self._number_changes: collections.Counter[str] = collections.Counter()
         self._changing_arguments = ChangingArguments()
         # One for all programs: dropout continues from one shape's program to another's.
@@ -149,7 +159,7 @@ class JitStep:
         if self._amp_dtype is not None:
             guards = _with_rules(guards, RulesInEffect())
             mod = autocast(mod, args, amp_dtype=self._amp_dtype, **self._autocast_options)
-        compiled = compile_step(mod, **self._compile_options)
+        compiled = compile_into(self._arena, mod, **self._compile_options)
         self._changing_arguments.add(signature)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)
         variant = Variant(followed, guards, compiled)
@@ -192,6 +202,7 @@ def jit(
     rounding: str = "fast",
     memory_budget: int | None = None,
     recompile_limit: int = DEFAULT_LIMIT,
+    max_shapes: int = DEFAULT_SHAPES,
 ) -> JitStep:
     """Capture, cast and compile `step` when it is first called, and again when a guard fails.
 
@@ -206,6 +217,8 @@ def jit(
         device: as for `compile`, as are `opt_level`, `rounding` and `memory_budget`.
         recompile_limit: how many programs are kept for batches of the same structure, shapes and
             dtypes; a step that needs more emits one warning.
+        max_shapes: for how many structures, shapes and dtypes of the batch programs are kept. The
+            one not used for longest goes, which one warning says. They share one arena.
 
     Raises:
         OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
@@ -219,7 +232,8 @@ def jit(
     check_rounding(rounding)
     check_budget(memory_budget)
     check_opt_level(opt_level)
-    check_limit(recompile_limit)
+    check_limit("recompile_limit", recompile_limit)
+    check_limit("max_shapes", max_shapes)
     target_of(device)
     trace.check_training(step, model, optimizer, scaler)
     return JitStep(
@@ -230,6 +244,7 @@ def jit(
         amp_dtype=amp_dtype,
         autocast_options={"overrides": tuple(overrides), "policy": policy, "verbose": verbose},
         recompile_limit=recompile_limit,
+        max_shapes=max_shapes,
         compile_options={
             "device": device,
             "opt_level": opt_level,

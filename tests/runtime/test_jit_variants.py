@@ -391,12 +391,35 @@ def test_a_step_that_is_compiled_on_and_on_says_so_once(
         assert len(ours.train.recompiles) == count
 
 
+def test_programs_of_the_shapes_used_last_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    ours, eager = both(trains, max_shapes=2)
+    for rows in (4, 5, 6, 5, 7):
+        arguments = batch(rows, rows)
+        torch.testing.assert_close(ours.train(*arguments), eager.train(*arguments), **CLOSE)
+    assert_alike(ours, eager)
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    seconds = warning.split("Compiling took ")[1].split(" s")[0]
+    reason = ours.train.recompiles[1].reason
+    assert warning == (
+        "a jitted step was called with batches of more than 2 shapes, dtypes or structures (the "
+        f"last new one: {reason}). Programs for the 2 used last are kept; results stay right, and "
+        f"a shape that comes back is compiled again. Compiling took {seconds} s so far. Pad the "
+        "batches to fewer shapes, or pass max_shapes= of at least their number: they share one "
+        "arena. Said once; train.recompiles lists every time"
+    )
+    # 6 gave way to 7 and not 5, which was used between.
+    for rows, count in ((5, 3), (7, 3), (6, 4)):
+        ours.train(*batch(0, rows))
+        assert len(ours.train.recompiles) == count
+
+
+@pytest.mark.parametrize("name", ["recompile_limit", "max_shapes"])
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True, None])
-def test_a_limit_that_is_no_number_of_programs_is_refused(limit: Any) -> None:
+def test_a_limit_that_is_no_number_of_programs_is_refused(limit: Any, name: str) -> None:
     with pytest.raises(errors.OptionError) as refused:
-        amp_ir.jit(lambda x: x, model=nn.Linear(1, 1), recompile_limit=limit)
+        amp_ir.jit(lambda x: x, model=nn.Linear(1, 1), **{name: limit})
     assert str(refused.value) == (
-        f"recompile_limit={limit!r} is not a number of programs; expected a positive int"
+        f"{name}={limit!r} is not a number of programs; expected a positive int"
     )
 
 

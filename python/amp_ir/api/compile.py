@@ -17,6 +17,7 @@ from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import target_of
 from amp_ir.report.program_text import program_text
 from amp_ir.report.stage_files import current_stage_files
+from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
 from amp_ir.vm import build as build_stage
@@ -34,8 +35,6 @@ def lower(mod: StepModule, **options: Any) -> PlannedStep:
         return pipeline.lower(mod, **options)
 
 
-@paused_garbage_collection()
-@memory_for("the compilation of the step needs")
 def compile_step(
     mod: StepModule,
     *,
@@ -67,6 +66,32 @@ def compile_step(
         OutOfMemoryError: this machine does not have the memory.
         IndexOutOfRangeError: an index is out of range whatever the batch is.
     """
+    return compile_into(
+        Arena(),
+        mod,
+        device=device,
+        opt_level=opt_level,
+        rounding=rounding,
+        memory_budget=memory_budget,
+    )
+
+
+@paused_garbage_collection()
+@memory_for("the compilation of the step needs")
+def compile_into(
+    arena: Arena,
+    mod: StepModule,
+    *,
+    device: str = "cpu",
+    opt_level: int = 3,
+    rounding: str = "fast",
+    memory_budget: int | None = None,
+) -> CompiledStep:
+    """Do what `compile_step` does, for a program that shares its arena with others.
+
+    Raises:
+        As `compile_step`.
+    """
     check_module(mod, "compile")
     check_opt_level(opt_level)
     target = target_of(device)
@@ -77,7 +102,7 @@ def compile_step(
     )
     with stage("vm", planned, seconds_by_stage(seconds)):
         executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    program = program_of(executable, planned, mod, mod.state, device)
+    program = program_of(executable, planned, mod, mod.state, device, arena=arena)
     options = {"device": device, "opt_level": opt_level, "rounding": rounding}
     options["memory_budget"] = memory_budget
     report = CompileReport(
@@ -109,8 +134,14 @@ def text_after(mod: StepModule, name: str, **options: Any) -> str:
 
 
 def program_of(
-    executable: Any, planned: PlannedStep, mod: StepModule, state: Any, device: str
+    executable: Any,
+    planned: PlannedStep,
+    mod: StepModule,
+    state: Any,
+    device: str,
+    *,
+    arena: Arena | None = None,
 ) -> Program:
-    """Return the built step on the tensors of `state`."""
-    signature = planned.signature(mod.signature)
-    return Program(executable, planned.plan, signature, state, device, checks=planned.checks)
+    """Return the built step on the tensors of `state`; by default with an arena of its own."""
+    signature, checks = planned.signature(mod.signature), planned.checks
+    return Program(executable, planned.plan, signature, state, device, checks=checks, arena=arena)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_ir.api import compile_step
+from amp_ir.api import compile_into
 from amp_ir.capture.batch import structures_of
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.errors import CopyError, OptionError, ShapeMismatchError
@@ -16,6 +16,7 @@ from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.stored_parameters import StoredParameters
 from amp_ir.ir.step_module import StepModule
+from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.step import CompiledStep, refuse_names
 
 _NO_COPY = (
@@ -28,7 +29,7 @@ class ConvertedModel:
     """A model in mixed precision, called as the model is. Made by `amp_ir.convert_model`.
 
     Inputs of other shapes or plain values get a program of their own at their first call; all
-    programs share the parameters. Calls from several threads run one after the other.
+    programs share the parameters and one arena. Calls from several threads run one after the other.
     """
 
     def __init__(
@@ -36,13 +37,16 @@ class ConvertedModel:
         conversion: Conversion | None,
         stored: StoredParameters,
         options: Mapping[str, Any] | None = None,
+        *,
         programs: Sequence[CompiledStep] = (),
+        arena: Arena | None = None,
     ) -> None:
         self._conversion = conversion
         self._stored = stored
         self._options = dict(options or {})
         self._programs = {CallSignature.of(_inputs_of(one))[0]: one for one in programs}
         self._turn = ForkSafeLock("the model was running")
+        self._arena = Arena() if arena is None else arena
         self._last = programs[0] if programs else None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -121,7 +125,8 @@ class ConvertedModel:
                 f"{shapes}; these inputs differ in shape, dtype or structure. Call the converted "
                 "model with such inputs before it is saved"
             )
-        compiled = compile_step(self._conversion.program(inputs), **self._options)
+        program = self._conversion.program(inputs)
+        compiled = compile_into(self._arena, program, **self._options)
         self._programs[signature] = compiled
         return compiled
 

@@ -39,6 +39,7 @@ from amp_ir.inference.program_record import (
 from amp_ir.inference.stored_parameters import StoredParameters
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import target_of
+from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.step import CompiledStep
 from amp_ir.version import VERSION
 
@@ -124,11 +125,12 @@ def load(path: str | os.PathLike[str], device: str = "cpu") -> ConvertedModel | 
             tensors = {name: one.to(device, copy=True) for name, one in weights.items()}
             modules = [read_module(one, tensors, device) for one in records]
     pairs = zip(records, modules, strict=True)
-    programs = [load_program(record, mod, device) for record, mod in pairs]
+    arena = Arena()
+    programs = [load_program(record, mod, device, arena) for record, mod in pairs]
     if description["kind"] == "compiled step":
         return programs[0]
     stored = StoredParameters(tensors)
-    return ConvertedModel(None, stored, programs=programs)
+    return ConvertedModel(None, stored, arena=arena, programs=programs)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import tvm
 from tvm import relax
 
 from amp_ir.amp.plan import CastPlan
-from amp_ir.api import compile_step, lower, text_after
+from amp_ir.api import compile_into, lower, text_after
 from amp_ir.capture.batch import Arguments, structures_of
 from amp_ir.errors import OptionError
 from amp_ir.files.atomic_file import write_bytes
@@ -32,6 +32,7 @@ from amp_ir.ir.executable import Executable
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 from amp_ir.ir.target import CompileTarget, target_of
 from amp_ir.rewrites.check_indices import check_indices
+from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
 from amp_ir.standalone import LAUNCH_ADDRESS, SET_LAUNCH
@@ -107,18 +108,20 @@ def read_module(
     )
 
 
-def load_program(record: ProgramRecord, mod: StepModule, device: str) -> CompiledStep:
+def load_program(record: ProgramRecord, mod: StepModule, device: str, arena: Arena) -> CompiledStep:
     """Return the program, ready to run; compiled again if its machine code is for another CPU."""
     data = record.description
     options = {**data["options"], "device": device}
     target = target_of(device)
     has_all = all(map(native.has, data["functions"]))
     if data["machine"] != _machine(target) or not has_all:
-        return compile_step(mod, **options)
+        return compile_into(arena, mod, **options)
     checked = check_indices(mod.ir, mod.signature, on_host="none" if target.is_cuda else "all")
     plan = plan_from_json(data["memory"])
     executable = _executable(record.library, target, device, data["kernel_count"])
-    program = Program(executable, plan, checked.signature, mod.state, device, checks=checked.checks)
+    program = Program(
+        executable, plan, checked.signature, mod.state, device, checks=checked.checks, arena=arena
+    )
     lowering = {name: options[name] for name in ("rounding", "memory_budget")}
     text = functools.partial(text_after, mod, target=target, **lowering)
     report = CompileReport({}, data["kernel_count"], plan, options=options)

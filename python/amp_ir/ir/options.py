@@ -55,11 +55,8 @@ def check_module(mod: Any, function: str) -> None:
         )
 
 
-def check_limit(recompile_limit: Any) -> None:
-    """Refuse a limit that is not a positive number of programs."""
-    is_number = isinstance(recompile_limit, int) and not isinstance(recompile_limit, bool)
-    if not (is_number and recompile_limit > 0):
-        raise OptionError(
-            f"recompile_limit={recompile_limit!r} is not a number of programs; expected a "
-            "positive int"
-        )
+def check_limit(name: str, limit: Any) -> None:
+    """Refuse a limit, the option `name`, that is not a positive number."""
+    is_number = isinstance(limit, int) and not isinstance(limit, bool)
+    if not (is_number and limit > 0):
+        raise OptionError(f"{name}={limit!r} is not a number of programs; expected a positive int")

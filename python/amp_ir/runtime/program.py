@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A built step with its arena and the tensors it works on."""
+"""A built step with the tensors it works on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from amp_ir.errors import AmpIrError, DeviceError
-from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.host.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.ir.executable import Executable
 from amp_ir.ir.external_call import unrecordable_ops
@@ -19,6 +18,7 @@ from amp_ir.ir.planned_checks import PlannedChecks
 from amp_ir.ir.step_module import OutputSpec, Role, Signature
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES
 from amp_ir.runtime import torn_state
+from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
 from amp_ir.runtime.program_input import ProgramInput, State, flat_view
@@ -44,6 +44,8 @@ class Program:
     have memory of their own there, which the recorded graph works on; batches are copied into it
     and results out of it.
 
+    Programs that share an `arena` run one after the other.
+
     Raises:
         StateError: see `check_state`. DeviceError: the arena does not fit into the GPU's memory.
     """
@@ -57,6 +59,7 @@ class Program:
         device: Any = "cpu",
         *,
         checks: PlannedChecks | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self.checks = PlannedChecks() if checks is None else checks
         self.executable = executable
@@ -65,17 +68,19 @@ class Program:
         self.device = _with_index(torch.device(device))
         self._main = executable.vm["main"]
         self._inputs = [ProgramInput.bind(spec, state, self.device) for spec in signature.inputs]
-        self._lock = ForkSafeLock("the step was running")
+        self._arena = Arena() if arena is None else arena
         self.check_state()
         with _room_for(plan, self.device):
-            nbytes = max(plan.arena_bytes, 1)
-            self._arena = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._arena_view = flat_view(self._arena)
+            self.arena_view()
             self._step_run = StepRun(self._main, plan, self._written)
             self._graph_run = self._runs_on_gpu()
 
     def _runs_on_gpu(self) -> _OnGpu | None:
         return _OnGpu(self) if self.device.type == "cuda" else None
+
+    def arena_view(self) -> Any:
+        """Return the program's part of the arena, as `main` takes it."""
+        return self._arena.view(max(self.plan.arena_bytes, 1), self.device, flat_view)
 
     def check_state(self) -> None:
         """Require state that a run can take as it is now.
@@ -119,14 +124,14 @@ class Program:
             IndexOutOfRangeError: the step computed an index out of range; it has changed nothing.
                 On a GPU it is raised by a later run, or by `synchronise`.
         """
-        with self._lock:
+        with self._arena.lock:
             torn_state.refuse_torn(self.state())
             if self._graph_run is not None:
                 return finish(self._graph_run.run(batch, in_graph=in_graph))
             try:
                 results = self.empty_results()
                 tensors = iter(batch)
-                arguments = [self._arena_view]
+                arguments = [self.arena_view()]
                 arguments += [
                     flat_view(_placed(next(tensors))) if one.source is None else one.current_view()
                     for one in self._inputs
@@ -226,10 +231,10 @@ class _OnGpu:
         inputs = [
             next(views) if one.source is None else one.current_view() for one in program._inputs
         ]
-        arguments = [program._arena_view, *inputs, *self._result_views]
+        arguments = [program.arena_view(), *inputs, *self._result_views]
         if in_graph:
-            state = tuple(one.address for one in program._inputs if one.source is not None)
-            self._run(arguments, state)
+            state = (one.address for one in program._inputs if one.source is not None)
+            self._run(arguments, (program._arena.address, *state))
         else:
             self._run.launch(arguments)
         if program.checks.in_step:

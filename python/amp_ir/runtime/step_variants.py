@@ -28,6 +28,8 @@ log = logging.getLogger("amp_ir")
 # What torch.compile allows too. Four switches that users turn make eight programs: training or
 # evaluation, frozen or not, gradients there or not.
 DEFAULT_LIMIT = 8
+# Lengths padded to multiples of 32 up to 512 are as many.
+DEFAULT_SHAPES = 16
 
 
 class Signature(Protocol):
@@ -71,15 +73,16 @@ class Variant(Generic[S]):
 class StepVariants(Generic[S]):
     """Programs by signature, the most recently used first.
 
-    At most `limit` are kept for one signature; beyond it the one not used for longest is dropped.
+    At most `limit` are kept for one signature, and those of at most `max_shapes` signatures; beyond
+    it the one not used for longest is dropped.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, max_shapes: int) -> None:
+        self._limit, self._max_shapes = limit, max_shapes
         self._by_key: dict[Any, list[Variant[S]]] = {}
         self._recent: list[Variant[S]] = []
         self._reasons: dict[Any, list[str]] = {}
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_shapes = False
         self.recompiles: list[Recompile] = []
 
     @property
@@ -126,9 +129,23 @@ class StepVariants(Generic[S]):
         reasons.append(reason)
         if len(self._by_key[key]) > self._limit:
             self._drop(self._by_key[key][-1])
+        self._keep_recent_shapes()
         if len(reasons) >= self._limit and not self._has_warned:
             self._has_warned = True
             log.warning("%s", self._warning(reasons))
+
+    def _keep_recent_shapes(self) -> None:
+        """Drop the programs of the signature that was not used for longest, if there are many."""
+        keys = list(dict.fromkeys(one.signature.key for one in self._recent))
+        if len(keys) <= self._max_shapes:
+            return
+        for one in list(self._by_key[keys[-1]]):
+            self._drop(one)
+        del self._by_key[keys[-1]]
+        self._reasons.pop(keys[-1], None)
+        if not self._has_warned_of_shapes:
+            self._has_warned_of_shapes = True
+            log.warning("%s", self._warning_of_shapes())
 
     def _matching(self, signature: S) -> Iterator[Variant[S]]:
         group = self._by_key.get(signature.key, ())
@@ -142,6 +159,17 @@ class StepVariants(Generic[S]):
     def _drop(self, variant: Variant[S]) -> None:
         self._recent.remove(variant)
         self._by_key[variant.signature.key].remove(variant)
+
+    def _warning_of_shapes(self) -> str:
+        seconds = sum(one.seconds for one in self.recompiles)
+        return (
+            f"a jitted step was called with batches of more than {self._max_shapes} shapes, dtypes "
+            f"or structures (the last new one: {self.recompiles[-1].reason}). Programs for the "
+            f"{self._max_shapes} used last are kept; results stay right, and a shape that comes "
+            f"back is compiled again. Compiling took {seconds:.1f} s so far. Pad the batches to "
+            "fewer shapes, or pass max_shapes= of at least their number: they share one arena. "
+            "Said once; train.recompiles lists every time"
+        )
 
     def _warning(self, reasons: list[str]) -> str:
         subjects = collections.Counter(map(_subject, reasons))

@@ -52,7 +52,7 @@ class EmulatedProgram(program.Program):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         with _sharing():
             super().__init__(*arguments, **options)
-        self._arena.fill_(0xFF)
+        self._arena.fill(0xFF)
 
     def run(self, batch: Any, **options: Any) -> list[torch.Tensor]:
         """One step."""
