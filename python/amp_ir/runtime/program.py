@@ -70,7 +70,8 @@ class Program:
         self._inputs = [ProgramInput.bind(spec, state, self.device) for spec in signature.inputs]
         self._arena = Arena() if arena is None else arena
         self.check_state()
-        with _room_for(plan, self.device):
+        # A program in the same arena may be running in another thread.
+        with self._arena.lock, _room_for(plan, self.device):
             self.arena_view()
             self._step_run = StepRun(self._main, plan, self._written)
             self._graph_run = self._runs_on_gpu()

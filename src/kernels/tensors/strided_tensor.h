@@ -99,9 +99,13 @@ inline bool HasChannelsLast(const StridedTensor& t) {
 
 // An image with channels last, with the strides that its axes of one element have in dense memory
 // of that order; another image as it is. Libraries recognize the order by all strides: a single
-// sample with another one gets oneDNN's reference convolution, and copies from PyTorch.
+// sample with another one gets oneDNN's reference convolution, and copies from PyTorch. An image of
+// a single position is in every order and stays: in the weights of a 1 x 1 convolution, PyTorch
+// must not see channels last (`ConvolveBackward`).
 inline StridedTensor WithIdleStridesOfImage(StridedTensor t) {
-  if (!HasChannelsLast(t)) return t;
+  bool is_one_position = true;
+  for (int i = 2; i < t.rank; ++i) is_one_position = is_one_position && t.dims[i] == 1;
+  if (is_one_position || !HasChannelsLast(t)) return t;
   int64_t dense = t.dims[1];
   for (int i = t.rank; i-- > 0;) {
     if (i == 1) continue;
