@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -12,6 +13,9 @@ import torch
 from hypothesis import settings
 
 from pytorch_as_it_was import pytorch_state
+
+# Tests test compilations, also those in processes that they start; not what earlier ones left.
+os.environ["AMP_IR_CACHE"] = "off"
 
 # Examples build and run kernels, whose first call is slow; and a run must be repeatable.
 settings.register_profile("amp_ir", deadline=None, derandomize=True, max_examples=50)

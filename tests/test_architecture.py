@@ -29,6 +29,7 @@ LAYERS = [
     "ir",
     STAGES,
     "pipeline",
+    "compile_cache",  # built steps on disk
     "api",
     "demo",
     "jit_step",

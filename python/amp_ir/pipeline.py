@@ -41,7 +41,7 @@ from amp_ir.loops.write_kernels import emitter_of, merger_of, write_kernels
 from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
 from amp_ir.memory.chunking.chunk_loss import plan_in_chunks
 from amp_ir.memory.plan_memory import plan_memory
-from amp_ir.rewrites.check_indices import HostChecks, check_indices
+from amp_ir.rewrites.check_indices import CheckedStep, HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.rewrites.unslice_loss import unslice_loss
@@ -97,8 +97,7 @@ def lower(
     is_cuda, log = target.is_cuda, DispatchLog()
     with stage("checks", mod.ir, on_stage) as running:
         # From here on a step whose indices are not all known is a transaction.
-        on_host = host_checks or ("none" if is_cuda else "all")
-        checked = check_indices(mod.ir, mod.signature, on_host=on_host)
+        checked = checked_step(mod, target, host_checks)
         running.program = checked.ir
     with stage("decompose", checked.ir, on_stage) as running:
         # From here on attention and recurrent layers are library calls or smaller ops.
@@ -135,6 +134,14 @@ def lower(
     planned = plan(ir, in_chunks=False) if memory_budget is None else plan_in_chunks(ir, plan)
     outputs = checked.signature.outputs if checked.checks.in_step else None
     return attrs.evolve(planned, checks=checked.checks, outputs=outputs)
+
+
+def checked_step(
+    mod: StepModule, target: CompileTarget, host_checks: HostChecks | None = None
+) -> CheckedStep:
+    """Return the step with its checks of indices, as `lower` does; `host_checks` as there."""
+    on_host = host_checks or ("none" if target.is_cuda else "all")
+    return check_indices(mod.ir, mod.signature, on_host=on_host)
 
 
 def library_calls(

@@ -140,7 +140,12 @@ def test_writers_at_the_same_time_leave_a_whole_file(tmp_path: Path):
 
 
 # Files in a folder of TemporaryDirectory, which no one else sees; and a switch of the kernel.
-OWN_FOLDERS = {"python/amp_ir/cuda/nvcc.py", "python/amp_ir/cuda/machine_code.py"}
+OWN_FOLDERS = {
+    "python/amp_ir/cuda/nvcc.py",
+    "python/amp_ir/cuda/machine_code.py",
+    "python/amp_ir/vm/build_library.py",
+    "python/amp_ir/vm/load.py",
+}
 SWITCHES = {"benchmarks/resident.py"}
 METHODS = {"write_text", "write_bytes", "savez", "savez_compressed"}
 FUNCTIONS = {"torch.save", "np.save", "numpy.save", "json.dump", "pickle.dump", "tempfile.mkstemp"}

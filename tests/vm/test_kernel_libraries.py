@@ -49,7 +49,7 @@ def test_each_kernel_is_in_one_library_and_does_its_own(threads, count, kernels,
     functions = named(**{f"add_{k}": adding(k) for k in range(kernels)})
     built = kernel_libraries.build_side_by_side(
         functions, build_stage.KERNEL_PIPELINE, cpu().tvm_target, opt_level=3,
-        of_all=lambda: named(add_half=adding(0.5)),
+        of_part=lambda _part: named(add_half=adding(0.5)), finish=lambda library, _part: library,
     )  # fmt: skip
     assert len(built) == libraries
     source, result = torch.arange(float(EXTENT)), torch.empty(EXTENT)
@@ -75,7 +75,7 @@ def test_an_error_in_a_thread_is_raised(threads):
     with pytest.raises(Exception, match="nowhere"):
         kernel_libraries.build_side_by_side(
             kernels, build_stage.KERNEL_PIPELINE, cpu().tvm_target, opt_level=3,
-            of_all=lambda: named(add_half=adding(0.5)),
+            of_part=lambda _part: {}, finish=lambda library, _part: library,
         )  # fmt: skip
 
 

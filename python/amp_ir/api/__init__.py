@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions: they check their arguments and call the stages of pipeline.py."""
 
-from amp_ir.api.compile import compile_into, compile_step, lower, text_after
+from amp_ir.api.compile import compile_into, compile_step, lower, step_of_built, text_after
 from amp_ir.api.measure import (
     get_gflops,
     get_param_size,
@@ -17,5 +17,5 @@ from amp_ir.api.trace import Models, Optimizers, trace_model, trace_step
 __all__ = [
     "Models", "Optimizers", "autocast", "compile_into", "compile_step", "explain_plan",
     "get_gflops", "get_param_size", "get_peak_memory", "lower", "memory_report", "profile_kernels",
-    "profile_vm_model", "text_after", "trace_memory", "trace_model", "trace_step",
+    "profile_vm_model", "step_of_built", "text_after", "trace_memory", "trace_model", "trace_step",
 ]  # fmt: skip

@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable
 from typing import Any
 
 from amp_ir import pipeline
+from amp_ir.api.cached_build import cached_build
 from amp_ir.errors import OptionError
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
+from amp_ir.ir.built_step import BuiltStep
+from amp_ir.ir.executable import Executable
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.options import check_budget, check_module, check_opt_level, check_rounding
 from amp_ir.ir.stages import Stage, each, seconds_by_stage, stage
 from amp_ir.ir.step_module import StepModule
-from amp_ir.ir.target import target_of
+from amp_ir.ir.target import CompileTarget, target_of
 from amp_ir.report.program_text import program_text
 from amp_ir.report.stage_files import current_stage_files
 from amp_ir.runtime.arena import Arena
@@ -94,24 +99,75 @@ def compile_into(
     """
     check_module(mod, "compile")
     check_opt_level(opt_level)
+    check_rounding(rounding)
+    check_budget(memory_budget)
     target = target_of(device)
-    seconds: dict[str, float] = {}
-    timed = each(seconds_by_stage(seconds), current_stage_files())
-    planned = lower(
-        mod, target=target, rounding=rounding, memory_budget=memory_budget, on_stage=timed
-    )
-    with stage("vm", planned, seconds_by_stage(seconds)):
-        executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    program = program_of(executable, planned, mod, mod.state, device, arena=arena)
     options = {"device": device, "opt_level": opt_level, "rounding": rounding}
     options["memory_budget"] = memory_budget
+    started, seconds = time.perf_counter(), {}
+    # Whoever asks for the stages of a compilation wants one.
+    files = current_stage_files()
+    cached = None if files is not None else cached_build(mod, options, target)
+    found = None if cached is None else cached.load(target, device)
+    if found is not None:
+        seconds["cache"] = time.perf_counter() - started
+        return step_of_built(arena, mod, *found, target, options, seconds)
+    planned = lower(
+        mod,
+        target=target,
+        rounding=rounding,
+        memory_budget=memory_budget,
+        on_stage=each(seconds_by_stage(seconds), files),
+    )
+    with stage("vm", planned, seconds_by_stage(seconds)):
+        made = None if cached is None else cached.build(planned, target, device)
+        if made is None:
+            executable = build_stage.build(planned, target, device, opt_level=opt_level)
+        else:
+            built, executable = made
+    program = program_of(executable, planned, mod, mod.state, device, arena=arena)
+    if cached is not None and made is not None:
+        with stage("store", planned, seconds_by_stage(seconds)):
+            cached.put(built)
     report = CompileReport(
         seconds, executable.kernel_count, planned.plan, planned.dispatched, options
     )
-    text = functools.partial(
-        text_after, mod, target=target, rounding=rounding, memory_budget=memory_budget
+    return CompiledStep(mod, program, report, _text(mod, target, options))
+
+
+def step_of_built(
+    arena: Arena,
+    mod: StepModule,
+    built: BuiltStep,
+    executable: Executable,
+    target: CompileTarget,
+    options: dict[str, Any],
+    seconds: dict[str, float],
+) -> CompiledStep:
+    """Return a step that was built earlier, maybe by another process, on the tensors of `mod`.
+
+    Requires: `built` is of the same program and options.
+
+    Raises:
+        StateError, OutOfMemoryError: as `compile_step`.
+    """
+    checked = pipeline.checked_step(mod, target)
+    program = Program(
+        executable,
+        built.plan,
+        checked.signature,
+        mod.state,
+        options["device"],
+        checks=checked.checks,
+        arena=arena,
     )
-    return CompiledStep(mod, program, report, text)
+    report = CompileReport(seconds, built.kernel_count, built.plan, built.dispatched, options)
+    return CompiledStep(mod, program, report, _text(mod, target, options))
+
+
+def _text(mod: StepModule, target: CompileTarget, options: dict[str, Any]) -> Callable[[str], str]:
+    lowering = {name: options[name] for name in ("rounding", "memory_budget")}
+    return functools.partial(text_after, mod, target=target, **lowering)
 
 
 def text_after(mod: StepModule, name: str, **options: Any) -> str:

@@ -37,8 +37,10 @@ _LEFT_BEHIND = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def atomic_file(path: str | os.PathLike[str], *, new_mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a binary file, readable too, whose content replaces `path` at the end.
+
+    `new_mode` is the mode of a file that did not exist, less the umask.
 
     Raises:
         OSError: the file cannot be written; it is as before, or still missing.
@@ -50,7 +52,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             yield direct
         return
     _remove_left_behind(target)
-    descriptor, temporary = _create(target, before)
+    descriptor, temporary = _create(target, new_mode if before is None else 0o600)
     try:
         with open(descriptor, "w+b") as file:
             yield file
@@ -66,9 +68,9 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     _sync_folder(target.parent)
 
 
-def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+def write_bytes(path: str | os.PathLike[str], content: bytes, *, new_mode: int = 0o666) -> None:
     """Write a whole file at once; see `atomic_file`."""
-    with atomic_file(path) as file:
+    with atomic_file(path, new_mode=new_mode) as file:
         file.write(content)
 
 
@@ -97,14 +99,14 @@ def _stem(target: Path) -> str:
     return os.fsdecode(os.fsencode(f".{target.name}")[:_LONGEST_STEM_BYTES])
 
 
-def _create(target: Path, before: os.stat_result | None) -> tuple[int, Path]:
+def _create(target: Path, mode: int) -> tuple[int, Path]:
     """Create a file beside the target, locked; return it and its path.
 
     One that replaces a file is the owner's alone until it has that file's mode.
     """
     while True:
         temporary = target.with_name(f"{_stem(target)}.{secrets.token_hex(8)}{SUFFIX}")
-        descriptor = os.open(temporary, _EXCLUSIVE, 0o666 if before is None else 0o600)
+        descriptor = os.open(temporary, _EXCLUSIVE, mode)
         _lock(descriptor, fcntl.LOCK_EX)
         # Between the creation and the lock another process may take it for one left behind.
         if os.fstat(descriptor).st_nlink:

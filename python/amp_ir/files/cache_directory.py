@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 _LOG = logging.getLogger("amp_ir")
-_TOLD: set[Path] = set()
+_TOLD: set[object] = set()
 
 
 def cache_directory(name: str) -> Path | None:
@@ -30,6 +30,11 @@ def drop_damaged(path: Path, reason: str) -> None:
     """Remove a cache's file that cannot be used, and log it once."""
     with contextlib.suppress(OSError):
         path.unlink()
-    if path not in _TOLD:
-        _TOLD.add(path)
-        _LOG.warning("%s is not used and is made again: %s", path, reason)
+    say_once(path, logging.WARNING, f"{path} is not used and is made again: {reason}")
+
+
+def say_once(subject: object, level: int, message: str) -> None:
+    """Log a message, unless one about this subject was logged by this process."""
+    if subject not in _TOLD:
+        _TOLD.add(subject)
+        _LOG.log(level, "%s", message)

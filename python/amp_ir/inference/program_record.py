@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,31 +10,26 @@ from typing import Any
 import attrs
 import torch
 import tvm
-from tvm import relax
 
 from amp_ir.amp.plan import CastPlan
-from amp_ir.api import compile_into, lower, text_after
+from amp_ir.api import compile_into, lower, step_of_built
 from amp_ir.capture.batch import Arguments, structures_of
 from amp_ir.errors import OptionError
-from amp_ir.files.atomic_file import write_bytes
 from amp_ir.host import native
-from amp_ir.inference.plan_record import plan_from_json, plan_to_json
 from amp_ir.inference.structure import (
     arguments_from_json,
     arguments_to_json,
     results_from_json,
     results_to_json,
 )
-from amp_ir.ir.executable import Executable
+from amp_ir.ir.built_step import BuiltStep
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 from amp_ir.ir.target import CompileTarget, target_of
-from amp_ir.rewrites.check_indices import check_indices
 from amp_ir.runtime.arena import Arena
-from amp_ir.runtime.program import Program
-from amp_ir.runtime.step import CompiledStep, CompileReport
-from amp_ir.standalone import LAUNCH_ADDRESS, SET_LAUNCH
-from amp_ir.vm.build import compile_executable, host_description
+from amp_ir.runtime.step import CompiledStep
+from amp_ir.vm.build import compile_executable, count_kernels, host_description
 from amp_ir.vm.export import linked_library
+from amp_ir.vm.load import load_library
 
 _NATIVE = "amp_ir."
 
@@ -65,7 +57,8 @@ def record_program(mod: StepModule, options: Mapping[str, Any], path: Path) -> P
     planned = lower(mod, target=target, **lowering)
     executable = compile_executable(planned, target, opt_level=options["opt_level"])
     symbols = {call.symbol for call in planned.plan.calls if call.symbol.startswith(_NATIVE)}
-    kernels = sum(isinstance(one, tvm.tirx.PrimFunc) for one in planned.ir.functions.values())
+    library = linked_library(executable, path)
+    built = BuiltStep(library, planned.plan, count_kernels(planned), planned.dispatched)
     description = {
         "inputs": [_spec_to_json(one) for one in mod.signature.inputs],
         "outputs": [_spec_to_json(one) for one in mod.signature.outputs],
@@ -74,12 +67,11 @@ def record_program(mod: StepModule, options: Mapping[str, Any], path: Path) -> P
         "options": dict(options),
         "machine": _machine(target),
         "functions": sorted(symbols),
-        "kernel_count": kernels,
-        "memory": plan_to_json(planned.plan),
+        **built.describe(),
         "plan": None if mod.plan is None else mod.plan.to_json(),
         "notes": list(mod.notes),
     }
-    return ProgramRecord(description, tvm.ir.save_json(mod.ir), linked_library(executable, path))
+    return ProgramRecord(description, tvm.ir.save_json(mod.ir), library)
 
 
 def read_module(
@@ -116,29 +108,9 @@ def load_program(record: ProgramRecord, mod: StepModule, device: str, arena: Are
     has_all = all(map(native.has, data["functions"]))
     if data["machine"] != _machine(target) or not has_all:
         return compile_into(arena, mod, **options)
-    checked = check_indices(mod.ir, mod.signature, on_host="none" if target.is_cuda else "all")
-    plan = plan_from_json(data["memory"])
-    executable = _executable(record.library, target, device, data["kernel_count"])
-    program = Program(
-        executable, plan, checked.signature, mod.state, device, checks=checked.checks, arena=arena
-    )
-    lowering = {name: options[name] for name in ("rounding", "memory_budget")}
-    text = functools.partial(text_after, mod, target=target, **lowering)
-    report = CompileReport({}, data["kernel_count"], plan, options=options)
-    return CompiledStep(mod, program, report, text)
-
-
-def _executable(library: bytes, target: CompileTarget, device: str, kernels: int) -> Executable:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "program.so"
-        write_bytes(path, library)
-        module = tvm.runtime.load_module(str(path))
-    if not target.is_cuda and native.has(LAUNCH_ADDRESS):
-        set_launch = module.get_function(SET_LAUNCH, query_imports=True)
-        set_launch(ctypes.c_void_p(native.function(LAUNCH_ADDRESS)()))
-    tvm_device = tvm.device(device)
-    vm = relax.VirtualMachine(module, tvm_device)
-    return Executable(vm, tvm_device, kernels, relax.VMExecutable(module))
+    built = BuiltStep.read(data, record.library)
+    executable = load_library(built.library, target, device, built.kernel_count)
+    return step_of_built(arena, mod, built, executable, target, options, {})
 
 
 def _machine(target: CompileTarget) -> str:

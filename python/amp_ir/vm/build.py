@@ -146,7 +146,7 @@ def compile_executable(
     if target.is_cuda:
         driver.prepare_build()
     else:
-        functions |= _launch_setter()
+        functions |= launch_setter()
     pipeline = CUDA_PIPELINE if target.is_cuda else KERNEL_PIPELINE
     ir = tvm.IRModule(functions)
     with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
@@ -164,6 +164,17 @@ def _lower_main() -> tvm.transform.Pass:
     )
 
 
+def program_and_kernels(step: PlannedStep) -> tuple[relax.ExecBuilder, tvm.IRModule]:
+    """Return the virtual machine's program of a step, to be linked, and the kernels to compile.
+
+    Requires: the pass context and the target of the compilation.
+    """
+    ir = _lower_main()(step.ir)
+    builder = relax.ExecBuilder()
+    kernels = vm_build._filter_tir(vm_build._vmcodegen(builder, ir, "bytecode"))
+    return builder, tvm.IRModule({}) if kernels is None else _equally_careful(kernels)
+
+
 def _compile_in_memory(
     step: PlannedStep, target: CompileTarget, *, opt_level: int
 ) -> relax.VMExecutable:
@@ -173,10 +184,7 @@ def _compile_in_memory(
     """
     native.load()
     with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
-        ir = _lower_main()(step.ir)
-        builder = relax.ExecBuilder()
-        kernels = vm_build._filter_tir(vm_build._vmcodegen(builder, ir, "bytecode"))
-        kernels = tvm.IRModule({}) if kernels is None else _equally_careful(kernels)
+        builder, kernels = program_and_kernels(step)
         # Nothing else decides what the machine code does; not how many threads compiled it.
         compiled_for = f"{built_for} at opt_level {opt_level}"
         library = LIBRARIES.of(
@@ -190,12 +198,19 @@ def _build_libraries(
     kernels: tvm.IRModule, target: tvm.target.Target, opt_level: int
 ) -> tvm.runtime.Module:
     """Return a library of some of the kernels, which imports those of the others."""
+
+    def finish(library: tvm.runtime.Module, _part: int) -> tvm.runtime.Module:
+        # Machine code is made at once, not at the first call, which would be by one thread.
+        library.get_function(SET_LAUNCH)
+        return library
+
     libraries = build_side_by_side(
         dict(kernels.functions),
         KERNEL_PIPELINE,
         target,
         opt_level=opt_level,
-        of_all=_launch_setter,
+        of_part=lambda _part: launch_setter(),
+        finish=finish,
     )
     first, *others = libraries
     for library in libraries:
@@ -224,7 +239,7 @@ def build(
     Ensures: a CPU's kernels run on OpenMP's threads, the pool that PyTorch and oneDNN use too.
     """
     target = target or cpu()
-    kernels = sum(isinstance(f, tirx.PrimFunc) for f in step.ir.functions.values())
+    kernels = count_kernels(step)
     compiled = compile_executable if target.is_cuda else _compile_in_memory
     executable = compiled(step, target, opt_level=opt_level)
     tvm_device = tvm.device(str(device))
@@ -232,8 +247,13 @@ def build(
     return Executable(vm, tvm_device, kernels, executable)
 
 
-def _launch_setter() -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
-    """Return a function that points the module's parallel loops at another thread pool."""
+def count_kernels(step: PlannedStep) -> int:
+    """Return the number of kernels of a step."""
+    return sum(isinstance(one, tirx.PrimFunc) for one in step.ir.functions.values())
+
+
+def launch_setter() -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
+    """Return a function that points a module's parallel loops at another thread pool."""
     address = tirx.Var("address", "handle")
     call = tirx.call_extern("int32", f"{SET_LAUNCH}_in_module", address)
     body = tirx.AttrStmt(

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 import tvm
 from tvm import tirx
 
 Functions = Mapping[tvm.ir.GlobalVar, tirx.PrimFunc]
+T = TypeVar("T")
 # Kernels that make a library of their own worth its few milliseconds.
 _LEAST_KERNELS = 4
 
@@ -21,25 +23,24 @@ def build_side_by_side(
     target: tvm.target.Target,
     *,
     opt_level: int,
-    of_all: Callable[[], Functions],
-) -> list[tvm.runtime.Module]:
+    of_part: Callable[[int], Functions],
+    finish: Callable[[tvm.runtime.Module, int], T],
+) -> list[T]:
     """Build libraries of `kernels`, one part per thread of PyTorch's, for a CPU.
 
-    Each library also gets the functions that `of_all` makes. Machine code is made at once, not at
-    the first call, which would be by one thread.
+    Each library also gets the functions that `of_part` makes for its number. `finish` makes the
+    machine code of a library, in the thread that built it, and returns what is returned.
     """
     count = max(1, min(torch.get_num_threads(), len(kernels) // _LEAST_KERNELS))
     items = list(kernels.items())
 
-    def build(part: int) -> tvm.runtime.Module:
+    def build(part: int) -> T:
         # Neighbours take the same time, so every count-th is as much work as the next part's.
-        own = dict(items[part::count])
-        extra = dict(of_all())
+        own = dict(items[part::count]) | dict(of_part(part))
         # Contexts of TVM are a thread's own.
         with tvm.transform.PassContext(opt_level=opt_level), target:
-            library = tvm.tirx.build(tvm.IRModule(own | extra), target=target, pipeline=pipeline)
-        library.get_function(next(iter(extra)).name_hint)
-        return library
+            library = tvm.tirx.build(tvm.IRModule(own), target=target, pipeline=pipeline)
+        return finish(library, part)
 
     if count == 1:
         return [build(0)]

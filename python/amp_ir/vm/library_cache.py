@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import attrs
 import tvm
@@ -17,6 +18,7 @@ import tvm_ffi
 
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 
+T = TypeVar("T")
 # Steps whose code is kept: with its IR, that of a small one is some 200 KiB.
 _MOST_STEPS = 16
 
@@ -29,14 +31,12 @@ class LibraryCache:
     _lock: ForkSafeLock = attrs.field(
         factory=lambda: ForkSafeLock("a compiled step was looked up"), init=False
     )
-    _libraries: OrderedDict[tvm_ffi.StructuralKey, tvm.runtime.Module] = attrs.field(
+    _libraries: OrderedDict[tvm_ffi.StructuralKey, Any] = attrs.field(
         factory=OrderedDict, init=False
     )
 
-    def of(
-        self, kernels: tvm.IRModule, target: str, build: Callable[[], tvm.runtime.Module]
-    ) -> tvm.runtime.Module:
-        """Return the library of these kernels for a target, built unless it is here.
+    def of(self, kernels: tvm.IRModule, target: str, build: Callable[[], T]) -> T:
+        """Return the library of these kernels for a target and form, built unless it is here.
 
         Two sets are the same where the kernels of each name are structurally equal: literals are
         compared by their bits but for NaN's, names of variables and locations are not compared.
@@ -48,7 +48,8 @@ class LibraryCache:
             found = self._libraries.get(key)
             if found is not None:
                 self._libraries.move_to_end(key)
-                return found
+                made: T = found  # what `build` makes depends on the target and form alone
+                return made
         library = build()
         with self._lock:
             self._libraries[key] = library

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory of entries that hold code: its user's alone, bounded, safe between processes.
+
+Whoever can write such a directory can run code as its user. It is used only where it belongs to
+this user and nobody else can write it, and so are its files. It is opened once for each access, and
+what is checked is what is read: a path may lead elsewhere a moment later, an open directory not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+from amp_ir.files.atomic_file import SUFFIX, write_bytes
+from amp_ir.files.cache_directory import drop_damaged, say_once
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# A planted pipe is not waited for.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NAME = re.compile(r"[0-9a-f]{64}")
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# A writer that was killed leaves its temporary file; none takes longer.
+_ABANDONED_SECONDS = 3600.0
+
+
+@attrs.frozen
+class StoredEntry:
+    """An entry in the directory: its name (64 hexadecimal digits), size and last use."""
+
+    name: str
+    nbytes: int
+    used_at: float
+
+
+class UnsafeDirectoryError(PermissionError):
+    """Another user owns the directory, or can write it."""
+
+
+@attrs.frozen
+class PrivateCache:
+    """Entries of a directory by name; those unused for longest go where there are too many bytes.
+
+    A cache never makes its user fail: where the directory cannot be used it is empty, which is
+    logged once. Files have the mode 0600, the directory 0700.
+    """
+
+    directory: Path
+    limit_nbytes: int
+
+    def get(self, name: str) -> bytes | None:
+        """Return the bytes of an entry, and note its use; None where there is none to be used."""
+        try:
+            with self._opened() as folder:
+                return self._read(folder, name)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._say(error)
+            return None
+
+    def put(self, name: str, content: bytes) -> None:
+        """Store an entry as a whole, if it fits; one of the same name is replaced."""
+        if len(content) > self.limit_nbytes:
+            return
+        try:
+            self._make()
+            with self._opened():
+                write_bytes(self.directory / name, content, new_mode=0o600)
+            self._shrink()
+        except OSError as error:
+            self._say(error)
+
+    def drop(self, name: str, reason: str) -> None:
+        """Remove an entry that cannot be used, and log it once."""
+        drop_damaged(self.directory / name, reason)
+
+    def entries(self) -> list[StoredEntry]:
+        """Return the entries, those unused for longest first.
+
+        Raises:
+            OSError: the directory cannot be read, or is not private.
+        """
+        found = []
+        with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+            for name in os.listdir(folder):
+                # Another process may have removed it since.
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if _NAME.fullmatch(name):
+                        found.append(StoredEntry(name, status.st_size, status.st_mtime))
+                    elif name.endswith(SUFFIX) and _is_abandoned(status):
+                        os.unlink(name, dir_fd=folder)
+        return sorted(found, key=lambda one: (one.used_at, one.name))
+
+    def clear(self) -> list[StoredEntry]:
+        """Remove all entries, and return what they were.
+
+        Raises:
+            OSError: the directory cannot be read or written, or is not private.
+        """
+        found = self.entries()
+        for one in found:
+            (self.directory / one.name).unlink(missing_ok=True)
+        return found
+
+    def _read(self, folder: int, name: str) -> bytes | None:
+        """Return the content of the file, if it is this user's alone."""
+        try:
+            descriptor = os.open(name, _FILE, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            self.drop(name, "it is a link")
+            return None
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            strange = _strangeness(status)
+            if strange or not stat.S_ISREG(status.st_mode):
+                self.drop(name, strange or "it is not a file")
+                return None
+            if status.st_size > self.limit_nbytes:
+                self.drop(name, f"it has {status.st_size} bytes, more than a whole cache")
+                return None
+            content = file.read(status.st_size)
+        with contextlib.suppress(OSError):  # it may be a read-only file system
+            os.utime(name, dir_fd=folder, follow_symlinks=False)
+        return content
+
+    def _make(self) -> None:
+        """Make the directory, and those above it as the XDG rules say."""
+        missing = []
+        path = self.directory
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for one in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another process made it
+                one.mkdir(mode=0o700)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the directory, which has to be this user's alone.
+
+        Raises:
+            UnsafeDirectoryError: it is not.
+            OSError: it cannot be opened.
+        """
+        folder = os.open(self.directory, _DIRECTORY)
+        try:
+            strange = _strangeness(os.fstat(folder))
+            if strange:
+                raise UnsafeDirectoryError(strange)
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _shrink(self) -> None:
+        found = self.entries()
+        excess = sum(one.nbytes for one in found) - self.limit_nbytes
+        for one in found:
+            if excess <= 0:
+                return
+            (self.directory / one.name).unlink(missing_ok=True)
+            excess -= one.nbytes
+
+    def _say(self, error: OSError) -> None:
+        """Log once why the directory is not used: a warning where somebody else is at it."""
+        if isinstance(error, UnsafeDirectoryError):
+            say_once(
+                self,
+                logging.WARNING,
+                f"{self.directory} is not used, and steps are compiled at every start: {error}. "
+                "What is stored there runs as you; give the folder to yourself alone (chmod 700), "
+                "or name another in AMP_IR_CACHE",
+            )
+            return
+        say_once(
+            self,
+            logging.INFO,
+            f"{self.directory} cannot be used, and steps are compiled at every start: {error}",
+        )
+
+
+def _strangeness(status: os.stat_result) -> str:
+    """Return why others than this user may have written it; "" where none could."""
+    if status.st_uid != os.geteuid():
+        return f"it belongs to another user (number {status.st_uid})"
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        return f"other users can write it (mode {stat.S_IMODE(status.st_mode):03o})"
+    return ""
+
+
+def _is_abandoned(status: os.stat_result) -> bool:
+    return time.time() - status.st_mtime > _ABANDONED_SECONDS
