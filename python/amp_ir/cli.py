@@ -8,6 +8,7 @@
     amp-ir report bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--out report.html]
     amp-ir compile bert1|train.py [--target sm_90] [--amp-dtype bfloat16] [--out step.so]
                                   [--state state.npz] [--libraries cublaslt] [--dump-ir DIR]
+    amp-ir cache info|clear|export FILE|import FILE
 
 Exit codes: 0; 2 for a wrong use, with a sentence on stderr; 130 when interrupted.
 """
@@ -28,6 +29,7 @@ from rich.console import Console
 
 import amp_ir
 from amp_ir.api import lower
+from amp_ir.compile_cache.commands import add_cache_arguments, manage_cache
 from amp_ir.cuda.compiler import check_architecture
 from amp_ir.demo.comparison import Report, compare
 from amp_ir.demo.low_dtype import LOW_DTYPES, choose_low_dtype
@@ -56,6 +58,7 @@ _WRONG_USES = (
     amp_ir.errors.OptionError,
     amp_ir.errors.DeviceError,
     amp_ir.errors.BuildError,
+    amp_ir.errors.FileFormatError,
     MissingPackage,
 )
 
@@ -117,6 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_compile_arguments(export)
     export.set_defaults(run=_compile)
+    cache = commands.add_parser(
+        "cache", help="look at the steps that are kept for later starts, remove or move them"
+    )
+    add_cache_arguments(cache)
+    cache.set_defaults(run=manage_cache)
     return parser
 
 

@@ -25,8 +25,7 @@ from amp_ir.files.sealed_zip import Seal
 from amp_ir.ir.built_step import BuiltStep
 
 FORMAT = 1
-_REMEDY = "it is made again"
-_SEAL = Seal("program", FORMAT, _REMEDY)
+_KIND, _REMEDY = "program", "it is made again"
 _DESCRIPTION, _LIBRARY = "program.json", "program.so"
 
 
@@ -50,19 +49,19 @@ def entry_to_bytes(entry: CacheEntry) -> bytes:
         description = {"parts": entry.parts, **entry.built.describe()}
         archive.writestr(_DESCRIPTION, json.dumps(description))
         archive.writestr(_LIBRARY, entry.built.library)
-    _SEAL.append(file)
+    Seal(_KIND, FORMAT, _REMEDY).append(file)
     return file.getvalue()
 
 
-def entry_from_bytes(content: bytes, key: str, path: Any) -> CacheEntry:
-    """Return the entry of that key that a file holds; `path` is the file's name, for messages.
+def entry_from_bytes(content: bytes, key: str, path: Any, *, remedy: str = _REMEDY) -> CacheEntry:
+    """Return the entry of that key that a file holds; `path` and `remedy` are for messages.
 
     Raises:
         FileFormatError: it is damaged, altered, of another key or of another format.
     """
     file = io.BytesIO(content)
-    if not _SEAL.check(file, path):
-        raise FileFormatError(f"{path} has no seal at its end; {_REMEDY}")
+    if not Seal(_KIND, FORMAT, remedy).check(file, path):
+        raise FileFormatError(f"{path} has no seal at its end; {remedy}")
     try:
         with zipfile.ZipFile(file) as archive:
             description = json.loads(_stored(archive, _DESCRIPTION))
@@ -71,9 +70,9 @@ def entry_from_bytes(content: bytes, key: str, path: Any) -> CacheEntry:
         found = entry.key
     except Exception as error:  # any, for it was altered and sealed again
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise FileFormatError(f"{path} cannot be read: {reason}; {_REMEDY}") from error
+        raise FileFormatError(f"{path} cannot be read: {reason}; {remedy}") from error
     if found != key:
-        raise FileFormatError(f"{path} is the entry {found}, and {key} was expected; {_REMEDY}")
+        raise FileFormatError(f"{path} is the entry {found}, and {key} was expected; {remedy}")
     return entry
 
 

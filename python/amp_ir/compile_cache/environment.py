@@ -89,7 +89,7 @@ def _of_process() -> dict[str, Any]:
             "llvm": int(tvm.target.codegen.llvm_version_major(allow_none=True) or 0),
             "llvm_cpu": tvm.target.codegen.llvm_get_system_cpu(),
             "machine": [platform.machine(), platform.system()],
-            "cpu": _cpu(),
+            "cpu": [os.cpu_count(), *_cpu()],
             "libraries": _libraries(),
         }
     except OSError as error:
@@ -120,10 +120,18 @@ def _sources(package: Path, imported_at: float) -> str:
 
 
 def _cpu() -> list[str]:
-    """Return what the system says about the first CPU, without what changes by itself."""
+    """Return what the system says about the first CPU and its caches, less what changes."""
     text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     lines = [line.partition(":") for line in text.splitlines()]
-    return [f"{name.strip()}:{value}" for name, _, value in lines if name.strip() in _CPU_FIELDS]
+    # Libraries choose blocks, and workspace, by the sizes of the caches and who shares them.
+    files = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/[lst]*"))
+    caches = [
+        f"{one.parent.name} {one.name}: {one.read_text().strip()}"
+        for one in files
+        if one.name in ("level", "type", "size", "shared_cpu_list")
+    ]
+    fields = [f"{name.strip()}:{value}" for name, _, value in lines if name.strip() in _CPU_FIELDS]
+    return fields + caches
 
 
 def _libraries() -> list[list[Any]]:

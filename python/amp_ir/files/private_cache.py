@@ -69,15 +69,23 @@ class PrivateCache:
 
     def put(self, name: str, content: bytes) -> None:
         """Store an entry as a whole, if it fits; one of the same name is replaced."""
-        if len(content) > self.limit_nbytes:
-            return
         try:
-            self._make()
-            with self._opened():
-                write_bytes(self.directory / name, content, new_mode=0o600)
-            self._shrink()
+            self.store(name, content)
         except OSError as error:
             self._say(error)
+
+    def store(self, name: str, content: bytes) -> None:
+        """Do what `put` does, for whoever has to know that it was not done.
+
+        Raises:
+            OSError: the directory cannot be written, or is not private.
+        """
+        if len(content) > self.limit_nbytes:
+            return
+        self._make()
+        with self._opened():
+            write_bytes(self.directory / name, content, new_mode=0o600)
+        self._shrink()
 
     def drop(self, name: str, reason: str) -> None:
         """Remove an entry that cannot be used, and log it once."""
@@ -95,7 +103,7 @@ class PrivateCache:
                 # Another process may have removed it since.
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                    if _NAME.fullmatch(name):
+                    if _NAME.fullmatch(name) and stat.S_ISREG(status.st_mode):
                         found.append(StoredEntry(name, status.st_size, status.st_mtime))
                     elif name.endswith(SUFFIX) and _is_abandoned(status):
                         os.unlink(name, dir_fd=folder)
@@ -121,16 +129,20 @@ class PrivateCache:
                 raise
             self.drop(name, "it is a link")
             return None
-        with open(descriptor, "rb") as file:
+        try:
             status = os.fstat(descriptor)
-            strange = _strangeness(status)
-            if strange or not stat.S_ISREG(status.st_mode):
-                self.drop(name, strange or "it is not a file")
+            reason = _strangeness(status)
+            if not stat.S_ISREG(status.st_mode):
+                reason = "it is not a file"
+            elif status.st_size > self.limit_nbytes:
+                reason = f"it has {status.st_size} bytes, more than a whole cache"
+            if reason:
+                self.drop(name, reason)
                 return None
-            if status.st_size > self.limit_nbytes:
-                self.drop(name, f"it has {status.st_size} bytes, more than a whole cache")
-                return None
-            content = file.read(status.st_size)
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(status.st_size)
+        finally:
+            os.close(descriptor)
         with contextlib.suppress(OSError):  # it may be a read-only file system
             os.utime(name, dir_fd=folder, follow_symlinks=False)
         return content

@@ -56,7 +56,7 @@ def plan_from_json(data: dict[str, Any]) -> MemoryPlan:
     return MemoryPlan(
         **{name: data[name] for name in _NUMBERS},
         intervals=tuple(
-            Interval(*numbers, span=join_spans(to_span(at(number)) for number in span))
+            Interval(*[*numbers, join_spans(to_span(at(number)) for number in span)])
             for *numbers, span in data["intervals"]
         ),
         values=tuple(
