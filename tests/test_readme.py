@@ -23,6 +23,7 @@ PRINTED = {
     "docs/coming_from_r_torch.md": ["65536.0"],
     "docs/coming_from_raf.md": ["AMP (MBs): ", "this page asks for it"],
     "docs/coming_from_torch_amp.md": ["StepRecord(step=5, skipped=False"],
+    "docs/compile_cache.md": ["built"],
     "docs/gpu.md": ["sm_90"],
     "docs/guide.md": ["relax.matmul", "{'epoch': 1}"],
     "docs/inference.md": ["ConvertedModel(2 programs", "R.function"],
@@ -37,7 +38,7 @@ PRINTED = {
 README_LINES = 120
 # Paths that a page may name although the tree does not hold them: what the reader makes or has.
 MADE = {"step.so", "step.so.json", "state.npz", "train.py", "plan.json", "run.pt", "step.json"}
-MADE |= {"report.html", ".venv/bin/pytest"}
+MADE |= {"steps.zip", "report.html", ".venv/bin/pytest"}
 SUFFIXES = r"py|md|cc|h|json|txt|npz|so|pt|html|toml|cmake"
 # Where a page may leave off the start of a path.
 FOLDERS = ("", "python/amp_ir", "python", "tests", "docs", "src", "benchmarks/results")
