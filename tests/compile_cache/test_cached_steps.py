@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import attrs
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -191,6 +192,19 @@ def test_a_jitted_step_is_loaded_for_every_shape(folder):
             train(*batch(0, rows))
             assert is_loaded(train.compiled) is is_second
     assert train.recompiles
+
+
+def test_ops_of_pytorch_are_called_from_a_loaded_step(folder):
+    def step(x):
+        return torch.lgamma(torch.nn.functional.gelu(x) + 2)
+
+    x, model = torch.linspace(0.1, 3, 6), nn.Linear(1, 1)
+    made = []
+    for _ in range(2):
+        mod, _ = amp_ir.trace_step(step, (x,), model=model)
+        made.append(amp_ir.compile(mod, device=torch.device("cpu"), opt_level=numpy.int64(3)))
+    assert [is_loaded(one) for one in made] == [False, True]
+    assert torch.equal(made[0](x), made[1](x))
 
 
 def test_whoever_asks_for_the_stages_gets_a_compilation(folder, tmp_path, monkeypatch):

@@ -74,6 +74,20 @@ def test_a_folder_of_another_user_is_not_used(cache, caplog, monkeypatch):
     assert told(caplog) == [("WARNING", refusal(cache, reason))]
 
 
+def test_root_makes_no_folders_in_another_users_home(cache, tmp_path, caplog, monkeypatch):
+    if os.getuid() == 0:
+        os.chown(tmp_path, 12345, -1)
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(private_cache.os, "geteuid", lambda: 0)
+    cache.put(NAMES[0], b"code")
+    assert not list(tmp_path.iterdir())
+    message = (
+        f"{cache.directory} cannot be used, and steps are compiled at every start: {tmp_path} "
+        f"belongs to the user of number {owner}, and not to root"
+    )
+    assert told(caplog) == [("INFO", message)]
+
+
 def test_a_link_in_place_of_the_folder_is_not_followed(cache, tmp_path, caplog):
     cache.directory.parent.mkdir()
     (tmp_path / "elsewhere").mkdir()

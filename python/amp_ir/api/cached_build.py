@@ -45,7 +45,7 @@ class CachedBuild:
             return None
 
     def build(
-        self, planned: PlannedStep, target: CompileTarget, device: str
+        self, planned: PlannedStep, target: CompileTarget, device: str, opt_level: int
     ) -> tuple[BuiltStep, Executable] | None:
         """Build the step so that it can be kept; None where it can only be built in memory.
 
@@ -55,7 +55,7 @@ class CachedBuild:
         try:
             if why:
                 raise BuildError(why)
-            library = build_library(planned, target, opt_level=self.parts["options"]["opt_level"])
+            library = build_library(planned, target, opt_level=opt_level)
             built = BuiltStep(library, planned.plan, count_kernels(planned), planned.dispatched)
             return built, load_library(library, target, device, built.kernel_count)
         except (BuildError, OSError, RuntimeError) as error:

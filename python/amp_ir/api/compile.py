@@ -120,7 +120,7 @@ def compile_into(
         on_stage=each(seconds_by_stage(seconds), files),
     )
     with stage("vm", planned, seconds_by_stage(seconds)):
-        made = None if cached is None else cached.build(planned, target, device)
+        made = None if cached is None else cached.build(planned, target, device, opt_level)
         if made is None:
             executable = build_stage.build(planned, target, device, opt_level=opt_level)
         else:

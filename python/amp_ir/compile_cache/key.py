@@ -33,7 +33,7 @@ def key_of(
         "program": hashlib.sha256(tvm.ir.save_json(mod.ir).encode()).hexdigest(),
         "inputs": [_spec(one) for one in mod.signature.inputs],
         "outputs": [_spec(one) for one in mod.signature.outputs],
-        "options": dict(options),
+        "options": {name: _plain(value) for name, value in options.items()},
         "environment": environment(target),
     }
     # As an entry that is read back has it: lists for tuples, text for keys.
@@ -45,6 +45,11 @@ def digest_of(parts: dict[str, Any]) -> str:
     """Return the key that belongs to the parts."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as JSON has it; a device or a number of NumPy's is text then."""
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
 def _spec(one: InputSpec | OutputSpec) -> list[Any]:

@@ -154,6 +154,10 @@ class PrivateCache:
         while not path.exists():
             missing.append(path)
             path = path.parent
+        owner = path.stat().st_uid
+        if missing and os.geteuid() == 0 != owner:
+            # As by sudo: that user could not use what root makes there.
+            raise PermissionError(f"{path} belongs to the user of number {owner}, and not to root")
         for one in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another process made it
                 one.mkdir(mode=0o700)

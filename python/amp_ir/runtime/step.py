@@ -23,6 +23,7 @@ from amp_ir.runtime.program import Program
 class CompileReport:
     """Results of compiling: seconds per stage, kernels, and the memory plan.
 
+    A step from the compile cache has the one stage "cache", one that was put there "store" at last.
     `dispatched` says which library each heavy op went to, and why not to a better one. `options`
     are those of the compilation, by their names.
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -19,7 +20,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def load_library(
-    library: bytes, target: CompileTarget, device: str, kernel_count: int
+    library: bytes, target: CompileTarget, device: Any, kernel_count: int
 ) -> Executable:
     """Return the program of a shared library, ready to run.
 
@@ -40,6 +41,6 @@ def load_library(
     if not target.is_cuda and native.has(LAUNCH_ADDRESS):
         set_launch = module.get_function(SET_LAUNCH, query_imports=True)
         set_launch(ctypes.c_void_p(native.function(LAUNCH_ADDRESS)()))
-    tvm_device = tvm.device(device)
+    tvm_device = tvm.device(str(device))
     vm = relax.VirtualMachine(module, tvm_device)
     return Executable(vm, tvm_device, kernel_count, relax.VMExecutable(module))
