@@ -209,8 +209,22 @@ def test_what_the_libraries_answer_is_part_of_it(monkeypatch):
         found.append(environment(cpu()))
     with tvm.transform.PassContext(disabled_pass=["FoldConstant"]):
         found.append(environment(cpu()))
+    with tvm.target.Target("llvm"):
+        found.append(environment(cpu()))
+    if torch.set_flush_denormal(True):
+        found.append(environment(cpu()))
+        torch.set_flush_denormal(False)
     texts = {str(one) for one in found}
     assert len(texts) == len(found)
+
+
+def test_ops_of_somebody_else_turn_the_cache_off(monkeypatch):
+    monkeypatch.setitem(environment_module.LOWERINGS, "amp_ir.theirs", never_low)
+    with pytest.raises(UnknownEnvironmentError) as refused:
+        environment(cpu())
+    assert str(refused.value) == (
+        f"amp_ir.theirs is an op of {never_low.__module__}, which is not amp_ir's"
+    )
 
 
 def test_versions_are_part_of_it(monkeypatch):

@@ -20,8 +20,10 @@ import torch
 import tvm
 import tvm_ffi
 
+from amp_ir.dialect.registry import DECLARATIONS
 from amp_ir.host import native
 from amp_ir.ir.target import CompileTarget
+from amp_ir.loops.lowering_registry import LOWERINGS
 from amp_ir.version import VERSION
 
 PACKAGE = Path(__file__).parents[1]
@@ -55,6 +57,7 @@ def environment(target: CompileTarget) -> dict[str, Any]:
         UnknownEnvironmentError: something of it cannot be told.
     """
     native.load()
+    _refuse_foreign()
     functions = tvm_ffi.registry.list_global_func_names()
     return {
         **_of_process(),
@@ -62,6 +65,9 @@ def environment(target: CompileTarget) -> dict[str, Any]:
         "tvm_target": str(target.tvm_target),
         "functions": sorted(name for name in functions if name.startswith("amp_ir.")),
         "pass_context": _pass_context(),
+        "ambient_target": str(tvm.target.Target.current(allow_none=True)),
+        # Constants are folded by this processor, which may have been told to flush them to zero.
+        "has_subnormals": float.fromhex("0x1p-1074") * float("1") != 0.0,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "has_fast_bfloat16": native.has_fast_bfloat16(),
         "isa": _answer("amp_ir.onednn.isa"),
@@ -117,6 +123,19 @@ def _sources(package: Path, imported_at: float) -> str:
     if not count:
         raise UnknownEnvironmentError(f"there are no sources in {package}")
     return digest.hexdigest()
+
+
+def _refuse_foreign() -> None:
+    """Refuse ops of somebody else's, whose sources are not known.
+
+    Raises:
+        UnknownEnvironmentError: there is one.
+    """
+    functions = {name: one.infer for name, one in DECLARATIONS.items()} | LOWERINGS
+    for name, function in functions.items():
+        module = str(function.__module__)
+        if not module.startswith("amp_ir."):
+            raise UnknownEnvironmentError(f"{name} is an op of {module}, which is not amp_ir's")
 
 
 def _cpu() -> list[str]:
