@@ -175,6 +175,21 @@ def test_machine_code_that_does_not_load_is_made_again(folder, contents, caplog,
     assert is_loaded(TinyTraining().compiled())
 
 
+def test_without_a_folder_for_temporary_files_an_entry_stays(folder, monkeypatch, caplog):
+    def full(*_arguments, **_options):
+        raise OSError(28, "No space left on device")
+
+    _, expected = TinyTraining().train(2)
+    caplog.set_level("INFO", "amp_ir")
+    with monkeypatch.context() as patch:
+        patch.setattr("amp_ir.vm.load.tempfile.TemporaryDirectory", full)
+        train, found = TinyTraining().train(2)
+    assert not is_loaded(train) and all(map(torch.equal, found, expected))
+    told, _ = [one.getMessage() for one in caplog.records]
+    assert told == "no compiled step can be loaded: [Errno 28] No space left on device"
+    assert is_loaded(TinyTraining().compiled())
+
+
 def test_what_is_loaded_is_what_was_checked(folder, monkeypatch):
     """The entry's file is exchanged after its check: the bytes that were read are loaded."""
     _, expected = TinyTraining().train(2)

@@ -40,9 +40,11 @@ class CachedBuild:
         built = entry.built
         try:
             return built, load_library(built.library, target, device, built.kernel_count)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:  # of the folder for temporary files
+            say_once("load", logging.INFO, f"no compiled step can be loaded: {error}")
+        except RuntimeError as error:
             self.cache.files.drop(self.key, f"its machine code cannot be loaded: {error}")
-            return None
+        return None
 
     def build(
         self, planned: PlannedStep, target: CompileTarget, device: str, opt_level: int
