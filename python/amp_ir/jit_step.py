@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from amp_ir.runtime.step_variants import (
     DEFAULT_SHAPES,
     Recompile,
     StepVariants,
+    Users,
     Variant,
     log,
 )
@@ -55,7 +57,9 @@ class JitStep:
         self._compile_options = options.pop("compile_options")
         self._variants: StepVariants[CallSignature]
         limits = options.pop("recompile_limit"), options.pop("max_shapes")
-        self._variants = StepVariants(*limits)
+        keyed_by = "shapes, dtypes or structures"
+        users = Users("a jitted step", _name_of(step), "batches", keyed_by, "train.recompiles")
+        self._variants = StepVariants(*limits, users)
         self._trace_options = options
         self._turn = ForkSafeLock("the step was running")
         self._arena = Arena()
@@ -147,7 +151,7 @@ class JitStep:
         raise CopyError(NO_COPY)
 
     def _compile(self, signature: CallSignature, batch: tuple[Any, ...]) -> Variant[CallSignature]:
-        reason = self._variants.why_none(signature)
+        why = self._variants.why_none(signature)
         options = self._options(signature)
         started = time.perf_counter()
         mod, args = trace_step(self._step, batch, **options)
@@ -162,8 +166,8 @@ class JitStep:
         compiled = compile_into(self._arena, mod, **self._compile_options)
         self._changing_arguments.add(signature)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)
-        variant = Variant(followed, guards, compiled)
-        self._variants.add(variant, reason, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        variant = self._variants.add(followed, guards, compiled, why, seconds)
         for note in mod.notes:
             log.info("%s", note)
         return variant
@@ -178,6 +182,14 @@ class JitStep:
         if not names:
             return self._trace_options
         return {**self._trace_options, "numbers_as_inputs": frozenset(names)}
+
+
+def _name_of(step: Callable[..., Any]) -> str:
+    """Return a step's name and where it is defined: "step (train.py:12)"."""
+    kind = type(step)
+    name = getattr(step, "__qualname__", kind.__qualname__).replace("<locals>.", "")
+    code = getattr(step, "__code__", None)
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
 
 
 def _with_rules(guards: StepHooks, rules: RulesInEffect) -> StepHooks:

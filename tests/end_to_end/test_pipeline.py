@@ -140,8 +140,8 @@ def test_jit_compiles_again_for_another_shape() -> None:
     for rows in (5, 7, 5, 7):
         assert torch.isclose(train(*batch(rows)), peer_step(*batch(rows)), rtol=1e-4)
     assert [one.reason for one in train.recompiles] == [
-        "argument 0 was of shape (5, 6) and is of shape (7, 6); "
-        "argument 1 was of shape (5,) and is of shape (7,)"
+        "argument 0 was of shape (5, 6) and is of shape (7, 6) (dimension 0); "
+        "argument 1 was of shape (5,) and is of shape (7,) (dimension 0)"
     ]
     assert_same_state(model, peer)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -130,6 +131,54 @@ def test_any_batch_size_shares_the_parameters():
         name: id(one) for name, one in tensors.items()
     }
     assert repr(converted).startswith("ConvertedModel(3 programs, parameters 0.0")
+
+
+def test_programs_of_the_inputs_used_last_are_kept(caplog: pytest.LogCaptureFixture):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, factor=1):
+            return self.linear(x) * factor
+
+    model = Scaled()
+    caplog.set_level(logging.INFO, logger="amp_ir")
+    converted = amp_ir.convert_model(model, torch.zeros(2, 4), "float32", max_shapes=2)
+    assert converted.recompiles == []
+    for rows, factor in ((2, 1), (3, 1), (2, 1), (2, 3)):
+        x = torch.randn(rows, 4)
+        args = (x,) if factor == 1 else (x, factor)
+        torch.testing.assert_close(converted(*args), expected(model, *args))
+    # 3 rows gave way to the factor and not 2 rows, which were used between.
+    assert converted.shapes == [[(2, 4)], [(2, 4)]]
+    reasons = [
+        "argument 0 was of shape (2, 4) and is of shape (3, 4) (dimension 0)",
+        "the structure of the arguments was (Tensor,) and is (Tensor, int)",
+    ]
+    assert [one.reason for one in converted.recompiles] == reasons
+    assert [(one.program, one.unlike) for one in converted.recompiles] == [(1, 0), (2, 0)]
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    seconds = warning.split("Compiling took ")[1].split(" s")[0]
+    name = Scaled.__qualname__
+    assert warning == (
+        f"a converted model {name} was called with inputs of more than 2 shapes, dtypes, "
+        f"structures or plain values (the last new one: {reasons[1]}). Programs for the 2 used "
+        "last are kept; results stay right, and a shape that comes back is compiled again. "
+        f"Compiling took {seconds} s so far. Pad the inputs to fewer shapes, or pass max_shapes= "
+        "of at least their number: they share one arena. Said once; model.recompiles lists every "
+        "time"
+    )
+    for factor in (4, 5, 6):
+        x = torch.randn(2, 4)
+        torch.testing.assert_close(converted(x, factor), expected(model, x, factor))
+    assert len(converted.programs) == 2 and len(converted.recompiles) == 5
+    assert sum(one.levelname == "WARNING" for one in caplog.records) == 1
+    with pytest.raises(OptionError) as refused:
+        amp_ir.convert_model(model, torch.zeros(2, 4), "float32", max_shapes=0)
+    assert str(refused.value) == (
+        "max_shapes=0 is not a number of programs; expected a positive int"
+    )
 
 
 def test_parameters_are_copies_and_changed_ones_are_refused():

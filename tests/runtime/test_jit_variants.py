@@ -12,6 +12,7 @@ import logging
 import math
 import pickle
 import random
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -354,7 +355,14 @@ def test_every_compilation_is_logged_with_its_reason(caplog: pytest.LogCaptureFi
         "nesterov of param group 0 was False and is True",
     ]
     assert [one.split(": ", 1)[1] for one in told[1:]] == reasons
-    assert all(one.startswith("compiled again in ") for one in told[1:])
+    # The step by its name and line, and both programs by their numbers.
+    line = trains.__code__.co_firstlineno + 1
+    name = f"trains.step (test_jit_variants.py:{line})"
+    texts = [re.sub(r"in \d+\.\d s", "in 1.2 s", one) for one in told]
+    assert texts[0] == f"compiled {name} in 1.2 s"
+    assert texts[1].startswith(f"compiled {name} again in 1.2 s as program 1, unlike program 0: ")
+    numbers = [(one.program, one.unlike) for one in ours.train.recompiles]
+    assert numbers == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
     assert all(one.seconds > 0 for one in ours.train.recompiles)
     # The capture's notes are told as well, and can be asked for.
     assert ours.train.notes == ours.train.compiled.module.notes != ()
@@ -375,9 +383,11 @@ def test_a_step_that_is_compiled_on_and_on_says_so_once(
     assert_alike(ours, eager)
     (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     seconds = warning.split("Compiling took ")[1].split(" s")[0]
+    line = cuts.__code__.co_firstlineno + 2
+    name = f"{cuts.__qualname__}.<lambda> (test_jit_variants.py:{line})".replace("<locals>.", "")
     assert warning == (
-        "a jitted step was compiled 2 times more for arguments of the same shapes and dtypes, 2 "
-        "times for one reason (the last time: argument 2 was 3 and is 4). Compiling took "
+        f"a jitted step {name} was compiled 2 times more for arguments of the same shapes and "
+        "dtypes, 2 times for one reason (the last time: argument 2 was 3 and is 4). Compiling took "
         f"{seconds} s so far and goes on where it changes again: results stay right, and 2 "
         "programs are kept. Leave it as it is between steps, or make it a tensor that the step "
         "takes as an argument or the model holds as a buffer; where all its values come back, "
@@ -399,13 +409,22 @@ def test_programs_of_the_shapes_used_last_are_kept(caplog: pytest.LogCaptureFixt
     assert_alike(ours, eager)
     (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     seconds = warning.split("Compiling took ")[1].split(" s")[0]
+    assert [one.reason for one in ours.train.recompiles] == [
+        "argument 0 was of shape (4, 6) and is of shape (5, 6) (dimension 0); argument 1 was of "
+        "shape (4,) and is of shape (5,) (dimension 0)",
+        "argument 0 was of shape (5, 6) and is of shape (6, 6) (dimension 0); argument 1 was of "
+        "shape (5,) and is of shape (6,) (dimension 0)",
+        "argument 0 was of shape (5, 6) and is of shape (7, 6) (dimension 0); argument 1 was of "
+        "shape (5,) and is of shape (7,) (dimension 0)",
+    ]
     reason = ours.train.recompiles[1].reason
+    name = f"trains.step (test_jit_variants.py:{trains.__code__.co_firstlineno + 1})"
     assert warning == (
-        "a jitted step was called with batches of more than 2 shapes, dtypes or structures (the "
-        f"last new one: {reason}). Programs for the 2 used last are kept; results stay right, and "
-        f"a shape that comes back is compiled again. Compiling took {seconds} s so far. Pad the "
-        "batches to fewer shapes, or pass max_shapes= of at least their number: they share one "
-        "arena. Said once; train.recompiles lists every time"
+        f"a jitted step {name} was called with batches of more than 2 shapes, dtypes or "
+        f"structures (the last new one: {reason}). Programs for the 2 used last are kept; results "
+        f"stay right, and a shape that comes back is compiled again. Compiling took {seconds} s "
+        "so far. Pad the batches to fewer shapes, or pass max_shapes= of at least their number: "
+        "they share one arena. Said once; train.recompiles lists every time"
     )
     # 6 gave way to 7 and not 5, which was used between.
     for rows, count in ((5, 3), (7, 3), (6, 4)):

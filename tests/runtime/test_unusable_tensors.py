@@ -315,3 +315,22 @@ def test_parameters_with_a_class_of_their_own_and_buffers_are_usable() -> None:
     assert tensor_error(torch.ones(1).expand(5, 7)) is None
     assert tensor_error(torch.ones(0)) is None
     assert tensor_error(torch.ones(6, 4)[:, 1]) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_tensor_that_was_accepted_opens_the_door_for_no_other(kind: str) -> None:
+    """Accepted kinds are remembered: a tensor of the same shape, dtype and class is asked still."""
+    plain = torch.ones(4, 4)
+    for tensor in (plain, plain.long(), plain.bool(), plain[:, 1:], torch.ones(0)):
+        assert tensor_error(tensor) is None
+    with torch.inference_mode():
+        assert tensor_error(torch.ones(2)) is None
+    error = tensor_error(KINDS[kind](plain))
+    assert error is not None and error.startswith(ERRORS[kind].split("{}")[0])
+    wrapped: list[str | None] = []
+    torch.func.vmap(lambda one: wrapped.append(tensor_error(one)) or one)(plain)
+    assert wrapped == ["is wrapped by torch.func (vmap, grad, jvp); call the step outside of it"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert tensor_error(nested) == "is a nested tensor; pad it to a dense one"

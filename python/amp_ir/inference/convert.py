@@ -12,8 +12,9 @@ from amp_ir.amp.op_lists import OpLists
 from amp_ir.errors import OptionError
 from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.converted_model import ConvertedModel
-from amp_ir.ir.options import check_opt_level, check_rounding
+from amp_ir.ir.options import check_limit, check_opt_level, check_rounding
 from amp_ir.ir.target import target_of
+from amp_ir.runtime.step_variants import DEFAULT_SHAPES
 
 
 def convert_model(
@@ -29,6 +30,7 @@ def convert_model(
     device: str = "cpu",
     opt_level: int = 3,
     rounding: str = "fast",
+    max_shapes: int = DEFAULT_SHAPES,
 ) -> ConvertedModel:
     """Convert a model for inference in mixed precision; the model itself does not change.
 
@@ -56,6 +58,8 @@ def convert_model(
         device: "cpu", or "cuda" where the model is on that GPU.
         opt_level: as for `compile`.
         rounding: as for `compile`.
+        max_shapes: for how many structures, shapes, dtypes and plain values of the inputs programs
+            are kept. The one not used for longest goes, which one warning says.
 
     Raises:
         OptionError: unknown names, an op in two lists, other wrong options; all at once.
@@ -64,6 +68,7 @@ def convert_model(
     _check_options(model, target_dtype, cast_optional_params)
     check_opt_level(opt_level)
     check_rounding(rounding)
+    check_limit("max_shapes", max_shapes)
     target_of(device)
     lists = OpLists(
         target_dtype_ops=target_dtype_ops,
@@ -75,7 +80,7 @@ def convert_model(
     inputs = (example_inputs,) if is_one else example_inputs
     conversion = Conversion(model, target_dtype, lists, cast_optional_params)
     options = {"device": device, "opt_level": opt_level, "rounding": rounding}
-    converted = ConvertedModel(conversion, conversion.stored, options)
+    converted = ConvertedModel(conversion, conversion.stored, options, max_shapes=max_shapes)
     converted.compile(*inputs)
     return converted
 

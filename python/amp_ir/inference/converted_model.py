@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from amp_ir.api import compile_into
@@ -15,9 +17,17 @@ from amp_ir.errors import CopyError, OptionError, ShapeMismatchError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.stored_parameters import StoredParameters
-from amp_ir.ir.step_module import StepModule
+from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.step import CompiledStep, refuse_names
+from amp_ir.runtime.step_variants import (
+    DEFAULT_LIMIT,
+    DEFAULT_SHAPES,
+    Recompile,
+    StepVariants,
+    Users,
+    Variant,
+)
 
 _NO_COPY = (
     "a converted model cannot be copied or pickled: it is machine code of this process. Write it "
@@ -25,11 +35,23 @@ _NO_COPY = (
 )
 
 
+@attrs.frozen
+class InputSignature(CallSignature):
+    """The signature of a model's inputs: plain values are part of the key, as shapes are."""
+
+    @property
+    def key(self) -> Any:
+        """Return all of it: a program serves the inputs of one key."""
+        return self.structure, self.kinds, self.values
+
+
 class ConvertedModel:
     """A model in mixed precision, called as the model is. Made by `amp_ir.convert_model`.
 
     Inputs of other shapes or plain values get a program of their own at their first call; all
-    programs share the parameters and one arena. Calls from several threads run one after the other.
+    programs share the parameters and one arena. Those of the `max_shapes` used last are kept; of a
+    loaded model all, which cannot be made again. Calls from several threads run one after the
+    other.
     """
 
     def __init__(
@@ -40,14 +62,23 @@ class ConvertedModel:
         *,
         programs: Sequence[CompiledStep] = (),
         arena: Arena | None = None,
+        max_shapes: int = DEFAULT_SHAPES,
     ) -> None:
         self._conversion = conversion
         self._stored = stored
         self._options = dict(options or {})
-        self._programs = {CallSignature.of(_inputs_of(one))[0]: one for one in programs}
+        name = "" if conversion is None else type(conversion.model).__qualname__
+        keyed_by = "shapes, dtypes, structures or plain values"
+        users = Users("a converted model", name, "inputs", keyed_by, "model.recompiles")
+        self._variants: StepVariants[InputSignature]
+        self._variants = StepVariants(DEFAULT_LIMIT, max(max_shapes, len(programs)), users)
+        signatures = [InputSignature.of(_inputs_of(one))[0] for one in programs]
+        for signature, program in zip(signatures, programs, strict=True):
+            self._variants.keep(signature, StepHooks(), program)
+        if signatures:
+            self._variants.find(signatures[0])  # `compiled` is the first until one is called
         self._turn = ForkSafeLock("the model was running")
         self._arena = Arena() if arena is None else arena
-        self._last = programs[0] if programs else None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return what the model returns for these inputs; compiles first for a new shape.
@@ -60,17 +91,16 @@ class ConvertedModel:
         """
         refuse_names(named)
         with self._turn:
-            signature, tensors = CallSignature.of(inputs)
-            program = self._programs.get(signature) or self._compiled(signature, inputs)
-            self._last = program
-            return program.run_current(tensors)
+            signature, tensors = InputSignature.of(inputs)
+            variant = self._variants.find(signature) or self._compiled(signature, inputs)
+            return variant.program.run_current(tensors)
 
     def compile(self, *inputs: Any) -> None:
         """Compile for the shapes of these inputs, if that was not done; nothing is run."""
         with self._turn:
-            signature, _ = CallSignature.of(inputs)
-            if signature not in self._programs:
-                self._last = self._compiled(signature, inputs)
+            signature, _ = InputSignature.of(inputs)
+            if self._variants.find(signature) is None:
+                self._compiled(signature, inputs)
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -85,8 +115,13 @@ class ConvertedModel:
     @property
     def compiled(self) -> CompiledStep:
         """The program that was used or compiled last."""
-        assert self._last is not None
-        return self._last
+        assert self._variants.last is not None
+        return self._variants.last.program
+
+    @property
+    def recompiles(self) -> list[Recompile]:
+        """The compilations after the first: the reason and the seconds of each."""
+        return list(self._variants.recompiles)
 
     @property
     def plan(self) -> Any:
@@ -96,12 +131,13 @@ class ConvertedModel:
     @property
     def shapes(self) -> list[list[tuple[int, ...]]]:
         """Return the shapes of the input tensors of each program."""
-        return [[tuple(one.shape) for one in key.kinds if one] for key in self._programs]
+        signatures = [one.signature for one in self._variants.in_order]
+        return [[tuple(one.shape) for one in key.kinds if one] for key in signatures]
 
     @property
     def programs(self) -> list[CompiledStep]:
-        """Return the programs, in the order in which they were made."""
-        return list(self._programs.values())
+        """Return the programs that are kept, in the order in which they were made."""
+        return [one.program for one in self._variants.in_order]
 
     def without_casts(self) -> list[StepModule]:
         """Return the float32 program for each of `programs`, on float32 weights of the model.
@@ -117,7 +153,9 @@ class ConvertedModel:
             )
         return self._conversion.without_casts([_inputs_of(one) for one in self.programs])
 
-    def _compiled(self, signature: CallSignature, inputs: tuple[Any, ...]) -> CompiledStep:
+    def _compiled(
+        self, signature: InputSignature, inputs: tuple[Any, ...]
+    ) -> Variant[InputSignature]:
         if self._conversion is None:
             shapes = "; ".join(str(one) for one in self.shapes)
             raise ShapeMismatchError(
@@ -125,10 +163,11 @@ class ConvertedModel:
                 f"{shapes}; these inputs differ in shape, dtype or structure. Call the converted "
                 "model with such inputs before it is saved"
             )
+        why, started = self._variants.why_none(signature), time.perf_counter()
         program = self._conversion.program(inputs)
         compiled = compile_into(self._arena, program, **self._options)
-        self._programs[signature] = compiled
-        return compiled
+        seconds = time.perf_counter() - started
+        return self._variants.add(signature, StepHooks(), compiled, why, seconds)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled.
@@ -140,7 +179,7 @@ class ConvertedModel:
 
     def __repr__(self) -> str:
         """Describe the converted model in one line."""
-        count = len(self._programs)
+        count = len(self.programs)
         return (
             f"ConvertedModel({count} program{'s' if count > 1 else ''}, "
             f"parameters {self.nbytes / 2**20:.1f} MiB)"

@@ -60,8 +60,8 @@ def save(
     program, and machine code for this CPU or GPU.
 
     Args:
-        model: what `convert_model` or `compile` returns. For each shape that a converted model was
-            called with, the file has a program.
+        model: what `convert_model` or `compile` returns. The file has the programs that a
+            converted model keeps: of the shapes called last, as many as its `max_shapes`.
         path: the file.
         remove_amp_cast: write the float32 program without the casts that autocast inserted, with
             float32 weights. A converted model takes these from the model that it was made of, which
@@ -105,8 +105,9 @@ def save(
 def load(path: str | os.PathLike[str], device: str = "cpu") -> ConvertedModel | CompiledStep:
     """Read a file that `amp_ir.save` wrote; ready to call, on tensors of its own.
 
-    A converted model has programs for the shapes that it was saved with, and refuses others. On
-    another kind of CPU than that which wrote the file, programs are compiled from their IR.
+    A converted model has programs for the shapes that it was saved with, keeps them all, and
+    refuses others. On another kind of CPU than that which wrote the file, programs are compiled
+    from their IR.
 
     Raises:
         FileFormatError: the file is damaged, altered, cut off, or of another version.

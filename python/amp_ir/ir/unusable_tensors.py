@@ -7,15 +7,30 @@ wrapped one has other numbers there than its values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+# The key sets and dtypes of plain tensors that were accepted. All that `_tensor_errors` asks is in
+# them, but for the memory: PyTorch dispatches by layout, negation, wrappers and the like.
+_accepted: set[tuple[int, torch.dtype]] = set()
+# Not part of PyTorch's public interface; without it, every tensor is asked everything.
+_key_set_of: Callable[[torch.Tensor], Any] | None = getattr(torch._C, "_dispatch_keys", None)
+
 
 def tensor_error(tensor: torch.Tensor) -> str | None:
     """Return why a compiled step cannot work on a tensor, and what to do; None where it can."""
-    return next(_tensor_errors(tensor), None)
+    if type(tensor) is not torch.Tensor or _key_set_of is None:
+        return next(_tensor_errors(tensor), None)
+    kind = _key_set_of(tensor).raw_repr(), tensor.dtype
+    if kind in _accepted:
+        return memory_error(tensor)
+    error = next(_tensor_errors(tensor), None)
+    if error is None:
+        _accepted.add(kind)
+    return error
 
 
 def memory_error(tensor: torch.Tensor) -> str | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -52,10 +51,17 @@ class Signature(Protocol):
 
 @attrs.frozen
 class Recompile:
-    """One time that a step was compiled again: why, and how long it took."""
+    """One time that a step was compiled again: why, and how long it took.
+
+    `reason` names each argument that differs from those of the program most alike, and the
+    dimensions; or it is the guard that failed. `program` is the number of the new program, the
+    first is 0, and `unlike` that of the program it was compared with.
+    """
 
     reason: str
     seconds: float
+    program: int = 0
+    unlike: int = 0
 
 
 S = TypeVar("S", bound=Signature)
@@ -63,11 +69,25 @@ S = TypeVar("S", bound=Signature)
 
 @attrs.frozen(eq=False)
 class Variant(Generic[S]):
-    """One program, with its signature and guards."""
+    """One program, with its signature and guards; programs are numbered as they are made."""
 
     signature: S
     guards: StepHooks
     program: CompiledStep
+    number: int = 0
+
+
+@attrs.frozen
+class Users:
+    """The user's words in messages: an object's kind and name, what it is called with and differs
+    in from program to program, and where its recompilations are listed.
+    """
+
+    kind: str
+    name: str
+    arguments: str
+    keyed_by: str
+    recompiles: str
 
 
 class StepVariants(Generic[S]):
@@ -77,10 +97,11 @@ class StepVariants(Generic[S]):
     it the one not used for longest is dropped.
     """
 
-    def __init__(self, limit: int, max_shapes: int) -> None:
-        self._limit, self._max_shapes = limit, max_shapes
+    def __init__(self, limit: int, max_shapes: int, users: Users) -> None:
+        self._limit, self._max_shapes, self._users = limit, max_shapes, users
         self._by_key: dict[Any, list[Variant[S]]] = {}
         self._recent: list[Variant[S]] = []
+        self._count = 0
         self._reasons: dict[Any, list[str]] = {}
         self._has_warned = self._has_warned_of_shapes = False
         self.recompiles: list[Recompile] = []
@@ -90,12 +111,17 @@ class StepVariants(Generic[S]):
         """The one used last; None before the first."""
         return self._recent[0] if self._recent else None
 
+    @property
+    def in_order(self) -> list[Variant[S]]:
+        """The programs that are kept, in the order in which they were made."""
+        return sorted(self._recent, key=lambda one: one.number)
+
     def find(self, signature: S) -> Variant[S] | None:
         """Return the program for a call; the common case checks one guard."""
         for variant in self._matching(signature):
             variant.guards.take_numbers(signature.plain)
             if not variant.guards.recompile_reason():
-                if variant is not self.last:
+                if variant is not self._recent[0]:
                     self._use(variant)
                 return variant
         return None
@@ -104,27 +130,53 @@ class StepVariants(Generic[S]):
         """Return the last used program for the same signature and values, valid or not."""
         return next(self._matching(signature), None)
 
-    def why_none(self, signature: S) -> str:
-        """Explain why no program fits a call, or how the nearest differs; "" without programs."""
+    def why_none(self, signature: S) -> tuple[str, int]:
+        """Explain why no program fits a call; "" without programs.
+
+        Returns:
+            The guard that fails, or how the call differs from that of the program most alike; and
+            the number of that program.
+        """
         matching = self.matching(signature)
         if matching is not None:
-            return matching.guards.recompile_reason()
+            return matching.guards.recompile_reason(), matching.number
         known = self._by_key.get(signature.key) or self._recent
-        differences = (signature.differences(one.signature) for one in known)
-        return "; ".join(min(differences, key=operator.length_hint, default=[]))
+        found = [(signature.differences(one.signature), one.number) for one in known]
+        differences, number = min(found, key=lambda one: len(one[0]), default=([], 0))
+        return "; ".join(differences), number
 
-    def add(self, variant: Variant[S], reason: str, seconds: float) -> None:
-        """Add a new program, and log it; `reason` is what `why_none` returned before."""
-        key = variant.signature.key
+    def keep(self, signature: S, guards: StepHooks, program: CompiledStep) -> Variant[S]:
+        """Add a program, and drop those that cannot be used again."""
+        variant = Variant(signature, guards, program, self._count)
+        self._count += 1
         for one in [one for one in self._recent if one.guards.is_over()]:
             self._drop(one)
-        self._by_key.setdefault(key, []).insert(0, variant)
+        self._by_key.setdefault(signature.key, []).insert(0, variant)
         self._recent.insert(0, variant)
+        return variant
+
+    def add(
+        self,
+        signature: S,
+        guards: StepHooks,
+        program: CompiledStep,
+        why: tuple[str, int],
+        seconds: float,
+    ) -> Variant[S]:
+        """Keep a program that was compiled for a call, log it, and drop others beyond the limits.
+
+        `why` is what `why_none` returned before.
+        """
+        variant, key, name = self.keep(signature, guards, program), signature.key, self._users.name
+        reason, unlike = why
         if not reason:
-            log.info("compiled in %.1f s", seconds)
-            return
-        log.info("compiled again in %.1f s: %s", seconds, reason)
-        self.recompiles.append(Recompile(reason, seconds))
+            log.info("compiled %s in %.1f s", name, seconds)
+            return variant
+        log.info(
+            "compiled %s again in %.1f s as program %d, unlike program %d: %s",
+            *(name, seconds, variant.number, unlike, reason),
+        )
+        self.recompiles.append(Recompile(reason, seconds, variant.number, unlike))
         reasons = self._reasons.setdefault(key, [])
         reasons.append(reason)
         if len(self._by_key[key]) > self._limit:
@@ -133,6 +185,7 @@ class StepVariants(Generic[S]):
         if len(reasons) >= self._limit and not self._has_warned:
             self._has_warned = True
             log.warning("%s", self._warning(reasons))
+        return variant
 
     def _keep_recent_shapes(self) -> None:
         """Drop the programs of the signature that was not used for longest, if there are many."""
@@ -161,29 +214,29 @@ class StepVariants(Generic[S]):
         self._by_key[variant.signature.key].remove(variant)
 
     def _warning_of_shapes(self) -> str:
-        seconds = sum(one.seconds for one in self.recompiles)
+        users, seconds = self._users, sum(one.seconds for one in self.recompiles)
         return (
-            f"a jitted step was called with batches of more than {self._max_shapes} shapes, dtypes "
-            f"or structures (the last new one: {self.recompiles[-1].reason}). Programs for the "
-            f"{self._max_shapes} used last are kept; results stay right, and a shape that comes "
-            f"back is compiled again. Compiling took {seconds:.1f} s so far. Pad the batches to "
-            "fewer shapes, or pass max_shapes= of at least their number: they share one arena. "
-            "Said once; train.recompiles lists every time"
+            f"{users.kind} {users.name} was called with {users.arguments} of more than "
+            f"{self._max_shapes} {users.keyed_by} (the last new one: {self.recompiles[-1].reason})."
+            f" Programs for the {self._max_shapes} used last are kept; results stay right, and a "
+            f"shape that comes back is compiled again. Compiling took {seconds:.1f} s so far. Pad "
+            f"the {users.arguments} to fewer shapes, or pass max_shapes= of at least their number: "
+            f"they share one arena. Said once; {users.recompiles} lists every time"
         )
 
     def _warning(self, reasons: list[str]) -> str:
         subjects = collections.Counter(map(_subject, reasons))
         ((subject, count),) = subjects.most_common(1)
         last = next(one for one in reversed(reasons) if _subject(one) == subject)
-        seconds = sum(one.seconds for one in self.recompiles)
+        users, seconds = self._users, sum(one.seconds for one in self.recompiles)
         return (
-            f"a jitted step was compiled {len(reasons)} times more for arguments of the same "
-            f"shapes and dtypes, {count} times for one reason (the last time: {last}). Compiling "
-            f"took {seconds:.1f} s so far and goes on where it changes again: results stay right, "
-            f"and {self._limit} programs are kept. Leave it as it is between steps, or make it a "
-            "tensor that the step takes as an argument or the model holds as a buffer; where all "
-            "its values come back, pass recompile_limit= of at least their number. Said once; "
-            "train.recompiles lists every time"
+            f"{users.kind} {users.name} was compiled {len(reasons)} times more for arguments of "
+            f"the same shapes and dtypes, {count} times for one reason (the last time: {last}). "
+            f"Compiling took {seconds:.1f} s so far and goes on where it changes again: results "
+            f"stay right, and {self._limit} programs are kept. Leave it as it is between steps, or "
+            "make it a tensor that the step takes as an argument or the model holds as a buffer; "
+            "where all its values come back, pass recompile_limit= of at least their number. Said "
+            f"once; {users.recompiles} lists every time"
         )
 
 

@@ -11,8 +11,16 @@ import torch
 from amp_ir.ir.annotations import described_registrations
 from amp_ir.ir.location import current_precision
 
+# Not part of PyTorch's public interface; without it, PyTorch is asked at every call.
+_function_mode_count: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+
 
 def _default_device() -> str:
+    # PyTorch looks through the function modes, which takes 3 us also where there are none.
+    if not _function_mode_count():
+        context = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+        if context is not None and getattr(context, "device_context", None) is None:
+            return "cpu"
     return str(torch.get_default_device())
 
 

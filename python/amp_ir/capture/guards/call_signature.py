@@ -6,8 +6,8 @@ Two calls with equal signatures run the same program, whatever the values of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -21,6 +21,7 @@ from amp_ir.capture.batch import (
     path_text,
     structure_in_words,
 )
+from amp_ir.capture.guards.call_structure import rebuild, structure_of
 from amp_ir.capture.guards.places import is_number
 from amp_ir.errors import ArgumentError
 
@@ -60,29 +61,34 @@ class TensorKind:
         return ", ".join(words)
 
 
+S = TypeVar("S", bound="CallSignature")
+
+
 @attrs.frozen
 class CallSignature:
     """The arguments of one call without the values of their tensors.
 
-    `kinds` has an entry per leaf, None for a plain value; `values` are the plain values in order,
-    as `identity_of` returns them, and `plain` the values themselves. `followed` are the positions
+    `structure` is the key of their containers, of `structure_of`. `kinds` has an entry per leaf,
+    None for a plain value; `values` are the plain values in order, as `identity_of` returns them,
+    and `plain` the values themselves. `followed` are the positions
     among them of the numbers that a program of this signature reads at each call.
     """
 
-    spec: pytree.TreeSpec
+    structure: Hashable
     kinds: tuple[TensorKind | None, ...]
     values: tuple[tuple[type, str], ...]
     plain: tuple[Any, ...] = attrs.field(eq=False, repr=False, default=())
     followed: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, args: tuple[Any, ...]) -> tuple[CallSignature, list[torch.Tensor]]:
+    def of(cls: type[S], args: tuple[Any, ...]) -> tuple[S, list[torch.Tensor]]:
         """Return the signature of a call, and its tensors in order.
 
         Raises:
             ArgumentError: leaves that are neither usable tensors nor plain values, all of them.
         """
-        leaves, spec = pytree.tree_flatten(args)
+        leaves: list[Any] = []
+        structure = structure_of(args, leaves)
         if any(map(leaf_error, leaves)):
             raise ArgumentError("; ".join(leaf_errors(args, "argument ")))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -90,12 +96,12 @@ class CallSignature:
             TensorKind.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
         )
         plain = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        return cls(spec, kinds, tuple(map(identity_of, plain)), plain), tensors
+        return cls(structure, kinds, tuple(map(identity_of, plain)), plain), tensors
 
     @property
     def key(self) -> Any:
         """Return all but the plain values: the key that groups programs."""
-        return self.spec, self.kinds
+        return self.structure, self.kinds
 
     def fits(self, call: CallSignature) -> bool:
         """Return whether a program of this signature fits a call of the same key."""
@@ -104,7 +110,7 @@ class CallSignature:
     def changed_numbers(self, earlier: CallSignature) -> list[str]:
         """Return the positions of numbers of one type that differ, if the structure is the same."""
         plain, was_plain = ([kind is None for kind in one.kinds] for one in (self, earlier))
-        if self.spec != earlier.spec or plain != was_plain:
+        if self.structure != earlier.structure or plain != was_plain:
             return []
         paths = [path for path, kind in zip(self._paths(), self.kinds, strict=True) if kind is None]
         return [
@@ -132,7 +138,7 @@ class CallSignature:
 
     def differences(self, earlier: CallSignature) -> list[str]:
         """Describe how this call differs from an earlier one."""
-        if self.spec != earlier.spec:
+        if self.structure != earlier.structure:
             was, now = earlier._structure(), self._structure()
             return [f"the structure of the arguments was {was} and is {now}"]
         values = list(self.values)
@@ -153,7 +159,7 @@ class CallSignature:
         return (next(values)[1] if kind is None else kind for kind in self.kinds)
 
     def _unflatten(self, leaves: Any) -> Any:
-        return pytree.tree_unflatten(list(leaves), self.spec)
+        return rebuild(self.structure, iter(leaves))
 
     def _structure(self) -> str:
         values = iter(self.values)
@@ -168,4 +174,9 @@ def _difference(was: TensorKind | str, now: TensorKind | str) -> str:
     if isinstance(was, str) or isinstance(now, str):
         texts = ["a tensor" if isinstance(one, TensorKind) else one for one in (was, now)]
         return f"was {texts[0]} and is {texts[1]}"
-    return f"was {was.in_words(now)} and is {now.in_words(was)}"
+    text = f"was {was.in_words(now)} and is {now.in_words(was)}"
+    if was.shape == now.shape or len(was.shape) != len(now.shape):
+        return text
+    extents = enumerate(zip(was.shape, now.shape, strict=True))
+    axes = [str(axis) for axis, (before, after) in extents if before != after]
+    return f"{text} (dimension{'s' * (len(axes) > 1)} {' and '.join(axes)})"

@@ -21,13 +21,13 @@ class ChangingArguments:
 
     def counts(self, signature: CallSignature) -> collections.Counter[str]:
         """Return how often each number has changed, this call included, by its path."""
-        counts = collections.Counter(self._counts.get(signature.spec, ()))
-        last = self._last.get(signature.spec)
+        counts = collections.Counter(self._counts.get(signature.structure, ()))
+        last = self._last.get(signature.structure)
         if last is not None:
             counts.update(signature.changed_numbers(last))
         return counts
 
     def add(self, signature: CallSignature) -> None:
         """Count a call that was compiled for."""
-        self._counts[signature.spec] = self.counts(signature)
-        self._last[signature.spec] = signature
+        self._counts[signature.structure] = self.counts(signature)
+        self._last[signature.structure] = signature
