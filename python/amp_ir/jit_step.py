@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import find_policy
 from amp_ir.api import Models, Optimizers, autocast, compile_into, trace_step
 from amp_ir.capture import trace
+from amp_ir.capture.announced_batches import announced_batches
 from amp_ir.capture.arguments import NESTED
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.capture.guards.changing_arguments import ChangingArguments
@@ -28,6 +30,7 @@ from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks
 from amp_ir.ir.target import target_of
 from amp_ir.runtime.arena import Arena
+from amp_ir.runtime.precompilation import Captured, Precompilation
 from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
 from amp_ir.runtime.step_variants import (
     DEFAULT_LIMIT,
@@ -58,8 +61,14 @@ class JitStep:
         self._variants: StepVariants[CallSignature]
         limits = options.pop("recompile_limit"), options.pop("max_shapes")
         keyed_by = "shapes, dtypes or structures"
-        users = Users("a jitted step", _name_of(step), "batches", keyed_by, "train.recompiles")
+        name = _name_of(step)
+        users = Users("a jitted step", name, "batches", keyed_by, "train.recompiles")
         self._variants = StepVariants(*limits, users)
+        announced = options.pop("precompile")
+        self._precompilation = Precompilation(
+            *(announced, self._capture, self._variants, name),
+            in_thread=not target_of(self._compile_options["device"]).is_cuda,
+        )
         self._trace_options = options
         self._turn = ForkSafeLock("the step was running")
         self._arena = Arena()
@@ -85,6 +94,11 @@ class JitStep:
             variant = self._variants.find(signature)
             if variant is None:
                 variant = self._compile(signature, batch)
+            elif not self._precompilation.is_over:
+                # The step has run: its optimizer has state, and this call's program is found.
+                self._precompilation.advance()
+                # A capture reads the numbers among the arguments of its own batch.
+                variant.guards.take_numbers(signature.plain)
             return variant.program.run_current(tensors)
 
     @property
@@ -151,26 +165,34 @@ class JitStep:
         raise CopyError(NO_COPY)
 
     def _compile(self, signature: CallSignature, batch: tuple[Any, ...]) -> Variant[CallSignature]:
+        if self._precompilation.wait_for(signature):
+            variant = self._variants.find(signature)
+            if variant is not None:
+                return variant
         why = self._variants.why_none(signature)
-        options = self._options(signature)
         started = time.perf_counter()
-        mod, args = trace_step(self._step, batch, **options)
+        captured = self._capture(signature, batch)
+        compiled = captured.compile()
+        self._changing_arguments.add(signature)
+        seconds = time.perf_counter() - started
+        variant = self._variants.add(captured.signature, captured.guards, compiled, why, seconds)
+        for note in compiled.module.notes:
+            log.info("%s", note)
+        return variant
+
+    def _capture(self, signature: CallSignature, batch: tuple[Any, ...]) -> Captured[CallSignature]:
+        mod, args = trace_step(self._step, batch, **self._options(signature))
         if self._random_state is None:
             self._random_state = mod.random_state
-        else:
+        elif mod.random_state is not None:
             mod = mod.with_random_state(self._random_state)
         guards = mod.hooks
         if self._amp_dtype is not None:
             guards = _with_rules(guards, RulesInEffect())
             mod = autocast(mod, args, amp_dtype=self._amp_dtype, **self._autocast_options)
-        compiled = compile_into(self._arena, mod, **self._compile_options)
-        self._changing_arguments.add(signature)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)
-        seconds = time.perf_counter() - started
-        variant = self._variants.add(followed, guards, compiled, why, seconds)
-        for note in mod.notes:
-            log.info("%s", note)
-        return variant
+        compiled = functools.partial(compile_into, self._arena, mod, **self._compile_options)
+        return Captured(followed, guards, compiled)
 
     def _options(self, signature: CallSignature) -> dict[str, Any]:
         """Return the options of a capture, with the numbers that it should not freeze."""
@@ -215,6 +237,7 @@ def jit(
     memory_budget: int | None = None,
     recompile_limit: int = DEFAULT_LIMIT,
     max_shapes: int = DEFAULT_SHAPES,
+    precompile: Sequence[tuple[Any, ...]] = (),
 ) -> JitStep:
     """Capture, cast and compile `step` when it is first called, and again when a guard fails.
 
@@ -231,6 +254,10 @@ def jit(
             dtypes; a step that needs more emits one warning.
         max_shapes: for how many structures, shapes and dtypes of the batch programs are kept. The
             one not used for longest goes, which one warning says. They share one arena.
+        precompile: batches of other shapes that the step will be called with, such as the last one
+            of an epoch, each the tuple of the step's arguments. From the second call on each is
+            captured before a step runs, one a call, and compiled while steps run. What fails is one
+            warning, and compiled again by the call that needs it.
 
     Raises:
         OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
@@ -246,6 +273,7 @@ def jit(
     check_opt_level(opt_level)
     check_limit("recompile_limit", recompile_limit)
     check_limit("max_shapes", max_shapes)
+    announced = announced_batches(precompile, max_shapes)
     target_of(device)
     trace.check_training(step, model, optimizer, scaler)
     return JitStep(
@@ -257,6 +285,7 @@ def jit(
         autocast_options={"overrides": tuple(overrides), "policy": policy, "verbose": verbose},
         recompile_limit=recompile_limit,
         max_shapes=max_shapes,
+        precompile=announced,
         compile_options={
             "device": device,
             "opt_level": opt_level,

@@ -100,7 +100,7 @@ def test_a_step_is_right_in_a_forked_process(two_threads: None, compiles: str) -
     batch = BATCH
     if compiles == "there":
         batch = tuple(one.clone() for one in BATCH)  # type: ignore[assignment]
-        train._variants = type(train._variants)(8, 16)
+        train._variants = type(train._variants)(8, 16, train._variants._users)
         LIBRARIES.clear()  # else the child finds the machine code of the parent
     there = of_child(lambda: [float(train(*batch)) for _ in range(2)])
     here = [float(train(*BATCH)) for _ in range(2)]

@@ -55,13 +55,15 @@ class Recompile:
 
     `reason` names each argument that differs from those of the program most alike, and the
     dimensions; or it is the guard that failed. `program` is the number of the new program, the
-    first is 0, and `unlike` that of the program it was compared with.
+    first is 0, and `unlike` that of the program it was compared with. `in_background` says that
+    `jit(..., precompile=)` asked for it, and that steps ran meanwhile.
     """
 
     reason: str
     seconds: float
     program: int = 0
     unlike: int = 0
+    in_background: bool = False
 
 
 S = TypeVar("S", bound=Signature)
@@ -118,11 +120,16 @@ class StepVariants(Generic[S]):
 
     def find(self, signature: S) -> Variant[S] | None:
         """Return the program for a call; the common case checks one guard."""
+        variant = self.find_only(signature)
+        if variant is not None and variant is not self._recent[0]:
+            self._use(variant)
+        return variant
+
+    def find_only(self, signature: S) -> Variant[S] | None:
+        """Return the program for a call as `find` does, without recording that it is used."""
         for variant in self._matching(signature):
             variant.guards.take_numbers(signature.plain)
             if not variant.guards.recompile_reason():
-                if variant is not self._recent[0]:
-                    self._use(variant)
                 return variant
         return None
 
@@ -145,15 +152,33 @@ class StepVariants(Generic[S]):
         differences, number = min(found, key=lambda one: len(one[0]), default=([], 0))
         return "; ".join(differences), number
 
-    def keep(self, signature: S, guards: StepHooks, program: CompiledStep) -> Variant[S]:
-        """Add a program, and drop those that cannot be used again."""
+    def keep(
+        self, signature: S, guards: StepHooks, program: CompiledStep, *, behind: int = 0
+    ) -> Variant[S]:
+        """Add a program, and drop those that cannot be used again.
+
+        It counts as used after all others but the last `behind`.
+        """
         variant = Variant(signature, guards, program, self._count)
         self._count += 1
         for one in [one for one in self._recent if one.guards.is_over()]:
             self._drop(one)
         self._by_key.setdefault(signature.key, []).insert(0, variant)
-        self._recent.insert(0, variant)
+        self._recent.insert(behind, variant)
         return variant
+
+    def add_in_background(
+        self, signature: S, guards: StepHooks, program: CompiledStep, seconds: float
+    ) -> None:
+        """Keep a program that no call has asked for yet; `last` stays as it is."""
+        reason, unlike = self.why_none(signature)
+        variant = self.keep(signature, guards, program, behind=1)
+        log.info(
+            "compiled %s in the background in %.1f s as program %d, unlike program %d: %s",
+            *(self._users.name, seconds, variant.number, unlike, reason),
+        )
+        self.recompiles.append(Recompile(reason, seconds, variant.number, unlike, True))
+        self._keep_recent_shapes()
 
     def add(
         self,

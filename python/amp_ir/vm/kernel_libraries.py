@@ -44,5 +44,5 @@ def build_side_by_side(
 
     if count == 1:
         return [build(0)]
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count, "amp_ir builds kernels") as pool:
         return list(pool.map(build, range(count)))

@@ -49,8 +49,12 @@ def keep_generators(restores: Restores) -> None:
 
 
 def _is_alone() -> bool:
-    """Return whether no other thread may have drawn; that of PyTorch's progress bars does not."""
-    return sum(thread.name != "tqdm_monitor" for thread in threading.enumerate()) == 1
+    """Return whether no other thread may have drawn.
+
+    Ours, which compile, do not, nor does that of PyTorch's progress bars.
+    """
+    here, known = threading.current_thread(), ("amp_ir ", "tqdm_monitor")
+    return all(one is here or one.name.startswith(known) for one in threading.enumerate())
 
 
 def _noted(seed: Callable[..., Any], seeded: list[None]) -> Callable[..., Any]:
