@@ -15,7 +15,9 @@ PACKAGE = ROOT / "python" / "amp_ir"
 
 # What may import what: a name imports those above it, and its own folder. The stages stand on one
 # line, in the order in which a step passes through them, and none of them imports another.
-STAGES = "capture importer loss_scaling rewrites amp dispatch loops memory vm runtime report"
+STAGES = (
+    "capture importer loss_scaling padding rewrites amp dispatch loops memory vm runtime report"
+)
 LAYERS = [
     "version",
     "deprecation",
@@ -32,6 +34,7 @@ LAYERS = [
     "compile_cache",  # built steps on disk
     "api",
     "demo",
+    "buckets",
     "jit_step",
     "inference",
     "compat",

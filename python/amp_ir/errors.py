@@ -54,6 +54,10 @@ class StateError(AmpIrError, RuntimeError):
     """The model, optimizer or scaler no longer fits the compiled step."""
 
 
+class PaddingError(AmpIrError, ValueError):
+    """Padding of a batch to a bucket may change the results or the state of the step."""
+
+
 class StepFailedError(AmpIrError, RuntimeError):
     """A call of a compiled step failed, or an earlier failure left incomplete state.
 

@@ -16,7 +16,10 @@ import torch
 from amp_ir.amp.custom_type_hint import RulesInEffect
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import find_policy
-from amp_ir.api import Models, Optimizers, autocast, compile_into, trace_step
+from amp_ir.api import Models, Optimizers, autocast, compile_into, rewrite, trace_unchanged
+from amp_ir.buckets.bucket_options import BucketOptions, Key
+from amp_ir.buckets.bucketed_calls import BucketedCalls
+from amp_ir.buckets.padded_batch import PaddedBatch, padded_examples
 from amp_ir.capture import trace
 from amp_ir.capture.announced_batches import announced_batches
 from amp_ir.capture.arguments import NESTED
@@ -27,7 +30,7 @@ from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.ir.capturing import captured_scalers
 from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
 from amp_ir.ir.step_log import StepRecord
-from amp_ir.ir.step_module import StepHooks
+from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.ir.target import target_of
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.precompilation import Captured, Precompilation
@@ -58,6 +61,8 @@ class JitStep:
         self._amp_dtype = options.pop("amp_dtype")
         self._autocast_options = options.pop("autocast_options")
         self._compile_options = options.pop("compile_options")
+        buckets: BucketOptions | None = options.pop("buckets")
+        self._buckets = None if buckets is None else BucketedCalls(buckets)
         self._variants: StepVariants[CallSignature]
         limits = options.pop("recompile_limit"), options.pop("max_shapes")
         keyed_by = "shapes, dtypes or structures"
@@ -82,6 +87,7 @@ class JitStep:
 
         Raises:
             ArgumentError: an argument is not a tensor or plain value that can be used.
+            PaddingError: padding to a bucket may change the results or the state.
             What `amp_ir.trace_step` and `amp_ir.compile` raise; nothing has changed then.
             IndexOutOfRangeError, StateError: as a CompiledStep does.
         """
@@ -90,16 +96,10 @@ class JitStep:
             # Another thread, which waits for the capture, may hold its lock.
             raise ArgumentError(NESTED)
         with self._turn:
-            signature, tensors = CallSignature.of(batch)
-            variant = self._variants.find(signature)
-            if variant is None:
-                variant = self._compile(signature, batch)
-            elif not self._precompilation.is_over:
-                # The step has run: its optimizer has state, and this call's program is found.
-                self._precompilation.advance()
-                # A capture reads the numbers among the arguments of its own batch.
-                variant.guards.take_numbers(signature.plain)
-            return variant.program.run_current(tensors)
+            padded = None if self._buckets is None else self._buckets.padded(batch)
+            if padded is not None:
+                return self._run_padded(padded, batch)
+            return self._run(batch)
 
     @property
     def compiled(self) -> CompiledStep | None:
@@ -164,32 +164,88 @@ class JitStep:
         """
         raise CopyError(NO_COPY)
 
-    def _compile(self, signature: CallSignature, batch: tuple[Any, ...]) -> Variant[CallSignature]:
+    def _run(self, batch: tuple[Any, ...]) -> Any:
+        signature, tensors = CallSignature.of(batch)
+        return self._variant(signature, batch).program.run_current(tensors)
+
+    def _run_padded(self, padded: PaddedBatch, batch: tuple[Any, ...]) -> Any:
+        assert self._buckets is not None
+        signature, tensors = CallSignature.of(padded.args)
+        variant = self._variant(signature, padded.args, padded)
+        if not self._buckets.needs_proof(padded):
+            return variant.program.run_current(tensors)
+        proven = self._buckets.known(variant, padded)
+        if proven is None:
+            # Dimensions of one length have two now, or the other way round.
+            trace_again = functools.partial(self._trace, self._options(signature))
+            proven = self._buckets.prove(trace_again(padded.args), trace_again, padded)
+            self._buckets.add(variant, padded, proven)
+        if not padded.fits(proven.padding):
+            # Too short: what the step reads of the data would be padding.
+            return self._run(batch)
+        value = variant.program.run_current(tensors)
+        return padded.without_padding(value, proven.places, proven.padding)
+
+    def _variant(
+        self,
+        signature: CallSignature,
+        batch: tuple[Any, ...],
+        padded: PaddedBatch | None = None,
+    ) -> Variant[CallSignature]:
+        """Return the program of a call, compiled first if there is none."""
+        variant = self._variants.find(signature)
+        if variant is None:
+            return self._compile(signature, batch, padded)
+        if not self._precompilation.is_over:
+            # The step has run: its optimizer has state, and this call's program is found.
+            self._precompilation.advance()
+            # A capture reads the numbers among the arguments of its own batch.
+            variant.guards.take_numbers(signature.plain)
+        return variant
+
+    def _compile(
+        self, signature: CallSignature, batch: tuple[Any, ...], padded: PaddedBatch | None
+    ) -> Variant[CallSignature]:
         if self._precompilation.wait_for(signature):
             variant = self._variants.find(signature)
             if variant is not None:
                 return variant
         why = self._variants.why_none(signature)
         started = time.perf_counter()
-        captured = self._capture(signature, batch)
+        options = self._options(signature)
+        mod = self._trace(options, batch)
+        proven = None
+        if self._buckets is not None and padded is not None and self._buckets.needs_proof(padded):
+            proven = self._buckets.prove(mod, functools.partial(self._trace, options), padded)
+        captured = self._cast(mod, signature, batch)
         compiled = captured.compile()
         self._changing_arguments.add(signature)
         seconds = time.perf_counter() - started
         variant = self._variants.add(captured.signature, captured.guards, compiled, why, seconds)
+        if self._buckets is not None and padded is not None and proven is not None:
+            self._buckets.add(variant, padded, proven)
         for note in compiled.module.notes:
             log.info("%s", note)
         return variant
 
     def _capture(self, signature: CallSignature, batch: tuple[Any, ...]) -> Captured[CallSignature]:
-        mod, args = trace_step(self._step, batch, **self._options(signature))
+        return self._cast(self._trace(self._options(signature), batch), signature, batch)
+
+    def _trace(self, options: dict[str, Any], batch: tuple[Any, ...]) -> StepModule:
+        mod: StepModule = trace_unchanged(self._step, batch, **options)
+        return mod
+
+    def _cast(
+        self, mod: StepModule, signature: CallSignature, batch: tuple[Any, ...]
+    ) -> Captured[CallSignature]:
         if self._random_state is None:
             self._random_state = mod.random_state
         elif mod.random_state is not None:
             mod = mod.with_random_state(self._random_state)
-        guards = mod.hooks
+        mod, guards = rewrite(mod), mod.hooks
         if self._amp_dtype is not None:
             guards = _with_rules(guards, RulesInEffect())
-            mod = autocast(mod, args, amp_dtype=self._amp_dtype, **self._autocast_options)
+            mod = autocast(mod, batch, amp_dtype=self._amp_dtype, **self._autocast_options)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)
         compiled = functools.partial(compile_into, self._arena, mod, **self._compile_options)
         return Captured(followed, guards, compiled)
@@ -238,6 +294,9 @@ def jit(
     recompile_limit: int = DEFAULT_LIMIT,
     max_shapes: int = DEFAULT_SHAPES,
     precompile: Sequence[tuple[Any, ...]] = (),
+    buckets: Mapping[Key, Mapping[int, Sequence[int]]] | None = None,
+    pad: Mapping[Key, float] | None = None,
+    pad_check: str = "proof",
 ) -> JitStep:
     """Capture, cast and compile `step` when it is first called, and again when a guard fails.
 
@@ -258,6 +317,17 @@ def jit(
             of an epoch, each the tuple of the step's arguments. From the second call on each is
             captured before a step runs, one a call, and compiled while steps run. What fails is one
             warning, and compiled again by the call that needs it.
+        buckets: sizes to which axes of the batch are padded, by argument and axis:
+            {"input_ids": {1: (64, 128, 256)}}. An argument is named by its position, by its name
+            in `step`, or by its key where it lies in a dict. Axes of equal lengths with equal
+            sizes are one dimension. A program is compiled for each size that comes, and only if
+            it is proven that padding changes neither the state nor the results; results are
+            returned without padding. Dropout draws other numbers than without padding. A batch
+            longer than all sizes runs unpadded.
+        pad: the number that each of these arguments is padded with: {"input_ids": 0}.
+        pad_check: "values" compares the state and the results of one padded step of each size with
+            those of the same step without padding, instead of a proof: for steps with ops of which
+            the proof knows nothing. It says nothing about other batches.
 
     Raises:
         OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
@@ -273,7 +343,13 @@ def jit(
     check_opt_level(opt_level)
     check_limit("recompile_limit", recompile_limit)
     check_limit("max_shapes", max_shapes)
-    announced = announced_batches(precompile, max_shapes)
+    if pad is not None and buckets is None:
+        raise OptionError(
+            "pad= is given without buckets=, which says what is padded to which sizes"
+        )
+    options = None if buckets is None else BucketOptions(step, buckets, pad, pad_check)
+    examples = precompile if options is None else padded_examples(options, precompile)
+    announced = announced_batches(examples, max_shapes)
     target_of(device)
     trace.check_training(step, model, optimizer, scaler)
     return JitStep(
@@ -286,6 +362,7 @@ def jit(
         recompile_limit=recompile_limit,
         max_shapes=max_shapes,
         precompile=announced,
+        buckets=options,
         compile_options={
             "device": device,
             "opt_level": opt_level,

@@ -50,7 +50,7 @@ from amp_ir.rewrites.unslice_loss import unslice_loss
 def import_step(
     step: Callable[..., Any], example_batch: Any, *, on_stage: OnStage | None = None, **options: Any
 ) -> StepModule:
-    """Take a step from Python to a StepModule that autocast and `lower` accept.
+    """Take a step from Python to a StepModule that `rewrite`, autocast and `lower` accept.
 
     `options` are those of `capture_step`: the model, the optimizer, the scaler, and which numbers
     are inputs. Nothing is executed, and the user's objects stay as they are.
@@ -64,10 +64,14 @@ def import_step(
     with stage("loss_scaling", mod.ir, on_stage) as running:
         degrees = check_scale_degrees(mod)
         running.program = mod.ir
+    return attrs.evolve(mod, notes=(*mod.notes, *degrees.notes))
+
+
+def rewrite(mod: StepModule, *, on_stage: OnStage | None = None) -> StepModule:
+    """Rewrite a step before autocast, whose rules and plan are to speak of the ops that run."""
     with stage("rewrites", mod.ir, on_stage) as running:
-        # Before autocast, whose rules and plan are to speak of the ops that run.
         running.program = unslice_loss(concat_matmuls(mod.ir))
-    return attrs.evolve(mod, ir=running.program, notes=(*mod.notes, *degrees.notes))
+    return mod.with_ir(running.program)
 
 
 def lower(

@@ -50,6 +50,7 @@ def records() -> dict[str, Stage]:
     owners = {"model": model, "optimizer": optimizer, "scaler": None}
     step = step_of(model, optimizer)
     mod = pipeline.import_step(step, (torch.randn(6, 8),), on_stage=found.append, **owners)
+    mod = pipeline.rewrite(mod, on_stage=found.append)
     before = mod.ir
     mod = amp_ir.autocast(mod, amp_dtype="bfloat16")
     found.append(Stage("amp", 0.0, before, mod.ir))

@@ -12,10 +12,18 @@ from amp_ir.api.measure import (
     trace_memory,
 )
 from amp_ir.api.precision import autocast, explain_plan
-from amp_ir.api.trace import Models, Optimizers, trace_model, trace_step
+from amp_ir.api.trace import (
+    Models,
+    Optimizers,
+    rewrite,
+    trace_model,
+    trace_step,
+    trace_unchanged,
+)
 
 __all__ = [
     "Models", "Optimizers", "autocast", "compile_into", "compile_step", "explain_plan",
     "get_gflops", "get_param_size", "get_peak_memory", "lower", "memory_report", "profile_kernels",
-    "profile_vm_model", "step_of_built", "text_after", "trace_memory", "trace_model", "trace_step",
+    "profile_vm_model", "rewrite", "step_of_built", "text_after", "trace_memory", "trace_model",
+    "trace_step", "trace_unchanged",
 ]  # fmt: skip

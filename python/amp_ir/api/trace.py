@@ -25,8 +25,6 @@ Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-@paused_garbage_collection()
-@memory_for("the capture of the step needs")
 def trace_step(
     step: Callable[..., Any],
     example_batch: tuple[Any, ...],
@@ -58,6 +56,35 @@ def trace_step(
         UnsupportedOpError: ops without a converter, all of them.
         LossScaleError: the loss scale reaches what must not depend on it; lists every place.
     """
+    mod = trace_unchanged(
+        step,
+        example_batch,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        numbers_as_inputs=numbers_as_inputs,
+    )
+    return rewrite(mod), example_batch
+
+
+def rewrite(mod: StepModule) -> StepModule:
+    """Do the rewrites of `trace_step`, which change no value but for the order of sums."""
+    with paused_garbage_collection():
+        return pipeline.rewrite(mod, on_stage=current_stage_files())
+
+
+@paused_garbage_collection()
+@memory_for("the capture of the step needs")
+def trace_unchanged(
+    step: Callable[..., Any],
+    example_batch: tuple[Any, ...],
+    *,
+    model: Models,
+    optimizer: Optimizers = None,
+    scaler: Any = None,
+    numbers_as_inputs: frozenset[str] = frozenset(),
+) -> StepModule:
+    """Capture a step as `trace_step` does, and leave its ops as they were captured."""
     owners = {"model": model, "optimizer": optimizer}
     if scaler is not None:
         mod = _imported(step, example_batch, numbers_as_inputs, {**owners, "scaler": scaler})
@@ -65,7 +92,7 @@ def trace_step(
         mod = _with_own_scalers(step, example_batch, numbers_as_inputs, owners)
     if mod.random_state is not None:
         mod = mod.with_random_state(mod.random_state.to(_device_of(mod)))
-    return mod, example_batch
+    return mod
 
 
 def _with_own_scalers(

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options `buckets=` and `pad=` of `amp_ir.jit`, and the tensors of a batch that they name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+
+from amp_ir.capture.batch import path_text
+from amp_ir.errors import ArgumentError, OptionError
+
+Key = int | str
+_CHECKS = ("proof", "values")
+
+
+@attrs.frozen
+class PaddedTensorOption:
+    """What is padded of one tensor of the batch: by axis the sizes to choose from, ascending."""
+
+    name: str
+    sizes: Mapping[int, tuple[int, ...]]
+    number: float
+
+
+class BucketOptions:
+    """The checked options; `of` finds the tensors of a batch that they are for."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        buckets: Mapping[Key, Mapping[int, Sequence[int]]],
+        pad: Mapping[Key, float] | None,
+        check: str = "proof",
+    ) -> None:
+        """Check the options; `check` is "proof", or "values" where numbers are to be compared.
+
+        Raises:
+            OptionError: listing everything that is wrong.
+        """
+        pad = {} if pad is None else pad
+        errors = list(_errors(buckets, pad))
+        if check not in _CHECKS:
+            errors.append(f'pad_check= is {check!r}, expected "proof" or "values"')
+        if errors:
+            raise OptionError("; ".join(errors))
+        self._sizes = {
+            key: {axis: tuple(sorted(sizes)) for axis, sizes in by_axis.items()}
+            for key, by_axis in buckets.items()
+        }
+        self.check = check
+        self._numbers = dict(pad)
+        self._names = _parameter_names(step)
+        self._known: dict[Any, tuple[PaddedTensorOption | None, ...]] = {}
+
+    def of(
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec
+    ) -> tuple[PaddedTensorOption | None, ...]:
+        """Return an option for each leaf of the arguments; None for one that is not padded.
+
+        Raises:
+            ArgumentError: a key names no tensor of the batch, or one without that axis.
+        """
+        kinds = ((one.dim(), one.dtype) for one in leaves if isinstance(one, torch.Tensor))
+        key = spec, tuple(kinds)
+        if key not in self._known:
+            self._known[key] = self._found(leaves, spec)
+        return self._known[key]
+
+    def _found(
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec
+    ) -> tuple[PaddedTensorOption | None, ...]:
+        args = pytree.tree_unflatten(list(leaves), spec)
+        paths = [path for path, _ in pytree.tree_flatten_with_path(args)[0]]
+        found: list[PaddedTensorOption | None] = [None] * len(leaves)
+        errors = []
+        for key, sizes in self._sizes.items():
+            positions = [k for k, path in enumerate(paths) if key in self._keys_of(path)]
+            if len(positions) != 1:
+                named = ", ".join(repr(self._keys_of(path)[0]) for path in paths)
+                what = "no argument" if not positions else f"{len(positions)} arguments"
+                errors.append(
+                    f"buckets= names {key!r}, which is {what} of this call; it has {named}"
+                )
+                continue
+            (position,) = positions
+            leaf = leaves[position]
+            if not isinstance(leaf, torch.Tensor):
+                errors.append(f"buckets= names {key!r}, a {type(leaf).__name__}, expected a tensor")
+            elif not all(-leaf.dim() <= axis < leaf.dim() for axis in sizes):
+                wrong = next(axis for axis in sizes if not -leaf.dim() <= axis < leaf.dim())
+                errors.append(f"buckets= pads axis {wrong} of {key!r}, which has {leaf.dim()} axes")
+            elif leaf.requires_grad:
+                errors.append(f"buckets= pads {key!r}, which requires a gradient; pass it detached")
+            elif not _holds(leaf, self._numbers[key]):
+                errors.append(
+                    f"pad= has {self._numbers[key]!r} for {key!r}, which {leaf.dtype} cannot hold"
+                )
+            else:
+                by_axis = {axis % leaf.dim(): one for axis, one in sizes.items()}
+                name = key if isinstance(key, str) else f"argument {key}"
+                found[position] = PaddedTensorOption(name, by_axis, float(self._numbers[key]))
+        if errors:
+            raise ArgumentError("; ".join(errors))
+        return tuple(found)
+
+    def _keys_of(self, path: tuple[Any, ...]) -> list[Key]:
+        """Return the keys that name a leaf, the best one first."""
+        position = int(getattr(path[0], "idx", 0))
+        keys: list[Key] = [path_text(path)]
+        if len(path) == 1:
+            keys = [position]
+            if position < len(self._names):
+                keys.insert(0, self._names[position])
+        elif isinstance(getattr(path[-1], "key", None), str):
+            keys.insert(0, path[-1].key)
+        return keys
+
+
+def _holds(tensor: torch.Tensor, number: float) -> bool:
+    """Return whether a tensor can hold a number: integers exactly, floats rounded."""
+    if tensor.is_floating_point():
+        return True
+    if tensor.dtype is torch.bool:
+        return number in (0, 1)
+    limits = torch.iinfo(tensor.dtype)
+    return number == int(number) and limits.min <= number <= limits.max
+
+
+def _parameter_names(step: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in parameters if one.kind in positional]
+
+
+def _errors(buckets: Any, pad: Any) -> Iterator[str]:
+    """Yield what is wrong with the options, whatever the batch is."""
+    if not isinstance(buckets, Mapping) or not buckets:
+        yield f"buckets= is {buckets!r}, expected sizes by argument and axis, as {_EXAMPLE}"
+        return
+    if not isinstance(pad, Mapping):
+        yield f"pad= is {pad!r}, expected a number by argument"
+        return
+    for key, by_axis in buckets.items():
+        if not isinstance(key, (int, str)) or isinstance(key, bool):
+            yield f"buckets= has the key {key!r}, expected an argument's position or name"
+        elif not isinstance(by_axis, Mapping) or not by_axis:
+            yield f"buckets[{key!r}] is {by_axis!r}, expected sizes by axis, as {_EXAMPLE}"
+        else:
+            yield from _axis_errors(key, by_axis)
+        if key not in pad:
+            yield f"pad= has no number for {key!r}, which buckets= pads"
+    for key, number in pad.items():
+        if key not in buckets:
+            yield f"pad= has a number for {key!r}, which buckets= does not pad"
+        elif not isinstance(number, (int, float)) or math.isnan(number):
+            yield f"pad[{key!r}] is {number!r}, expected a number"
+
+
+def _axis_errors(key: Key, by_axis: Mapping[Any, Any]) -> Iterator[str]:
+    for axis, sizes in by_axis.items():
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            yield f"buckets[{key!r}] has the axis {axis!r}, expected a number"
+        is_list = isinstance(sizes, (tuple, list, range)) and len(sizes) > 0
+        if not is_list or not all(type(one) is int and one >= 2 for one in sizes):
+            yield (
+                f"buckets[{key!r}][{axis!r}] is {sizes!r}, expected one or more sizes of at least 2"
+            )
+
+
+_EXAMPLE = '{"input_ids": {1: (64, 128, 256)}}'

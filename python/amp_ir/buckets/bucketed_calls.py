@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buckets of one jitted step: padded calls, and what was proven of each program."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+
+from amp_ir.buckets.bucket_options import BucketOptions
+from amp_ir.buckets.padded_batch import PaddedBatch
+from amp_ir.capture.batch import Results, structures_of
+from amp_ir.errors import CaptureError, PaddingError
+from amp_ir.ir.step_module import StepModule
+from amp_ir.padding.axes import Dimension
+from amp_ir.padding.check_padding import InertPadding, check_padding
+from amp_ir.padding.compare_values import compare_padding
+
+log = logging.getLogger("amp_ir")
+
+Trace = Callable[[tuple[Any, ...]], StepModule]
+
+
+@attrs.frozen(eq=False)
+class PaddedProgram:
+    """What was proven of a program: `places` are the outputs that its results' leaves are."""
+
+    padding: InertPadding
+    places: tuple[int | None, ...]
+
+
+class BucketedCalls:
+    """Pads batches, and proves once for each program that this changes nothing.
+
+    Programs are any objects that live as long as they may be called.
+    """
+
+    def __init__(self, options: BucketOptions) -> None:
+        self._options = options
+        self._proven: weakref.WeakKeyDictionary[Any, dict[Any, PaddedProgram]]
+        self._proven = weakref.WeakKeyDictionary()
+        self._has_warned = False
+
+    def padded(self, args: tuple[Any, ...]) -> PaddedBatch | None:
+        """Return the padded arguments of a call; None where one is longer than every bucket.
+
+        Raises:
+            ArgumentError: `buckets=` names no tensor of the call, or one without that axis.
+        """
+        batch = PaddedBatch.of(self._options, args)
+        if isinstance(batch, PaddedBatch):
+            return batch
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s. The batch runs unpadded, by a program of its own, as every batch that fits no "
+                "bucket will. Add a larger size to buckets=. Said once",
+                batch,
+            )
+        return None
+
+    def prove(self, step: StepModule, trace: Trace, batch: PaddedBatch) -> PaddedProgram:
+        """Prove that the padding of a captured step is inert; `trace` captures it again.
+
+        Raises:
+            PaddingError: it may change the results or the state.
+        """
+        results = structures_of(step.signature)[1]
+        if self._options.check == "values":
+            exact = trace(batch.exact_args)
+            _refuse_plain_results(results, structures_of(exact.signature)[1])
+            lengths = [(one, batch.lengths[name]) for name, one in batch.dimensions().items()]
+            tensors = _tensors(batch.args), _tensors(batch.exact_args)
+            padding = compare_padding(step, exact, *tensors, lengths)
+            return PaddedProgram(padding, results.places)
+        dimensions, other = _with_other_sizes(trace, batch)
+        _refuse_plain_results(results, structures_of(other.signature)[1])
+        return PaddedProgram(check_padding(step, other, batch.inputs(dimensions)), results.places)
+
+    def needs_proof(self, batch: PaddedBatch) -> bool:
+        """Return whether a program for this batch is to be proven now.
+
+        Numbers can only be compared where there is padding.
+        """
+        return batch.has_padding or self._options.check == "proof"
+
+    def add(self, program: object, batch: PaddedBatch, proven: PaddedProgram) -> None:
+        """Keep what was proven of a program, for batches with the same padded dimensions."""
+        self._proven.setdefault(program, {})[batch.places] = proven
+
+    def known(self, program: object, batch: PaddedBatch) -> PaddedProgram | None:
+        """Return what was proven of a program for batches with the same padded dimensions."""
+        return self._proven.get(program, {}).get(batch.places)
+
+
+def _with_other_sizes(trace: Trace, batch: PaddedBatch) -> tuple[dict[str, Dimension], StepModule]:
+    """Capture a step with the second sizes: the shortest ones, or such as are near the first.
+
+    Raises:
+        PaddingError: neither can be captured.
+    """
+    for nearest in (False, True):
+        dimensions = batch.dimensions(nearest=nearest)
+        try:
+            return dimensions, trace(batch.example(dimensions))
+        except CaptureError as error:
+            failure = error
+    tried = ", ".join(f"{one.other_size} for {name}" for name, one in dimensions.items())
+    raise PaddingError(
+        f"the step cannot be captured with other lengths ({tried}), so that nothing can be proven "
+        "of its padding. Tensors that are used together need one length in each call, which is "
+        f"here {batch.lengths_text()}. {failure}"
+    ) from failure
+
+
+def _refuse_plain_results(results: Results, others: Results) -> None:
+    """Refuse a step that returns its length as a plain number.
+
+    Raises:
+        PaddingError: it does.
+    """
+    pairs = zip(results.constants, others.constants, strict=False)
+    found = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    if results.spec != others.spec or found is not None:
+        values = "" if found is None else f" ({found[0]!r}, or {found[1]!r})"
+        raise PaddingError(
+            f"a plain value that the step returns depends on the padded length{values}; return "
+            "tensors, or take it from the batch"
+        )
+
+
+def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor)]

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch that is padded to buckets, and results without the padding."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+
+from amp_ir.buckets.bucket_options import BucketOptions, PaddedTensorOption
+from amp_ir.padding.axes import Dimension
+from amp_ir.padding.check_padding import InertPadding, PaddedInput
+
+
+@attrs.frozen(eq=False)
+class PaddedBatch:
+    """The arguments of a call, padded; `exact_args` are those that the user passed.
+
+    `lengths` maps the name of each padded dimension to its length without padding, `sizes` to that
+    with it; `places` are the dimensions of each tensor of the batch, by axis.
+    """
+
+    args: tuple[Any, ...]
+    exact_args: tuple[Any, ...]
+    lengths: Mapping[str, int]
+    sizes: Mapping[str, int]
+    places: tuple[tuple[tuple[int, str], ...], ...]
+    _least: Mapping[str, int]
+    _options: tuple[PaddedTensorOption | None, ...]
+
+    @classmethod
+    def of(cls, options: BucketOptions, args: tuple[Any, ...]) -> PaddedBatch | str:
+        """Return the arguments padded; where a length fits no bucket, a text that says so.
+
+        Axes of one length with the same sizes to choose from are one dimension.
+
+        Raises:
+            ArgumentError: a key names no tensor of the batch, or one without that axis.
+        """
+        leaves, spec = pytree.tree_flatten(args)
+        by_leaf = options.of(leaves, spec)
+        names: dict[tuple[tuple[int, ...], int], str] = {}
+        lengths: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        least: dict[str, int] = {}
+        places = []
+        padded = list(leaves)
+        for k, (leaf, option) in enumerate(zip(leaves, by_leaf, strict=True)):
+            here = []
+            for axis, choices in ({} if option is None else option.sizes).items():
+                assert option is not None
+                length = leaf.shape[axis]
+                at = bisect.bisect_left(choices, length)
+                if at == len(choices) or length < 2:
+                    # One entry is broadcast where several are not, so that it stays one.
+                    return _fits_none(axis, option, length)
+                served = choices[at - 1] + 1 if at else 2
+                name = names.setdefault((choices, length), f"axis {axis} of {option.name}")
+                lengths[name], sizes[name], least[name] = length, choices[at], served
+                here.append((axis, name))
+            if option is not None:
+                shape = _with_sizes(leaf.shape, [(axis, sizes[name]) for axis, name in here])
+                padded[k] = _padded(leaf, shape, option.number)
+            if isinstance(leaf, torch.Tensor):
+                places.append(tuple(here))
+        tensors = zip(leaves, by_leaf, strict=True)
+        kept = tuple(option for leaf, option in tensors if isinstance(leaf, torch.Tensor))
+        return cls(
+            pytree.tree_unflatten(padded, spec), args, lengths, sizes, tuple(places), least, kept
+        )
+
+    @property
+    def has_padding(self) -> bool:
+        """Return whether a dimension is longer than its data."""
+        return self.lengths != self.sizes
+
+    def dimensions(self, *, nearest: bool = False) -> dict[str, Dimension]:
+        """Return the padded dimensions, each with a second size for the proof.
+
+        That is the shortest length that the size is chosen for, so that a step which branches on
+        the length is seen to; or a length near the size. No difference divides another one: it
+        tells which dimension an extent follows.
+        """
+        found: dict[str, Dimension] = {}
+        for name, size in self.sizes.items():
+            shorter = range(self._least[name], size)
+            choices = itertools.chain(
+                reversed(shorter) if nearest else shorter, itertools.count(size + 1)
+            )
+            others = [one.size - one.other_size for one in found.values()]
+            other = next(
+                one
+                for one in choices
+                if all((size - one) % d and d % (size - one) for d in others)
+                # 1 divides every other difference.
+                and (len(self.sizes) == 1 or abs(size - one) > 1)
+            )
+            found[name] = Dimension(name, size, other)
+        return found
+
+    def example(self, dimensions: Mapping[str, Dimension]) -> tuple[Any, ...]:
+        """Return arguments of the second sizes; their values do not count."""
+        leaves, spec = pytree.tree_flatten(self.args)
+        places = iter(self.places)
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                new = [(axis, dimensions[name].other_size) for axis, name in next(places)]
+                leaves[k] = leaf.new_zeros(_with_sizes(leaf.shape, new)) if new else leaf
+        return pytree.tree_unflatten(leaves, spec)
+
+    def lengths_text(self) -> str:
+        """Return the lengths without padding for an error."""
+        return ", ".join(f"{length} for {name}" for name, length in self.lengths.items())
+
+    def inputs(self, dimensions: Mapping[str, Dimension]) -> list[PaddedInput | None]:
+        """Return the padding of each tensor, for the proof."""
+        return [
+            None
+            if option is None
+            else PaddedInput({axis: dimensions[name] for axis, name in place}, option.number)
+            for place, option in zip(self.places, self._options, strict=True)
+        ]
+
+    def fits(self, padding: InertPadding) -> bool:
+        """Return whether no dimension is shorter than the step needs."""
+        least = padding.least_sizes
+        return all(length >= least[name] for name, length in self.lengths.items())
+
+    def without_padding(
+        self, value: Any, places: Sequence[int | None], padding: InertPadding
+    ) -> Any:
+        """Return the data of the results of a step.
+
+        `places` are the outputs that the leaves of the results are, None for a constant.
+        """
+        leaves, spec = pytree.tree_flatten(value)
+        for k, place in enumerate(places):
+            for one in () if place is None else padding.results[place]:
+                length = self.lengths[one.dimension.name] + one.shift
+                leaves[k] = leaves[k].narrow(one.axis, 0, length)
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def padded_examples(options: BucketOptions, examples: Any) -> Any:
+    """Return the batches of a list padded; what fits no bucket, or is no batch, as it is."""
+    if not isinstance(examples, (list, tuple)):
+        return examples
+    found = [PaddedBatch.of(options, one) if isinstance(one, tuple) else one for one in examples]
+    return [
+        one.args if isinstance(one, PaddedBatch) else example
+        for one, example in zip(found, examples, strict=True)
+    ]
+
+
+def _fits_none(axis: int, option: PaddedTensorOption, length: int) -> str:
+    entries = "1 entry" if length == 1 else f"{length} entries"
+    choices = option.sizes[axis]
+    return f"axis {axis} of {option.name} has {entries}, and its buckets are for 2 to {choices[-1]}"
+
+
+def _with_sizes(shape: torch.Size, sizes: Sequence[tuple[int, int]]) -> list[int]:
+    new = list(shape)
+    for axis, size in sizes:
+        new[axis] = size
+    return new
+
+
+def _padded(tensor: torch.Tensor, shape: list[int], number: float) -> torch.Tensor:
+    """Return a tensor of a shape that begins with these entries, and has the number beyond."""
+    if list(tensor.shape) == shape:
+        return tensor.contiguous()
+    whole = tensor.new_full(shape, number)
+    whole[tuple(slice(0, extent) for extent in tensor.shape)] = tensor
+    return whole

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that padding is inert: `check_padding(step, other, ...)`.
+
+A step is captured with two sizes of each padded dimension. Both captures must be one program, and
+every tensor of it must be, at its data, the tensor of the step without padding. The rule of each op
+(the files beside this one) says what is known of its result's padding, or that padding reaches
+data. What holds for every op holds for the state and the results: an abstract interpretation, in
+the manner of the loss scale's proof.
+
+Requires: steps as captured, before autocast, whose casts keep 0, -inf and masks.
+Ensures:  no error means that data never depend on padding, whatever the lengths are; draws of
+          dropout are other ones of the same distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy
+import torch
+
+import amp_ir.padding.concat_rule
+import amp_ir.padding.elementwise_rules
+import amp_ir.padding.layer_rules
+import amp_ir.padding.reduction_rules
+import amp_ir.padding.shape_rules  # noqa: F401  (register their rules)
+from amp_ir.errors import ArgumentError, PaddingError
+from amp_ir.ir.step_graph import Op, StepGraph, read_step
+from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.padding import pad_range
+from amp_ir.padding.axes import Dimension, Pair, axis_of_sizes, padded, plain, sizes_of
+from amp_ir.padding.pad_range import Range, of_dtype
+from amp_ir.padding.padded_call import RULES, Leak, PaddedCall, PaddedTensor
+
+# How many places an error lists.
+_SHOWN = 8
+
+
+@attrs.frozen
+class PaddedInput:
+    """The padding of one tensor of the batch: its dimension by axis, and its number."""
+
+    dimensions: Mapping[int, Dimension]
+    number: float
+
+
+@attrs.frozen
+class PaddedResult:
+    """A padded axis of a result of the step: its first n + shift entries are data."""
+
+    axis: int
+    dimension: Dimension
+    shift: int
+
+
+@attrs.frozen
+class InertPadding:
+    """What holds of a padded step: the padded axes of each result, and the least n allowed."""
+
+    results: tuple[tuple[PaddedResult, ...], ...]
+    least_sizes: Mapping[str, int]
+
+
+def check_padding(
+    step: StepModule, other: StepModule, inputs: Sequence[PaddedInput | None]
+) -> InertPadding:
+    """Prove that the padding of the batch reaches neither the state nor data of the results.
+
+    `other` is the step captured with the other sizes of the dimensions; `inputs` has an entry for
+    each tensor of the batch, None for one that is not padded.
+
+    Raises:
+        PaddingError: it may; the message lists every op by which it does.
+    """
+    proof = Proof(step, other, inputs)
+    proof.run()
+    return proof.conclusion()
+
+
+class Proof:
+    """One walk over the step, in program order; `tensors` says what is known of each value."""
+
+    def __init__(
+        self, step: StepModule, other: StepModule, inputs: Sequence[PaddedInput | None]
+    ) -> None:
+        self.step = step
+        self.graph, self.other = read_step(step.ir), read_step(other.ir)
+        self.inputs = inputs
+        known = {d.name: d for one in inputs if one for d in one.dimensions.values()}
+        self.dimensions = list(known.values())
+        _check_differences(self.dimensions)
+        self.least_sizes = dict.fromkeys(known, 1)
+        # None: padding has reached the value, which an error says already.
+        self.tensors: list[PaddedTensor | None] = [None] * len(self.graph.values)
+        # By their phase; those of the backward pass mostly follow from the others.
+        self.leaks: dict[str, str] = {}
+        self.leaked: list[str | None] = []
+
+    def run(self) -> None:
+        """Apply the rule of every op."""
+        if not self._are_one_program():
+            return
+        self._put_inputs()
+        for leaf in range(len(self.graph.values)):
+            if self.graph.values[leaf].is_constant:
+                self.tensors[leaf] = self._constant(leaf)
+        for op, other in zip(self.graph.ops, self.other.ops, strict=True):
+            self._apply(op, other)
+
+    def conclusion(self) -> InertPadding:
+        """Return what was proven.
+
+        Raises:
+            PaddingError: nothing was.
+        """
+        if self.leaks:
+            raise PaddingError(_message(self.leaks))
+        results = []
+        for leaf, spec in zip(self.graph.outputs, self.step.signature.outputs, strict=True):
+            tensor = self.tensors[leaf]
+            if tensor is None:
+                self._leak(f"{spec.name} depends on the padded length")
+            elif spec.role is Role.RESULT:
+                results.append(self._result(tensor))
+            elif tensor.padded:
+                self._leak(f"{spec.name}, which is kept for the next step, has a padded axis")
+        if self.leaks:
+            raise PaddingError(_message(self.leaks))
+        return InertPadding(tuple(results), self.least_sizes)
+
+    def _result(self, tensor: PaddedTensor) -> tuple[PaddedResult, ...]:
+        found = []
+        for k, axis in enumerate(tensor.axes):
+            for one in axis:
+                if not one.is_padded:
+                    continue
+                if one.dimension is None:
+                    self._leak("a result of the step follows the padded length in an unknown way")
+                    continue
+                if len(axis) > 1:
+                    self._leak(
+                        f"a result of the step has {one.dimension.name} merged with another axis, "
+                        "so that its data cannot be sliced out. Return it before it is flattened"
+                    )
+                found.append(PaddedResult(k, one.dimension, one.shift))
+        return tuple(found)
+
+    def _are_one_program(self) -> bool:
+        """Return whether both captures have the same ops in the same order."""
+        pairs = zip(self.graph.ops, self.other.ops, strict=False)
+        for op, other in pairs:
+            if (op.name, op.reads) != (other.name, other.reads):
+                self._leak("what the step computes depends on the padded length", op)
+                return False
+        if len(self.graph.ops) != len(self.other.ops) or self.graph.outputs != self.other.outputs:
+            self._leak("what the step computes depends on the padded length")
+            return False
+        return True
+
+    def _put_inputs(self) -> None:
+        given = iter(self.inputs)
+        for leaf, spec in zip(self.graph.inputs, self.step.signature.inputs, strict=True):
+            one = next(given) if spec.role is Role.BATCH else None
+            axes = [plain(size) for size in spec.shape]
+            if one is not None:
+                pad = pad_range.constant(_as_held(one.number, spec.dtype))
+                for axis, dimension in one.dimensions.items():
+                    axes[axis] = (padded(dimension, 0, pad),)
+            self.tensors[leaf] = PaddedTensor(tuple(axes), of_dtype(spec.dtype), spec.dtype)
+
+    def _constant(self, leaf: int) -> PaddedTensor | None:
+        value, other = self.graph.values[leaf], self.other.values[leaf]
+        assert value.expr is not None and other.expr is not None
+        numbers, others = value.expr.value.numpy(), other.expr.value.numpy()
+        if numbers.shape == others.shape:
+            if not numpy.array_equal(numbers, others, equal_nan=numbers.dtype.kind == "f"):
+                return None
+            axes = tuple(plain(size) for size in value.shape)
+            return PaddedTensor(axes, _range_of(numbers), value.dtype, numbers.size == 1)
+        shared = tuple(
+            slice(0, min(pair)) for pair in zip(numbers.shape, others.shape, strict=True)
+        )
+        if not numpy.array_equal(numbers[shared], others[shared]):
+            return None
+        data = _range_of(numbers)
+        pairs = zip(numbers.shape, others.shape, strict=True)
+        found = [axis_of_sizes(pair, self.dimensions, data) for pair in pairs]
+        if any(axis is None for axis in found):
+            return None
+        return PaddedTensor(tuple(axis or () for axis in found), data, value.dtype)
+
+    def _apply(self, op: Op, other: Op) -> None:
+        operands = [self.tensors[leaf] for leaf in op.reads]
+        for leaf, operand in zip(op.reads, operands, strict=True):
+            if operand is None and self.graph.values[leaf].is_constant:
+                self._leak(
+                    "a number that it takes depends on the padded length "
+                    f"({_first(self.graph, leaf)}, or {_first(self.other, leaf)}). Compute it from "
+                    "a mask",
+                    op,
+                )
+        known = [one for one in operands if one is not None]
+        if len(known) < len(operands):
+            return
+        call = PaddedCall(
+            op,
+            other,
+            known,
+            [self._sizes(leaf) for leaf in op.results],
+            [self.graph.values[leaf].dtype for leaf in op.results],
+            self.dimensions,
+            self._require_size,
+        )
+        try:
+            made = self._made(call)
+        except Leak as leak:
+            self._leak(str(leak), op)
+            return
+        for leaf, tensor in zip(op.results, made, strict=True):
+            data = _as_numbers(tensor, call)
+            self.tensors[leaf] = attrs.evolve(tensor.with_sole_padding_closed(), data=data)
+
+    def _made(self, call: PaddedCall) -> Sequence[PaddedTensor]:
+        call.check_options()
+        rule = RULES.get(call.op.name)
+        if rule is None:
+            if any(one.padded for one in call.operands):
+                raise Leak("this op has no rule for padding")
+            return call.unpadded()
+        made = rule(call)
+        found = [made] if isinstance(made, PaddedTensor) else made
+        for tensor, sizes in zip(found, call.result_sizes, strict=True):
+            if [sizes_of(axis) for axis in tensor.axes] != list(sizes):
+                raise Leak("the shape of its result follows the padded length in an unknown way")
+        return found
+
+    def _sizes(self, leaf: int) -> list[Pair]:
+        shapes = self.graph.values[leaf].shape, self.other.values[leaf].shape
+        return list(zip(*shapes, strict=True))
+
+    def _require_size(self, dimension: Dimension, size: int) -> None:
+        self.least_sizes[dimension.name] = max(self.least_sizes[dimension.name], size)
+
+    def _leak(self, text: str, op: Op | None = None) -> None:
+        where = "" if op is None else f"{op.location}: {op.label}: "
+        self.leaks.setdefault(where + text, "" if op is None else op.location.phase)
+
+
+def _as_numbers(tensor: PaddedTensor, call: PaddedCall) -> Range:
+    """Return what is known of the data of a result.
+
+    They are taken for numbers: where one is NaN, or infinite by a root or a quotient of finite
+    ones, it is so without padding too.
+    """
+    if not tensor.data.has_nan:
+        return tensor.data
+    if all(one.data.is_finite for one in call.operands) and call.op.name != "relax.log":
+        return of_dtype(tensor.dtype)
+    return attrs.evolve(tensor.data, has_nan=False)
+
+
+def _check_differences(dimensions: Sequence[Dimension]) -> None:
+    """Require that the extents of an axis tell which dimension it follows."""
+    names: dict[int, str] = {}
+    for one in dimensions:
+        difference = one.size - one.other_size
+        if difference in names:
+            raise ArgumentError(
+                f"{names[difference]} and {one.name} have sizes in the two captures that differ by "
+                f"the same number, {difference}; an axis could follow either. Choose another size"
+            )
+        names[difference] = one.name
+
+
+def _range_of(numbers: Any) -> Range:
+    wide = numbers.astype(numpy.float64).reshape(-1)
+    if not wide.size:
+        return pad_range.FINITE
+    if numpy.isnan(wide).any():
+        return pad_range.ANY
+    low, high = float(wide.min()), float(wide.max())
+    return Range(low, high, low == -numpy.inf, high == numpy.inf)
+
+
+def _as_held(number: float, dtype: str) -> float:
+    """Return a number as a tensor of a dtype holds it: 0.1 is another number in float32."""
+    return float(torch.tensor(number).to(getattr(torch, dtype)))
+
+
+def _first(graph: StepGraph, leaf: int) -> str:
+    expr = graph.values[leaf].expr
+    assert expr is not None
+    return str(expr.value.numpy().reshape(-1)[:1].tolist()[0])
+
+
+def _message(leaks: Mapping[str, str]) -> str:
+    forward = [text for text, phase in leaks.items() if phase == "forward"]
+    texts = forward or list(leaks)
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return (
+        "padding may change what the step computes:\n  "
+        + "\n  ".join([*texts[:_SHOWN], *more])
+        + "\nMask the padding there (masked attention, ignored labels, sums of masked values over "
+        "the mask's sum), or call the step without buckets="
+    )
