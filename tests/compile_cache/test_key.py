@@ -78,7 +78,7 @@ def test_another_process_has_the_same_key(usual):
         {"factor": 0.50000006},  # the next number of float32
         {"scaler": amp_ir.GradScaler("cpu")},
     ],
-    ids=str,
+    ids=", ".join,
 )  # fmt: skip
 def test_another_program_has_another_key(training, usual):
     assert key(TinyTraining(**training)) != usual
