@@ -30,6 +30,7 @@ from amp_ir.report.wide_console import wide_console
 from benchmarks.record import RESULTS, describe_machine
 
 MODELS = ("bert", "gpt2")
+WAYS = ("amp_ir", "eager", "torch.compile")
 BUCKETS = (64, 128, 192, 256, 384, 512)
 ROWS, WORDS, LABELS = 8, 8192, 4
 
@@ -75,15 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_text(chosen.results / "lengths.json", json.dumps(document, indent=1) + "\n")
 
 
-def measure(name: str, steps: int, *, small: bool) -> list[Row]:
-    """Train one of MODELS in each way on the same lengths."""
+def measure(name: str, steps: int, *, small: bool, ways: Sequence[str] = WAYS) -> list[Row]:
+    """Train one of MODELS in some of WAYS on the same lengths."""
     draws = random.Random(0)
     buckets = (16, 32) if small else BUCKETS
     lengths = [draws.randint(8, buckets[-1]) for _ in range(steps)]
     return [
-        _with_buckets(name, lengths, buckets, small=small),
-        _plain(name, lengths, "eager", buckets, small=small),
-        _plain(name, lengths, "torch.compile", buckets, small=small),
+        _with_buckets(name, lengths, buckets, small=small)
+        if way == "amp_ir"
+        else _plain(name, lengths, way, buckets, small=small)
+        for way in ways
     ]
 
 
@@ -111,7 +113,7 @@ def _with_buckets(name: str, lengths: list[int], buckets: tuple[int, ...], *, sm
     count = sum(len(times[1:]) for times in programs.values())
     assert train.compiled is not None
     return Row(
-        name, "amp_ir, buckets", len(lengths), len(train.recompiles) + 1, round(seconds, 1),
+        name, "amp_ir", len(lengths), len(train.recompiles) + 1, round(seconds, 1),
         round(1e3 * warm / max(count, 1), 2), train.compiled.report.plan.arena_bytes,
         round(warm / full, 3) if full else None,
     )  # fmt: skip
