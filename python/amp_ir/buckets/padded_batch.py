@@ -82,9 +82,9 @@ class PaddedBatch:
     def dimensions(self, *, nearest: bool = False) -> dict[str, Dimension]:
         """Return the padded dimensions, each with a second size for the proof.
 
-        That is the shortest length that the size is chosen for, so that a step which branches on
-        the length is seen to; or a length near the size. No difference divides another one: it
-        tells which dimension an extent follows.
+        That is the shortest length that the size is chosen for, or the next one, so that a step
+        that branches on the length, or on its parity, is seen to; or a length near the size. No
+        difference divides another one: it tells which dimension an extent follows.
         """
         found: dict[str, Dimension] = {}
         for name, size in self.sizes.items():
@@ -96,7 +96,8 @@ class PaddedBatch:
             other = next(
                 one
                 for one in choices
-                if all((size - one) % d and d % (size - one) for d in others)
+                if (size - one) % 2
+                and all((size - one) % d and d % (size - one) for d in others)
                 # 1 divides every other difference.
                 and (len(self.sizes) == 1 or abs(size - one) > 1)
             )

@@ -107,6 +107,9 @@ def arange(call: PaddedCall) -> PaddedTensor:
     if (start, step) != (other_start, other_step):
         raise Leak("the numbers that are counted begin or advance with the padded length")
     (axis,) = call.made()
+    for one in axis:
+        if one.dimension is not None:
+            call.require_size(one.dimension, 1 - one.shift)
     counted = (start, step) == (0, 1)
     pad = Range(1.0) if counted else FINITE
     axes = (tuple(one.with_pad(pad) for one in axis),)
