@@ -77,6 +77,7 @@ class JitStep:
         self._trace_options = options
         self._turn = ForkSafeLock("the step was running")
         self._arena = Arena()
+        self._compile_seconds = 0.0
         self._number_changes: collections.Counter[str] = collections.Counter()
         self._changing_arguments = ChangingArguments()
         # One for all programs: dropout continues from one shape's program to another's.
@@ -173,7 +174,7 @@ class JitStep:
         signature, tensors = CallSignature.of(padded.args)
         variant = self._variant(signature, padded.args, padded)
         if not self._buckets.needs_proof(padded):
-            return variant.program.run_current(tensors)
+            return self._timed(padded, variant, tensors)
         proven = self._buckets.known(variant, padded)
         if proven is None:
             # Dimensions of one length have two now, or the other way round.
@@ -183,8 +184,18 @@ class JitStep:
         if not padded.fits(proven.padding):
             # Too short: what the step reads of the data would be padding.
             return self._run(batch)
-        value = variant.program.run_current(tensors)
+        value = self._timed(padded, variant, tensors)
         return padded.without_padding(value, proven.places, proven.padding)
+
+    def _timed(
+        self, padded: PaddedBatch, variant: Variant[CallSignature], tensors: list[torch.Tensor]
+    ) -> Any:
+        assert self._buckets is not None
+        started = time.perf_counter()
+        value = variant.program.run_current(tensors)
+        seconds = time.perf_counter() - started
+        self._buckets.add_step(padded, seconds, self._compile_seconds)
+        return value
 
     def _variant(
         self,
@@ -221,6 +232,7 @@ class JitStep:
         compiled = captured.compile()
         self._changing_arguments.add(signature)
         seconds = time.perf_counter() - started
+        self._compile_seconds = seconds
         variant = self._variants.add(captured.signature, captured.guards, compiled, why, seconds)
         if self._buckets is not None and padded is not None and proven is not None:
             self._buckets.add(variant, padded, proven)
@@ -294,7 +306,7 @@ def jit(
     recompile_limit: int = DEFAULT_LIMIT,
     max_shapes: int = DEFAULT_SHAPES,
     precompile: Sequence[tuple[Any, ...]] = (),
-    buckets: Mapping[Key, Mapping[int, Sequence[int]]] | None = None,
+    buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | None = None,
     pad: Mapping[Key, float] | None = None,
     pad_check: str = "proof",
 ) -> JitStep:
@@ -323,7 +335,8 @@ def jit(
             sizes are one dimension. A program is compiled for each size that comes, and only if
             it is proven that padding changes neither the state nor the results; results are
             returned without padding. Dropout draws other numbers than without padding. A batch
-            longer than all sizes runs unpadded.
+            longer than all sizes runs unpadded. "auto" instead of sizes chooses them from the
+            lengths that come, at most three quarters of `max_shapes`.
         pad: the number that each of these arguments is padded with: {"input_ids": 0}.
         pad_check: "values" compares the state and the results of one padded step of each size with
             those of the same step without padding, instead of a proof: for steps with ops of which
@@ -347,7 +360,11 @@ def jit(
         raise OptionError(
             "pad= is given without buckets=, which says what is padded to which sizes"
         )
-    options = None if buckets is None else BucketOptions(step, buckets, pad, pad_check)
+    options = (
+        None
+        if buckets is None
+        else BucketOptions(step, buckets, pad, pad_check, max(1, max_shapes * 3 // 4))
+    )
     examples = precompile if options is None else padded_examples(options, precompile)
     announced = announced_batches(examples, max_shapes)
     target_of(device)

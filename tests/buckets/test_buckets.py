@@ -145,8 +145,8 @@ def test_a_batch_longer_than_all_buckets_runs_unpadded(caplog):
         for batch in batches:
             torch.testing.assert_close(train(*batch)[0], step(*batch)[0], **TOLERANCE)
     assert [one.message for one in caplog.records] == [
-        "axis 1 of ids has 17 entries, and its buckets are for 2 to 16. The batch runs unpadded, "
-        "by a program of its own, as every batch that fits no bucket will. Add a larger size to "
+        "axis 1 of ids has 17 entries, and its largest bucket has 16. The batch runs unpadded, by "
+        "a program of its own, as every batch that fits no bucket will. Add a larger size to "
         "buckets=. Said once"
     ]
 
@@ -267,7 +267,7 @@ def test_sequences_that_must_have_one_length_are_refused_where_they_have_two():
     with pytest.raises(PaddingError) as raised:
         train(torch.randn(2, 5, 3), torch.ones(2, 6))
     assert str(raised.value).startswith(
-        "the step cannot be captured with other lengths (6 for axis 1 of x, 5 for axis 1 of mask), "
+        "the step cannot be captured with other lengths (5 for axis 1 of x, 3 for axis 1 of mask), "
         "so that nothing can be proven of its padding. Tensors that are used together need one "
         "length in each call, which is here 5 for axis 1 of x, 6 for axis 1 of mask. the step "
         "failed while it was traced, at step (forward)"
@@ -346,12 +346,12 @@ def test_wrong_options_are_listed_at_once():
             pad={"ids": 0, "other": 1, "mask": "0", "labels": -100},
         )
     assert str(raised.value) == (
-        "buckets['ids'][1] is (8, 1), expected one or more sizes of at least 2; "
+        "buckets['ids'][1] is (8, 1), expected one or more sizes of at least 2, or \"auto\"; "
         "buckets['mask'] is (8, 16), expected sizes by axis, as "
         '{"input_ids": {1: (64, 128, 256)}}; '
         "buckets[2] has the axis '1', expected a number; "
         "pad= has no number for 2, which buckets= pads; "
-        "buckets['labels'][1] is 8, expected one or more sizes of at least 2; "
+        "buckets['labels'][1] is 8, expected one or more sizes of at least 2, or \"auto\"; "
         "pad= has a number for 'other', which buckets= does not pad; "
         "pad['mask'] is '0', expected a number"
     )
@@ -445,3 +445,13 @@ def test_announced_batches_are_padded_too():
     for batch in batches:
         torch.testing.assert_close(train(*batch)[0], step(*batch)[0], **TOLERANCE)
     assert [one.in_background for one in train.recompiles] == [True]
+
+
+def test_sizes_can_be_chosen_as_lengths_come():
+    _, step = training()
+    sizes = {name: {1: "auto"} for name in ("ids", "mask", "labels")}
+    _, train = training(buckets=sizes, pad=PAD)
+    for length in (5, 17, 9, 2, 31, 16):
+        batch = batch_of(length)
+        torch.testing.assert_close(train(*batch)[0], step(*batch)[0], **TOLERANCE)
+    assert len(train.recompiles) == 1  # 16 and 32

@@ -12,10 +12,12 @@ import attrs
 import torch
 import torch.utils._pytree as pytree
 
+from amp_ir.buckets.chosen_sizes import ChosenSizes
 from amp_ir.capture.batch import path_text
 from amp_ir.errors import ArgumentError, OptionError
 
 Key = int | str
+AUTO = "auto"
 _CHECKS = ("proof", "values")
 
 
@@ -24,8 +26,13 @@ class PaddedTensorOption:
     """What is padded of one tensor of the batch: by axis the sizes to choose from, ascending."""
 
     name: str
-    sizes: Mapping[int, tuple[int, ...]]
+    sizes: Mapping[int, tuple[int, ...] | ChosenSizes]
     number: float
+
+    def choices(self, axis: int, length: int) -> tuple[int, ...]:
+        """Return the sizes of an axis; those that are chosen as steps run hold the length."""
+        sizes = self.sizes[axis]
+        return sizes.of(length) if isinstance(sizes, ChosenSizes) else sizes
 
 
 class BucketOptions:
@@ -34,11 +41,14 @@ class BucketOptions:
     def __init__(
         self,
         step: Callable[..., Any],
-        buckets: Mapping[Key, Mapping[int, Sequence[int]]],
+        buckets: Mapping[Key, Mapping[int, Sequence[int] | str]],
         pad: Mapping[Key, float] | None,
         check: str = "proof",
+        most_sizes: int = 12,
     ) -> None:
         """Check the options; `check` is "proof", or "values" where numbers are to be compared.
+
+        At most `most_sizes` are chosen where an axis has "auto".
 
         Raises:
             OptionError: listing everything that is wrong.
@@ -49,8 +59,12 @@ class BucketOptions:
             errors.append(f'pad_check= is {check!r}, expected "proof" or "values"')
         if errors:
             raise OptionError("; ".join(errors))
+        self.chosen = ChosenSizes(most_sizes)
         self._sizes = {
-            key: {axis: tuple(sorted(sizes)) for axis, sizes in by_axis.items()}
+            key: {
+                axis: self.chosen if isinstance(sizes, str) else tuple(sorted(sizes))
+                for axis, sizes in by_axis.items()
+            }
             for key, by_axis in buckets.items()
         }
         self.check = check
@@ -169,10 +183,13 @@ def _axis_errors(key: Key, by_axis: Mapping[Any, Any]) -> Iterator[str]:
     for axis, sizes in by_axis.items():
         if not isinstance(axis, int) or isinstance(axis, bool):
             yield f"buckets[{key!r}] has the axis {axis!r}, expected a number"
+        if sizes == AUTO:
+            continue
         is_list = isinstance(sizes, (tuple, list, range)) and len(sizes) > 0
         if not is_list or not all(type(one) is int and one >= 2 for one in sizes):
             yield (
-                f"buckets[{key!r}][{axis!r}] is {sizes!r}, expected one or more sizes of at least 2"
+                f"buckets[{key!r}][{axis!r}] is {sizes!r}, expected one or more sizes of at least "
+                '2, or "auto"'
             )
 
 

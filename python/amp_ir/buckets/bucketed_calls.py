@@ -93,6 +93,12 @@ class BucketedCalls:
         """Keep what was proven of a program, for batches with the same padded dimensions."""
         self._proven.setdefault(program, {})[batch.places] = proven
 
+    def add_step(self, batch: PaddedBatch, seconds: float, compile_seconds: float) -> None:
+        """Note how long a step took, where sizes are chosen from that."""
+        for name in batch.chosen:
+            size, length = batch.sizes[name], batch.lengths[name]
+            self._options.chosen.add_step(size, length, seconds, compile_seconds)
+
     def known(self, program: object, batch: PaddedBatch) -> PaddedProgram | None:
         """Return what was proven of a program for batches with the same padded dimensions."""
         return self._proven.get(program, {}).get(batch.places)

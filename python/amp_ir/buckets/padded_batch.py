@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import attrs
@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from amp_ir.buckets.bucket_options import BucketOptions, PaddedTensorOption
+from amp_ir.buckets.chosen_sizes import ChosenSizes
 from amp_ir.padding.axes import Dimension
 from amp_ir.padding.check_padding import InertPadding, PaddedInput
 
@@ -22,7 +23,8 @@ class PaddedBatch:
     """The arguments of a call, padded; `exact_args` are those that the user passed.
 
     `lengths` maps the name of each padded dimension to its length without padding, `sizes` to that
-    with it; `places` are the dimensions of each tensor of the batch, by axis.
+    with it; `places` are the dimensions of each tensor of the batch, by axis, and `chosen` those
+    whose sizes are chosen as steps run.
     """
 
     args: tuple[Any, ...]
@@ -30,6 +32,7 @@ class PaddedBatch:
     lengths: Mapping[str, int]
     sizes: Mapping[str, int]
     places: tuple[tuple[tuple[int, str], ...], ...]
+    chosen: Set[str]
     _least: Mapping[str, int]
     _options: tuple[PaddedTensorOption | None, ...]
 
@@ -44,25 +47,34 @@ class PaddedBatch:
         """
         leaves, spec = pytree.tree_flatten(args)
         by_leaf = options.of(leaves, spec)
-        names: dict[tuple[tuple[int, ...], int], str] = {}
+        names: dict[tuple[object, int], str] = {}
         lengths: dict[str, int] = {}
         sizes: dict[str, int] = {}
         least: dict[str, int] = {}
+        chosen: set[str] = set()
         places = []
         padded = list(leaves)
         for k, (leaf, option) in enumerate(zip(leaves, by_leaf, strict=True)):
             here = []
-            for axis, choices in ({} if option is None else option.sizes).items():
+            for axis, given in ({} if option is None else option.sizes).items():
                 assert option is not None
                 length = leaf.shape[axis]
-                at = bisect.bisect_left(choices, length)
-                if at == len(choices) or length < 2:
+                if length < 2:
                     # One entry is broadcast where several are not, so that it stays one.
-                    return _fits_none(axis, option, length)
+                    has = (
+                        f"axis {axis} of {option.name} has {'1 entry' if length else 'no entries'}"
+                    )
+                    return f"{has}, and buckets are for 2 and more"
+                choices = option.choices(axis, length)
+                at = bisect.bisect_left(choices, length)
+                if at == len(choices):
+                    has = f"axis {axis} of {option.name} has {length} entries"
+                    return f"{has}, and its largest bucket has {choices[-1]}"
                 served = choices[at - 1] + 1 if at else 2
-                name = names.setdefault((choices, length), f"axis {axis} of {option.name}")
+                name = names.setdefault((given, length), f"axis {axis} of {option.name}")
                 lengths[name], sizes[name], least[name] = length, choices[at], served
                 here.append((axis, name))
+                chosen |= {name} if isinstance(given, ChosenSizes) else set()
             if option is not None:
                 shape = _with_sizes(leaf.shape, [(axis, sizes[name]) for axis, name in here])
                 padded[k] = _padded(leaf, shape, option.number)
@@ -71,7 +83,14 @@ class PaddedBatch:
         tensors = zip(leaves, by_leaf, strict=True)
         kept = tuple(option for leaf, option in tensors if isinstance(leaf, torch.Tensor))
         return cls(
-            pytree.tree_unflatten(padded, spec), args, lengths, sizes, tuple(places), least, kept
+            pytree.tree_unflatten(padded, spec),
+            args,
+            lengths,
+            sizes,
+            tuple(places),
+            chosen,
+            least,
+            kept,
         )
 
     @property
@@ -156,12 +175,6 @@ def padded_examples(options: BucketOptions, examples: Any) -> Any:
         one.args if isinstance(one, PaddedBatch) else example
         for one, example in zip(found, examples, strict=True)
     ]
-
-
-def _fits_none(axis: int, option: PaddedTensorOption, length: int) -> str:
-    entries = "1 entry" if length == 1 else f"{length} entries"
-    choices = option.sizes[axis]
-    return f"axis {axis} of {option.name} has {entries}, and its buckets are for 2 to {choices[-1]}"
 
 
 def _with_sizes(shape: torch.Size, sizes: Sequence[tuple[int, int]]) -> list[int]:
