@@ -414,6 +414,81 @@ def test_numbers_that_padding_changes_are_refused():
     assert "result0 differs by" in str(raised.value)
 
 
+def two_sequences(leaks=False, **options):
+    """Return a step that returns two sequences, compiled and not."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(source, target):
+        optimizer.zero_grad()
+        one, other = model(source), model(target)
+        loss = one[:, 0].square().sum() + (other[:, :, 0].mean() if leaks else other[:, 0].sum())
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), one.detach(), other.detach()
+
+    buckets, pad = {0: {1: (8,)}, 1: {1: (16,)}}, {0: 0.5, 1: 0.5}
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, buckets=buckets, pad=pad, **options)
+    return model, step, train
+
+
+@pytest.mark.parametrize("first", [(5, 13), (5, 16)])
+def test_compared_results_are_as_long_as_each_later_batch(first):
+    """With as much padding on two dimensions, or with none on one, sizes alone are ambiguous."""
+    model, step, train = two_sequences(pad_check="values")
+    for source, target in (first, (6, 11), (4, 14)):
+        batch = torch.randn(2, source, 3), torch.randn(2, target, 3)
+        start = copy.deepcopy(model.state_dict())
+        expected = step(*batch)
+        model.load_state_dict(start)
+        torch.testing.assert_close(train(*batch), expected, **TOLERANCE)
+
+
+def test_numbers_are_compared_again_when_another_dimension_is_padded():
+    _, _, train = two_sequences(leaks=True, pad_check="values")
+    train(torch.randn(2, 5, 3), torch.randn(2, 16, 3))
+    with pytest.raises(PaddingError, match="by the numbers of this batch"):
+        train(torch.randn(2, 5, 3), torch.randn(2, 11, 3))
+
+
+def branching_training(longest):
+    """Return a step that reads entry 3, and multiplies where the sequence is short."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        y = model(x[:, 3]) * (5.0 if x.shape[1] <= longest else 1.0)
+        loss = y.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    options = {"buckets": {0: {1: (16,)}}, "pad": {0: 0}}
+    return model, step, amp_ir.jit(step, model=model, optimizer=optimizer, **options)
+
+
+def test_a_branch_on_a_length_is_seen_where_the_shortest_cannot_be_captured():
+    _, _, train = branching_training(longest=8)
+    with pytest.raises(PaddingError, match="depends on the padded length"):
+        train(torch.randn(2, 10, 3))
+
+
+def test_lengths_shorter_than_those_proven_run_unpadded():
+    """The shortest length is 2; with 3 the step fails as well, with 4 it can be captured."""
+    _, _, train = branching_training(longest=4)
+    with pytest.raises(PaddingError, match="depends on the padded length"):
+        train(torch.randn(2, 10, 3))
+    model, step, train = branching_training(longest=3)
+    for length in (10, 5, 4):
+        x, start = torch.randn(2, length, 3), copy.deepcopy(model.state_dict())
+        expected = step(x)
+        model.load_state_dict(start)
+        torch.testing.assert_close(train(x), expected, **TOLERANCE)
+
+
 def test_dropout_does_not_disturb_the_comparison():
     torch.manual_seed(0)
     mix = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)

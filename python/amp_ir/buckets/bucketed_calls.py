@@ -74,24 +74,26 @@ class BucketedCalls:
         if self._options.check == "values":
             exact = trace(batch.exact_args)
             _refuse_plain_results(results, structures_of(exact.signature)[1])
-            lengths = [(one, batch.lengths[name]) for name, one in batch.dimensions().items()]
-            tensors = _tensors(batch.args), _tensors(batch.exact_args)
-            padding = compare_padding(step, exact, *tensors, lengths)
-            return PaddedProgram(padding, results.places)
         dimensions, other = _with_other_sizes(trace, batch)
         _refuse_plain_results(results, structures_of(other.signature)[1])
-        return PaddedProgram(check_padding(step, other, batch.inputs(dimensions)), results.places)
+        if self._options.check == "values":
+            lengths = [(one, batch.lengths[name]) for name, one in dimensions.items()]
+            tensors = _tensors(batch.args), _tensors(batch.exact_args)
+            padding = compare_padding(step, exact, other, *tensors, lengths)
+        else:
+            padding = check_padding(step, other, batch.inputs(dimensions))
+        return PaddedProgram(padding.for_lengths_from(dimensions.values()), results.places)
 
     def needs_proof(self, batch: PaddedBatch) -> bool:
         """Return whether a program for this batch is to be proven now.
 
         Numbers can only be compared where there is padding.
         """
-        return batch.has_padding or self._options.check == "proof"
+        return bool(batch.padded_dimensions) or self._options.check == "proof"
 
     def add(self, program: object, batch: PaddedBatch, proven: PaddedProgram) -> None:
         """Keep what was proven of a program, for batches with the same padded dimensions."""
-        self._proven.setdefault(program, {})[batch.places] = proven
+        self._proven.setdefault(program, {})[self._key(batch)] = proven
 
     def add_step(self, batch: PaddedBatch, seconds: float, compile_seconds: float) -> None:
         """Note how long a step took, where sizes are chosen from that."""
@@ -101,17 +103,22 @@ class BucketedCalls:
 
     def known(self, program: object, batch: PaddedBatch) -> PaddedProgram | None:
         """Return what was proven of a program for batches with the same padded dimensions."""
-        return self._proven.get(program, {}).get(batch.places)
+        return self._proven.get(program, {}).get(self._key(batch))
+
+    def _key(self, batch: PaddedBatch) -> object:
+        """Return what a proof is for: numbers show nothing of dimensions without padding."""
+        is_proof = self._options.check == "proof"
+        return batch.places, None if is_proof else batch.padded_dimensions
 
 
 def _with_other_sizes(trace: Trace, batch: PaddedBatch) -> tuple[dict[str, Dimension], StepModule]:
-    """Capture a step with the second sizes: the shortest ones, or such as are near the first.
+    """Capture a step with the second sizes: the shortest ones with which it can be captured.
 
     Raises:
         PaddingError: neither can be captured.
     """
-    for nearest in (False, True):
-        dimensions = batch.dimensions(nearest=nearest)
+    for offset in batch.offsets():
+        dimensions = batch.dimensions(offset)
         try:
             return dimensions, trace(batch.example(dimensions))
         except CaptureError as error:

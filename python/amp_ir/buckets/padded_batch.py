@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
@@ -94,22 +94,24 @@ class PaddedBatch:
         )
 
     @property
-    def has_padding(self) -> bool:
-        """Return whether a dimension is longer than its data."""
-        return self.lengths != self.sizes
+    def padded_dimensions(self) -> frozenset[str]:
+        """The dimensions that are longer than their data."""
+        return frozenset(name for name, size in self.sizes.items() if self.lengths[name] < size)
 
-    def dimensions(self, *, nearest: bool = False) -> dict[str, Dimension]:
+    def dimensions(self, offset: int = 0) -> dict[str, Dimension]:
         """Return the padded dimensions, each with a second size for the proof.
 
         That is the shortest length that the size is chosen for, or the next one, so that a step
-        that branches on the length, or on its parity, is seen to; or a length near the size. No
-        difference divides another one: it tells which dimension an extent follows.
+        that branches on the length, or on its parity, is seen to; or one longer by `offset`,
+        shorter than the size. No difference divides another one: it tells which dimension an
+        extent follows.
         """
         found: dict[str, Dimension] = {}
         for name, size in self.sizes.items():
-            shorter = range(self._least[name], size)
+            least = self._least[name]
+            first = max(min(least + offset, size - 1), least)
             choices = itertools.chain(
-                reversed(shorter) if nearest else shorter, itertools.count(size + 1)
+                range(first, size), reversed(range(least, first)), itertools.count(size + 1)
             )
             others = [one.size - one.other_size for one in found.values()]
             other = next(
@@ -122,6 +124,13 @@ class PaddedBatch:
             )
             found[name] = Dimension(name, size, other)
         return found
+
+    def offsets(self) -> Iterator[int]:
+        """Yield by how much the second sizes may exceed the shortest lengths, doubling."""
+        longest = max(size - self._least[name] for name, size in self.sizes.items())
+        yield 0
+        yield from itertools.takewhile(lambda one: one < longest, (2**k for k in itertools.count()))
+        yield max(longest, 1)
 
     def example(self, dimensions: Mapping[str, Dimension]) -> tuple[Any, ...]:
         """Return arguments of the second sizes; their values do not count."""

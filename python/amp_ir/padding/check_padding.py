@@ -14,7 +14,7 @@ Ensures:  no error means that data never depend on padding, whatever the lengths
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -61,6 +61,14 @@ class InertPadding:
 
     results: tuple[tuple[PaddedResult, ...], ...]
     least_sizes: Mapping[str, int]
+
+    def for_lengths_from(self, dimensions: Iterable[Dimension]) -> InertPadding:
+        """Return what holds from the second sizes on: a step may branch on shorter lengths."""
+        least = dict(self.least_sizes)
+        for one in dimensions:
+            if one.other_size < one.size:
+                least[one.name] = max(least[one.name], one.other_size)
+        return attrs.evolve(self, least_sizes=least)
 
 
 def check_padding(

@@ -38,6 +38,7 @@ _SHOWN = 8
 def compare_padding(
     step: StepModule,
     exact: StepModule,
+    other: StepModule,
     batch: Sequence[torch.Tensor],
     exact_batch: Sequence[torch.Tensor],
     lengths: Sequence[tuple[Dimension, int]],
@@ -45,7 +46,8 @@ def compare_padding(
     """Run a step padded and not, in float64 and without dropout, and compare state and results.
 
     Nothing of the user's state is written. `lengths` are the padded dimensions, each with its
-    length in `exact_batch`.
+    length in `exact_batch`; `other` is the step captured with their second sizes, which tell what
+    each axis of a result follows.
 
     Raises:
         PaddingError: they differ, or cannot be compared; the message lists every output.
@@ -53,16 +55,16 @@ def compare_padding(
     found = _outputs(step, batch)
     expected = _outputs(exact, exact_batch)
     results, errors = [], []
-    outputs = zip(step.signature.outputs, found, expected, strict=True)
-    for spec, one, other in outputs:
-        axes = _padded_axes(one, other, lengths)
+    specs = zip(step.signature.outputs, other.signature.outputs, strict=True)
+    for (spec, other_spec), one, exact_one in zip(specs, found, expected, strict=True):
+        axes = _padded_axes(spec, other_spec, exact_one, lengths)
         if spec.role is Role.RESULT:
             results.append(axes)
         elif axes:
             errors.append(f"{spec.name} has a padded axis")
         for axis in axes:
-            one = one.narrow(axis.axis, 0, other.shape[axis.axis])
-        error = _difference(spec, one, other)
+            one = one.narrow(axis.axis, 0, exact_one.shape[axis.axis])
+        error = _difference(spec, one, exact_one)
         if error:
             errors.append(error)
     if errors:
@@ -108,20 +110,30 @@ def _without_dropout(ir: tvm.IRModule) -> tvm.IRModule:
 
 
 def _padded_axes(
-    found: torch.Tensor, expected: torch.Tensor, lengths: Sequence[tuple[Dimension, int]]
+    spec: OutputSpec,
+    other: OutputSpec,
+    expected: torch.Tensor,
+    lengths: Sequence[tuple[Dimension, int]],
 ) -> tuple[PaddedResult, ...]:
-    """Return the axes that are longer with padding, each with the dimension that it follows."""
+    """Return the axes that follow a padded dimension, by the shapes in two captures."""
     axes = []
-    for axis, (now, then) in enumerate(zip(found.shape, expected.shape, strict=True)):
-        if now == then:
-            continue
-        fitting = [one for one, length in lengths if one.size - length == now - then]
-        if not fitting:
+    extents = zip(spec.shape, other.shape, expected.shape, strict=True)
+    for axis, (size, other_size, without) in enumerate(extents):
+        fitting = [one for one in lengths if one[0].size - one[0].other_size == size - other_size]
+        shift = size - fitting[0][0].size if fitting else 0
+        if without != (fitting[0][1] + shift if fitting else size):
             raise PaddingError(
-                f"axis {axis} of a result has {now} entries with padding and {then} without, so "
-                "that its data cannot be sliced out. Return it before it is flattened"
+                f"axis {axis} of a result has {size} entries with padding and {without} without, "
+                "so that its data cannot be sliced out. Return it before it is flattened"
             )
-        axes.append(PaddedResult(axis, fitting[0], now - fitting[0].size))
+        if fitting:
+            axes.append(PaddedResult(axis, fitting[0][0], shift))
+        elif size != other_size:
+            raise PaddingError(
+                f"axis {axis} of a result has {size} entries, or {other_size} where the batch is "
+                "padded to another size, so that its data cannot be sliced out. Return it before "
+                "it is flattened"
+            )
     return tuple(axes)
 
 
