@@ -370,6 +370,26 @@ def test_names_that_the_batch_lacks_are_listed_at_once():
     )
 
 
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [
+        (float("inf"), torch.int64),
+        (2**63, torch.int64),
+        (256, torch.uint8),
+        (70000.0, torch.float16),
+        (1e39, torch.float32),
+    ],
+)
+def test_a_number_for_padding_that_the_tensor_cannot_hold_is_an_error(number, dtype):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"buckets": {0: {0: (8,)}}, "pad": {0: number}}
+    train = amp_ir.jit(model, model=model, optimizer=optimizer, **options)
+    with pytest.raises(ArgumentError) as raised:
+        train(torch.zeros(3, 2, dtype=dtype))
+    assert str(raised.value) == f"pad= has {number!r} for 0, which {dtype} cannot hold"
+
+
 def recurrent_training(reads_last: bool = False):
     torch.manual_seed(0)
     recurrence, model = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)

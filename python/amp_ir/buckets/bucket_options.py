@@ -118,7 +118,7 @@ class BucketOptions:
             else:
                 by_axis = {axis % leaf.dim(): one for axis, one in sizes.items()}
                 name = key if isinstance(key, str) else f"argument {key}"
-                found[position] = PaddedTensorOption(name, by_axis, float(self._numbers[key]))
+                found[position] = PaddedTensorOption(name, by_axis, self._numbers[key])
         if errors:
             raise ArgumentError("; ".join(errors))
         return tuple(found)
@@ -139,11 +139,11 @@ class BucketOptions:
 def _holds(tensor: torch.Tensor, number: float) -> bool:
     """Return whether a tensor can hold a number: integers exactly, floats rounded."""
     if tensor.is_floating_point():
-        return True
+        return math.isinf(number) or abs(number) <= torch.finfo(tensor.dtype).max
     if tensor.dtype is torch.bool:
         return number in (0, 1)
     limits = torch.iinfo(tensor.dtype)
-    return number == int(number) and limits.min <= number <= limits.max
+    return math.isfinite(number) and number == int(number) and limits.min <= number <= limits.max
 
 
 def _parameter_names(step: Callable[..., Any]) -> list[str]:
