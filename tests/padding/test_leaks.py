@@ -117,6 +117,33 @@ def test_a_leak_is_refused_at_its_line(
     assert any(place in str(caught.value) for place in places), str(caught.value)
 
 
+WRAPPED: dict[str, tuple[torch.dtype, int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a cast to fewer bits": (torch.int64, 256, lambda k: k.to(torch.uint8) == 0),
+    "a sum beyond uint8": (torch.uint8, 255, lambda k: k + 1 == 0),
+    "a product beyond int8": (torch.int8, 64, lambda k: k * 4 == 0),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_integers_that_wrap_around_at_padding_hide_nothing(name: str) -> None:
+    """The sum counts rows where the number is 0, as that of padding is, which only wraps to it."""
+    dtype, number, is_kept = WRAPPED[name]
+
+    def make(length: int) -> Made:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        x, numbers = torch.randn(2, length, 3), torch.zeros(2, length, dtype=dtype)
+
+        def loss(m: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return torch.where(is_kept(k)[..., None], m(x), 0.0).sum()
+
+        return training(model, loss, (x, numbers))
+
+    case = Case(make, [({1: 0}, 1.0), ({1: 0}, number)])
+    with pytest.raises(PaddingError, match="elements are added over dimension 0"):
+        proof_of(case).conclusion()
+
+
 def test_contrast_over_the_batch_is_refused() -> None:
     def make(rows: int) -> Made:
         def loss_of(m: Any, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

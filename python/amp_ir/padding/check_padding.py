@@ -294,7 +294,7 @@ def _range_of(numbers: Any) -> Range:
 
 def _as_held(number: float, dtype: str) -> float:
     """Return a number as a tensor of a dtype holds it: 0.1 is another number in float32."""
-    return float(torch.tensor(number).to(getattr(torch, dtype)))
+    return float(torch.full((), number, dtype=getattr(torch, dtype)))
 
 
 def _first(graph: StepGraph, leaf: int) -> str:

@@ -208,8 +208,10 @@ def cast(call: PaddedCall) -> PaddedTensor:
     dtype = call.result_dtypes[0]
     if dtype == "bool":
         return source.pads_mapped(pad_range.as_bool, dtype)
-    if not source.dtype.startswith("float") or dtype.startswith("float") or dtype == "bfloat16":
-        made = source.pads_mapped(_cast_to_low if dtype == "float16" else lambda a: a, dtype)
+    floats = ("float", "bfloat")
+    if not source.dtype.startswith(floats) or dtype.startswith(floats):
+        keeps = (lambda a: pad_range.stored(a, dtype)) if "int" in dtype else (lambda a: a)
+        made = source.pads_mapped(_cast_to_low if dtype == "float16" else keeps, dtype)
     else:
         # Fractions go, so that only 0 and signs stay what they were.
         made = source.pads_mapped(_keeps_sign, dtype)

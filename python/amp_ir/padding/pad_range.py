@@ -107,10 +107,14 @@ _LARGEST = {
 
 
 def stored(a: Range, dtype: str) -> Range:
-    """Return the range of numbers as a dtype holds them: known ones beyond it are infinite."""
+    """Return the range of numbers as a dtype holds them.
+
+    Known ones beyond it are infinite; integers wrap around, and may be any.
+    """
     largest = _LARGEST.get(dtype)
     if largest is None:
-        return attrs.evolve(a, is_offset=False, is_masked=False)
+        wraps = _wraps(a.low, dtype) or _wraps(a.high, dtype)
+        return FINITE if wraps else attrs.evolve(a, is_offset=False, is_masked=False)
     low, high = a.low, a.high
     if math.isfinite(low) and low < -largest:
         a = attrs.evolve(a, low=-math.inf, has_minus_inf=True)
@@ -121,6 +125,14 @@ def stored(a: Range, dtype: str) -> Range:
     if math.isfinite(low) and low > largest:
         a = attrs.evolve(a, low=math.inf)
     return a
+
+
+def _wraps(bound: float, dtype: str) -> bool:
+    if "int" not in dtype or math.isinf(bound):
+        return False
+    count = int(dtype.partition("int")[2])
+    limits = (0, 2**count) if dtype.startswith("u") else (-(2 ** (count - 1)), 2 ** (count - 1))
+    return not limits[0] <= bound < limits[1]
 
 
 def of_dtype(dtype: str) -> Range:
