@@ -509,6 +509,32 @@ def test_lengths_shorter_than_those_proven_run_unpadded():
         torch.testing.assert_close(train(x), expected, **TOLERANCE)
 
 
+def test_words_are_predicted_from_those_before():
+    """Of the shortest sequence, of 2 words, one is left, which attention computes otherwise."""
+    torch.manual_seed(0)
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(ids, mask):
+        optimizer.zero_grad()
+        scores = model(ids[:, :-1], mask[:, 1:])
+        targets = ids[:, 1:].flatten()
+        loss = functional.cross_entropy(scores.flatten(0, 1), targets, ignore_index=0)
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), scores.detach()
+
+    options = {"buckets": {0: {1: (8,)}, 1: {1: (8,)}}, "pad": {0: 0, 1: 0}}
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, **options)
+    for length in (5, 2, 3):
+        ids, mask, _ = batch_of(length)
+        start = copy.deepcopy(model.state_dict())
+        expected = step(ids, mask)
+        model.load_state_dict(start)
+        torch.testing.assert_close(train(ids, mask), expected, **TOLERANCE)
+    assert len(train.recompiles) == 1
+
+
 def test_dropout_does_not_disturb_the_comparison():
     torch.manual_seed(0)
     mix = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)

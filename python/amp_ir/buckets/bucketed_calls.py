@@ -76,12 +76,13 @@ class BucketedCalls:
             _refuse_plain_results(results, structures_of(exact.signature)[1])
         dimensions, other = _with_other_sizes(trace, batch)
         _refuse_plain_results(results, structures_of(other.signature)[1])
-        if self._options.check == "values":
-            lengths = [(one, batch.lengths[name]) for name, one in dimensions.items()]
-            tensors = _tensors(batch.args), _tensors(batch.exact_args)
-            padding = compare_padding(step, exact, other, *tensors, lengths)
-        else:
-            padding = check_padding(step, other, batch.inputs(dimensions))
+        if self._options.check == "proof":
+            return PaddedProgram(
+                _inert_padding(step, trace, batch, dimensions, other), results.places
+            )
+        lengths = [(one, batch.lengths[name]) for name, one in dimensions.items()]
+        tensors = _tensors(batch.args), _tensors(batch.exact_args)
+        padding = compare_padding(step, exact, other, *tensors, lengths)
         return PaddedProgram(padding.for_lengths_from(dimensions.values()), results.places)
 
     def needs_proof(self, batch: PaddedBatch) -> bool:
@@ -109,6 +110,44 @@ class BucketedCalls:
         """Return what a proof is for: numbers show nothing of dimensions without padding."""
         is_proof = self._options.check == "proof"
         return batch.places, None if is_proof else batch.padded_dimensions
+
+
+def _inert_padding(
+    step: StepModule,
+    trace: Trace,
+    batch: PaddedBatch,
+    dimensions: dict[str, Dimension],
+    other: StepModule,
+) -> InertPadding:
+    """Prove that padding is inert, from a length of 3 on where that of 2 fails.
+
+    Of 2 entries `x[:, :-1]` leaves 1, with which PyTorch computes in other ways.
+
+    Raises:
+        PaddingError: it may not be.
+    """
+    try:
+        padding = check_padding(step, other, batch.inputs(dimensions))
+    except PaddingError:
+        if all(one.other_size != 2 for one in dimensions.values()):
+            raise
+        longer = batch.dimensions(shortest=3)
+        found = _proven_or_none(step, trace, batch, longer)
+        if found is None:
+            raise
+        padding, dimensions = found, longer
+    return padding.for_lengths_from(dimensions.values())
+
+
+def _proven_or_none(
+    step: StepModule, trace: Trace, batch: PaddedBatch, dimensions: dict[str, Dimension]
+) -> InertPadding | None:
+    try:
+        other = trace(batch.example(dimensions))
+        _refuse_plain_results(structures_of(step.signature)[1], structures_of(other.signature)[1])
+        return check_padding(step, other, batch.inputs(dimensions))
+    except (CaptureError, PaddingError):
+        return None  # the error of the shortest length says it
 
 
 def _with_other_sizes(trace: Trace, batch: PaddedBatch) -> tuple[dict[str, Dimension], StepModule]:

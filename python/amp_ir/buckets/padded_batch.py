@@ -98,17 +98,17 @@ class PaddedBatch:
         """The dimensions that are longer than their data."""
         return frozenset(name for name, size in self.sizes.items() if self.lengths[name] < size)
 
-    def dimensions(self, offset: int = 0) -> dict[str, Dimension]:
+    def dimensions(self, offset: int = 0, shortest: int = 2) -> dict[str, Dimension]:
         """Return the padded dimensions, each with a second size for the proof.
 
-        That is the shortest length that the size is chosen for, or the next one, so that a step
-        that branches on the length, or on its parity, is seen to; or one longer by `offset`,
-        shorter than the size. No difference divides another one: it tells which dimension an
-        extent follows.
+        That is the shortest length that the size is chosen for, but at least `shortest`, or the
+        next one, so that a step that branches on the length, or on its parity, is seen to; or one
+        longer by `offset`, shorter than the size. No difference divides another one: it tells which
+        dimension an extent follows.
         """
         found: dict[str, Dimension] = {}
         for name, size in self.sizes.items():
-            least = self._least[name]
+            least = max(self._least[name], min(shortest, size - 1))
             first = max(min(least + offset, size - 1), least)
             choices = itertools.chain(
                 range(first, size), reversed(range(least, first)), itertools.count(size + 1)
