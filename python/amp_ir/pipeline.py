@@ -68,8 +68,9 @@ def import_step(
 
 
 def rewrite(mod: StepModule, *, on_stage: OnStage | None = None) -> StepModule:
-    """Rewrite a step before autocast, whose rules and plan are to speak of the ops that run."""
+    """Take a step from the ops that were captured to those that run; see rewrites/."""
     with stage("rewrites", mod.ir, on_stage) as running:
+        # Before autocast, whose rules and plan are to speak of the ops that run.
         running.program = unslice_loss(concat_matmuls(mod.ir))
     return mod.with_ir(running.program)
 

@@ -462,7 +462,7 @@ def test_a_call_that_cannot_be_compiled_leaves_the_programs_as_they_are() -> Non
 def test_a_number_that_changes_twice_becomes_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """The part of `jit` alone: which names it asks a capture to leave open, and when."""
     asked: list[Any] = []
-    real = jit_step.trace_step
+    real = jit_step.trace_unchanged
     changed: list[tuple[str, ...]] = [("a.temperature",), ("a.temperature", "b.p"), ("b.p",)]
 
     def traced(*given: Any, numbers_as_inputs: Any = frozenset(), **options: Any) -> Any:
@@ -475,7 +475,7 @@ def test_a_number_that_changes_twice_becomes_an_input(monkeypatch: pytest.Monkey
         )
         return attrs.evolve(mod, hooks=hooks), args
 
-    monkeypatch.setattr(jit_step, "trace_step", traced)
+    monkeypatch.setattr(jit_step, "trace_unchanged", traced)
     train = amp_ir.jit(lambda x: x + 1, model=nn.Linear(1, 1))
     for _ in range(4):
         train(torch.ones(2))

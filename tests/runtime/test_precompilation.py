@@ -98,13 +98,13 @@ def test_nothing_is_captured_before_the_first_step_has_made_the_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     captured: list[tuple[int, int]] = []
-    real = jit_step.trace_step
+    real = jit_step.trace_unchanged
 
     def traced(step: Any, example: Any, **options: Any) -> Any:
         captured.append((len(example[0]), len(run.optimizer.state)))
         return real(step, example, **options)
 
-    monkeypatch.setattr(jit_step, "trace_step", traced)
+    monkeypatch.setattr(jit_step, "trace_unchanged", traced)
     run = Run(precompile=[batch(4), batch(3)])
     run.train(*batch(6))
     assert captured == [(6, 0)]
@@ -175,17 +175,17 @@ def test_ctrl_c_in_a_wait_and_in_a_capture_loses_nothing(monkeypatch: pytest.Mon
     goes_on, _ = held_compile(monkeypatch)
     run = Run(precompile=[batch(4)])
     run.train(*batch(6))
-    real = jit_step.trace_step
+    real = jit_step.trace_unchanged
 
     def interrupted(*_arguments: Any, **_options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jit_step, "trace_step", interrupted)
+    monkeypatch.setattr(jit_step, "trace_unchanged", interrupted)
     before = copy.deepcopy(run.model.state_dict())
     with pytest.raises(KeyboardInterrupt):
         run.train(*batch(6))
     assert all(torch.equal(one, before[name]) for name, one in run.model.state_dict().items())
-    monkeypatch.setattr(jit_step, "trace_step", real)
+    monkeypatch.setattr(jit_step, "trace_unchanged", real)
     run.train(*batch(6))
     running = run.train._precompilation._running
     assert running is not None

@@ -66,8 +66,8 @@ class InertPadding:
         """Return what holds from the second sizes on: a step may branch on shorter lengths."""
         least = dict(self.least_sizes)
         for one in dimensions:
-            if one.other_size < one.size:
-                least[one.name] = max(least[one.name], one.other_size)
+            # Of a longer second size no shorter length is known.
+            least[one.name] = max(least[one.name], min(one.other_size, one.size))
         return attrs.evolve(self, least_sizes=least)
 
 
