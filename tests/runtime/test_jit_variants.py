@@ -467,13 +467,13 @@ def test_a_number_that_changes_twice_becomes_an_input(monkeypatch: pytest.Monkey
 
     def traced(*given: Any, numbers_as_inputs: Any = frozenset(), **options: Any) -> Any:
         asked.append(sorted(numbers_as_inputs))
-        mod, args = real(*given, **options)
+        mod = real(*given, **options)
         hooks = attrs.evolve(
             mod.hooks,
             changed_numbers=lambda: changed.pop(0),
             recompile_reason=lambda: "a number changed",
         )
-        return attrs.evolve(mod, hooks=hooks), args
+        return attrs.evolve(mod, hooks=hooks)
 
     monkeypatch.setattr(jit_step, "trace_unchanged", traced)
     train = amp_ir.jit(lambda x: x + 1, model=nn.Linear(1, 1))
