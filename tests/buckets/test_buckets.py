@@ -145,9 +145,8 @@ def test_a_batch_longer_than_all_buckets_runs_unpadded(caplog):
         for batch in batches:
             torch.testing.assert_close(train(*batch)[0], step(*batch)[0], **TOLERANCE)
     assert [one.message for one in caplog.records] == [
-        "axis 1 of ids has 17 entries, and its largest bucket has 16. The batch runs unpadded, by "
-        "a program of its own, as every batch that fits no bucket will. Add a larger size to "
-        "buckets=. Said once"
+        "axis 1 of ids has 17 entries, and its largest bucket has 16. Such a batch runs unpadded; "
+        "add a larger size to buckets=. It has a program of its own. Said once"
     ]
 
 
@@ -547,3 +546,10 @@ def test_sizes_can_be_chosen_as_lengths_come():
         batch = batch_of(length)
         torch.testing.assert_close(train(*batch)[0], step(*batch)[0], **TOLERANCE)
     assert len(train.recompiles) == 1  # 16 and 32
+
+
+def test_an_axis_named_from_both_ends_is_an_error():
+    sizes = {"ids": {1: (8,), -1: (16,)}}
+    _, train = training(buckets=sizes, pad={"ids": 0})
+    with pytest.raises(ArgumentError, match="pads an axis of 'ids' twice, counted from both ends"):
+        train(*batch_of(5))

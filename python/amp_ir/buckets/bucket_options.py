@@ -109,6 +109,8 @@ class BucketOptions:
             elif not all(-leaf.dim() <= axis < leaf.dim() for axis in sizes):
                 wrong = next(axis for axis in sizes if not -leaf.dim() <= axis < leaf.dim())
                 errors.append(f"buckets= pads axis {wrong} of {key!r}, which has {leaf.dim()} axes")
+            elif len({axis % leaf.dim() for axis in sizes}) < len(sizes):
+                errors.append(f"buckets= pads an axis of {key!r} twice, counted from both ends")
             elif leaf.requires_grad:
                 errors.append(f"buckets= pads {key!r}, which requires a gradient; pass it detached")
             elif not _holds(leaf, self._numbers[key]):

@@ -57,11 +57,7 @@ class BucketedCalls:
             return batch
         if not self._has_warned:
             self._has_warned = True
-            log.warning(
-                "%s. The batch runs unpadded, by a program of its own, as every batch that fits no "
-                "bucket will. Add a larger size to buckets=. Said once",
-                batch,
-            )
+            log.warning("%s. It has a program of its own. Said once", batch)
         return None
 
     def prove(self, step: StepModule, trace: Trace, batch: PaddedBatch) -> PaddedProgram:

@@ -64,12 +64,15 @@ class PaddedBatch:
                     has = (
                         f"axis {axis} of {option.name} has {'1 entry' if length else 'no entries'}"
                     )
-                    return f"{has}, and buckets are for 2 and more"
+                    return f"{has}, and buckets are for 2 and more. Such a batch runs unpadded"
                 choices = option.choices(axis, length)
                 at = bisect.bisect_left(choices, length)
                 if at == len(choices):
                     has = f"axis {axis} of {option.name} has {length} entries"
-                    return f"{has}, and its largest bucket has {choices[-1]}"
+                    return (
+                        f"{has}, and its largest bucket has {choices[-1]}. Such a batch runs "
+                        "unpadded; add a larger size to buckets="
+                    )
                 served = choices[at - 1] + 1 if at else 2
                 name = names.setdefault((given, length), f"axis {axis} of {option.name}")
                 lengths[name], sizes[name], least[name] = length, choices[at], served
