@@ -553,3 +553,33 @@ def test_an_axis_named_from_both_ends_is_an_error():
     _, train = training(buckets=sizes, pad={"ids": 0})
     with pytest.raises(ArgumentError, match="pads an axis of 'ids' twice, counted from both ends"):
         train(*batch_of(5))
+
+
+def test_the_largest_bucket_may_be_as_long_as_a_table():
+    """Where all of a table is read, the capture has no slice of it."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    model.register_buffer("table", torch.randn(1, 16, 3))
+    model.register_buffer("places", torch.arange(16)[None])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, mask):
+        optimizer.zero_grad()
+        n = x.shape[1]
+        table, places = model.table[:, :n], model.places[:, :n, None]
+        y = torch.cat([(model(x) + table) * mask, places * mask], -1)
+        loss = y.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    train = amp_ir.jit(
+        step, model=model, optimizer=optimizer, buckets={"x": {1: (8, 16)}, "mask": {1: (8, 16)}},
+        pad={"x": 1.0, "mask": 0},
+    )  # fmt: skip
+    for length in (16, 11, 5):
+        batch = torch.randn(2, length, 3), torch.ones(2, length, 1)
+        start = copy.deepcopy(model.state_dict())
+        expected = step(*batch)
+        model.load_state_dict(start)
+        torch.testing.assert_close(train(*batch), expected, **TOLERANCE)

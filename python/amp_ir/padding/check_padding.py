@@ -33,7 +33,9 @@ from amp_ir.padding import pad_range
 from amp_ir.padding.axes import Dimension, Pair, axis_of_sizes, padded, plain, sizes_of
 from amp_ir.padding.pad_range import Range, of_dtype
 from amp_ir.padding.padded_call import RULES, Leak, PaddedCall, PaddedTensor
+from amp_ir.padding.whole_slices import with_whole_slices
 
+_DIFFERS = "what the step computes depends on the padded length"
 # How many places an error lists.
 _SHOWN = 8
 
@@ -94,7 +96,8 @@ class Proof:
         self, step: StepModule, other: StepModule, inputs: Sequence[PaddedInput | None]
     ) -> None:
         self.step = step
-        self.graph, self.other = read_step(step.ir), read_step(other.ir)
+        self.graph = read_step(with_whole_slices(step.ir, other.ir))
+        self.other = read_step(with_whole_slices(other.ir, step.ir))
         self.inputs = inputs
         known = {d.name: d for one in inputs if one for d in one.dimensions.values()}
         self.dimensions = list(known.values())
@@ -160,12 +163,16 @@ class Proof:
         pairs = zip(self.graph.ops, self.other.ops, strict=False)
         for op, other in pairs:
             if (op.name, op.reads) != (other.name, other.reads):
-                self._leak("what the step computes depends on the padded length", op)
+                self._leak(f"{_DIFFERS} ({self._sizes_text()})", op)
                 return False
         if len(self.graph.ops) != len(self.other.ops) or self.graph.outputs != self.other.outputs:
-            self._leak("what the step computes depends on the padded length")
+            self._leak(f"{_DIFFERS} ({self._sizes_text()})")
             return False
         return True
+
+    def _sizes_text(self) -> str:
+        known = (f"{one.size} or {one.other_size} for {one.name}" for one in self.dimensions)
+        return ", ".join(known)
 
     def _put_inputs(self) -> None:
         given = iter(self.inputs)
