@@ -50,8 +50,3 @@ class Arena:
             assert self._memory is not None
             view = self._views[nbytes] = see(self._memory[:nbytes])
         return view
-
-    def fill(self, byte: int) -> None:
-        """Write `byte` everywhere, to find programs that read what they did not write."""
-        if self._memory is not None:
-            self._memory.fill_(byte)

@@ -52,7 +52,8 @@ class EmulatedProgram(program.Program):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         with _sharing():
             super().__init__(*arguments, **options)
-        self._arena.fill(0xFF)
+        if self._arena._memory is not None:
+            self._arena._memory.fill_(0xFF)
 
     def run(self, batch: Any, **options: Any) -> list[torch.Tensor]:
         """One step."""
