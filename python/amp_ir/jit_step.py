@@ -18,7 +18,7 @@ from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import find_policy
 from amp_ir.api import Models, Optimizers, autocast, compile_into, rewrite, trace_unchanged
 from amp_ir.buckets.bucket_options import BucketOptions, Key
-from amp_ir.buckets.bucketed_calls import BucketedCalls
+from amp_ir.buckets.bucketed_calls import BucketedCalls, PaddedProgram
 from amp_ir.buckets.padded_batch import PaddedBatch, padded_examples
 from amp_ir.capture import trace
 from amp_ir.capture.announced_batches import announced_batches
@@ -97,10 +97,7 @@ class JitStep:
             # Another thread, which waits for the capture, may hold its lock.
             raise ArgumentError(NESTED)
         with self._turn:
-            padded = None if self._buckets is None else self._buckets.padded(batch)
-            if padded is not None:
-                return self._run_padded(padded, batch)
-            return self._run(batch)
+            return self._run(batch) if self._buckets is None else self._run_in_buckets(batch)
 
     @property
     def compiled(self) -> CompiledStep | None:
@@ -169,23 +166,40 @@ class JitStep:
         signature, tensors = CallSignature.of(batch)
         return self._variant(signature, batch).program.run_current(tensors)
 
-    def _run_padded(self, padded: PaddedBatch, batch: tuple[Any, ...]) -> Any:
+    def _run_in_buckets(self, batch: tuple[Any, ...]) -> Any:
         assert self._buckets is not None
-        signature, tensors = CallSignature.of(padded.args)
+        while (padded := self._buckets.padded(batch)) is not None:
+            signature, tensors = CallSignature.of(padded.args)
+            try:
+                variant, proven = self._proven_variant(signature, padded)
+            except Exception as error:  # whatever it is: the batch alone raises what is its own
+                if not self._buckets.pads_less(padded, error):
+                    raise
+                continue
+            if proven is None:
+                return self._timed(padded, variant, tensors)
+            if not padded.fits(proven.padding):
+                # Too short: what the step reads of the data would be padding.
+                break
+            value = self._timed(padded, variant, tensors)
+            return padded.without_padding(value, proven.places, proven.padding)
+        return self._run(batch)
+
+    def _proven_variant(
+        self, signature: CallSignature, padded: PaddedBatch
+    ) -> tuple[Variant[CallSignature], PaddedProgram | None]:
+        """Return the program of a padded batch, and what was proven of it; None: nothing needed."""
+        assert self._buckets is not None
         variant = self._variant(signature, padded.args, padded)
         if not self._buckets.needs_proof(padded):
-            return self._timed(padded, variant, tensors)
+            return variant, None
         proven = self._buckets.known(variant, padded)
         if proven is None:
             # Dimensions of one length have two now, or the other way round.
             trace_again = functools.partial(self._trace, self._options(signature))
             proven = self._buckets.prove(trace_again(padded.args), trace_again, padded)
             self._buckets.add(variant, padded, proven)
-        if not padded.fits(proven.padding):
-            # Too short: what the step reads of the data would be padding.
-            return self._run(batch)
-        value = self._timed(padded, variant, tensors)
-        return padded.without_padding(value, proven.places, proven.padding)
+        return variant, proven
 
     def _timed(
         self, padded: PaddedBatch, variant: Variant[CallSignature], tensors: list[torch.Tensor]
@@ -306,7 +320,7 @@ def jit(
     recompile_limit: int = DEFAULT_LIMIT,
     max_shapes: int = DEFAULT_SHAPES,
     precompile: Sequence[tuple[Any, ...]] = (),
-    buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | None = None,
+    buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | str | None = None,
     pad: Mapping[Key, float] | None = None,
     pad_check: str = "proof",
 ) -> JitStep:
@@ -336,7 +350,9 @@ def jit(
             it is proven that padding changes neither the state nor the results; results are
             returned without padding. Dropout draws other numbers than without padding. A batch
             longer than all sizes runs unpadded. "auto" instead of sizes chooses them from the
-            lengths that come, at most three quarters of `max_shapes`.
+            lengths that come, at most three quarters of `max_shapes`. buckets="auto" does so for
+            all axes of the arguments in `pad` whose lengths differ between calls; one whose padding
+            cannot be proven is left alone, which one warning says.
         pad: the number that each of these arguments is padded with: {"input_ids": 0}.
         pad_check: "values" compares the state and the results of one padded step of each size with
             those of the same step without padding, instead of a proof: for steps with ops of which

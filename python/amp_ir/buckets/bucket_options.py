@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,8 +14,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from amp_ir.buckets.chosen_sizes import ChosenSizes
+from amp_ir.buckets.varying_axes import Axis, VaryingAxes
 from amp_ir.capture.batch import path_text
 from amp_ir.errors import ArgumentError, OptionError
+
+log = logging.getLogger("amp_ir")
 
 Key = int | str
 AUTO = "auto"
@@ -41,14 +45,15 @@ class BucketOptions:
     def __init__(
         self,
         step: Callable[..., Any],
-        buckets: Mapping[Key, Mapping[int, Sequence[int] | str]],
+        buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | str,
         pad: Mapping[Key, float] | None,
         check: str = "proof",
         most_sizes: int = 12,
     ) -> None:
         """Check the options; `check` is "proof", or "values" where numbers are to be compared.
 
-        At most `most_sizes` are chosen where an axis has "auto".
+        At most `most_sizes` are chosen where an axis has "auto". "auto" alone is for the axes of
+        the tensors in `pad` whose lengths differ between calls.
 
         Raises:
             OptionError: listing everything that is wrong.
@@ -59,18 +64,21 @@ class BucketOptions:
             errors.append(f'pad_check= is {check!r}, expected "proof" or "values"')
         if errors:
             raise OptionError("; ".join(errors))
-        self.chosen = ChosenSizes(most_sizes)
+        self._most_sizes = most_sizes
+        self.is_auto = isinstance(buckets, str)
+        by_key = dict.fromkeys(pad, {}) if isinstance(buckets, str) else buckets
         self._sizes = {
             key: {
-                axis: self.chosen if isinstance(sizes, str) else tuple(sorted(sizes))
+                axis: None if isinstance(sizes, str) else tuple(sorted(sizes))
                 for axis, sizes in by_axis.items()
             }
-            for key, by_axis in buckets.items()
+            for key, by_axis in by_key.items()
         }
         self.check = check
         self._numbers = dict(pad)
         self._names = _parameter_names(step)
         self._known: dict[Any, tuple[PaddedTensorOption | None, ...]] = {}
+        self._varying: dict[Any, VaryingAxes] = {}
 
     def of(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec
@@ -80,11 +88,39 @@ class BucketOptions:
         Raises:
             ArgumentError: a key names no tensor of the batch, or one without that axis.
         """
-        kinds = ((one.dim(), one.dtype) for one in leaves if isinstance(one, torch.Tensor))
-        key = spec, tuple(kinds)
-        if key not in self._known:
-            self._known[key] = self._found(leaves, spec)
-        return self._known[key]
+        structure = _structure_of(leaves, spec)
+        if structure not in self._known:
+            self._known[structure] = self._found(leaves, spec)
+        options = self._known[structure]
+        return self._with_varying_axes(structure, leaves, options) if self.is_auto else options
+
+    def leave_out(self, args: tuple[Any, ...]) -> str:
+        """Pad no longer the axes found last that vary in a batch; return their names.
+
+        Requires: `is_auto`, and `of` finds an axis to pad in this batch.
+        """
+        leaves, spec = pytree.tree_flatten(args)
+        structure = _structure_of(leaves, spec)
+        options = self.of(leaves, spec)
+        padded = {(k, axis) for k, one in enumerate(options) if one for axis in one.sizes}
+        return _names_of(self._varying[structure].leave_out(padded), options)
+
+    def _with_varying_axes(
+        self, structure: Any, leaves: Sequence[Any], options: Sequence[PaddedTensorOption | None]
+    ) -> tuple[PaddedTensorOption | None, ...]:
+        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in leaves]
+        varying = self._varying.setdefault(structure, VaryingAxes(shapes, self._most_sizes))
+        left_out = varying.see(shapes, {k for k, one in enumerate(options) if one is not None})
+        if left_out:
+            log.warning(
+                "%s varies together with a tensor that pad= has no number for. Batches that differ "
+                "there have programs of their own. Said once",
+                _names_of(left_out, options),
+            )
+        return tuple(
+            None if one is None else attrs.evolve(one, sizes=varying.sizes(k))
+            for k, one in enumerate(options)
+        )
 
     def _found(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec
@@ -93,6 +129,8 @@ class BucketOptions:
         paths = [path for path, _ in pytree.tree_flatten_with_path(args)[0]]
         found: list[PaddedTensorOption | None] = [None] * len(leaves)
         errors = []
+        # Lengths that are equal in the first batch are of one dimension.
+        chosen: dict[int, ChosenSizes] = {}
         for key, sizes in self._sizes.items():
             positions = [k for k, path in enumerate(paths) if key in self._keys_of(path)]
             if len(positions) != 1:
@@ -118,7 +156,11 @@ class BucketOptions:
                     f"pad= has {self._numbers[key]!r} for {key!r}, which {leaf.dtype} cannot hold"
                 )
             else:
-                by_axis = {axis % leaf.dim(): one for axis, one in sizes.items()}
+                by_axis = {
+                    axis % leaf.dim(): one
+                    or chosen.setdefault(leaf.shape[axis], ChosenSizes(self._most_sizes))
+                    for axis, one in sizes.items()
+                }
                 name = key if isinstance(key, str) else f"argument {key}"
                 found[position] = PaddedTensorOption(name, by_axis, self._numbers[key])
         if errors:
@@ -148,6 +190,16 @@ def _holds(tensor: torch.Tensor, number: float) -> bool:
     return math.isfinite(number) and number == int(number) and limits.min <= number <= limits.max
 
 
+def _structure_of(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    kinds = ((one.dim(), one.dtype) for one in leaves if isinstance(one, torch.Tensor))
+    return spec, tuple(kinds)
+
+
+def _names_of(axes: Iterable[Axis], options: Sequence[PaddedTensorOption | None]) -> str:
+    named = [(options[position], axis) for position, axis in sorted(axes)]
+    return " and ".join(f"axis {axis} of {one.name}" for one, axis in named if one is not None)
+
+
 def _parameter_names(step: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(step).parameters.values()
@@ -159,12 +211,21 @@ def _parameter_names(step: Callable[..., Any]) -> list[str]:
 
 def _errors(buckets: Any, pad: Any) -> Iterator[str]:
     """Yield what is wrong with the options, whatever the batch is."""
-    if not isinstance(buckets, Mapping) or not buckets:
-        yield f"buckets= is {buckets!r}, expected sizes by argument and axis, as {_EXAMPLE}"
-        return
-    if not isinstance(pad, Mapping):
+    is_auto = isinstance(buckets, str) and buckets == AUTO
+    if not is_auto and (not isinstance(buckets, Mapping) or not buckets):
+        yield (
+            f"buckets= is {buckets!r}, expected sizes by argument and axis, as {_EXAMPLE}, or "
+            '"auto"'
+        )
+    elif not isinstance(pad, Mapping):
         yield f"pad= is {pad!r}, expected a number by argument"
-        return
+    elif is_auto and not pad:
+        yield 'buckets="auto" pads the arguments for which pad= has a number, and it has none'
+    else:
+        yield from _key_errors(dict.fromkeys(pad, {0: AUTO}) if is_auto else buckets, pad)
+
+
+def _key_errors(buckets: Mapping[Any, Any], pad: Mapping[Any, Any]) -> Iterator[str]:
     for key, by_axis in buckets.items():
         if not isinstance(key, (int, str)) or isinstance(key, bool):
             yield f"buckets= has the key {key!r}, expected an argument's position or name"

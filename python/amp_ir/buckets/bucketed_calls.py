@@ -49,12 +49,14 @@ class BucketedCalls:
     def padded(self, args: tuple[Any, ...]) -> PaddedBatch | None:
         """Return the padded arguments of a call; None where one is longer than every bucket.
 
+        None too as long as no axis is known to vary, where that is found while steps run.
+
         Raises:
             ArgumentError: `buckets=` names no tensor of the call, or one without that axis.
         """
         batch = PaddedBatch.of(self._options, args)
         if isinstance(batch, PaddedBatch):
-            return batch
+            return batch if batch.sizes else None
         if not self._has_warned:
             self._has_warned = True
             log.warning("%s. It has a program of its own. Said once", batch)
@@ -81,6 +83,27 @@ class BucketedCalls:
         padding = compare_padding(step, exact, other, *tensors, lengths)
         return PaddedProgram(padding.for_lengths_from(dimensions.values()), results.places)
 
+    def pads_less(self, batch: PaddedBatch, error: Exception) -> bool:
+        """Return whether the batch is to be padded again, to smaller sizes or in fewer axes.
+
+        So it is where amp_ir chose them: sizes that the step cannot have, such as more than a table
+        of positions has, and axes in which padding is not inert.
+        """
+        if not isinstance(error, PaddingError):
+            shorter = batch.shorten()
+            if shorter is not None:
+                log.info("%s, where the step fails: %s", shorter, error)
+            return shorter is not None
+        if not self._options.is_auto:
+            return False
+        names = self._options.leave_out(batch.exact_args)
+        log.warning(
+            "%s is not padded: batches that differ there have programs of their own. Said once. %s",
+            names,
+            error,
+        )
+        return True
+
     def needs_proof(self, batch: PaddedBatch) -> bool:
         """Return whether a program for this batch is to be proven now.
 
@@ -94,9 +117,9 @@ class BucketedCalls:
 
     def add_step(self, batch: PaddedBatch, seconds: float, compile_seconds: float) -> None:
         """Note how long a step took, where sizes are chosen from that."""
-        for name in batch.chosen:
+        for name, sizes in batch.chosen.items():
             size, length = batch.sizes[name], batch.lengths[name]
-            self._options.chosen.add_step(size, length, seconds, compile_seconds)
+            sizes.add_step(size, length, seconds, compile_seconds)
 
     def known(self, program: object, batch: PaddedBatch) -> PaddedProgram | None:
         """Return what was proven of a program for batches with the same padded dimensions."""

@@ -21,13 +21,17 @@ _REMEMBERED = 512
 
 
 class ChosenSizes:
-    """The sizes of one step's dimensions, of which there are at most `limit`."""
+    """The sizes of a dimension, of which there are at most `limit`; `first` is one of them."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, first: int | None = None) -> None:
         self._limit = limit
         self._sizes: list[int] = []
+        # Too large for the step, such as for a table of positions.
+        self._too_large: int | None = None
         self._lengths: dict[int, collections.deque[int]] = {}
         self._padding_seconds: dict[int, float] = collections.defaultdict(float)
+        if first is not None:
+            self._add(first)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -37,8 +41,13 @@ class ChosenSizes:
     def of(self, length: int) -> tuple[int, ...]:
         """Return the sizes, one of which holds `length`."""
         if not self._sizes or length > self._sizes[-1]:
-            self._add(max(_SMALLEST, 1 << (length - 1).bit_length()))
+            self._add(self._size_for(length))
         return self.sizes
+
+    def drop(self, size: int) -> None:
+        """Take a size away that is too large for the step."""
+        self._sizes.remove(size)
+        self._too_large = size
 
     def add_step(self, size: int, length: int, seconds: float, compile_seconds: float) -> None:
         """Note a step of some seconds that was padded to a size; maybe add a smaller size."""
@@ -50,6 +59,17 @@ class ChosenSizes:
         best = self._best_split(size)
         if best is not None:
             self._add(best)
+
+    def _size_for(self, length: int) -> int:
+        """Return the first size for a length: as few sizes as the step allows."""
+        choices = (
+            max(_SMALLEST, 1 << (length - 1).bit_length()),
+            math.ceil(length / GRANULE) * GRANULE,
+            length,
+        )
+        if self._too_large is None:
+            return choices[0]
+        return next((one for one in choices if one < self._too_large), length)
 
     def _best_split(self, size: int) -> int | None:
         """Return the size that would have saved most of the padding to this one."""

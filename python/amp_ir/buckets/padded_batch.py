@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -23,8 +23,8 @@ class PaddedBatch:
     """The arguments of a call, padded; `exact_args` are those that the user passed.
 
     `lengths` maps the name of each padded dimension to its length without padding, `sizes` to that
-    with it; `places` are the dimensions of each tensor of the batch, by axis, and `chosen` those
-    whose sizes are chosen as steps run.
+    with it; `places` are the dimensions of each tensor of the batch, by axis, and `chosen` has
+    those whose sizes are chosen as steps run.
     """
 
     args: tuple[Any, ...]
@@ -32,7 +32,7 @@ class PaddedBatch:
     lengths: Mapping[str, int]
     sizes: Mapping[str, int]
     places: tuple[tuple[tuple[int, str], ...], ...]
-    chosen: Set[str]
+    chosen: Mapping[str, ChosenSizes]
     _least: Mapping[str, int]
     _options: tuple[PaddedTensorOption | None, ...]
 
@@ -51,7 +51,7 @@ class PaddedBatch:
         lengths: dict[str, int] = {}
         sizes: dict[str, int] = {}
         least: dict[str, int] = {}
-        chosen: set[str] = set()
+        chosen: dict[str, ChosenSizes] = {}
         places = []
         padded = list(leaves)
         for k, (leaf, option) in enumerate(zip(leaves, by_leaf, strict=True)):
@@ -77,7 +77,8 @@ class PaddedBatch:
                 name = names.setdefault((given, length), f"axis {axis} of {option.name}")
                 lengths[name], sizes[name], least[name] = length, choices[at], served
                 here.append((axis, name))
-                chosen |= {name} if isinstance(given, ChosenSizes) else set()
+                if isinstance(given, ChosenSizes):
+                    chosen[name] = given
             if option is not None:
                 shape = _with_sizes(leaf.shape, [(axis, sizes[name]) for axis, name in here])
                 padded[k] = _padded(leaf, shape, option.number)
@@ -100,6 +101,19 @@ class PaddedBatch:
     def padded_dimensions(self) -> frozenset[str]:
         """The dimensions that are longer than their data."""
         return frozenset(name for name, size in self.sizes.items() if self.lengths[name] < size)
+
+    def shorten(self) -> str | None:
+        """Take away the chosen size that holds most padding; return which one that is.
+
+        None where the chosen sizes hold no padding.
+        """
+        longest = max(
+            self.chosen, key=lambda name: self.sizes[name] / self.lengths[name], default=None
+        )
+        if longest is None or self.sizes[longest] == self.lengths[longest]:
+            return None
+        self.chosen[longest].drop(self.sizes[longest])
+        return f"{longest} is not padded to {self.sizes[longest]}"
 
     def dimensions(self, offset: int = 0, shortest: int = 2) -> dict[str, Dimension]:
         """Return the padded dimensions, each with a second size for the proof.
