@@ -14,6 +14,7 @@ import torch  # noqa: F401
 
 # Then its version: with another one, an import below may fail without saying why.
 import amp_ir.host.torch_version  # noqa: F401
+import amp_ir.host.tvm_import  # noqa: F401  (before any other import of TVM)
 import amp_ir.host.tvm_threads  # noqa: F401
 from amp_ir import amp, errors
 from amp_ir.amp.custom_type_hint import CustomTypeHint

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TVM is the same whether amp_ir imports it, in half of the time, or somebody else did before."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tvm
+import tvm_ffi
+from tvm_ffi import core
+
+OPS = """
+import json
+import torch
+{first}
+import amp_ir
+from tvm.ir import Op
+from tvm_ffi.registry import get_registered_type_keys
+names = sorted(Op.list_op_names())
+printed = [str(Op.get(name).get_attr("TScriptPrinterName")) for name in names]
+keys = sorted(get_registered_type_keys())
+print(json.dumps([names, printed, keys]))
+"""
+
+
+def listed(first: str) -> list[list[str]]:
+    code = [sys.executable, "-c", OPS.format(first=first)]
+    ran = subprocess.run(code, capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout)
+
+
+def test_ops_and_types_are_those_of_a_plain_import():
+    names, printed, keys = listed("")
+    assert len(names) > 500 and len(keys) > 400
+    assert [names, printed, keys] == listed("import tvm")
+
+
+def test_nothing_of_tvm_stays_replaced():
+    code = """
+import torch, tvm_ffi
+from tvm_ffi import core
+before = core._object_type_key_to_index, tvm_ffi.init_ffi_api
+import amp_ir
+from tvm.ir import _ffi_api
+assert before == (core._object_type_key_to_index, tvm_ffi.init_ffi_api)
+functions = _ffi_api.RegisterOp, _ffi_api.GetOp, _ffi_api.RegisterOpAttr
+assert all(type(one) is core.Function for one in functions), functions
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert core._object_type_key_to_index("no.such.type") is None
+    assert callable(tvm_ffi.init_ffi_api)
+    with pytest.raises(AttributeError, match=r"no\.such\.op"):
+        tvm.ir.Op.get("no.such.op")
+
+
+def test_the_import_raises_no_error_in_cpp():
+    """The first one reads the symbols of all libraries, for 0.6 s."""
+    code = """
+import torch
+from tvm_ffi import core
+failed = []
+find = core._object_type_key_to_index
+def finding(key):
+    found = find(key)
+    if found is None:
+        failed.append(key)
+    return found
+core._object_type_key_to_index = finding
+import amp_ir
+assert not failed, failed
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
