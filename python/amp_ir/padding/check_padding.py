@@ -24,7 +24,9 @@ import torch
 import amp_ir.padding.concat_rule
 import amp_ir.padding.elementwise_rules
 import amp_ir.padding.layer_rules
+import amp_ir.padding.recurrence_rules
 import amp_ir.padding.reduction_rules
+import amp_ir.padding.sample_rules
 import amp_ir.padding.shape_rules  # noqa: F401  (register their rules)
 from amp_ir.errors import ArgumentError, PaddingError
 from amp_ir.ir.step_graph import Op, StepGraph, read_step

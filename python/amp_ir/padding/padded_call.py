@@ -305,7 +305,7 @@ def _pads(
 
 
 # Options that say a shape, which follows the padded length as the result does.
-_SHAPES = {"shape", "input_shape"}
+_SHAPES = {"shape", "input_shape", "output_shape"}
 # Ops whose arguments are sizes or places, at which their rules look.
 _OF_SIZES = {
     f"relax.{name}" for name in "reshape broadcast_to full zeros ones arange strided_slice".split()
