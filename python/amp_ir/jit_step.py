@@ -174,7 +174,7 @@ class JitStep:
                 variant, proven = self._proven_variant(signature, padded)
             except Exception as error:  # whatever it is: the batch alone raises what is its own
                 if not self._buckets.pads_less(padded, error):
-                    raise
+                    raise self._buckets.explained(padded, error) from error.__cause__
                 continue
             if proven is None:
                 return self._timed(padded, variant, tensors)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import amp_ir
-from amp_ir.errors import IndexOutOfRangeError, OptionError
+from amp_ir.errors import CaptureError, IndexOutOfRangeError, OptionError
 
 WORDS, PLACES = 50, 40
 PAD = {"ids": 0, "mask": 0, "labels": -100}
@@ -156,3 +156,15 @@ def test_auto_needs_numbers_to_pad_with():
         training(masked, buckets="all")
     with pytest.raises(OptionError, match="pad= is 0, expected a number by argument"):
         training(masked, pad=0, buckets="auto")
+
+
+def test_a_tensor_without_padding_is_named():
+    sizes = {name: {1: (8, 16)} for name in ("ids", "mask")}
+    train = training(masked, pad={"ids": 0, "mask": 0}, buckets=sizes)
+    with pytest.raises(CaptureError) as error:
+        train(*batch_of(3, 5))
+    assert str(error.value) == (
+        "the step cannot be traced on a padded batch, perhaps since buckets= does not pad axis 1 "
+        "of argument 2, as long as an axis that it pads: name it in buckets= and pad=. The error "
+        "was: Expected input batch_size (24) to match target batch_size (15)."
+    )

@@ -104,6 +104,17 @@ class BucketedCalls:
         )
         return True
 
+    def explained(self, batch: PaddedBatch, error: Exception) -> Exception:
+        """Return the error of a padded batch, with the axes that may lack padding, if any."""
+        axes = batch.unpadded_axes()
+        if not isinstance(error, CaptureError) or not axes:
+            return error
+        return CaptureError(
+            f"the step cannot be traced on a padded batch, perhaps since buckets= does not pad "
+            f"{' and '.join(axes)}, as long as an axis that it pads: name it in buckets= and pad=. "
+            f"The error was: {error.__cause__ or error}"
+        )
+
     def needs_proof(self, batch: PaddedBatch) -> bool:
         """Return whether a program for this batch is to be proven now.
 

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 
 from amp_ir.buckets.bucket_options import BucketOptions, PaddedTensorOption
 from amp_ir.buckets.chosen_sizes import ChosenSizes
+from amp_ir.capture.batch import path_text
 from amp_ir.padding.axes import Dimension
 from amp_ir.padding.check_padding import InertPadding, PaddedInput
 
@@ -114,6 +115,19 @@ class PaddedBatch:
             return None
         self.chosen[longest].drop(self.sizes[longest])
         return f"{longest} is not padded to {self.sizes[longest]}"
+
+    def unpadded_axes(self) -> list[str]:
+        """Return the axes that are not padded and as long as data of one that is, by name."""
+        given, padded = pytree.tree_flatten_with_path(self.exact_args)[0], iter(self.places)
+        lengths = {self.lengths[name] for name in self.padded_dimensions}
+        return [
+            f"axis {axis} of argument {path_text(path)}"
+            for path, leaf in given
+            if isinstance(leaf, torch.Tensor)
+            for here in [dict(next(padded))]
+            for axis, length in enumerate(leaf.shape)
+            if length in lengths and axis not in here
+        ]
 
     def dimensions(self, offset: int = 0, shortest: int = 2) -> dict[str, Dimension]:
         """Return the padded dimensions, each with a second size for the proof.
