@@ -116,3 +116,33 @@ def test_a_recurrence_gives_the_same_bits_with_fewer_kernels(monkeypatch: pytest
     *apart, many = losses(16)
     assert together == apart
     assert few < many / 2
+
+
+def test_kernels_that_nothing_calls_are_not_written():
+    """Of rows of a mask that the step makes itself, fusion leaves kernels without a call."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        state, loss = x.new_zeros(2, 8), torch.zeros(())
+        for t in range(4):
+            query = (state + x[:, t])[:, None]
+            seen = torch.nn.functional.scaled_dot_product_attention(
+                query, x, x, attn_mask=mask[t][None]
+            )
+            state = torch.tanh(model(seen[:, 0]))
+            loss = loss + state.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    x = torch.randn(2, 4, 8)
+    torch.manual_seed(0)
+    start = {name: one.clone() for name, one in model.state_dict().items()}
+    got = [train(x).item() for _ in range(3)]
+    model.load_state_dict(start)
+    torch.testing.assert_close(got, [step(x).item() for _ in range(3)], rtol=1e-5, atol=1e-6)

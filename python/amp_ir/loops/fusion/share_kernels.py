@@ -70,16 +70,14 @@ def share_kernels(ir: tvm.IRModule) -> tvm.IRModule:
 
     Requires: `fuse_loops` has run.
     Ensures:  every element is computed by the same arithmetic on the same elements; the numbers
-              follow the tensors that a kernel reads, as int32 parameters.
+              follow the tensors that a kernel reads, as int32 parameters. Kernels that nothing
+              calls are gone.
     """
     main = ir.get_global_var("main")
-    kernels = {
-        variable: function
-        for variable, function in ir.functions.items()
-        if isinstance(function, tirx.PrimFunc)
-    }
     flow = Dataflow(ir)
     read_counts = _read_counts(flow)
+    # Of values that nothing reads, fusion leaves the kernels, without a call.
+    kernels = {variable: ir[variable] for variable in ir.functions if variable in read_counts}
     replaced: dict[tvm.ir.GlobalVar, tuple[tvm.ir.GlobalVar, list[int]]] = {}
     shared: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
     for members in _equal_templates(kernels):
@@ -88,11 +86,11 @@ def share_kernels(ir: tvm.IRModule) -> tvm.IRModule:
         shared[first] = function.with_attr("global_symbol", first.name_hint)
         for variable, own in zip(members, offsets, strict=True):
             replaced[variable] = (first, own)
-    if not replaced:
+    if not replaced and len(kernels) == len(ir.functions) - 1:
         return ir
     kept = {
         variable: shared.get(variable, function)
-        for variable, function in ir.functions.items()
+        for variable, function in kernels.items()
         if variable not in replaced or variable in shared
     }
     kept[main] = _with_calls(flow, replaced)["main"]
