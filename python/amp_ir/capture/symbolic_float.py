@@ -113,6 +113,7 @@ class FloatTape:
         self.shown: list[Expression] = []
         self._refuse = on_unsupported
         self._by_value: dict[float, SymbolicFloat] = {}
+        self._derived: dict[tuple[Any, ...], SymbolicFloat] = {}
         self._random = random.Random(20)
 
     def input(self, index: int) -> SymbolicFloat:
@@ -141,7 +142,18 @@ class FloatTape:
         return Expression("constant", (float(value),))
 
     def derive(self, op: str, *operands: float) -> SymbolicFloat:
-        """Return a new float from an operation on others."""
+        """Return the float of an operation on others, the same for the same operands.
+
+        `torch.optim` computes `1 - beta` for each parameter: equal scalars make equal calls, which
+        repeat (`repeated_ops.py`).
+        """
+        key = (op, *map(_operand_key, operands))
+        known = self._derived.get(key)
+        if known is None:
+            known = self._derived[key] = self._derive(op, *operands)
+        return known
+
+    def _derive(self, op: str, *operands: float) -> SymbolicFloat:
         function: Callable[..., float] = UNARY.get(op) or BINARY[op]
         expression = Expression(op, tuple(self.expression_of(value) for value in operands))
         try:
@@ -198,6 +210,14 @@ class FloatTape:
         symbolic.tape = self
         self._by_value[value] = symbolic
         return symbolic
+
+
+def _operand_key(value: float) -> Any:
+    """Return what tells an operand apart: which symbolic float, or a constant's type and bits."""
+    if isinstance(value, SymbolicFloat):
+        return id(value)
+    sign = math.copysign(1.0, value) if isinstance(value, float) else None
+    return (type(value), value, sign)
 
 
 def _is_integer(value: float) -> bool:
