@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+# Whether a pause is in effect. To count a million frozen objects takes 10 ms.
+_paused = threading.Event()
 
 
 @contextlib.contextmanager
@@ -19,11 +23,13 @@ def paused_garbage_collection() -> Iterator[None]:
     Ensures: all objects are visited again afterwards; where `gc.freeze` was called already,
              nothing is changed.
     """
-    if gc.get_freeze_count():
+    if _paused.is_set() or gc.get_freeze_count():
         yield
         return
     gc.freeze()
+    _paused.set()
     try:
         yield
     finally:
+        _paused.clear()
         gc.unfreeze()
