@@ -258,7 +258,9 @@ class JitStep:
         return self._cast(self._trace(self._options(signature), batch), signature, batch)
 
     def _trace(self, options: dict[str, Any], batch: tuple[Any, ...]) -> StepModule:
-        mod: StepModule = trace_unchanged(self._step, batch, **options)
+        # What padding does is proven op by op.
+        rolls_loops = self._buckets is None
+        mod: StepModule = trace_unchanged(self._step, batch, rolls_loops=rolls_loops, **options)
         return mod
 
     def _cast(

@@ -19,6 +19,7 @@ A stage imports no other stage; this file joins them, and api/ calls it.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,10 @@ from amp_ir.capture import trace
 from amp_ir.dispatch.accumulate_matmuls import accumulate_matmuls
 from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.dispatch import dispatch
+from amp_ir.dispatch.lower_loops import lower_loops
 from amp_ir.dispatch.prepack_weights import prepack_weights
 from amp_ir.importer import import_step as importer
+from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.stages import OnStage, stage
@@ -44,6 +47,8 @@ from amp_ir.memory.plan_memory import plan_memory
 from amp_ir.rewrites.check_indices import CheckedStep, HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
+from amp_ir.rewrites.loops_to_unroll import unroll_unsupported
+from amp_ir.rewrites.unroll_loops import unroll_loops
 from amp_ir.rewrites.unslice_loss import unslice_loss
 
 
@@ -59,12 +64,19 @@ def import_step(
         captured = trace.capture_step(step, example_batch, **options)
         running.program = captured.graph
     with stage("import", captured.graph, on_stage) as running:
-        mod = importer.import_step(captured)
+        mod = import_captured(captured)
         running.program = mod.ir
     with stage("loss_scaling", mod.ir, on_stage) as running:
         degrees = check_scale_degrees(mod)
         running.program = mod.ir
     return attrs.evolve(mod, notes=(*mod.notes, *degrees.notes))
+
+
+def import_captured(captured: CapturedStep) -> StepModule:
+    """Import a captured step; the loops that no later stage can do are unrolled, and noted."""
+    mod = importer.import_step(captured)
+    ir, unrolled = unroll_unsupported(mod.ir)
+    return attrs.evolve(mod.with_ir(ir), notes=(*mod.notes, *unrolled))
 
 
 def rewrite(mod: StepModule, *, on_stage: OnStage | None = None) -> StepModule:
@@ -100,13 +112,20 @@ def lower(
     """
     target = target or cpu()
     is_cuda, log = target.is_cuda, DispatchLog()
+    if is_cuda:
+        # A loop's body is called by the host.
+        mod = mod.with_ir(unroll_loops(mod.ir))
     with stage("checks", mod.ir, on_stage) as running:
         # From here on a step whose indices are not all known is a transaction.
         checked = checked_step(mod, target, host_checks)
         running.program = checked.ir
     with stage("decompose", checked.ir, on_stage) as running:
         # From here on attention and recurrent layers are library calls or smaller ops.
-        ir = running.program = fold_casts(decompose(checked.ir, target, log))
+        lower_body = functools.partial(
+            lower, target=target, rounding=rounding, disable_fusion=disable_fusion
+        )
+        ir, bodies = lower_loops(checked.ir, lower_body, log)
+        ir = running.program = fold_casts(decompose(ir, target, log))
 
     def plan(ir: tvm.IRModule, *, in_chunks: bool) -> PlannedStep:
         own_log = copy.deepcopy(log)
@@ -130,6 +149,7 @@ def lower(
                 copy_kernel=emitter_of(is_cuda=is_cuda).emit_copy,
                 merger=None if disable_fusion else merger_of(is_cuda=is_cuda),
                 memory_budget=memory_budget,
+                bodies=bodies,
                 # A GPU's state is written as the queue comes to it.
                 keeps_state=not is_cuda,
             )

@@ -21,6 +21,7 @@ from amp_ir.amp.decisions import Decision, decide, round_after_convolution
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.keep_full import Border, keep_full
 from amp_ir.amp.kernels import FindKernels, Places, kernels_from, kernels_of, places_of
+from amp_ir.amp.loops import autocast_loops
 from amp_ir.amp.overrides import Override, apply_overrides
 from amp_ir.amp.plan import CastPlan, PlanCost
 from amp_ir.amp.policies import find_policy
@@ -98,6 +99,12 @@ def autocast(
         _check_output_dtype(mod, ir, out_dtype)
         return mod
     new_ir, made, dtypes = _rewritten(mod, ir, choices, plan, find_kernels)
+    inside = attrs.evolve(choices, out_dtype=None, overrides=())
+
+    def autocast_body(body: StepModule) -> tvm.IRModule:
+        return _rewritten(body, body.ir, inside, None, find_kernels)[0]
+
+    new_ir = autocast_loops(new_ir, autocast_body)
     if not isinstance(mod, StepModule):
         return new_ir
     return attrs.evolve(_with_output_dtypes(mod, dtypes), ir=new_ir, plan=made)

@@ -471,6 +471,12 @@ def external_call(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleRetur
     return [KEEP] * len(args)
 
 
+@type_hint("amp_ir.loop")
+def loop(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
+    """Left as it was: rules decide inside of its body, which is a step of its own."""
+    return [KEEP] * len(args)
+
+
 @type_hint("relax.astype", "amp_ir.cast")
 def user_cast(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Left as it was: a cast that the user wrote is honoured, rounding included."""

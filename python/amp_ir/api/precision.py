@@ -12,9 +12,11 @@ from amp_ir.amp import autocast as autocast_stage
 from amp_ir.amp.cast_traffic import traffic_by_reason
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
+from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.dispatch.decompose_recurrence import recurrence_as_calls
 from amp_ir.dispatch.dispatch import dispatch
+from amp_ir.dispatch.lower_loops import loops_as_calls
 from amp_ir.dispatch.write_external_calls import write_external_calls
 from amp_ir.errors import OptionError
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
@@ -25,6 +27,7 @@ from amp_ir.ir.step_module import StepModule
 from amp_ir.loops.fusion.kernel_assignment import assign_kernels, stored_tensors
 from amp_ir.report.stage_files import current_stage_files
 from amp_ir.rewrites.fold_casts import fold_casts
+from amp_ir.rewrites.unroll_loops import unroll_loops
 
 
 @paused_garbage_collection()
@@ -37,6 +40,7 @@ def autocast(
     """
     if isinstance(mod, StepModule) and args is not None:
         batch_of(mod, args)
+    mod = _as_it_was_decided(mod, options)
     before = mod.ir if isinstance(mod, StepModule) else mod
     with stage("amp", before, current_stage_files()) as running:
         found = autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
@@ -44,6 +48,17 @@ def autocast(
     if verbose and isinstance(found, StepModule) and found.plan is not None:
         print(found.plan.list_casts())
     return found
+
+
+def _as_it_was_decided(
+    mod: StepModule | tvm.IRModule, options: dict[str, Any]
+) -> StepModule | tvm.IRModule:
+    """Return the step with its loops unrolled where options name ops of single steps."""
+    plan = options.get("plan")
+    is_of_steps = isinstance(plan, CastPlan) and not any(one.name == LOOP for one in plan.ops)
+    if not isinstance(mod, StepModule) or not (options.get("overrides") or is_of_steps):
+        return mod
+    return mod.with_ir(unroll_loops(mod.ir))
 
 
 def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
@@ -54,7 +69,7 @@ def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
 
 def _decomposed_for_fusion(ir: tvm.IRModule) -> tvm.IRModule:
     """Return attention as its parts, and a recurrent layer as the one call that it is on a CPU."""
-    return recurrence_as_calls(decompose_attention(ir))
+    return recurrence_as_calls(decompose_attention(loops_as_calls(ir)))
 
 
 def explain_plan(mod: StepModule) -> CastPlan:

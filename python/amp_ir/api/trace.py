@@ -14,7 +14,6 @@ from amp_ir.capture import trace
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
-from amp_ir.importer import import_step as importer
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.loss_scaling.scale_loss import ScalerNotPassed, scalers_of
 from amp_ir.report.stage_files import current_stage_files
@@ -83,9 +82,13 @@ def trace_unchanged(
     optimizer: Optimizers = None,
     scaler: Any = None,
     numbers_as_inputs: frozenset[str] = frozenset(),
+    rolls_loops: bool = True,
 ) -> StepModule:
-    """Capture a step as `trace_step` does, and leave its ops as they were captured."""
-    owners = {"model": model, "optimizer": optimizer}
+    """Capture a step as `trace_step` does, and leave its ops as they were captured.
+
+    Without `rolls_loops` the steps of the user's loops stay single ops.
+    """
+    owners = {"model": model, "optimizer": optimizer, "rolls_loops": rolls_loops}
     if scaler is not None:
         mod = _imported(step, example_batch, numbers_as_inputs, {**owners, "scaler": scaler})
     else:
@@ -141,7 +144,7 @@ def trace_model(
 ) -> tuple[StepModule, tuple[Any, ...]]:
     """Capture the forward pass of a model, for inference; see `trace_step`."""
     captured = trace.capture_model(model, example_inputs)
-    return importer.import_step(captured), example_inputs
+    return pipeline.import_captured(captured), example_inputs
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

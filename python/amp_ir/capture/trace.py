@@ -30,6 +30,7 @@ from amp_ir.capture.notes import capture_notes, number_notes
 from amp_ir.capture.outside_tensors import lift_outside_tensors
 from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
+from amp_ir.capture.rolled_loops.find_loops import find_loops
 from amp_ir.capture.scaler_state import find_scaler_state
 from amp_ir.capture.state import State, find_state, move_counters
 from amp_ir.capture.traced import Traced
@@ -55,6 +56,7 @@ def capture_step(
     scaler: object = None,
     numbers_as_inputs: frozenset[str] = frozenset(),
     unfollowed: frozenset[str] = frozenset(),
+    rolls_loops: bool = True,
 ) -> CapturedStep:
     """Capture a training step; the model and the optimizer do not change.
 
@@ -69,6 +71,7 @@ def capture_step(
             call instead of guarded; those that decide a branch or a size stay guards, and a note
             says so.
         unfollowed: names of those that are known to be no inputs.
+        rolls_loops: make loops of ops that repeat; a loss scale goes through single steps only.
 
     Raises:
         ArgumentError: an argument is invalid; the message lists every error.
@@ -89,6 +92,8 @@ def capture_step(
         traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
         graph = find_cell_loops(graph, tape, mode)
+        if rolls_loops and not checked.scalers:
+            graph = find_loops(graph, mode)
         found = tracer.numbers.found
         interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)
     followed = frozenset(number.name for number in found)

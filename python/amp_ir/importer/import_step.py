@@ -25,6 +25,8 @@ from amp_ir.importer.converters import ConversionError, Emitter, converter_of
 from amp_ir.importer.converters.emitter import RANDOM_STATE, dtype_name
 from amp_ir.importer.converters.promotion import DTYPE_NAMES, Scalar, dtype_of, is_scalar, shape_of
 from amp_ir.importer.external_call import convert_external, is_complex_call, reads_number
+from amp_ir.importer.loop import convert_loop
+from amp_ir.ir.captured_loop import LOOP_KEY
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
 from amp_ir.ir.empty_tensors import has_no_elements, number_everywhere, results_of_nothing
 from amp_ir.ir.location import META_KEY, Location, to_span
@@ -192,6 +194,9 @@ class _Graph:
             return self._emitter.tensor(value) if isinstance(value, torch.Tensor) else value
         if node.target is operator.getitem:
             return self._lookup(node.args[0])[node.args[1]]
+        if LOOP_KEY in node.meta:
+            operands = self._lookup(node.args[0])
+            return convert_loop(self._emitter, node.meta[LOOP_KEY], operands, self._convert_body)
         if is_complex_call(node):
             return convert_external(self._emitter, node, self._lookup)
         of_nothing = self._of_nothing(node)
@@ -215,6 +220,14 @@ class _Graph:
             raise error from None
         _check(value, node.meta["val"])
         return value
+
+    def _convert_body(
+        self, body: fx.GraphModule, emitter: Emitter, parameters: Sequence[relax.Var]
+    ) -> list[relax.Expr]:
+        inner = _Graph(body, emitter, parameters)
+        outputs = inner.convert()
+        self._unsupported += inner._unsupported
+        return outputs
 
     def _of_nothing(self, node: fx.Node) -> Any:
         """Return a node's value when it computes on tensors without elements, if that is known."""

@@ -20,6 +20,8 @@ from tvm import relax
 
 from amp_ir.dialect import DECLARATIONS, options_of
 from amp_ir.dialect.define import LOW_DTYPES, dtype_name
+from amp_ir.dialect.loop import CARRIED, ENTRY, loop_of
+from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.errors import ArgumentError, UnsupportedOpError
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.index_check import IndexCheck, error_of
@@ -119,11 +121,32 @@ class _Run:
         name = call.op.name
         for use in index_uses(call):
             _check_index(use.check, arguments[use.position])
+        if name == LOOP:
+            return self._loop(call, arguments)
         if name in DECLARATIONS:
             value = DECLARATIONS[name].reference(*arguments, **options_of(call))
         else:
             value = RELAX_OPS[name](call.attrs, *map(_widen, arguments))
         return self._round(value, call.ty)
+
+    def _loop(self, call: relax.Call, operands: Sequence[torch.Tensor]) -> Any:
+        loop = loop_of(call)
+        _check_ops(Dataflow(loop.body).bindings)
+        stacked: list[dict[int, torch.Tensor]] = [{} for _ in loop.outputs]
+        now: list[torch.Tensor] = []
+        for step in range(loop.length):
+            given = []
+            for operand, (kind, first, stride) in zip(operands, loop.inputs, strict=True):
+                one = operand[first + stride * step] if kind == ENTRY else operand
+                given.append(now[first] if kind == CARRIED and step else one)
+            now = interpret(loop.body, given, on_value=self.on_value, float_dtype=self.float_dtype)
+            for made, one, (_, first, stride) in zip(stacked, now, loop.outputs, strict=True):
+                made[first + stride * step] = one
+        found = tuple(
+            torch.stack([made[k] for k in range(loop.length)]) if kind == ENTRY else last
+            for made, last, (kind, _, _) in zip(stacked, now, loop.outputs, strict=True)
+        )
+        return found[0] if len(found) == 1 else found
 
     def _round(self, value: Any, ty: relax.Type) -> Any:
         if isinstance(ty, relax.TupleType):

@@ -11,6 +11,8 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
+from amp_ir.dialect.loop import NAME as LOOP
+from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.ir.call_attributes import AMP_DTYPE, attribute_fields
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.step_graph import VIEWS
@@ -59,6 +61,8 @@ class _Uncaster:
 
     def call(self, call: relax.Call) -> relax.Call:
         args = [self.read(argument) for argument in call.args]
+        if op_name(call) == LOOP:
+            return self.builder.normalize(_loop_before(call, args))
         was_low = any(
             before.ty.dtype != after.ty.dtype
             for before, after in zip(call.args, args, strict=True)
@@ -80,6 +84,13 @@ class _Uncaster:
         if isinstance(expr, relax.TupleGetItem):
             return relax.TupleGetItem(self.read(expr.tuple_value), expr.index)
         return expr
+
+
+def _loop_before(call: relax.Call, args: list[relax.Expr]) -> relax.Call:
+    """Return a loop with the body that it had before autocast."""
+    options = options_of(call)
+    body = str(options["uncast"]) or str(options["body"])
+    return call_op(LOOP, args, call.span, **{**options, "body": body, "uncast": ""})
 
 
 def _widen_constant(expr: relax.Expr) -> relax.Expr:

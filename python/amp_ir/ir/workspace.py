@@ -13,6 +13,7 @@ from tvm import relax
 from amp_ir.host import native
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.ir.dataflow import op_name
+from amp_ir.ir.loop_call import is_loop_call, loop_persistent_nbytes, loop_workspace_nbytes
 from amp_ir.ir.tensor_layout import dtype_nbytes
 
 # Libraries that report a call's workspace, and take it from the caller.
@@ -36,6 +37,8 @@ def workspace_nbytes(call: relax.Call) -> int:
     Args:
         call: a call_dps_packed whose tensors are flat or dense; their contents are not needed.
     """
+    if is_loop_call(call):
+        return loop_workspace_nbytes(call)
     name = str(call.args[0].global_symbol)
     library = name.rpartition(".")[0]
     query = f"{library}.scratch_nbytes"
@@ -50,6 +53,8 @@ def persistent_nbytes(call: relax.Call) -> int:
     oneDNN's gemm and PyTorch's float32 matmul do so for copies of their operands' pieces. All calls
     share the largest one's.
     """
+    if is_loop_call(call):
+        return loop_persistent_nbytes(call)
     name = str(call.args[0].global_symbol)
     query = f"{name.rpartition('.')[0]}.kept_nbytes"
     if not native.has(query):

@@ -21,6 +21,7 @@ from amp_ir.ir.library_call import (
     LibraryRecurrence,
     read,
 )
+from amp_ir.ir.loop_call import planned_loop
 from amp_ir.ir.memory_plan import PlannedStep
 
 # Matmuls of [s, d] by [d, t] or as large; the gradient makes the scores once more.
@@ -35,19 +36,27 @@ def flop_of_calls(step: PlannedStep) -> tuple[int, ...]:
 
     Those of a matmul or convolution follow from its shapes, 2 for a multiply-add. Those of a
     kernel are counted in its loops: an addition, multiplication, division, maximum or function such
-    as exp is 1 a lane; index arithmetic, casts, comparisons and selections are none.
+    as exp is 1 a lane; index arithmetic, casts, comparisons and selections are none. A loop's are
+    those of all its steps.
     """
+    return tuple(_flop_of_calls(step.ir))
+
+
+def _flop_of_calls(ir: tvm.IRModule) -> list[int]:
     counted: dict[Any, int] = {}
     found = []
-    for call in Dataflow(step.ir).values.values():
+    for call in Dataflow(ir).values.values():
         callee = call.op
-        if isinstance(callee, tvm.ir.GlobalVar):
+        loop = planned_loop(ir, call)
+        if loop is not None:
+            found.append(loop.length * sum(_flop_of_calls(loop.body)))
+        elif isinstance(callee, tvm.ir.GlobalVar):
             if callee not in counted:
-                counted[callee] = kernel_flop(step.ir[callee])
+                counted[callee] = kernel_flop(ir[callee])
             found.append(counted[callee])
         elif str(callee.global_symbol) != "amp_ir.view":
             found.append(library_flop(read(call)))
-    return tuple(found)
+    return found
 
 
 def library_flop(call: LibraryCall | None) -> int:

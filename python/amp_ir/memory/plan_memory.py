@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import tvm
 import tvm_ffi
@@ -38,6 +38,7 @@ def plan_memory(
     merger: KernelMerger | None = None,
     memory_budget: int | None = None,
     keeps_state: bool = True,
+    bodies: Mapping[str, PlannedStep] | None = None,
 ) -> PlannedStep:
     """Fix the address of every value and pass it there by destination.
 
@@ -47,7 +48,7 @@ def plan_memory(
     Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes);
               `copy_kernel` writes kernels for the same device, and so does `merger`: where there is
               one, calls that read only inputs are fused, unless `memory_budget` is given:
-              calls that may run twice are not merged.
+              calls that may run twice are not merged; `bodies` has the planned body of each loop.
     Ensures:  values alive at the same time never share a byte, except an output that a kernel may
               write over an input it reads for the last time; a state input is overwritten only
               after its last reader; one arena holds everything else, oneDNN's workspace
@@ -66,7 +67,9 @@ def plan_memory(
     plan = planner.run()
     if memory_budget is not None and plan.peak_bytes > memory_budget:
         planner, plan = _plan_within(live, new_planner, plan, memory_budget)
-    planned = write_planned(ir, program, planner.destinations, plan.arena_bytes, copy_kernel)
+    planned = write_planned(
+        ir, program, planner.destinations, plan.arena_bytes, copy_kernel, bodies
+    )
     return PlannedStep(planned, plan)
 
 

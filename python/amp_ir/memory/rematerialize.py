@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 
 from amp_ir.ir.external_call import SYMBOL as EXTERNAL
+from amp_ir.ir.loop_call import SYMBOL as LOOP
 from amp_ir.memory.buffers import Buffer, Call
 from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.rerun_cost import rerun_milliseconds
@@ -236,6 +237,8 @@ class _Chain:
             return True
         if call.symbol == EXTERNAL:
             return False  # nobody promises that it returns the same again
+        if call.symbol == LOOP:
+            return False  # it costs as much as all of its steps
         if len(self.calls) >= _MAX_CHAIN:
             return False
         if not all(self._provide(buffer) for buffer in call.reads):

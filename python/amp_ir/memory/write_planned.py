@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 import tvm
 from tvm import relax, tirx
 
 from amp_ir.ir.dataflow import with_arguments
+from amp_ir.ir.loop_call import is_loop_call
+from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.workspace import with_workspace
 from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
+from amp_ir.memory.loop_bodies import LoopBodies
 
 _KERNEL_TYPE = relax.FuncType.opaque_func(ret=relax.TupleType([]))
 
@@ -38,9 +41,14 @@ def write_planned(
     destinations: Destinations,
     arena_bytes: int,
     copy_kernel: CopyKernel,
+    bodies: Mapping[str, PlannedStep] | None = None,
 ) -> tvm.IRModule:
-    """Write the step as `main(arena, inputs..., results...)`, every value passed by destination."""
-    return _Writer(ir, program, destinations, arena_bytes, copy_kernel).write()
+    """Write the step as `main(arena, inputs..., results...)`, every value passed by destination.
+
+    `bodies` are those of its loops, by the names that the calls have; each becomes one function
+    more.
+    """
+    return _Writer(ir, program, destinations, arena_bytes, copy_kernel, bodies or {}).write()
 
 
 def copy_symbol(target: Buffer) -> str:
@@ -56,8 +64,10 @@ class _Writer:
         destinations: Destinations,
         arena_bytes: int,
         copy_kernel: CopyKernel,
+        bodies: Mapping[str, PlannedStep],
     ) -> None:
         self.ir = ir
+        self.bodies = LoopBodies(bodies)
         self.copy_kernel = copy_kernel
         self.program = program
         self.destinations = destinations
@@ -79,7 +89,7 @@ class _Writer:
         nothing = relax.Tuple([])
         body = relax.SeqExpr([relax.BindingBlock(self.bindings)], nothing)
         function = relax.Function(parameters, body, relax.TupleType([]), is_pure=False)
-        functions = {**self.ir.functions, **self.kernels}
+        functions = {**self.ir.functions, **self.kernels, **self.bodies.functions()}
         for variable in functions:
             if variable.ty.is_missing():
                 relax.expr._update_type(variable, _KERNEL_TYPE)
@@ -103,11 +113,18 @@ class _Writer:
 
     def _write_call(self, call: Call) -> None:
         is_kernel = call.function is not None
+        is_loop = is_loop_call(call.expr)
         arguments: list[relax.Expr] = []
         for argument in [*call.arguments, *call.results]:
             is_buffer = isinstance(argument, Buffer)
-            kind = "kernel" if is_kernel else "library"
+            # A loop's body has the types of kernels.
+            kind = "kernel" if is_kernel or is_loop else "library"
             arguments.append(self._view(argument, kind) if is_buffer else _unshared(argument))
+        if is_loop and call.workspace is not None:
+            name, *rest = arguments
+            workspace = self._view(call.workspace, "kernel")
+            self._bind(self.bodies.call(str(name.value), [workspace, *rest], call.expr.span))
+            return
         callee = call.expr.args[0]
         if call.workspace is not None:
             workspace = self._view(call.workspace, "library")
@@ -151,7 +168,10 @@ class _Writer:
         result = type_ if type_ is not None else relax.TupleType([])
         call = relax.Call(function, arguments, None, [result], span)
         relax.expr._update_type(call, result)
-        variable = relax.Var(f"r{len(self.bindings)}", result)
+        return self._bind(call)
+
+    def _bind(self, call: relax.Call) -> relax.Var:
+        variable = relax.Var(f"r{len(self.bindings)}", call.ty)
         self.bindings.append(relax.VarBinding(variable, call))
         return variable
 

@@ -10,7 +10,9 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from amp_ir.ir.dataflow import KERNEL_CALL, op_name
+from amp_ir.dialect.loop import NAME as LOOP
+from amp_ir.dialect.loop import loop_of
+from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, op_name
 from amp_ir.ir.external_call import read_external
 from amp_ir.ir.library_call import ARGUMENTS, DPS_CALL, LibraryCall, read
 from amp_ir.ir.strided_view import StridedView
@@ -69,6 +71,12 @@ def _call_text(call: relax.Call) -> str:
         return f"{library.library}.{library.verb}({library_text(library, expression_text)})"
     if external is not None:
         return f"{external.op}({external.arguments_text(expression_text)})"
+    if name == LOOP:
+        loop = loop_of(call)
+        operands = ", ".join(map(expression_text, call.args[:]))
+        return (
+            f"loop({operands}), {loop.length} steps of {len(Dataflow(loop.body).bindings) - 1} ops"
+        )
     if name in (KERNEL_CALL, DPS_CALL):
         callee = call.args[0]
         called = getattr(callee, "name_hint", None) or str(callee.global_symbol)

@@ -28,6 +28,7 @@ from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, op_name
 from amp_ir.ir.external_call import read_external
 from amp_ir.ir.library_call import read, written_by
 from amp_ir.ir.location import META_KEY, Location, locations_of
+from amp_ir.ir.loop_call import PlannedLoop, planned_loop
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep, PlannedValue
 from amp_ir.ir.stages import Stage
 from amp_ir.report.expression_text import (
@@ -227,10 +228,17 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
             tensors.views[str(binding.var.name)] = call
             continue
         position, planned = next(calls)
-        library, external = read(call), read_external(call)
+        library, external, loop = read(call), read_external(call), planned_loop(step.ir, call)
         read_here = functools.partial(tensors.read, position=position)
         count = len(call.args) - planned.result_count
-        if external is not None:
+        if loop is not None:
+            count = len(loop.arguments) - planned.result_count
+            workspace, _numbers, *operands = loop.arguments[:count]
+            name, written = loop.name, loop.arguments[count:]
+            text = f"{loop.length} steps of {_steps_text(loop)}: "
+            text += ", ".join(map(read_here, operands))
+            text += f", workspace={tensors.written(workspace, position)}"
+        elif external is not None:
             name, written = external.op, call.args[count:]
             text = external.arguments_text(read_here)
         elif library is None:
@@ -245,6 +253,13 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
                 text += f", workspace={tensors.written(workspace, position)}"
         text += f" -> {', '.join(tensors.written(one, position) for one in written)}"
         yield Line(name, ((name, ""),), text, planned.locations)
+
+
+def _steps_text(loop: PlannedLoop) -> str:
+    """Return how many calls a step of a loop makes."""
+    values = Dataflow(loop.body).values.values()
+    calls = [one for one in values if str(getattr(one.op, "global_symbol", "")) != _VIEW]
+    return f"{len(calls)} calls"
 
 
 class _Tensors:

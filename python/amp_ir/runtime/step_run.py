@@ -26,7 +26,9 @@ from amp_ir.runtime import torn_state
 T = TypeVar("T")
 
 # The libraries whose functions are counted as they begin and end (src/kernels/step/call_count.h).
-_COUNTED = ("amp_ir.onednn.", "amp_ir.torch.", "amp_ir.torch_cuda.", "amp_ir.cublaslt.")
+_COUNTED = (
+    "amp_ir.onednn.", "amp_ir.torch.", "amp_ir.torch_cuda.", "amp_ir.cublaslt.", "amp_ir.loop.",
+)  # fmt: skip
 _LIBRARY = "amp_ir."
 # What a function of Python's raises inside of `main` comes out as its own class where that is
 # known, and as a RuntimeError where not: an interruption must stay one.

@@ -62,6 +62,8 @@ from amp_ir.files.sealed_json import sealed
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import OWN_KERNEL, DispatchNote
 from amp_ir.ir.external_call import SYMBOL as EXTERNAL
+from amp_ir.ir.loop_call import SYMBOL as LOOP
+from amp_ir.ir.loop_call import planned_loop
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.planned_checks import PlannedChecks
 from amp_ir.ir.step_module import Role, StepModule
@@ -70,7 +72,7 @@ from amp_ir.ir.tensor_layout import physical_dtype
 from amp_ir.standalone import FORMAT, KIND, STATE_DIGEST, state_digest
 
 # A function's second name -> the library that holds it, where they differ.
-_HOLDER = {"view": "openmp", "torch_cuda": "torch"}
+_HOLDER = {"view": "openmp", "loop": "openmp", "torch_cuda": "torch"}
 _OPENMP = ("libgomp.so.1", None)
 _NEEDS: dict[str, tuple[tuple[str, str | None], ...]] = {
     "openmp": (_OPENMP,),
@@ -296,6 +298,10 @@ def _argument(
 def _functions(ir: tvm.IRModule) -> Iterator[str]:
     """Return the native functions that `main` calls, with repetitions; also under a workspace."""
     for call in Dataflow(ir).values.values():
+        loop = planned_loop(ir, call)
+        if loop is not None:
+            yield LOOP
+            yield from _functions(loop.body)
         if not isinstance(call, relax.Call) or not isinstance(call.op, relax.ExternFunc):
             continue
         name = str(call.op.global_symbol)

@@ -43,16 +43,16 @@ class GraphWriter:
 
     def __init__(self, graph: torch.fx.Graph, mode: FakeTensorMode) -> None:
         self.graph = graph
-        self._mode = mode
-        self._end = next(iter(reversed(graph.nodes)))
+        self.mode = mode
+        self.end = next(iter(reversed(graph.nodes)))
         self.location = Location()
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Write a call and return its node."""
-        with self.graph.inserting_before(self._end):
+        with self.graph.inserting_before(self.end):
             node = self.graph.call_function(target, args, kwargs)
         given, named = torch.fx.map_arg((args, kwargs), lambda one: one.meta["val"])
-        with self._mode, torch.no_grad():
+        with self.mode, torch.no_grad():
             node.meta["val"] = target(*given, **named)
         node.meta[META_KEY] = self.location
         return node
@@ -129,5 +129,5 @@ class GraphWriter:
                 waiting.pop()
                 if one not in placed:
                     placed.add(one)
-                    if one is not self._end:
-                        self._end.prepend(one)
+                    if one is not self.end:
+                        self.end.prepend(one)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lower the bodies of loops, and turn each loop into one call that runs its body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+from tvm import relax
+
+from amp_ir.dialect.loop import NAME, loop_of
+from amp_ir.ir.dataflow import Dataflow, op_name
+from amp_ir.ir.dispatch_log import DispatchLog
+from amp_ir.ir.library_call import library_call
+from amp_ir.ir.loop_body import step_of_body
+from amp_ir.ir.loop_call import LIBRARY, SYMBOL, write_loop_call
+from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.ir.step_module import StepModule
+
+
+def lower_loops(
+    ir: tvm.IRModule, lower: Callable[[StepModule], PlannedStep], log: DispatchLog
+) -> tuple[tvm.IRModule, dict[str, PlannedStep]]:
+    """Turn loops into destination-passing calls; return their lowered bodies by name, too.
+
+    Before:  y, h = amp_ir.loop(h0, x, ...)
+    After:   y, h = call_dps_packed("amp_ir.loop.run", ("loop0", numbers, h0, x))
+
+    Ensures:  `log` says of each loop how many steps it has, and what its body dispatched.
+    """
+    flow = Dataflow(ir)
+    bodies: dict[str, PlannedStep] = {}
+    bindings = []
+    for binding in flow.bindings:
+        value = binding.value
+        if op_name(value) == NAME:
+            name = f"loop{len(bodies)}"
+            bodies[name] = planned = lower(step_of_body(loop_of(value)))
+            log.add(NAME, LIBRARY, f"{loop_of(value).length} steps")
+            for note in planned.dispatched:
+                log.add(note.op, note.library, note.reason)
+            value = write_loop_call(
+                value,
+                name,
+                arena_bytes=planned.plan.arena_bytes,
+                persistent_nbytes=planned.plan.library_bytes,
+            )
+        bindings.append(relax.VarBinding(binding.var, value))
+    return (flow.finish(bindings) if bodies else ir), bodies
+
+
+def loops_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
+    """Replace each loop by one external call, to find which kernels the rest becomes.
+
+    Before:  y, h = amp_ir.loop(h0, x, ...)
+    After:   y, h = call_dps_packed("amp_ir.loop.run", (h0, x))
+    """
+    flow = Dataflow(ir)
+    return flow.finish([_as_call(one) for one in flow.bindings]) if flow.calls(NAME) else ir
+
+
+def _as_call(binding: relax.VarBinding) -> relax.VarBinding:
+    value = binding.value
+    if op_name(value) != NAME:
+        return binding
+    call = library_call(SYMBOL, list(value.args), value.ty, value.span)
+    return relax.VarBinding(binding.var, call)
