@@ -19,8 +19,10 @@ NOISE = 5e-6
 
 
 def test_every_op_has_a_case_and_a_kernel():
-    assert {case.op for case in CASES} == set(DECLARATIONS)
-    assert set(DECLARATIONS) - set(LOWERINGS) == EXPANDED
+    # A loop is what its body is: tests/capture/test_rolled_loops.py.
+    ops = set(DECLARATIONS) - {"amp_ir.loop"}
+    assert {case.op for case in CASES} == ops
+    assert ops - set(LOWERINGS) == EXPANDED
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

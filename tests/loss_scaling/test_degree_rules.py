@@ -330,7 +330,8 @@ def test_each_excuse_is_needed(name: str, position: int):
 def test_every_op_has_a_rule_and_a_trial():
     known = set(DECLARATIONS) | set(RELAX_OPS)
     assert set(RULES) == known
-    assert {trial.op for trial in TRIALS} == known
+    # No step with a loss scale has a loop: tests/capture/test_rolled_loops.py.
+    assert {trial.op for trial in TRIALS} == known - {"amp_ir.loop"}
 
 
 def test_a_rule_is_registered_once():

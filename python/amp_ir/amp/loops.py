@@ -34,52 +34,64 @@ def autocast_loops(
 
     Requires: `autocast_body` keeps the dtypes of inputs and outputs.
     """
-    flow = Dataflow(ir)
-    if not flow.calls(NAME):
-        return ir
-    bindings: list[relax.VarBinding] = []
-    builder = relax.BlockBuilder()
-    results: dict[relax.Var, relax.Var] = {}
-    now: dict[relax.Var, relax.Expr] = {}
+    return _Loops(ir, autocast_body).run() if Dataflow(ir).calls(NAME) else ir
 
-    def bind(stem: str, expr: relax.Expr) -> relax.Var:
-        value = builder.normalize(expr)
+
+class _Loops:
+    def __init__(
+        self, ir: tvm.IRModule, autocast_body: Callable[[StepModule], tvm.IRModule]
+    ) -> None:
+        self.flow = Dataflow(ir)
+        self.autocast_body = autocast_body
+        self.builder = relax.BlockBuilder()
+        self.bindings: list[relax.VarBinding] = []
+        # Loops by their names before, and what their results are now.
+        self.loops: dict[relax.Var, relax.Var] = {}
+        self.now: dict[relax.Var, relax.Expr] = {}
+
+    def run(self) -> tvm.IRModule:
+        for binding in self.flow.bindings:
+            value = replaced(binding.value, self.now)
+            if op_name(value) == NAME:
+                loop = self._bind(binding.var.name, self._loop(value))
+                self.loops[binding.var] = loop
+                if not isinstance(loop.ty, relax.TupleType):
+                    self._result(binding.var, loop, value.span)
+            elif isinstance(value, relax.TupleGetItem) and value.tuple_value in self.loops:
+                loop = self.loops[value.tuple_value]
+                part = self._bind(binding.var.name, relax.TupleGetItem(loop, value.index))
+                self._result(binding.var, part, self.flow.values[value.tuple_value].span)
+            else:
+                self.bindings.append(relax.VarBinding(binding.var, value))
+        return self.flow.finish(self.bindings, replaced(self.flow.result, self.now))
+
+    def _bind(self, stem: str, expr: relax.Expr) -> relax.Var:
+        value = self.builder.normalize(expr)
         variable = relax.DataflowVar(stem, value.ty)
-        bindings.append(relax.VarBinding(variable, value))
+        self.bindings.append(relax.VarBinding(variable, value))
         return variable
 
-    def widened(part: relax.Var, before: relax.Var, span: tvm.ir.Span | None) -> relax.Var:
-        dtype = str(before.ty.dtype)
-        if dtype == str(part.ty.dtype):
-            return part
-        return bind("loop_output", call_op(_CAST, [part], span, dtype=dtype))
+    def _loop(self, call: relax.Call) -> relax.Call:
+        before = loop_of(call)
+        body = self.autocast_body(step_of_body(before, carried=Role.GRADIENT))
+        loop = _with_casts_outside(attrs.evolve(before, body=body))
+        loop = attrs.evolve(loop, uncast=str(options_of(call)["body"]))
+        parameters = loop.body["main"].params
+        operands = [
+            self._cast("loop_input", operand, str(parameter.ty.dtype), call.span)
+            for operand, parameter in zip(call.args, parameters, strict=True)
+        ]
+        return call_op(NAME, operands, call.span, **loop.options)
 
-    for binding in flow.bindings:
-        value = replaced(binding.value, now)
-        if op_name(value) == NAME:
-            before = loop_of(value)
-            body = autocast_body(step_of_body(before, carried=Role.GRADIENT))
-            loop = _with_casts_outside(attrs.evolve(before, body=body))
-            loop = attrs.evolve(loop, uncast=str(options_of(value)["body"]))
-            operands = []
-            for k, operand in enumerate(value.args):
-                dtype = str(loop.body["main"].params[k].ty.dtype)
-                if dtype != str(operand.ty.dtype):
-                    operand = bind(  # noqa: PLW2901
-                        "loop_input", call_op(_CAST, [operand], value.span, dtype=dtype)
-                    )
-                operands.append(operand)
-            call = bind(binding.var.name, call_op(NAME, operands, value.span, **loop.options))
-            if isinstance(call.ty, relax.TupleType):
-                results[binding.var] = call
-            else:
-                now[binding.var] = widened(call, binding.var, value.span)
-        elif isinstance(value, relax.TupleGetItem) and value.tuple_value in results:
-            part = relax.TupleGetItem(results[value.tuple_value], value.index)
-            now[binding.var] = widened(bind(binding.var.name, part), binding.var, value.span)
-        else:
-            bindings.append(relax.VarBinding(binding.var, value))
-    return flow.finish(bindings, replaced(flow.result, now))
+    def _result(self, before: relax.Var, part: relax.Var, span: tvm.ir.Span | None) -> None:
+        self.now[before] = self._cast("loop_output", part, str(before.ty.dtype), span)
+
+    def _cast(
+        self, stem: str, value: relax.Expr, dtype: str, span: tvm.ir.Span | None
+    ) -> relax.Expr:
+        if dtype == str(value.ty.dtype):
+            return value
+        return self._bind(stem, call_op(_CAST, [value], span, dtype=dtype))
 
 
 def casts_around_loops(ir: tvm.IRModule) -> set[relax.Var]:

@@ -234,7 +234,7 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
         if loop is not None:
             count = len(loop.arguments) - planned.result_count
             workspace, _numbers, *operands = loop.arguments[:count]
-            name, written = loop.name, loop.arguments[count:]
+            name, written = loop.name, list(loop.arguments[count:])
             text = f"{loop.length} steps of {_steps_text(loop)}: "
             text += ", ".join(map(read_here, operands))
             text += f", workspace={tensors.written(workspace, position)}"
@@ -242,9 +242,9 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
             name, written = external.op, call.args[count:]
             text = external.arguments_text(read_here)
         elif library is None:
-            name, given, written = symbol, call.args[:count], call.args[count:]
+            name, written = symbol, call.args[count:]
             text = f"{', '.join(planned.ops)}: "
-            text += ", ".join(map(read_here, given))
+            text += ", ".join(map(read_here, call.args[:count]))
         else:
             name = f"{library.library}.{library.verb}"
             workspace, written = written_by(call)
