@@ -237,3 +237,72 @@ def test_undoing_autocast_gives_the_loops_before():
     assert len(Dataflow(back.ir).bindings) == len(Dataflow(mod.ir).bindings)
     assert [str(one["body"]) for one in before] == [str(one["body"]) for one in after]
     assert {str(one["uncast"]) for one in after} == {""}
+
+
+class Tokens(nn.Module):
+    """Teacher forcing: each step embeds a token, and has a loss on the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.cell = nn.LSTMCell(2 * WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens):
+        h = torch.zeros(tokens.shape[0], WIDTH, dtype=self.out.weight.dtype)
+        c, loss = h, 0.0
+        for t in range(tokens.shape[1] - 1):
+            h, c = self.cell(torch.cat([self.embedding(tokens[:, t]), torch.tanh(h)], 1), (h, c))
+            loss = loss + nn.functional.cross_entropy(self.out(h), tokens[:, t + 1])
+        return loss / tokens.shape[1]
+
+
+def test_tokens_are_checked_for_all_steps_at_once():
+    torch.manual_seed(0)
+    model = Tokens()
+    exact = copy.deepcopy(model).double()
+    step, exact_step = training(model), training(exact)
+    tokens = torch.randint(0, 11, (4, STEPS + 4))
+    mod, _ = amp_ir.trace_step(step, (tokens,), model=model, optimizer=step.optimizer)
+    assert len(count_loops(mod.ir)) == 2
+    train = amp_ir.jit(step, model=model, optimizer=step.optimizer)
+    for _ in range(3):
+        tokens = torch.randint(0, 11, (4, STEPS + 4))
+        torch.testing.assert_close(train(tokens).double(), exact_step(tokens), rtol=1e-6, atol=0)
+    assert relative(model, exact) < 1e-5
+    before = [one.detach().clone() for one in model.parameters()]
+    tokens[2, 9] = 11
+    with pytest.raises(amp_ir.errors.IndexOutOfRangeError, match="11"):
+        train(tokens)
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_computed_index_unrolls_the_loop_and_says_so():
+    class Greedy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(11, WIDTH)
+            self.out = nn.Linear(WIDTH, 11)
+
+        def forward(self, x):
+            made = []
+            h = torch.zeros_like(x)
+            for _ in range(STEPS):
+                scores = self.out(torch.tanh(h + x))
+                h = self.embedding(scores.argmax(1)) + h
+                made.append(scores)
+            return torch.stack(made)
+
+    torch.manual_seed(0)
+    model = Greedy()
+    mod, args = amp_ir.trace_model(model, (torch.randn(3, WIDTH),))
+    assert not count_loops(mod.ir)
+    found = [note for note in mod.notes if "step by step" in note]
+    assert len(found) == 1
+    assert found[0].startswith("a loop of ")
+    assert found[0].endswith(
+        "is compiled step by step, which takes long, since each step computes indices, which are "
+        "checked one by one. Do that for all steps at once, before or after the loop"
+    )
+    del args

@@ -42,7 +42,7 @@ def test_a_loop_runs_with_the_runtime_alone(tmp_path):
         optimizer.step()
         return loss
 
-    # Rows of 20 bytes: a loop reads and writes them through aligned copies.
+    # Entries of 160 bytes, which are not aligned: a loop reads and writes them through copies.
     batch = (torch.randn(5, 20, 8),)
     mod, args = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
     mod = amp_ir.autocast(mod, args, amp_dtype="bfloat16")

@@ -14,9 +14,11 @@ from collections.abc import Callable
 import attrs
 from tvm import relax
 
+from amp_ir.dialect.loop import CARRIED, Loop, loop_of
+from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.dialect.losses import class_axis
 from amp_ir.dialect.registry import options_of
-from amp_ir.ir.dataflow import op_name
+from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.index_check import IndexCheck, LengthCheck
 from amp_ir.ir.location import from_span
 from amp_ir.ir.static_shape import shape_of
@@ -34,8 +36,13 @@ _Uses = list[tuple[int, int, int, "int | None"]]
 
 
 def index_uses(call: relax.Call) -> list[IndexUse]:
-    """Return the arguments of a call that hold indices; none for other ops."""
+    """Return the arguments of a call that hold indices; none for other ops.
+
+    Those of a loop are the operands that its steps use so, all entries at once.
+    """
     name = op_name(call)
+    if name == LOOP:
+        return [use for use in uses_in_body(loop_of(call)) if use is not None]
     rule = INDEX_USES.get(name)
     if rule is None:
         return []
@@ -50,6 +57,30 @@ def index_uses(call: relax.Call) -> list[IndexUse]:
         IndexUse(position, IndexCheck(name, place, least, extent, ignored))
         for position, least, extent, ignored in rule(call)
     ]
+
+
+def uses_in_body(loop: Loop) -> list[IndexUse | None]:
+    """Return the uses of indices in a loop's body, by operand; None for a computed index."""
+    flow = Dataflow(loop.body)
+    operands = {parameter: k for k, parameter in enumerate(flow.main.params)}
+    found: list[IndexUse | None] = []
+    for value in flow.values.values():
+        for use in index_uses(value) if isinstance(value, relax.Call) else ():
+            source = value.args[use.position]
+            while _is_view(flow.values.get(source)):
+                source = flow.values[source].args[0]
+            at = operands.get(source)
+            is_given = at is not None and loop.inputs[at][0] != CARRIED
+            found.append(IndexUse(at, use.check) if at is not None and is_given else None)
+    return found
+
+
+def _is_view(value: relax.Expr | None) -> bool:
+    """Return whether each element of a value is one of its argument, and none is lost."""
+    if op_name(value) in ("relax.astype", "amp_ir.cast"):
+        dtypes = (str(value.args[0].ty.dtype), str(value.ty.dtype))  # type: ignore[union-attr]
+        return dtypes == ("int32", "int64") or dtypes[0] == dtypes[1]
+    return op_name(value) in ("relax.reshape", "relax.permute_dims", "relax.broadcast_to")
 
 
 def _rows(call: relax.Call) -> _Uses:

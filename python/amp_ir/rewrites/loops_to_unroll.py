@@ -8,7 +8,7 @@ import tvm
 from amp_ir.dialect.external_call import NAME as EXTERNAL
 from amp_ir.dialect.loop import NAME, Loop, loop_of
 from amp_ir.ir.dataflow import Dataflow, op_name
-from amp_ir.ir.index_uses import index_uses
+from amp_ir.ir.index_uses import uses_in_body
 from amp_ir.ir.location import from_span
 from amp_ir.rewrites.unroll_loops import unroll_loops
 
@@ -18,8 +18,8 @@ _DIVISIONS = ("relax.divide", "relax.floor_divide", "relax.mod", "relax.floor_mo
 def unroll_unsupported(ir: tvm.IRModule) -> tuple[tvm.IRModule, tuple[str, ...]]:
     """Unroll the loops whose bodies need a check of each step; return a note on each of them.
 
-    Before:  y = amp_ir.loop(h0, w, ids)        # its body reads w[ids[t]]: is that in range?
-    After:   y1 = embedding(w, ids[0]); y2 = embedding(w, ids[1]); ...
+    Before:  y = amp_ir.loop(h0, w)        # its body reads w[argmax(h)]: is that in range?
+    After:   h1 = embedding(w, argmax(h0)); h2 = embedding(w, argmax(h1)); ...
     """
     notes = []
     for call in Dataflow(ir).calls(NAME).values():
@@ -42,8 +42,8 @@ def _reason(loop: Loop) -> str:
         name = op_name(value)
         if name == EXTERNAL:
             return "each step calls an op that amp_ir has no kernel of"
-        if name and index_uses(value):
-            return f"each step reads or writes by computed indices ({name})"
         if name in _DIVISIONS and "float" not in str(value.ty.dtype):
             return "each step divides integers"
+    if None in uses_in_body(loop):
+        return "each step computes indices, which are checked one by one"
     return ""

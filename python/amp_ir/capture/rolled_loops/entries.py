@@ -27,7 +27,7 @@ class Entry:
         return other == attrs.evolve(self, index=self.index + stride)
 
     def stacked(self, writer: GraphWriter) -> Node:
-        """Return the tensor whose first axis counts these entries."""
+        """Return the tensor whose first axis counts these entries, and others of the tensor."""
         whole, axis = self.whole, self.axis
         if self.width is not None:
             shape = list(value(whole).shape)

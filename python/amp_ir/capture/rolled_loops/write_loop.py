@@ -181,7 +181,19 @@ class _LoopWriter:
     def _entry(self, source: FromEntry, like: Node) -> Node:
         one = source.first
         key = ("entry", one.whole, one.axis, one.width, one.index, source.stride)
-        return self._input(key, like, lambda: one.stacked(self.writer))
+        return self._input(key, like, lambda: self._stacked(source))
+
+    def _stacked(self, source: FromEntry) -> Node:
+        """Return the tensor of all entries; of integers, which may be indices, no others."""
+        whole = source.first.stacked(self.writer)
+        if value(whole).is_floating_point():
+            return whole
+        begin, end = self._range_of(source.first.index, source.stride)
+        return self.writer.sliced(whole, 0, begin, end)
+
+    def _range_of(self, first: int, stride: int) -> tuple[int, int]:
+        last = first + stride * (self.ops.length - 1)
+        return min(first, last), max(first, last) + 1
 
     def _input(self, key: Any, like: Node, operand: Callable[[], Node]) -> Node:
         if key not in self.placeholders:
@@ -239,7 +251,9 @@ class _LoopWriter:
             return (WHOLE, 0, 0)
         if key[0] == "carried":
             return (CARRIED, numbers[key[1]], 0)
-        return (ENTRY, key[4], key[5])
+        _, whole, _, _, first, stride = key
+        begin = 0 if value(whole).is_floating_point() else self._range_of(first, stride)[0]
+        return (ENTRY, first - begin, stride)
 
     def _replace(self, loop: Node, outputs: dict[int, int]) -> None:
         """Let what reads a step's values from outside read the loop's results."""
