@@ -31,6 +31,7 @@ from amp_ir.capture import trace
 from amp_ir.dispatch.accumulate_matmuls import accumulate_matmuls
 from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.dispatch import dispatch
+from amp_ir.dispatch.hoist_packs import PackHoister
 from amp_ir.dispatch.lower_loops import lower_loops
 from amp_ir.dispatch.prepack_weights import prepack_weights
 from amp_ir.importer import import_step as importer
@@ -38,7 +39,7 @@ from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.stages import OnStage, stage
-from amp_ir.ir.step_module import StepModule
+from amp_ir.ir.step_module import InputSpec, StepModule
 from amp_ir.ir.target import CompileTarget, cpu
 from amp_ir.loops.write_kernels import emitter_of, merger_of, write_kernels
 from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
@@ -95,6 +96,7 @@ def lower(
     memory_budget: int | None = None,
     disable_fusion: bool = False,
     host_checks: HostChecks | None = None,
+    hoist: PackHoister | None = None,
     on_stage: OnStage | None = None,
 ) -> PlannedStep:
     """Take a step from ops to planned kernels and library calls.
@@ -102,7 +104,8 @@ def lower(
     `target` is what the kernels are for; None: this machine's CPU. `host_checks` says which indices
     the caller checks before a step; None: all that it can on a CPU, and none on a GPU.
     `disable_fusion` makes a kernel of each op. `on_stage` gets the record of each stage, and with a
-    budget of each plan that is tried. api/ checks the other options.
+    budget of each plan that is tried. `hoist` takes what every step of a loop does alike out of
+    the loop's body. api/ checks the other options.
 
     Ensures: the user's state is untouched, and nothing has been executed.
 
@@ -124,16 +127,18 @@ def lower(
         lower_body = functools.partial(
             lower, target=target, rounding=rounding, disable_fusion=disable_fusion
         )
-        ir, bodies = lower_loops(checked.ir, lower_body, log)
+        # A packed weight is a copy, for which a budget has no memory.
+        ir, bodies = lower_loops(checked.ir, lower_body, log, packs=memory_budget is None)
         ir = running.program = fold_casts(decompose(ir, target, log))
 
     def plan(ir: tvm.IRModule, *, in_chunks: bool) -> PlannedStep:
-        own_log = copy.deepcopy(log)
+        own_log, inputs = copy.deepcopy(log), checked.signature.inputs
         with stage("dispatch", ir, on_stage) as running:
             # From here on heavy ops are library calls, opaque to fusion.
-            running.program = ir = library_calls(
-                ir, checked.signature.outputs, target, own_log, in_chunks=in_chunks
+            ir, hoisted = library_calls(
+                ir, checked.signature.outputs, target, own_log, in_chunks=in_chunks, hoist=hoist
             )
+            running.program, inputs = ir, (*inputs, *hoisted)
         with stage("loops", ir, on_stage) as running:
             # From here on there are kernels, and low precision exists only in memory.
             is_strict = rounding == "strict"
@@ -144,7 +149,7 @@ def lower(
             # From here on every value has its bytes, and order must not change.
             running.program = planned = plan_memory(
                 ir,
-                checked.signature.inputs,
+                inputs,
                 checked.signature.outputs,
                 copy_kernel=emitter_of(is_cuda=is_cuda).emit_copy,
                 merger=None if disable_fusion else merger_of(is_cuda=is_cuda),
@@ -170,12 +175,22 @@ def checked_step(
 
 
 def library_calls(
-    ir: tvm.IRModule, outputs: Any, target: CompileTarget, log: DispatchLog, *, in_chunks: bool
-) -> tvm.IRModule:
-    """Write the library calls of a step, with what they fold in: biases, packing, sums."""
+    ir: tvm.IRModule,
+    outputs: Any,
+    target: CompileTarget,
+    log: DispatchLog,
+    *,
+    in_chunks: bool,
+    hoist: PackHoister | None = None,
+) -> tuple[tvm.IRModule, tuple[InputSpec, ...]]:
+    """Write the library calls of a step, with what they fold in: biases, packing, sums.
+
+    Returns the inputs that it then has more, with `hoist`.
+    """
     ir = dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
     # Matmuls that add a bias round once, so casts around the sum fold away.
     ir = fold_casts(ir)
+    ir, hoisted = (ir, ()) if hoist is None else hoist(ir, log)
     # A packed matrix is a copy, which the matmuls of a loss in chunks have no memory for.
     ir = ir if in_chunks else prepack_weights(ir, log=log)
-    return accumulate_matmuls(ir, outputs, saves_memory=in_chunks, log=log)
+    return accumulate_matmuls(ir, outputs, saves_memory=in_chunks, log=log), hoisted

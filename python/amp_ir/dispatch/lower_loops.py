@@ -8,23 +8,25 @@ from collections.abc import Callable
 import tvm
 from tvm import relax
 
-from amp_ir.dialect.loop import NAME, loop_of
+from amp_ir.dialect.loop import NAME, WHOLE, loop_of
+from amp_ir.dispatch.hoist_packs import PackHoister
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import library_call
 from amp_ir.ir.loop_body import step_of_body
 from amp_ir.ir.loop_call import LIBRARY, SYMBOL, write_loop_call
 from amp_ir.ir.memory_plan import PlannedStep
-from amp_ir.ir.step_module import StepModule
 
 
 def lower_loops(
-    ir: tvm.IRModule, lower: Callable[[StepModule], PlannedStep], log: DispatchLog
+    ir: tvm.IRModule, lower: Callable[..., PlannedStep], log: DispatchLog, *, packs: bool
 ) -> tuple[tvm.IRModule, dict[str, PlannedStep]]:
     """Turn loops into destination-passing calls; return their lowered bodies by name, too.
 
     Before:  y, h = amp_ir.loop(h0, x, ...)
     After:   y, h = call_dps_packed("amp_ir.loop.run", ("loop0", numbers, h0, x))
+
+    `lower` lowers a body as a step; with `packs`, weights are packed before the loop.
 
     Ensures:  `log` says of each loop how many steps it has, and what its body dispatched.
     """
@@ -34,16 +36,24 @@ def lower_loops(
     for binding in flow.bindings:
         value = binding.value
         if op_name(value) == NAME:
-            name = f"loop{len(bodies)}"
-            bodies[name] = planned = lower(step_of_body(loop_of(value)))
-            log.add(NAME, LIBRARY, f"{loop_of(value).length} steps")
+            name, loop = f"loop{len(bodies)}", loop_of(value)
+            whole = [k for k, (kind, _, _) in enumerate(loop.inputs) if kind == WHOLE]
+            hoist = PackHoister(whole) if packs else None
+            bodies[name] = planned = lower(step_of_body(loop), hoist=hoist)
+            log.add(NAME, LIBRARY, f"{loop.length} steps")
             for note in planned.dispatched:
                 log.add(note.op, note.library, note.reason)
+            packed = []
+            for pack in () if hoist is None else hoist.calls(value.args):
+                packed.append(relax.DataflowVar(f"{name}_packed", pack.ty))
+                bindings.append(relax.VarBinding(packed[-1], pack))
+            plan = planned.plan
             value = write_loop_call(
                 value,
                 name,
-                arena_bytes=planned.plan.arena_bytes,
-                persistent_nbytes=planned.plan.library_bytes,
+                packed,
+                arena_bytes=plan.arena_bytes,
+                persistent_nbytes=plan.library_bytes,
             )
         bindings.append(relax.VarBinding(binding.var, value))
     return (flow.finish(bindings) if bodies else ir), bodies

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import attrs
 import tvm
 import tvm_ffi
@@ -35,8 +37,14 @@ class _Operand:
     dtype: str
 
 
-def prepack_weights(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.IRModule:
-    """Prepack for oneDNN the second operand that at least 8 matmuls share.
+def prepack_weights(
+    ir: tvm.IRModule,
+    *,
+    log: DispatchLog | None = None,
+    least_calls: int = _LEAST_CALLS,
+    among: Container[relax.Expr] | None = None,
+) -> tvm.IRModule:
+    """Prepack for oneDNN the second operand that at least 8 matmuls, or `least_calls`, share.
 
     Before:  y1 = onednn.matmul(x1, w); ...; y64 = onednn.matmul(x64, w)
     After:   p = onednn.pack(w); y1 = onednn.matmul_packed(x1, p); ...
@@ -47,15 +55,23 @@ def prepack_weights(ir: tvm.IRModule, *, log: DispatchLog | None = None) -> tvm.
               first to its last reader, takes what this machine's oneDNN asks for it and at least
               the bytes of a plain one, which it is on a CPU whose oneDNN wants another layout; of
               a low copy that only these matmuls read nothing else is left. The pass records each
-              in `log`.
+              in `log`. With `among`, only matrices in the memory of these are packed.
     """
-    return _Packer(ir, DispatchLog() if log is None else log).run()
+    return _Packer(ir, DispatchLog() if log is None else log, least_calls, among).run()
 
 
 class _Packer:
-    def __init__(self, ir: tvm.IRModule, log: DispatchLog) -> None:
+    def __init__(
+        self,
+        ir: tvm.IRModule,
+        log: DispatchLog,
+        least_calls: int,
+        among: Container[relax.Expr] | None,
+    ) -> None:
         self.flow = Dataflow(ir)
         self.log = log
+        self.least_calls = least_calls
+        self.among = among
 
     def run(self) -> tvm.IRModule:
         if not native.has(_PACKED_NBYTES):
@@ -63,9 +79,9 @@ class _Packer:
         calls: dict[_Operand, int] = {}
         for value in self.flow.values.values():
             operand = _shared_operand(value)
-            if operand is not None:
+            if operand is not None and (self.among is None or operand.matrix.base in self.among):
                 calls[operand] = calls.get(operand, 0) + 1
-        nbytes = {one: _packed_nbytes(one) for one, n in calls.items() if n >= _LEAST_CALLS}
+        nbytes = {one: _packed_nbytes(one) for one, n in calls.items() if n >= self.least_calls}
         nbytes = {one: n for one, n in nbytes.items() if n}
         if not nbytes:
             return self.flow.ir

@@ -7,12 +7,13 @@ Only this file and src/kernels/step/loop.cc know the order of the numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import attrs
 import tvm
 from tvm import relax
 
-from amp_ir.dialect.loop import CARRIED, ENTRY, loop_of
+from amp_ir.dialect.loop import CARRIED, ENTRY, WHOLE, loop_of
 from amp_ir.ir.dataflow import op_name
 from amp_ir.ir.library_call import DPS_CALL, library_call, shape_argument
 from amp_ir.ir.tensor_layout import dtype_nbytes
@@ -25,21 +26,27 @@ _WORKSPACE, _PERSISTENT = 4, 5
 
 
 def write_loop_call(
-    call: relax.Call, body: str, *, arena_bytes: int, persistent_nbytes: int
+    call: relax.Call,
+    body: str,
+    packed: Sequence[relax.Expr],
+    *,
+    arena_bytes: int,
+    persistent_nbytes: int,
 ) -> relax.Call:
     """Return the planned form of a loop: destinations for its results follow.
 
     Before:  y, h = amp_ir.loop(h0, x, ...)
     After:   y, h = call_dps_packed("amp_ir.loop.run", ("loop0", numbers, h0, x))
 
-    `body` is the program's name, which takes an arena of `arena_bytes`; its library calls keep
-    `persistent_nbytes` allocated.
+    `body` is the program's name. It takes `packed` behind the loop's operands, and an arena of
+    `arena_bytes`; its library calls keep `persistent_nbytes` allocated.
     """
     loop = loop_of(call)
     at = _aligned(arena_bytes)
     parameters = [
         (one.ty, place) for one, place in zip(_parameters(call), loop.inputs, strict=True)
     ]
+    parameters += [(one.ty, (WHOLE, 0, 0)) for one in packed]
     results = list(zip(loop.body["main"].body.ty.fields, loop.outputs, strict=True))
     operands: list[int] = []
     for k, (type_, (kind, first, stride)) in enumerate([*parameters, *results]):
@@ -56,7 +63,7 @@ def write_loop_call(
             scratch, at = at, at + _aligned(nbytes)
         operands += [kind, first, stride, size, scratch]
     head = [loop.length, len(parameters), len(results), arena_bytes, max(at, 1), persistent_nbytes]
-    arguments = [tvm.ir.StringImm(body), shape_argument([*head, *operands]), *call.args]
+    arguments = [tvm.ir.StringImm(body), shape_argument([*head, *operands]), *call.args, *packed]
     new = library_call(SYMBOL, arguments, call.ty, call.span)
     notes = tvm.ir.make_node("ir.DictAttrs", ops=op_name(call))
     made = relax.Call(new.op, new.args, notes, new.ty_args, new.span)

@@ -22,6 +22,7 @@ from amp_ir.capture.rolled_loops.repeated_ops import (
     reads,
     value_type,
 )
+from amp_ir.capture.rolled_loops.sums_of_products import sums_of_products, write_sum
 from amp_ir.dialect.loop import CARRIED, ENTRY, WHOLE, Place
 from amp_ir.ir.captured_loop import LOOP_KEY, CapturedLoop, run_loop
 from amp_ir.ir.location import META_KEY
@@ -60,6 +61,7 @@ class _LoopWriter:
         self.constant = self._constant_positions()
         first, last = ops.begin, ops.begin + ops.length * ops.period
         self.members = set(ops.nodes[first:last])
+        self.sums = sums_of_products(ops, self._users_outside, self.constant)
         self.body = torch.fx.Graph()
         self.placeholders: dict[Any, Node] = {}
         self.inputs: list[tuple[Callable[[], Node], Any]] = []
@@ -108,11 +110,13 @@ class _LoopWriter:
         }
         if carried & self.constant:
             raise NotALoop("a step reads a constant of the step before")
+        factors = [factor.source for one in self.sums.values() for factor in (one.left, one.right)]
+        stored = {one.position for one in factors if isinstance(one, Inside)}
         for position in range(ops.period):
-            if position in self.constant or position in ops.entries:
+            if position in self.constant or position in ops.entries or position in self.sums:
                 continue
             earlier = any(self._users_outside(j, position) for j in range(ops.length - 1))
-            if earlier:
+            if earlier or position in stored:
                 found[position] = ENTRY
             elif position in carried:
                 found[position] = CARRIED
@@ -258,8 +262,9 @@ class _LoopWriter:
     def _replace(self, loop: Node, outputs: dict[int, int]) -> None:
         """Let what reads a step's values from outside read the loop's results."""
         ops, writer = self.ops, self.writer
+        results: dict[int, Node] = {}
         for k, (position, kind) in enumerate(outputs.items()):
-            result = writer.emit(operator.getitem, loop, k)
+            result = results[position] = writer.emit(operator.getitem, loop, k)
             for step in range(ops.length):
                 users = self._users_outside(step, position)
                 if not users:
@@ -268,12 +273,26 @@ class _LoopWriter:
                 writer.location = place(ops.node(step, position))
                 one = writer.emit(aten.select.int, result, 0, index) if kind == ENTRY else result
                 _replace_in(ops.node(step, position), one, set(users))
+        for position, product in self.sums.items():
+            total = write_sum(writer, ops, product, lambda source: self._in_time(source, results))
+            last = ops.length - 1
+            users = self._users_outside(last, position)
+            _replace_in(ops.node(last, position), total, set(users))
         for position in self.constant:
             same = ops.node(0, position)
             for step in range(1, ops.length):
                 _replace_in(
                     ops.node(step, position), same, set(self._users_outside(step, position))
                 )
+
+    def _in_time(self, source: Inside | FromEntry, results: dict[int, Node]) -> Node:
+        """Return all steps' values, as the loop's results have them."""
+        if isinstance(source, Inside):
+            return results[source.position]
+        writer, first = self.writer, source.first
+        whole = writer.sliced(first.stacked(writer), 0, *self._range_of(first.index, source.stride))
+        is_backwards = (source.stride < 0) != self.is_reverse
+        return writer.emit(aten.flip.default, whole, [0]) if is_backwards else whole
 
 
 def _replace_in(old: Node, new: Node, users: set[Node]) -> None:
