@@ -306,3 +306,55 @@ def test_a_computed_index_unrolls_the_loop_and_says_so():
         "checked one by one. Do that for all steps at once, before or after the loop"
     )
     del args
+
+
+def _note_on(model, x, **options):
+    step = training(model)
+    if "scaler" in options:
+        step = scaled(model, options["scaler"], step.optimizer)
+    mod, _ = amp_ir.trace_step(step, (x,), model=model, optimizer=step.optimizer, **options)
+    assert not count_loops(mod.ir)
+    return [note for note in mod.notes if "steps of a loop" in note]
+
+
+def scaled(model, scaler, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        scaler.scale((model(x) ** 2).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step.optimizer = optimizer
+    return step
+
+
+def test_a_long_loop_under_a_loss_scale_stays_unrolled_and_says_so():
+    (note,) = _note_on(OwnCell(), torch.randn(2, 66, WIDTH), scaler=amp_ir.GradScaler())
+    assert note.startswith("some 6")
+    assert " steps of a loop in " in note
+    assert note.endswith(
+        " are compiled one by one, which takes long, since the step has a loss scaler"
+    )
+
+
+def test_what_is_carried_over_two_steps_is_carried_twice():
+    class TwoBack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            before, h = x[:, 0], x[:, 1]
+            for t in range(x.shape[1]):
+                new = torch.tanh(self.norm(h) @ self.weight + torch.sigmoid(x[:, t])) + before
+                before, h = h * 0.5, new
+            return h
+
+    # The value of two steps ago is carried as its half, of one step ago: a loop.
+    model = TwoBack()
+    step = training(model)
+    mod, _ = amp_ir.trace_step(
+        step, (torch.randn(2, 24, WIDTH),), model=model, optimizer=step.optimizer
+    )
+    assert count_loops(mod.ir)

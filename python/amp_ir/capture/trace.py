@@ -71,7 +71,8 @@ def capture_step(
             call instead of guarded; those that decide a branch or a size stay guards, and a note
             says so.
         unfollowed: names of those that are known to be no inputs.
-        rolls_loops: make loops of ops that repeat; a loss scale goes through single steps only.
+        rolls_loops: make loops of ops that repeat, where there is no scaler; not for a proof of
+            what padding does.
 
     Raises:
         ArgumentError: an argument is invalid; the message lists every error.
@@ -92,8 +93,9 @@ def capture_step(
         traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
         graph = find_cell_loops(graph, tape, mode)
-        if rolls_loops and not checked.scalers:
-            graph = find_loops(graph, mode)
+        why_not = "the step has a loss scaler" if checked.scalers else ""
+        why_not = why_not if rolls_loops else "what padding does is proven op by op"
+        unrolled = find_loops(graph, mode, why_not=why_not)
         found = tracer.numbers.found
         interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)
     followed = frozenset(number.name for number in found)
@@ -112,6 +114,7 @@ def capture_step(
         notes=(
             *capture_notes(graph, state, interface, followed),
             *number_notes(followed, unfollowed),
+            *unrolled,
             *_notes_on(moved),
         ),
         hooks=StepHooks(

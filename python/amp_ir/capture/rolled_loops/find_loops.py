@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from amp_ir.capture.cell_loops.graph_writer import GraphWriter
+from amp_ir.capture.cell_loops.graph_writer import GraphWriter, place
 from amp_ir.capture.cell_loops.merge_steps import merge_stacks
 from amp_ir.capture.rolled_loops.merge_parts import merge_parts
 from amp_ir.capture.rolled_loops.repeated_ops import NotALoop, repeated_ops
@@ -21,60 +21,91 @@ from amp_ir.capture.rolled_loops.write_loop import write_loop
 
 # How many beginnings of a period are tried, those with the fewest carried values first.
 _MOST_BEGINNINGS = 4
+# What takes long to compile step by step: so many steps of so many ops.
+_LONG_STEPS, _LONG_PERIOD = 64, 8
 
 
-def find_loops(module: torch.fx.GraphModule, mode: FakeTensorMode) -> torch.fx.GraphModule:
-    """Replace repeated ops by loops.
+def find_loops(
+    module: torch.fx.GraphModule, mode: FakeTensorMode, *, why_not: str = ""
+) -> tuple[str, ...]:
+    """Replace repeated ops by loops; return a note where a long loop stays unrolled.
 
     Before:  h1 = tanh(h0 + x[0]); h2 = tanh(h1 + x[1]); ...; y = cat([h1, h2, ...])
     After:   hs = run_loop([h0, x]); y = hs       # its body: (h, x) -> tanh(h + x)
 
+    `why_not` says why this step has to stay as it is; "" where it has not.
+
     Requires: a functional graph without dead code.
     Ensures:  the same values. Steps that differ from the others stay as they are.
     """
-    graph = module.graph
-    signatures = Signatures()
-    failed: set[tuple[Node, int]] = set()
+    search = _Search(module.graph, mode, why_not)
     has_loops = False
-    while _find_one(graph, mode, signatures, failed):
+    while search.write_one():
         has_loops = True
     if has_loops:
-        writer = GraphWriter(graph, mode)
+        writer = GraphWriter(module.graph, mode)
         merge_stacks(writer)
         merge_parts(writer)
         writer.sort()
-        graph.eliminate_dead_code()
-    return module
+        module.graph.eliminate_dead_code()
+    return search.note()
 
 
-def _find_one(
-    graph: torch.fx.Graph,
-    mode: FakeTensorMode,
-    signatures: Signatures,
-    failed: set[tuple[Node, int]],
-) -> bool:
-    """Write the first loop that there is; return whether there was one."""
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    if len(nodes) < 3 * LEAST_STEPS:
+class _Search:
+    def __init__(self, graph: torch.fx.Graph, mode: FakeTensorMode, why_not: str) -> None:
+        self.graph, self.mode, self.why_not = graph, mode, why_not
+        self.signatures = Signatures()
+        # By the first node and the period: the number of steps, and why they are no loop.
+        self.failed: dict[tuple[Node, int], tuple[int, str]] = {}
+
+    def write_one(self) -> bool:
+        """Write the first loop that there is; return whether there was one."""
+        nodes = [node for node in self.graph.nodes if node.op == "call_function"]
+        if len(nodes) < 3 * LEAST_STEPS:
+            return False
+        index = {node: k for k, node in enumerate(nodes)}
+        for found in ranges(self.signatures.of(nodes)):
+            key = (nodes[found.begin], found.period)
+            if key in self.failed:
+                continue
+            reason = self.why_not or self._write(nodes, index, found)
+            if not reason:
+                return True
+            self.failed[key] = ((found.end - found.begin) // found.period, reason)
         return False
-    index = {node: k for k, node in enumerate(nodes)}
-    for found in ranges(signatures.of(nodes)):
-        key = (nodes[found.begin], found.period)
-        if key in failed:
-            continue
+
+    def _write(self, nodes: list[Node], index: dict[Node, int], found: Range) -> str:
+        """Write the loop that a range is; return why it is none, or ""."""
+        reason = ""
         for begin in _beginnings(nodes, index, found):
             count = (found.end - begin) // found.period
             try:
                 ops = repeated_ops(nodes, index, begin, found.period, count)
-                writer = GraphWriter(graph, mode)
+                writer = GraphWriter(self.graph, self.mode)
                 write_loop(writer, ops)
-            except NotALoop:
+            except NotALoop as error:
+                reason = reason or str(error)
                 continue
             writer.sort()
-            graph.eliminate_dead_code()
-            return True
-        failed.add(key)
-    return False
+            self.graph.eliminate_dead_code()
+            return ""
+        return reason or "its steps cannot be told apart"
+
+    def note(self) -> tuple[str, ...]:
+        """Return a note on the longest loop that stays unrolled, if that is long."""
+        left = set(self.graph.nodes)
+        long = [
+            (steps * period, steps, node, reason)
+            for (node, period), (steps, reason) in self.failed.items()
+            if node in left and steps >= _LONG_STEPS and period >= _LONG_PERIOD
+        ]
+        if not long:
+            return ()
+        _, steps, node, reason = max(long, key=lambda one: one[:2])
+        return (
+            f"some {steps} steps of a loop in {place(node)} are compiled one by one, which takes "
+            f"long, since {reason}",
+        )
 
 
 def _beginnings(nodes: list[Node], index: dict[Node, int], found: Range) -> list[int]:
