@@ -41,7 +41,7 @@ def prepack_weights(
     ir: tvm.IRModule,
     *,
     log: DispatchLog | None = None,
-    least_calls: int = _LEAST_CALLS,
+    least_calls: int | None = None,
     among: Container[relax.Expr] | None = None,
 ) -> tvm.IRModule:
     """Prepack for oneDNN the second operand that at least 8 matmuls, or `least_calls`, share.
@@ -57,7 +57,8 @@ def prepack_weights(
               a low copy that only these matmuls read nothing else is left. The pass records each
               in `log`. With `among`, only matrices in the memory of these are packed.
     """
-    return _Packer(ir, DispatchLog() if log is None else log, least_calls, among).run()
+    least = _LEAST_CALLS if least_calls is None else least_calls
+    return _Packer(ir, DispatchLog() if log is None else log, least, among).run()
 
 
 class _Packer:
