@@ -49,13 +49,26 @@ class GraphWriter:
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Write a call and return its node."""
-        with self.graph.inserting_before(self.end):
-            node = self.graph.call_function(target, args, kwargs)
+        node = self._call(target, args, kwargs)
         given, named = torch.fx.map_arg((args, kwargs), lambda one: one.meta["val"])
         with self.mode, torch.no_grad():
             node.meta["val"] = target(*given, **named)
         node.meta[META_KEY] = self.location
         return node
+
+    def entry(self, node: Node, index: int, like: Node | None) -> Node:
+        """Return an entry of the first axis; `like` is another one, whose description it shares."""
+        if like is None:
+            return self.emit(aten.select.int, node, 0, index)
+        made = self._call(aten.select.int, (node, 0, index), {})
+        made.meta["val"], made.meta[META_KEY] = like.meta["val"], self.location
+        return made
+
+    def _call(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Node:
+        with self.graph.inserting_before(self.end):
+            return self.graph.call_function(target, args, kwargs)
 
     def results(self, target: Callable[..., Any], *args: Any) -> list[Node]:
         """Write a call and return the nodes of its results."""

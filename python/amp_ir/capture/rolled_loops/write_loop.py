@@ -265,13 +265,14 @@ class _LoopWriter:
         results: dict[int, Node] = {}
         for k, (position, kind) in enumerate(outputs.items()):
             result = results[position] = writer.emit(operator.getitem, loop, k)
+            one: Node | None = None
             for step in range(ops.length):
                 users = self._users_outside(step, position)
                 if not users:
                     continue
                 index = ops.length - 1 - step if self.is_reverse else step
                 writer.location = place(ops.node(step, position))
-                one = writer.emit(aten.select.int, result, 0, index) if kind == ENTRY else result
+                one = writer.entry(result, index, one) if kind == ENTRY else result
                 _replace_in(ops.node(step, position), one, set(users))
         for position, product in self.sums.items():
             total = write_sum(writer, ops, product, lambda source: self._in_time(source, results))
