@@ -13,6 +13,7 @@ from tvm import relax
 from amp_ir.host import native
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.ir.dataflow import op_name
+from amp_ir.ir.loop_call import SYMBOL as LOOP
 from amp_ir.ir.loop_call import is_loop_call, loop_persistent_nbytes, loop_workspace_nbytes
 from amp_ir.ir.tensor_layout import dtype_nbytes
 
@@ -21,7 +22,12 @@ _CALLER_PROVIDED = ("onednn", "torch", "cublaslt")
 
 
 def with_workspace(symbol: str) -> str:
-    """Return the function that gives calls of `symbol` a workspace: (symbol, workspace, ...)."""
+    """Return the function that gives calls of `symbol` a workspace: (symbol, workspace, ...).
+
+    A loop's takes it itself.
+    """
+    if symbol == LOOP:
+        return symbol
     return f"{symbol.rpartition('.')[0]}.with_scratch"
 
 

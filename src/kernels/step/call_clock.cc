@@ -20,22 +20,25 @@ struct Reading {
   int64_t begin_nanoseconds, end_nanoseconds;
 };
 
-// A thread's readings: programs of other threads do not mix into them.
+// A thread's readings: programs of other threads do not mix into them. A loop is one call, which
+// calls the kernels of its body; `depth` counts the calls that have begun and not ended.
 thread_local std::vector<Reading> readings;
+thread_local int depth = 0;
 
 int64_t Now() {
   const auto since_boot = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(since_boot).count();
 }
 
-// The instrument: (function, symbol, is_before, result, arguments...). Calls do not nest, since a
-// planned program is one straight function.
+// The instrument: (function, symbol, is_before, result, arguments...).
 void Record(ffi::PackedArgs args, ffi::Any*) {
   const int64_t now = Now();
   if (!args[2].cast<bool>()) {
-    if (!readings.empty()) readings.back().end_nanoseconds = now;
+    if (depth > 0) --depth;
+    if (depth == 0 && !readings.empty()) readings.back().end_nanoseconds = now;
     return;
   }
+  if (depth++ > 0) return;
   readings.push_back({args[1].cast<ffi::String>(), 0, 0});
   readings.back().begin_nanoseconds = Now();
 }
@@ -50,6 +53,7 @@ ffi::Array<ffi::Any> Take() {
     times.push_back(reading.end_nanoseconds);
   }
   readings.clear();
+  depth = 0;
   return {symbols, ffi::Shape(times)};
 }
 

@@ -68,8 +68,8 @@ class Loop {
     for (size_t k = 0; k < inputs + outputs; ++k) {
       const int64_t* of = spec.data() + kHead + kFields * k;
       auto& side = k < inputs ? inputs_ : outputs_;
-      side.push_back({of[0], of[1], of[2], of[3], of[4],
-                      tensors[static_cast<int>(k)].cast<ffi::Tensor>()});
+      side.push_back(
+          {of[0], of[1], of[2], of[3], of[4], tensors[static_cast<int>(k)].cast<ffi::Tensor>()});
     }
   }
 

@@ -103,11 +103,12 @@ class GraphWriter:
         axes.insert(target, axes.pop(source))
         return self.emit(aten.permute.default, node, axes)
 
-    def sliced(self, node: Node, axis: int, begin: int, end: int) -> Node:
-        """Return the part [begin, end) of an axis."""
-        if (begin, end) == (0, value(node).shape[axis]):
+    def sliced(self, node: Node, axis: int, begin: int, end: int, stride: int = 1) -> Node:
+        """Return the part [begin, end) of an axis, or every entry `stride` after the last one."""
+        if (begin, end, stride) == (0, value(node).shape[axis], 1):
             return node
-        return self.emit(aten.slice.Tensor, node, axis, begin, end)
+        strided = () if stride == 1 else (stride,)
+        return self.emit(aten.slice.Tensor, node, axis, begin, end, *strided)
 
     def zeros(self, shape: Sequence[int], like: torch.Tensor) -> Node:
         """Return zeros of the dtype and on the device of `like`."""

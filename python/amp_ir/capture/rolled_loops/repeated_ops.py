@@ -138,6 +138,8 @@ class _Reader:
 
         The first step that is kept need not continue from one before it.
         """
+        if not self.low <= self.middle < self.high:
+            self.middle = (self.low + self.high) // 2
         low = high = self.middle
         while high < self.high and holds(high):
             high += 1
@@ -148,6 +150,8 @@ class _Reader:
         self.low, self.high = low, high
         if high - low < LEAST_STEPS:
             raise NotALoop("too few steps are alike")
+        # Steps before and after the middle one are looked at, too.
+        self.middle = (low + high) // 2
 
     def _find_entries(self) -> None:
         """Find the ops that are another entry of a tensor from outside at each step."""
@@ -215,7 +219,9 @@ class _Reader:
                 raise NotALoop("a step reads what a step before the last one made")
             made = value_type(self.node(self.middle, position))
             self._keep(lambda j: j > 0 and read[j] is self.node(j - 1, position), is_carried=True)
-            if value_type(read[self.low]) != made:
+            first = self.index.get(read[self.low], -1)
+            is_inside = first >= self.begin + self.low * self.period
+            if is_inside or value_type(read[self.low]) != made:
                 self.low += 1
                 self._keep(lambda _step: True)
             return Carried(position)

@@ -190,14 +190,14 @@ class _LoopWriter:
     def _stacked(self, source: FromEntry) -> Node:
         """Return the tensor of all entries; of integers, which may be indices, no others."""
         whole = source.first.stacked(self.writer)
-        if value(whole).is_floating_point():
-            return whole
-        begin, end = self._range_of(source.first.index, source.stride)
-        return self.writer.sliced(whole, 0, begin, end)
+        return whole if value(whole).is_floating_point() else self._those_read(whole, source)
 
-    def _range_of(self, first: int, stride: int) -> tuple[int, int]:
+    def _those_read(self, whole: Node, source: FromEntry) -> Node:
+        """Return the entries that the steps read, in the order of the tensor."""
+        first, stride = source.first.index, source.stride
         last = first + stride * (self.ops.length - 1)
-        return min(first, last), max(first, last) + 1
+        begin, end = min(first, last), max(first, last) + 1
+        return self.writer.contiguous(self.writer.sliced(whole, 0, begin, end, abs(stride)))
 
     def _input(self, key: Any, like: Node, operand: Callable[[], Node]) -> Node:
         if key not in self.placeholders:
@@ -256,8 +256,9 @@ class _LoopWriter:
         if key[0] == "carried":
             return (CARRIED, numbers[key[1]], 0)
         _, whole, _, _, first, stride = key
-        begin = 0 if value(whole).is_floating_point() else self._range_of(first, stride)[0]
-        return (ENTRY, first - begin, stride)
+        if value(whole).is_floating_point():
+            return (ENTRY, first, stride)
+        return (ENTRY, 0, 1) if stride > 0 else (ENTRY, self.ops.length - 1, -1)
 
     def _replace(self, loop: Node, outputs: dict[int, int]) -> None:
         """Let what reads a step's values from outside read the loop's results."""
@@ -290,10 +291,9 @@ class _LoopWriter:
         """Return all steps' values, as the loop's results have them."""
         if isinstance(source, Inside):
             return results[source.position]
-        writer, first = self.writer, source.first
-        whole = writer.sliced(first.stacked(writer), 0, *self._range_of(first.index, source.stride))
+        read = self._those_read(source.first.stacked(self.writer), source)
         is_backwards = (source.stride < 0) != self.is_reverse
-        return writer.emit(aten.flip.default, whole, [0]) if is_backwards else whole
+        return self.writer.emit(aten.flip.default, read, [0]) if is_backwards else read
 
 
 def _replace_in(old: Node, new: Node, users: set[Node]) -> None:
