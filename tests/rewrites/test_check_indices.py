@@ -261,7 +261,8 @@ def test_every_op_that_takes_integers_is_in_a_table() -> None:
             not one.dtype.is_floating_point and one.dtype != torch.bool for one in case.tensors()
         ):
             taking.add(case.op)
-    assert {case.op for case in dialect_cases.CASES} == set(DECLARATIONS)
+    # The ops of a loop's body are looked at one by one (ir/index_uses.py).
+    assert {case.op for case in dialect_cases.CASES} == set(DECLARATIONS) - {"amp_ir.loop"}
     missing = taking - set(INDEX_USES) - set(NEVER_OUT_OF_RANGE)
     assert not missing, f"{sorted(missing)}: to INDEX_USES, or NEVER_OUT_OF_RANGE with a reason"
     assert not set(INDEX_USES) & set(NEVER_OUT_OF_RANGE)
