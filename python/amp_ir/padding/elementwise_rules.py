@@ -8,26 +8,17 @@ from collections.abc import Callable
 import attrs
 
 from amp_ir.padding import pad_range
-from amp_ir.padding.pad_range import ANY, BOOL, FINITE, NOT_NEGATIVE, ZERO, Range
+from amp_ir.padding.pad_range import ANY, BOOL, NOT_NEGATIVE, ZERO, Range
 from amp_ir.padding.padded_call import PaddedCall, PaddedTensor, Rule, broadcast, rule_for
-
-
-def _any_of(*ranges: Range) -> Range:
-    return FINITE if all(one.is_finite for one in ranges) else ANY
 
 
 def _keeps_zero(a: Range) -> Range:
     """Apply a function that is finite for finite numbers, and 0 at 0."""
-    return ZERO if a.is_zero else _any_of(a)
+    return ZERO if a.is_zero else pad_range.finite_of(a)
 
 
 def _keeps_sign(a: Range) -> Range:
     return NOT_NEGATIVE if a.low >= 0 and a.is_finite else _keeps_zero(a)
-
-
-def _linear_in_first(a: Range, *others: Range) -> Range:
-    """Apply g * f(x) with a finite f."""
-    return ZERO if a.is_zero and all(one.is_finite for one in others) else _any_of(a, *others)
 
 
 def _probability(a: Range) -> Range:
@@ -101,13 +92,13 @@ _COMPARES = {
 }
 _DIALECT: dict[str, Callable[..., Range]] = {
     **dict.fromkeys("elu mish softshrink".split(), _keeps_zero),
-    **dict.fromkeys("softplus log_sigmoid".split(), _any_of),
+    **dict.fromkeys("softplus log_sigmoid".split(), pad_range.finite_of),
     **dict.fromkeys(
         "gelu_backward silu_backward tanh_backward sigmoid_backward elu_backward relu_backward "
         "leaky_relu_backward softplus_backward hardtanh_backward hardswish_backward "
         "hardsigmoid_backward mish_backward log_sigmoid_backward shrink_backward "
         "dropout_backward".split(),
-        _linear_in_first,
+        pad_range.linear_of,
     ),
 }
 
@@ -117,7 +108,7 @@ def _elementwise(function: Callable[..., Range]) -> Rule:
         dtype = call.result_dtypes[0]
         if dtype.startswith("uint") or (function is pad_range.divide and "int" in dtype):
             # Numbers wrap around, or are rounded.
-            return broadcast(call.operands, _any_of, dtype)
+            return broadcast(call.operands, pad_range.finite_of, dtype)
         made = broadcast(call.operands, function, dtype)
         return _with_order(call, made, function) if function in _COMPARES else made
 

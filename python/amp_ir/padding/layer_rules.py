@@ -22,16 +22,6 @@ from amp_ir.padding.padded_call import (
 )
 
 
-def _finite(*ranges: Range) -> Range:
-    return FINITE if all(one.is_finite for one in ranges) else ANY
-
-
-def _linear(grad: Range, *others: Range) -> Range:
-    """Return the range of a form that is linear in the gradient."""
-    is_zero = grad.is_zero and all(one.is_finite for one in others)
-    return ZERO if is_zero else _finite(grad, *others)
-
-
 @rule_for("amp_ir.embedding")
 def embedding(call: PaddedCall) -> PaddedTensor:
     """Read rows of a table; at padding any of them."""
@@ -59,7 +49,9 @@ def layer_norm(call: PaddedCall) -> list[PaddedTensor]:
     require_data(x, range(count, len(x.axes)), "normalizes over")
     if not float(call.option("eps")) > 0:
         raise Leak("eps is 0, so that a row of padding may divide by 0")
-    rows = [tuple(one.with_pad(_finite(one.pad)) for one in axis) for axis in x.axes[:count]]
+    rows = [
+        tuple(one.with_pad(pad_range.finite_of(one.pad)) for one in axis) for axis in x.axes[:count]
+    ]
     statistic: list[Axis] = [*rows, *[()] * (len(x.axes) - count)]
     # The mean, where there is one, and the inverse of the deviation.
     last = len(call.result_sizes) - 1
@@ -78,7 +70,7 @@ def layer_norm_backward_input(call: PaddedCall) -> PaddedTensor:
     count = len(x.axes) - int(call.option("ndim_normalized"))
     require_data(x, range(count, len(x.axes)), "normalizes over")
     rows = statistics[: 1 if "rms" in call.op.name else 2]
-    made = broadcast([grad, x, *rows], _linear, call.result_dtypes[0])
+    made = broadcast([grad, x, *rows], pad_range.linear_of, call.result_dtypes[0])
     return call.result(made.axes)
 
 
@@ -87,7 +79,7 @@ def layer_norm_backward_weight(call: PaddedCall) -> list[PaddedTensor]:
     """Add the gradients of rows; those at padding must be 0."""
     grad, x, *statistics = call.operands
     count = len(x.axes) - int(call.option("ndim_normalized"))
-    made = broadcast([grad, x, *statistics], _linear, "float32")
+    made = broadcast([grad, x, *statistics], pad_range.linear_of, "float32")
     require_zero(made, range(count), "gradients of a normalization's weight are added")
     return call.unpadded()
 
@@ -96,7 +88,7 @@ def layer_norm_backward_weight(call: PaddedCall) -> list[PaddedTensor]:
 def dropout(call: PaddedCall) -> list[PaddedTensor]:
     """Set elements to 0 at random. Other ones than without padding, as often."""
     x = call.operands[0]
-    value = x.pads_mapped(lambda a: ZERO if a.is_zero else _finite(a))
+    value = x.pads_mapped(lambda a: ZERO if a.is_zero else pad_range.finite_of(a))
     mask = x.pads_mapped(lambda _a: BOOL, "bool")
     return [one.with_axes(one.axes, is_uniform=False) for one in (value, mask)]
 
@@ -152,14 +144,15 @@ def _zero_axis(axis: Axis, *, is_open: bool = False) -> Axis:
 
 def _finite_axis(axis: Axis, *others: PaddedTensor) -> Axis:
     rest = [one.everything for one in others]
-    return tuple(one.with_pad(_finite(one.pad, *rest)) for one in axis)
+    return tuple(one.with_pad(pad_range.finite_of(one.pad, *rest)) for one in axis)
 
 
 def _pads_of(column: Sequence[Axis | None], hidden: Range) -> Axis:
     chosen = next((axis for axis in column if axis), ())
     pads = [[axis[i].pad for axis in column if axis] for i in range(len(chosen))]
     return tuple(
-        one.with_pad(_finite(hidden, *found)) for one, found in zip(chosen, pads, strict=True)
+        one.with_pad(pad_range.finite_of(hidden, *found))
+        for one, found in zip(chosen, pads, strict=True)
     )
 
 
@@ -215,7 +208,7 @@ def nll_loss(call: PaddedCall) -> list[PaddedTensor]:
     """Pick the log-probability of each target; targets at padding must be ignored ones."""
     logp, target = call.operands[:2]
     rows = _loss_rows(call, logp, target)
-    chosen = _finite(logp.everything)
+    chosen = pad_range.finite_of(logp.everything)
     axes = [
         tuple(one.with_pad(ZERO if _is_ignored(call, one.pad) else chosen) for one in axis)
         for axis in rows
@@ -260,7 +253,7 @@ def nll_loss_backward(call: PaddedCall) -> PaddedTensor:
         for i, one in enumerate(axis):
             given = grad.axes[k][i].pad if is_per_row else FINITE
             is_zero = _is_ignored(call, one.pad) or given.is_zero
-            row.append(one.with_pad(ZERO if is_zero else _finite(given)))
+            row.append(one.with_pad(ZERO if is_zero else pad_range.finite_of(given)))
         rows.append(tuple(row))
     classes = 1 if len(sizes) > 1 else 0
     if sizes[classes][0] != sizes[classes][1]:
@@ -276,7 +269,7 @@ _POINTWISE = (
 @rule_for(*(f"amp_ir.{name}" for name in _POINTWISE))
 def pointwise_loss(call: PaddedCall) -> PaddedTensor:
     """Compare numbers one by one; a mean or sum must not see padding."""
-    made = broadcast(call.operands, lambda *ranges: _finite(*ranges), call.result_dtypes[0])
+    made = broadcast(call.operands, pad_range.finite_of, call.result_dtypes[0])
     reduction = str(call.option("reduction"))
     if reduction == "none":
         return call.result(made.axes)
@@ -289,8 +282,8 @@ def pointwise_loss_backward(call: PaddedCall) -> PaddedTensor:
     """Multiply the gradient by the slope of each number."""
     grad, *others = call.operands
     if str(call.option("reduction")) == "none":
-        return broadcast([grad, *others], _linear, call.result_dtypes[0])
-    made = broadcast(others, lambda *ranges: _finite(*ranges), call.result_dtypes[0])
+        return broadcast([grad, *others], pad_range.linear_of, call.result_dtypes[0])
+    made = broadcast(others, pad_range.finite_of, call.result_dtypes[0])
     require_data(made, range(len(made.axes)), "a loss is reduced over")
     return call.unpadded()[0]
 
@@ -307,8 +300,10 @@ def scatter_add(call: PaddedCall) -> PaddedTensor:
         for one in (x, ids, src)
     ]
     made = broadcast(
-        rest, lambda a, _ids, b: ZERO if a.is_zero and b.is_zero else _finite(a, b), x.dtype
+        rest,
+        lambda a, _ids, b: ZERO if a.is_zero and b.is_zero else pad_range.finite_of(a, b),
+        x.dtype,
     )
     axes = list(made.axes)
     axes[along] = x.axes[along]
-    return call.result(axes, pad_range.sum_of(_finite(x.data, src.data)))
+    return call.result(axes, pad_range.sum_of(pad_range.finite_of(x.data, src.data)))

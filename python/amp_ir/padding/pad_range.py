@@ -83,6 +83,16 @@ BOOL = Range(0.0, 1.0)
 NOT_NEGATIVE = Range(0.0)
 
 
+def finite_of(*ranges: Range) -> Range:
+    """Return the range of a function that is finite where all its arguments are."""
+    return FINITE if all(one.is_finite for one in ranges) else ANY
+
+
+def linear_of(a: Range, *others: Range) -> Range:
+    """Return the range of a * f(others...) with an f that is finite where they are."""
+    return ZERO if a.is_zero and all(one.is_finite for one in others) else finite_of(a, *others)
+
+
 def constant(number: float) -> Range:
     """Return the range of one number."""
     if math.isnan(number):

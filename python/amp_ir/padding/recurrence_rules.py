@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from amp_ir.padding import pad_range
 from amp_ir.padding.axes import Axis, plain
 from amp_ir.padding.pad_range import ANY, FINITE, ZERO, Range
 from amp_ir.padding.padded_call import (
@@ -71,7 +72,7 @@ def _is_zero_row(tensor: PaddedTensor, axis: int) -> bool:
 
 
 def _finite(tensors: Sequence[PaddedTensor]) -> Range:
-    return FINITE if all(one.everything.is_finite for one in tensors) else ANY
+    return pad_range.finite_of(*(one.everything for one in tensors))
 
 
 def _time_and_rows(

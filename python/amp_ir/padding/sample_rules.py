@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from amp_ir.padding import pad_range
 from amp_ir.padding.axes import Axis, plain
-from amp_ir.padding.pad_range import ANY, FINITE, NOT_NEGATIVE, ZERO, Range
+from amp_ir.padding.pad_range import FINITE, NOT_NEGATIVE, ZERO, Range
 from amp_ir.padding.padded_call import (
     Leak,
     PaddedCall,
@@ -20,10 +20,6 @@ from amp_ir.padding.padded_call import (
     require_zero,
     rule_for,
 )
-
-
-def _finite(*ranges: Range) -> Range:
-    return FINITE if all(one.is_finite for one in ranges) else ANY
 
 
 def _samples(tensors: Sequence[PaddedTensor]) -> list[Axis]:
@@ -43,7 +39,7 @@ def _mixed(tensors: Sequence[PaddedTensor], *weights: PaddedTensor) -> Axis:
     first, *others = _samples(tensors)
     rest = [one.everything for one in weights]
     return tuple(
-        factor.with_pad(_finite(factor.pad, *(axis[k].pad for axis in others), *rest))
+        factor.with_pad(pad_range.finite_of(factor.pad, *(axis[k].pad for axis in others), *rest))
         for k, factor in enumerate(first)
     )
 
