@@ -139,3 +139,33 @@ def test_a_learnt_bias_in_an_autocast_region_rounds_where_pytorch_rounds() -> No
     # PyTorch computes scores and probabilities in float32 here. With these rounded to bfloat16 the
     # median is 1.25; 8 draws leave it within some 5 %.
     assert torch.stack(ratios).median() <= 1.1
+
+
+class _ByName(torch.nn.Module):
+    """Attention that is called under the name it was imported by, which no patch reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = torch.nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.projection(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return expected_attention(q, k, v, is_causal=True)
+
+
+def test_attention_imported_by_its_name_has_pytorchs_gradients() -> None:
+    torch.manual_seed(0)
+    model = _ByName()
+    eager = copy.deepcopy(model)
+    x = normal(0, 2, 5, 8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    amp_ir.jit(step, model=model)(x)
+    eager(x).pow(2).mean().backward()
+    # Sums of ten terms in another order.
+    for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-7)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.ctc import ctc_loss
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
 
@@ -240,5 +241,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: ctc_loss,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
+    # For who imported it by its name: in its module it is replaced (patches/install.py).
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
     **COMPOSED_BY_INDEX,
 }
