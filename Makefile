@@ -22,7 +22,7 @@ BUILT     := python/amp_ir/lib/.built
 # Tests start some hundred Pythons; each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-isa gpu-test fuzz sanitize setup format clean
+.PHONY: help demo test test-isa gpu-test fuzz sanitize wheel setup format clean
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
@@ -31,6 +31,7 @@ help:
 	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
 	@echo "make fuzz MINUTES=30 SEED=0  random training steps against PyTorch, failures made small"
 	@echo "make sanitize the tests of the native libraries, built with AddressSanitizer and UBSan; or SANITIZE=thread"
+	@echo "make wheel   a wheel and a source distribution in dist/"
 	@echo "make setup   only the environment and the native libraries"
 	@echo "make format  rewrite the sources as make test wants them"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -113,6 +114,15 @@ sanitize: $(INSTALLED)
 	$(SANITIZE_OPTIONS) OMP_WAIT_POLICY=passive LD_PRELOAD="$(PRELOADED) $(OPENMP_ORDER)" \
 	  PYTHONPATH=build/sanitize/python $(BIN)/python -m pytest -p no:cacheprovider $(SANITIZED_TESTS)
 
+# auditwheel tags the wheel by the oldest glibc and libstdc++ that run it. The libraries that it
+# leaves out come with other wheels, and a process must hold one copy of each (host/native.py).
+FROM_OTHER_WHEELS := --exclude libtvm_ffi.so --exclude libdnnl.so.3 --exclude libgomp.so.1
+wheel: $(INSTALLED)
+	rm -rf build/dist dist
+	$(BIN)/python -m build --outdir build/dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair $(FROM_OTHER_WHEELS) -w dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist
+
 setup: $(BUILT)
 
 format: $(INSTALLED)
@@ -140,4 +150,4 @@ $(BUILT): $(PACKAGED) $(CPP_INPUTS)
 	touch $@
 
 clean:
-	rm -rf build python/amp_ir/lib python/*.egg-info $(PACKAGED)
+	rm -rf build dist python/amp_ir/lib python/*.egg-info $(PACKAGED)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -26,7 +27,8 @@ class CMakeBuild(build_ext):
         are built into build/sanitize instead; see `make sanitize`.
         """
         package_parent = ROOT / "python" if self.inplace else Path(self.build_lib).resolve()
-        build_dir = ROOT / "build" / ("editable" if self.inplace else "wheel")
+        # One for both: a wheel that is built beside the editable package links the same objects.
+        build_dir = ROOT / "build" / "cmake"
         sanitize = os.environ.get("AMP_IR_SANITIZE", "")
         if sanitize:
             build_dir = ROOT / "build" / "sanitize"
@@ -55,6 +57,14 @@ class CMakeBuild(build_ext):
         return {}
 
 
+class AnyPythonWheel(bdist_wheel):
+    """Tags the wheel for every Python 3 of a platform: the libraries call no function of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the wheel's tags for Python, its binary interface and the platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
 def _drop_foreign_cache(build_dir: Path) -> None:
     """Remove a CMake cache that another checkout or another Python left behind."""
     cache = build_dir / "CMakeCache.txt"
@@ -81,5 +91,5 @@ def _cmake() -> str:
 
 setup(
     ext_modules=[Extension("amp_ir.lib.native", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
 )

@@ -38,6 +38,7 @@ LAYERS = [
     "jit_step",
     "inference",
     "compat",
+    "selftest",
     "cli",
     "__main__",
     "__init__",

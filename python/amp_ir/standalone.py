@@ -3,7 +3,7 @@
 
 It imports nothing of amp_ir, neither PyTorch nor TVM's compiler, and needs numpy, the wheels
 apache-tvm and apache-tvm-ffi, the files step.so and step.so.json, and the libraries that the
-description names (`libamp_ir_*.so` of amp_ir/lib), in the same folder:
+description names: `libamp_ir_*.so` in the same folder, or those of an installed amp_ir:
 
     step = LoadedStep("step.so", state="state.npz")     # written by amp-ir compile --state
     results = step.run({"batch.0": x, "batch.1": y})    # numpy arrays, by the description's names
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +53,8 @@ class LoadedStep:
         path: the compiled file; its description is `path` with ".json" appended.
         state: the values that the state begins with, or a .npz file of them; a hyper-parameter that
             is not among them is what it was when the step was compiled, everything else is zero.
-        libraries: the folder with libamp_ir_*.so; by default the one of `path`.
+        libraries: the folder with libamp_ir_*.so; by default the one of `path`, and for what is not
+            there that of an installed amp_ir.
         device: the number of the GPU.
 
     Raises:
@@ -75,7 +77,8 @@ class LoadedStep:
         self.description = read_description(path)
         given = read_state(state) if isinstance(state, (str, Path)) else dict(state or {})
         given.pop(STATE_DIGEST, None)
-        _load_libraries(self.description["libraries"], Path(libraries or path.parent).resolve())
+        folder = Path(libraries or path.parent).resolve()
+        _load_libraries(self.description["libraries"], folder, or_installed=libraries is None)
         import tvm
 
         is_cuda = self.description["target"] != "cpu"
@@ -266,8 +269,10 @@ def _is_kept(argument: dict[str, Any]) -> bool:
     return bool(argument["is_updated"]) and argument["role"] not in _RESULTS
 
 
-def _load_libraries(libraries: list[dict[str, Any]], folder: Path) -> None:
-    """Load what the step calls, and what that needs in turn, before.
+def _load_libraries(libraries: list[dict[str, Any]], folder: Path, *, or_installed: bool) -> None:
+    """Load what the step calls from `folder`, and what that needs in turn, before.
+
+    With `or_installed`, what the folder lacks is taken from an installed amp_ir.
 
     Raises:
         RuntimeError: functions are missing then.
@@ -283,14 +288,37 @@ def _load_libraries(libraries: list[dict[str, Any]], folder: Path) -> None:
     for one in libraries:
         why = ""
         if not _has_all(tvm_ffi, one["functions"]):
-            own = one["wheel"] is None
-            why = load_shared(str(folder / one["file"]) if own else one["file"], one["wheel"])
+            why = _load_library(one, folder, or_installed=or_installed)
         if not _has_all(tvm_ffi, one["functions"]):
             needs = [reasons[need["file"]] for need in one["needs"] if reasons[need["file"]]]
             missing.append("\n  ".join([f"{one['file']}: {why or 'lacks a function'}", *needs]))
     if missing:
         message = "the step cannot run without these libraries:\n  "
         raise RuntimeError(message + "\n  ".join(missing))
+
+
+def _load_library(one: dict[str, Any], folder: Path, *, or_installed: bool) -> str:
+    """Load a library that the step calls; return "", or why it cannot be loaded."""
+    if one["wheel"] is not None:
+        return load_shared(one["file"], one["wheel"])
+    beside, installed = folder / one["file"], _installed_library(one["file"])
+    if beside.exists() or not or_installed or installed is None:
+        return load_shared(str(beside), None)
+    # The arguments of a function may differ between builds, and nothing would notice.
+    if hashlib.sha256(installed.read_bytes()).hexdigest() != one.get("sha256"):
+        return (
+            f"{installed} is another build than the one that the step was compiled with; install "
+            f"that amp_ir, or copy its {one['file']} into {folder}"
+        )
+    return load_shared(str(installed), None)
+
+
+def _installed_library(file: str) -> Path | None:
+    """Return a library of an installed amp_ir, if there is one, without importing amp_ir."""
+    found = importlib.util.find_spec("amp_ir")
+    places = (found.submodule_search_locations if found else None) or ()
+    paths = [Path(place) / "lib" / file for place in places]
+    return next((path for path in paths if path.exists()), None)
 
 
 def _import_runtime() -> None:

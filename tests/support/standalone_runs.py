@@ -30,7 +30,7 @@ path, steps, use, libraries = sys.argv[1:]
 from standalone import LoadedStep
 
 batch = dict(np.load("batch.npz"))
-step = LoadedStep(path, state="state.npz", libraries=libraries)
+step = LoadedStep(path, state="state.npz", libraries=libraries or None)
 if use:
     import tvm_ffi
     tvm_ffi.get_global_func("amp_ir.torch_cuda.use")(use)
@@ -49,19 +49,26 @@ def write_batch(training: Any, mod: amp_ir.StepModule, folder: Path) -> None:
     np.savez(folder / "batch.npz", **values)
 
 
-def run_alone(
-    folder: Path, *, use: str = "", **environment: str
-) -> tuple[list[list[float]], list[str], list[str]]:
-    """The results of each step, and what of amp_ir, TVM and PyTorch was loaded."""
+def try_alone(
+    folder: Path, *, use: str = "", libraries: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a step alone, on the libraries of that folder; None: those that the step finds itself."""
     shutil.copy(standalone.__file__, folder)
-    arguments = ["step.so", str(STEPS), use, str(native.LIBRARY_DIRECTORY)]
-    done = subprocess.run(
+    arguments = ["step.so", str(STEPS), use, str(libraries or "")]
+    return subprocess.run(
         [sys.executable, "-c", RUNNER, *arguments],
         cwd=folder,
-        env={**os.environ, **environment, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": str(folder), **environment},
         capture_output=True,
         text=True,
     )
+
+
+def run_alone(
+    folder: Path, *, libraries: Path | None = native.LIBRARY_DIRECTORY, **options: str
+) -> tuple[list[list[float]], list[str], list[str]]:
+    """The results of each step, and what of amp_ir, TVM and PyTorch was loaded."""
+    done = try_alone(folder, libraries=libraries, **options)
     assert done.returncode == 0, done.stderr
     losses, modules, loaded = json.loads(done.stdout.splitlines()[-1])
     return losses, modules, loaded

@@ -32,7 +32,7 @@ from amp_ir.host import native
 from amp_ir.ir import target as targets
 from amp_ir.vm import build, export
 from cuda_emulator import in_emulator
-from standalone_runs import STEPS, run_alone, write_batch
+from standalone_runs import STEPS, run_alone, try_alone, write_batch
 
 
 def traced(name: str, amp_dtype: str) -> tuple[Any, amp_ir.StepModule]:
@@ -64,6 +64,33 @@ def test_a_step_for_the_cpu_runs_with_the_runtime_alone(tmp_path):
     # The same kernels on the same numbers, on the same number of OpenMP's threads.
     assert losses == expected
     assert modules == [] and loaded == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_step_finds_the_libraries_of_an_installed_amp_ir_of_the_same_build(tmp_path):
+    # An installed package that must not be imported.
+    package = tmp_path / "site" / "amp_ir"
+    shutil.copytree(native.LIBRARY_DIRECTORY, package / "lib")
+    (package / "__init__.py").write_text("raise ImportError('imported')")
+    path = f"{tmp_path}{os.pathsep}{package.parent}"
+    command = ["compile", "mlp", "--small", "--target", "cpu", "--out", str(tmp_path / "step.so")]
+    assert cli.main([*command, "--state", str(tmp_path / "state.npz")]) == 0
+    training, mod = traced("mlp", "float32")
+    write_batch(training, mod, tmp_path)
+    losses, modules, _ = run_alone(tmp_path, libraries=None, PYTHONPATH=path)
+    assert losses == run_alone(tmp_path)[0] and modules == []
+    for library in (package / "lib").glob("*.so"):
+        with library.open("ab") as file:
+            file.write(b"another build")
+    done = try_alone(tmp_path, PYTHONPATH=path)
+    assert done.returncode == 1
+    description = json.loads((tmp_path / "step.so.json").read_text())
+    expected = "".join(
+        f"\n  {file}: {package / 'lib' / file} is another build than the one that the step was "
+        f"compiled with; install that amp_ir, or copy its {file} into {tmp_path}"
+        for file in (one["file"] for one in description["libraries"])
+    )
+    assert f"the step cannot run without these libraries:{expected}\n" in done.stderr
 
 
 # In bfloat16 bert1 has PyTorch's flash attention.

@@ -29,9 +29,10 @@
                      that batch tensor `input` holds are at least `least` and below `extent`, or
                      `ignored` if that is a number; without `input` it is about the extremes, in
                      order. `expectation` is the text of it for an error
-    libraries        what must be loaded before: {"file", "wheel", "functions", "needs"}; "wheel" is
-                     the package on PyPI that has it, or null for a library of amp_ir/lib; `needs`
-                     are libraries to load before it, {"file", "wheel"}: null is the system's
+    libraries        what must be loaded before: {"file", "wheel", "functions", "needs", "sha256"};
+                     "wheel" is the package on PyPI that has it, or null for a library of
+                     amp_ir/lib, whose build "sha256" names; `needs` are libraries to load before
+                     it, {"file", "wheel"}: null is the system's
     kernels          of machine code, for CUDA: {"name", "registers", "local_nbytes",
                      "shared_nbytes"}
 """
@@ -59,6 +60,7 @@ from amp_ir.cuda import machine_code
 from amp_ir.errors import BuildError
 from amp_ir.files.atomic_file import atomic_file, write_bytes, write_text
 from amp_ir.files.sealed_json import sealed
+from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import OWN_KERNEL, DispatchNote
 from amp_ir.ir.external_call import SYMBOL as EXTERNAL
@@ -325,9 +327,11 @@ def _libraries(ir: tvm.IRModule, target: CompileTarget) -> Iterator[dict[str, An
         held[name.split(".")[1]].add(name)
     for second, functions in sorted(held.items()):
         library = _HOLDER.get(second, second)
+        built = native.LIBRARY_DIRECTORY / f"libamp_ir_{library}.so"
         yield {
-            "file": f"libamp_ir_{library}.so",
+            "file": built.name,
             "wheel": None,
+            "sha256": hashlib.sha256(built.read_bytes()).hexdigest() if built.exists() else None,
             "functions": sorted(functions),
             "needs": [
                 {"file": file, "wheel": wheel}
