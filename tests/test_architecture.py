@@ -36,6 +36,7 @@ LAYERS = [
     "demo",
     "buckets",
     "jit_step",
+    "jit_function",
     "inference",
     "compat",
     "selftest",

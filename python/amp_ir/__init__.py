@@ -35,6 +35,7 @@ from amp_ir.api import (
     trace_step,
 )
 from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.capture.call_arguments import call_arguments
 from amp_ir.inference.convert import convert_model
 from amp_ir.inference.converted_model import ConvertedModel
 from amp_ir.inference.model_file import load, save
@@ -49,7 +50,7 @@ from amp_ir.ir.annotations import (
 from amp_ir.ir.location import autocast_off
 from amp_ir.ir.step_log import StepLog, StepRecord
 from amp_ir.ir.step_module import Role, Signature, StepModule
-from amp_ir.jit_step import jit
+from amp_ir.jit_function import jit
 from amp_ir.loss_scaling.grad_scaler import GradScaler
 from amp_ir.loss_scaling.scale_loss import scale_loss
 from amp_ir.report.kernel_profile import KernelProfile
@@ -77,6 +78,7 @@ __all__ = [
     "amp",
     "autocast",
     "autocast_off",
+    "call_arguments",
     "compile",
     "convert_model",
     "errors",

@@ -7,37 +7,31 @@ import collections
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
 
 from amp_ir.amp.custom_type_hint import RulesInEffect
-from amp_ir.amp.overrides import Override
-from amp_ir.amp.policies import find_policy
-from amp_ir.api import Models, Optimizers, autocast, compile_into, rewrite, trace_unchanged
-from amp_ir.buckets.bucket_options import BucketOptions, Key
+from amp_ir.api import autocast, compile_into, rewrite, trace_unchanged
+from amp_ir.buckets.bucket_options import BucketOptions
 from amp_ir.buckets.bucketed_calls import BucketedCalls, PaddedProgram
-from amp_ir.buckets.padded_batch import PaddedBatch, padded_examples
-from amp_ir.capture import trace
-from amp_ir.capture.announced_batches import announced_batches
+from amp_ir.buckets.padded_batch import PaddedBatch
 from amp_ir.capture.arguments import NESTED
+from amp_ir.capture.call_arguments import bound, signature_of
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.capture.guards.changing_arguments import ChangingArguments
-from amp_ir.errors import ArgumentError, CopyError, OptionError, StateError
+from amp_ir.errors import ArgumentError, CopyError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.ir.capturing import captured_scalers
-from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
 from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.ir.target import target_of
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.precompilation import Captured, Precompilation
-from amp_ir.runtime.step import NO_COPY, CompiledStep, refuse_names
+from amp_ir.runtime.step import NO_COPY, CompiledStep, CompileReport
 from amp_ir.runtime.step_variants import (
-    DEFAULT_LIMIT,
-    DEFAULT_SHAPES,
     Recompile,
     StepVariants,
     Users,
@@ -56,8 +50,13 @@ class JitStep:
     arena, as large as the largest needs. Calls from several threads run one after the other.
     """
 
+    # What a decorated method of a class becomes for each instance; `amp_ir.jit` sets it.
+    bind_to: Callable[[Any], JitStep] | None = None
+
     def __init__(self, step: Callable[..., Any], **options: Any) -> None:
+        _take_names(self, step)
         self._step = step
+        self._signature = signature_of(step)
         self._amp_dtype = options.pop("amp_dtype")
         self._autocast_options = options.pop("autocast_options")
         self._compile_options = options.pop("compile_options")
@@ -66,7 +65,7 @@ class JitStep:
         self._variants: StepVariants[CallSignature]
         limits = options.pop("recompile_limit"), options.pop("max_shapes")
         keyed_by = "shapes, dtypes or structures"
-        name = _name_of(step)
+        self._name = name = _name_of(step)
         users = Users("a jitted step", name, "batches", keyed_by, "train.recompiles")
         self._variants = StepVariants(*limits, users)
         announced = options.pop("precompile")
@@ -92,12 +91,20 @@ class JitStep:
             What `amp_ir.trace_step` and `amp_ir.compile` raise; nothing has changed then.
             IndexOutOfRangeError, StateError: as a CompiledStep does.
         """
-        refuse_names(named)
+        if named:
+            batch = bound(self._signature, batch, named)
         if captured_scalers.get() is not None:
             # Another thread, which waits for the capture, may hold its lock.
             raise ArgumentError(NESTED)
         with self._turn:
-            return self._run(batch) if self._buckets is None else self._run_in_buckets(batch)
+            result = self._run(batch) if self._buckets is None else self._run_in_buckets(batch)
+            assert self._variants.last is not None
+            self._variants.last.guards.follow_changes(batch, {})
+            return result
+
+    def __get__(self, instance: Any, owner: type | None = None) -> JitStep:
+        """Return the step of an instance, where a method of its class is decorated."""
+        return self if instance is None or self.bind_to is None else self.bind_to(instance)
 
     @property
     def compiled(self) -> CompiledStep | None:
@@ -111,9 +118,16 @@ class JitStep:
         Raises:
             StateError: the step has not run yet.
         """
-        if self.compiled is None:
-            raise StateError("the step has not run yet; call it first")
-        return self.compiled.ir(stage)
+        return self._last().ir(stage)
+
+    @property
+    def report(self) -> CompileReport:
+        """`CompiledStep.report` of the program that ran last.
+
+        Raises:
+            StateError: the step has not run yet.
+        """
+        return self._last().report
 
     @property
     def recompiles(self) -> list[Recompile]:
@@ -132,9 +146,7 @@ class JitStep:
         Raises:
             StateError: the step has no loss scaler, or has not run yet.
         """
-        if self.compiled is None:
-            raise StateError("the step has not run yet; call it first")
-        return self.compiled.last
+        return self._last().last
 
     @property
     def skipped(self) -> bool:
@@ -161,6 +173,21 @@ class JitStep:
             CopyError: always.
         """
         raise CopyError(NO_COPY)
+
+    def __repr__(self) -> str:
+        """Describe the step in one line: its name, dtype and device, and what was compiled."""
+        dtype, device = self._amp_dtype or "no casts", self._compile_options["device"]
+        about = f"{self._name}, {dtype}, {device}"
+        if self.compiled is None:
+            return f"JitStep({about}, not compiled yet)"
+        count = len(self._variants.in_order)
+        programs = f"{count} program{'s' if count > 1 else ''}"
+        return f"JitStep({about}, {programs}; the last one: {self.report.summary()})"
+
+    def _last(self) -> CompiledStep:
+        if self.compiled is None:
+            raise StateError("the step has not run yet; call it first")
+        return self.compiled
 
     def _run(self, batch: tuple[Any, ...]) -> Any:
         signature, tensors = CallSignature.of(batch)
@@ -290,6 +317,14 @@ class JitStep:
         return {**self._trace_options, "numbers_as_inputs": frozenset(names)}
 
 
+def _take_names(made: JitStep, step: Callable[..., Any]) -> None:
+    """Give a jitted step the names, the text and the signature of its function."""
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        if hasattr(step, name):
+            setattr(made, name, getattr(step, name))
+    vars(made)["__wrapped__"] = step
+
+
 def _name_of(step: Callable[..., Any]) -> str:
     """Return a step's name and where it is defined: "step (train.py:12)"."""
     kind = type(step)
@@ -302,106 +337,4 @@ def _with_rules(guards: StepHooks, rules: RulesInEffect) -> StepHooks:
     """Return guards that compare the rules too, which a CompiledStep has from its autocast."""
     return attrs.evolve(
         guards, recompile_reason=lambda: guards.recompile_reason() or rules.change()
-    )
-
-
-def jit(
-    step: Callable[..., Any],
-    *,
-    model: Models,
-    optimizer: Optimizers = None,
-    scaler: Any = None,
-    amp_dtype: str | None = None,
-    overrides: Sequence[Override] = (),
-    policy: str = "default",
-    verbose: bool = False,
-    device: str = "cpu",
-    opt_level: int = 3,
-    rounding: str = "fast",
-    memory_budget: int | None = None,
-    recompile_limit: int = DEFAULT_LIMIT,
-    max_shapes: int = DEFAULT_SHAPES,
-    precompile: Sequence[tuple[Any, ...]] = (),
-    buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | str | None = None,
-    pad: Mapping[Key, float] | None = None,
-    pad_check: str = "proof",
-) -> JitStep:
-    """Capture, cast and compile `step` when it is first called, and again when a guard fails.
-
-    Another shape, dtype or structure of the batch, train or eval mode, a frozen parameter, a flag:
-    each is compiled at its first call, and kept. Python's logger "amp_ir" reports it at level INFO,
-    with the reason; `train.recompiles` lists it.
-
-    Args:
-        step: as for `trace_step`, as are `model`, `optimizer` and `scaler`.
-        amp_dtype: "float16", "bfloat16", or None for no casts.
-        overrides: as for `autocast`, as are `policy` and `verbose`.
-        device: as for `compile`, as are `opt_level`, `rounding` and `memory_budget`.
-        recompile_limit: how many programs are kept for batches of the same structure, shapes and
-            dtypes; a step that needs more emits one warning.
-        max_shapes: for how many structures, shapes and dtypes of the batch programs are kept. The
-            one not used for longest goes, which one warning says. They share one arena.
-        precompile: batches of other shapes that the step will be called with, such as the last one
-            of an epoch, each the tuple of the step's arguments. From the second call on each is
-            captured before a step runs, one a call, and compiled while steps run. What fails is one
-            warning, and compiled again by the call that needs it.
-        buckets: sizes to which axes of the batch are padded, by argument and axis:
-            {"input_ids": {1: (64, 128, 256)}}. An argument is named by its position, by its name
-            in `step`, or by its key where it lies in a dict. Axes of equal lengths with equal
-            sizes are one dimension. A program is compiled for each size that comes, and only if
-            it is proven that padding changes neither the state nor the results; results are
-            returned without padding. Dropout draws other numbers than without padding. A batch
-            longer than all sizes runs unpadded. "auto" instead of sizes chooses them from the
-            lengths that come, at most three quarters of `max_shapes`. buckets="auto" does so for
-            all axes of the arguments in `pad` whose lengths differ between calls; one whose padding
-            cannot be proven is left alone, which one warning says.
-        pad: the number that each of these arguments is padded with: {"input_ids": 0}.
-        pad_check: "values" compares the state and the results of one padded step of each size with
-            those of the same step without padding, instead of a proof: for steps with ops of which
-            the proof knows nothing. It says nothing about other batches.
-
-    Raises:
-        OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
-    """
-    if amp_dtype not in (None, "float16", "bfloat16", "float32"):
-        raise OptionError(
-            f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '
-            "or None for no casts"
-        )
-    find_policy(policy)
-    check_rounding(rounding)
-    check_budget(memory_budget)
-    check_opt_level(opt_level)
-    check_limit("recompile_limit", recompile_limit)
-    check_limit("max_shapes", max_shapes)
-    if pad is not None and buckets is None:
-        raise OptionError(
-            "pad= is given without buckets=, which says what is padded to which sizes"
-        )
-    options = (
-        None
-        if buckets is None
-        else BucketOptions(step, buckets, pad, pad_check, max(1, max_shapes * 3 // 4))
-    )
-    examples = precompile if options is None else padded_examples(options, precompile)
-    announced = announced_batches(examples, max_shapes)
-    target_of(device)
-    trace.check_training(step, model, optimizer, scaler)
-    return JitStep(
-        step,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        amp_dtype=amp_dtype,
-        autocast_options={"overrides": tuple(overrides), "policy": policy, "verbose": verbose},
-        recompile_limit=recompile_limit,
-        max_shapes=max_shapes,
-        precompile=announced,
-        buckets=options,
-        compile_options={
-            "device": device,
-            "opt_level": opt_level,
-            "rounding": rounding,
-            "memory_budget": memory_budget,
-        },
     )

@@ -96,7 +96,7 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "unknown object",
         lambda: wrong(example_batch=(X, {3})),
         "example_batch[1] is a builtins.set, expected a tensor; pass tensors and plain values in "
-        "tuples, lists and dicts",
+        "tuples, lists, dicts and dataclasses",
     ),
     (
         "batch with a graph",

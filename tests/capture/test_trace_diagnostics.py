@@ -206,7 +206,7 @@ def test_what_a_step_leaves_behind_is_checked() -> None:
         "this step cannot be captured, 4 places:",
         "  1. step (forward): the step sets param_groups[...]['lr']. Set it between two steps",
         "  2. step (forward): the step returns an object of type object. Return tensors and plain "
-        "values in tuples, lists, dicts or ModelOutputs",
+        "values in tuples, lists, dicts or dataclasses",
         "  3. step (forward): the step replaces weight by something of another kind. Write to it "
         "in place (copy_) and keep its shape and dtype",
         "  4. step (forward): CountsInPython keeps 'count' as a Python value and changes it. Let "

@@ -12,7 +12,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.errors import BuildError, CaptureError, StepFailedError, UnsupportedOpError
-from amp_ir.ir.external_call import LIBRARY
+from amp_ir.ir.dispatch_log import EXTERNAL_CALL
 from amp_ir.ir.target import cpu
 from amp_ir.pipeline import lower
 from amp_ir.vm.build import compile_executable
@@ -108,7 +108,7 @@ def test_they_are_in_the_plan_the_memory_and_the_dispatch_log():
     assert (call.read_nbytes, call.written_nbytes) == (16 * 16 * 4, 16 * 16 * 4)
     assert any(value.op == "aten::lgamma" for value in planned.plan.values)
     said = [note for note in planned.dispatched if note.op == "aten::lgamma"]
-    assert [(note.library, note.calls) for note in said] == [(LIBRARY, 1)]
+    assert [(note.library, note.calls) for note in said] == [(EXTERNAL_CALL, 1)]
     assert said[0].reason.startswith("amp_ir has no kernel of it (first in step (forward), ")
 
 

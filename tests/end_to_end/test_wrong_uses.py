@@ -246,7 +246,7 @@ CAPTURE = [
         CaptureError,
         lambda: (
             f"{ONE_PLACE} (forward): the step returns an object of type Sequential. Return tensors "
-            "and plain values in tuples, lists, dicts or ModelOutputs"
+            "and plain values in tuples, lists, dicts or dataclasses"
         ),
     ),
 ]
@@ -547,11 +547,10 @@ COMPILE: list[Row] = [
         "expected torch.nn.Module",
     ),
     (
-        "jit called by name",
-        lambda s: amp_ir.jit(s.step, model=s.model, optimizer=s.optimizer)(x=s.x, y=s.y),
+        "jit called by a wrong name",
+        lambda s: amp_ir.jit(s.step, model=s.model, optimizer=s.optimizer)(x=s.x, z=s.y),
         ArgumentError,
-        "the step was called with x=, y=, but arguments have no names after the capture; pass them "
-        "by position, in the order of the example batch",
+        "missing a required argument: 'y'; the arguments are (x, y)",
     ),
     (
         "profile of a model",
@@ -653,11 +652,10 @@ CALL: list[Row] = [
         f"argument 0 requires a gradient, captured without; pass it detached. {CAPTURE_AGAIN}",
     ),
     (
-        "by name",
-        lambda s: s.train(s.x, y=s.y),
+        "by a wrong name",
+        lambda s: s.train(s.x, s.y, z=s.y),
         ArgumentError,
-        "the step was called with y=, but arguments have no names after the capture; pass them by "
-        "position, in the order of the example batch",
+        "got an unexpected keyword argument 'z'; the arguments are (x, y)",
     ),
     ("ids outside", lambda s: s.train(s.x, s.y + 3), IndexOutOfRangeError, ""),
 ]

@@ -451,7 +451,7 @@ def test_a_call_that_cannot_be_compiled_leaves_the_programs_as_they_are() -> Non
         ours.train(object(), batch(0)[1].numpy())
     assert str(refused.value) == (
         "argument 0 is a builtins.object, expected a tensor; pass tensors and plain values in "
-        "tuples, lists and dicts; argument 1 is a numpy.ndarray, expected a tensor; "
+        "tuples, lists, dicts and dataclasses; argument 1 is a numpy.ndarray, expected a tensor; "
         "torch.from_numpy makes a tensor of an array"
     )
     ours.train(*batch(1)), eager.train(*batch(1))

@@ -246,7 +246,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "an object": (
         [batch(2), (object(),)], errors.ArgumentError,
         "precompile[1]: argument 0 is a builtins.object, expected a tensor; pass tensors and plain "
-        "values in tuples, lists and dicts",
+        "values in tuples, lists, dicts and dataclasses",
     ),
     "too many": (
         [batch(2), batch(2), batch(3), batch(4)], errors.OptionError,

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from amp_ir.buckets.chosen_sizes import ChosenSizes
 from amp_ir.buckets.varying_axes import Axis, VaryingAxes
 from amp_ir.capture.batch import path_text
+from amp_ir.capture.containers import flatten, flatten_with_path
 from amp_ir.errors import ArgumentError, OptionError
 
 log = logging.getLogger("amp_ir")
@@ -99,7 +100,7 @@ class BucketOptions:
 
         Requires: `is_auto`, and `of` finds an axis to pad in this batch.
         """
-        leaves, spec = pytree.tree_flatten(args)
+        leaves, spec = flatten(args)
         structure = _structure_of(leaves, spec)
         options = self.of(leaves, spec)
         padded = {(k, axis) for k, one in enumerate(options) if one for axis in one.sizes}
@@ -126,7 +127,7 @@ class BucketOptions:
         self, leaves: Sequence[Any], spec: pytree.TreeSpec
     ) -> tuple[PaddedTensorOption | None, ...]:
         args = pytree.tree_unflatten(list(leaves), spec)
-        paths = [path for path, _ in pytree.tree_flatten_with_path(args)[0]]
+        paths = [path for path, _ in flatten_with_path(args)]
         found: list[PaddedTensorOption | None] = [None] * len(leaves)
         errors = []
         # Lengths that are equal in the first batch are of one dimension.
@@ -175,8 +176,9 @@ class BucketOptions:
             keys = [position]
             if position < len(self._names):
                 keys.insert(0, self._names[position])
-        elif isinstance(getattr(path[-1], "key", None), str):
-            keys.insert(0, path[-1].key)
+        else:
+            key = getattr(path[-1], "key", getattr(path[-1], "name", None))
+            keys = [key, *keys] if isinstance(key, str) else keys
         return keys
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import attrs
 import torch
-import torch.utils._pytree as pytree
 
 from amp_ir.buckets.bucket_options import BucketOptions
 from amp_ir.buckets.padded_batch import PaddedBatch
 from amp_ir.capture.batch import Results, structures_of
+from amp_ir.capture.containers import leaves_of
 from amp_ir.errors import CaptureError, PaddingError
 from amp_ir.ir.step_module import StepModule
 from amp_ir.padding.axes import Dimension
@@ -217,4 +217,4 @@ def _refuse_plain_results(results: Results, others: Results) -> None:
 
 
 def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor)]
+    return [one for one in leaves_of(args) if isinstance(one, torch.Tensor)]

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from amp_ir.buckets.bucket_options import BucketOptions, PaddedTensorOption
 from amp_ir.buckets.chosen_sizes import ChosenSizes
 from amp_ir.capture.batch import path_text
+from amp_ir.capture.containers import flatten, flatten_with_path
 from amp_ir.padding.axes import Dimension
 from amp_ir.padding.check_padding import InertPadding, PaddedInput
 
@@ -46,7 +47,7 @@ class PaddedBatch:
         Raises:
             ArgumentError: a key names no tensor of the batch, or one without that axis.
         """
-        leaves, spec = pytree.tree_flatten(args)
+        leaves, spec = flatten(args)
         by_leaf = options.of(leaves, spec)
         names: dict[tuple[object, int], str] = {}
         lengths: dict[str, int] = {}
@@ -118,7 +119,7 @@ class PaddedBatch:
 
     def unpadded_axes(self) -> list[str]:
         """Return the axes that are not padded and as long as data of one that is, by name."""
-        given, padded = pytree.tree_flatten_with_path(self.exact_args)[0], iter(self.places)
+        given, padded = flatten_with_path(self.exact_args), iter(self.places)
         lengths = {self.lengths[name] for name in self.padded_dimensions}
         return [
             f"axis {axis} of argument {path_text(path)}"
@@ -165,7 +166,7 @@ class PaddedBatch:
 
     def example(self, dimensions: Mapping[str, Dimension]) -> tuple[Any, ...]:
         """Return arguments of the second sizes; their values do not count."""
-        leaves, spec = pytree.tree_flatten(self.args)
+        leaves, spec = flatten(self.args)
         places = iter(self.places)
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
@@ -198,7 +199,7 @@ class PaddedBatch:
 
         `places` are the outputs that the leaves of the results are, None for a constant.
         """
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = flatten(value)
         for k, place in enumerate(places):
             for one in () if place is None else padding.results[place]:
                 length = self.lengths[one.dimension.name] + one.shift

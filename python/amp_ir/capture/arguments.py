@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_ir.capture.batch import leaf_error
+from amp_ir.capture.call_arguments import signature_of, split
+from amp_ir.capture.containers import flatten_with_path, leaves_of
 from amp_ir.capture.distribution import WRAPPER_ADVICE, group_error, wrapper_error
 from amp_ir.errors import ArgumentError
 from amp_ir.ir.unusable_tensors import tensor_error
@@ -85,14 +86,15 @@ def _step_errors(step: object) -> Iterator[str]:
 
 def _call_errors(step: Any, batch: Any) -> Iterator[str]:
     """Return why the step cannot be called with as many arguments as the batch has."""
-    try:
-        signature = inspect.signature(step)
-    except (TypeError, ValueError):  # a builtin without a signature
+    signature = signature_of(step)
+    if signature is None:
         return
+    by_position, named = split(batch)
     try:
-        signature.bind(*batch)
+        signature.bind(*by_position, **named)
     except TypeError as error:
-        count = "1 argument" if len(batch) == 1 else f"{len(batch)} arguments"
+        number = len(by_position) + len(named)
+        count = "1 argument" if number == 1 else f"{number} arguments"
         yield f"step= takes {signature} and example_batch= has {count}: {error}"
 
 
@@ -124,7 +126,7 @@ def _batch_errors(batch: object) -> Iterator[str]:
             "arguments: (inputs, targets), or (batch,) for a single one"
         )
         return
-    found, _ = pytree.tree_flatten_with_path(batch)
+    found = flatten_with_path(batch)
     if not any(isinstance(leaf, torch.Tensor) for _, leaf in found):
         yield "example_batch= holds no tensor; pass an example of what the step is called with"
     for path, leaf in found:
@@ -170,7 +172,7 @@ def _tensor_errors(models: list[torch.nn.Module], batch: object) -> Iterator[str
                     f"{prefix}{name} and {owner[0]} share memory but are two tensors; "
                     "tie them by assigning the same Parameter to both"
                 )
-    leaves = pytree.tree_leaves(batch)
+    leaves = leaves_of(batch)
     for tensor in (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
         # A batch may be on the host: the step itself then moves it to the model's GPU.
         if tensor.device.type != "cpu":

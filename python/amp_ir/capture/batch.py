@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import enum
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy
 import torch
 import torch.utils._pytree as pytree
 
+from amp_ir.capture.call_arguments import NameKey, bound, signature_of
+from amp_ir.capture.containers import flatten, flatten_with_path
 from amp_ir.errors import ArgumentError, ShapeMismatchError
 from amp_ir.ir.step_module import Signature
 from amp_ir.ir.unusable_tensors import tensor_error
@@ -19,7 +23,7 @@ _LARGEST = 2**52  # float64 holds every integer twice as large
 _ANEW = "Call it as it was captured, or capture (jit) the step again"
 PLAIN = (
     int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device,
-    torch.memory_format, torch.Size, slice, type(Ellipsis),
+    torch.memory_format, torch.Size, slice, type(Ellipsis), numpy.generic, enum.Enum,
 )  # fmt: skip
 
 
@@ -29,7 +33,8 @@ class Arguments:
 
     `leaves` holds a tensor (its shape, dtype and device count) or the plain value that is frozen
     into the graph; `paths` is the text of each leaf's position. `plain` are the plain values of the
-    current call in order, and `followed` the positions of those that each call reads.
+    current call in order, and `followed` the positions of those that each call reads. `names` is
+    the signature of the step, None where it is not known.
     """
 
     spec: pytree.TreeSpec
@@ -37,15 +42,16 @@ class Arguments:
     paths: tuple[str, ...]
     plain: list[Any] = attrs.field(eq=False, factory=list)
     followed: frozenset[int] = frozenset()
+    names: inspect.Signature | None = attrs.field(eq=False, default=None)
 
     @classmethod
-    def of(cls, args: tuple[Any, ...]) -> Arguments:
-        """Return the structure of an example."""
-        found, spec = pytree.tree_flatten_with_path(args)
+    def of(cls, args: tuple[Any, ...], step: Any = None) -> Arguments:
+        """Return the structure of an example of what `step` is called with."""
+        found, (_, spec) = flatten_with_path(args), flatten(args)
         paths = tuple("argument " + path_text(path) for path, _ in found)
         leaves = tuple(leaf for _, leaf in found)
         plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        return cls(spec, leaves, paths, plain)
+        return cls(spec, leaves, paths, plain, names=signature_of(step))
 
     def take(self, plain: Sequence[Any]) -> None:
         """Set the plain values of the current call."""
@@ -77,14 +83,17 @@ class Arguments:
         leaves = [next(rest if isinstance(x, torch.Tensor) else values) for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def flatten(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """Return the tensors of a call, in order.
+    def flatten(
+        self, args: tuple[Any, ...], named: Mapping[str, Any] | None = None
+    ) -> list[torch.Tensor]:
+        """Return the tensors of a call, in order; `named` are its arguments by keyword.
 
         Raises:
             ArgumentError: structure, dtype, device or a plain value differs.
             ShapeMismatchError: only shapes differ.
         """
-        leaves, spec = pytree.tree_flatten(tuple(args))
+        args = bound(self.names, tuple(args), named or {})
+        leaves, spec = flatten(args)
         if any(map(leaf_error, leaves)):
             raise ArgumentError("; ".join(leaf_errors(args, "argument ")))
         if spec != self.spec:
@@ -117,6 +126,9 @@ class Arguments:
 def path_text(path: tuple[Any, ...]) -> str:
     """Return the position of a leaf among the arguments, as "0['ids'][2]"."""
     first, *rest = path
+    if rest and isinstance(rest[0], NameKey):
+        first, *rest = rest
+        return str(first.key) + pytree.keystr(tuple(rest))
     return str(getattr(first, "idx", first)) + pytree.keystr(tuple(rest))
 
 
@@ -136,7 +148,7 @@ def leaf_error(leaf: object) -> str | None:
         if isinstance(leaf, PLAIN):
             return None
         hint = "torch.from_numpy makes a tensor of an array" if _is_numpy(leaf) else (
-            "pass tensors and plain values in tuples, lists and dicts"
+            "pass tensors and plain values in tuples, lists, dicts and dataclasses"
         )  # fmt: skip
         return f"is a {type(leaf).__module__}.{type(leaf).__name__}, expected a tensor; {hint}"
     if leaf.requires_grad and not leaf.is_leaf:
@@ -146,7 +158,7 @@ def leaf_error(leaf: object) -> str | None:
 
 def leaf_errors(args: tuple[Any, ...], prefix: str) -> Iterator[str]:
     """Return what is wrong with every leaf of the arguments, each after `prefix` and position."""
-    for path, leaf in pytree.tree_flatten_with_path(args)[0]:
+    for path, leaf in flatten_with_path(args):
         error = leaf_error(leaf)
         if error:
             yield f"{prefix}{path_text(path)} {error}"
@@ -227,7 +239,4 @@ def unusable_result(leaf: Any) -> str | None:
     """Return why a compiled step cannot return a leaf of the results; None where it can."""
     if isinstance(leaf, (torch.Tensor, *PLAIN)):
         return None
-    kind = type(leaf).__name__
-    if dataclasses.is_dataclass(leaf):
-        return f"the step returns the dataclass {kind}, which torch's pytree does not know"
-    return f"the step returns an object of type {kind}"
+    return f"the step returns an object of type {type(leaf).__name__}"

@@ -19,6 +19,7 @@ import torch
 
 from amp_ir.capture.arguments import check_arguments, check_training
 from amp_ir.capture.batch import Arguments
+from amp_ir.capture.call_arguments import bound
 from amp_ir.capture.cell_loops.find_cell_loops import find_cell_loops
 from amp_ir.capture.functional import make_functional
 from amp_ir.capture.guards.ambient import Ambient
@@ -79,7 +80,7 @@ def capture_step(
         CaptureError: the step does what a compiled step cannot do; the message lists every place.
     """
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
-    arguments = Arguments.of(example_batch)
+    arguments = Arguments.of(example_batch, step)
     moved = move_counters(checked.optimizers)
     state = find_state(checked.models, checked.optimizers)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
@@ -125,6 +126,9 @@ def capture_step(
             changed_numbers=capture_guards.changed_numbers,
             take_numbers=arguments.take,
             followed=arguments.followed,
+            follow_changes=lambda args, named: traced.changes.follow(
+                bound(arguments.names, args, named)
+            ),
         ),
     )
 

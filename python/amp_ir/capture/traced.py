@@ -6,6 +6,7 @@ from __future__ import annotations
 import attrs
 import torch
 
+from amp_ir.capture.argument_changes import ArgumentChanges
 from amp_ir.capture.batch import Results
 from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import SymbolicFloat
@@ -30,7 +31,8 @@ class Traced:
     `gradients`, which have one at the end, the values of `created`, and `read_count` tensors f64[]
     that the step read as Python floats.
     `symbols` are the results that are Python floats, `observed` the ids of the parameters whose
-    gradient before the step affects it, and `stepped` the optimizers whose `step` ran.
+    gradient before the step affects it, `stepped` the optimizers whose `step` ran, and `changes`
+    what the step did to the containers among its arguments.
     """
 
     graph: torch.fx.GraphModule
@@ -43,3 +45,4 @@ class Traced:
     read_count: int
     observed: set[int]
     stepped: list[torch.optim.Optimizer]
+    changes: ArgumentChanges = ArgumentChanges()

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from amp_ir.capture.argument_changes import WatchedArguments
 from amp_ir.capture.batch import Arguments, Results, unusable_result
+from amp_ir.capture.call_arguments import call
+from amp_ir.capture.containers import flatten
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.functional import uncompiled_graphs
 from amp_ir.capture.gradient_watch import GradientWatch
@@ -127,8 +129,9 @@ class StepTracer:
                 arguments = self._arguments.with_tensors(
                     batch, self.numbers.arguments(self._arguments)
                 )
+                given_arguments = WatchedArguments(arguments)
                 with self.observer.watching():
-                    value = self._step(*arguments)
+                    value = call(self._step, arguments)
                 for scaler in scalers:
                     scaler.finish()
                 with self._locator.optimizing():
@@ -140,6 +143,9 @@ class StepTracer:
         except Exception as error:  # the user's code may raise anything
             raise self._failure(error) from error
         self.effects.report(self._diagnostics)
+        self._left["changes"] = changes = given_arguments.changes()
+        for change in changes.refused:
+            self._refuse(f"the step {change}", "Change a copy of it, or return what is new")
         for key in overwritten():
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)
@@ -153,9 +159,9 @@ class StepTracer:
 
     def _outputs(self, value: Any) -> list[torch.Tensor]:
         """Return the flat outputs of the graph; `_left` records their roles."""
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = flatten(value)
         for reason in filter(None, map(unusable_result, leaves)):
-            advice = "Return tensors and plain values in tuples, lists, dicts or ModelOutputs"
+            advice = "Return tensors and plain values in tuples, lists, dicts or dataclasses"
             self._refuse(reason, advice)
         tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         symbols = [leaf for leaf in leaves if isinstance(leaf, SymbolicFloat)]

@@ -11,8 +11,8 @@ import torch
 
 from amp_ir.api import Models
 from amp_ir.errors import OptionError
+from amp_ir.jit_function import jit as jit_step
 from amp_ir.jit_step import JitStep
-from amp_ir.jit_step import jit as jit_step
 from amp_ir.loss_scaling.grad_scaler import GradScaler
 from amp_ir.loss_scaling.scale_loss import losses_before_step, own_scaler, scale_loss
 

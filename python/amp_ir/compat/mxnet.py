@@ -14,7 +14,8 @@ from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import list_ops
 from amp_ir.errors import OptionError
 from amp_ir.inference.convert import convert_model
-from amp_ir.jit_step import JitStep, jit
+from amp_ir.jit_function import jit
+from amp_ir.jit_step import JitStep
 from amp_ir.loss_scaling.grad_scaler import GradScaler
 
 __all__ = [

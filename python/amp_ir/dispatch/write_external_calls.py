@@ -8,8 +8,8 @@ from tvm import relax
 
 from amp_ir.dialect.external_call import NAME, external_op
 from amp_ir.ir.dataflow import Dataflow, op_name
-from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.external_call import LIBRARY, write_external
+from amp_ir.ir.dispatch_log import EXTERNAL_CALL, DispatchLog
+from amp_ir.ir.external_call import write_external
 from amp_ir.ir.location import from_span
 
 
@@ -30,7 +30,7 @@ def write_external_calls(ir: tvm.IRModule, *, log: DispatchLog) -> tvm.IRModule:
             op = external_op(value)
             kind = "amp_ir has no kernel of it" if op.startswith("aten::") else "it is a custom op"
             reason = first.setdefault(op, f"{kind} (first in {from_span(value.span)})")
-            log.add(op, LIBRARY, reason)
+            log.add(op, EXTERNAL_CALL, reason)
             value = write_external(value)
         bindings.append(relax.VarBinding(binding.var, value))
     return flow.finish(bindings) if first else ir

@@ -12,6 +12,7 @@ import torch
 
 from amp_ir.api import compile_into
 from amp_ir.capture.batch import structures_of
+from amp_ir.capture.call_arguments import bound, signature_of
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.errors import CopyError, OptionError, ShapeMismatchError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
@@ -19,7 +20,7 @@ from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.stored_parameters import StoredParameters
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.runtime.arena import Arena
-from amp_ir.runtime.step import CompiledStep, refuse_names
+from amp_ir.runtime.step import CompiledStep
 from amp_ir.runtime.step_variants import (
     DEFAULT_LIMIT,
     DEFAULT_SHAPES,
@@ -67,6 +68,7 @@ class ConvertedModel:
         self._conversion = conversion
         self._stored = stored
         self._options = dict(options or {})
+        self._signature = signature_of(getattr(getattr(conversion, "model", None), "forward", None))
         name = "" if conversion is None else type(conversion.model).__qualname__
         keyed_by = "shapes, dtypes, structures or plain values"
         users = Users("a converted model", name, "inputs", keyed_by, "model.recompiles")
@@ -89,7 +91,8 @@ class ConvertedModel:
             ShapeMismatchError: it was loaded from a file that has no program for these inputs.
             IndexOutOfRangeError: an index, such as a token, is out of range.
         """
-        refuse_names(named)
+        if named:
+            inputs = bound(self._signature, inputs, named)
         with self._turn:
             signature, tensors = InputSignature.of(inputs)
             variant = self._variants.find(signature) or self._compiled(signature, inputs)

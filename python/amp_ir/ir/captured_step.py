@@ -59,7 +59,7 @@ class CapturedStep:
     graph: torch.fx.GraphModule = attrs.field(eq=False)
     inputs: tuple[CapturedInput, ...]
     outputs: tuple[CapturedOutput, ...]
-    flatten_batch: Callable[[tuple[Any, ...]], list[torch.Tensor]] = attrs.field(eq=False)
+    flatten_batch: Callable[..., list[torch.Tensor]] = attrs.field(eq=False)
     unflatten_results: Callable[[list[torch.Tensor]], Any] = attrs.field(eq=False)
     notes: tuple[str, ...] = ()
     hooks: StepHooks = attrs.field(factory=StepHooks, eq=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import attrs
 
 OWN_KERNEL = "own kernel"
+EXTERNAL_CALL = "PyTorch (external call)"
 
 
 @attrs.frozen
@@ -19,6 +20,11 @@ class DispatchNote:
     library: str
     calls: int
     reason: str = ""
+
+    @property
+    def is_external(self) -> bool:
+        """Whether the calls are of PyTorch's own op, which amp_ir has no kernel of."""
+        return self.library == EXTERNAL_CALL
 
     def __str__(self) -> str:
         """Return one line for a report."""

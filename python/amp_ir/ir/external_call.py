@@ -40,7 +40,6 @@ from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.static_shape import shape_of
 
 SYMBOL = "amp_ir.external.call"
-LIBRARY = "PyTorch (external call)"
 
 
 class _Run(threading.local):

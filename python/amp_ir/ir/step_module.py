@@ -64,7 +64,7 @@ class OutputSpec:
 class Signature:
     """The inputs and outputs of `main`, and the mapping from the caller's arguments to them.
 
-    `flatten_batch(args)` gives the batch tensors in the order of the BATCH inputs and raises
+    `flatten_batch(args, named)` gives the batch tensors in the order of the BATCH inputs and raises
     `errors.ArgumentError` when structure, dtype, device or a plain value differs from what was
     captured (another shape raises `ShapeMismatchError`; `jit` then compiles again).
     `unflatten_results(tensors)` builds what the user's step returns from the RESULT outputs.
@@ -72,7 +72,7 @@ class Signature:
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
-    flatten_batch: Callable[[tuple[Any, ...]], list[torch.Tensor]] = attrs.field(eq=False)
+    flatten_batch: Callable[..., list[torch.Tensor]] = attrs.field(eq=False)
     unflatten_results: Callable[[list[torch.Tensor]], Any] = attrs.field(eq=False)
 
 
@@ -99,6 +99,10 @@ def _take_none(_plain: Sequence[Any]) -> None:
     """Read no numbers."""
 
 
+def _leave(_args: tuple[Any, ...], _named: Mapping[str, Any]) -> None:
+    """Leave the arguments of a call as they are."""
+
+
 def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
     """Do nothing."""
 
@@ -119,6 +123,7 @@ class StepHooks:
     another value now, and can be inputs of the next capture (`trace_step(numbers_as_inputs=...)`).
     `take_numbers(plain)`: takes the plain values among the arguments of a call, in order, before
     `recompile_reason` is asked; `followed` are the positions of those that are read from there.
+    `follow_changes(args, named)`: change a call's arguments, after its run, as the step does.
     """
 
     install_state: Callable[[], None] = _nothing
@@ -128,6 +133,7 @@ class StepHooks:
     changed_numbers: Callable[[], tuple[str, ...]] = _no_numbers
     take_numbers: Callable[[Sequence[Any]], None] = _take_none
     followed: frozenset[int] = frozenset()
+    follow_changes: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = _leave
 
 
 @attrs.frozen

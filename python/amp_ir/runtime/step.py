@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.errors import ArgumentError, CopyError, StateError
+from amp_ir.errors import CopyError, StateError
 from amp_ir.host.forked_threads import use_threads_that_exist
 from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.memory_plan import MemoryPlan
@@ -34,26 +34,29 @@ class CompileReport:
     dispatched: tuple[DispatchNote, ...] = ()
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
+    def summary(self) -> str:
+        """Return kernels, calls of PyTorch's own ops, peak and seconds, in one line."""
+        external = sum(one.calls for one in self.dispatched if one.is_external)
+        parts = [
+            f"{self.kernel_count} kernels",
+            *([f"{external} external call{'s' if external > 1 else ''}"] if external else []),
+            f"peak {self.plan.peak_bytes / 2**20:.1f} MiB",
+            f"compiled in {sum(self.seconds.values()):.1f} s",
+        ]
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        """Return the summary, the seconds of each stage, and where each heavy op went."""
+        seconds = ", ".join(f"{name} {one:.2f}" for name, one in self.seconds.items())
+        notes = [f"  {note}" for note in self.dispatched]
+        return "\n".join([self.summary(), f"seconds: {seconds}", *notes])
+
 
 NO_COPY = (
     "a compiled step cannot be copied or pickled: it is machine code of this process, and works on "
     "the tensors of its own model and optimizer. Copy these, copy.deepcopy((model, optimizer)), or "
     "save them, amp_ir.save_checkpoint; then compile a step that uses the copies"
 )
-
-
-def refuse_names(named: dict[str, Any]) -> None:
-    """Refuse keyword arguments, which a capture does not know.
-
-    Raises:
-        ArgumentError: there are any.
-    """
-    if named:
-        given = ", ".join(f"{name}=" for name in named)
-        raise ArgumentError(
-            f"the step was called with {given}, but arguments have no names after the capture; "
-            "pass them by position, in the order of the example batch"
-        )
 
 
 class CompiledStep:
@@ -82,7 +85,8 @@ class CompiledStep:
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Run one step on `batch` and return what the captured step returns.
 
-        Arguments are positional, as in the example batch of the capture.
+        Arguments that the example batch of the capture has by position may also be given by the
+        names that they have in the step.
 
         Raises:
             ArgumentError: the batch does not fit what was captured; nothing has changed.
@@ -93,9 +97,8 @@ class CompiledStep:
                 the message says whether anything has changed.
             OutOfMemoryError: there is no memory for the step; see there, too.
         """
-        refuse_names(named)
         use_threads_that_exist()
-        tensors = self.module.signature.flatten_batch(batch)
+        tensors = self.module.signature.flatten_batch(batch, named)
         self._program.check_inputs(tensors)
         change = self.module.hooks.recompile_reason()
         if change:
@@ -103,7 +106,9 @@ class CompiledStep:
                 f"the step is no longer as it was captured: {change}. Call amp_ir.trace_step and "
                 "amp_ir.compile again, or use amp_ir.jit, which does"
             )
-        return self._run(tensors)
+        result = self._run(tensors)
+        self.module.hooks.follow_changes(batch, named)
+        return result
 
     def ir(self, stage: str) -> str:
         """Return the step's program after a stage of the compiler as text, a line a value.
@@ -234,9 +239,4 @@ class CompiledStep:
 
     def __repr__(self) -> str:
         """Describe the compiled step in one line."""
-        report = self.report
-        peak = report.plan.peak_bytes / 2**20
-        return (
-            f"CompiledStep({report.kernel_count} kernels, peak {peak:.1f} MiB, "
-            f"compiled in {sum(report.seconds.values()):.1f} s)"
-        )
+        return f"CompiledStep({self.report.summary()})"

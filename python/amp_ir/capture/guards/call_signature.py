@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import attrs
 import torch
-import torch.utils._pytree as pytree
 
 from amp_ir.capture.batch import (
     can_follow,
@@ -21,6 +20,7 @@ from amp_ir.capture.batch import (
     path_text,
     structure_in_words,
 )
+from amp_ir.capture.containers import flatten_with_path
 from amp_ir.capture.guards.call_structure import rebuild, structure_of
 from amp_ir.capture.guards.places import is_number
 from amp_ir.errors import ArgumentError
@@ -133,7 +133,7 @@ class CallSignature:
         ]
 
     def _paths(self) -> list[str]:
-        found = pytree.tree_flatten_with_path(self._unflatten(range(len(self.kinds))))[0]
+        found = flatten_with_path(self._unflatten(range(len(self.kinds))))
         return ["argument " + path_text(path) for path, _ in found]
 
     def differences(self, earlier: CallSignature) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from amp_ir.capture.containers import flatten
+
 _LEAF = None
 _LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None)})
 
@@ -16,8 +18,9 @@ _LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None)})
 def structure_of(value: Any, leaves: list[Any]) -> Hashable:
     """Return a key of the containers in `value`, and append what they hold to `leaves`.
 
-    The keys of two values are equal exactly where PyTorch's TreeSpecs are, which also decide what
-    a container is: of others than tuples, lists and dicts the key holds their TreeSpec.
+    The keys of two values are equal exactly where the TreeSpecs of `containers.flatten` are, which
+    also decides what a container is: of others than tuples, lists and dicts the key holds their
+    TreeSpec.
     """
     kind = type(value)
     if kind in _LEAVES:
@@ -28,7 +31,7 @@ def structure_of(value: Any, leaves: list[Any]) -> Hashable:
     if kind is dict:
         inner = [structure_of(one, leaves) for one in value.values()]
         return kind, tuple(value), *inner
-    found, spec = pytree.tree_flatten(value)
+    found, spec = flatten(value)
     leaves += found
     return _LEAF if spec.is_leaf() else spec
 

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp_ir.jit`, as a function and as a decorator of functions and methods."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from amp_ir.amp.overrides import Override
+from amp_ir.amp.policies import find_policy
+from amp_ir.api import Models, Optimizers
+from amp_ir.buckets.bucket_options import BucketOptions, Key
+from amp_ir.buckets.padded_batch import padded_examples
+from amp_ir.capture import trace
+from amp_ir.capture.announced_batches import announced_batches
+from amp_ir.errors import ArgumentError, OptionError
+from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
+from amp_ir.ir.target import target_of
+from amp_ir.jit_step import JitStep
+from amp_ir.runtime.step_variants import DEFAULT_LIMIT, DEFAULT_SHAPES
+
+_NOT_GIVEN: Any = object()
+
+
+def jit(
+    step: Any = _NOT_GIVEN,
+    *,
+    model: Models | str,
+    optimizer: Optimizers | str = None,
+    scaler: Any = None,
+    amp_dtype: str | None = None,
+    overrides: Sequence[Override] = (),
+    policy: str = "default",
+    verbose: bool = False,
+    device: str = "cpu",
+    opt_level: int = 3,
+    rounding: str = "fast",
+    memory_budget: int | None = None,
+    recompile_limit: int = DEFAULT_LIMIT,
+    max_shapes: int = DEFAULT_SHAPES,
+    precompile: Sequence[tuple[Any, ...]] = (),
+    buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | str | None = None,
+    pad: Mapping[Key, float] | None = None,
+    pad_check: str = "proof",
+) -> Any:
+    """Capture, cast and compile `step` when it is first called, and again when a guard fails.
+
+    Another shape, dtype or structure of the batch, train or eval mode, a frozen parameter, a flag:
+    each is compiled at its first call, and kept. Python's logger "amp_ir" reports it at level INFO,
+    with the reason; `train.recompiles` lists it.
+
+    Without `step` it is a decorator: `@amp_ir.jit(model=model, optimizer=optimizer)`. A decorated
+    method is a jitted step of each instance; `model="net"` then names the attribute of the instance
+    that holds the model, as `optimizer=` and `scaler=` do.
+
+    Args:
+        step: as for `trace_step`, as are `model`, `optimizer` and `scaler`.
+        amp_dtype: "float16", "bfloat16", or None for no casts.
+        overrides: as for `autocast`, as are `policy` and `verbose`.
+        device: as for `compile`, as are `opt_level`, `rounding` and `memory_budget`.
+        recompile_limit: how many programs are kept for batches of the same structure, shapes and
+            dtypes; a step that needs more emits one warning.
+        max_shapes: for how many structures, shapes and dtypes of the batch programs are kept. The
+            one not used for longest goes, which one warning says. They share one arena.
+        precompile: batches of other shapes that the step will be called with, such as the last one
+            of an epoch, each the tuple of the step's arguments. From the second call on each is
+            captured before a step runs, one a call, and compiled while steps run. What fails is one
+            warning, and compiled again by the call that needs it.
+        buckets: sizes to which axes of the batch are padded, by argument and axis:
+            {"input_ids": {1: (64, 128, 256)}}. An argument is named by its position, by its name
+            in `step`, or by its key where it lies in a dict. Axes of equal lengths with equal
+            sizes are one dimension. A program is compiled for each size that comes, and only if
+            it is proven that padding changes neither the state nor the results; results are
+            returned without padding. Dropout draws other numbers than without padding. A batch
+            longer than all sizes runs unpadded. "auto" instead of sizes chooses them from the
+            lengths that come, at most three quarters of `max_shapes`. buckets="auto" does so for
+            all axes of the arguments in `pad` whose lengths differ between calls; one whose padding
+            cannot be proven is left alone, which one warning says.
+        pad: the number that each of these arguments is padded with: {"input_ids": 0}.
+        pad_check: "values" compares the state and the results of one padded step of each size with
+            those of the same step without padding, instead of a proof: for steps with ops of which
+            the proof knows nothing. It says nothing about other batches.
+
+    Raises:
+        OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
+    """
+    options = {name: value for name, value in locals().items() if name != "step"}
+    if step is _NOT_GIVEN:
+        return functools.partial(jit, **options)
+    if any(isinstance(options[name], str) for name in _OWNERS):
+        return JitMethod(step, options)
+    made = _jitted(step, **options)
+    # A method of a class: each instance has a jitted step of its own.
+    made.bind_to = functools.partial(_bound, step, options)
+    return made
+
+
+_OWNERS = ("model", "optimizer", "scaler")
+
+
+class JitMethod:
+    """A method that `jit` decorates, whose model and optimizer are attributes of the instance."""
+
+    def __init__(self, step: Callable[..., Any], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, step)
+        self._step = step
+        self._options = options
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Return the jitted step of an instance, made at the first access."""
+        return self if instance is None else _bound(self._step, self._options, instance)
+
+    def __call__(self, *_args: Any, **_named: Any) -> Any:
+        """Refuse to be called without an instance.
+
+        Raises:
+            ArgumentError: always.
+        """
+        named = ", ".join(f"{n}={self._options[n]!r}" for n in _OWNERS if self._options[n])
+        raise ArgumentError(
+            f"jit({named}) names attributes of the object whose method it decorates, and "
+            f"{self._step.__qualname__} is called as a function; pass the objects themselves, or "
+            "decorate a method and call it on an instance"
+        )
+
+
+def _bound(step: Callable[..., Any], options: dict[str, Any], instance: Any) -> JitStep:
+    """Return the jitted step of an instance, which keeps it; a copy of the instance does not."""
+    kept, key = vars(instance), f"_amp_ir_{step.__name__}"
+    if key in kept and kept[key].__wrapped__.__self__ is instance:
+        return cast(JitStep, kept[key])
+    found = {name: _attribute(instance, options[name], name) for name in _OWNERS}
+    made = _jitted(step.__get__(instance), **{**options, **found})
+    kept[key] = made
+    return made
+
+
+def _attribute(instance: Any, value: Any, option: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not hasattr(instance, value):
+        kind = type(instance).__name__
+        raise ArgumentError(
+            f"{option}={value!r} names no attribute of this {kind}; set self.{value} before the "
+            "first call of the step, or give another name"
+        )
+    return getattr(instance, value)
+
+
+def _jitted(
+    step: Callable[..., Any],
+    *,
+    model: Models,
+    optimizer: Optimizers,
+    scaler: Any,
+    amp_dtype: str | None,
+    overrides: Sequence[Override],
+    policy: str,
+    verbose: bool,
+    device: str,
+    opt_level: int,
+    rounding: str,
+    memory_budget: int | None,
+    recompile_limit: int,
+    max_shapes: int,
+    precompile: Sequence[tuple[Any, ...]],
+    buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | str | None,
+    pad: Mapping[Key, float] | None,
+    pad_check: str,
+) -> JitStep:
+    if amp_dtype not in (None, "float16", "bfloat16", "float32"):
+        raise OptionError(
+            f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '
+            "or None for no casts"
+        )
+    find_policy(policy)
+    check_rounding(rounding)
+    check_budget(memory_budget)
+    check_opt_level(opt_level)
+    check_limit("recompile_limit", recompile_limit)
+    check_limit("max_shapes", max_shapes)
+    if pad is not None and buckets is None:
+        raise OptionError(
+            "pad= is given without buckets=, which says what is padded to which sizes"
+        )
+    padded = (
+        None
+        if buckets is None
+        else BucketOptions(step, buckets, pad, pad_check, max(1, max_shapes * 3 // 4))
+    )
+    examples = precompile if padded is None else padded_examples(padded, precompile)
+    announced = announced_batches(examples, max_shapes)
+    target_of(device)
+    trace.check_training(step, model, optimizer, scaler)
+    return JitStep(
+        step,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        amp_dtype=amp_dtype,
+        autocast_options={"overrides": tuple(overrides), "policy": policy, "verbose": verbose},
+        recompile_limit=recompile_limit,
+        max_shapes=max_shapes,
+        precompile=announced,
+        buckets=padded,
+        compile_options={
+            "device": device,
+            "opt_level": opt_level,
+            "rounding": rounding,
+            "memory_budget": memory_budget,
+        },
+    )
