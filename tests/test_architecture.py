@@ -31,6 +31,7 @@ LAYERS = [
     "ir",
     STAGES,
     "pipeline",
+    "replay",  # a step run again on copies, to explain it
     "compile_cache",  # built steps on disk
     "api",
     "demo",

@@ -53,6 +53,7 @@ from amp_ir.ir.step_module import Role, Signature, StepModule
 from amp_ir.jit_function import jit
 from amp_ir.loss_scaling.grad_scaler import GradScaler
 from amp_ir.loss_scaling.scale_loss import scale_loss
+from amp_ir.replay.overflow import Overflow
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
@@ -69,6 +70,7 @@ __all__ = [
     "KernelProfile",
     "MemoryReport",
     "GradScaler",
+    "Overflow",
     "Override",
     "Role",
     "Signature",

@@ -18,6 +18,7 @@ from amp_ir.errors import ArgumentError, OptionError
 from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
 from amp_ir.ir.target import target_of
 from amp_ir.jit_step import JitStep
+from amp_ir.runtime.overflow_log import overflow_log
 from amp_ir.runtime.step_variants import DEFAULT_LIMIT, DEFAULT_SHAPES
 
 _NOT_GIVEN: Any = object()
@@ -43,6 +44,8 @@ def jit(
     buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | str | None = None,
     pad: Mapping[Key, float] | None = None,
     pad_check: str = "proof",
+    on_overflow: str | None = None,
+    explain_below: float = 256.0,
 ) -> Any:
     """Capture, cast and compile `step` when it is first called, and again when a guard fails.
 
@@ -81,6 +84,9 @@ def jit(
         pad_check: "values" compares the state and the results of one padded step of each size with
             those of the same step without padding, instead of a proof: for steps with ops of which
             the proof knows nothing. It says nothing about other batches.
+        on_overflow: "explain" logs `train.find_overflow` of each skipped step by which a loss scale
+            falls below `explain_below`. On a GPU every step is then waited for.
+        explain_below: a loss scale. A new scaler begins at 65536 and falls until steps are finite.
 
     Raises:
         OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
@@ -168,6 +174,8 @@ def _jitted(
     buckets: Mapping[Key, Mapping[int, Sequence[int] | str]] | str | None,
     pad: Mapping[Key, float] | None,
     pad_check: str,
+    on_overflow: str | None,
+    explain_below: float,
 ) -> JitStep:
     if amp_dtype not in (None, "float16", "bfloat16", "float32"):
         raise OptionError(
@@ -180,6 +188,7 @@ def _jitted(
     check_opt_level(opt_level)
     check_limit("recompile_limit", recompile_limit)
     check_limit("max_shapes", max_shapes)
+    explained = overflow_log(on_overflow, explain_below)
     if pad is not None and buckets is None:
         raise OptionError(
             "pad= is given without buckets=, which says what is padded to which sizes"
@@ -203,6 +212,7 @@ def _jitted(
         recompile_limit=recompile_limit,
         max_shapes=max_shapes,
         precompile=announced,
+        overflow_log=explained,
         buckets=padded,
         compile_options={
             "device": device,

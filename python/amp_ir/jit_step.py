@@ -28,7 +28,9 @@ from amp_ir.ir.capturing import captured_scalers
 from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.ir.target import target_of
+from amp_ir.replay.overflow import Overflow
 from amp_ir.runtime.arena import Arena
+from amp_ir.runtime.overflow_log import OverflowLog
 from amp_ir.runtime.precompilation import Captured, Precompilation
 from amp_ir.runtime.step import NO_COPY, CompiledStep, CompileReport
 from amp_ir.runtime.step_variants import (
@@ -68,6 +70,7 @@ class JitStep:
         self._name = name = _name_of(step)
         users = Users("a jitted step", name, "batches", keyed_by, "train.recompiles")
         self._variants = StepVariants(*limits, users)
+        self._overflow_log: OverflowLog | None = options.pop("overflow_log")
         announced = options.pop("precompile")
         self._precompilation = Precompilation(
             *(announced, self._capture, self._variants, name),
@@ -153,6 +156,27 @@ class JitStep:
         """`CompiledStep.skipped` of the program that ran last; False before the first call."""
         return self.compiled is not None and self.compiled.skipped
 
+    def find_overflow(self, *batch: Any, **named: Any) -> Overflow:
+        """Say where the step on `batch` makes its first infinity or NaN; see `Overflow`.
+
+        As `CompiledStep.find_overflow`, with the program that a call on this batch would run.
+
+        Raises:
+            StateError: no program has been compiled for such a batch yet.
+        """
+        batch = bound(self._signature, batch, named) if named else batch
+        with self._turn:
+            padded = None if self._buckets is None else self._buckets.padded(batch)
+            signature, tensors = CallSignature.of(batch if padded is None else padded.args)
+            variant = self._variants.find_only(signature)
+            if variant is None:
+                raise StateError(
+                    "no program has been compiled for a batch like this and the state as it is; "
+                    "call the step on the batch first, then find_overflow"
+                )
+            found: Overflow = variant.program.find_overflow_in(tensors)
+            return found
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return `CompiledStep.state_dict`; before the first call what was loaded, or nothing."""
         return {} if self._random_state is None else {"random_state": self._random_state.clone()}
@@ -191,7 +215,13 @@ class JitStep:
 
     def _run(self, batch: tuple[Any, ...]) -> Any:
         signature, tensors = CallSignature.of(batch)
-        return self._variant(signature, batch).program.run_current(tensors)
+        return self._run_program(self._variant(signature, batch).program, tensors)
+
+    def _run_program(self, program: CompiledStep, tensors: list[torch.Tensor]) -> Any:
+        value = program.run_current(tensors)
+        if self._overflow_log is not None:
+            self._overflow_log.after_step(program, tensors)
+        return value
 
     def _run_in_buckets(self, batch: tuple[Any, ...]) -> Any:
         assert self._buckets is not None
@@ -233,7 +263,7 @@ class JitStep:
     ) -> Any:
         assert self._buckets is not None
         started = time.perf_counter()
-        value = variant.program.run_current(tensors)
+        value = self._run_program(variant.program, tensors)
         seconds = time.perf_counter() - started
         self._buckets.add_step(padded, seconds, self._compile_seconds)
         return value

@@ -10,6 +10,7 @@ from typing import Any
 
 from amp_ir import pipeline
 from amp_ir.api.cached_build import cached_build
+from amp_ir.api.replay import overflow_finder
 from amp_ir.errors import OptionError
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
@@ -132,7 +133,7 @@ def compile_into(
     report = CompileReport(
         seconds, executable.kernel_count, planned.plan, planned.dispatched, options
     )
-    return CompiledStep(mod, program, report, _text(mod, target, options))
+    return _step_of(mod, program, report, target)
 
 
 def step_of_built(
@@ -162,7 +163,15 @@ def step_of_built(
         arena=arena,
     )
     report = CompileReport(seconds, built.kernel_count, built.plan, built.dispatched, options)
-    return CompiledStep(mod, program, report, _text(mod, target, options))
+    return _step_of(mod, program, report, target)
+
+
+def _step_of(
+    mod: StepModule, program: Program, report: CompileReport, target: CompileTarget
+) -> CompiledStep:
+    options = dict(report.options)
+    finder = overflow_finder(mod, program, options["rounding"])
+    return CompiledStep(mod, program, report, _text(mod, target, options), finder)
 
 
 def _text(mod: StepModule, target: CompileTarget, options: dict[str, Any]) -> Callable[[str], str]:

@@ -107,14 +107,7 @@ def _program_on_copies(
     batch = batch_of(mod, args)
     planned = lower(mod, target=target, **options)
     executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    copies = dict(mod.state)
-    for one in mod.signature.inputs:
-        held = mod.state.get(one.name)
-        if one.role is Role.GRADIENT and callable(held):
-            held = held()
-        if isinstance(held, torch.Tensor):
-            copies[one.name] = held.detach().clone()
-    program = program_of(executable, planned, mod, copies, device)
+    program = program_of(executable, planned, mod, mod.copied_state(), device)
     program.check_inputs(batch)
     return program, planned, batch
 

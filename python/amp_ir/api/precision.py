@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import tvm
 from tvm import relax
 
@@ -45,6 +46,8 @@ def autocast(
     with stage("amp", before, current_stage_files()) as running:
         found = autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
         running.program = found.ir if isinstance(found, StepModule) else found
+    if isinstance(found, StepModule) and found is not mod:
+        found = attrs.evolve(found, cast_options=options)
     if verbose and isinstance(found, StepModule) and found.plan is not None:
         print(found.plan.list_casts())
     return found
@@ -85,10 +88,21 @@ def explain_plan(mod: StepModule) -> CastPlan:
     check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    ir = write_external_calls(mod.ir, log=DispatchLog())
-    ir = fold_casts(dispatch(fold_casts(_decomposed_for_fusion(ir))))
+    ir = _before_fusion(mod.ir)
     found = assign_kernels(ir)
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
     moved = traffic_by_reason(mod.plan, ir, stored_tensors(ir), of_casts)
     return with_real_kernels(mod.plan, mod.ir, kernels, of_casts, moved)
+
+
+def stored_variables(ir: tvm.IRModule) -> set[relax.Var]:
+    """Return the variables of a step that its kernels and library calls write to memory."""
+    stored = stored_tensors(_before_fusion(ir))
+    return {one for tensor in stored if tensor.written_by is not None for one in tensor.variables}
+
+
+def _before_fusion(ir: tvm.IRModule) -> tvm.IRModule:
+    """Return what fusion is given: every library call written, casts folded."""
+    ir = write_external_calls(ir, log=DispatchLog())
+    return fold_casts(dispatch(fold_casts(_decomposed_for_fusion(ir))))

@@ -10,7 +10,7 @@ kernels (attention) also rounds what one of them stores for the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
@@ -23,13 +23,15 @@ from amp_ir.dialect.define import LOW_DTYPES, dtype_name
 from amp_ir.dialect.loop import CARRIED, ENTRY, loop_of
 from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.errors import ArgumentError, UnsupportedOpError
-from amp_ir.ir.dataflow import Dataflow, variables_of
+from amp_ir.ir.dataflow import Dataflow, op_name, variables_of
 from amp_ir.ir.index_check import IndexCheck, error_of
 from amp_ir.ir.index_uses import index_uses
 from amp_ir.ir.location import from_span
 from amp_ir.ir.relax_reference import RELAX_OPS
 from amp_ir.ir.step_module import StepModule
 
+# The cast that the user wrote, and the one that autocast inserts.
+_OWN_CAST, _INSERTED_CAST = "relax.astype", "amp_ir.cast"
 OnValue = Callable[[relax.Var, torch.Tensor], torch.Tensor]
 
 
@@ -39,6 +41,7 @@ def interpret(
     *,
     on_value: OnValue | None = None,
     float_dtype: torch.dtype | None = None,
+    unrounded: Set[relax.Var] = frozenset(),
 ) -> list[torch.Tensor]:
     """Evaluate `main` on `inputs`, in the order of its parameters; inputs are not written to.
 
@@ -49,6 +52,8 @@ def interpret(
             to inject a fault, or to emulate another precision.
         float_dtype: evaluate every floating value in this dtype, whatever the IR declares, casts
             included. torch.float64 makes the reference that rounding errors are measured against.
+        unrounded: variables that stay in float32 where the IR declares a low dtype, as values do
+            that a fused kernel does not store. Casts that the user wrote round even so.
 
     Raises:
         ArgumentError: number, shape or dtype of the inputs do not fit the parameters.
@@ -58,11 +63,11 @@ def interpret(
     ir = mod.ir if isinstance(mod, StepModule) else mod
     flow = Dataflow(ir)
     _check_ops(flow.bindings)
-    run = _Run(on_value, float_dtype)
+    run = _Run(on_value, float_dtype, unrounded)
     _bind_inputs(run, flow.main.params, inputs)
     uses = flow.uses.copy()
     for binding in flow.bindings:
-        run.bind(binding.var, run.evaluate(binding.value))
+        run.bind(binding.var, run.evaluate_binding(binding))
         for var in variables_of(binding.value):
             uses[var] -= 1
             if not uses[var]:
@@ -77,7 +82,7 @@ def evaluate(
     values: Mapping[relax.Var, torch.Tensor],
 ) -> torch.Tensor:
     """Evaluate `expr` after `bindings`; `values` holds all of their other variables."""
-    run = _Run(None, None, dict(values))
+    run = _Run(None, None, frozenset(), dict(values))
     for binding in bindings:
         run.bind(binding.var, run.evaluate(binding.value))
     found: torch.Tensor = run.evaluate(expr)
@@ -90,12 +95,26 @@ class _Run:
 
     on_value: OnValue | None
     float_dtype: torch.dtype | None
+    unrounded: Set[relax.Var] = frozenset()
     values: dict[relax.Var, Any] = attrs.field(factory=dict)
 
     def bind(self, var: relax.Var, value: Any) -> None:
         if self.on_value is not None and isinstance(value, torch.Tensor):
             value = self.on_value(var, value)
         self.values[var] = value
+
+    def evaluate_binding(self, binding: relax.VarBinding) -> Any:
+        """Evaluate what a variable is bound to, rounded unless it is one of `unrounded`."""
+        call = binding.value
+        name = op_name(call) if binding.var in self.unrounded else ""
+        if name in ("", LOOP, _OWN_CAST):
+            return self.evaluate(call)
+        arguments = [_widen(self.evaluate(argument)) for argument in call.args]
+        if name == _INSERTED_CAST:
+            return arguments[0]
+        if name in DECLARATIONS:
+            return DECLARATIONS[name].reference(*arguments, **options_of(call))
+        return RELAX_OPS[name](call.attrs, *arguments)
 
     def evaluate(self, expr: Any) -> Any:
         """Evaluate an expression to a tensor, a tuple of values, a shape or a number."""
@@ -123,6 +142,9 @@ class _Run:
             _check_index(use.check, arguments[use.position])
         if name == LOOP:
             return self._loop(call, arguments)
+        if self.unrounded:
+            # Of one dtype, where one is unrounded; they hold the same numbers.
+            arguments = list(map(_widen, arguments))
         if name in DECLARATIONS:
             value = DECLARATIONS[name].reference(*arguments, **options_of(call))
         else:

@@ -146,7 +146,8 @@ class StepModule:
     returns the current tensor in `p.grad`.
     `notes` describe what the capture decided, one sentence each.
     `hooks` connect a run to the user's model and optimizer.
-    `plan` is the CastPlan of a step that went through autocast, else None.
+    `plan` is the CastPlan of a step that went through autocast, else None, and `cast_options` are
+    the options of that autocast.
     """
 
     ir: tvm.IRModule
@@ -155,6 +156,7 @@ class StepModule:
     notes: tuple[str, ...] = ()
     hooks: StepHooks = attrs.field(factory=lambda: StepHooks(), eq=False, repr=False)
     plan: Any = attrs.field(default=None, eq=False, repr=False)
+    cast_options: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
 
     def with_ir(self, ir: tvm.IRModule) -> StepModule:
         """Return the same step with other IR of the same signature."""
@@ -186,7 +188,18 @@ class StepModule:
             for one, field in zip(self.signature.outputs, fields, strict=True)
         )
         signature = attrs.evolve(self.signature, outputs=outputs)
-        return attrs.evolve(self, ir=ir, signature=signature, plan=None)
+        return attrs.evolve(self, ir=ir, signature=signature, plan=None, cast_options={})
+
+    def copied_state(self) -> dict[str, torch.Tensor | Callable[[], torch.Tensor]]:
+        """Return the state with a copy of each tensor; numbers are still read from the user."""
+        copies = dict(self.state)
+        for one in self.signature.inputs:
+            held = self.state.get(one.name)
+            if one.role is Role.GRADIENT and callable(held):
+                held = held()
+            if isinstance(held, torch.Tensor):
+                copies[one.name] = held.detach().clone()
+        return copies
 
     def script(self) -> str:
         """Return the IR as TVMScript text."""

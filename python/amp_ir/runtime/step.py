@@ -73,10 +73,12 @@ class CompiledStep:
         program: Program,
         report: CompileReport,
         text_after: Callable[[str], str],
+        find_overflow: Callable[[list[torch.Tensor]], Any],
     ) -> None:
         self.module = module
         self.report = report
         self._text_after = text_after
+        self._find_overflow = find_overflow
         self._program = program
         self._is_installed = False
         inputs = module.signature.inputs
@@ -121,6 +123,23 @@ class CompiledStep:
             OptionError: there is no such stage.
         """
         return self._text_after(stage)
+
+    def find_overflow(self, *batch: Any, **named: Any) -> Any:
+        """Say where the step on `batch` makes its first infinity or NaN, as an `Overflow`.
+
+        The step is replayed on copies of the state as it is now: nothing of the user's changes.
+        After a skipped step that is the state which it began with, and its loss scale is used, so
+        that the replay is exact. Takes the time of a few dozen steps; call it when a step was
+        skipped, or on a batch whose loss is not finite.
+
+        Raises:
+            ArgumentError: the batch does not fit what was captured.
+        """
+        return self._find_overflow(self.module.signature.flatten_batch(batch, named))
+
+    def find_overflow_in(self, tensors: list[torch.Tensor]) -> Any:
+        """Do what `find_overflow` does on a flat batch."""
+        return self._find_overflow(tensors)
 
     def run_current(self, tensors: list[torch.Tensor]) -> Any:
         """Run as `__call__` does on a flat batch, for a caller that has checked the guards.

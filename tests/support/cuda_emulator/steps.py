@@ -17,6 +17,7 @@ import tvm_ffi
 
 import amp_ir
 from amp_ir import pipeline
+from amp_ir.api.replay import overflow_finder
 from amp_ir.host import native
 from amp_ir.ir import target as targets
 from amp_ir.ir.executable import Executable
@@ -43,7 +44,8 @@ def load_step(mod: amp_ir.StepModule, planned: PlannedStep, built: Any) -> Compi
     signature = planned.signature(mod.signature)
     running = EmulatedProgram(executable, planned.plan, signature, mod.state, checks=planned.checks)
     report = CompileReport({}, 0, planned.plan, planned.dispatched)
-    return CompiledStep(mod, running, report, lambda stage: f"not asked for: {stage}")
+    finder = overflow_finder(mod, running, "fast")
+    return CompiledStep(mod, running, report, lambda stage: f"not asked for: {stage}", finder)
 
 
 class EmulatedProgram(program.Program):
