@@ -40,6 +40,7 @@ LAYERS = [
     "jit_function",
     "inference",
     "compat",
+    "integrations",  # inside of other tools; only an entry point and the user import it
     "selftest",
     "cli",
     "__main__",
