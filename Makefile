@@ -22,7 +22,7 @@ BUILT     := python/amp_ir/lib/.built
 # Tests start some hundred Pythons; each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-isa gpu-test fuzz sanitize wheel setup format clean
+.PHONY: help demo test test-isa gpu-test fuzz sanitize wheel site setup format clean
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
@@ -32,6 +32,7 @@ help:
 	@echo "make fuzz MINUTES=30 SEED=0  random training steps against PyTorch, failures made small"
 	@echo "make sanitize the tests of the native libraries, built with AddressSanitizer and UBSan; or SANITIZE=thread"
 	@echo "make wheel   a wheel and a source distribution in dist/"
+	@echo "make site    the documents as a site, in build/site"
 	@echo "make setup   only the environment and the native libraries"
 	@echo "make format  rewrite the sources as make test wants them"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -122,6 +123,13 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --outdir build/dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair $(FROM_OTHER_WHEELS) -w dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
+
+# -W: a link that leads nowhere, or a page without a place in the contents, is an error.
+SITE := build/site
+site: setup
+	$(BIN)/python docs/site/write_pages.py $(SITE)-pages
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs/site $(SITE)-pages $(SITE)
+	@echo "open $(SITE)/index.html"
 
 setup: $(BUILT)
 

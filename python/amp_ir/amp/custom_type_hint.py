@@ -30,7 +30,7 @@ _outer: contextvars.ContextVar[tuple[Mapping[str, Rule], ...]] = contextvars.Con
 
 
 class CustomTypeHint:
-    """Replace the rules of some ops inside a `with` block, in this thread only. The name is RAF's.
+    """Replace the rules of some ops inside a `with` block, in this thread only (RAF's name)::
 
         with amp_ir.CustomTypeHint({"relax.add": never_cast}):
             amp_mod = amp_ir.autocast(mod, args)

@@ -31,15 +31,15 @@ TARGETS = tuple(_MODES)
 
 @attrs.frozen(kw_only=True)
 class Override:
-    """Select calls of a step and set their dtypes.
+    """Select calls of a step and set their dtypes::
 
         Override(module="bert.encoder.layer.*.attention", op="amp_ir.softmax", to="float32")
 
-    What is not given matches everything. `module` and `op` are globs, `*` matching dots too; a
-    module path also selects what is inside of it. PyTorch's own and custom ops that amp_ir has no
-    kernel of have their names there: "aten::lgamma", "mylib::*". `parameter` is a glob over the
-    names of inputs that the call reads, through views too. Backward calls carry the module of their
-    forward call.
+    What is not given matches everything. `module` and `op` are globs, whose star matches dots
+    too; a module path also selects what is inside of it. PyTorch's own and custom ops that amp_ir
+    has no kernel of have their names there: `"aten::lgamma"`, `"mylib::*"`. `parameter` is a glob
+    over the names of inputs that the call reads, through views too. Backward calls carry the module
+    of their forward call.
     Optimizer calls are selected by `phase="optimizer"` only.
 
     Attributes:

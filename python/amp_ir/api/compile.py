@@ -67,7 +67,9 @@ def compile_step(
             None: nothing is computed twice or in chunks.
 
     Raises:
-        OptionError, DeviceError, UnsupportedOpError.
+        OptionError: an option has a value that it does not accept.
+        DeviceError: the device is not there, or not the one that the model is on.
+        UnsupportedOpError: an op cannot be compiled for this device.
         BudgetError: the budget cannot be held; the message says what can.
         OutOfMemoryError: this machine does not have the memory.
         IndexOutOfRangeError: an index is out of range whatever the batch is.

@@ -82,7 +82,11 @@ def profile_kernels(
         memory_budget: as for `compile`.
 
     Raises:
-        OptionError, DeviceError, ArgumentError, IndexOutOfRangeError, BudgetError.
+        OptionError: an option has a value that it does not accept.
+        DeviceError: the device is not there, or not the one that the model is on.
+        ArgumentError: `args` are not like the example batch.
+        IndexOutOfRangeError: an index is out of range; nothing is timed.
+        BudgetError: the budget cannot be held.
     """
     check_module(mod, "profile_kernels")
     program, planned, batch = _program_on_copies(

@@ -32,7 +32,7 @@ _precision: contextvars.ContextVar[Precision] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def autocast_off() -> Iterator[None]:
-    """Leave the ops inside, and their backward pass, in the user's dtypes.
+    """Leave the ops inside, and their backward pass, in the user's dtypes::
 
         with amp_ir.autocast_off():
             weights = torch.softmax(scores / temperature, -1)

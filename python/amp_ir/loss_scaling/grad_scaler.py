@@ -24,8 +24,10 @@ class GradScaler(torch.amp.GradScaler):
     unchanged: parameters, optimizer state, BatchNorm's statistics, averaged copies, random state.
 
     Args:
-        device: "cpu" or "cuda"; by default "cuda" where it is available.
-        init_scale, growth_factor, backoff_factor: powers of two, so that scaling is exact.
+        device: "cpu" or "cuda"; by default a GPU where PyTorch sees one.
+        init_scale: the first scale; a power of two, so that scaling is exact.
+        growth_factor: what the scale grows by; a power of two.
+        backoff_factor: what the scale backs off by; a power of two.
         growth_interval: steps without overflow after which the scale grows.
         enabled: if False, every method does nothing and a captured step contains no op of it.
         dynamic: if False, the scale stays `init_scale`; overflows still skip steps.

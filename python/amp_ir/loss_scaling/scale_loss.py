@@ -63,7 +63,7 @@ def scale_loss(
     loss_id: int = 0,
     delay_unscale: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Scale a loss for its backward pass, and unscale the gradients after it.
+    """Scale a loss for its backward pass, and unscale the gradients after it::
 
         with amp_ir.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
