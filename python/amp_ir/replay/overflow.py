@@ -71,7 +71,7 @@ class Overflow:
 
     @property
     def place(self) -> str:
-        """Return where the op is: `encoder.0 (backward), train.py:12`."""
+        """Return the module, the phase and the source line of the op, in words."""
         named = f"{self.module or 'the step'} ({self.phase})"
         return f"{named}, {self.file}:{self.line}" if self.file else named
 
