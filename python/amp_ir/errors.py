@@ -50,6 +50,10 @@ class SequenceLengthError(AmpIrError, ValueError, RuntimeError):
     """Lengths of sequences that PyTorch or the compiled step refuses; no state has changed."""
 
 
+class CheckFailedError(AmpIrError, ValueError, RuntimeError):
+    """A check of the step itself (`if ...: raise`, `assert`) failed; no state has changed."""
+
+
 class StateError(AmpIrError, RuntimeError):
     """The model, optimizer or scaler no longer fits the compiled step."""
 

@@ -19,7 +19,11 @@ from amp_ir.errors import ArgumentError, CaptureError, ShapeMismatchError, State
 from step_comparison import integers, normal
 
 READS = "aten._local_scalar_dense.default reads a tensor's value in Python (.item(), float(), bool(), if)"  # noqa: E501
-KEEP = "Keep it a tensor: return it and call .item() on the result of the step, or choose with torch.where"  # noqa: E501
+KEEP = (
+    "Keep it a tensor: return it and read it after the call, or choose with torch.where. A check "
+    "of tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
+    "gradients are not finite, use amp_ir.GradScaler"
+)
 FIXED = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"  # noqa: E501
 )
@@ -60,7 +64,7 @@ def test_every_read_of_a_value_is_listed_at_once() -> None:
 
     def step(x: torch.Tensor, y: torch.Tensor) -> float:
         loss = model(x).sum()
-        return loss.item()  # marked: result
+        return float(loss)  # marked: result
 
     assert error_text(step, model) == "\n".join([
         "this step cannot be captured, 3 places:",

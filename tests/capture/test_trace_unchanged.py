@@ -114,7 +114,7 @@ def same(first: Any, second: Any) -> bool:
 def disturb(fault: str, model: Any, optimizer: Any, loss: torch.Tensor) -> None:
     """What a step should not do, after its backward pass."""
     if fault == "item":
-        loss.item()
+        float(loss)
     elif fault == "raise":
         raise ValueError("the user's own")
     elif fault == "interrupt":

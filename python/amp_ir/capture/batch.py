@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 
 from amp_ir.capture.call_arguments import NameKey, bound, signature_of
 from amp_ir.capture.containers import flatten, flatten_with_path
+from amp_ir.capture.later_number import LaterNumber
 from amp_ir.errors import ArgumentError, ShapeMismatchError
 from amp_ir.ir.step_module import Signature
 from amp_ir.ir.unusable_tensors import tensor_error
@@ -208,7 +209,7 @@ class Results:
     """The structure that rebuilds the results of the step from its RESULT outputs.
 
     `places` has an entry per leaf: the position of its tensor among the outputs, or None for a
-    constant. `numbers` are the leaves that the step returned as Python floats.
+    constant. `numbers` are the leaves that the step returned as Python numbers.
     """
 
     spec: pytree.TreeSpec
@@ -223,7 +224,7 @@ class Results:
             if place is not None:
                 leaves[index] = tensors[place]
             if index in self.numbers:
-                leaves[index] = float(leaves[index])
+                leaves[index] = leaves[index].item()
         return pytree.tree_unflatten(leaves, self.spec)
 
 
@@ -237,6 +238,6 @@ def structures_of(signature: Signature) -> tuple[Arguments, Results]:
 
 def unusable_result(leaf: Any) -> str | None:
     """Return why a compiled step cannot return a leaf of the results; None where it can."""
-    if isinstance(leaf, (torch.Tensor, *PLAIN)):
+    if isinstance(leaf, (torch.Tensor, LaterNumber, *PLAIN)):
         return None
     return f"the step returns an object of type {type(leaf).__name__}"

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 
 _MOST_DEEP = 32  # an object that holds itself is a leaf, which is refused
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.Tensor)
+_NO_CONTAINERS = ("torch", "builtins", "amp_ir")
 _OWN_KINDS: Any = (object.__new__, dict.__new__)
 # Lists of objects that need the tokenizer's own library; no compiled step can use them.
 _LEFT_OUT = {"BatchEncoding": "_encodings"}
@@ -130,7 +131,7 @@ def _is_object(value: Any) -> bool:
         return False
     if isinstance(value, (types.SimpleNamespace, collections.UserDict)):
         return True
-    if kind.__new__ not in _OWN_KINDS or kind.__module__.partition(".")[0] in ("torch", "builtins"):
+    if kind.__new__ not in _OWN_KINDS or kind.__module__.partition(".")[0] in _NO_CONTAINERS:
         return False
     # A class that pickles itself holds what its attributes do not show.
     is_plain = all(getattr(kind, n) is getattr(object, n) for n in ("__reduce__", "__reduce_ex__"))

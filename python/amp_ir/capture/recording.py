@@ -6,6 +6,7 @@ It marks the new graph nodes with their location, and handles the few ops that n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,9 +20,12 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_ir.capture.checked_reads import checked_read
+from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.custom_ops import call_written, is_custom, unsupported_reason
 from amp_ir.capture.decompositions.ctc import CTC
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
+from amp_ir.capture.decompositions.grouped_matmul import GROUPED_MATMUL
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.guards.observer import Observer
@@ -34,8 +38,9 @@ aten = torch.ops.aten
 
 _MOST_READS = 200
 _READ_ADVICE = (
-    "Keep it a tensor: return it and call .item() on the result of the step, or choose with "
-    "torch.where"
+    "Keep it a tensor: return it and read it after the call, or choose with torch.where. A check "
+    "of tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
+    "gradients are not finite, use amp_ir.GradScaler"
 )
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"
@@ -69,8 +74,10 @@ class Recorder(TorchDispatchMode):
         transaction: Transaction,
         mode: FakeTensorMode,
         observer: Observer,
+        checks: list[torch.Tensor],
     ) -> None:
         super().__init__()
+        self._checks = checks
         self._observer = observer
         self._transaction = transaction
         self._locator = locator
@@ -103,7 +110,8 @@ class Recorder(TorchDispatchMode):
         location = self._locator.here()
         if func is _READ:
             if not _is_known(args[0]):
-                return self._read(args[0])
+                constant = constant_value(args[0])
+                return self._read(args[0]) if constant is None else constant.item()
             if not isinstance(args[0], FakeTensor):
                 self._observer.note_read(args[0])
         unsupported = unsupported_reason(func) if is_custom(func) else None
@@ -157,7 +165,17 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _read(self, tensor: torch.Tensor) -> int | float | bool:
-        """Record the read and continue with 1, to find the other places too."""
+        """Record the read and continue with 1, to find the other places too.
+
+        A bool that decides whether the step raises is checked by the compiled step.
+        """
+        check = checked_read(sys._getframe(1)) if tensor.dtype is torch.bool else None
+        if check is not None:
+            with self:
+                is_wrong = tensor.reshape(1).ne(check.wanted).to(torch.int64)
+                require = torch.ops.amp_ir.checked_lengths
+                self._checks.append(require(is_wrong, is_wrong, 0, 1, check.message))
+            return check.wanted
         location = self._locator.here()
         self._diagnostics.add(_READ_TEXT, location, _READ_ADVICE)
         self._reads += 1
@@ -256,4 +274,5 @@ _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     **FUSED_CELLS,
     **CTC,
+    **GROUPED_MATMUL,
 }

@@ -237,7 +237,8 @@ def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     for hook in (tensor._backward_hooks or {}).values():
         fake.register_hook(hook)
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-        fake.register_post_accumulate_grad_hook(hook)
+        # It looks its optimizer up by the parameter itself; what it does to it is done to the fake.
+        fake.register_post_accumulate_grad_hook(lambda _fake, hook=hook: hook(tensor))
     return fake
 
 

@@ -89,6 +89,9 @@ class Substitution(TorchFunctionMode):
             fake = self._fakes.get(id(value))
             if fake is not None:
                 return fake
+            if torch._C._functorch.is_functorch_wrapped_tensor(value):
+                # Made by torch.func of a tensor that came through here.
+                return value
             if value.requires_grad and torch.is_grad_enabled():
                 return self._outside(value)
             return value

@@ -27,9 +27,10 @@ class Traced:
     """The result of one run of the step.
 
     `graph` takes `inputs` (the fakes of the state, then of the batch) and returns, in order:
-    `result_count` results, the new values of the state tensors, the gradients of the parameters
-    `gradients`, which have one at the end, the values of `created`, and `read_count` tensors f64[]
-    that the step read as Python floats.
+    `result_count` results (those of checks that raise at their end, which nobody reads), the new
+    values of the state tensors, the gradients of the parameters `gradients`, which have one at the
+    end, the values of `created`, and `read_count` tensors f64[] that the step read as Python
+    floats.
     `symbols` are the results that are Python floats, `observed` the ids of the parameters whose
     gradient before the step affects it, `stepped` the optimizers whose `step` ran, and `changes`
     what the step did to the containers among its arguments.

@@ -22,6 +22,7 @@ from amp_ir.capture.guards.followed_numbers import Numbers
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.side_effects import SideEffects
 from amp_ir.capture.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
+from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
@@ -36,6 +37,8 @@ from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.ir.capturing import captured_scalers
 from amp_ir.ir.location import Location
 from amp_ir.ir.step_module import Role
+
+_NUMBERS = (SymbolicFloat, LaterNumber)
 
 
 class StepTracer:
@@ -68,6 +71,7 @@ class StepTracer:
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
         self._replaced: dict[int, torch.Tensor] = {}
+        self._checks: list[torch.Tensor] = []
 
     def trace(self) -> Traced:
         """Run the step on fakes.
@@ -121,6 +125,7 @@ class StepTracer:
                         transaction,
                         self.mode,
                         self.observer,
+                        self._checks,
                     )
                 )
                 stack.enter_context(Substitution(fakes, watch, self._locator, self._diagnostics))
@@ -163,6 +168,8 @@ class StepTracer:
         for reason in filter(None, map(unusable_result, leaves)):
             advice = "Return tensors and plain values in tuples, lists, dicts or dataclasses"
             self._refuse(reason, advice)
+        numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS)]
+        leaves = [leaf.tensor if isinstance(leaf, LaterNumber) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         symbols = [leaf for leaf in leaves if isinstance(leaf, SymbolicFloat)]
         position = {id(x): i for i, x in enumerate((*tensors, *symbols))}
@@ -170,19 +177,18 @@ class StepTracer:
         constants = tuple(
             leaf if place is None else None for leaf, place in zip(leaves, places, strict=True)
         )
-        numbers = frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, SymbolicFloat))
         values = self._new_values()
         gradients = [entry for entry in self._state.parameters if entry.fake.grad is not None]
         created = list(self._created())
         self._left.update(
-            results=Results(spec, places, constants, numbers),
+            results=Results(spec, places, constants, frozenset(numbers)),
             symbols=symbols,
-            result_count=len(tensors),
+            result_count=len(tensors) + len(self._checks),
             gradients=gradients,
             created=created,
         )
         left = [entry.fake.grad for entry in gradients if entry.fake.grad is not None]
-        return [*tensors, *values, *left, *(c.value for c in created), *self._read]
+        return [*tensors, *self._checks, *values, *left, *(c.value for c in created), *self._read]
 
     def _new_values(self) -> list[torch.Tensor]:
         """Return the current value of each state tensor: its fake, or what replaced it."""

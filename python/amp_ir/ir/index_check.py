@@ -8,8 +8,16 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from amp_ir.errors import DivisionByZeroError, IndexOutOfRangeError, SequenceLengthError
+from amp_ir.errors import (
+    CheckFailedError,
+    DivisionByZeroError,
+    IndexOutOfRangeError,
+    SequenceLengthError,
+)
 from amp_ir.ir.location import Location
+
+# How the message of a check of the user's step begins.
+USERS_CHECK = "a check of the step failed"
 
 
 @attrs.frozen
@@ -89,14 +97,32 @@ class LengthCheck(IndexCheck):
         return f"{self.message}; got {wrong}, in {self.location}"
 
 
+@attrs.frozen
+class UsersCheck(LengthCheck):
+    """A flag is 1 where a check of the user's step fails; it must be in [0, 1)."""
+
+    @property
+    def expectation(self) -> str:
+        """Say which check failed."""
+        return self.message
+
+    def describe(self, subject: str, wrong: int) -> str:
+        """Say which check failed."""
+        return self.message
+
+
 # The error for checks that are all of one kind.
 _ERRORS: dict[type[IndexCheck], type[Exception]] = {
     DivisorCheck: DivisionByZeroError,
     LengthCheck: SequenceLengthError,
+    UsersCheck: CheckFailedError,
 }
 
 
 def error_of(checks: Sequence[IndexCheck], message: str) -> Exception:
-    """Return the error for checks that failed: about divisors or lengths alone, or indices."""
-    (kind, *others) = {type(one) for one in checks}
+    """Return the error for checks that failed: the step's own, all of one kind, or indices."""
+    kinds = {type(one) for one in checks}
+    if UsersCheck in kinds:
+        return CheckFailedError(message)
+    (kind, *others) = kinds
     return (IndexOutOfRangeError if others else _ERRORS.get(kind, IndexOutOfRangeError))(message)

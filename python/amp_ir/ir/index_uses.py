@@ -19,7 +19,7 @@ from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.dialect.losses import class_axis
 from amp_ir.dialect.registry import options_of
 from amp_ir.ir.dataflow import Dataflow, op_name
-from amp_ir.ir.index_check import IndexCheck, LengthCheck
+from amp_ir.ir.index_check import USERS_CHECK, IndexCheck, LengthCheck, UsersCheck
 from amp_ir.ir.location import from_span
 from amp_ir.ir.static_shape import shape_of
 
@@ -49,8 +49,9 @@ def index_uses(call: relax.Call) -> list[IndexUse]:
     place = from_span(call.span)
     if name == "amp_ir.checked_lengths":
         message = str(options_of(call)["message"])
+        kind = UsersCheck if message.startswith(USERS_CHECK) else LengthCheck
         return [
-            IndexUse(position, LengthCheck(name, place, least, extent, ignored, message))
+            IndexUse(position, kind(name, place, least, extent, ignored, message))
             for position, least, extent, ignored in rule(call)
         ]
     return [

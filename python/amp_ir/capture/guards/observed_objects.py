@@ -121,7 +121,8 @@ class ObservedObjects:
             yield value.__wrapped__, name
         elif isinstance(value, (tuple, *CONTAINERS)):
             yield from self._items(value, name, reads, code)
-        if isinstance(value, torch.nn.Module):
+        # One that the step makes has none yet when its `__init__` begins.
+        if isinstance(value, torch.nn.Module) and "_modules" in vars(value):
             yield from self._submodules(value, name, reads)
         if not isinstance(value, (tuple, list, set, FunctionType, MethodType, Iterator)):
             yield from self._attributes(value, name, reads, code, is_users=is_users)

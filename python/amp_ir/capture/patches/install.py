@@ -12,9 +12,10 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import batchnorm
 from torch.nn.utils import clip_grad
-from torch.optim import _adafactor, asgd, radam
+from torch.optim import _adafactor, asgd, radam, swa_utils
 
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
+from amp_ir.capture.decompositions.averaged_model import update_parameters
 from amp_ir.capture.decompositions.batch_statistics import batch_norm, instance_norm
 from amp_ir.capture.decompositions.group_norm import group_norm
 from amp_ir.capture.decompositions.optimizers import (
@@ -31,6 +32,7 @@ from amp_ir.capture.decompositions.packed_sequences import (
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.distribution import WRAPPER_ADVICE, wrapper_error
 from amp_ir.capture.gradient_watch import GradientWatch
+from amp_ir.capture.later_number import patch_item
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
 from amp_ir.capture.patches.module_methods import ModuleMethods
@@ -85,6 +87,7 @@ def patched(
         (radam, "_single_tensor_radam", single_tensor_radam),
         (asgd, "_single_tensor_asgd", single_tensor_asgd),
         (_adafactor, "_single_tensor_adafactor", single_tensor_adafactor),
+        (swa_utils.AveragedModel, "update_parameters", update_parameters),
         # nn.TransformerEncoderLayer has an inference kernel that fuses many ops.
         (torch.backends.mha, "get_fastpath_enabled", lambda: False),
     )
@@ -111,6 +114,7 @@ def patched(
         for module in (clip_grad, batchnorm):
             patch(restores, module, "float", _float_of)
         _patch_packing(restores)
+        patch_item(restores)
         # An error of the user's step is raised; the fake tensors would log it as well.
         silence(restores, "torch._subclasses.fake_tensor")
         yield stepped

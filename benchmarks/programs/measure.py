@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three steps of a program, ours beside PyTorch's, both against eager PyTorch in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_map
+
+import amp_ir
+from benchmarks.programs.program import Made, Precision, Program
+
+STEPS = 3
+DTYPES = ("float32", "bfloat16")
+# Ours may be so much further from float64 than PyTorch is, which sums in another order.
+_MOST = 1.5
+# Below these shares of the numbers compared, an error is a matter of luck: four roundings of
+# float32, and half of one of bfloat16.
+_FLOOR = {"float32": 4 * 2.0**-24, "bfloat16": 2.0**-9}
+RIGHT, WRONG, REFUSED, FAILED, NO_PEER = "right", "wrong", "refused", "failed", "fails in PyTorch"
+
+
+@attrs.frozen
+class Row:
+    """The result of one program in one dtype.
+
+    `loss_error` and `update_error` are shares: of the loss, and of the change of all parameters in
+    three steps. `peer_*` are PyTorch's own. `external` counts calls of PyTorch's ops.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    status: str
+    seconds: float = 0.0
+    loss_error: float = 0.0
+    update_error: float = 0.0
+    peer_loss_error: float = 0.0
+    peer_update_error: float = 0.0
+    external: int = 0
+    note: str = ""
+
+
+@attrs.frozen
+class _Run:
+    losses: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+def measure(program: Program, dtype: str) -> Row:
+    """Run a program in one dtype and compare it."""
+    row = Row(program.name, program.kind, dtype, FAILED)
+    try:
+        # Some models cast to float32 themselves; both sides are then compared with that.
+        exact = _run(_made(program, contextlib.nullcontext, is_double=True))
+        peer = _peer(program, dtype)
+    except Exception as error:  # noqa: BLE001 - whatever a model raises is a row of the table
+        return attrs.evolve(row, status=NO_PEER, note=_text(error))
+    made = _made(program, contextlib.nullcontext)
+    started = time.perf_counter()
+    try:
+        train = amp_ir.jit(
+            made.step,
+            model=made.model,
+            optimizer=made.optimizer,
+            amp_dtype=None if dtype == "float32" else dtype,
+        )
+        ours, seconds = _run(attrs.evolve(made, step=train), started=started), train.first_seconds
+    except amp_ir.errors.AmpIrError as error:
+        return attrs.evolve(row, status=REFUSED, note=_text(error))
+    except Exception as error:  # noqa: BLE001
+        return attrs.evolve(row, note=_text(error))
+    return _compared(attrs.evolve(row, seconds=seconds), ours, peer, exact, train, program)
+
+
+def _peer(program: Program, dtype: str) -> _Run:
+    """Run eager PyTorch; in float32 where the model fails under its autocast."""
+    if dtype == "bfloat16":
+        with contextlib.suppress(Exception):
+            return _run(_made(program, _low))
+    return _run(_made(program, contextlib.nullcontext))
+
+
+def _compared(row: Row, ours: _Run, peer: _Run, exact: _Run, train: Any, program: Program) -> Row:
+    loss, peer_loss = (_loss_error(one, exact) for one in (ours, peer))
+    update, peer_update = (_update_error(one, exact) for one in (ours, peer))
+    floor = _FLOOR[row.dtype]
+    moved = (exact.after - exact.before).norm().clamp_min(1e-30)
+    update_floor = max(floor, float(2.0**-22 * exact.after.norm() / moved))
+    is_right = loss <= _MOST * peer_loss + floor and update <= _MOST * peer_update + update_floor
+    notes = train.report.dispatched
+    return attrs.evolve(
+        row,
+        status=RIGHT if is_right else WRONG,
+        loss_error=loss,
+        update_error=update,
+        peer_loss_error=peer_loss,
+        peer_update_error=peer_update,
+        external=sum(one.calls for one in notes if one.is_external),
+        note="" if is_right else program.reason,
+    )
+
+
+def _made(program: Program, precision: Precision, *, is_double: bool = False) -> Made:
+    torch.manual_seed(0)
+    made = program.make(precision)
+    for model in made.models if is_double else ():
+        model.double()
+        config = getattr(model, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            # Its grouped matmul takes no float64; the loop over experts is the same sum.
+            config._experts_implementation = "eager"
+    if not is_double:
+        return made
+    batch = made.batch
+    return attrs.evolve(made, batch=lambda k: tree_map(_doubled, batch(k)))
+
+
+def _doubled(value: Any) -> Any:
+    return (
+        value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    )
+
+
+def _low() -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def _run(made: Made, *, started: float | None = None) -> _Run:
+    before, losses = _state(made), []
+    for k in range(STEPS):
+        losses.append(made.step(*made.batch(k)).detach().double().flatten().clone())
+        if started is not None and k == 0:
+            made.step.first_seconds = time.perf_counter() - started  # type: ignore[attr-defined]
+    return _Run(torch.cat(losses), before, _state(made))
+
+
+def _state(made: Made) -> torch.Tensor:
+    """Return all floating parameters and buffers in one vector."""
+    tensors = (one for model in made.models for one in (*model.parameters(), *model.buffers()))
+    unique = {id(one): one for one in tensors}.values()
+    return torch.cat([x.detach().double().flatten() for x in unique if x.is_floating_point()])
+
+
+def _loss_error(run: _Run, exact: _Run) -> float:
+    scale = exact.losses.abs().clamp_min(float(exact.losses.abs().max()) * 1e-3 + 1e-30)
+    return _number(((run.losses - exact.losses).abs() / scale).max())
+
+
+def _update_error(run: _Run, exact: _Run) -> float:
+    moved = (exact.after - exact.before).norm().clamp_min(1e-30)
+    return _number((run.after - exact.after).norm() / moved)
+
+
+def _number(value: torch.Tensor) -> float:
+    return float(value) if math.isfinite(float(value)) else math.inf
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:600]
