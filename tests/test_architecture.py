@@ -41,6 +41,7 @@ LAYERS = [
     "inference",
     "compat",
     "integrations",  # inside of other tools; only an entry point and the user import it
+    "verification",  # checks of a step's numbers
     "selftest",
     "cli",
     "__main__",

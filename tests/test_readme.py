@@ -31,9 +31,11 @@ PRINTED = {
     "docs/lengths.md": ["2 programs", "elements are averaged over axis 1 of ids, padding included"],
     "docs/loss_scaling.md": [
         "StepRecord(step=0, skipped=False, scale=65536.0",
+        "An infinity is made by the cast float32 -> float16 for relax.matmul",
         "call scaler.unscale_(optimizer) before this line",
     ],
     "docs/memory.md": ["peak"],
+    "docs/numerics.md": ["amp_ir low, strict", "The numbers are right."],
     "docs/plans.md": ["relax.matmul", "this example asks for it"],
     "docs/profiling.md": ["optimizer"],
 }

@@ -58,6 +58,8 @@ from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.runtime.step import CompiledStep
+from amp_ir.verification.verification import Verification
+from amp_ir.verification.verify import verify
 from amp_ir.version import VERSION
 
 __version__ = VERSION
@@ -77,6 +79,7 @@ __all__ = [
     "StepLog",
     "StepModule",
     "StepRecord",
+    "Verification",
     "amp",
     "autocast",
     "autocast_off",
@@ -107,4 +110,5 @@ __all__ = [
     "trace_memory",
     "trace_model",
     "trace_step",
+    "verify",
 ]

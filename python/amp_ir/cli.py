@@ -8,9 +8,12 @@
     amp-ir report bert1|train.py [--device cpu] [--amp-dtype bfloat16] [--out report.html]
     amp-ir compile bert1|train.py [--target sm_90] [--amp-dtype bfloat16] [--out step.so]
                                   [--state state.npz] [--libraries cublaslt] [--dump-ir DIR]
+    amp-ir verify bert1|train.py [--amp-dtype bfloat16] [--seeds 3] [--max-ratio 1.5]
+                                 [--json FILE] [--html FILE]
     amp-ir cache info|clear|export FILE|import FILE
 
-Exit codes: 0; 2 for a wrong use, with a sentence on stderr; 130 when interrupted.
+Exit codes: 0; 1 where `verify` finds a fault; 2 for a wrong use, with a sentence on stderr; 130
+when interrupted.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from amp_ir.report.commands import (
 )
 from amp_ir.report.stage_files import current_stage_files, writing_stages
 from amp_ir.report.wide_console import wide_console
+from amp_ir.verification.commands import add_verify_arguments, run_verify
 from amp_ir.vm.build import compile_executable, host_description
 from amp_ir.vm.export import export_step, save_state
 
@@ -120,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_compile_arguments(export)
     export.set_defaults(run=_compile)
+    verify = commands.add_parser(
+        "verify", help="compare a step's numbers with float64, with PyTorch and with its plan"
+    )
+    add_verify_arguments(verify, WORKLOADS)
+    verify.set_defaults(run=run_verify)
     cache = commands.add_parser(
         "cache", help="look at the steps that are kept for later starts, remove or move them"
     )

@@ -80,9 +80,15 @@ def evaluate(
     expr: relax.Expr,
     bindings: Sequence[relax.Binding],
     values: Mapping[relax.Var, torch.Tensor],
+    *,
+    float_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Evaluate `expr` after `bindings`; `values` holds all of their other variables."""
-    run = _Run(None, None, frozenset(), dict(values))
+    """Evaluate `expr` after `bindings`; `values` holds all of their other variables.
+
+    `float_dtype` is as for `interpret`.
+    """
+    run = _Run(None, float_dtype)
+    run.values.update({var: run.to_dtype(one, dtype_name(one)) for var, one in values.items()})
     for binding in bindings:
         run.bind(binding.var, run.evaluate(binding.value))
     found: torch.Tensor = run.evaluate(expr)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp_ir.verify`: a step's numbers against float64, beside PyTorch's, and against its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from tvm import relax
+
+from amp_ir.amp.overrides import Override
+from amp_ir.api import Models, Optimizers, autocast, trace_step
+from amp_ir.errors import OptionError
+from amp_ir.ir.dataflow import Dataflow, variables_of
+from amp_ir.ir.location import from_span
+from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.verification.kept_state import kept_state
+from amp_ir.verification.outcome import Errors, errors_of
+from amp_ir.verification.plan_check import check_plan
+from amp_ir.verification.ranges import ranges_of
+from amp_ir.verification.recorded_step import Owners, recorded, without_dropout
+from amp_ir.verification.variants import Captured
+from amp_ir.verification.verification import (
+    AUTOCAST,
+    EAGER,
+    FULL,
+    LOW,
+    STRICT,
+    Parameter,
+    Verification,
+)
+
+DTYPES = ("bfloat16", "float16", "float32")
+_WORST = 5
+
+
+def verify(
+    step: Callable[..., Any],
+    batch: tuple[Any, ...],
+    *,
+    model: Models,
+    optimizer: Optimizers = None,
+    scaler: Any = None,
+    amp_dtype: str = "bfloat16",
+    overrides: Sequence[Override] = (),
+    policy: str = "default",
+    batches: Sequence[tuple[Any, ...]] = (),
+    max_ratio: float = 1.5,
+    check: bool = True,
+) -> Verification:
+    """Compare what a step computes with float64, with PyTorch, and with its own plan.
+
+    The step is captured once. Its float64 evaluation is the reference for PyTorch's eager float32
+    and torch.autocast, and for what amp_ir compiles in float32 and in `amp_dtype`. amp_ir works on
+    copies; PyTorch runs your step, and parameters, buffers, gradients, optimizers, scaler and
+    random generators are put back. Dropout is off meanwhile, since PyTorch draws other numbers.
+
+    Args:
+        step: as for `trace_step`, as are `model`, `optimizer` and `scaler`.
+        batch: the step's positional arguments.
+        amp_dtype: "bfloat16", "float16", or "float32" for the step without casts.
+        overrides: as for `autocast`, as is `policy`.
+        batches: more batches of the same shapes, each a draw more.
+        max_ratio: how many times torch.autocast's gradient error (in float32: eager's) amp_ir's may
+            have, in the geometric mean over draws.
+        check: whether to compare kernels with the plan, op by op; takes the memory of all values of
+            a step at once.
+
+    Returns:
+        A `Verification`: print it; `is_good` and `failures` say whether the numbers are right.
+
+    Raises:
+        OptionError: `amp_dtype` is unknown.
+        What `trace_step` raises.
+    """
+    if amp_dtype not in DTYPES:
+        accepted = ", ".join(map(repr, DTYPES))
+        raise OptionError(f"amp_dtype={amp_dtype!r} is not known; expected one of {accepted}")
+    owners = Owners.of(model, optimizer)
+    with without_dropout(owners.models) as had_dropout, kept_state(owners, scaler):
+        casts = {"amp_dtype": amp_dtype, "overrides": overrides, "policy": policy}
+        verifier = _Verifier(step, batch, owners, scaler, casts, had_dropout=had_dropout)
+        draws = tuple(verifier.errors(one) for one in (batch, *batches))
+        return verifier.verification(draws, max_ratio=max_ratio, check=check)
+
+
+class _Verifier:
+    """One captured step and its variants."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        batch: tuple[Any, ...],
+        owners: Owners,
+        scaler: Any,
+        casts: dict[str, Any],
+        *,
+        had_dropout: bool,
+    ) -> None:
+        self.step = recorded(step, owners)
+        self.name = getattr(step, "__qualname__", type(step).__qualname__)
+        self.owners, self.scaler, self.amp_dtype = owners, scaler, casts["amp_dtype"]
+        options: dict[str, Any] = {
+            "model": list(owners.models),
+            "optimizer": list(owners.optimizers),
+        }
+        self.full, args = trace_step(self.step, batch, scaler=scaler, **options)
+        self.low: StepModule | None = None
+        if self.amp_dtype != "float32":
+            self.low = autocast(self.full, args, **casts)
+        self.batch = batch
+        self.is_finite = True
+        self.notes = list(self._notes(had_dropout=had_dropout))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the step draws numbers although dropout modules are off."""
+        return self.full.random_state is not None
+
+    def _notes(self, *, had_dropout: bool) -> Iterator[str]:
+        if had_dropout:
+            yield "dropout was off (p=0) in every variant"
+        if self.is_random:
+            yield (
+                "the step draws random numbers of its own, and PyTorch draws others: it is not "
+                "compared with PyTorch; amp_ir's variants and float64 have the same draws"
+            )
+
+    def captured(self, batch: tuple[Any, ...]) -> Captured:
+        tensors = self.full.signature.flatten_batch(batch)
+        return Captured(self.full, tensors, self.owners, self.scaler)
+
+    def errors(self, batch: tuple[Any, ...]) -> dict[str, Errors]:
+        """Return the errors of every variant on one batch."""
+        captured = self.captured(batch)
+        exact = captured.interpreted(self.full, float_dtype=torch.float64)
+        self.is_finite &= exact.is_finite
+        found = {FULL: captured.compiled(self.full)}
+        if self.low is not None:
+            found[LOW] = captured.compiled(self.low)
+            found[STRICT] = captured.compiled(self.low, rounding="strict")
+        if not self.is_random:
+            found[EAGER] = captured.eager(lambda: self.step(*batch), None)
+        if not self.is_random and self.low is not None:
+            dtype = getattr(torch, self.amp_dtype)
+            found[AUTOCAST] = captured.eager(lambda: self.step(*batch), dtype)
+        return {name: errors_of(one, exact) for name, one in found.items()}
+
+    def verification(
+        self, draws: tuple[dict[str, Errors], ...], *, max_ratio: float, check: bool
+    ) -> Verification:
+        captured = self.captured(self.batch)
+        mod = self.full if self.low is None else self.low
+        inputs = captured.inputs()
+        return Verification(
+            step=self.name,
+            amp_dtype=self.amp_dtype,
+            max_ratio=max_ratio,
+            draws=draws,
+            worst=tuple(self._worst(draws[0])),
+            plan=check_plan(mod, inputs, captured.batch) if check else None,
+            ranges=() if self.low is None else tuple(ranges_of(self.low, inputs)),
+            is_finite=self.is_finite,
+            notes=tuple(self.notes),
+        )
+
+    def _worst(self, errors: dict[str, Errors]) -> Iterator[Parameter]:
+        ours = errors[FULL if self.low is None else LOW]
+        theirs = errors.get(EAGER if self.low is None else AUTOCAST)
+        lines = gradient_lines(self.full)
+        for name in ours.worst(_WORST):
+            yield Parameter(
+                name=name,
+                error=ours.gradients[name],
+                update_error=ours.updates.get(name, 0.0),
+                pytorch_error=None if theirs is None else theirs.gradients[name],
+                line=lines.get(name, ""),
+            )
+
+
+def gradient_lines(mod: StepModule) -> dict[str, str]:
+    """Return where each gradient of a recorded step is made, "file:line", by parameter."""
+    flow = Dataflow(mod.ir)
+    result = flow.result
+    result = flow.values.get(result, result) if isinstance(result, relax.Var) else result
+    pairs = zip(mod.signature.outputs, result.fields, strict=True)
+    places = [_place(flow, field) for spec, field in pairs if spec.role is Role.RESULT]
+    # Places take the tensors' places in what the step returns.
+    markers = [torch.tensor(float(number)) for number in range(len(places))]
+    _, gradients = mod.signature.unflatten_results(markers)
+    return {name: places[int(one)] for name, one in gradients.items()}
+
+
+def _place(flow: Dataflow, field: Any) -> str:
+    """Return the line of the last op of a gradient that is not the optimizer's."""
+    while isinstance(field, relax.Var) and field in flow.values:
+        value = flow.values[field]
+        place = from_span(getattr(value, "span", None))
+        if place.file and place.phase == "backward":
+            return f"{place.file}:{place.line}"
+        read = variables_of(value)
+        field = read[0] if read else None
+    return ""
