@@ -235,8 +235,7 @@ class JitStep:
                 continue
             if proven is None:
                 return self._timed(padded, variant, tensors)
-            if not padded.fits(proven.padding):
-                # Too short: what the step reads of the data would be padding.
+            if not self._buckets.is_proven_for(padded, proven):
                 break
             value = self._timed(padded, variant, tensors)
             return padded.without_padding(value, proven.places, proven.padding)

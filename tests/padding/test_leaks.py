@@ -79,9 +79,6 @@ POOLS: dict[str, Callable[..., torch.Tensor]] = {
     "filled up with another number": lambda m, x, k: (
         F.pad(x * k[..., None], (0, 0, 0, 64 - x.shape[1]), value=1.0) * m.table
     ).sum(1),
-    "chosen from the padding": lambda m, x, k: x.gather(
-        1, (k.sum(1).long() - 1)[:, None, None].expand(-1, 1, WIDTH)
-    )[:, 0],
 }
 # (model, ids: i64[rows, length], mask: f32[rows, length], labels: i64[rows, length]) -> loss
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {

@@ -21,7 +21,8 @@ from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.step_graph import StepGraph, read_step
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.padding.axes import Dimension, Factor
-from amp_ir.padding.check_padding import InertPadding, PaddedInput, Proof
+from amp_ir.padding.check_padding import Proof
+from amp_ir.padding.inert_padding import InertPadding, PaddedInput
 from amp_ir.padding.pad_range import Range
 from amp_ir.padding.padded_call import PaddedTensor
 
@@ -96,6 +97,8 @@ def failures_of(case: Case, proof: Proof) -> Iterator[str]:
         exact, given = case.trace(lengths)
         padded = _padded_batch(case, step, given)
         known = {d.name: n for d, n in zip(case.dimensions, lengths, strict=True)}
+        if not conditions_hold(proof, padded, known):
+            continue
         whole, results = _run(step, padded, torch.float64)
         alone, expected = _run(exact, _with_state(step, given), torch.float64)
         if not _are_one_program(proof.graph, read_step(exact.ir)):
@@ -111,6 +114,15 @@ def failures_of(case: Case, proof: Proof) -> Iterator[str]:
             if leaf in low:
                 place += ", in its own dtype"
                 yield from _differences(place, tensor, low[leaf], None, known)
+
+
+def conditions_hold(
+    proof: Proof, inputs: Sequence[torch.Tensor], lengths: Mapping[str, int]
+) -> bool:
+    """Return whether a batch is one that the proof is for; `inputs` are those of the step."""
+    specs = zip(inputs, proof.step.signature.inputs, strict=True)
+    batch = [one for one, spec in specs if spec.role is Role.BATCH]
+    return all(one.holds(batch, lengths) for one in proof.required.conditions.values())
 
 
 def _are_one_program(graph: StepGraph, other: StepGraph) -> bool:

@@ -18,8 +18,9 @@ from amp_ir.capture.containers import leaves_of
 from amp_ir.errors import CaptureError, PaddingError
 from amp_ir.ir.step_module import StepModule
 from amp_ir.padding.axes import Dimension
-from amp_ir.padding.check_padding import InertPadding, check_padding
+from amp_ir.padding.check_padding import check_padding
 from amp_ir.padding.compare_values import compare_padding
+from amp_ir.padding.inert_padding import InertPadding
 
 log = logging.getLogger("amp_ir")
 
@@ -45,6 +46,7 @@ class BucketedCalls:
         self._proven: weakref.WeakKeyDictionary[Any, dict[Any, PaddedProgram]]
         self._proven = weakref.WeakKeyDictionary()
         self._has_warned = False
+        self._has_warned_of_numbers = False
 
     def padded(self, args: tuple[Any, ...]) -> PaddedBatch | None:
         """Return the padded arguments of a call; None where one is longer than every bucket.
@@ -82,6 +84,25 @@ class BucketedCalls:
         tensors = _tensors(batch.args), _tensors(batch.exact_args)
         padding = compare_padding(step, exact, other, *tensors, lengths)
         return PaddedProgram(padding.for_lengths_from(dimensions.values()), results.places)
+
+    def is_proven_for(self, batch: PaddedBatch, proven: PaddedProgram) -> bool:
+        """Return whether what was proven of a program holds for a batch; warn once of its numbers.
+
+        It does not where the step reads more of the data than there is: that would be padding.
+        """
+        if not batch.is_long_enough(proven.padding):
+            return False
+        unmet = batch.unmet(proven.padding)
+        if unmet is not None and not self._has_warned_of_numbers:
+            self._has_warned_of_numbers = True
+            log.warning(
+                "a batch of %s runs unpadded, by a program of its own: it has numbers for %s that "
+                "would reach padding, %s. Said once",
+                batch.lengths_text(),
+                unmet.reader,
+                unmet.expectation,
+            )
+        return unmet is None
 
     def pads_less(self, batch: PaddedBatch, error: Exception) -> bool:
         """Return whether the batch is to be padded again, to smaller sizes or in fewer axes.

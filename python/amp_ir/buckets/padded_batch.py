@@ -17,7 +17,8 @@ from amp_ir.buckets.chosen_sizes import ChosenSizes
 from amp_ir.capture.batch import path_text
 from amp_ir.capture.containers import flatten, flatten_with_path
 from amp_ir.padding.axes import Dimension
-from amp_ir.padding.check_padding import InertPadding, PaddedInput
+from amp_ir.padding.batch_conditions import BatchCondition
+from amp_ir.padding.inert_padding import InertPadding, PaddedInput
 
 
 @attrs.frozen(eq=False)
@@ -187,10 +188,19 @@ class PaddedBatch:
             for place, option in zip(self.places, self._options, strict=True)
         ]
 
-    def fits(self, padding: InertPadding) -> bool:
+    def is_long_enough(self, padding: InertPadding) -> bool:
         """Return whether no dimension is shorter than the step needs."""
         least = padding.least_sizes
         return all(length >= least[name] for name, length in self.lengths.items())
+
+    def unmet(self, padding: InertPadding) -> BatchCondition | None:
+        """Return a condition of the proof that the numbers of the batch do not meet, if any."""
+        if not padding.conditions:
+            return None
+        leaves = pytree.tree_leaves(self.args)
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        unmet = (one for one in padding.conditions if not one.holds(tensors, self.lengths))
+        return next(unmet, None)
 
     def without_padding(
         self, value: Any, places: Sequence[int | None], padding: InertPadding

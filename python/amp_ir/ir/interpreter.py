@@ -76,6 +76,11 @@ def interpret(
     return list(result) if isinstance(result, tuple) else [result]
 
 
+def can_evaluate(op_name: str) -> bool:
+    """Return whether the interpreter computes an op."""
+    return op_name in DECLARATIONS or op_name in RELAX_OPS
+
+
 def evaluate(
     expr: relax.Expr,
     bindings: Sequence[relax.Binding],
@@ -223,7 +228,7 @@ def _check_ops(bindings: Sequence[Any]) -> None:
         if not isinstance(call, relax.Call):
             continue
         name = call.op.name if isinstance(call.op, tvm.ir.Op) else str(call.op)
-        if name not in DECLARATIONS and name not in RELAX_OPS:
+        if not can_evaluate(name):
             place = f"{binding.var.name} at {from_span(call.span)}"
             missing.setdefault(name, place)
     if missing:

@@ -85,6 +85,11 @@ class StepGraph:
     function: relax.Function
     has_locations: bool
 
+    def maker(self, leaf: int) -> Op | None:
+        """Return the op that makes a value; None for an input or a constant."""
+        position = self.values[leaf].op
+        return None if position < 0 else self.ops[position]
+
 
 def leaves(tree: Tree) -> list[int]:
     """Return the value ids of a tree, in order."""

@@ -65,6 +65,18 @@ class Factor:
         return attrs.evolve(self, pad=pad) if self.is_padded else self
 
 
+@attrs.frozen
+class Limit:
+    """Numbers less than n + shift, for the n entries of a dimension that are data."""
+
+    dimension: Dimension
+    shift: int
+
+    def moved(self, distance: int) -> Limit:
+        """Return the limit of numbers that are larger by a distance."""
+        return attrs.evolve(self, shift=self.shift + distance)
+
+
 Axis = tuple[Factor, ...]
 
 
@@ -79,7 +91,7 @@ def padded(dimension: Dimension, shift: int = 0, pad: Range = FINITE) -> Factor:
     return Factor(*sizes, dimension, shift, pad)
 
 
-def sizes_of(axis: Axis) -> Pair:
+def sizes_of(axis: Sequence[Factor]) -> Pair:
     """Return the extents of an axis in both captures."""
     return math.prod(one.size for one in axis), math.prod(one.other_size for one in axis)
 

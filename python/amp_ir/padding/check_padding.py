@@ -14,7 +14,7 @@ Ensures:  no error means that data never depend on padding, whatever the lengths
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -23,56 +23,30 @@ import torch
 
 import amp_ir.padding.concat_rule
 import amp_ir.padding.elementwise_rules
+import amp_ir.padding.index_rules
 import amp_ir.padding.layer_rules
 import amp_ir.padding.recurrence_rules
 import amp_ir.padding.reduction_rules
 import amp_ir.padding.sample_rules
 import amp_ir.padding.shape_rules  # noqa: F401  (register their rules)
 from amp_ir.errors import ArgumentError, PaddingError
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.step_graph import Op, StepGraph, read_step
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.padding import pad_range
-from amp_ir.padding.axes import Dimension, Pair, axis_of_sizes, padded, plain, sizes_of
-from amp_ir.padding.pad_range import Range, of_dtype
+from amp_ir.padding.axes import Dimension, Limit, Pair, axis_of_sizes, padded, plain, sizes_of
+from amp_ir.padding.batch_conditions import RequiredNumbers
+from amp_ir.padding.compositions import refined
+from amp_ir.padding.inert_padding import InertPadding, PaddedInput, PaddedResult
+from amp_ir.padding.leak_text import cause_of, message_of
+from amp_ir.padding.limits import lengths_among_constants
+from amp_ir.padding.pad_range import FINITE, Range, of_dtype
 from amp_ir.padding.padded_call import RULES, Leak, PaddedCall, PaddedTensor
 from amp_ir.padding.whole_slices import with_whole_slices
 
 _DIFFERS = "what the step computes depends on the padded length"
-# How many places an error lists.
-_SHOWN = 8
-
-
-@attrs.frozen
-class PaddedInput:
-    """The padding of one tensor of the batch: its dimension by axis, and its number."""
-
-    dimensions: Mapping[int, Dimension]
-    number: float
-
-
-@attrs.frozen
-class PaddedResult:
-    """A padded axis of a result of the step: its first n + shift entries are data."""
-
-    axis: int
-    dimension: Dimension
-    shift: int
-
-
-@attrs.frozen
-class InertPadding:
-    """What holds of a padded step: the padded axes of each result, and the least n allowed."""
-
-    results: tuple[tuple[PaddedResult, ...], ...]
-    least_sizes: Mapping[str, int]
-
-    def for_lengths_from(self, dimensions: Iterable[Dimension]) -> InertPadding:
-        """Return what holds from the second sizes on: a step may branch on shorter lengths."""
-        least = dict(self.least_sizes)
-        for one in dimensions:
-            # Of a longer second size no shorter length is known.
-            least[one.name] = max(least[one.name], min(one.other_size, one.size))
-        return attrs.evolve(self, least_sizes=least)
+# Ops that leave numbers in [least, length + past) as they are: by how much past, and the least.
+_CLIPS: dict[str, tuple[int, int | None]] = {"relax.minimum": (1, None), "relax.floor_mod": (0, 0)}
 
 
 def check_padding(
@@ -98,13 +72,17 @@ class Proof:
         self, step: StepModule, other: StepModule, inputs: Sequence[PaddedInput | None]
     ) -> None:
         self.step = step
-        self.graph = read_step(with_whole_slices(step.ir, other.ir))
+        flow = Dataflow(with_whole_slices(step.ir, other.ir))
+        self.graph = read_step(flow.ir)
         self.other = read_step(with_whole_slices(other.ir, step.ir))
         self.inputs = inputs
         known = {d.name: d for one in inputs if one for d in one.dimensions.values()}
         self.dimensions = list(known.values())
         _check_differences(self.dimensions)
         self.least_sizes = dict.fromkeys(known, 1)
+        self.required = RequiredNumbers(flow, self.graph, step.signature)
+        # Set once both are known to be one program.
+        self.lengths: dict[int, Limit] = {}
         # None: padding has reached the value, which an error says already.
         self.tensors: list[PaddedTensor | None] = [None] * len(self.graph.values)
         # By their phase; those of the backward pass mostly follow from the others.
@@ -115,6 +93,7 @@ class Proof:
         """Apply the rule of every op."""
         if not self._are_one_program():
             return
+        self.lengths = lengths_among_constants(self.graph, self.other, self.dimensions)
         self._put_inputs()
         for leaf in range(len(self.graph.values)):
             if self.graph.values[leaf].is_constant:
@@ -129,7 +108,7 @@ class Proof:
             PaddingError: nothing was.
         """
         if self.leaks:
-            raise PaddingError(_message(self.leaks))
+            raise PaddingError(message_of(self.leaks))
         results = []
         for leaf, spec in zip(self.graph.outputs, self.step.signature.outputs, strict=True):
             tensor = self.tensors[leaf]
@@ -140,8 +119,10 @@ class Proof:
             elif tensor.padded:
                 self._leak(f"{spec.name}, which is kept for the next step, has a padded axis")
         if self.leaks:
-            raise PaddingError(_message(self.leaks))
-        return InertPadding(tuple(results), self.least_sizes)
+            raise PaddingError(message_of(self.leaks))
+        return InertPadding(
+            tuple(results), self.least_sizes, tuple(self.required.conditions.values())
+        )
 
     def _result(self, tensor: PaddedTensor) -> tuple[PaddedResult, ...]:
         found = []
@@ -210,6 +191,8 @@ class Proof:
 
     def _apply(self, op: Op, other: Op) -> None:
         operands = [self.tensors[leaf] for leaf in op.reads]
+        if self._is_clip(op):
+            return
         for leaf, operand in zip(op.reads, operands, strict=True):
             if operand is None and self.graph.values[leaf].is_constant:
                 self._leak(
@@ -229,15 +212,48 @@ class Proof:
             [self.graph.values[leaf].dtype for leaf in op.results],
             self.dimensions,
             self._require_size,
+            lambda leaf, limit, least: self.required.require(
+                op, leaf, self._known(leaf), limit, least
+            ),
+            self.graph.maker,
+            self.tensors.__getitem__,
+            lambda leaf: self.graph.values[leaf].shape,
         )
         try:
             made = self._made(call)
         except Leak as leak:
-            self._leak(str(leak), op)
+            self._leak(str(leak) + cause_of(op, self.graph, self.tensors), op)
             return
         for leaf, tensor in zip(op.results, made, strict=True):
             data = _as_numbers(tensor, call)
             self.tensors[leaf] = attrs.evolve(tensor.with_sole_padding_closed(), data=data)
+        if op.name == "amp_ir.embedding":
+            # A step with a negative id is refused, with padding or without.
+            ids = known[1]
+            data = attrs.evolve(ids.data, low=max(ids.data.low, 0.0))
+            self.tensors[op.reads[1]] = attrs.evolve(ids, data=data)
+
+    def _is_clip(self, op: Op) -> bool:
+        """Return whether an op changes no data, which are below a length that it takes.
+
+        As min(x, length - 1) of places of data, or their remainder by the length.
+        """
+        if op.name not in _CLIPS or len(op.reads) != 2:
+            return False
+        for x, length in (op.reads, op.reads[::-1]):
+            tensor, limit = self.tensors[x], self.lengths.get(length)
+            made = self.graph.values[op.results[0]]
+            if tensor is None or limit is None or not tensor.dtype.startswith("int"):
+                continue
+            if (made.shape, made.dtype) != (self.graph.values[x].shape, tensor.dtype):
+                continue
+            past, least = _CLIPS[op.name]
+            limit = limit.moved(past)
+            if tensor.is_inside(limit, least) or self.required.require(op, x, tensor, limit, least):
+                axes = [tuple(one.with_pad(FINITE) for one in axis) for axis in tensor.axes]
+                self.tensors[op.results[0]] = tensor.with_axes(axes)
+                return True
+        return False
 
     def _made(self, call: PaddedCall) -> Sequence[PaddedTensor]:
         call.check_options()
@@ -247,7 +263,7 @@ class Proof:
                 raise Leak("this op has no rule for padding")
             return call.unpadded()
         made = rule(call)
-        found = [made] if isinstance(made, PaddedTensor) else made
+        found = [refined(call, made)] if isinstance(made, PaddedTensor) else made
         for tensor, sizes in zip(found, call.result_sizes, strict=True):
             if [sizes_of(axis) for axis in tensor.axes] != list(sizes):
                 raise Leak("the shape of its result follows the padded length in an unknown way")
@@ -259,6 +275,11 @@ class Proof:
 
     def _require_size(self, dimension: Dimension, size: int) -> None:
         self.least_sizes[dimension.name] = max(self.least_sizes[dimension.name], size)
+
+    def _known(self, leaf: int) -> PaddedTensor:
+        tensor = self.tensors[leaf]
+        assert tensor is not None
+        return tensor
 
     def _leak(self, text: str, op: Op | None = None) -> None:
         where = "" if op is None else f"{op.location}: {op.label}: "
@@ -310,15 +331,3 @@ def _first(graph: StepGraph, leaf: int) -> str:
     expr = graph.values[leaf].expr
     assert expr is not None
     return str(expr.value.numpy().reshape(-1)[:1].tolist()[0])
-
-
-def _message(leaks: Mapping[str, str]) -> str:
-    forward = [text for text, phase in leaks.items() if phase == "forward"]
-    texts = forward or list(leaks)
-    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
-    return (
-        "padding may change what the step computes:\n  "
-        + "\n  ".join([*texts[:_SHOWN], *more])
-        + "\nMask the padding there (masked attention, ignored labels, sums of masked values over "
-        "the mask's sum), or call the step without buckets="
-    )

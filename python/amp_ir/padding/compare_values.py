@@ -18,7 +18,7 @@ from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.step_module import OutputSpec, Role, StepModule
 from amp_ir.padding.axes import Dimension
-from amp_ir.padding.check_padding import InertPadding, PaddedResult
+from amp_ir.padding.inert_padding import InertPadding, PaddedResult
 
 # Both are computed in float64; a sum over 10**6 numbers in another order differs by less.
 TOLERANCE = 1e-8

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import attrs
 
 from amp_ir.padding import pad_range
+from amp_ir.padding.limits import holds_places, limit_of_elements, with_order
 from amp_ir.padding.pad_range import ANY, BOOL, NOT_NEGATIVE, ZERO, Range
 from amp_ir.padding.padded_call import PaddedCall, PaddedTensor, Rule, broadcast, rule_for
 
@@ -31,7 +32,8 @@ def _bounded(a: Range) -> Range:
 
 
 def _absolute(a: Range) -> Range:
-    return a if a.low >= 0 else pad_range.maximum(a, pad_range.negative(a))
+    known = pad_range.maximum(a, pad_range.negative(a))
+    return a if a.low >= 0 else attrs.evolve(known, low=max(known.low, 0.0))
 
 
 def _relu(a: Range) -> Range:
@@ -92,7 +94,8 @@ _COMPARES = {
 }
 _DIALECT: dict[str, Callable[..., Range]] = {
     **dict.fromkeys("elu mish softshrink".split(), _keeps_zero),
-    **dict.fromkeys("softplus log_sigmoid".split(), pad_range.finite_of),
+    "softplus": lambda a: NOT_NEGATIVE if a.is_finite else ANY,
+    "log_sigmoid": lambda a: Range(high=0.0) if a.is_finite else ANY,
     **dict.fromkeys(
         "gelu_backward silu_backward tanh_backward sigmoid_backward elu_backward relu_backward "
         "leaky_relu_backward softplus_backward hardtanh_backward hardswish_backward "
@@ -110,7 +113,9 @@ def _elementwise(function: Callable[..., Range]) -> Rule:
             # Numbers wrap around, or are rounded.
             return broadcast(call.operands, pad_range.finite_of, dtype)
         made = broadcast(call.operands, function, dtype)
-        return _with_order(call, made, function) if function in _COMPARES else made
+        if function in _COMPARES:
+            made = _with_order(call, made, function)
+        return attrs.evolve(made, limit=limit_of_elements(call, made))
 
     return rule
 
@@ -123,7 +128,7 @@ def _with_order(
     At padding of the later axis its index is the larger one, beside data of the other axis.
     """
     if any(one.index_axis is None for one in call.operands):
-        return made
+        return with_order(call, made, function) if function is not pad_range.subtract else made
     places = [
         one.index_axis + len(made.axes) - len(one.axes)
         for one in call.operands
@@ -160,8 +165,8 @@ def add(call: PaddedCall) -> PaddedTensor:
     made = broadcast(call.operands, pad_range.add, call.result_dtypes[0])
     for one, other in (call.operands, call.operands[::-1]):
         if other.data.is_zero and not other.axes and one.index_axis is not None:
-            return made.with_axes(made.axes, index_axis=one.index_axis)
-    return made
+            made = made.with_axes(made.axes, index_axis=one.index_axis)
+    return attrs.evolve(made, limit=limit_of_elements(call, made))
 
 
 @rule_for("relax.multiply")
@@ -172,7 +177,8 @@ def multiply(call: PaddedCall) -> PaddedTensor:
         return call.operands[0].pads_mapped(
             lambda a: pad_range.maximum(pad_range.multiply(a, a), ZERO)
         )
-    return broadcast(call.operands, pad_range.multiply, call.result_dtypes[0])
+    made = broadcast(call.operands, pad_range.multiply, call.result_dtypes[0])
+    return attrs.evolve(made, limit=limit_of_elements(call, made))
 
 
 @rule_for("relax.divide")
@@ -206,7 +212,15 @@ def cast(call: PaddedCall) -> PaddedTensor:
     else:
         # Fractions go, so that only 0 and signs stay what they were.
         made = source.pads_mapped(_keeps_sign, dtype)
-    return made.with_axes(made.axes, index_axis=source.index_axis, is_uniform=source.is_uniform)
+    index = source.index_axis
+    if index is not None and not holds_places(dtype, source.axes[index]):
+        index = None
+    return made.with_axes(
+        made.axes,
+        index_axis=index,
+        is_uniform=source.is_uniform,
+        limit=limit_of_elements(call, made),
+    )
 
 
 def _cast_to_low(a: Range) -> Range:

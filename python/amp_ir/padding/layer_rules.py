@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -266,14 +266,32 @@ _POINTWISE = (
 )
 
 
+# Those that are 0, with a slope of 0, where both numbers are the same.
+_OF_DIFFERENCES = "mse_loss l1_loss smooth_l1_loss huber_loss".split()
+
+
+def _loss_of_pair(call: PaddedCall) -> Callable[[Range, Range], Range]:
+    """Return the range of a loss, or of its slope, by those of its two numbers."""
+    is_of_difference = call.op.name.removesuffix("_backward")[7:] in _OF_DIFFERENCES
+
+    def loss(a: Range, b: Range) -> Range:
+        is_same = a.is_finite and a.constant is not None and a.constant == b.constant
+        return ZERO if is_of_difference and is_same else pad_range.finite_of(a, b)
+
+    return loss
+
+
 @rule_for(*(f"amp_ir.{name}" for name in _POINTWISE))
 def pointwise_loss(call: PaddedCall) -> PaddedTensor:
-    """Compare numbers one by one; a mean or sum must not see padding."""
-    made = broadcast(call.operands, pad_range.finite_of, call.result_dtypes[0])
+    """Compare numbers one by one; a mean must not see padding, and a sum only zeros."""
+    made = broadcast(call.operands, _loss_of_pair(call), call.result_dtypes[0])
     reduction = str(call.option("reduction"))
     if reduction == "none":
         return call.result(made.axes)
-    require_data(made, range(len(made.axes)), f"a loss is reduced to its {reduction} over")
+    if reduction == "sum":
+        require_zero(made, range(len(made.axes)), "losses are added")
+    else:
+        require_data(made, range(len(made.axes)), f"a loss is reduced to its {reduction} over")
     return call.unpadded()[0]
 
 
@@ -281,29 +299,17 @@ def pointwise_loss(call: PaddedCall) -> PaddedTensor:
 def pointwise_loss_backward(call: PaddedCall) -> PaddedTensor:
     """Multiply the gradient by the slope of each number."""
     grad, *others = call.operands
-    if str(call.option("reduction")) == "none":
-        return broadcast([grad, *others], pad_range.linear_of, call.result_dtypes[0])
-    made = broadcast(others, pad_range.finite_of, call.result_dtypes[0])
-    require_data(made, range(len(made.axes)), "a loss is reduced over")
-    return call.unpadded()[0]
-
-
-@rule_for("amp_ir.scatter_add")
-def scatter_add(call: PaddedCall) -> PaddedTensor:
-    """Add elements within each row."""
-    x, ids, src = call.operands
-    along = call.axis()
-    for one in (x, ids, src):
-        require_data(one, [along], "entries are chosen by number along")
-    rest = [
-        one.with_axes([axis if k != along else () for k, axis in enumerate(one.axes)])
-        for one in (x, ids, src)
-    ]
-    made = broadcast(
-        rest,
-        lambda a, _ids, b: ZERO if a.is_zero and b.is_zero else pad_range.finite_of(a, b),
-        x.dtype,
+    slope = _loss_of_pair(call)
+    if str(call.option("reduction")) not in ("none", "sum"):
+        made = broadcast(others, slope, call.result_dtypes[0])
+        require_data(made, range(len(made.axes)), "a loss is reduced over")
+        return call.unpadded()[0]
+    return broadcast(
+        [grad, *others],
+        lambda g, a, b: pad_range.linear_of(g, a, b) if g.is_zero else _times(g, slope(a, b)),
+        call.result_dtypes[0],
     )
-    axes = list(made.axes)
-    axes[along] = x.axes[along]
-    return call.result(axes, pad_range.sum_of(pad_range.finite_of(x.data, src.data)))
+
+
+def _times(gradient: Range, slope: Range) -> Range:
+    return pad_range.linear_of(slope, gradient)

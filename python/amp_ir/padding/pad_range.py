@@ -93,6 +93,11 @@ def linear_of(a: Range, *others: Range) -> Range:
     return ZERO if a.is_zero and all(one.is_finite for one in others) else finite_of(a, *others)
 
 
+def known_finite(a: Range) -> Range:
+    """Return the range of numbers that are known to be finite besides."""
+    return attrs.evolve(a, has_minus_inf=False, has_plus_inf=False, has_nan=False)
+
+
 def constant(number: float) -> Range:
     """Return the range of one number."""
     if math.isnan(number):
@@ -304,7 +309,7 @@ def exp(a: Range) -> Range:
     """Return the range of e^a."""
     if a.has_nan:
         return ANY
-    if a.high <= HIDDEN:
+    if a.is_hidden:
         return ZERO
     # An exponent without bound may overflow.
     is_small = a.high <= 80.0

@@ -11,7 +11,7 @@ import attrs
 from amp_ir.dialect.registry import DECLARATIONS, options_of
 from amp_ir.ir.step_graph import Op, Tree
 from amp_ir.padding import pad_range
-from amp_ir.padding.axes import Axis, Dimension, Factor, Pair, axis_of_sizes, plain
+from amp_ir.padding.axes import Axis, Dimension, Factor, Limit, Pair, axis_of_sizes, plain
 from amp_ir.padding.pad_range import FINITE, Range, joined, of_dtype
 
 
@@ -24,7 +24,7 @@ class PaddedTensor:
     """A tensor of the padded step; its data equal the tensor of the step without padding.
 
     `data` is what is known of the data; `is_uniform`: all entries, padding too, are one number.
-    `index_axis`: each entry is its own index on this axis.
+    `index_axis`: each entry is its own index on this axis. `limit`: what data are less than.
     """
 
     axes: tuple[Axis, ...]
@@ -32,6 +32,7 @@ class PaddedTensor:
     dtype: str
     is_uniform: bool = False
     index_axis: int | None = None
+    limit: Limit | None = None
 
     @property
     def factors(self) -> Iterator[Factor]:
@@ -68,6 +69,18 @@ class PaddedTensor:
         axes = tuple(tuple(one.with_pad(function(one.pad)) for one in axis) for axis in self.axes)
         return PaddedTensor(axes, function(self.data), dtype or self.dtype, self.is_uniform)
 
+    def is_inside(self, limit: Limit, least: int | None) -> bool:
+        """Return whether data are known to be in [least, limit)."""
+        own = self.limit
+        if own is None or own.dimension != limit.dimension or own.shift > limit.shift:
+            return False
+        return least is None or self.data.low >= least
+
+    def known_as(self, function: Callable[[Range], Range]) -> PaddedTensor:
+        """Return the tensor with more known of its numbers: `function` takes what is known."""
+        axes = [tuple(one.with_pad(function(one.pad)) for one in axis) for axis in self.axes]
+        return attrs.evolve(self, axes=tuple(axes), data=function(self.data))
+
 
 @attrs.frozen(eq=False)
 class PaddedCall:
@@ -80,6 +93,21 @@ class PaddedCall:
     result_dtypes: Sequence[str]
     dimensions: Sequence[Dimension]
     require_size: Callable[[Dimension, int], None]
+    # (tensor, limit, least): whether its data can be required to be in [least, limit).
+    require_numbers: Callable[[int, Limit, int | None], bool]
+    # The op that makes a tensor, None for an input; what is known of it; its shape.
+    maker: Callable[[int], Op | None]
+    tensor: Callable[[int], PaddedTensor | None]
+    shape: Callable[[int], tuple[int, ...]]
+
+    def are_inside(self, position: int, limit: Limit, least: int | None = 0) -> bool:
+        """Return whether the data of an operand are in [least, limit).
+
+        What is not proven is required of each batch, where the batch alone says what they are.
+        """
+        if self.operands[position].is_inside(limit, least):
+            return True
+        return self.require_numbers(self.op.reads[position], limit, least)
 
     def option(self, name: str) -> Any:
         """Return an option of the call, which must be the same in both captures."""
@@ -94,6 +122,8 @@ class PaddedCall:
         Raises:
             Leak: one does, and is no shape.
         """
+        if self.op.name in _OF_LENGTHS:
+            return
         if self.op.name in DECLARATIONS:
             for name in options_of(self.op.call).keys() - _SHAPES:
                 self.option(name)
@@ -310,6 +340,8 @@ _SHAPES = {"shape", "input_shape", "output_shape"}
 _OF_SIZES = {
     f"relax.{name}" for name in "reshape broadcast_to full zeros ones arange strided_slice".split()
 }
+# An op whose options are limits of lengths, at which its rule looks.
+_OF_LENGTHS = {"amp_ir.checked_lengths"}
 
 
 def _plain(op: Op) -> list[str]:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import attrs
 
+from amp_ir.dialect.registry import options_of
 from amp_ir.padding import pad_range
-from amp_ir.padding.axes import Axis, plain
+from amp_ir.padding.axes import Axis, Limit, Pair, plain
 from amp_ir.padding.pad_range import ANY, FINITE, ZERO, Range
 from amp_ir.padding.padded_call import (
     Leak,
@@ -24,16 +25,59 @@ from amp_ir.padding.padded_call import (
 )
 
 
+@rule_for("amp_ir.checked_lengths")
+def checked_lengths(call: PaddedCall) -> PaddedTensor:
+    """Return lengths of packed sequences, which are 1 or more and at most that of the data."""
+    lengths, checked = call.operands
+    least, extent = (_limits(call, name) for name in ("least", "extent"))
+    if least[0] != least[1]:
+        raise Leak(
+            "pad_packed_sequence makes as many steps as the longest sequence has; pass "
+            "total_length=, the number of steps that pack_padded_sequence was given"
+        )
+    is_own = call.op.reads[0] == call.op.reads[1]
+    for one in checked.padded:
+        if one.pad.low < least[0] or one.pad.high >= min(extent):
+            raise Leak(
+                f"lengths are checked, and their padding over {one.name} may not be in "
+                f"{least[0]} to {min(extent) - 1}: give pad= such a number for the lengths"
+            )
+    if extent[0] == extent[1]:
+        return lengths
+    limit = next(
+        (
+            Limit(one, extent[0] - one.size)
+            for one in call.dimensions
+            if extent[0] - extent[1] == one.size - one.other_size
+        ),
+        None,
+    )
+    if limit is None or not call.are_inside(1, limit, least[0]):
+        raise Leak("lengths are checked, and do not come from the batch alone")
+    if not is_own:
+        return lengths
+    data = attrs.evolve(lengths.data, low=max(lengths.data.low, float(least[0])))
+    return attrs.evolve(lengths, data=data, limit=limit)
+
+
+def _limits(call: PaddedCall, name: str) -> Pair:
+    return int(options_of(call.op.call)[name]), int(options_of(call.other.call)[name])
+
+
 @rule_for("amp_ir.lstm", "amp_ir.gru", "amp_ir.rnn_tanh", "amp_ir.rnn_relu")
 def recurrence(call: PaddedCall) -> list[PaddedTensor]:
     """Run all steps. The states have one entry more than time: the first is data."""
-    gates, weight, *rest = call.operands
+    steps, weight, *rest = call.operands
     weights = [weight, *rest[:1]] if "gru" in call.op.name else [weight]
     first = rest[len(weights) - 1 :]
-    time, rows = _time_and_rows(call, [gates], first, weights)
+    time, rows = _time_and_rows(call, [steps], first, weights)
     if time and "relu" in call.op.name:
         raise Leak(f"states may grow without bound over {time[0].name}")
-    pad = _finite(call.operands)
+    gates, *others = (one.everything for one in call.operands)
+    if call.op.name == "amp_ir.lstm" and not gates.has_nan:
+        # Infinite ones open a gate or close it, as past the end of a packed sequence.
+        gates = FINITE
+    pad = pad_range.finite_of(gates, *others)
     # States, and an LSTM's cells.
     longer = 2 if call.op.name == "amp_ir.lstm" else 1
     return [

@@ -10,6 +10,7 @@ import attrs
 
 from amp_ir.padding import pad_range
 from amp_ir.padding.axes import Axis
+from amp_ir.padding.limits import limit_of_places, limit_of_sum
 from amp_ir.padding.pad_range import ANY, FINITE, NOT_NEGATIVE, ZERO, Range
 from amp_ir.padding.padded_call import (
     Leak,
@@ -51,7 +52,8 @@ def sum_(call: PaddedCall) -> PaddedTensor:
     """Add elements, of which those at padding must be 0."""
     axes = _reduced_axes(call)
     require_zero(call.operands[0], axes, "elements are added")
-    return _reduced(call, axes, pad_range.sum_of)
+    made = _reduced(call, axes, pad_range.sum_of)
+    return attrs.evolve(made, limit=limit_of_sum(call, axes))
 
 
 @rule_for("relax.mean")
@@ -101,7 +103,7 @@ def maximum(call: PaddedCall) -> PaddedTensor:
     """Take the largest element, which padding must not be."""
     axes = _reduced_axes(call)
     _check_chosen(call, axes, largest=True)
-    return _reduced(call, axes, _chosen(call))
+    return _with_limit(call, _reduced(call, axes, _chosen(call)), axes)
 
 
 @rule_for("relax.min", "relax.argmin")
@@ -109,7 +111,15 @@ def minimum(call: PaddedCall) -> PaddedTensor:
     """Take the smallest element, which padding must not be."""
     axes = _reduced_axes(call)
     _check_chosen(call, axes, largest=False)
-    return _reduced(call, axes, _chosen(call))
+    return _with_limit(call, _reduced(call, axes, _chosen(call)), axes)
+
+
+def _with_limit(call: PaddedCall, made: PaddedTensor, axes: list[int]) -> PaddedTensor:
+    """Return places of elements, which are places of data."""
+    factors = [one for axis in axes for one in call.operands[0].axes[axis]]
+    if "arg" not in call.op.name or len(factors) != 1:
+        return made
+    return attrs.evolve(made, limit=limit_of_places(factors[0]))
 
 
 def _chosen(call: PaddedCall) -> Callable[[Range], Range]:
@@ -132,6 +142,7 @@ def cumsum(call: PaddedCall) -> PaddedTensor:
             for axis in source.axes
         ],
         is_uniform=False,
+        limit=limit_of_sum(call, [along]),
     )
 
 

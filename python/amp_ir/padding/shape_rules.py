@@ -3,27 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from amp_ir.padding import pad_range
 from amp_ir.padding.axes import (
     Axis,
     Factor,
+    Pair,
     axis_of_one_number,
     axis_of_sizes,
-    merged,
     padded,
     plain,
     reshaped,
     sizes_of,
 )
+from amp_ir.padding.limits import holds_places, limit_of_places
 from amp_ir.padding.pad_range import FINITE, ZERO, Range
 from amp_ir.padding.padded_call import (
     Leak,
     PaddedCall,
     PaddedTensor,
-    aligned,
-    broadcast,
     require_outermost,
     rule_for,
 )
@@ -46,9 +47,21 @@ def _moved_index(source: PaddedTensor, axes: list[Axis]) -> int | None:
     if source.index_axis is None:
         return None
     own = source.axes[source.index_axis]
-    if sum(bool(axis) for axis in source.axes) > 1 or not own:
-        return None
-    return next((k for k, axis in enumerate(axes) if axis == own), None)
+    # An axis of the same entries, each as far from the next one.
+    stride = _count(source.axes[source.index_axis + 1 :])
+    return next(
+        (
+            k
+            for k, axis in enumerate(axes)
+            if own and axis == own and _count(axes[k + 1 :]) == stride
+        ),
+        None,
+    )
+
+
+def _count(axes: Sequence[Axis]) -> Pair:
+    """Return the number of entries in both captures."""
+    return sizes_of([factor for axis in axes for factor in axis])
 
 
 @rule_for("relax.permute_dims")
@@ -110,11 +123,14 @@ def arange(call: PaddedCall) -> PaddedTensor:
     for one in axis:
         if one.dimension is not None:
             call.require_size(one.dimension, 1 - one.shift)
-    counted = (start, step) == (0, 1)
+    counted = (start, step) == (0, 1) and holds_places(call.result_dtypes[0], axis)
     pad = Range(1.0) if counted else FINITE
     axes = (tuple(one.with_pad(pad) for one in axis),)
     data = Range(float(start)) if step > 0 else FINITE
-    return PaddedTensor(axes, data, call.result_dtypes[0], index_axis=0 if counted else None)
+    if not counted:
+        return PaddedTensor(axes, data, call.result_dtypes[0])
+    limit = limit_of_places(axis[0]) if axis else None
+    return PaddedTensor(axes, data, call.result_dtypes[0], index_axis=0, limit=limit)
 
 
 @rule_for("relax.tril", "relax.triu")
@@ -222,75 +238,3 @@ def _part_of_data(
 def _name(tensor: PaddedTensor, axis: int) -> str:
     names = [one.dimension.name for one in tensor.axes[axis] if one.dimension is not None]
     return names[0] if names else f"axis {axis}"
-
-
-@rule_for("relax.gather_elements")
-def gather_elements(call: PaddedCall) -> PaddedTensor:
-    """Read, at each place, an entry of the same row."""
-    source, ids = call.operands
-    along = call.axis()
-    if source.is_padded_on([along]):
-        raise Leak(f"entries of {_name(source, along)} are chosen by number, padding among them")
-    if not source.padded:
-        axes = [tuple(one.with_pad(source.data) for one in axis) for axis in ids.axes]
-        return PaddedTensor(tuple(axes), source.data, call.result_dtypes[0])
-    rest = [
-        one.with_axes([a if k != along else () for k, a in enumerate(one.axes)])
-        for one in (source, ids)
-    ]
-    made = broadcast(rest, lambda a, _b: a, call.result_dtypes[0])
-    axes = list(made.axes)
-    axes[along] = tuple(one.with_pad(source.everything) for one in ids.axes[along])
-    return PaddedTensor(tuple(axes), source.data, call.result_dtypes[0])
-
-
-@rule_for("relax.take")
-def take(call: PaddedCall) -> PaddedTensor:
-    """Read entries of a table without padding."""
-    source, ids = call.operands
-    along = call.axis()
-    if source.padded:
-        raise Leak("entries of a padded tensor are chosen by number")
-    chosen = [tuple(one.with_pad(source.data) for one in axis) for axis in ids.axes]
-    return call.result([*source.axes[:along], *chosen, *source.axes[along + 1 :]], source.data)
-
-
-@rule_for("amp_ir.index")
-def index(call: PaddedCall) -> PaddedTensor:
-    """Read entries; a padded axis only by its own indices, in order."""
-    source, *ids = call.operands
-    axes = [int(one) for one in call.option("axes")]
-    shape = [
-        tuple(factor.with_pad(source.everything) for factor in axis)
-        for axis in _broadcast_axes(ids)
-    ]
-    diagonal: set[int] = set()
-    for k, one in zip(axes, ids, strict=True):
-        if not source.is_padded_on([k]):
-            continue
-        own = None if one.index_axis is None else one.axes[one.index_axis]
-        if own is None or [f.kind for f in own] != [f.kind for f in source.axes[k]]:
-            raise Leak(f"entries of {_name(source, k)} are chosen by number, padding among them")
-        assert one.index_axis is not None
-        at = len(shape) - len(one.axes) + one.index_axis
-        if at in diagonal:
-            raise Leak(f"entries of {_name(source, k)} are chosen on a diagonal")
-        diagonal.add(at)
-        shape[at] = source.axes[k]
-    is_together = axes == list(range(axes[0], axes[0] + len(axes)))
-    place = axes[0] if is_together else 0
-    rest = [axis for k, axis in enumerate(source.axes) if k not in axes]
-    found = [merged(axis) for axis in (*rest[:place], *shape, *rest[place:])]
-    own_index = None
-    for k, one in zip(axes, ids, strict=True):
-        if k == source.index_axis and one.index_axis is not None:
-            # The indices of indices are the indices.
-            own_index = place + len(shape) - len(one.axes) + one.index_axis
-    made = call.result(found, source.data)
-    return made.with_axes(made.axes, index_axis=own_index)
-
-
-def _broadcast_axes(ids: list[PaddedTensor]) -> list[Axis]:
-    """Return the axes of indices that are broadcast; at padding they may choose any data."""
-    rows = aligned(ids)
-    return [next((axis for axis in column if axis), ()) for column in zip(*rows, strict=True)]
