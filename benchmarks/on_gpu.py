@@ -3,12 +3,13 @@
 
 For each workload our step in float32 (without and with TF32), bfloat16, and float16 with the loss
 scaler, and PyTorch's eager and compiled steps in the same precisions: torch.autocast, a GradScaler
-for float16, fused optimizers, torch.compile in its default mode and in "reduce-overhead". All
-variants of one precision run in turns. A time is the median over rounds of the mean step of a
-round, between two synchronisations. Peaks are the maximum of allocated bytes while the variant was
-set up and run alone. `waits` are the calls of a step that make the host wait for the GPU, counted
-by PyTorch's profiler. `roofline` is the speed-of-light time at the GPU's measured peak rates, as a
-share of our time.
+for float16, fused optimizers, torch.compile in its default mode and in "reduce-overhead", and the
+eager step recorded as a CUDA graph by hand, as PyTorch's notes show it. All variants of one
+precision run in turns. A time is the median over rounds of the mean step of a round, between two
+synchronisations. Peaks are the maximum of allocated bytes while the variant was set up and run
+alone. `waits` are the calls of a step that make the host wait for the GPU, counted by PyTorch's
+profiler. `roofline` is the speed-of-light time at the GPU's measured peak rates, as a share of our
+time.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ PRECISIONS = {
 }
 OURS = "ours"
 MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
+# The eager step as a CUDA graph. A GradScaler reads the host, so there is none in float16.
+BY_HAND = "graph by hand"
 # Enough for eager's state, for torch.compile's kernels and for both their graphs.
 _WARMUP = 5
 _STEPS_A_ROUND = 10
@@ -171,6 +174,39 @@ def _peers(workload: Workload, dtype: str, small: bool, device: str) -> Iterator
             step = _peer_step(_with_fused_optimizer(training), dtype, device)
             compiled = step if mode is None else torch.compile(step, mode=mode)
             yield peer_name(variant, layout), compiled
+        if device == "cuda" and dtype != "float16":
+            training = in_layout(workload.make(small=small, device=device), layout)
+            step = _peer_step(_with_fused_optimizer(training, capturable=True), dtype, device)
+            yield peer_name(BY_HAND, layout), RecordedByHand(step)
+
+
+class RecordedByHand:
+    """A step that is recorded as a CUDA graph at its first call, and replayed from then on.
+
+    Source: PyTorch's notes on CUDA, "CUDA Graphs", whole-network capture.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._graph: Any = None
+
+    def __call__(self) -> None:
+        """Run the step."""
+        if self._graph is None:
+            self._record()
+        self._graph.replay()
+
+    def _record(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._graph = graph
 
 
 def _peer_step(training: Training, dtype: str, device: str) -> Step:
@@ -180,12 +216,14 @@ def _peer_step(training: Training, dtype: str, device: str) -> Step:
     return lambda: step(*training.batch)
 
 
-def _with_fused_optimizer(training: Training) -> Training:
+def _with_fused_optimizer(training: Training, *, capturable: bool = False) -> Training:
     """Return the training with the optimizer's fused kernels, as PyTorch recommends on a GPU."""
     old = training.optimizer
     known = inspect.signature(type(old)).parameters
     options = {key: value for key, value in old.defaults.items() if key in known}
     options |= {"fused": True, "foreach": None}
+    # SGD has no such option, and needs none.
+    options |= {"capturable": True} if capturable and "capturable" in known else {}
     made = type(old)(training.model.parameters(), **options)
     return attrs.evolve(training, optimizer=made)
 

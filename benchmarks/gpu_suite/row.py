@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row of the suite, in a process of its own: a CUDA error ends no other row."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from amp_ir.demo.workloads import WORKLOADS
+from benchmarks.gpu_suite.summary import readme_table, write_row
+from benchmarks.on_gpu import PRECISIONS, measure
+
+
+def main() -> None:
+    """Measure the row on the command line, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("precision", choices=PRECISIONS)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    chosen = parser.parse_args()
+    started = time.monotonic()
+
+    def tell(stage: str) -> None:
+        print(f"{time.monotonic() - started:5.0f} s  {stage}", flush=True)
+
+    row = measure(
+        chosen.workload, chosen.precision, rounds=3 if chosen.small else 7, small=chosen.small,
+        tell=tell, device=chosen.device,
+    )  # fmt: skip
+    write_row(row, chosen.path)
+    print(readme_table([row]))
+
+
+if __name__ == "__main__":
+    main()
