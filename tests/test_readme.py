@@ -28,6 +28,7 @@ PRINTED = {
     "docs/gpu.md": ["sm_90"],
     "docs/guide.md": ["relax.matmul", "{'epoch': 1}"],
     "docs/inference.md": ["ConvertedModel(2 programs", "R.function"],
+    "docs/integrations.md": [],
     "docs/lengths.md": ["2 programs", "elements are averaged over axis 1 of ids, padding included"],
     "docs/loss_scaling.md": [
         "StepRecord(step=0, skipped=False, scale=65536.0",
