@@ -43,6 +43,7 @@ LAYERS = [
     "integrations",  # inside of other tools; only an entry point and the user import it
     "verification",  # checks of a step's numbers
     "selftest",
+    "commands",
     "cli",
     "__main__",
     "__init__",

@@ -23,6 +23,7 @@ from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
 from amp_ir.api import (
     autocast,
+    examine,
     explain_plan,
     get_gflops,
     get_param_size,
@@ -54,6 +55,7 @@ from amp_ir.jit_function import jit
 from amp_ir.loss_scaling.grad_scaler import GradScaler
 from amp_ir.loss_scaling.scale_loss import scale_loss
 from amp_ir.replay.overflow import Overflow
+from amp_ir.report.examination import Examination
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
@@ -69,6 +71,7 @@ __all__ = [
     "CompiledStep",
     "ConvertedModel",
     "CustomTypeHint",
+    "Examination",
     "KernelProfile",
     "MemoryReport",
     "GradScaler",
@@ -87,6 +90,7 @@ __all__ = [
     "compile",
     "convert_model",
     "errors",
+    "examine",
     "explain_plan",
     "float_function",
     "get_gflops",

@@ -11,7 +11,14 @@ class AmpIrError(Exception):
 
 
 class CaptureError(AmpIrError, RuntimeError):
-    """The training step cannot be captured; the message lists every place at once."""
+    """The training step cannot be captured; the message lists every place at once.
+
+    `places` are those: each has `what`, `location` and `advice`; none where the step itself failed.
+    """
+
+    def __init__(self, message: str, places: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.places = places
 
 
 class UnsupportedOpError(AmpIrError, NotImplementedError):

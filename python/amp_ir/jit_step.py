@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +28,7 @@ from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.ir.target import target_of
 from amp_ir.replay.overflow import Overflow
+from amp_ir.report.step_name import step_name
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.overflow_log import OverflowLog
 from amp_ir.runtime.precompilation import Captured, Precompilation
@@ -67,7 +67,7 @@ class JitStep:
         self._variants: StepVariants[CallSignature]
         limits = options.pop("recompile_limit"), options.pop("max_shapes")
         keyed_by = "shapes, dtypes or structures"
-        self._name = name = _name_of(step)
+        self._name = name = step_name(step)
         users = Users("a jitted step", name, "batches", keyed_by, "train.recompiles")
         self._variants = StepVariants(*limits, users)
         self._overflow_log: OverflowLog | None = options.pop("overflow_log")
@@ -352,14 +352,6 @@ def _take_names(made: JitStep, step: Callable[..., Any]) -> None:
         if hasattr(step, name):
             setattr(made, name, getattr(step, name))
     vars(made)["__wrapped__"] = step
-
-
-def _name_of(step: Callable[..., Any]) -> str:
-    """Return a step's name and where it is defined: "step (train.py:12)"."""
-    kind = type(step)
-    name = getattr(step, "__qualname__", kind.__qualname__).replace("<locals>.", "")
-    code = getattr(step, "__code__", None)
-    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
 
 
 def _with_rules(guards: StepHooks, rules: RulesInEffect) -> StepHooks:

@@ -40,8 +40,9 @@ def plan():
 
 def arguments(*words):
     parser = argparse.ArgumentParser()
-    add_arguments(parser, ["net"])
-    return parser.parse_args(["net", *words])
+    add_arguments(parser)
+    parser.set_defaults(training="net")
+    return parser.parse_args(words)
 
 
 def test_the_table_shows_only_the_module_that_is_asked_for(plan):

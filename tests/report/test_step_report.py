@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from amp_ir import cli
+from amp_ir.commands import measure
 from amp_ir.demo.training_file import load_training
 from amp_ir.errors import OptionError
 from amp_ir.host import native
@@ -91,8 +92,9 @@ class Page(HTMLParser):
 
 
 def test_profile_prints_the_table_and_writes_what_is_asked_for(
-    training: Path, tmp_path: Path, capsys: Any
+    training: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(measure, "load_warning", lambda: "The machine is busy")
     trace, document = tmp_path / "trace.json", tmp_path / "profile.json"
     words = ["profile", str(training), "--steps", "2", "--trace", str(trace)]
     assert cli.main([*words, "--json", str(document)]) == 0
@@ -106,7 +108,7 @@ def test_profile_prints_the_table_and_writes_what_is_asked_for(
     assert lines[-2:] == [f"wrote {trace}", f"wrote {document}"]
     assert shown.err.splitlines() == [
         "building", "capturing the step", "choosing casts", "planning memory",
-        "compiling and timing",
+        "compiling and timing", "The machine is busy",
     ]  # fmt: skip
     parts = json.loads(document.read_text())
     assert len(parts["memory"]["timeline"]) == len(parts["profile"]["calls"])

@@ -2,6 +2,7 @@
 """The public functions: they check their arguments and call the stages of pipeline.py."""
 
 from amp_ir.api.compile import compile_into, compile_step, lower, step_of_built, text_after
+from amp_ir.api.examine import examine
 from amp_ir.api.measure import (
     get_gflops,
     get_param_size,
@@ -22,7 +23,7 @@ from amp_ir.api.trace import (
 )
 
 __all__ = [
-    "Models", "Optimizers", "autocast", "compile_into", "compile_step", "explain_plan",
+    "Models", "Optimizers", "autocast", "compile_into", "compile_step", "examine", "explain_plan",
     "get_gflops", "get_param_size", "get_peak_memory", "lower", "memory_report", "profile_kernels",
     "profile_vm_model", "rewrite", "step_of_built", "text_after", "trace_memory", "trace_model",
     "trace_step", "trace_unchanged",

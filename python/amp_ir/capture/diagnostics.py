@@ -49,7 +49,8 @@ class Diagnostics:
         if len(lines) > _MOST_SHOWN:
             lines[_MOST_SHOWN:] = [f"  ... and {len(lines) - _MOST_SHOWN} more"]
         places = "1 place" if len(found) == 1 else f"{len(found)} places"
-        return CaptureError("\n".join([f"this step cannot be captured, {places}:", *lines]))
+        text = "\n".join([f"this step cannot be captured, {places}:", *lines])
+        return CaptureError(text, tuple(found))
 
 
 class TracingStopped(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +17,22 @@ from amp_ir.report.step_page import step_page
 from amp_ir.report.wide_console import wide_console
 
 
-def add_profile_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `amp-ir profile`."""
-    _add_run_arguments(parser, workloads)
+    _add_run_arguments(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for ui.perfetto.dev")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the profile and the memory")
 
 
-def add_report_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `amp-ir report`."""
-    _add_run_arguments(parser, workloads)
+    _add_run_arguments(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
     )
 
 
-def add_training_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
-    """Add the arguments that select a step and its dtype."""
-    parser.add_argument(
-        "training",
-        metavar="WORKLOAD|FILE",
-        help=f"{', '.join(workloads)}; or a .py file that defines step, batch, model, and "
-        "optimizer and scaler if it has them",
-    )
-    parser.add_argument(
-        "--amp-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
-    )
-    parser.add_argument("--small", action="store_true", help="tiny shapes (workloads only)")
-
-
-def _add_run_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
-    add_training_arguments(parser, workloads)
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default="cpu",

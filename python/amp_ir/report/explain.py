@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,18 +79,15 @@ class Row:
         return tuple(text if n == 1 else f"{n} x {text}" for text, n in counts.items())
 
 
-def add_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
-    """Add the arguments of `amp-ir explain`."""
-    parser.add_argument("workload", choices=list(workloads))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `amp-ir explain` that say what to show."""
     parser.add_argument(
         "--module", default="*", metavar="GLOB", help='modules or ops, such as "*.attention"'
     )
-    parser.add_argument("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
     parser.add_argument(
         "--graph", type=Path, metavar="FILE", help="draw a graph of it on a page for a browser"
     )
-    parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--views", action="store_true", help="ops that only move elements, too")
 
 
@@ -118,7 +115,7 @@ def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = No
 
 def _title(plan: Plan, arguments: argparse.Namespace) -> str:
     part = "" if arguments.module == "*" else f", {arguments.module}"
-    return f"{arguments.workload} in {plan.amp_dtype}{part}"
+    return f"{Path(arguments.training).name} in {plan.amp_dtype}{part}"
 
 
 def rows_of(plan: Plan, what: str = "*", *, views: bool = False) -> list[Row]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,14 @@ from amp_ir.demo.training_file import load_training
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import OptionError
 from amp_ir.files.atomic_file import write_text
-from amp_ir.report.commands import add_training_arguments
 from amp_ir.verification.outcome import relative_error
 from amp_ir.verification.recorded_step import Owners
 from amp_ir.verification.verification import Verification, join
 from amp_ir.verification.verify import verify
 
 
-def add_verify_arguments(parser: argparse.ArgumentParser, workloads: Iterable[str]) -> None:
-    """Add the arguments of `amp-ir verify`."""
-    add_training_arguments(parser, workloads)
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `amp-ir verify` that say how to compare."""
     parser.add_argument(
         "--seeds", type=_at_least_one, default=1, metavar="N",
         help="draws of weights and batch: a file runs once for each, after torch.manual_seed",

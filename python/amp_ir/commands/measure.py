@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp-ir profile` and `amp-ir report`: a step's kernels and memory, as a table or as a page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import attrs
+import torch
+
+import amp_ir
+from amp_ir.commands.training import add_command, add_dtype, traced, training_of
+from amp_ir.demo.stage_progress import stages
+from amp_ir.host.machine_load import load_warning
+from amp_ir.ir.target import target_of
+from amp_ir.report.commands import (
+    add_profile_arguments,
+    add_report_arguments,
+    show_profile,
+    write_report,
+)
+from amp_ir.vm.build import host_description
+
+
+def add_profile(commands: Any) -> None:
+    """Add the command `profile`."""
+    parser = add_command(
+        commands,
+        "profile",
+        "time every kernel of a step: modules, bytes, share of the roofline",
+        "bert1 --amp-dtype bfloat16",
+        "train.py --json profile.json --trace trace.json",
+    )
+    add_dtype(parser)
+    add_profile_arguments(parser)
+    parser.set_defaults(run=_profile)
+
+
+def add_report(commands: Any) -> None:
+    """Add the command `report`."""
+    parser = add_command(
+        commands,
+        "report",
+        "write a page with a step's memory over time, kernels and casts",
+        "bert1 --out report.html",
+        "train.py --amp-dtype bfloat16",
+    )
+    add_dtype(parser)
+    add_report_arguments(parser)
+    parser.set_defaults(run=_report)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    measured = _measure(arguments)
+    return show_profile(measured.profile, measured.memory, arguments)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    measured = _measure(arguments)
+    return write_report(
+        f"{measured.name} in {arguments.amp_dtype}",
+        measured.profile,
+        measured.memory,
+        measured.plan,
+        machine=_machine(arguments.device),
+        out=arguments.out,
+    )
+
+
+@attrs.frozen
+class _Measured:
+    name: str
+    memory: amp_ir.MemoryReport
+    profile: amp_ir.KernelProfile
+    plan: amp_ir.CastPlan | None
+
+
+def _measure(arguments: argparse.Namespace) -> _Measured:
+    """Measure memory and time of the training on the command line, beside its float32 step."""
+    # Checked before anything that takes long.
+    target = target_of(arguments.device)
+    with stages() as report:
+        training = training_of(arguments, report)
+        report("capturing the step")
+        mod, args = traced(training)
+        low, plan = mod, None
+        if arguments.amp_dtype != "float32":
+            report("choosing casts")
+            low = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
+            plan = amp_ir.explain_plan(low)
+        report("planning memory")
+        baseline = mod if plan is not None else None
+        memory = amp_ir.memory_report(low, args, baseline=baseline, device=str(target))
+        report("compiling and timing")
+        profile = amp_ir.profile_kernels(low, arguments.device, args, steps=arguments.steps)
+    warning = load_warning()
+    if warning:
+        print(warning, file=sys.stderr)
+    return _Measured(arguments.training, memory, profile, plan)
+
+
+def _machine(device: str) -> str:
+    return host_description() if device == "cpu" else torch.cuda.get_device_name(device)
