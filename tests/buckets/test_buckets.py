@@ -496,6 +496,33 @@ def test_a_branch_on_a_length_is_seen_where_the_shortest_cannot_be_captured():
         train(torch.randn(2, 10, 3))
 
 
+@pytest.mark.parametrize("divisor", [3, 4, 5, 6])
+def test_a_remainder_of_the_length_is_seen(divisor):
+    """12 and 9 have the same remainder by 3; the proof takes another length."""
+    model = nn.Linear(3, 3)
+
+    def step(x):
+        return model(x[:, 0]) * (x.shape[1] % divisor)
+
+    train = amp_ir.jit(step, model=model, buckets={0: {1: (8, 12)}}, pad={0: 0})
+    with pytest.raises(PaddingError, match="depends on the padded length"):
+        train(torch.randn(2, 10, 3))
+
+
+def test_a_branch_on_lengths_that_a_size_is_not_chosen_for_is_none():
+    """Lengths near those of the size are tried first, then those of the size alone."""
+    model = nn.Linear(3, 3)
+
+    def step(x):
+        return model(x[:, 0]) * (2.0 if x.shape[1] <= 8 else 1.0)
+
+    train = amp_ir.jit(step, model=model, buckets={0: {1: (8, 16)}}, pad={0: 0})
+    for length in (10, 5):
+        x = torch.randn(2, length, 3)
+        torch.testing.assert_close(train(x), step(x), **TOLERANCE)
+    assert len(train.recompiles) == 1  # two buckets
+
+
 def test_lengths_shorter_than_those_proven_run_unpadded():
     """With 2 and 3 entries the step cannot be captured; 5 is the first length of other parity."""
     model, step, train = branching_training(longest=4)

@@ -125,3 +125,24 @@ def test_a_text_encoder_that_pools_at_its_end_is_proven(end: int) -> None:
         return training(transformers.CLIPTextModel(config), loss_of, (ids, mask, labels(ROWS)))
 
     check_claims(Case(make, POOLED, lengths=((5,),)))
+
+
+def test_targets_of_a_speech_model_are_proven() -> None:
+    """Whisper tells packed sequences by the places that it makes, and masks by comparing them."""
+    sides = ("encoder", "decoder")
+    sizes = {f"{one}_{name}": k for one in sides for name, k in (("layers", 1), ("ffn_dim", 16))}
+    heads = {f"{one}_attention_heads": 2 for one in sides}
+    places = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 32}
+    ends = {"bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 2, "pad_token_id": 0}
+    config = transformers.WhisperConfig(
+        vocab_size=20, d_model=16, dropout=0.0, use_cache=False, **sizes, **heads, **places, **ends
+    )
+
+    def make(length: int) -> Made:
+        def loss_of(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return m(input_features=x, labels=y).loss
+
+        model = transformers.WhisperForConditionalGeneration(config)
+        return training(model, loss_of, (torch.randn(ROWS, 4, 16), words(length)))
+
+    check_claims(Case(make, (None, ({1: 0}, -100.0)), lengths=((5,),)))

@@ -170,7 +170,7 @@ def _inert_padding(
     dimensions: dict[str, Dimension],
     other: StepModule,
 ) -> InertPadding:
-    """Prove that padding is inert, from a length of 3 on where that of 2 fails.
+    """Prove that padding is inert, at another second size where the first one fails.
 
     Of 2 entries `x[:, :-1]` leaves 1, with which PyTorch computes in other ways.
 
@@ -180,13 +180,17 @@ def _inert_padding(
     try:
         padding = check_padding(step, other, batch.inputs(dimensions))
     except PaddingError:
-        if all(one.other_size != 2 for one in dimensions.values()):
+        if batch.has_shorter(dimensions):
+            # The step may do something else at lengths that this size is not chosen for.
+            again = batch.dimensions(only_served=True)
+        elif any(one.other_size == 2 for one in dimensions.values()):
+            again = batch.dimensions(shortest=3)
+        else:
             raise
-        longer = batch.dimensions(shortest=3)
-        found = _proven_or_none(step, trace, batch, longer)
+        found = _proven_or_none(step, trace, batch, again)
         if found is None:
             raise
-        padding, dimensions = found, longer
+        padding, dimensions = found, again
     return padding.for_lengths_from(dimensions.values())
 
 

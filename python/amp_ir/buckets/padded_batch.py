@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ from amp_ir.capture.containers import flatten, flatten_with_path
 from amp_ir.padding.axes import Dimension
 from amp_ir.padding.batch_conditions import BatchCondition
 from amp_ir.padding.inert_padding import InertPadding, PaddedInput
+
+# How much shorter than needed a second size may be, and what must not divide its difference from
+# the size, the best first.
+_NEAR = 16
+_FACTORS = (2 * 3 * 5 * 7, 2 * 3 * 5, 2 * 3)
 
 
 @attrs.frozen(eq=False)
@@ -131,32 +137,46 @@ class PaddedBatch:
             if length in lengths and axis not in here
         ]
 
-    def dimensions(self, offset: int = 0, shortest: int = 2) -> dict[str, Dimension]:
+    def dimensions(
+        self, offset: int = 0, shortest: int = 2, *, only_served: bool = False
+    ) -> dict[str, Dimension]:
         """Return the padded dimensions, each with a second size for the proof.
 
-        That is the shortest length that the size is chosen for, but at least `shortest`, or the
-        next one, so that a step that branches on the length, or on its parity, is seen to; or one
-        longer by `offset`, shorter than the size. No difference divides another one: it tells which
-        dimension an extent follows.
+        That is the shortest length that the size is chosen for, but at least `shortest`, or one
+        near it (no shorter one with `only_served`), so that a step that branches on the length is
+        seen to; or one longer by `offset`, shorter than the size. Its difference from the size is
+        odd and, where there is such a one, no multiple of 3, 5 and 7: a number such as the length %
+        3 is then another one. No difference divides another one: it tells which dimension an extent
+        follows.
         """
         found: dict[str, Dimension] = {}
         for name, size in self.sizes.items():
             least = max(self._least[name], min(shortest, size - 1))
             first = max(min(least + offset, size - 1), least)
-            choices = itertools.chain(
-                range(first, size), reversed(range(least, first)), itertools.count(size + 1)
-            )
+            shorter = range(least - 1, max(least - _NEAR, shortest - 1), -1)
+            near = (first, *(() if offset else shorter), min(first + 1, size - 1))
+            nearest = ((factors, near) for factors in _FACTORS)
             others = [one.size - one.other_size for one in found.values()]
             other = next(
                 one
+                for factors, choices in (
+                    *([(_FACTORS[-1], range(first, size))] if only_served else nearest),
+                    (2, range(first, size)),
+                    (2, reversed(range(least, first))),
+                    (2, itertools.count(size + 1)),
+                )
                 for one in choices
-                if (size - one) % 2
+                if math.gcd(size - one, factors) == 1
                 and all((size - one) % d and d % (size - one) for d in others)
                 # 1 divides every other difference.
                 and (len(self.sizes) == 1 or abs(size - one) > 1)
             )
             found[name] = Dimension(name, size, other)
         return found
+
+    def has_shorter(self, dimensions: Mapping[str, Dimension]) -> bool:
+        """Return whether a second size is shorter than the lengths that its size is chosen for."""
+        return any(one.other_size < self._least[name] for name, one in dimensions.items())
 
     def offsets(self) -> Iterator[int]:
         """Yield by how much the second sizes may exceed the shortest lengths, doubling."""
