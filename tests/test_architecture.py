@@ -29,6 +29,7 @@ LAYERS = [
     "cuda",
     "dialect",
     "ir",
+    "distributed",  # replicas of models, and what their ranks exchange
     STAGES,
     "pipeline",
     "replay",  # a step run again on copies, to explain it

@@ -86,6 +86,21 @@ class StepFailedError(AmpIrError, RuntimeError):
         self.is_torn = is_torn
 
 
+class RanksDifferError(AmpIrError, RuntimeError):
+    """The ranks of a process group have programs that do not fit each other; nothing has changed.
+
+    Each rank raises it. `rank` is one whose program is unlike that of rank 0.
+    """
+
+    def __init__(self, message: str, *, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankFailedError(AmpIrError, RuntimeError):
+    """Another rank failed, or does not answer: the exchange of the step cannot be completed."""
+
+
 class BrokenPromiseError(AmpIrError, RuntimeError):
     """An op of PyTorch's did otherwise than its schema or its fake implementation says."""
 

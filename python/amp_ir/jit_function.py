@@ -14,6 +14,8 @@ from amp_ir.buckets.bucket_options import BucketOptions, Key
 from amp_ir.buckets.padded_batch import padded_examples
 from amp_ir.capture import trace
 from amp_ir.capture.announced_batches import announced_batches
+from amp_ir.distributed.exchange import check_exchange
+from amp_ir.distributed.replicas import find_ranks
 from amp_ir.errors import ArgumentError, OptionError
 from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
 from amp_ir.ir.target import target_of
@@ -46,6 +48,9 @@ def jit(
     pad_check: str = "proof",
     on_overflow: str | None = None,
     explain_below: float = 256.0,
+    process_group: Any = None,
+    data_parallel: bool = False,
+    comm_dtype: str | None = None,
 ) -> Any:
     """Capture, cast and compile `step` when it is first called, and again when a guard fails.
 
@@ -87,6 +92,8 @@ def jit(
         on_overflow: "explain" logs `train.find_overflow` of each skipped step by which a loss scale
             falls below `explain_below`. On a GPU every step is then waited for.
         explain_below: a loss scale. A new scaler begins at 65536 and falls until steps are finite.
+        process_group: as for `trace_step`, as are `data_parallel` and `comm_dtype`. All ranks call
+            the step equally often; before the first exchange they compare their programs.
 
     Raises:
         OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
@@ -176,6 +183,9 @@ def _jitted(
     pad_check: str,
     on_overflow: str | None,
     explain_below: float,
+    process_group: Any,
+    data_parallel: bool,
+    comm_dtype: str | None,
 ) -> JitStep:
     if amp_dtype not in (None, "float16", "bfloat16", "float32"):
         raise OptionError(
@@ -200,11 +210,16 @@ def _jitted(
     )
     examples = precompile if padded is None else padded_examples(padded, precompile)
     announced = announced_batches(examples, max_shapes)
-    target_of(device)
-    trace.check_training(step, model, optimizer, scaler)
+    target = target_of(device)
+    captured, ranks = find_ranks(
+        model, process_group=process_group, data_parallel=data_parallel, comm_dtype=comm_dtype
+    )
+    check_exchange(ranks, is_cuda=target.is_cuda, amp_dtype=amp_dtype)
+    trace.check_training(step, captured, optimizer, scaler)
     return JitStep(
         step,
-        model=model,
+        ranks=ranks,
+        model=captured,
         optimizer=optimizer,
         scaler=scaler,
         amp_dtype=amp_dtype,

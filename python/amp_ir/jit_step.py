@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import attrs
 import torch
 
 from amp_ir.amp.custom_type_hint import RulesInEffect
-from amp_ir.api import autocast, compile_into, rewrite, trace_unchanged
+from amp_ir.api import autocast, autocast_between_ranks, compile_into, rewrite, trace_unchanged
 from amp_ir.buckets.bucket_options import BucketOptions
 from amp_ir.buckets.bucketed_calls import BucketedCalls, PaddedProgram
 from amp_ir.buckets.padded_batch import PaddedBatch
@@ -21,6 +22,7 @@ from amp_ir.capture.arguments import NESTED
 from amp_ir.capture.call_arguments import bound, signature_of
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.capture.guards.changing_arguments import ChangingArguments
+from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CopyError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.ir.capturing import captured_scalers
@@ -77,6 +79,7 @@ class JitStep:
             in_thread=not target_of(self._compile_options["device"]).is_cuda,
         )
         self._trace_options = options
+        self._ranks: Ranks | None = options["ranks"]
         self._turn = ForkSafeLock("the step was running")
         self._arena = Arena()
         self._compile_seconds = 0.0
@@ -176,6 +179,22 @@ class JitStep:
                 )
             found: Overflow = variant.program.find_overflow_in(tensors)
             return found
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backward passes accumulate gradients on each rank alone.
+
+        As `DistributedDataParallel.no_sync`, for all models of the step; the first call outside of
+        it exchanges what was accumulated. Each of the two is a program.
+
+        Raises:
+            StateError: the step exchanges nothing.
+        """
+        if self._ranks is None:
+            raise StateError(
+                "the step exchanges nothing between ranks, so there is nothing to leave out; "
+                "pass data_parallel=True to jit"
+            )
+        return self._ranks.no_sync()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return `CompiledStep.state_dict`; before the first call what was loaded, or nothing."""
@@ -330,6 +349,8 @@ class JitStep:
         if self._amp_dtype is not None:
             guards = _with_rules(guards, RulesInEffect())
             mod = autocast(mod, batch, amp_dtype=self._amp_dtype, **self._autocast_options)
+        if self._amp_dtype in (None, "float32"):
+            mod = autocast_between_ranks(mod, batch)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)
         compiled = functools.partial(compile_into, self._arena, mod, **self._compile_options)
         return Captured(followed, guards, compiled)

@@ -3,6 +3,7 @@
 
     capture       capture/       run the step once on fake tensors -> FX graph of ATen ops
     import        importer/      -> StepModule: Relax IR, named state, signature
+    collectives   rewrites/      of several ranks: each bucket of gradients is begun and waited for
     loss_scaling  loss_scaling/  every use of a loss scale has the right degree, or an error
     rewrites      rewrites/      sums of matmuls of one weight -> one matmul; sliced losses -> whole
     amp           amp/           rules and placement choose dtypes -> casts
@@ -49,6 +50,7 @@ from amp_ir.rewrites.check_indices import CheckedStep, HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.rewrites.loops_to_unroll import unroll_unsupported
+from amp_ir.rewrites.start_collectives import start_collectives
 from amp_ir.rewrites.unroll_loops import unroll_loops
 from amp_ir.rewrites.unslice_loss import unslice_loss
 
@@ -67,6 +69,11 @@ def import_step(
     with stage("import", captured.graph, on_stage) as running:
         mod = import_captured(captured)
         running.program = mod.ir
+    if captured.hooks.ranks is not None:
+        with stage("collectives", mod.ir, on_stage) as running:
+            # From here on gradients are exchanged in buckets, each begun and waited for.
+            mod = mod.with_ir(start_collectives(mod.ir))
+            running.program = mod.ir
     with stage("loss_scaling", mod.ir, on_stage) as running:
         degrees = check_scale_degrees(mod)
         running.program = mod.ir

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import threading
-import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,10 @@ import amp_ir
 from amp_ir import errors
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.vm.build import LIBRARIES
+from rank_processes import of_child, ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 FORK = multiprocessing.get_context("fork")
-ADVICE = (
-    "rain it in plain PyTorch; or train in one process, and let the step use and model= be the "
-    "module without the wrapper"
-)
 
 
 def training() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
@@ -54,30 +48,6 @@ def jitted() -> tuple[nn.Module, Any]:
 
 
 BATCH = torch.linspace(-1, 1, 128 * 64).view(128, 64), torch.arange(128) % 3
-
-
-def of_child(function: Callable[[], Any], seconds: float = 25) -> Any:
-    """What a function returns in a forked process; a hang is a failure."""
-    receiver, sender = FORK.Pipe(duplex=False)
-
-    def run() -> None:
-        try:
-            sender.send((function(), ""))
-        except BaseException:
-            sender.send((None, traceback.format_exc()))
-
-    child = FORK.Process(target=run)
-    child.start()
-    try:
-        assert receiver.poll(seconds), "the forked process hangs"
-        value, error = receiver.recv()
-        assert not error, error
-        return value
-    finally:
-        child.join(5)
-        if child.is_alive():
-            child.kill()
-            child.join()
 
 
 @pytest.fixture
@@ -151,65 +121,29 @@ def test_a_fork_in_the_middle_of_a_step_is_told(two_threads: None) -> None:
     assert of_child(take) == take() == "taken"
 
 
-def ranks(program: Callable[[], str], folder: Path, count: int = 2) -> list[str]:
-    """What each of `count` gloo processes answers."""
-
-    def of_rank(number: int) -> str:
-        torch.set_num_threads(1)
-        store = dist.FileStore(str(folder / "store"), count)
-        dist.init_process_group("gloo", store=store, rank=number, world_size=count)
-        told = program()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return told
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda k: of_child(functools.partial(of_rank, k)), range(count)))
-
-
-def refused(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except errors.AmpIrError as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
-
-
-def all_ways_to_share_training() -> str:
-    """In each of two processes: a group, and the wrapper, passed or only called."""
-    model, step, optimizer = training()
-    wrapped = nn.parallel.DistributedDataParallel(model)
-
-    def calls_wrapped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(wrapped(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    mod_of = functools.partial(amp_ir.trace_step, optimizer=optimizer)
-    told = [
-        refused(lambda: amp_ir.jit(step, model=model, optimizer=optimizer)),
-        refused(lambda: mod_of(calls_wrapped, BATCH, model=model)),
-        refused(lambda: amp_ir.trace_model(model, BATCH[:1])),
-    ]
-    # The advice: without the group each process trains for itself.
-    dist.destroy_process_group()
-    train = amp_ir.jit(step, model=model, optimizer=optimizer)
-    train(*BATCH)
-    return "\n".join(told)
-
-
-GROUP = (
-    "ArgumentError: torch.distributed has a group of 2 processes, and a compiled step exchanges "
-    "nothing with the others: train in plain PyTorch; or, where each process trains for itself, "
-    "call torch.distributed.destroy_process_group() first"
+APART = (
+    "torch.distributed has a group of 2 processes, and this step exchanges nothing with the "
+    "others: each rank trains a model of its own. Pass data_parallel=True, or a "
+    "DistributedDataParallel in model= that the step calls"
 )
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_training_that_two_processes_share_is_refused_in_each(tmp_path: Path) -> None:
-    assert ranks(all_ways_to_share_training, tmp_path) == ["\n".join([GROUP] * 3)] * 2
+def test_ranks_that_train_apart_are_warned_once(tmp_path: Path) -> None:
+    def program(rank: int) -> tuple[list[str], float]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model, train = jitted()
+            for _ in range(2):
+                train(BATCH[0] * (1 + rank), BATCH[1])
+            jitted()[1](*BATCH)
+        told = [str(one.message) for one in caught if one.category is UserWarning]
+        return told, float(model[0].weight.detach().sum())
+
+    (first, one), (second, other) = ranks(program, tmp_path)
+    assert first == second == [APART]
+    assert one != other
 
 
 @pytest.fixture
@@ -220,29 +154,59 @@ def group_of_one(tmp_path: Path) -> Any:
     dist.destroy_process_group()
 
 
-def test_a_wrapper_is_refused_where_it_is_passed_and_where_it_is_called(
-    group_of_one: None,
-) -> None:
+def test_a_wrapper_is_captured_as_its_module(group_of_one: None) -> None:
     model, step, optimizer = training()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    reason = "is a DistributedDataParallel, whose exchange between processes a compiled step would"
-    with pytest.raises(errors.ArgumentError) as error:
-        amp_ir.jit(step, model=wrapped, optimizer=optimizer)
-    assert str(error.value) == f"model= (itself) {reason} leave out; t{ADVICE}"
 
-    def calls_wrapped(x: torch.Tensor) -> torch.Tensor:
-        return wrapped(x).sum()
+    def calls_wrapped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(wrapped(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    _, expected, _ = training()
+    train = amp_ir.jit(calls_wrapped, model=wrapped, optimizer=optimizer)
+    for _ in range(3):
+        assert float(train(*BATCH)) == pytest.approx(float(expected(*BATCH)), rel=1e-5)
+    # One rank exchanges nothing.
+    assert "all_reduce" not in train.ir("loops")
+    assert set(train.compiled.module.state) >= {"0.weight", "2.bias"}
 
     with pytest.raises(errors.CaptureError) as failed:
-        amp_ir.jit(calls_wrapped, model=model)(BATCH[0])
+        amp_ir.jit(calls_wrapped, model=model, optimizer=optimizer)(*BATCH)
     line = calls_wrapped.__code__.co_firstlineno + 1
     assert str(failed.value) == (
         "this step cannot be captured, 1 place:\n"
-        f"  1. step (forward), {__file__}:{line}: the step calls a module that {reason} leave out. "
-        f"T{ADVICE}"
+        f"  1. step (forward), {__file__}:{line}: the step calls a module that is a "
+        "DistributedDataParallel that was not passed in model=, so its exchange between processes "
+        "would be left out. Pass it there"
     )
-    # One process, the module itself: as advised.
-    amp_ir.jit(step, model=model, optimizer=optimizer)(*BATCH)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "FullyShardedDataParallel",
+            "is a FullyShardedDataParallel, whose parameters a rank holds in part, which a "
+            "compiled step does not follow; use DistributedDataParallel or data_parallel=True, "
+            "where each rank holds all",
+        ),
+        (
+            "DataParallel",
+            "is a DataParallel, whose copies on other devices a compiled step does not run; start "
+            "a process for each device with torchrun, and use DistributedDataParallel or "
+            "data_parallel=True",
+        ),
+    ],
+)
+def test_other_wrappers_are_refused_with_what_to_use(name: str, expected: str) -> None:
+    model, step, optimizer = training()
+    wrapper = type(name, (nn.Sequential,), {})(model)
+    with pytest.raises(errors.ArgumentError) as error:
+        amp_ir.jit(step, model=wrapper, optimizer=optimizer)
+    assert str(error.value) == f"model= (itself) {expected}"
 
 
 def test_a_group_that_is_made_after_the_capture_is_seen(
@@ -252,12 +216,11 @@ def test_a_group_that_is_made_after_the_capture_is_seen(
     mod, _ = amp_ir.trace_step(step, BATCH, model=model, optimizer=optimizer)
     train, compiled = amp_ir.jit(step, model=model, optimizer=optimizer), amp_ir.compile(mod)
     train(*BATCH)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(errors.ArgumentError) as error:
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    why = "torch.distributed has a group of 2 processes now"
+    with pytest.warns(UserWarning, match="each rank trains a model of its own"):
         train(*BATCH)
-    assert f"ArgumentError: {error.value}" == GROUP
+    assert [one.reason for one in train.recompiles] == [why]
     with pytest.raises(errors.StateError) as failed:
         compiled(*BATCH)
-    assert str(failed.value).startswith(
-        "the step is no longer as it was captured: torch.distributed has a group of 2 processes now"
-    )
+    assert str(failed.value).startswith(f"the step is no longer as it was captured: {why}")

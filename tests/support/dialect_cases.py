@@ -555,6 +555,31 @@ EXPANDED = frozenset(
     for name in ("attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
     for suffix in ("", "_backward")
 ) | {"amp_ir.external_call"}
+# Ops that become calls of the process group.
+COLLECTIVES = frozenset(
+    f"amp_ir.{name}{suffix}"
+    for name in ("all_reduce", "broadcast")
+    for suffix in ("", "_start", "_wait")
+)
+EXPANDED |= COLLECTIVES
+
+
+def _collective_cases() -> list[Case]:
+    pair = {"ranks": 4, "group": 0, "bucket": 1}
+
+    def tensors() -> list[torch.Tensor]:
+        return [normal(3, 5), normal(7)]
+
+    whole = [Case(f"amp_ir.{name}", one, {"ranks": 4}) for name in ("all_reduce", "broadcast")]
+    halves = sorted(one for one in COLLECTIVES if one.endswith(("_start", "_wait")))
+    average = Case("amp_ir.average", one, {"ranks": 3})
+    return [*whole, average, *(Case(name, tensors, pair) for name in halves)]
+
+
+def one() -> list[torch.Tensor]:
+    return [normal(3, 5)]
+
+
 CASES: list[Case] = [
     Case("amp_ir.cast", lambda: [normal(3, 20)], {"dtype": "bfloat16"}),
     *_activation_cases(),
@@ -569,6 +594,7 @@ CASES: list[Case] = [
     *_loss_scale_cases(),
     *_attention_cases(),
     *_recurrence_cases(),
+    *_collective_cases(),
     Case(
         "amp_ir.checked_lengths",
         lambda: [integers(7, 4), integers(6, 3)],

@@ -154,7 +154,8 @@ _TORCH = _features(
     ("gradient penalty", "yes", "the same loop", "", "loss_scaling/test_scale_loss.py::test_a_gradient_penalty_as_in_pytorchs_note"),
     ("several models, losses, optimizers", "yes", "the same loop", "", "loss_scaling/test_scale_degree.py::test_two_models_losses_and_optimizers_share_a_scaler"),
     ("was the step skipped? (#67590)", "yes", "`train.skipped`, `train.last`", "CompiledStep.skipped CompiledStep.last", "loss_scaling/test_scale_degree.py::test_a_jit_step_says_what_became_of_its_last_run"),
-    ("DistributedDataParallel, FSDP", "not yet", "refused with the reason; the compiler has no collectives", "errors.CaptureError", "runtime/test_processes.py::test_a_wrapper_is_refused_where_it_is_passed_and_where_it_is_called"),
+    ("DistributedDataParallel", "yes", "recognised in `model=`; or `data_parallel=True` for a plain model; on CPUs with gloo", "jit(data_parallel) jit(comm_dtype)", "distributed/test_training.py::test_ranks_stay_equal_and_follow_pytorch"),
+    ("FSDP, DataParallel", "not yet", "refused, with what to use", "errors.ArgumentError", "runtime/test_processes.py::test_other_wrappers_are_refused_with_what_to_use"),
     ("sparse gradients", "no", "refused with the reason", "errors.CaptureError", "end_to_end/test_wrong_uses.py::test_wrong_uses"),
 )  # fmt: skip
 

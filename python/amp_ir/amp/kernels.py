@@ -80,6 +80,10 @@ _OPAQUE = frozenset(
         "amp_ir.index_put",
         "amp_ir.embedding_backward",
         "amp_ir.max_pool_backward",
+        "amp_ir.all_reduce_start",
+        "amp_ir.all_reduce_wait",
+        "amp_ir.broadcast_start",
+        "amp_ir.broadcast_wait",
     }
 )
 _REDUCTIONS = frozenset(

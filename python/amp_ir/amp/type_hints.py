@@ -462,6 +462,27 @@ def scaled_loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     return RuleResult([KEEP] * len(args), is_unbounded=True)
 
 
+@type_hint(
+    "amp_ir.all_reduce", "amp_ir.all_reduce_start", "amp_ir.all_reduce_wait",
+    "amp_ir.broadcast", "amp_ir.broadcast_start", "amp_ir.broadcast_wait",
+)  # fmt: skip
+def exchange(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
+    """Float32 between ranks: each of N - 1 additions rounds, and a term below u of the sum is lost.
+
+    `comm_dtype=` asks for less: half of the bytes, u (N - 1) of error.
+    """
+    return each(args, FULL)
+
+
+@type_hint("amp_ir.average")
+def average_over_ranks(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
+    """Stay in float32, before the cast of what is sent: a sum of N terms leaves float16's range.
+
+    A gradient of 65504 on each of two ranks has the mean 65504, and the sum infinity.
+    """
+    return each(args, FULL)
+
+
 @type_hint("amp_ir.external_call")
 def external_call(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Left as it was: nothing is known of the numerics of an op that amp_ir has no kernel of.

@@ -11,12 +11,14 @@ from typing import Any
 from amp_ir import pipeline
 from amp_ir.api.cached_build import cached_build
 from amp_ir.api.replay import overflow_finder
+from amp_ir.distributed.contract import contract_of
+from amp_ir.distributed.exchange import Exchange
 from amp_ir.errors import OptionError
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
 from amp_ir.ir.built_step import BuiltStep
 from amp_ir.ir.executable import Executable
-from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep
 from amp_ir.ir.options import check_budget, check_module, check_opt_level, check_rounding
 from amp_ir.ir.stages import Stage, each, seconds_by_stage, stage
 from amp_ir.ir.step_module import StepModule
@@ -163,6 +165,7 @@ def step_of_built(
         options["device"],
         checks=checked.checks,
         arena=arena,
+        exchange=exchange_of(mod, built.plan),
     )
     report = CompileReport(seconds, built.kernel_count, built.plan, built.dispatched, options)
     return _step_of(mod, program, report, target)
@@ -211,4 +214,21 @@ def program_of(
 ) -> Program:
     """Return the built step on the tensors of `state`; by default with an arena of its own."""
     signature, checks = planned.signature(mod.signature), planned.checks
-    return Program(executable, planned.plan, signature, state, device, checks=checks, arena=arena)
+    return Program(
+        executable,
+        planned.plan,
+        signature,
+        state,
+        device,
+        checks=checks,
+        arena=arena,
+        exchange=exchange_of(mod, planned.plan),
+    )
+
+
+def exchange_of(mod: StepModule, plan: MemoryPlan) -> Exchange | None:
+    """Return what a step exchanges with other ranks; None where it exchanges nothing."""
+    ranks = mod.hooks.ranks
+    if ranks is None or not ranks.exchanges:
+        return None
+    return Exchange(ranks, contract_of(mod, plan))

@@ -71,6 +71,8 @@ def profile_kernels(
     On a GPU a call is timed by two CUDA events, in steps that are launched call by call;
     the profile also has the times of whole steps, launched as the CUDA graph of training.
 
+    A step of several ranks is timed on all of them at once: every rank calls this alike.
+
     Args:
         mod: what `trace_step` or `autocast` returns.
         device: "cpu", or "cuda" ("cuda:1") where the model's tensors are on that GPU.
@@ -94,8 +96,13 @@ def profile_kernels(
     )
     flop = flop_of_calls(planned)
     if not target_of(device).is_cuda:
+        peaks = measure_peaks()
+        exchange = program.exchange
+        if exchange is not None:
+            exchange.is_timed = True
         times = time_calls(program, batch, warmup=warmup, steps=steps)
-        return profile_of(planned, flop, times, measure_peaks())
+        traffic = [] if exchange is None else exchange.traffic[-steps:]
+        return profile_of(planned, flop, times, peaks, traffic=traffic)
     whole = time_whole_steps(program, batch, warmup=warmup, repeat=steps)
     launches = time_launches(program, batch, warmup=warmup, steps=steps)
     gpu = GpuSteps(event_milliseconds=launches.event_milliseconds, **attrs.asdict(whole))

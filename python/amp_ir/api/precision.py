@@ -11,16 +11,21 @@ from tvm import relax
 
 from amp_ir.amp import autocast as autocast_stage
 from amp_ir.amp.cast_traffic import traffic_by_reason
+from amp_ir.amp.hints import LOW_DTYPES
+from amp_ir.amp.overrides import Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.dialect.loop import NAME as LOOP
+from amp_ir.dialect.registry import options_of
 from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.dispatch.decompose_recurrence import recurrence_as_calls
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.lower_loops import loops_as_calls
+from amp_ir.dispatch.write_collectives import write_collectives
 from amp_ir.dispatch.write_external_calls import write_external_calls
 from amp_ir.errors import OptionError
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.options import batch_of, check_module
 from amp_ir.ir.stages import stage
@@ -42,6 +47,9 @@ def autocast(
     if isinstance(mod, StepModule) and args is not None:
         batch_of(mod, args)
     mod = _as_it_was_decided(mod, options)
+    between_ranks = _comm_overrides(mod, options)
+    if between_ranks:
+        options["overrides"] = (*between_ranks, *options.get("overrides", ()))
     before = mod.ir if isinstance(mod, StepModule) else mod
     with stage("amp", before, current_stage_files()) as running:
         found = autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
@@ -51,6 +59,49 @@ def autocast(
     if verbose and isinstance(found, StepModule) and found.plan is not None:
         print(found.plan.list_casts())
     return found
+
+
+def _comm_overrides(
+    mod: StepModule | tvm.IRModule, options: dict[str, Any]
+) -> tuple[Override, ...]:
+    """Return what `comm_dtype=` decides: the dtype in which ranks exchange gradients.
+
+    Raises:
+        OptionError: it is another low dtype than the step's.
+    """
+    if options.get("plan") is not None:
+        return ()
+    ir = mod.ir if isinstance(mod, StepModule) else mod
+    wanted = comm_dtypes(ir)
+    amp_dtype = options.get("amp_dtype")
+    other = [one for one in wanted if one != amp_dtype]
+    if other and amp_dtype in LOW_DTYPES:
+        raise OptionError(
+            f"comm_dtype={other[0]!r} and amp_dtype={amp_dtype!r}: a step has one low dtype; make "
+            "them the same, or leave one out"
+        )
+    return tuple(
+        Override(op="amp_ir.all_reduce_*", attributes={"comm_dtype": (one,)}, to="low")
+        for one in wanted
+        if one == amp_dtype
+    )
+
+
+def autocast_between_ranks(mod: StepModule, args: Any) -> StepModule:
+    """Insert the casts that `comm_dtype=` asks for, and no others."""
+    wanted = comm_dtypes(mod.ir)
+    if not wanted:
+        return mod
+    everything = Override(op="*", to="original")
+    exchange = Override(op="amp_ir.all_reduce_*", to="low")
+    found: StepModule = autocast(mod, args, amp_dtype=wanted[0], overrides=(everything, exchange))
+    return found
+
+
+def comm_dtypes(ir: tvm.IRModule) -> list[str]:
+    """Return the dtypes that the user wants between ranks, each once."""
+    starts = Dataflow(ir).calls("amp_ir.all_reduce_start").values()
+    return sorted({str(options_of(one)["comm_dtype"]) for one in starts} - {""})
 
 
 def _as_it_was_decided(
@@ -72,7 +123,8 @@ def _kernels_of(ir: tvm.IRModule) -> dict[relax.Var, int]:
 
 def _decomposed_for_fusion(ir: tvm.IRModule) -> tvm.IRModule:
     """Return attention as its parts, and a recurrent layer as the one call that it is on a CPU."""
-    return recurrence_as_calls(decompose_attention(loops_as_calls(ir)))
+    ir = write_collectives(loops_as_calls(ir), log=DispatchLog())
+    return recurrence_as_calls(decompose_attention(ir))
 
 
 def explain_plan(mod: StepModule) -> CastPlan:

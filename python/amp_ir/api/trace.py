@@ -11,6 +11,7 @@ import torch
 
 from amp_ir import pipeline
 from amp_ir.capture import trace
+from amp_ir.distributed.replicas import Ranks, find_ranks, warn_of_ranks_apart
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
@@ -32,6 +33,9 @@ def trace_step(
     optimizer: Optimizers = None,
     scaler: Any = None,
     numbers_as_inputs: frozenset[str] = frozenset(),
+    process_group: Any = None,
+    data_parallel: bool = False,
+    comm_dtype: str | None = None,
 ) -> tuple[StepModule, tuple[Any, ...]]:
     """Capture a training step as you wrote it; nothing is run and nothing changes.
 
@@ -46,6 +50,12 @@ def trace_step(
         numbers_as_inputs: names of Python numbers outside of the step, as the `changed_numbers` of
             an earlier capture's hooks gives them, and paths ("argument 2") of those among the
             arguments, that are to be read at every call.
+        process_group: the ranks that train together with `data_parallel`; None: all of them.
+        data_parallel: every rank has a copy of the model: gradients are averaged over the ranks by
+            each backward pass, as `DistributedDataParallel` does. One in `model` is recognised, and
+            its options and `no_sync` are honoured.
+        comm_dtype: "float16" or "bfloat16": the dtype in which gradients are exchanged, None for
+            their own. The cast is one of the step's, decided by `autocast`.
 
     Returns:
         The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
@@ -55,10 +65,14 @@ def trace_step(
         UnsupportedOpError: ops without a converter, all of them.
         LossScaleError: the loss scale reaches what must not depend on it; lists every place.
     """
+    captured, ranks = find_ranks(
+        model, process_group=process_group, data_parallel=data_parallel, comm_dtype=comm_dtype
+    )
     mod = trace_unchanged(
         step,
         example_batch,
-        model=model,
+        ranks=ranks,
+        model=captured,
         optimizer=optimizer,
         scaler=scaler,
         numbers_as_inputs=numbers_as_inputs,
@@ -83,12 +97,15 @@ def trace_unchanged(
     scaler: Any = None,
     numbers_as_inputs: frozenset[str] = frozenset(),
     rolls_loops: bool = True,
+    ranks: Ranks | None = None,
 ) -> StepModule:
     """Capture a step as `trace_step` does, and leave its ops as they were captured.
 
     Without `rolls_loops` the steps of the user's loops stay single ops.
     """
-    owners = {"model": model, "optimizer": optimizer, "rolls_loops": rolls_loops}
+    if ranks is None and optimizer is not None:
+        warn_of_ranks_apart()
+    owners = {"model": model, "optimizer": optimizer, "rolls_loops": rolls_loops, "ranks": ranks}
     if scaler is not None:
         mod = _imported(step, example_batch, numbers_as_inputs, {**owners, "scaler": scaler})
     else:

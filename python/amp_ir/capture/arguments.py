@@ -10,11 +10,12 @@ import attrs
 import torch
 import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.parallel import DistributedDataParallel
 
 from amp_ir.capture.batch import leaf_error
 from amp_ir.capture.call_arguments import signature_of, split
 from amp_ir.capture.containers import flatten_with_path, leaves_of
-from amp_ir.capture.distribution import WRAPPER_ADVICE, group_error, wrapper_error
+from amp_ir.capture.distribution import wrapper_error
 from amp_ir.errors import ArgumentError
 from amp_ir.ir.unusable_tensors import tensor_error
 
@@ -66,7 +67,7 @@ def _check(
     model_errors = list(dict.fromkeys(error for m in models for error in _model_errors(m)))
     if not models:
         model_errors = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
-    wrong += [*filter(None, [group_error()]), *model_errors]
+    wrong += model_errors
     if not model_errors:
         wrong += _tensor_errors(models, batch)
         wrong += _optimizer_errors(models, optimizers)
@@ -142,8 +143,8 @@ def _model_errors(model: object) -> Iterator[str]:
     for name, module in model.named_modules():
         kind, where = type(module).__name__, f"model= ({name or 'itself'})"
         shared = wrapper_error(module)
-        if shared is not None:
-            yield f"{where} {shared}; {WRAPPER_ADVICE}"
+        if shared is not None and not isinstance(module, DistributedDataParallel):
+            yield f"{where} {shared}"
         elif kind == "OptimizedModule":
             yield f"{where} was made by torch.compile; pass the plain module (._orig_mod)"
         elif isinstance(module, torch.jit.ScriptModule):

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on several processes or devices, which a compiled step does not support.
+"""Modules that distribute their training in ways that a compiled step does not follow.
 
-Besides the forward pass, `DistributedDataParallel` and similar modules sum gradients over
-processes, in hooks of the backward pass that are not ops of the step. Without them, the processes'
-models would diverge without an error.
+`DistributedDataParallel` is followed where it is passed in `model=`: `distributed/replicas.py`.
 """
 
 from __future__ import annotations
@@ -14,37 +12,23 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def wrapper_error(module: torch.nn.Module) -> str | None:
-    """Return what is wrong with a module that distributes its training; None for any other."""
+    """Return what is wrong with a module that distributes its training, and what to do."""
     names = {kind.__name__ for kind in type(module).__mro__}
     wrapper = next((name for name in _WRAPPERS if name in names), None)
     if wrapper is None:
         return None
     if wrapper == "DataParallel":
-        return "is a DataParallel, whose copies on other devices a compiled step does not run"
-    return f"is a {wrapper}, whose exchange between processes a compiled step would leave out"
-
-
-WRAPPER_ADVICE = (
-    "train it in plain PyTorch; or train in one process, and let the step use and model= be the "
-    "module without the wrapper"
-)
-
-
-def process_count() -> int:
-    """Return the number of processes that train together; 1 where nothing was initialised."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
-
-
-def group_error() -> str | None:
-    """Return what is wrong where several processes train together; None where one does."""
-    count = process_count()
-    if count == 1:
-        return None
+        return (
+            "is a DataParallel, whose copies on other devices a compiled step does not run; start "
+            "a process for each device with torchrun, and use DistributedDataParallel or "
+            "data_parallel=True"
+        )
+    if wrapper == "DistributedDataParallel":
+        return (
+            "is a DistributedDataParallel that was not passed in model=, so its exchange between "
+            "processes would be left out; pass it there"
+        )
     return (
-        f"torch.distributed has a group of {count} processes, and a compiled step exchanges "
-        "nothing with the others: train in plain PyTorch; or, where each process trains for "
-        "itself, call torch.distributed.destroy_process_group() first"
+        f"is a {wrapper}, whose parameters a rank holds in part, which a compiled step does not "
+        "follow; use DistributedDataParallel or data_parallel=True, where each rank holds all"
     )

@@ -66,6 +66,7 @@ class Locator:
         self._modules: list[str] = []
         self._failed_module: str | None = None
         self._in_optimizer = 0
+        self._given: Location | None = None
         self._by_sequence: dict[int, Location] = {}
         self._last_backward = Location(phase="backward")
         self._interned: dict[Location, Location] = {}
@@ -84,6 +85,19 @@ class Locator:
         finally:
             self._in_optimizer -= 1
 
+    @contextlib.contextmanager
+    def at(self, location: Location) -> Iterator[None]:
+        """Assign everything traced inside to a location."""
+        before, self._given = self._given, location
+        try:
+            yield
+        finally:
+            self._given = before
+
+    def path_of(self, module: torch.nn.Module) -> str:
+        """Return the path of a module of the step."""
+        return self._paths.get(id(module), "")
+
     def wrap_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `torch.nn.Module.__call__` that tracks the module being called."""
 
@@ -101,6 +115,8 @@ class Locator:
 
     def here(self) -> Location:
         """Return the location of the op being dispatched."""
+        if self._given is not None:
+            return self._interned.setdefault(self._given, self._given)
         node = torch._C._current_autograd_node()
         if node is not None and not self._in_optimizer:
             location = self._of_backward(node)

@@ -36,6 +36,7 @@ from amp_ir.capture.scaler_state import find_scaler_state
 from amp_ir.capture.state import State, find_state, move_counters
 from amp_ir.capture.traced import Traced
 from amp_ir.capture.tracing import StepTracer
+from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import CaptureError
 from amp_ir.host.fake_tensors import fake_tensor_mode
 from amp_ir.ir.captured_step import CapturedStep
@@ -58,6 +59,7 @@ def capture_step(
     numbers_as_inputs: frozenset[str] = frozenset(),
     unfollowed: frozenset[str] = frozenset(),
     rolls_loops: bool = True,
+    ranks: Ranks | None = None,
 ) -> CapturedStep:
     """Capture a training step; the model and the optimizer do not change.
 
@@ -74,6 +76,7 @@ def capture_step(
         unfollowed: names of those that are known to be no inputs.
         rolls_loops: make loops of ops that repeat, where there is no scaler; not for a proof of
             what padding does.
+        ranks: the replicas among the models, whose gradients are reduced over ranks.
 
     Raises:
         ArgumentError: an argument is invalid; the message lists every error.
@@ -87,7 +90,7 @@ def capture_step(
     hypers = find_hyper_parameters(checked.optimizers)
     ambient = Ambient()
     with _garbage_kept():
-        trace = _Tracing(step, arguments, state, hypers)
+        trace = _Tracing(step, arguments, state, hypers, ranks)
         numbers = trace.followable(numbers_as_inputs)
         tracer, traced = trace.run(numbers)
         mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
@@ -104,8 +107,9 @@ def capture_step(
     positions = (i for i, path in enumerate(arguments.plain_paths) if path in followed)
     arguments = attrs.evolve(arguments, followed=frozenset(positions))
     capture_guards = CaptureGuards(
-        state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient
-    )
+        state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient,
+        ranks,
+    )  # fmt: skip
     return CapturedStep(
         graph=graph,
         inputs=interface.inputs,
@@ -129,6 +133,7 @@ def capture_step(
             follow_changes=lambda args, named: traced.changes.follow(
                 bound(arguments.names, args, named)
             ),
+            ranks=ranks,
         ),
     )
 
@@ -141,6 +146,7 @@ class _Tracing:
     arguments: Arguments
     state: State
     hypers: list[HyperParameter]
+    ranks: Ranks | None = None
 
     def run(
         self, numbers: frozenset[str], *, symbolic: bool = True, others: bool = False
@@ -162,7 +168,14 @@ class _Tracing:
     def _once(self, numbers: frozenset[str], **how: bool) -> tuple[StepTracer, Traced]:
         mode = fake_tensor_mode(allow_non_fake_inputs=True)
         tracer = StepTracer(
-            self.step, self.arguments, self.state, self.hypers, mode, numbers, **how
+            self.step,
+            self.arguments,
+            self.state,
+            self.hypers,
+            mode,
+            numbers,
+            ranks=self.ranks,
+            **how,
         )
         return tracer, tracer.trace()
 

@@ -34,6 +34,7 @@ class Traced:
     `symbols` are the results that are Python floats, `observed` the ids of the parameters whose
     gradient before the step affects it, `stepped` the optimizers whose `step` ran, and `changes`
     what the step did to the containers among its arguments.
+    `sends_buffers` is that flag of each replica as the step leaves it.
     """
 
     graph: torch.fx.GraphModule
@@ -47,3 +48,4 @@ class Traced:
     observed: set[int]
     stepped: list[torch.optim.Optimizer]
     changes: ArgumentChanges = ArgumentChanges()
+    sends_buffers: tuple[bool, ...] = ()

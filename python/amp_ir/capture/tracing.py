@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_ir.capture.argument_changes import WatchedArguments
 from amp_ir.capture.batch import Arguments, Results, unusable_result
 from amp_ir.capture.call_arguments import call
+from amp_ir.capture.collectives import TracedRanks
 from amp_ir.capture.containers import flatten
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.functional import uncompiled_graphs
@@ -33,6 +34,7 @@ from amp_ir.capture.substitution import Substitution
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
 from amp_ir.capture.transaction import Transaction
+from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.ir.capturing import captured_scalers
 from amp_ir.ir.location import Location
@@ -55,7 +57,9 @@ class StepTracer:
         *,
         symbolic: bool = True,
         others: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._step = step
         self._arguments = arguments
         self._state = state
@@ -107,13 +111,20 @@ class StepTracer:
         watch = GradientWatch([fakes[id(entry.tensor)] for entry in state.parameters])
         transaction = Transaction(state, self._buffer_now)
         scalers = self._put_scalers(transaction)
+        ranks = self._traced_ranks(fakes)
         given = captured_scalers.set(tuple(scaler_state.scaler for scaler_state in state.scalers))
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(captured_scalers.reset, given)
                 stepped = stack.enter_context(
                     patched(
-                        state, self._locator, watch, self._diagnostics, transaction, self._modules
+                        state,
+                        self._locator,
+                        watch,
+                        self._diagnostics,
+                        transaction,
+                        self._modules,
+                        ranks,
                     )
                 )
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
@@ -157,10 +168,16 @@ class StepTracer:
         self._refuse_gradients_of(batch)
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
         self._left.update(observed=observed, stepped=stepped)
+        self._left.update(sends_buffers=() if ranks is None else ranks.sends_buffers)
         outputs = self._outputs(value)
         if self._diagnostics:
             raise self._diagnostics.error()
         return outputs
+
+    def _traced_ranks(self, fakes: dict[int, torch.Tensor]) -> TracedRanks | None:
+        if self._ranks is None:
+            return None
+        return TracedRanks(self._ranks, fakes, self._locator, self._diagnostics)
 
     def _outputs(self, value: Any) -> list[torch.Tensor]:
         """Return the flat outputs of the graph; `_left` records their roles."""

@@ -10,6 +10,7 @@ import tvm
 
 from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.dispatch.decompose_recurrence import decompose_recurrence
+from amp_ir.dispatch.write_collectives import write_collectives
 from amp_ir.dispatch.write_external_calls import write_external_calls
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.target import CompileTarget
@@ -23,6 +24,6 @@ def decompose(ir: tvm.IRModule, target: CompileTarget, log: DispatchLog) -> tvm.
     Requires: nothing of the step is dispatched yet.
     Ensures:  neither attention nor a recurrent layer is left; `log` says which library has which.
     """
-    ir = write_external_calls(ir, log=log)
+    ir = write_collectives(write_external_calls(ir, log=log), log=log)
     ir = decompose_attention(ir, libraries=target.libraries, log=log)
     return decompose_recurrence(ir, libraries=target.libraries, log=log)

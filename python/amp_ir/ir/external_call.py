@@ -43,7 +43,7 @@ SYMBOL = "amp_ir.external.call"
 
 
 class _Run(threading.local):
-    """The external calls of this thread's run: how many began, and what the last one raised."""
+    """The calls of Python in this thread's run: how many began, and what the last one raised."""
 
     begun = 0
     error: BaseException | None = None
@@ -53,12 +53,12 @@ _run = _Run()
 
 
 def begin_run() -> None:
-    """Forget the external calls of an earlier run of this thread."""
+    """Forget the calls of an earlier run of this thread."""
     _run.begun, _run.error = 0, None
 
 
 def failed_call() -> tuple[int, BaseException] | None:
-    """Return which external call of this thread's run raised, counted from 0, and what."""
+    """Return which call of Python of this thread's run raised, counted from 0, and what."""
     return None if _run.error is None else (_run.begun - 1, _run.error)
 
 
@@ -163,20 +163,28 @@ def _described(description: str) -> _Description:
     )
 
 
-@tvm_ffi.register_global_func(SYMBOL)
+def register_in_run(symbol: str, function: Callable[..., None]) -> None:
+    """Let the virtual machine call a function of Python; a run that fails knows which call did."""
+
+    def call(*arguments: Any) -> None:
+        _run.begun += 1
+        try:
+            function(*arguments)
+        except Exception as error:
+            # It comes out of the virtual machine as another object, and may be of a class that the
+            # virtual machine does not know.
+            _run.error = error
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:
+            _run.error = error
+            raise
+
+    tvm_ffi.register_global_func(symbol, call, override=True)
+
+
 def _call(description: str, *buffers: tvm.runtime.Tensor) -> None:
     """Call the op on the first buffers and copy its results into the others."""
-    _run.begun += 1
-    try:
-        _call_op(_described(description), buffers)
-    except Exception as error:
-        # It comes out of the virtual machine as another object, and may be of a class that the
-        # virtual machine does not know.
-        _run.error = error
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-    except BaseException as error:
-        _run.error = error
-        raise
+    _call_op(_described(description), buffers)
 
 
 def _call_op(call: _Description, buffers: tuple[tvm.runtime.Tensor, ...]) -> None:
@@ -197,3 +205,6 @@ def _call_op(call: _Description, buffers: tuple[tvm.runtime.Tensor, ...]) -> Non
 def _view(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a flat buffer in its shape; that of an empty tensor has one element too many."""
     return flat[: math.prod(shape)].view(shape)
+
+
+register_in_run(SYMBOL, _call)

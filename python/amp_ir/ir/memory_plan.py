@@ -10,6 +10,7 @@ import attrs
 import tvm
 
 from amp_ir.deprecation import Renamed, renamed_in
+from amp_ir.ir.collective_call import START_SYMBOL
 from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.location import Location
 from amp_ir.ir.planned_checks import PlannedChecks
@@ -167,6 +168,11 @@ class MemoryPlan:
         """Return all bytes of a step: state and its saved part, batch, results and so on."""
         outside = self.state_bytes + self.batch_bytes + self.result_bytes + self.library_bytes
         return self.arena_bytes + outside + self.writes.kept_nbytes
+
+    @property
+    def sent_nbytes(self) -> tuple[int, ...]:
+        """Return the bytes of each bucket that ranks exchange, in the order of their starts."""
+        return tuple(call.read_nbytes for call in self.calls if call.symbol == START_SYMBOL)
 
     @functools.cached_property
     def live_bytes(self) -> tuple[int, ...]:

@@ -124,6 +124,8 @@ class StepHooks:
     `take_numbers(plain)`: takes the plain values among the arguments of a call, in order, before
     `recompile_reason` is asked; `followed` are the positions of those that are read from there.
     `follow_changes(args, named)`: change a call's arguments, after its run, as the step does.
+    `ranks` are the replicas of the models on other ranks, `amp_ir.distributed.replicas.Ranks`; None
+    where the step exchanges nothing.
     """
 
     install_state: Callable[[], None] = _nothing
@@ -134,6 +136,7 @@ class StepHooks:
     take_numbers: Callable[[Sequence[Any]], None] = _take_none
     followed: frozenset[int] = frozenset()
     follow_changes: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = _leave
+    ranks: Any = None
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ import tvm
 from tvm import relax, tirx
 
 from amp_ir.errors import BuildError
+from amp_ir.ir.collective_call import HALVES
 from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow
 from amp_ir.ir.library_call import WRITTEN_OVER
 from amp_ir.ir.location import Location, locations_of
@@ -23,7 +24,10 @@ INPLACE = "amp_ir.inplace"
 
 @attrs.define(eq=False)
 class Buffer:
-    """A buffer: a parameter of main, a constant, or a live interval in the arena."""
+    """A buffer: a parameter of main, a constant, or a live interval in the arena.
+
+    One that is `part_of` a bucket is stored `part_offset` bytes after the bucket's first.
+    """
 
     dtype: str
     size: int
@@ -34,6 +38,8 @@ class Buffer:
     offset_bytes: int = 0
     span: tvm.ir.Span | None = None
     over: Buffer | None = None
+    part_of: Buffer | None = None
+    part_offset: int = 0
 
     @property
     def root(self) -> Buffer:
@@ -65,7 +71,7 @@ class Call:
 
     `workspace` is the caller-provided one, in the arena; `persistent_nbytes` is what the library
     allocates itself and keeps. `is_rerun` marks the second run of a call whose results were not
-    held.
+    held. `collective` is "start" or "wait" for half of a collective, "" for any other call.
     """
 
     expr: relax.Call
@@ -75,6 +81,7 @@ class Call:
     workspace: Buffer | None = None
     persistent_nbytes: int = 0
     is_rerun: bool = False
+    collective: str = ""
     # Read once from the function: each access to a TVM array costs a call.
     _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
 
@@ -113,6 +120,9 @@ class Call:
 
     def inplace_pairs(self) -> tuple[tuple[int, int], ...]:
         """Return the results that may be written over an argument, as (result, argument)."""
+        if self.collective:
+            # The first argument is a description.
+            return tuple((k, k + 1) for k in range(len(self.results)))
         if self.function is None:
             return self._library_pairs()
         if self._pairs is None:
@@ -200,6 +210,7 @@ class _Bufferizer:
             name = f"workspace_{position}"
             call.workspace = Buffer("uint8", nbytes, name, call.ops[0], span=expr.span)
         call.persistent_nbytes = 0 if is_kernel else persistent_nbytes(expr)
+        call.collective = "" if is_kernel else HALVES.get(call.symbol, "")
         self.calls.append(call)
         if isinstance(type_, relax.TupleType):
             self.tuples[variable] = call.results

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from amp_ir.memory.buffers import Buffer, Call
 from amp_ir.memory.liveness import Liveness
+from amp_ir.memory.order_collectives import collective_order
 
 # Each round enables the next one's moves; training steps need two or three.
 _MAX_ROUNDS = 8
@@ -66,9 +67,21 @@ class _Moves:
             for reader in live.readers.get(key, ()):
                 if live.position[id(reader)] < update:
                     self.before[id(self.calls[update])][id(reader)] = reader
+        self._keep_collectives()
         for call in self.calls:
             for key in self.before[id(call)]:
                 self.after[key][id(call)] = call
+
+    def _keep_collectives(self) -> None:
+        """Keep starts in their order, and every call that comes after a wait after it."""
+        for key, needed in collective_order(self.live).items():
+            self.before[key].update(needed)
+        waits: dict[int, Call] = {}
+        for call in self.calls:
+            if call.collective == "wait":
+                waits[id(call)] = call
+            else:
+                self.before[id(call)].update(waits)
 
     def round(self) -> bool:
         """Try every call once in each direction; return whether anything moved."""
@@ -101,6 +114,8 @@ class _Moves:
 
     def _sink(self, start: int) -> bool:
         call, position = self.calls[start], self.live.position
+        if call.collective == "start":
+            return False
         end = min((position[one] for one in self.after[id(call)]), default=start + 1) - 1
         made = self.made[id(call)]
         if end <= start or not made:
@@ -121,6 +136,8 @@ class _Moves:
 
     def _hoist(self, start: int) -> bool:
         call, position = self.calls[start], self.live.position
+        if call.collective == "wait":
+            return False
         end = max((position[one] for one in self.before[id(call)]), default=start - 1) + 1
         if end >= start or not self.may_die[id(call)]:
             return False

@@ -43,6 +43,8 @@ class _Finder:
     def __init__(self, live: Liveness) -> None:
         self.live = live
         self.found = Overwrites()
+        calls = enumerate(live.program.calls)
+        self.last_wait = max((k for k, one in calls if one.collective == "wait"), default=-1)
 
     def find(self) -> Overwrites:
         program = self.live.program
@@ -75,6 +77,9 @@ class _Finder:
             return value.is_in_arena
         if value.nbytes != target.nbytes:
             return False
+        if self.live.written(value) < self.last_wait:
+            # If the exchange fails, the step has changed nothing: the value is copied at the end.
+            return False
         if self.live.last_read(target) > self.live.written(value):
             return False
         call = self.live.writer[id(value)]
@@ -84,6 +89,9 @@ class _Finder:
     def _written_over(self, value: Buffer) -> Buffer | None:
         """Return the value that dies where `value` is written and whose bytes that may take."""
         call = self.live.writer[id(value)]
+        if call.collective:
+            # What is sent stays in its bucket; what is received may be copied out of it.
+            return None
         for k, source in call.inplace_pairs():
             old = call.arguments[source]
             if call.results[k] is not value or not isinstance(old, Buffer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import tvm
 import tvm_ffi
@@ -15,10 +15,12 @@ from amp_ir.host import native
 from amp_ir.ir.memory_plan import Interval, MemoryPlan, PlannedStep
 from amp_ir.ir.step_module import InputSpec, OutputSpec
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, dtype_nbytes
+from amp_ir.memory.bucket_ranges import BucketRange, find_buckets, spans_of_buckets
 from amp_ir.memory.buffers import Buffer, bufferize, parameter_buffer
 from amp_ir.memory.fuse_input_kernels import KernelMerger, fuse_input_kernels
 from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.order_calls import order_calls
+from amp_ir.memory.order_collectives import order_collectives
 from amp_ir.memory.rematerialize import Rematerialization
 from amp_ir.memory.roles import planned_calls, planned_values
 from amp_ir.memory.state_writes import state_writes
@@ -58,11 +60,13 @@ def plan_memory(
     Source:   offsets by src/passes/memory_plan.cc.
     """
     program = bufferize(ir, inputs)
+    ir, buckets = find_buckets(ir, program, copy_kernel)
     live = Liveness(program, outputs)
+    order_collectives(live)
     order_calls(live)
     if memory_budget is None and merger is not None:
         ir = fuse_input_kernels(ir, live, merger)
-    new_planner = functools.partial(_Planner, live, inputs, keeps_state=keeps_state)
+    new_planner = functools.partial(_Planner, live, inputs, buckets, keeps_state=keeps_state)
     planner = new_planner()
     plan = planner.run()
     if memory_budget is not None and plan.peak_bytes > memory_budget:
@@ -128,9 +132,11 @@ class _Planner:
         self,
         live: Liveness,
         inputs: tuple[InputSpec, ...],
+        buckets: Sequence[BucketRange] = (),
         *,
         keeps_state: bool = True,
     ) -> None:
+        self.buckets = buckets
         self.live = live
         self.program = live.program
         self.keeps_state = keeps_state
@@ -153,7 +159,9 @@ class _Planner:
         """Let a kernel write a result over an argument that dies there."""
         for call in self.calls:
             for new, old in self.live.taken_over(call):
-                new.over = old
+                # What is sent has its place in its bucket.
+                if new.part_of is None:
+                    new.over = old
 
     def _choose_destinations(self) -> None:
         """Write each output where it belongs, at once where that is safe, else by a copy."""
@@ -205,7 +213,13 @@ class _Planner:
         ends = {buffer: last for buffer, (_, last) in spans.items()}
         for buffer, (_, last) in spans.items():
             ends[buffer.root] = max(ends[buffer.root], last)
-        buffers = [buffer for buffer in spans if buffer.over is None]
+        buffers = [one for one in spans if one.over is None and one.part_of is None]
+        ranges = spans_of_buckets(
+            self.buckets, ends, {one: first for one, (first, _) in spans.items()}
+        )
+        buffers += ranges
+        ends |= {one: last for one, (_, last) in ranges.items()}
+        spans |= ranges
         shapes = [
             tvm_ffi.Shape(tuple(one.nbytes for one in buffers)),
             tvm_ffi.Shape(tuple(spans[one][0] for one in buffers)),
@@ -216,7 +230,9 @@ class _Planner:
         for buffer, offset in zip(buffers, offsets, strict=True):
             buffer.offset_bytes = int(offset)
         for buffer in spans:
-            buffer.offset_bytes = buffer.root.offset_bytes
+            root = buffer.root
+            inside = root if root.part_of is None else root.part_of
+            buffer.offset_bytes = inside.offset_bytes + root.part_offset
         intervals = tuple(
             Interval(s.name, s.nbytes, spans[s][0], ends[s], s.offset_bytes, s.dtype, s.span)
             for s in buffers
@@ -233,7 +249,11 @@ class _Planner:
             library_bytes=max((call.persistent_nbytes for call in self.calls), default=0),
             result_bytes=sum(_nbytes(spec) for spec in self.outputs if spec.updates is None),
             values=planned_values(
-                self.live, self.destinations, spans, self.inputs, writes.kept_nbytes
+                self.live,
+                self.destinations,
+                {one: span for one, span in spans.items() if one not in ranges},
+                self.inputs,
+                writes.kept_nbytes,
             ),
             calls=planned_calls(self.program, self.destinations),
             writes=writes,

@@ -146,6 +146,8 @@ class _Round:
         found = []
         for call in self.calls[:peak]:
             idle = [b for b in call.results if self.live.nbytes(b) and peak < self.live.ends(b)]
+            # What is sent has its place in its bucket.
+            idle = [b for b in idle if b.part_of is None]
             dropped = [self.uses(b) for b in idle if not self.live.is_held_at_end(b)]
             dropped = [one for one in dropped if peak not in one.reads]
             if dropped:
@@ -235,6 +237,8 @@ class _Chain:
         """Put a call after what it reads; return whether everything it reads can be had."""
         if any(call is one for one in self.calls):
             return True
+        if call.collective:
+            return False  # the other ranks would not
         if call.symbol == EXTERNAL:
             return False  # nobody promises that it returns the same again
         if call.symbol == LOOP:

@@ -35,7 +35,7 @@ def is_cast(call: Call) -> bool:
 
 def _call(call: Call) -> PlannedCall:
     is_library = call.function is None
-    is_external = call.symbol == EXTERNAL
+    is_external = call.symbol == EXTERNAL or bool(call.collective)
     return PlannedCall(
         name=call.ops[0] if is_external else call.symbol.removeprefix("amp_ir."),
         symbol=with_workspace(call.symbol) if call.workspace is not None else call.symbol,
@@ -147,12 +147,18 @@ class _Roles:
             return MemoryRole.LOW_COPY
         if buffer.op == "pack":
             return MemoryRole.WORKSPACE
+        if buffer.root.part_of is not None and self._is_gradient(call):
+            return MemoryRole.GRADIENT
         readers = set().union(*map(_phases_of_read, self.live.readers.get(id(buffer), ())))
         if "backward" in call.phases and "optimizer" in readers:
             return MemoryRole.GRADIENT
         if call.phases == {"forward"} and "backward" in readers:
             return MemoryRole.SAVED_ACTIVATION
         return MemoryRole.TEMPORARY
+
+    def _is_gradient(self, call: Call) -> bool:
+        """Return whether a value in a bucket is a gradient, and no buffer of rank 0."""
+        return "backward" in call.phases
 
     def _is_low_copy(self, call: Call, buffer: Buffer) -> bool:
         """Test for a parameter in a smaller dtype, a kernel's only result of its size."""

@@ -112,6 +112,9 @@ class _Writer:
         return variable
 
     def _write_call(self, call: Call) -> None:
+        if call.collective:
+            self._write_collective(call)
+            return
         is_kernel = call.function is not None
         is_loop = is_loop_call(call.expr)
         arguments: list[relax.Expr] = []
@@ -131,6 +134,18 @@ class _Writer:
             arguments = [tvm.ir.StringImm(call.symbol), workspace, *arguments]
             callee = relax.ExternFunc(with_workspace(call.symbol))
         self._call(callee, arguments, call.expr.span)
+
+    def _write_collective(self, call: Call) -> None:
+        """Write a call on a whole bucket, then what it is copied to: pairs of part and result."""
+        description, *parts = call.arguments
+        first = next(one for one in parts if isinstance(one, Buffer))
+        whole = first.root.part_of
+        assert whole is not None, call
+        arguments = [description, self._view(whole, "library")]
+        for part, result in zip(parts, call.results, strict=True):
+            if result.root is not part.root:
+                arguments += [self._view(part, "library"), self._view(result, "library")]
+        self._call(call.expr.args[0], arguments, call.expr.span)
 
     def _view(self, buffer: Buffer, kind: str) -> relax.Expr:
         """Return the buffer as a flat tensor; libraries see bfloat16 as such.

@@ -21,6 +21,7 @@ import attrs
 import numpy
 import torch
 
+import amp_ir.padding.collective_rules
 import amp_ir.padding.concat_rule
 import amp_ir.padding.elementwise_rules
 import amp_ir.padding.index_rules

@@ -12,6 +12,7 @@ from tvm import relax
 
 from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.dialect.loop import loop_of
+from amp_ir.ir.collective_call import START_SYMBOL, read_collective
 from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, op_name
 from amp_ir.ir.external_call import read_external
 from amp_ir.ir.library_call import ARGUMENTS, DPS_CALL, LibraryCall, read
@@ -69,6 +70,11 @@ def _call_text(call: relax.Call) -> str:
     library, external = read(call), read_external(call)
     if library is not None:
         return f"{library.library}.{library.verb}({library_text(library, expression_text)})"
+    collective = read_collective(call)
+    if collective is not None:
+        tensors = ", ".join(map(expression_text, call.args[1].fields[1:]))
+        half = "start" if str(call.args[0].global_symbol) == START_SYMBOL else "wait"
+        return f"{collective.kind}_{half}({tensors}), bucket {collective.bucket}"
     if external is not None:
         return f"{external.op}({external.arguments_text(expression_text)})"
     if name == LOOP:

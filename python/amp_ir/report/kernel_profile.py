@@ -19,6 +19,12 @@ from amp_ir.files.atomic_file import write_text
 from amp_ir.host.peak_rates import MachinePeaks
 from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.memory_plan import PlannedCall, PlannedStep
+from amp_ir.report.exchange_profile import (
+    ExchangeProfile,
+    Traffic,
+    exchange_lines,
+    exchange_profiles,
+)
 from amp_ir.report.kernel_table import headline, kernel_table
 from amp_ir.report.trace import trace_events
 from amp_ir.report.wide_console import FILE_COLUMNS
@@ -114,7 +120,8 @@ class KernelProfile:
     """The time of a step by kernel, and the library that each heavy op went to.
 
     `step_milliseconds` is the median of `steps` whole steps; on a GPU, which has `gpu`, of steps
-    as they run in training, while kernels are timed launch by launch.
+    as they run in training, while kernels are timed launch by launch. `exchanges` are the buckets
+    that ranks exchange; the time of an `all_reduce_wait` among the calls is what is exposed of one.
     """
 
     step_milliseconds: float
@@ -124,6 +131,7 @@ class KernelProfile:
     peaks: MachinePeaks
     dispatched: tuple[DispatchNote, ...] = attrs.field(default=(), repr=False)
     gpu: GpuSteps | None = None
+    exchanges: tuple[ExchangeProfile, ...] = ()
 
     @property
     def kernels(self) -> tuple[KernelTotal, ...]:
@@ -191,10 +199,11 @@ class KernelProfile:
     def save_trace(self, path: str | Path) -> None:
         """Write one step as a JSON trace for chrome://tracing or ui.perfetto.dev.
 
-        It has tracks for forward, backward and optimizer, and a counter of the arena's bytes in
-        use.
+        It has tracks for forward, backward, optimizer and, for several ranks, the exchange, and a
+        counter of the arena's bytes in use.
         """
-        write_text(path, json.dumps(trace_events(self.calls, self.held_nbytes)))
+        events = trace_events(self.calls, self.held_nbytes, self.exchanges)
+        write_text(path, json.dumps(events))
 
     def headline(self) -> str:
         """Return the step in a few lines."""
@@ -205,6 +214,9 @@ class KernelProfile:
         yield escape(self.headline())
         yield ""
         yield kernel_table(self, options.max_width)
+        if self.exchanges:
+            yield ""
+            yield from map(escape, exchange_lines(self.exchanges))
         if self.dispatched:
             yield ""
             yield from (escape(str(note)) for note in self.dispatched)
@@ -222,6 +234,7 @@ def profile_of(
     steps: Sequence[StepTimes],
     peaks: MachinePeaks,
     gpu: GpuSteps | None = None,
+    traffic: Sequence[Sequence[Traffic]] = (),
 ) -> KernelProfile:
     """Join the plan with the measurements.
 
@@ -231,6 +244,7 @@ def profile_of(
         steps: the timed steps; the one of median length is shown in traces.
         peaks: the machine's.
         gpu: whole steps on a GPU, where `steps` are launched call by call.
+        traffic: the exchanges of each timed step.
     """
     plan = planned.plan
     shown = sorted(steps, key=lambda step: step.milliseconds)[len(steps) // 2]
@@ -251,6 +265,7 @@ def profile_of(
         peaks,
         planned.dispatched,
         gpu,
+        exchange_profiles(traffic),
     )
 
 

@@ -84,7 +84,8 @@ class MemoryReport:
     `lower_bound_bytes` is the largest sum alive at once: no placement of this order of calls needs
     less. `peak_call` is the position in `timeline` at which that much is alive. The bytes by role
     and by dtype are those of that moment and add up to `lower_bound_bytes`. `chunked_losses` are
-    those computed in chunks of rows for a `memory_budget`.
+    those computed in chunks of rows for a `memory_budget`, `sent_nbytes` the bytes of each bucket
+    that ranks exchange: a range of the arena from its first gradient to its last use.
     """
 
     peak_bytes: int
@@ -97,6 +98,7 @@ class MemoryReport:
     nbytes_by_dtype: Mapping[str, int] = attrs.field(repr=False)
     balance: AmpBalance | None = None
     chunked_losses: tuple[ChunkedLoss, ...] = ()
+    sent_nbytes: tuple[int, ...] = ()
 
     splits = Renamed("chunked_losses")
 
@@ -117,7 +119,13 @@ class MemoryReport:
     def __rich__(self) -> RenderableType:
         """Return lines and tables for a terminal."""
         parts: list[RenderableType] = [escape(self.headline())]
-        parts += [*(escape(str(one)) for one in self.chunked_losses), ""]
+        parts += [*(escape(str(one)) for one in self.chunked_losses)]
+        if self.sent_nbytes:
+            count = len(self.sent_nbytes)
+            buckets = "1 bucket" if count == 1 else f"{count} buckets"
+            total = mebibytes(sum(self.sent_nbytes))
+            parts.append(f"ranks exchange {buckets}, {total} in the arena")
+        parts.append("")
         parts += [_role_table(self), "", _live_table(self), "", _timeline_table(self)]
         if self.balance is not None:
             parts += ["", escape(str(self.balance))]
@@ -159,6 +167,7 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
         nbytes_by_role=_sums((value.role.value, value.nbytes) for value in held),
         nbytes_by_dtype=_sums((value.dtype, value.nbytes) for value in held),
         chunked_losses=plan.chunked_losses,
+        sent_nbytes=plan.sent_nbytes,
     )
     if baseline is None:
         return report

@@ -24,6 +24,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from amp_ir.ir.collective_call import START_SYMBOL, Collective, read_collective
 from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, op_name
 from amp_ir.ir.external_call import read_external
 from amp_ir.ir.library_call import read, written_by
@@ -172,7 +173,10 @@ def _of_ir(ir: tvm.IRModule, known: Mapping[str, Line]) -> Iterator[Line]:
                 expression_text(call),
                 locations_of(call.span),
                 _formula(_names(call, "computes"), known, stored),
-                is_library=read(call) is not None or read_external(call) is not None,
+                is_library=any(
+                    found is not None
+                    for found in (read(call), read_external(call), read_collective(call))
+                ),
             )
 
 
@@ -229,6 +233,7 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
             continue
         position, planned = next(calls)
         library, external, loop = read(call), read_external(call), planned_loop(step.ir, call)
+        collective = read_collective(call)
         read_here = functools.partial(tensors.read, position=position)
         count = len(call.args) - planned.result_count
         if loop is not None:
@@ -238,6 +243,8 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
             text = f"{loop.length} steps of {_steps_text(loop)}: "
             text += ", ".join(map(read_here, operands))
             text += f", workspace={tensors.written(workspace, position)}"
+        elif collective is not None:
+            name, text, written = _collective_text(call, collective, tensors, position)
         elif external is not None:
             name, written = external.op, call.args[count:]
             text = external.arguments_text(read_here)
@@ -251,8 +258,26 @@ def _of_plan(step: PlannedStep) -> Iterator[Line]:
             text = library_text(library, read_here)
             if workspace is not None:
                 text += f", workspace={tensors.written(workspace, position)}"
-        text += f" -> {', '.join(tensors.written(one, position) for one in written)}"
+        if written:
+            text += f" -> {', '.join(tensors.written(one, position) for one in written)}"
         yield Line(name, ((name, ""),), text, planned.locations)
+
+
+def _collective_text(
+    call: relax.Call, one: Collective, tensors: _Tensors, position: int
+) -> tuple[str, str, list[relax.Expr]]:
+    """Return the name, the text and the results of half of a collective.
+
+    A result that stays in its bucket is not named.
+    """
+    is_start = str(call.op.global_symbol) == START_SYMBOL
+    name = f"{one.kind}_{'start' if is_start else 'wait'}"
+    pairs = call.args[2:]
+    text = f"bucket {one.bucket} of {one.ranks} ranks, {short_dtype(one.dtype)}[{one.size}]"
+    text += f" {tensors.place(call.args[1])}"
+    if is_start:
+        text += f": {one.names.replace(',', ', ')}"
+    return name, text, list(pairs[1::2])
 
 
 def _steps_text(loop: PlannedLoop) -> str:
@@ -279,6 +304,10 @@ class _Tensors:
             return name
         before = [one for one in self.values.get(offset, ()) if one.first_use < position]
         return f"{max(before, key=_first_use).name if before else base} @{offset}"
+
+    def place(self, expr: relax.Expr) -> str:
+        """Return `@offset` of an argument in the arena."""
+        return f"@{self._view(expr)[2]}"
 
     def written(self, expr: relax.Expr, position: int) -> str:
         """Return `name dtype[size] @offset`, of the value that the call writes."""

@@ -13,13 +13,17 @@ _PROCESS = 1
 _TRACKS = ("forward", "backward", "optimizer")
 
 
-def trace_events(calls: Sequence[Any], held_nbytes: Sequence[int]) -> dict[str, Any]:
+def trace_events(
+    calls: Sequence[Any], held_nbytes: Sequence[int], exchanges: Sequence[Any] = ()
+) -> dict[str, Any]:
     """Return the calls as events on a track per phase, with the arena's bytes as a counter.
 
     Args:
         calls: see amp_ir.report.kernel_profile.CallProfile.
         held_nbytes: bytes of the arena in use during each call.
+        exchanges: see amp_ir.report.exchange_profile.ExchangeProfile; each begins with its start.
     """
+    tracks = (*_TRACKS, "other", *(["exchange"] if exchanges else []))
     events: list[dict[str, Any]] = [
         {
             "ph": "M",
@@ -28,8 +32,11 @@ def trace_events(calls: Sequence[Any], held_nbytes: Sequence[int]) -> dict[str, 
             "tid": track,
             "args": {"name": name},
         }
-        for track, name in enumerate((*_TRACKS, "other"), start=1)
+        for track, name in enumerate(tracks, start=1)
     ]
+    starts = [call for call in calls if call.name.endswith("_start")]
+    for call, one in zip(starts, exchanges, strict=False):
+        events.append(_exchange(call, one))
     for call, nbytes in zip(calls, held_nbytes, strict=True):
         events.append(_event(call))
         begin = call.begin_milliseconds * 1e3
@@ -55,5 +62,23 @@ def _event(call: Any) -> dict[str, Any]:
             "MiB": round(call.nbytes / 2**20, 3),
             "GFLOP": round(call.flop / 1e9, 6),
             "speed_of_light_ms": round(call.speed_of_light_milliseconds, 6),
+        },
+    }
+
+
+def _exchange(start: Any, one: Any) -> dict[str, Any]:
+    """Return a bucket on its way, from its start."""
+    return {
+        "ph": "X",
+        "name": one.name,
+        "cat": "exchange",
+        "pid": _PROCESS,
+        "tid": len(_TRACKS) + 2,
+        "ts": start.begin_milliseconds * 1e3,
+        "dur": one.milliseconds * 1e3,
+        "args": {
+            "MiB": round(one.nbytes / 2**20, 3),
+            "exposed_ms": round(one.exposed_milliseconds, 6),
+            "hidden_ms": round(one.hidden_milliseconds, 6),
         },
     }

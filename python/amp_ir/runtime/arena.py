@@ -32,6 +32,11 @@ class Arena:
         """Return where its first byte lies."""
         return 0 if self._memory is None else self._memory.data_ptr()
 
+    def forget(self) -> None:
+        """Leave the memory to whoever still writes to it; the next view is of new memory."""
+        self._views.clear()
+        self._memory = None
+
     def view(self, nbytes: int, device: torch.device, see: Callable[[torch.Tensor], Any]) -> Any:
         """Return `see` of the first `nbytes` bytes, u8[nbytes]; grows to as many before.
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from amp_ir.distributed.exchange import Exchange
 from amp_ir.errors import AmpIrError, DeviceError
 from amp_ir.host.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.ir.executable import Executable
@@ -60,7 +61,9 @@ class Program:
         *,
         checks: PlannedChecks | None = None,
         arena: Arena | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
+        self.exchange = exchange
         self.checks = PlannedChecks() if checks is None else checks
         self.executable = executable
         self.plan = plan
@@ -142,7 +145,25 @@ class Program:
                 if isinstance(error, AmpIrError) or not is_out_of_memory(error):
                     raise
                 raise out_of_memory("the batch and the results of a step need", error) from error
-            return self._step_run(arguments, lambda: self._finished(results, finish))
+            if self.exchange is None:
+                return self._step_run(arguments, lambda: self._finished(results, finish))
+            return self._run_with_others(self.exchange, arguments, results, finish)
+
+    def _run_with_others(
+        self,
+        exchange: Exchange,
+        arguments: Sequence[Any],
+        results: list[torch.Tensor],
+        finish: Callable[[list[torch.Tensor]], T],
+    ) -> T:
+        """Run one step of several ranks."""
+        try:
+            with exchange.running():
+                return self._step_run(arguments, lambda: self._finished(results, finish))
+        except BaseException:
+            # The process group may still write to the buckets.
+            self._arena.forget()
+            raise
 
     def _finished(
         self, results: list[torch.Tensor], finish: Callable[[list[torch.Tensor]], T]

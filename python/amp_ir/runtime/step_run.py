@@ -16,10 +16,12 @@ import torch
 import tvm
 import tvm_ffi
 
+from amp_ir.distributed.agreement import RESTART
 from amp_ir.errors import StepFailedError, StepOutOfMemoryError
 from amp_ir.host import native
 from amp_ir.host.memory_limit import ADVICE, asked_nbytes, is_out_of_memory
 from amp_ir.ir import external_call
+from amp_ir.ir.collective_call import SYMBOLS as COLLECTIVES
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedCall
 from amp_ir.runtime import torn_state
 
@@ -30,6 +32,7 @@ _COUNTED = (
     "amp_ir.onednn.", "amp_ir.torch.", "amp_ir.torch_cuda.", "amp_ir.cublaslt.", "amp_ir.loop.",
 )  # fmt: skip
 _LIBRARY = "amp_ir."
+_IN_PYTHON = frozenset({external_call.SYMBOL}) | COLLECTIVES
 # What a function of Python's raises inside of `main` comes out as its own class where that is
 # known, and as a RuntimeError where not: an interruption must stay one.
 tvm_ffi.register_error("KeyboardInterrupt", KeyboardInterrupt)
@@ -138,7 +141,7 @@ class StepRun:
             torn_state.mark(torn, f"{self._place(first, last)} failed: {_words(error)}")
         if not isinstance(error, Exception):
             return
-        message = f"{self._place(first, last)} failed: {_words(error)}. {_outcome(is_torn)}"
+        message = f"{self._place(first, last)} failed: {_words(error)}. {self._outcome(is_torn)}"
         named: dict[str, Any] = {"call": calls[0].name if len(calls) == 1 else ""}
         named["location"] = next(iter(calls[0].locations), None) if len(calls) == 1 else None
         if is_out_of_memory(error):
@@ -148,9 +151,9 @@ class StepRun:
         raise StepFailedError(message, is_torn=is_torn, **named) from error
 
     def _external_calls(self) -> list[int]:
-        """Return the positions of the calls that are PyTorch's."""
+        """Return the positions of the calls that Python makes: PyTorch's ops, and collectives."""
         calls = enumerate(self._plan.calls)
-        return [k for k, call in calls if call.symbol == external_call.SYMBOL]
+        return [k for k, call in calls if call.symbol in _IN_PYTHON]
 
     def _failed_calls(self, progress: _Progress) -> tuple[int, int]:
         """Return the first and the last call of the plan that may be the one that failed.
@@ -174,6 +177,19 @@ class StepRun:
         last = libraries[progress.ended] if progress.ended < len(libraries) else end
         return min(first, last), last
 
+    def _outcome(self, is_torn: bool) -> str:  # noqa: FBT001 (one of two texts)
+        if is_torn:
+            return (
+                "Some of the state has the values of after the step already, so it is torn, and "
+                f"steps on it are refused until it is loaded: {torn_state.REMEDY}"
+            )
+        kept = (
+            "Nothing has changed: model, optimizer, scaler and random state are as before the step"
+        )
+        if any(call.symbol in COLLECTIVES for call in self._plan.calls):
+            return f"{kept}, but the ranks cannot go on together: {RESTART}"
+        return f"{kept}, which may be called again"
+
     def _place(self, first: int, last: int) -> str:
         calls = self._plan.calls[first : last + 1]
         count = len(self._plan.calls)
@@ -194,15 +210,3 @@ def _words(error: BaseException) -> str:
     """Return the library's message, without the trace that may follow it."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(".")
-
-
-def _outcome(is_torn: bool) -> str:  # noqa: FBT001 (one of two texts)
-    if not is_torn:
-        return (
-            "Nothing has changed: model, optimizer, scaler and random state are as before the "
-            "step, which may be called again"
-        )
-    return (
-        "Some of the state has the values of after the step already, so it is torn, and steps on "
-        f"it are refused until it is loaded: {torn_state.REMEDY}"
-    )

@@ -61,6 +61,7 @@ from amp_ir.errors import BuildError
 from amp_ir.files.atomic_file import atomic_file, write_bytes, write_text
 from amp_ir.files.sealed_json import sealed
 from amp_ir.host import native
+from amp_ir.ir.collective_call import SYMBOLS as COLLECTIVES
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import OWN_KERNEL, DispatchNote
 from amp_ir.ir.external_call import SYMBOL as EXTERNAL
@@ -181,7 +182,15 @@ def export_step(
 
 
 def _check_exportable(planned: PlannedStep) -> None:
-    """Refuse external calls: what runs the file has neither PyTorch's ops nor the user's."""
+    """Refuse calls of Python: what runs the file has neither PyTorch's ops nor its groups."""
+    exchanged = next((call for call in planned.plan.calls if call.symbol in COLLECTIVES), None)
+    if exchanged is not None:
+        raise BuildError(
+            f"the step cannot be written to a file: {exchanged.ops[0]} ({exchanged.locations[0]}) "
+            "is a call of PyTorch's process group, which what runs the file does not have. Write "
+            "the step of one rank, without data_parallel= and DistributedDataParallel, or run it "
+            "with amp_ir.jit on every rank"
+        )
     external = [call for call in planned.plan.calls if call.symbol == EXTERNAL]
     if not external:
         return

@@ -10,7 +10,6 @@ from operator import attrgetter
 
 import torch
 
-from amp_ir.capture.distribution import process_count
 from amp_ir.capture.guards.ambient import Ambient
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
 from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
@@ -23,6 +22,8 @@ from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import Guard, inputs_of
 from amp_ir.capture.traced import Traced
 from amp_ir.dialect.loss_scale import options_of
+from amp_ir.distributed.process_group import world_size
+from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import StateError
 
 _gradient_of = attrgetter("grad")
@@ -45,7 +46,12 @@ class CaptureGuards:
         guards: list[Guard],
         observer: Observer,
         ambient: Ambient,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
+        self._flags = () if ranks is None else ranks.flags()
+        self._flags_after: tuple[bool, ...] = traced.sends_buffers
+        self._world_size = world_size()
         self._state = state
         self._hypers = hypers
         self._numbers = numbers
@@ -83,7 +89,8 @@ class CaptureGuards:
 
         return [
             Tier(lambda: not self._was_first_step(), self._first_step),
-            Tier(lambda: process_count() <= 1, self._several_processes),
+            Tier(lambda: world_size() == self._world_size, self._other_processes),
+            Tier(self._flags_hold, self._changed_flags),
             Tier(ambient.holds, lambda: iter(ambient.changes())),
             Tier(options_hold, self._changed_options, options.refresh),
             GuardedParameters(self._state.parameters).tier(),
@@ -177,6 +184,8 @@ class CaptureGuards:
             if not getattr(optimizer, "_opt_called", False):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask
         self._has_run = True
+        if self._ranks is not None:
+            self._ranks.after_step(self._flags_after)
         for scaler_state in self._state.scalers:
             # On a GPU this would wait for the step.
             scaler, device = scaler_state.scaler, scaler_state.scale.tensor.device
@@ -184,8 +193,15 @@ class CaptureGuards:
                 scaler.check_limits()
 
     @staticmethod
-    def _several_processes() -> Iterator[str]:
-        yield f"torch.distributed has a group of {process_count()} processes now"
+    def _other_processes() -> Iterator[str]:
+        yield f"torch.distributed has a group of {world_size()} processes now"
+
+    def _flags_hold(self) -> bool:
+        return self._ranks is None or self._ranks.flags() == self._flags
+
+    def _changed_flags(self) -> Iterator[str]:
+        if self._ranks is not None:
+            yield from self._ranks.flags_in_words(self._flags)
 
     @staticmethod
     def _first_step() -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.utils import clip_grad
 from torch.optim import _adafactor, asgd, radam, swa_utils
 
+from amp_ir.capture.collectives import TracedRanks
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.averaged_model import update_parameters
 from amp_ir.capture.decompositions.batch_statistics import batch_norm, instance_norm
@@ -30,7 +31,7 @@ from amp_ir.capture.decompositions.packed_sequences import (
     pad,
 )
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
-from amp_ir.capture.distribution import WRAPPER_ADVICE, wrapper_error
+from amp_ir.capture.distribution import wrapper_error
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.later_number import patch_item
 from amp_ir.capture.locations import Locator
@@ -53,6 +54,7 @@ def patched(
     diagnostics: Diagnostics,
     transaction: Transaction,
     modules: ModuleMethods,
+    ranks: TracedRanks | None = None,
 ) -> Iterator[list[torch.optim.Optimizer]]:
     """Change PyTorch so that a step can be traced.
 
@@ -96,7 +98,7 @@ def patched(
         _use_one_thread_for_autograd(restores)
         for owner, name, replacement in replacements:
             patch_function(restores, owner, name, replacement)
-        call = _checked_call(locator.wrap_call(modules.call), locator, diagnostics)
+        call = _checked_call(locator.wrap_call(modules.call), locator, diagnostics, ranks)
         patch(restores, torch.nn.Module, "__call__", here(call, modules.call))
         modules.patch_lookup(restores)
         devices = frozenset(entry.tensor.device.type for entry in state.tensors)
@@ -213,17 +215,25 @@ def _rejected_scaler(locator: Locator, diagnostics: Diagnostics) -> Callable[...
 
 
 def _checked_call(
-    call: Callable[..., Any], locator: Locator, diagnostics: Diagnostics
+    call: Callable[..., Any],
+    locator: Locator,
+    diagnostics: Diagnostics,
+    ranks: TracedRanks | None,
 ) -> Callable[..., Any]:
-    """Return a `torch.nn.Module.__call__` that rejects modules which distribute their training."""
+    """Return a `torch.nn.Module.__call__` that calls the modules of replicas.
+
+    It rejects others that distribute their training.
+    """
 
     def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        error = wrapper_error(module)
+        inner = None if ranks is None else ranks.module_for(module)
+        error = wrapper_error(module) if inner is None else None
         if error is not None:
-            advice = WRAPPER_ADVICE[0].upper() + WRAPPER_ADVICE[1:]
-            diagnostics.add(f"the step calls a module that {error}", locator.here(), advice)
+            what, _, advice = error.partition("; ")
+            text = f"the step calls a module that {what}"
+            diagnostics.add(text, locator.here(), advice[0].upper() + advice[1:])
             raise TracingStopped
-        return call(module, *args, **kwargs)
+        return call(module if inner is None else inner, *args, **kwargs)
 
     return checked
 

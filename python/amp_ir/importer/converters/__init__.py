@@ -6,6 +6,7 @@ from amp_ir.importer.converters import (  # noqa: F401  (each registers its conv
     arithmetic,
     attention,
     batch_normalization,
+    collectives,
     convolution,
     creation,
     elementwise,

@@ -103,9 +103,9 @@ class FusedWriter:
             self.expression(unit.arguments[k]) if k in unit.arguments else field
             for k, field in enumerate(old.args[1].fields)
         ]
-        call = relax.Call(
-            old.op, [old.args[0], relax.Tuple(fields)], old.attrs, old.ty_args, old.span
-        )
+        # A tuple of one result, as a collective of one tensor has, is that result.
+        types = old.ty_args if len(unit.results) > 1 else [tensor_type(unit.results[0].spec)]
+        call = relax.Call(old.op, [old.args[0], relax.Tuple(fields)], old.attrs, types, old.span)
         self._bind_results(call, list(unit.results))
 
     def _bind_results(self, call: relax.Call, values: list[Any]) -> None:

@@ -5,6 +5,7 @@ from amp_ir.loops.lowerings import (  # noqa: F401  (registers the lowerings)
     activations,
     attention,
     channel_normalization,
+    collectives,
     convolution,
     data_movement,
     elementwise,

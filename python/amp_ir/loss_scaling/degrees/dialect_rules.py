@@ -39,7 +39,8 @@ rule_for(
         "hardsigmoid_backward mish_backward log_sigmoid_backward shrink_backward "
         "nll_loss_backward smooth_l1_loss_backward huber_loss_backward "
         "binary_cross_entropy_backward soft_margin_loss_backward group_norm_backward_input "
-        "layer_norm_backward_input rms_norm_backward_input rms_norm_backward_weight"
+        "layer_norm_backward_input rms_norm_backward_input rms_norm_backward_weight "
+        "all_reduce broadcast average"
     ),
 )(linear_in_first)
 rule_for(
@@ -55,6 +56,12 @@ rule_for(
 def linear_in_first_thrice(op: Operands) -> tuple[Known, ...]:
     """Apply `linear_in_first` to an op with several results."""
     return (linear_in_first(op),) * len(op.result_shapes)
+
+
+@rule_for(*_named("all_reduce_start all_reduce_wait broadcast_start broadcast_wait"))
+def exchanged(op: Operands) -> tuple[Known, ...]:
+    """Return each tensor's own degree: a sum over ranks, whose scales are equal, is linear."""
+    return tuple(op.degree(k) for k in every(op))
 
 
 @rule_for(*_named("dropout max_pool adaptive_max_pool"))

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a step agree on: its exchanges, its state, and for equal batches its ops."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst
+
+from amp_ir.ir.call_attributes import attribute_fields
+from amp_ir.ir.collective_call import START_SYMBOL, SYMBOLS
+from amp_ir.ir.dataflow import Dataflow, op_name
+from amp_ir.ir.location import from_span
+from amp_ir.ir.memory_plan import MemoryPlan
+from amp_ir.ir.step_module import InputSpec, Role, StepModule
+
+
+@attrs.frozen
+class Contract:
+    """A program as its ranks compare it, a line an item.
+
+    `collectives` are those of the plan in the order in which they begin and end, `state` the
+    tensors that the step works on, and `ops` the program before it was planned. Ranks whose
+    batches have other shapes (`batch`) have other ops.
+    """
+
+    collectives: tuple[str, ...]
+    state: tuple[str, ...]
+    ops: tuple[str, ...]
+    batch: str
+
+    @property
+    def exchange_digest(self) -> str:
+        """A digest of what has to be alike in every program that runs at the same step."""
+        return _digest([*self.collectives, "state", *self.state])
+
+    @property
+    def digest(self) -> str:
+        """A digest of everything."""
+        return _digest([self.exchange_digest, self.batch, *self.ops])
+
+    def to_bytes(self) -> bytes:
+        """Return it as the store holds it."""
+        return zlib.compress(json.dumps(attrs.asdict(self)).encode())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Contract:
+        """Read what `to_bytes` wrote."""
+        known = json.loads(zlib.decompress(data))
+        lists = {name: tuple(known[name]) for name in ("collectives", "state", "ops")}
+        return cls(**lists, batch=str(known["batch"]))
+
+    def difference(self, first: Contract) -> str:
+        """Describe the first difference to rank 0's: "..., and on rank 0 ..."; "" for none."""
+        parts = [
+            ("tensor of the state", self.state, first.state),
+            ("collective", self.collectives, first.collectives),
+        ]
+        if self.batch == first.batch:
+            parts.insert(1, ("op", self.ops, first.ops))
+        found = (_first_difference(*one) for one in parts)
+        return next((one for one in found if one), "")
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _first_difference(kind: str, own: Sequence[str], first: Sequence[str]) -> str:
+    for k in range(max(len(own), len(first))):
+        mine = own[k] if k < len(own) else "nothing"
+        theirs = first[k] if k < len(first) else "nothing"
+        if mine != theirs:
+            return f"{kind} {k + 1} is {mine}, and on rank 0 {theirs}"
+    return ""
+
+
+def contract_of(mod: StepModule, plan: MemoryPlan) -> Contract:
+    """Return what a planned step agrees on with those of other ranks."""
+    inputs = mod.signature.inputs
+    collectives = tuple(_described(call) for call in plan.calls if call.symbol in SYMBOLS)
+    batch = [one for one in inputs if one.role is Role.BATCH]
+    return Contract(
+        collectives,
+        tuple(_spec(one) for one in inputs if one.role is not Role.BATCH),
+        tuple(_lines(mod.ir)),
+        "; ".join(map(_spec, batch)),
+    )
+
+
+def _described(call: Any) -> str:
+    verb = "start" if call.symbol == START_SYMBOL else "wait"
+    modules = ", ".join(dict.fromkeys(one.module or "step" for one in call.locations))
+    return f"{verb} of {', '.join(call.ops)}, {call.read_nbytes} bytes of {modules}"
+
+
+def _spec(one: InputSpec) -> str:
+    return f"{one.name} {one.dtype}{list(one.shape)}"
+
+
+def _lines(ir: tvm.IRModule) -> Iterator[str]:
+    for binding in Dataflow(ir).bindings:
+        value = binding.value
+        if isinstance(value, relax.Call):
+            where = from_span(value.span)
+            place = f"{where.module or 'step'} ({where.phase})"
+            options = _options(value)
+            constants = _constants(value)
+            yield f"{op_name(value)} {_type(value.ty)} of {place}{options}{constants}"
+
+
+def _type(type_: relax.Type) -> str:
+    if isinstance(type_, relax.TupleType):
+        return f"({', '.join(_type(one) for one in type_.fields)})"
+    if isinstance(type_, relax.TensorType) and type_.shape is not None:
+        return f"{type_.dtype}{[int(one) for one in type_.shape]}"
+    return str(type_)
+
+
+def _options(call: relax.Call) -> str:
+    if call.attrs is None:
+        return ""
+    fields = attribute_fields(call.attrs)[1]
+    # A loop's body is long.
+    shown = (f"{name}={str(fields[name])[:80]}" for name in sorted(fields))
+    whole = hashlib.sha256(repr([str(fields[k]) for k in sorted(fields)]).encode()).hexdigest()
+    return f" with {', '.join(shown)} [{whole[:8]}]" if fields else ""
+
+
+def _constants(call: relax.Call) -> str:
+    found = []
+    for one in call.args:
+        if isinstance(one, GenericConst) and isinstance(one.ty, relax.TensorType):
+            numbers = one.value.numpy()
+            digest = hashlib.sha256(numbers.tobytes()).hexdigest()[:8]
+            found.append(str(numbers) if numbers.size == 1 else f"a constant [{digest}]")
+        elif not isinstance(one, (relax.Var, relax.Tuple)):
+            found.append(str(one))
+    return f" and {', '.join(found)}" if found else ""

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange of a step while it runs: the two functions that the virtual machine calls.
+
+A start hands the range of a bucket to the process group, whose own thread reduces it in place; a
+wait blocks until that is done. Nothing of the transport is ours, and nothing is copied: the group
+works on the arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import tvm
+
+from amp_ir.distributed.agreement import Agreement
+from amp_ir.distributed.contract import Contract
+from amp_ir.distributed.process_group import Group
+from amp_ir.distributed.replicas import Ranks
+from amp_ir.errors import DeviceError, OptionError, RankFailedError, StateError
+from amp_ir.ir.collective_call import START_SYMBOL, WAIT_SYMBOL, Collective, described
+from amp_ir.ir.external_call import register_in_run
+
+# A wait looks this often whether another rank has failed, and says that it waits.
+_LOOK_SECONDS, _SAY_SECONDS = 1.0, 5.0
+
+
+@attrs.frozen
+class Traffic:
+    """One collective of a run, in seconds of `time.perf_counter`: when the group worked on it.
+
+    The step is idle until it is handed over, at `launched`, and from `waited_from` to `waited_to`.
+    """
+
+    collective: Collective
+    nbytes: int
+    begun: float
+    launched: float
+    ended: float
+    waited_from: float
+    waited_to: float
+
+
+@attrs.define(eq=False)
+class _Pending:
+    """A collective that was started: PyTorch's handle, and the tensor that it works on."""
+
+    collective: Collective
+    work: Any
+    tensor: torch.Tensor
+    begun: float
+    launched: float
+    ended: list[float]
+
+
+class _Current(threading.local):
+    exchange: Exchange | None = None
+
+
+_current = _Current()
+
+
+class Exchange:
+    """What the program of a step exchanges with other ranks; used for one run at a time."""
+
+    def __init__(self, ranks: Ranks, contract: Contract) -> None:
+        self._ranks = ranks
+        self._contract = contract
+        self._agreement = agreement_of(ranks)
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._call = 0
+        # Where `is_timed`: what each collective of each run took.
+        self.is_timed = False
+        self.traffic: list[list[Traffic]] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Exchange inside; the ranks agree on the program before its first run.
+
+        Raises:
+            RanksDifferError: another rank has another program; nothing has changed.
+            RankFailedError: another rank failed earlier, or fails now.
+        """
+        self._call = call = self._agreement.begin_call(self._contract)
+        _current.exchange = self
+        self._pending.clear()
+        if self.is_timed:
+            self.traffic.append([])
+        try:
+            yield
+        except BaseException as error:
+            self._agreement.failed(call, error)
+            self._abandon()
+            raise
+        finally:
+            _current.exchange = None
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the others of an error at once: it takes a while to come out of the program."""
+        try:
+            yield
+        except BaseException as error:
+            self._agreement.failed(self._call, error)
+            raise
+
+    def start(self, collective: Collective, flat: tvm.runtime.Tensor) -> None:
+        """Hand a bucket to its group."""
+        tensor = torch.utils.dlpack.from_dlpack(flat)
+        group = self._ranks.groups[collective.group]
+        ended: list[float] = []
+        begun = time.perf_counter()
+        work = _LAUNCHES[collective.kind](group, tensor)
+        launched = time.perf_counter()
+        if self.is_timed:
+            work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
+        key = collective.group, collective.bucket
+        self._pending[key] = _Pending(collective, work, tensor, begun, launched, ended)
+
+    def wait(
+        self, collective: Collective, _flat: tvm.runtime.Tensor, *pairs: tvm.runtime.Tensor
+    ) -> None:
+        """Wait for a bucket, and copy parts of it to where their results belong.
+
+        Raises:
+            RankFailedError: another rank failed, or the group's timeout is over.
+        """
+        key = collective.group, collective.bucket
+        pending = self._pending[key]
+        waited_from = time.perf_counter()
+        self._wait(pending, waited_from)
+        del self._pending[key]
+        waited_to = time.perf_counter()
+        if self.is_timed:
+            ended = pending.ended[0] if pending.ended else waited_to
+            nbytes = pending.tensor.numel() * pending.tensor.element_size()
+            times = pending.begun, pending.launched, min(ended, waited_to), waited_from, waited_to
+            self.traffic[-1].append(Traffic(collective, nbytes, *times))
+        views = [torch.utils.dlpack.from_dlpack(one) for one in pairs]
+        for part, result in zip(views[::2], views[1::2], strict=True):
+            result.copy_(part)
+
+    def _wait(self, pending: _Pending, since: float) -> None:
+        said = since
+        while True:
+            try:
+                pending.work.wait(timedelta(seconds=_LOOK_SECONDS))
+                return
+            except RuntimeError:  # the time is over, or the exchange failed
+                if pending.work.is_completed():
+                    self._finish(pending)
+                    return
+            now = time.perf_counter()
+            self._agreement.check_others()
+            if now - said >= _SAY_SECONDS:
+                said = now
+                self._agreement.say_waiting(str(pending.collective), now - since)
+
+    def _finish(self, pending: _Pending) -> None:
+        """End a completed exchange, which may have failed."""
+        try:
+            pending.work.wait()
+        except RuntimeError as error:
+            raise RankFailedError(self._lost(pending, error)) from error
+
+    def _lost(self, pending: _Pending, error: RuntimeError) -> str:
+        told = self._agreement.failure()
+        if told:
+            return told
+        group = self._ranks.groups[pending.collective.group]
+        first = (str(error).strip().splitlines() or ["?"])[0]
+        return (
+            f"rank {group.rank} of {group.size} lost the others in the {pending.collective}: "
+            f"{first}"
+        )
+
+    def _abandon(self) -> None:
+        """Keep what the group may still write to, and refuse the group from now on."""
+        left = list(self._pending.values())
+        self._pending.clear()
+        if left:
+            self._agreement.break_group(left)
+
+
+def agreement_of(ranks: Ranks) -> Agreement:
+    """Return the agreement of a step's ranks, which all of its programs share."""
+    if ranks.agreement is None:
+        ranks.agreement = Agreement(ranks)
+    found: Agreement = ranks.agreement
+    return found
+
+
+def check_exchange(ranks: Ranks | None, *, is_cuda: bool, amp_dtype: str | None) -> None:
+    """Refuse what a compiled step cannot exchange.
+
+    Raises:
+        DeviceError: a GPU's group; OptionError: two low dtypes.
+    """
+    if ranks is None or not ranks.exchanges:
+        return
+    backends = [group.backend for group in ranks.groups]
+    if is_cuda:
+        raise DeviceError(
+            f'device="cuda" with data parallel ({", ".join(backends)}) is not supported: no '
+            "exchange of a compiled step has run on GPUs. Train on the CPU with gloo, or use "
+            "DistributedDataParallel in plain PyTorch"
+        )
+    wanted = {one.comm_dtype for one in ranks.replicas} - {""}
+    if amp_dtype in ("float16", "bfloat16") and wanted - {amp_dtype}:
+        other = sorted(wanted - {amp_dtype})[0]
+        raise OptionError(
+            f"comm_dtype={other!r} and amp_dtype={amp_dtype!r}: a step has one low dtype; make "
+            "them the same, or leave one out"
+        )
+
+
+def _all_reduce(group: Group, tensor: torch.Tensor) -> Any:
+    options: Any = torch.distributed.AllreduceOptions()
+    options.reduceOp = torch.distributed.ReduceOp.SUM
+    return group.handle.allreduce([tensor], options)
+
+
+def _broadcast(group: Group, tensor: torch.Tensor) -> Any:
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.handle.broadcast([tensor], options)
+
+
+_LAUNCHES: dict[str, Callable[[Group, torch.Tensor], Any]] = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+}
+
+
+def _exchange() -> Exchange:
+    if _current.exchange is None:
+        raise StateError("a collective runs outside of a step of this process's ranks")
+    return _current.exchange
+
+
+def _start(description: str, flat: tvm.runtime.Tensor) -> None:
+    exchange = _exchange()
+    with exchange.telling():
+        exchange.start(described(description), flat)
+
+
+def _wait(description: str, flat: tvm.runtime.Tensor, *pairs: tvm.runtime.Tensor) -> None:
+    exchange = _exchange()
+    with exchange.telling():
+        exchange.wait(described(description), flat, *pairs)
+
+
+register_in_run(START_SYMBOL, _start)
+register_in_run(WAIT_SYMBOL, _wait)

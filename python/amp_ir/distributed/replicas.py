@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of which every rank has a copy: what a step exchanges for them, and when.
+
+A `DistributedDataParallel` decides by its own options and flags; its module is what is captured,
+and its hooks and its reducer do not run. A plain model is a replica by `data_parallel=True`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_ir.distributed.process_group import Group, world_size
+from amp_ir.errors import ArgumentError, OptionError
+
+_MIB = 2**20
+# DistributedDataParallel's own: a small first bucket starts early.
+BUCKET_NBYTES, FIRST_BUCKET_NBYTES = 25 * _MIB, _MIB
+COMM_DTYPES = ("float16", "bfloat16")
+# Communication hooks that are a dtype on the wire, by the names that PyTorch logs.
+_DTYPE_OF_HOOK = {
+    "": "",
+    "allreduce_hook": "",
+    "fp16_compress_hook": "float16",
+    "bf16_compress_hook": "bfloat16",
+    "BuiltinCommHookType.ALLREDUCE": "",
+    "BuiltinCommHookType.FP16_COMPRESS": "float16",
+}
+_HOOK_ADVICE = (
+    "register fp16_compress_hook, bf16_compress_hook or none, and for a reduced dtype pass "
+    "comm_dtype="
+)
+
+
+@attrs.define(eq=False)
+class Replica:
+    """A model whose copies on all ranks train together.
+
+    `syncs` is whether the next backward pass reduces gradients, and `sends_buffers` whether the
+    next forward pass begins with rank 0's buffers: the flags `require_backward_grad_sync` and
+    `require_forward_param_sync` of a `wrapper`. `ignored` are names of parameters and buffers that
+    a wrapper leaves alone.
+    """
+
+    module: torch.nn.Module
+    group: Group
+    wrapper: DistributedDataParallel | None = None
+    comm_dtype: str = ""
+    bucket_nbytes: int = BUCKET_NBYTES
+    first_bucket_nbytes: int = FIRST_BUCKET_NBYTES
+    has_buffers: bool = True
+    ignored: frozenset[str] = frozenset()
+    _syncs: bool = True
+    _sends_buffers: bool = True
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the next backward pass reduces gradients."""
+        if self.wrapper is not None:
+            return bool(self.wrapper.require_backward_grad_sync)
+        return self._syncs
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether the next forward pass begins with rank 0's buffers."""
+        if self.wrapper is not None:
+            return bool(self.wrapper.require_forward_param_sync)
+        return self._sends_buffers
+
+    @sends_buffers.setter
+    def sends_buffers(self, value: bool) -> None:
+        if self.wrapper is not None:
+            self.wrapper.require_forward_param_sync = value
+        else:
+            self._sends_buffers = value
+
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters whose gradients are reduced, by name."""
+        named = self.module.named_parameters()
+        return [(name, one) for name, one in named if name not in self.ignored]
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers that rank 0 sends, by name."""
+        if not self.has_buffers:
+            return []
+        named = self.module.named_buffers()
+        return [(name, one) for name, one in named if name not in self.ignored]
+
+
+@attrs.define(eq=False)
+class Ranks:
+    """All replicas of a step, and the groups of their ranks.
+
+    `models` are those of the step as they are captured: wrappers replaced by their modules.
+    """
+
+    models: list[torch.nn.Module]
+    replicas: list[Replica]
+    groups: list[Group]
+    # Whether this rank's plain models have rank 0's values yet.
+    are_alike: bool = False
+    # Made with the first program; see agreement.py.
+    agreement: Any = attrs.field(default=None, repr=False)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there is another rank to exchange anything with."""
+        return any(group.size > 1 for group in self.groups)
+
+    def index_of(self, group: Group) -> int:
+        """Return the number by which ops name a group."""
+        return self.groups.index(group)
+
+    def replica_of(self, module: object) -> Replica | None:
+        """Return the replica that a wrapper, or a plain model, is called for."""
+        for one in self.replicas:
+            if module is one.wrapper or (one.wrapper is None and module is one.module):
+                return one
+        return None
+
+    def flags(self) -> tuple[tuple[bool, bool], ...]:
+        """Return what a capture depends on: `syncs` and `sends_buffers` of each replica."""
+        return tuple((one.syncs, one.sends_buffers) for one in self.replicas)
+
+    def flags_in_words(self, before: Sequence[tuple[bool, bool]]) -> Iterator[str]:
+        """Describe each flag that differs from `before`."""
+        for k, (was, now) in enumerate(zip(before, self.flags(), strict=True)):
+            if was[0] != now[0]:
+                is_off = "outside of" if now[0] else "inside of"
+                yield f"model {k} is {is_off} no_sync() now"
+            if was[1] != now[1]:
+                yield f"whether model {k} begins with rank 0's buffers was {was[1]} and is {now[1]}"
+
+    def after_step(self, sends_buffers: Sequence[bool]) -> None:
+        """Leave each replica's flag as the step leaves it."""
+        for replica, sends in zip(self.replicas, sends_buffers, strict=True):
+            replica.sends_buffers = sends
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of every replica on each rank inside."""
+        with contextlib.ExitStack() as stack:
+            for one in self.replicas:
+                if one.wrapper is not None:
+                    stack.enter_context(one.wrapper.no_sync())
+                else:
+                    stack.callback(setattr, one, "_syncs", one._syncs)
+                    one._syncs = False
+            yield
+
+
+def find_ranks(
+    model: Any,
+    *,
+    process_group: Any = None,
+    data_parallel: bool = False,
+    comm_dtype: str | None = None,
+) -> tuple[Any, Ranks | None]:
+    """Return the models to capture, and their replicas; None where ranks exchange nothing.
+
+    Raises:
+        OptionError, ArgumentError: an option cannot be honoured; says what to do.
+    """
+    _check_comm_dtype(comm_dtype)
+    is_list = isinstance(model, (list, tuple))
+    given = list(model) if is_list else [model]
+    wrappers = _wrappers(given)
+    if not (data_parallel or wrappers):
+        if process_group is not None or comm_dtype is not None:
+            what = "comm_dtype=" if process_group is None else "process_group="
+            raise OptionError(
+                f"{what} is given, and no model is a DistributedDataParallel; pass "
+                "data_parallel=True too"
+            )
+        return model, None
+    models = [one.module if isinstance(one, DistributedDataParallel) else one for one in given]
+    groups: list[Group] = []
+    replicas = [_of_wrapper(one, groups, comm_dtype) for one in wrappers]
+    if data_parallel:
+        group = _known(groups, Group.of(process_group))
+        plain = [one for one in given if isinstance(one, torch.nn.Module)]
+        plain = [one for one in plain if not _wrappers([one])]
+        replicas += [Replica(one, group, comm_dtype=comm_dtype or "") for one in plain]
+    elif process_group is not None:
+        raise OptionError(
+            "process_group= is given, and a DistributedDataParallel has its own; leave it out"
+        )
+    _check_modules(replicas)
+    found = models if is_list else models[0]
+    return found, Ranks([*models], replicas, groups)
+
+
+def _check_comm_dtype(comm_dtype: str | None) -> None:
+    if comm_dtype not in (None, *COMM_DTYPES):
+        raise OptionError(
+            f'comm_dtype={comm_dtype!r} is not supported; expected "float16", "bfloat16", or None '
+            "for the dtype of the gradients"
+        )
+
+
+def _wrappers(models: Sequence[Any]) -> list[DistributedDataParallel]:
+    modules = [m for one in models if isinstance(one, torch.nn.Module) for m in one.modules()]
+    found = [one for one in modules if isinstance(one, DistributedDataParallel)]
+    return list(dict.fromkeys(found))
+
+
+def _known(groups: list[Group], group: Group) -> Group:
+    for one in groups:
+        if one.handle is group.handle:
+            return one
+    groups.append(group)
+    return group
+
+
+def _of_wrapper(
+    wrapper: DistributedDataParallel, groups: list[Group], comm_dtype: str | None
+) -> Replica:
+    group = _known(groups, Group.of(wrapper.process_group))
+    hook = _hook_of(wrapper)
+    if hook not in _DTYPE_OF_HOOK:
+        raise ArgumentError(
+            f"a DistributedDataParallel has the communication hook {hook}, which a compiled step "
+            f"does not call; {_HOOK_ADVICE}"
+        )
+    unsupported = next(_unsupported(wrapper), None)
+    if unsupported is not None:
+        raise ArgumentError(
+            f"a DistributedDataParallel has {unsupported}, which a compiled step does not do; make "
+            "it without"
+        )
+    limit = int(wrapper.bucket_bytes_cap)
+    first = min(FIRST_BUCKET_NBYTES, limit) if wrapper.bucket_bytes_cap_default else limit
+    return Replica(
+        wrapper.module,
+        group,
+        wrapper,
+        _DTYPE_OF_HOOK[hook] or comm_dtype or "",
+        limit,
+        first,
+        bool(wrapper.broadcast_buffers),
+        frozenset(wrapper.parameters_to_ignore),
+    )
+
+
+def _hook_of(wrapper: DistributedDataParallel) -> str:
+    """Return the name of a wrapper's communication hook; "" for none."""
+    if wrapper._comm_hooks:
+        hook = wrapper._comm_hooks[-1][0]
+        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    # Built-in hooks are of the reducer, in C++.
+    return str(wrapper._get_ddp_logging_data().get("comm_hook") or "")
+
+
+def _unsupported(wrapper: DistributedDataParallel) -> Iterator[str]:
+    if getattr(wrapper, "mixed_precision", None) is not None:
+        yield "mixed_precision="
+    if getattr(wrapper, "_delay_all_reduce_params", None):
+        yield "delay_all_reduce_named_params="
+    if hasattr(wrapper, "buffer_hook"):
+        yield "a hook for its buffers"
+    if wrapper._join_config.enable:
+        yield "join()"
+
+
+def _check_modules(replicas: Sequence[Replica]) -> None:
+    """Refuse modules and hooks that exchange tensors, or read gradients before that.
+
+    Raises:
+        ArgumentError: listing every place.
+    """
+    wrong = []
+    for replica in replicas:
+        for name, module in replica.module.named_modules():
+            if isinstance(module, torch.nn.SyncBatchNorm) and replica.group.size > 1:
+                wrong.append(
+                    f"{name or 'the model'} is a SyncBatchNorm, whose statistics of all ranks a "
+                    "compiled step does not compute; use BatchNorm, whose running statistics are "
+                    "rank 0's"
+                )
+        for name, parameter in replica.parameters():
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                wrong.append(
+                    f"{name} has a hook after its gradient is accumulated, which would see this "
+                    "rank's gradient only; do what it does after backward()"
+                )
+    if wrong:
+        raise ArgumentError("; ".join(wrong))
+
+
+def warn_of_ranks_apart() -> None:
+    """Warn, once, where a step that exchanges nothing trains in a group of several ranks."""
+    if world_size() > 1:
+        _warn_of(world_size())
+
+
+@functools.cache
+def _warn_of(count: int) -> None:
+    warnings.warn(
+        f"torch.distributed has a group of {count} processes, and this step exchanges nothing with "
+        "the others: each rank trains a model of its own. Pass data_parallel=True, or a "
+        "DistributedDataParallel in model= that the step calls",
+        UserWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank sees when another has another program, dies, fails or comes late: no hang.
+
+A rank that hangs fails its test by the limit of `rank_processes.ranks`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amp_ir
+from amp_ir import errors
+from amp_ir.distributed import agreement, exchange
+from amp_ir.distributed.exchange import Exchange
+from data_parallel import Training, mlp
+from rank_processes import DIED, ranks
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here"),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
+]
+BATCH = torch.linspace(-1, 1, 8 * 16).view(8, 16), torch.arange(8) % 4
+
+
+@attrs.frozen
+class Told:
+    """What one rank saw: the error, whether anything changed, and what was logged of waiting."""
+
+    error: str
+    is_unchanged: bool
+    log: tuple[str, ...] = ()
+
+
+def training(model: nn.Module, **options: Any) -> tuple[Training, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, data_parallel=True, **options)
+    return Training([model], [optimizer], step), train
+
+
+def told(one: Training, act: Callable[[], Any]) -> Told:
+    """Call `act`, and say what came of it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("amp_ir")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    before = one.digest()
+    try:
+        act()
+        found = "nothing"
+    except errors.AmpIrError as error:
+        found = f"{type(error).__name__}: {error}"
+    waits = tuple(line for line in lines if "waited" in line)
+    return Told(found, one.digest() == before, waits)
+
+
+def say_soon() -> None:
+    for module in (agreement, exchange):
+        module._LOOK_SECONDS = module._SAY_SECONDS = 0.5  # type: ignore[attr-defined]
+
+
+def test_another_model_on_one_rank_is_told_on_every_rank(tmp_path: Path) -> None:
+    def program(rank: int) -> Told:
+        torch.manual_seed(rank)
+        width = 48 if rank == 1 else 64
+        one, train = training(nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4)))
+        return told(one, lambda: train(*BATCH))
+
+    found = ranks(program, tmp_path, 3)
+    assert {one.error for one in found} == {
+        "RanksDifferError: the ranks of the process group have different programs: on rank 1, "
+        "tensor of the state 1 is 0.weight float32[48, 16], and on rank 0 0.weight float32[64, 16]"
+        ". Nothing has changed. All ranks have to run the same step with the same options; their "
+        "batches may differ in values and in shapes"
+    }
+    # Not even rank 0's values were sent.
+    assert all(one.is_unchanged for one in found)
+
+
+def test_the_first_different_op_is_named(tmp_path: Path) -> None:
+    def program(rank: int) -> Told:
+        model = nn.Sequential(nn.Linear(16, 8), nn.GELU() if rank else nn.ReLU(), nn.Linear(8, 4))
+        one, train = training(model)
+        return told(one, lambda: train(*BATCH))
+
+    found = ranks(program, tmp_path)
+    assert all(one.is_unchanged for one in found)
+    assert len({one.error for one in found}) == 1
+    assert (
+        "on rank 1, op 4 is relax.nn.gelu float32[8, 8] of 1 (forward), and on rank 0 "
+        "relax.nn.relu float32[8, 8] of 1 (forward)" in found[0].error
+    )
+
+
+def test_a_plan_that_comes_to_differ_is_told_on_every_rank(tmp_path: Path) -> None:
+    def program(rank: int) -> tuple[Told, Told]:
+        model = mlp()
+        one, train = training(model)
+        for _ in range(3):
+            train(*BATCH)
+        if rank == 1:
+            model[0].requires_grad_(False)
+        first = told(one, lambda: train(*BATCH))
+        return first, told(one, lambda: train(*BATCH))
+
+    found = ranks(program, tmp_path)
+    assert all(one.is_unchanged for pair in found for one in pair)
+    (old, again), (new, _) = found
+    differs = (
+        "another rank has a program with other exchanges at call 4 of the step, which rank 0 runs "
+        "as before: a frozen parameter, no_sync or another mode on one rank. Change it on all ranks"
+    )
+    assert old.error.startswith("StepFailedError: call ")
+    assert old.error.endswith(
+        f"failed: {differs}. Nothing has changed: model, optimizer, scaler and random state are as "
+        "before the step, but the ranks cannot go on together: save the state, end the processes, "
+        "and start them again from it"
+    )
+    assert new.error == f"RankFailedError: {differs}"
+    assert again.error == (
+        f"RankFailedError: {differs}. The group may have exchanges that did not end, so it is not "
+        "used again: save the state, end the processes, and start them again from it"
+    )
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_is_killed_in_a_step(tmp_path: Path, dying: int) -> None:
+    def program(rank: int) -> Told:
+        one, train = training(mlp())
+        for _ in range(3):
+            train(*BATCH)
+        if rank == dying:
+            Exchange.start = lambda *_: os._exit(1)  # type: ignore[method-assign]
+        return told(one, lambda: train(*BATCH))
+
+    found = ranks(program, tmp_path, 3, may_die=True)
+    assert found[dying] == DIED
+    for one in (told_by for rank, told_by in enumerate(found) if rank != dying):
+        assert one.is_unchanged
+        assert "lost the others in the all_reduce of bucket 0, float32[" in one.error
+        assert "Nothing has changed" in one.error
+
+
+def test_a_rank_that_fails_in_a_step_tells_the_others(tmp_path: Path) -> None:
+    def program(rank: int) -> Told:
+        one, train = training(mlp())
+        for _ in range(3):
+            train(*BATCH)
+        if rank == 1:
+
+            def fail(*_: Any) -> None:
+                raise ValueError("a cosmic ray")
+
+            Exchange.start = fail  # type: ignore[method-assign]
+        return told(one, lambda: train(*BATCH))
+
+    found = ranks(program, tmp_path)
+    assert all(one.is_unchanged for one in found)
+    assert "all_reduce_start (all_reduce_start)" in found[1].error
+    assert "failed: a cosmic ray. Nothing has changed" in found[1].error
+    assert "failed: rank 1 of 2 failed at call 4: ValueError: a cosmic ray. " in found[0].error
+
+
+def test_a_late_rank_is_waited_for_with_a_message(tmp_path: Path) -> None:
+    def program(rank: int) -> tuple[Told, Told]:
+        say_soon()
+        one, train = training(mlp())
+        logging.getLogger("amp_ir").addFilter(
+            lambda record: (
+                (tmp_path / f"waits {'compiled' in record.msg}").touch() or True
+                if "waited" in record.msg
+                else True
+            )
+        )
+
+        def come_late(*, compiles: bool) -> None:
+            """Wait until the other rank says that it waits."""
+            while rank == 1 and not (tmp_path / f"waits {compiles}").exists():
+                time.sleep(0.01)
+
+        come_late(compiles=True)
+        first = told(one, lambda: train(*BATCH))
+        come_late(compiles=False)
+        return first, told(one, lambda: train(*BATCH))
+
+    (compiled, ran), late = ranks(program, tmp_path)
+    assert {one.error for one in (compiled, ran, *late)} == {"nothing"}
+    assert "rank 0 of 2 has compiled the step and has waited" in compiled.log[0]
+    assert compiled.log[0].endswith("for rank 1")
+    assert "s in the all_reduce of bucket 0, float32[" in ran.log[0]
+
+
+def test_a_rank_that_never_comes_is_an_error_after_the_timeout(tmp_path: Path) -> None:
+    def program(rank: int) -> Told:
+        say_soon()
+        one, train = training(mlp())
+        if rank == 1:
+            time.sleep(4)
+            return told(one, lambda: None)
+        return told(one, lambda: train(*BATCH))
+
+    found = ranks(program, tmp_path, timeout_seconds=2)
+    assert found[0].is_unchanged
+    assert found[0].error.startswith("RankFailedError: rank 0 waited ")
+    assert found[0].error.endswith(
+        "s, the group's timeout, for rank 1 to compile the step; see what that does, or pass "
+        "timeout= to init_process_group"
+    )
