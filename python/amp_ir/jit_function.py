@@ -215,6 +215,11 @@ def _jitted(
         model, process_group=process_group, data_parallel=data_parallel, comm_dtype=comm_dtype
     )
     check_exchange(ranks, is_cuda=target.is_cuda, amp_dtype=amp_dtype)
+    if explained is not None and ranks is not None and ranks.exchanges:
+        raise OptionError(
+            f"on_overflow={on_overflow!r} runs a skipped step again on one rank alone, and this "
+            "one exchanges gradients with others; leave it out"
+        )
     trace.check_training(step, captured, optimizer, scaler)
     return JitStep(
         step,

@@ -10,6 +10,7 @@ import torch
 
 from amp_ir.amp.overrides import Override
 from amp_ir.api.precision import autocast, stored_variables
+from amp_ir.errors import StateError
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
 from amp_ir.ir.step_module import StepModule
 from amp_ir.replay.find_overflow import Replay, find_overflow
@@ -24,6 +25,12 @@ def overflow_finder(
 
     @paused_garbage_collection()
     def find(batch: Sequence[torch.Tensor]) -> Overflow:
+        if program.exchange is not None:
+            raise StateError(
+                "find_overflow runs a step again on this rank alone, and this one exchanges "
+                "gradients with others; jit the same step without data_parallel= and "
+                "DistributedDataParallel in one process, and ask it on this batch"
+            )
         replay = Replay(
             mod,
             lambda state: run_on(program, mod, state, batch),
