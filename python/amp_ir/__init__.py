@@ -55,6 +55,7 @@ from amp_ir.jit_function import jit
 from amp_ir.loss_scaling.grad_scaler import GradScaler
 from amp_ir.loss_scaling.scale_loss import scale_loss
 from amp_ir.replay.overflow import Overflow
+from amp_ir.replay.watch import Watch, WatchRecord
 from amp_ir.report.examination import Examination
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
@@ -83,6 +84,8 @@ __all__ = [
     "StepModule",
     "StepRecord",
     "Verification",
+    "Watch",
+    "WatchRecord",
     "amp",
     "autocast",
     "autocast_off",

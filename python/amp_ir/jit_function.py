@@ -20,6 +20,7 @@ from amp_ir.errors import ArgumentError, OptionError
 from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
 from amp_ir.ir.target import target_of
 from amp_ir.jit_step import JitStep
+from amp_ir.replay.watch import Watch
 from amp_ir.runtime.overflow_log import overflow_log
 from amp_ir.runtime.step_variants import DEFAULT_LIMIT, DEFAULT_SHAPES
 
@@ -51,6 +52,7 @@ def jit(
     process_group: Any = None,
     data_parallel: bool = False,
     comm_dtype: str | None = None,
+    watch: Watch | None = None,
 ) -> Any:
     """Capture, cast and compile `step` when it is first called, and again when a guard fails.
 
@@ -94,6 +96,7 @@ def jit(
         explain_below: a loss scale. A new scaler begins at 65536 and falls until steps are finite.
         process_group: as for `trace_step`, as are `data_parallel` and `comm_dtype`. All ranks call
             the step equally often; before the first exchange they compare their programs.
+        watch: an `amp_ir.Watch`, which collects the ranges of chosen tensors every so many steps.
 
     Raises:
         OptionError, DeviceError, ArgumentError: at once, for errors independent of the batch.
@@ -186,6 +189,7 @@ def _jitted(
     process_group: Any,
     data_parallel: bool,
     comm_dtype: str | None,
+    watch: Watch | None,
 ) -> JitStep:
     if amp_dtype not in (None, "float16", "bfloat16", "float32"):
         raise OptionError(
@@ -198,6 +202,8 @@ def _jitted(
     check_opt_level(opt_level)
     check_limit("recompile_limit", recompile_limit)
     check_limit("max_shapes", max_shapes)
+    if watch is not None and not isinstance(watch, Watch):
+        raise OptionError(f"watch={watch!r} is not an amp_ir.Watch(every=..., ops=...)")
     explained = overflow_log(on_overflow, explain_below)
     if pad is not None and buckets is None:
         raise OptionError(
@@ -233,6 +239,7 @@ def _jitted(
         max_shapes=max_shapes,
         precompile=announced,
         overflow_log=explained,
+        watch=watch,
         buckets=padded,
         compile_options={
             "device": device,

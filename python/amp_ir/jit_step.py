@@ -7,6 +7,7 @@ import collections
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.ir.target import target_of
 from amp_ir.replay.overflow import Overflow
+from amp_ir.replay.watch import Watch
 from amp_ir.report.step_name import step_name
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.overflow_log import OverflowLog
@@ -73,6 +75,9 @@ class JitStep:
         users = Users("a jitted step", name, "batches", keyed_by, "train.recompiles")
         self._variants = StepVariants(*limits, users)
         self._overflow_log: OverflowLog | None = options.pop("overflow_log")
+        self._watch: Watch | None = options.pop("watch")
+        self._watched: weakref.WeakKeyDictionary[CompiledStep, CompiledStep]
+        self._watched = weakref.WeakKeyDictionary()
         announced = options.pop("precompile")
         self._precompilation = Precompilation(
             *(announced, self._capture, self._variants, name),
@@ -237,10 +242,19 @@ class JitStep:
         return self._run_program(self._variant(signature, batch).program, tensors)
 
     def _run_program(self, program: CompiledStep, tensors: list[torch.Tensor]) -> Any:
-        value = program.run_current(tensors)
+        is_watched = self._watch is not None and self._watch.is_due()
+        value = (self._watched_program(program) if is_watched else program).run_current(tensors)
         if self._overflow_log is not None:
             self._overflow_log.after_step(program, tensors)
         return value
+
+    def _watched_program(self, program: CompiledStep) -> CompiledStep:
+        """Return the program that does the same and fills the watch's ring, compiled once."""
+        assert self._watch is not None
+        if program not in self._watched:
+            mod = self._watch.watched(program.module)
+            self._watched[program] = compile_into(self._arena, mod, **self._compile_options)
+        return self._watched[program]
 
     def _run_in_buckets(self, batch: tuple[Any, ...]) -> Any:
         assert self._buckets is not None
