@@ -43,6 +43,7 @@ LAYERS = [
     "compat",
     "integrations",  # inside of other tools; only an entry point and the user import it
     "verification",  # checks of a step's numbers
+    "testing",  # helpers for the tests of those who use amp_ir
     "selftest",
     "commands",
     "cli",

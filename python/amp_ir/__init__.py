@@ -16,7 +16,7 @@ import torch  # noqa: F401
 import amp_ir.host.torch_version  # noqa: F401
 import amp_ir.host.tvm_import  # noqa: F401  (before any other import of TVM)
 import amp_ir.host.tvm_threads  # noqa: F401
-from amp_ir import amp, errors
+from amp_ir import amp, errors, testing
 from amp_ir.amp.custom_type_hint import CustomTypeHint
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.plan import CastPlan
@@ -114,6 +114,7 @@ __all__ = [
     "save",
     "save_checkpoint",
     "scale_loss",
+    "testing",
     "trace_memory",
     "trace_model",
     "trace_step",

@@ -11,12 +11,12 @@
                                   [--state state.npz] [--libraries cublaslt] [--dump-ir DIR]
     amp-ir verify bert1|train.py [--amp-dtype bfloat16] [--seeds 3] [--max-ratio 1.5]
                                  [--json FILE] [--html FILE]
-    amp-ir verify bert1|train.py [--amp-dtype bfloat16] [--seeds 3] [--max-ratio 1.5]
-                                 [--json FILE] [--html FILE]
+    amp-ir plan save bert1|train.py [--out plan.json]
+    amp-ir plan diff old.json new.json [--fail-on-change]
     amp-ir cache info|clear|export FILE|import FILE
 
-Exit codes: 0; 1 where `verify` finds a fault; 2 for a wrong use, with a sentence on stderr; 130
-when interrupted.
+Exit codes: 0; 1 where a check fails; 2 for a wrong use, with a sentence on stderr; 130 when
+interrupted.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from amp_ir.commands.demo import add_demo
 from amp_ir.commands.examine import add_examine
 from amp_ir.commands.explain import add_explain
 from amp_ir.commands.measure import add_profile, add_report
+from amp_ir.commands.plan import add_plan
 from amp_ir.commands.verify import add_verify
 from amp_ir.compile_cache.commands import add_cache_arguments, manage_cache
 from amp_ir.demo.workloads import MissingPackage
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         add_report,
         add_compile,
         add_verify,
+        add_plan,
     ):
         add(commands)
     cache = commands.add_parser(

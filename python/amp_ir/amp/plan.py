@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 
 from amp_ir.amp.decisions import Label
+from amp_ir.amp.plan_diff import differences, dtypes_in_words
 from amp_ir.amp.plan_file import FORMAT, plan_from, read_plan, write_plan
 from amp_ir.deprecation import Renamed
 from amp_ir.errors import OptionError
@@ -175,7 +176,7 @@ class CastPlan:
 
     def diff(self, other: CastPlan) -> str:
         """Return what `other` decides differently, one line per difference; empty if nothing."""
-        return "\n".join(_differences(self, other))
+        return "\n".join(differences(self, other))
 
     def summary(self) -> str:
         """Return casts, bytes and dtypes in numbers: two lines in all, then one per op name."""
@@ -190,7 +191,7 @@ class CastPlan:
             f"greedy placement {self.cost_nbytes.greedy / 2**20:.1f}, in float32 "
             f"{self.cost_nbytes.full / 2**20:.1f}",
         ]
-        counts = Counter((one.name, _dtypes_in_words(one)) for one in self.ops)
+        counts = Counter((one.name, dtypes_in_words(one)) for one in self.ops)
         width = max((len(name) for name, _ in counts), default=0)
         lines += [
             f"  {name:{width}}  {dtypes}  x{n}" for (name, dtypes), n in sorted(counts.items())
@@ -255,7 +256,7 @@ class CastPlan:
 
     def _explain(self, one: PlannedOp, casts: dict[int, list[PlannedCast]]) -> Iterator[str]:
         place = f"{one.module or 'step'} ({one.phase}) {one.line}".rstrip()
-        yield f"{one.variable} = {one.name}  {_dtypes_in_words(one)}  in {place}"
+        yield f"{one.variable} = {one.name}  {dtypes_in_words(one)}  in {place}"
         yield f"    {one.reason} [{one.rule}]"
         for cast in casts.get(one.id, []):
             maker = self.ops[cast.source].variable if cast.source >= 0 else "an input"
@@ -268,37 +269,6 @@ def _mebibytes(nbytes: int) -> str:
     return f"{nbytes / 2**20:9.2f} MiB"
 
 
-def _dtypes_in_words(one: PlannedOp) -> str:
-    return f"{_distinct(one.reads)} -> {_distinct(one.results)}"
-
-
-def _distinct(dtypes: Sequence[str]) -> str:
-    return "+".join(dict.fromkeys(dtypes)) or "-"
-
-
 def _is_meant(one: PlannedOp, what: str) -> bool:
     names = (one.module, one.name, one.variable)
     return any(fnmatchcase(n, what) for n in names) or fnmatchcase(one.module, f"{what}.*")
-
-
-def _differences(mine: CastPlan, other: CastPlan) -> Iterator[str]:
-    for field in ("amp_dtype", "policy", "placement", "output_dtypes"):
-        before, after = getattr(mine, field), getattr(other, field)
-        if before != after:
-            yield f"{field}: {before} -> {after}"
-    if [one.name for one in mine.ops] != [one.name for one in other.ops]:
-        yield f"the steps differ: {len(mine.ops)} ops and {len(other.ops)} ops, or other ops"
-        return
-    for before, after in zip(mine.ops, other.ops, strict=True):
-        if (before.reads, before.results) != (after.reads, after.results):
-            place = before.module or "step"
-            yield (
-                f"{before.variable} = {before.name} in {place}: {_dtypes_in_words(before)} "
-                f"becomes {_dtypes_in_words(after)}: {after.reason} [{after.rule}]"
-            )
-    counts = [sum(cast.nbytes for cast in plan.casts) for plan in (mine, other)]
-    if len(mine.casts) != len(other.casts) or counts[0] != counts[1]:
-        yield (
-            f"casts: {len(mine.casts)} ({counts[0]} bytes) -> "
-            f"{len(other.casts)} ({counts[1]} bytes)"
-        )

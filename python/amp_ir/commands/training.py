@@ -22,10 +22,19 @@ a train.py defines its parts at the top level, and trains below `if __name__ == 
 
 
 def add_command(
-    commands: Any, name: str, text: str, *examples: str, has_training: bool = True
+    commands: Any,
+    name: str,
+    text: str,
+    *examples: str,
+    has_training: bool = True,
+    within: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command with examples in its help, and the argument that says what to train."""
-    shown = "examples:\n" + "\n".join(f"  amp-ir {name} {one}" for one in examples)
+    """Add a command with examples in its help, and the argument that says what to train.
+
+    `within` is the command that it is an action of.
+    """
+    whole = f"amp-ir {within} {name}" if within else f"amp-ir {name}"
+    shown = "examples:\n" + "\n".join(f"  {whole} {one}" for one in examples)
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,

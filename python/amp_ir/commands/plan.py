@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp-ir plan`: cast plans in files, saved and compared, for continuous integration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import amp_ir
+from amp_ir.commands.training import add_command, traced, training_of
+from amp_ir.demo.stage_progress import stages
+from amp_ir.errors import OptionError
+
+CHANGED = 1
+
+
+def add_plan(commands: Any) -> None:
+    """Add the command with its two actions."""
+    parser = add_command(
+        commands,
+        "plan",
+        "save a step's cast plan, or compare two",
+        "save train.py --out new.json",
+        "diff old.json new.json --fail-on-change",
+        has_training=False,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    save = add_command(
+        actions, "save", "write the cast plan of a step", "train.py --out new.json", within="plan"
+    )
+    save.add_argument("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    save.add_argument(
+        "--out", type=Path, default=Path("plan.json"), metavar="FILE", help="the file to write"
+    )
+    save.set_defaults(run=_save)
+    diff = actions.add_parser("diff", help="compare two plans: their ops, dtypes and casts")
+    diff.add_argument("old", type=Path, metavar="OLD.json")
+    diff.add_argument("new", type=Path, metavar="NEW.json")
+    diff.add_argument(
+        "--fail-on-change", action="store_true", help="exit with 1 if there is a difference"
+    )
+    diff.set_defaults(run=_diff)
+
+
+def _save(arguments: argparse.Namespace) -> int:
+    if not arguments.out.parent.is_dir():
+        raise OptionError(f"--out={arguments.out}: there is no such folder; make it")
+    with stages() as report:
+        training = training_of(arguments, report)
+        report("capturing the step")
+        mod, args = traced(training)
+        report("choosing casts")
+        plan = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype).plan
+    plan.save(arguments.out)
+    print(f"wrote {arguments.out}: {len(plan.ops)} ops, {len(plan.casts)} casts")
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    for path in (arguments.old, arguments.new):
+        if not path.is_file():
+            raise OptionError(f"there is no plan {path}; amp-ir plan save or plan.save writes one")
+    found = amp_ir.CastPlan.load(arguments.old).diff(amp_ir.CastPlan.load(arguments.new))
+    print(found or "the plans decide the same")
+    return CHANGED if found and arguments.fail_on_change else 0
