@@ -44,6 +44,7 @@ README_LINES = 120
 # Paths that a page may name although the tree does not hold them: what the reader makes or has.
 MADE = {"step.so", "step.so.json", "state.npz", "train.py", "plan.json", "run.pt", "step.json"}
 MADE |= {"dist/", "steps.zip", "report.html", ".venv/bin/pytest"}
+MADE |= {"old.json", "new.json", "tests/golden_plan.json"}
 SUFFIXES = r"py|md|cc|h|json|txt|npz|so|pt|html|toml|cmake"
 # Where a page may leave off the start of a path.
 FOLDERS = ("", "python/amp_ir", "python", "tests", "docs", "src", "benchmarks/results")

@@ -67,9 +67,9 @@ def test_an_op_more_is_named_and_the_others_are_aligned(golden):
     found = amp_ir.CastPlan.load(golden).diff(planned(nn.Tanh(), nn.ReLU()).plan)
     lines = found.splitlines()
     assert any(one.startswith("new: ") and "relax.nn.relu in 2 (forward)" in one for one in lines)
-    # The second layer has another path now; the first is as it was.
-    assert not any("relax.tanh" in one for one in lines)
-    assert not any("matmul in 0" in one for one in lines)
+    # The second layer has another path now; the rest is aligned, whether or not it changes.
+    others = [one for one in lines if one.startswith(("gone: ", "new: "))]
+    assert not any("relax.tanh" in one or " in 0 " in one for one in others)
 
 
 def test_a_missing_plan_says_how_to_write_it(tmp_path, monkeypatch):
