@@ -37,6 +37,14 @@ PRINTED = {
     ],
     "docs/memory.md": ["peak"],
     "docs/numerics.md": ["amp_ir low, strict", "The numbers are right."],
+    "docs/troubleshooting.md": [
+        "A NaN in the batch: batch0 (float32) holds it before the step.",
+        "An infinity is made by the cast float32 -> float16 for relax.matmul (float16) in 2",
+        "roofline",
+        "in all, ",
+        "peak",
+        "The numbers are right.",
+    ],
     "docs/plans.md": ["relax.matmul", "this example asks for it"],
     "docs/profiling.md": ["optimizer"],
 }

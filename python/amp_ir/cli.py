@@ -13,6 +13,7 @@
                                  [--json FILE] [--html FILE]
     amp-ir plan save bert1|train.py [--out plan.json]
     amp-ir plan diff old.json new.json [--fail-on-change]
+    amp-ir doctor [--json doctor.json]
     amp-ir cache info|clear|export FILE|import FILE
 
 Exit codes: 0; 1 where a check fails; 2 for a wrong use, with a sentence on stderr; 130 when
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 import amp_ir
 from amp_ir.commands.compile import add_compile
 from amp_ir.commands.demo import add_demo
+from amp_ir.commands.doctor import add_doctor
 from amp_ir.commands.examine import add_examine
 from amp_ir.commands.explain import add_explain
 from amp_ir.commands.measure import add_profile, add_report
@@ -75,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         add_compile,
         add_verify,
         add_plan,
+        add_doctor,
     ):
         add(commands)
     cache = commands.add_parser(

@@ -11,8 +11,13 @@ from typing import Any, Protocol
 class Plan(Protocol):
     """The part of a CastPlan that is compared."""
 
-    ops: Any
-    casts: Any
+    @property
+    def ops(self) -> Any:
+        """The ops, in order."""
+
+    @property
+    def casts(self) -> Any:
+        """The inserted casts."""
 
 
 def differences(mine: Plan, other: Plan) -> Iterator[str]:
@@ -21,9 +26,9 @@ def differences(mine: Plan, other: Plan) -> Iterator[str]:
         before, after = getattr(mine, field), getattr(other, field)
         if before != after:
             yield f"{field}: {before} -> {after}"
-    keys = [[(one.name, one.module, one.phase) for one in plan.ops] for plan in (mine, other)]
+    old, new = ([(one.name, one.module, one.phase) for one in p.ops] for p in (mine, other))
     # Without junk: an op that comes often is as good an anchor as any.
-    matcher = difflib.SequenceMatcher(None, *keys, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for tag, first, last, start, end in matcher.get_opcodes():
         if tag == "equal":
             pairs = zip(mine.ops[first:last], other.ops[start:end], strict=True)

@@ -86,6 +86,11 @@ def function(name: str) -> tvm_ffi.Function:
     return found
 
 
+def remedy_of(name: str) -> str:
+    """Return what to do about a library that is missing."""
+    return _REMEDIES.get(name, _REBUILD)
+
+
 def has_fast_bfloat16() -> bool:
     """Return whether PyTorch computes in bfloat16 with instructions for it.
 
@@ -149,7 +154,7 @@ def _wheel_libraries(name: str) -> Iterator[Path]:
 
 def _missing_message(reasons: dict[str, str]) -> str:
     lines = [
-        f"  {name} ({reason}): {CONSEQUENCES[name]}; {_REMEDIES.get(name, _REBUILD)}"
+        f"  {name} ({reason}): {CONSEQUENCES[name]}; {remedy_of(name)}"
         for name, reason in reasons.items()
     ]
     return "some native libraries of amp_ir are missing:\n" + "\n".join(lines)
