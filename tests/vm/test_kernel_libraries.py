@@ -52,6 +52,12 @@ def test_each_kernel_is_in_one_library_and_does_its_own(threads, count, kernels,
         of_part=lambda _part: named(add_half=adding(0.5)), finish=lambda library, _part: library,
     )  # fmt: skip
     assert len(built) == libraries
+    for names, library in built:
+        assert all(library.implements_function(name) for name in names)
+    assert sorted(name for names, _ in built for name in names) == sorted(
+        variable.name_hint for variable in functions
+    )
+    built = [library for _, library in built]
     source, result = torch.arange(float(EXTENT)), torch.empty(EXTENT)
 
     def added(library: tvm.runtime.Module, name: str) -> float:

@@ -29,6 +29,7 @@ from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
 from amp_ir.vm import build as build_stage
+from amp_ir.vm.open_kernels import open_kernels
 
 
 def lower(mod: StepModule, **options: Any) -> PlannedStep:
@@ -125,6 +126,8 @@ def compile_into(
         on_stage=each(seconds_by_stage(seconds), files),
     )
     with stage("vm", planned, seconds_by_stage(seconds)):
+        if not target.is_cuda:
+            planned = open_kernels(planned)
         made = None if cached is None else cached.build(planned, target, device, opt_level)
         if made is None:
             executable = build_stage.build(planned, target, device, opt_level=opt_level)

@@ -22,6 +22,7 @@ from amp_ir.runtime.launch_times import time_launches, time_whole_steps
 from amp_ir.runtime.profile import time_program
 from amp_ir.runtime.program import Program
 from amp_ir.vm import build as build_stage
+from amp_ir.vm.open_kernels import open_kernels
 
 
 def profile_vm_model(
@@ -117,6 +118,7 @@ def _program_on_copies(
     target = target_of(device)
     batch = batch_of(mod, args)
     planned = lower(mod, target=target, **options)
+    planned = planned if target.is_cuda else open_kernels(planned)
     executable = build_stage.build(planned, target, device, opt_level=opt_level)
     program = program_of(executable, planned, mod, mod.copied_state(), device)
     program.check_inputs(batch)

@@ -20,6 +20,7 @@ from amp_ir.ir.target import CompileTarget, cpu
 from amp_ir.standalone import LAUNCH_ADDRESS, SET_LAUNCH
 from amp_ir.vm.kernel_libraries import build_side_by_side
 from amp_ir.vm.library_cache import LibraryCache
+from amp_ir.vm.open_kernels import open_kernels
 from amp_ir.vm.simplify_indices import simplify_indices
 
 # Kernels reach their thread pool through this variable of the compiled module.
@@ -183,28 +184,35 @@ def _compile_in_memory(
     They cannot be exported: each has its own copy of what a shared library has once.
     """
     native.load()
+    step = open_kernels(step)
     with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
         builder, kernels = program_and_kernels(step)
         # Nothing else decides what the machine code does; not how many threads compiled it.
         compiled_for = f"{built_for} at opt_level {opt_level}"
-        library = LIBRARIES.of(
-            kernels, compiled_for, lambda: _build_libraries(kernels, built_for, opt_level)
+        libraries = LIBRARIES.of(
+            kernels, compiled_for, lambda missing: _build_libraries(missing, built_for, opt_level)
         )
-        linked = vm_build._ffi_api.VMLink(builder, built_for, library, [], {})
+        if not libraries:  # TVM's linker needs one
+            libraries = [one for _, one in _build_libraries(kernels, built_for, opt_level)]
+        first, *others = libraries
+        linked = vm_build._ffi_api.VMLink(builder, built_for, first, [], {})
+        for library in others:
+            linked.import_module(library)
         return relax.VMExecutable(linked)
 
 
 def _build_libraries(
     kernels: tvm.IRModule, target: tvm.target.Target, opt_level: int
-) -> tvm.runtime.Module:
-    """Return a library of some of the kernels, which imports those of the others."""
+) -> list[tuple[list[str], tvm.runtime.Module]]:
+    """Return libraries of the kernels, ready to run, each with the names of those in it."""
 
     def finish(library: tvm.runtime.Module, _part: int) -> tvm.runtime.Module:
         # Machine code is made at once, not at the first call, which would be by one thread.
         library.get_function(SET_LAUNCH)
+        _use_openmp(library)
         return library
 
-    libraries = build_side_by_side(
+    return build_side_by_side(
         dict(kernels.functions),
         KERNEL_PIPELINE,
         target,
@@ -212,12 +220,6 @@ def _build_libraries(
         of_part=lambda _part: launch_setter(),
         finish=finish,
     )
-    first, *others = libraries
-    for library in libraries:
-        _use_openmp(library)
-    for library in others:
-        first.import_module(library)
-    return first
 
 
 def _use_openmp(library: tvm.runtime.Module) -> None:

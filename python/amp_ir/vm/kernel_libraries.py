@@ -25,22 +25,25 @@ def build_side_by_side(
     opt_level: int,
     of_part: Callable[[int], Functions],
     finish: Callable[[tvm.runtime.Module, int], T],
-) -> list[T]:
+) -> list[tuple[list[str], T]]:
     """Build libraries of `kernels`, one part per thread of PyTorch's, for a CPU.
 
     Each library also gets the functions that `of_part` makes for its number. `finish` makes the
-    machine code of a library, in the thread that built it, and returns what is returned.
+    machine code of a library, in the thread that built it; what it makes is returned, with the
+    names of the kernels in it.
     """
     count = max(1, min(torch.get_num_threads(), len(kernels) // _LEAST_KERNELS))
     items = list(kernels.items())
 
-    def build(part: int) -> T:
+    def build(part: int) -> tuple[list[str], T]:
         # Neighbours take the same time, so every count-th is as much work as the next part's.
-        own = dict(items[part::count]) | dict(of_part(part))
+        own = dict(items[part::count])
+        names = [variable.name_hint for variable in own]
+        own |= of_part(part)
         # Contexts of TVM are a thread's own.
         with tvm.transform.PassContext(opt_level=opt_level), target:
             library = tvm.tirx.build(tvm.IRModule(own), target=target, pipeline=pipeline)
-        return finish(library, part)
+        return names, finish(library, part)
 
     if count == 1:
         return [build(0)]

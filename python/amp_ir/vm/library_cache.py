@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Library cache: a step with the kernels of one that was compiled before takes its machine code.
+"""Library cache: kernels that were compiled before are taken from where they are.
 
 LLVM takes a large part of a compilation. The same kernels come again when a cell of a notebook
-is run again, a model is rebuilt, or a step is planned within another memory budget. Kernels keep
-nothing between calls, so several executables may share their code.
+is run again, a model is rebuilt, a step is planned within another memory budget, or comes with
+another batch, see open_kernels.py. Kernels keep nothing between calls, so several executables may
+share their code.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -19,45 +20,78 @@ import tvm_ffi
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 
 T = TypeVar("T")
-# Steps whose code is kept: with its IR, that of a small one is some 200 KiB.
-_MOST_STEPS = 16
+# Libraries that are kept: with the IR of its kernels, that of a small step is some 200 KiB.
+_MOST_LIBRARIES = 32
+
+
+@attrs.frozen(eq=False)
+class _Library:
+    content: Any
+    keys: tuple[tvm_ffi.StructuralKey, ...]
 
 
 @attrs.define(eq=False)
 class LibraryCache:
-    """The libraries of the steps that were compiled or found last."""
+    """The libraries of the kernels that were compiled or found last.
 
-    most_steps: int = _MOST_STEPS
+    Each kernel is in one library, so that any of them can be linked together.
+    """
+
+    most_libraries: int = _MOST_LIBRARIES
     _lock: ForkSafeLock = attrs.field(
         factory=lambda: ForkSafeLock("a compiled step was looked up"), init=False
     )
-    _libraries: OrderedDict[tvm_ffi.StructuralKey, Any] = attrs.field(
-        factory=OrderedDict, init=False
-    )
+    _by_kernel: dict[tvm_ffi.StructuralKey, _Library] = attrs.field(factory=dict, init=False)
+    _latest: OrderedDict[int, _Library] = attrs.field(factory=OrderedDict, init=False)
 
-    def of(self, kernels: tvm.IRModule, target: str, build: Callable[[], T]) -> T:
-        """Return the library of these kernels for a target and form, built unless it is here.
+    def of(
+        self,
+        kernels: tvm.IRModule,
+        target: str,
+        build: Callable[[tvm.IRModule], Sequence[tuple[Iterable[str], T]]],
+    ) -> list[T]:
+        """Return libraries that have these kernels, for a target and form.
 
-        Two sets are the same where the kernels of each name are structurally equal: literals are
-        compared by their bits but for NaN's, names of variables and locations are not compared.
+        `build` makes those of the kernels that are in none, and returns each new library with the
+        names of its kernels. Two kernels are the same where names and functions are equal: literals
+        are compared by their bits but for NaN's, names of variables and locations are not compared.
         Threads that ask for the same kernels at once may both build them.
         """
         # Its stub declares the fields, one of which the constructor computes.
-        key = tvm_ffi.StructuralKey([target, kernels])  # type: ignore[call-arg]
+        keys = {
+            variable.name_hint: tvm_ffi.StructuralKey([target, function])  # type: ignore[call-arg]
+            for variable, function in kernels.functions.items()
+        }
+        found: dict[int, T] = {}
+        missing = {}
         with self._lock:
-            found = self._libraries.get(key)
-            if found is not None:
-                self._libraries.move_to_end(key)
-                made: T = found  # what `build` makes depends on the target and form alone
-                return made
-        library = build()
+            for variable, function in kernels.functions.items():
+                library = self._by_kernel.get(keys[variable.name_hint])
+                if library is None:
+                    missing[variable] = function
+                    continue
+                self._latest.move_to_end(id(library))
+                found[id(library)] = library.content
+        if not missing:
+            return list(found.values())
+        made = build(tvm.IRModule(missing, attrs=kernels.attrs))
         with self._lock:
-            self._libraries[key] = library
-            while len(self._libraries) > self.most_steps:
-                self._libraries.popitem(last=False)
-        return library
+            for names, content in made:
+                self._keep(_Library(content, tuple(keys[name] for name in names)))
+        return [*found.values(), *(content for _, content in made)]
+
+    def _keep(self, library: _Library) -> None:
+        if any(key in self._by_kernel for key in library.keys):
+            return  # another thread was first, and a kernel would be in two libraries
+        self._by_kernel |= dict.fromkeys(library.keys, library)
+        self._latest[id(library)] = library
+        while len(self._latest) > self.most_libraries:
+            _, oldest = self._latest.popitem(last=False)
+            for key in oldest.keys:
+                del self._by_kernel[key]
 
     def clear(self) -> None:
         """Forget every library, so that the next step is compiled in full."""
         with self._lock:
-            self._libraries.clear()
+            self._by_kernel.clear()
+            self._latest.clear()

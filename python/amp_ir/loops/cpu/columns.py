@@ -9,6 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.ir.row_loops import ROW
 from amp_ir.loops.codegen.accumulate_blocks import COLUMN_BLOCK, nested
 from amp_ir.loops.codegen.accumulators import Accumulator, ends_of_block
 from amp_ir.loops.codegen.kernel import unflatten_axes
@@ -52,7 +53,7 @@ def _column_block(loops: GroupLoops, outer: list[Any], start: Any, block: int) -
         statements += accumulator.allocate()
     is_long = any(accumulator.wide is not None for accumulator in accumulators)
     columns = nested(
-        [f"r{d}" for d in range(len(extents))], extents, COLUMN_BLOCK if is_long else None
+        [f"{ROW}{d}" for d in range(len(extents))], extents, COLUMN_BLOCK if is_long else None
     )
 
     def visit(offset: Any, lane: Any) -> tuple[tirx.Stmt, bool]:

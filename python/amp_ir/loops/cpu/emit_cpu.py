@@ -13,6 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.ir.row_loops import ROW
 from amp_ir.loops.codegen.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_axes
 from amp_ir.loops.codegen.loop_domain import loop_domain
 from amp_ir.loops.codegen.statements import sequence
@@ -54,7 +55,7 @@ def _rows_kernel(loops: GroupLoops) -> tirx.Stmt:
         return single_row_kernel(loops)
     if loops.group.column:
         return summed_rows_kernel(loops, rows)
-    row = tirx.Var("row", "int32")
+    row = tirx.Var(ROW, "int32")
     body = sequence(loops.row_body(unflatten_axes(row, loops.row_axes)))
     is_parallel = loops.domain.size > GRAIN and rows > 1
     return For(row, 0, rows, ForKind.PARALLEL if is_parallel else ForKind.SERIAL, body)

@@ -11,6 +11,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.ir.row_loops import ROW
 from amp_ir.loops.codegen.accumulate_blocks import COLUMN_BLOCK, Loop
 from amp_ir.loops.codegen.kernel import unflatten_axes
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
@@ -29,7 +30,7 @@ def summed_rows_kernel(loops: GroupLoops, rows: int) -> tirx.Stmt:
     share = -(-rows // ROW_PARTS) if is_parallel else rows
     place = (-(-rows // share), tirx.Var("part", "int32"))
     count = None if rows % share == 0 else tirx.min(share, rows - place[1] * share)
-    row, extent = Loop("row", share, count), loops.domain.columns
+    row, extent = Loop(ROW, share, count), loops.domain.columns
     sums = [
         ColumnSums.declare(value, place, extent, share)
         for value in loops.group.column

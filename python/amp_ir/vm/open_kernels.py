@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels whose outer extents are arguments: a step of another shape takes their machine code.
+
+A step with a smaller batch or shorter sequences differs from the first one in how many rows its
+kernels have, and in where a row stands in a tensor: numbers outside of the loops over a row's
+elements. Opened, these are int32 parameters, and the virtual machine passes them at each call. The
+loops over a row's elements keep their extents, so LLVM vectorises them as before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import tvm
+import tvm_ffi
+from tvm import relax, sym, tirx
+from tvm.ir import Range, TensorLoad
+from tvm.tirx import For, ForKind
+
+from amp_ir.ir.memory_plan import PlannedStep
+from amp_ir.ir.row_loops import is_over_rows
+
+# Elements of every tensor of an opened kernel, as far as TVM knows: its real size may change.
+_ANY_SIZE = 2**31 - 1
+# Compared by `type(...) in`, since `isinstance` is slow for TVM's classes.
+_BINARY = (
+    tirx.Add, tirx.Sub, tirx.Mul, tirx.FloorDiv, tirx.FloorMod, tirx.Min, tirx.Max,
+)  # fmt: skip
+# What takes the bits of a number apart.
+_TAKES_APART = (
+    tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod, tirx.BitwiseAnd, tirx.BitwiseOr,
+    tirx.BitwiseXor, tirx.LShift, tirx.RShift,
+)  # fmt: skip
+_OPENED = re.compile("kernel_[0-9a-f]{16}_*")
+# Rows that are added up one after the other: a loop of this extent is not one over a shape.
+_BLOCK = 16
+
+
+def open_kernels(step: PlannedStep) -> PlannedStep:
+    """Return the step with opened kernels, named after what they are.
+
+    Before:  kernel_3(x, y)                     # for row in parallel(1024): ...
+    After:   kernel_0c5e...(x, y, 1024)         # for row in parallel(n0): ...
+
+    Requires: the output of `plan_memory` for a CPU.
+    Ensures:  each element is computed by the same arithmetic; kernels that are equal but for outer
+              extents, of this step and others, have one name.
+    """
+    if is_opened(step):
+        return step
+    opened: dict[tvm.ir.GlobalVar, tuple[tvm.ir.GlobalVar, list[int]]] = {}
+    functions: dict[tvm.ir.GlobalVar, Any] = {}
+    made: dict[str, tuple[tvm.ir.GlobalVar, tirx.PrimFunc]] = {}
+    for variable, function in step.ir.functions.items():
+        if isinstance(function, tirx.PrimFunc):
+            body, values = opened_kernel(function)
+            opened[variable] = _named(body, variable, made), values
+    functions = dict(made.values())
+    for variable, function in step.ir.functions.items():
+        if not isinstance(function, tirx.PrimFunc):
+            functions[variable] = _with_extents(function, opened)
+    names = {old.name_hint: new.name_hint for old, (new, _) in opened.items()}
+    calls = tuple(
+        attrs.evolve(call, symbol=names.get(call.symbol, call.symbol)) for call in step.plan.calls
+    )
+    return attrs.evolve(
+        step, ir=tvm.IRModule(functions), plan=attrs.evolve(step.plan, calls=calls)
+    )
+
+
+def is_opened(step: PlannedStep) -> bool:
+    """Return whether the kernels are named after what they are."""
+    kernels = (v for v, f in step.ir.functions.items() if isinstance(f, tirx.PrimFunc))
+    return all(_OPENED.fullmatch(one.name_hint) for one in kernels)
+
+
+def _named(
+    function: tirx.PrimFunc,
+    like: tvm.ir.GlobalVar,
+    made: dict[str, tuple[tvm.ir.GlobalVar, tirx.PrimFunc]],
+) -> tvm.ir.GlobalVar:
+    """Return the variable of the function, whose name is its hash; equal functions share it."""
+    function = function.without_attr("global_symbol")
+    name = f"kernel_{tvm_ffi.structural_hash(function) & (2**64 - 1):016x}"
+    while name in made:
+        other = made[name][1].without_attr("global_symbol")
+        if tvm_ffi.structural_equal(other, function):
+            return made[name][0]
+        name += "_"  # two kernels with one hash
+    variable = tvm.ir.GlobalVar(name)
+    relax.expr._update_type(variable, like.ty)
+    made[name] = variable, function.with_attr("global_symbol", name)
+    return variable
+
+
+def _with_extents(
+    function: relax.Function, opened: dict[tvm.ir.GlobalVar, tuple[tvm.ir.GlobalVar, list[int]]]
+) -> relax.Function:
+    """Return the function with calls of opened kernels."""
+
+    def renewed(call: relax.Call) -> relax.Call:
+        if not isinstance(call.op, tvm.ir.GlobalVar) or call.op not in opened:
+            return call
+        kernel, values = opened[call.op]
+        arguments = [*call.args, *map(relax.prim_value, values)]
+        new = relax.Call(kernel, arguments, call.attrs, call.ty_args, call.span)
+        relax.expr._update_type(new, call.ty)
+        return new
+
+    return tvm_ffi.structural_map(function, (relax.Call, renewed))
+
+
+def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
+    """Return a kernel with parameters for its outer extents, and their values.
+
+    Opened are the extents of loops over rows, and of parallel ones, and the numbers in the indices
+    of their variables. Not the length of a block of a sum, which is the same nearly always, and not
+    the length of a row, which says how elements are aligned.
+
+    LLVM 22 may compile a loop of unknown extent wrongly that reads at its counter modulo a power
+    of two (https://github.com/llvm/llvm-project/issues/191382: the check that 8 counters in a row
+    are one vector is lost where the loop has another such check). A modulus that is a parameter
+    is no power of two to LLVM. Where a constant one is left, only parallel loops are opened: their
+    threads' parts begin at unknown counters, which those wrong proofs need to know.
+    """
+    opening = _Opening(kernel)
+    body = opening.run()
+    if opening.is_doubtful(body):
+        opening = _Opening(kernel, parallel_only=True)
+        body = opening.run()
+    parameters = {one: _of_any_size(one) for one in kernel.params if _is_tensor(one)}
+    body = tvm_ffi.structural_map(body, (tirx.Var, lambda one: parameters.get(one, one)))
+    params = [parameters.get(one, one) for one in kernel.params]
+    values = opening.values
+    made = tirx.PrimFunc([*params, *values.values()], body, kernel.ret_type, kernel.attrs)
+    return made, list(values)
+
+
+def _is_tensor(parameter: tirx.Var) -> bool:
+    return isinstance(parameter.ty, tirx.BufferType)
+
+
+def _of_any_size(tensor: tirx.Var) -> tirx.Var:
+    return tirx.decl_buffer((_ANY_SIZE,), str(tensor.ty.dtype), tensor.name)
+
+
+class _Opening:
+    """One kernel while it is opened; `values` has the parameter of each number."""
+
+    def __init__(self, kernel: tirx.PrimFunc, *, parallel_only: bool = False) -> None:
+        self.values: dict[int, tirx.Var] = {}
+        self._kernel = kernel
+        self._parallel_only = parallel_only
+        self._analyzer = sym.Analyzer()
+        # The variables of outer loops, and of those whose extent is unknown to one thread.
+        self._rows: set[tirx.Var] = set()
+        self._counters: set[tirx.Var] = set()
+
+    def run(self) -> tirx.Stmt:
+        """Return the body with numbers replaced by parameters."""
+        callbacks: list[tuple[Any, Callable[..., Any]]] = [(For, self._loop)]
+        if not self._parallel_only:
+            callbacks.append((_BINARY, self._expression))
+        return tvm_ffi.structural_mutate(self._kernel.body, callbacks)
+
+    def _loop(self, loop: For, mutator: Any) -> For:
+        is_parallel = loop.kind == ForKind.PARALLEL
+        is_outer = is_parallel or (not self._parallel_only and is_over_rows(loop))
+        extent = loop.extent
+        self._analyzer.bind(loop.loop_var, Range.from_min_extent(loop.min, extent))
+        if is_outer:
+            self._rows.add(loop.loop_var)
+            if not is_parallel:
+                self._counters.add(loop.loop_var)
+            if _is_number(extent) and (is_parallel or int(extent) != _BLOCK):
+                extent = self._opened(extent)
+        if not _is_number(loop.extent):
+            extent = mutator.mutate(extent)
+        body = mutator.mutate(loop.body)
+        return For(loop.loop_var, loop.min, extent, loop.kind, body, annotations=loop.annotations)
+
+    def _expression(self, found: Any, mutator: Any) -> Any:
+        """Open a number computed from rows alone; leave a row's length a number."""
+        if not self._is_of_rows(found):
+            return mutator.default_mutate(found)
+        if type(found) is tirx.Mul and _is_number(found.b):
+            return self._opened(found.a) * found.b
+        return self._opened(found)
+
+    def _is_of_rows(self, found: Any) -> bool:
+        kind = type(found)
+        if kind in _BINARY:
+            return self._is_of_rows(found.a) and self._is_of_rows(found.b)
+        return found in self._rows if kind is tirx.Var else _is_number(found)
+
+    def _opened(self, found: Any) -> Any:
+        kind = type(found)
+        if kind is tirx.IntImm:
+            return self._parameter(int(found)) if abs(int(found)) > 1 else found
+        if kind not in _BINARY:
+            return found
+        a, b = self._opened(found.a), self._opened(found.b)
+        if kind in (tirx.FloorDiv, tirx.FloorMod) and self._is_positive(found):
+            # Of an unknown sign they would be several instructions.
+            return tirx.truncdiv(a, b) if kind is tirx.FloorDiv else tirx.truncmod(a, b)
+        return kind(a, b)
+
+    def _is_positive(self, division: Any) -> bool:
+        bound = self._analyzer.const_int_bound
+        return bound(division.a).min_value >= 0 and bound(division.b).min_value > 0
+
+    def _parameter(self, number: int) -> tirx.Var:
+        name = f"n{len(self.values)}"
+        return self.values.setdefault(number, tirx.Var(name, "int32"))
+
+    def is_doubtful(self, body: tirx.Stmt) -> bool:
+        """Return whether a counter of an unknown extent is taken apart by a known number."""
+        if not self._counters:
+            return False
+        taken: list[Any] = []
+        bound: dict[tirx.Var, Any] = {}
+        callbacks = [
+            (_TAKES_APART, lambda one: taken.append(one.a) if _is_number(one.b) else None),
+            (tirx.Cast, lambda one: taken.append(one.value) if _is_narrow(one.ty) else None),
+            (tirx.Bind, lambda one: bound.update({one.var: one.value})),
+        ]
+        tvm_ffi.structural_walk(body, callbacks, order="pre")
+        known: dict[tirx.Var, bool] = {one: True for one in self._counters}
+
+        def is_counter(variable: tirx.Var) -> bool:
+            if variable not in known:
+                known[variable] = variable in bound and is_computed(bound[variable])
+            return known[variable]
+
+        def is_computed(expression: Any) -> bool:
+            return any(is_counter(one) for one in _variables_of(expression))
+
+        return any(is_computed(one) for one in taken)
+
+
+def _is_number(found: Any) -> bool:
+    return type(found) is tirx.IntImm and str(found.ty) == "int32"
+
+
+def _is_narrow(type_: Any) -> bool:
+    return str(type_) in ("int8", "uint8", "int16", "uint16", "bool")
+
+
+def _variables_of(expression: Any) -> list[tirx.Var]:
+    """Return the variables of an expression, but for those in what is loaded."""
+    found: list[tirx.Var] = []
+    own = tvm_ffi.structural_map(expression, (TensorLoad, lambda load: tirx.const(0, load.ty)))
+    tvm_ffi.structural_walk(own, (tirx.Var, found.append))
+    return found
