@@ -66,9 +66,7 @@ def open_kernels(step: PlannedStep) -> PlannedStep:
     calls = tuple(
         attrs.evolve(call, symbol=names.get(call.symbol, call.symbol)) for call in step.plan.calls
     )
-    return attrs.evolve(
-        step, ir=tvm.IRModule(functions), plan=attrs.evolve(step.plan, calls=calls)
-    )
+    return attrs.evolve(step, ir=tvm.IRModule(functions), plan=attrs.evolve(step.plan, calls=calls))
 
 
 def is_opened(step: PlannedStep) -> bool:
@@ -116,15 +114,16 @@ def _with_extents(
 def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     """Return a kernel with parameters for its outer extents, and their values.
 
-    Opened are the extents of loops over rows, and of parallel ones, and the numbers in the indices
-    of their variables. Not the length of a block of a sum, which is the same nearly always, and not
-    the length of a row, which says how elements are aligned.
+    Opened are the extents of loops over rows of vectors, and of parallel loops, and the numbers in
+    the indices of their variables. Not the length of a block of a sum, which is the same nearly
+    always, and not the length of a row, which says how elements are aligned.
 
     LLVM 22 may compile a loop of unknown extent wrongly that reads at its counter modulo a power
     of two (https://github.com/llvm/llvm-project/issues/191382: the check that 8 counters in a row
-    are one vector is lost where the loop has another such check). A modulus that is a parameter
-    is no power of two to LLVM. Where a constant one is left, only parallel loops are opened: their
-    threads' parts begin at unknown counters, which those wrong proofs need to know.
+    are one vector is lost where the loop has another such check). It does not vectorise loops that
+    contain vectors. A modulus that is a parameter is no power of two to LLVM; where a known one is
+    left, only parallel loops are opened: their threads' parts begin at unknown counters, of which
+    that wrong proof knows too little, whether the extent is known or not.
     """
     opening = _Opening(kernel)
     body = opening.run()
@@ -168,7 +167,7 @@ class _Opening:
 
     def _loop(self, loop: For, mutator: Any) -> For:
         is_parallel = loop.kind == ForKind.PARALLEL
-        is_outer = is_parallel or (not self._parallel_only and is_over_rows(loop))
+        is_outer = is_parallel or (not self._parallel_only and _is_of_vectors(loop))
         extent = loop.extent
         self._analyzer.bind(loop.loop_var, Range.from_min_extent(loop.min, extent))
         if is_outer:
@@ -247,6 +246,15 @@ def _is_number(found: Any) -> bool:
 
 def _is_narrow(type_: Any) -> bool:
     return str(type_) in ("int8", "uint8", "int16", "uint16", "bool")
+
+
+def _is_of_vectors(loop: For) -> bool:
+    """Return whether a loop over rows contains vectors of elements."""
+    if not is_over_rows(loop):
+        return False
+    kinds: list[Any] = []
+    tvm_ffi.structural_walk(loop.body, (For, lambda one: kinds.append(one.kind)))
+    return ForKind.VECTORIZED in kinds
 
 
 def _variables_of(expression: Any) -> list[tirx.Var]:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels whose outer extents are arguments: the same elements, for every shape."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from tvm import tirx
+from tvm.script import tirx as T
+from tvm.tirx import For, ForKind
+
+import amp_ir
+from amp_ir import pipeline
+from amp_ir.ir.target import cpu
+from amp_ir.vm import build as build_stage
+from amp_ir.vm.open_kernels import open_kernels, opened_kernel
+from relax_functions import assert_ir_equal
+
+# What LLVM may assume about a loop is not what this option lets it check at run time.
+UNCHECKED = ["-vectorize-scev-check-threshold:uint=0"]
+
+
+def copying(
+    rows: int,
+    columns: int,
+    place: Any,
+    *,
+    name: str = "row",
+    kind: Any = ForKind.SERIAL,
+    inner: Any = ForKind.VECTORIZED,
+) -> tirx.PrimFunc:
+    """A kernel y[row, column] = x[place(row, column)] over `rows` rows."""
+    x = tirx.decl_buffer((rows * columns,), "float32", "x")
+    y = tirx.decl_buffer((rows * columns,), "float32", "y")
+    row, column = tirx.Var(name, "int32"), tirx.Var("tail", "int32")
+    store = tirx.BufferStore(y, tirx.BufferLoad(x, [place(row, column)]), [row * columns + column])
+    body = For(row, 0, rows, kind, For(column, 0, columns, inner, store))
+    return tirx.PrimFunc([x, y], body).with_attr("tirx.noalias", True)
+
+
+def library_of(functions: dict[str, tirx.PrimFunc], options: Any = ()) -> tvm.runtime.Module:
+    target = {"kind": "llvm", "mcpu": cpu().arch}
+    built_for = tvm.target.Target(target | ({"cl-opt": list(options)} if options else {}))
+    named = {name: one.with_attr("global_symbol", name) for name, one in functions.items()}
+    with built_for:
+        return tvm.tirx.build(
+            tvm.IRModule(named), target=built_for, pipeline=build_stage.KERNEL_PIPELINE
+        )
+
+
+def test_extents_and_numbers_of_rows_are_parameters_and_those_of_a_row_stay():
+    kernel = copying(1024, 4, lambda row, column: row // 128 % 8 * 4 + column)
+
+    # fmt: off
+    @T.prim_func(private=True)
+    def expected(x: T.Buffer((2147483647,), "float32"), y: T.Buffer((2147483647,), "float32"),
+                 n0: T.int32, n1: T.int32, n2: T.int32):
+        T.func_attr({"tirx.noalias": True})
+        for row in range(n0):
+            for tail in T.vectorized(4):
+                y[row * 4 + tail] = x[T.truncmod(T.truncdiv(row, n1), n2) * 4 + tail]
+    # fmt: on
+
+    opened, values = opened_kernel(kernel)
+    assert values == [1024, 128, 8]
+    assert_ir_equal(tvm.IRModule({"k": opened}), tvm.IRModule({"k": expected}))
+
+
+def test_kernels_of_another_batch_have_one_name_and_other_arguments():
+    def kernels(rows: int) -> tuple[set[str], set[str]]:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        mod, _ = amp_ir.trace_step(step, (torch.ones(rows, 64),), model=model, optimizer=optimizer)
+        step_ir = open_kernels(pipeline.lower(mod)).ir
+        names = {v.name_hint for v in step_ir.functions if v.name_hint != "main"}
+        return names, set(re.findall(r"(kernel_\w+)\(", step_ir["main"].script()))
+
+    (first, called), (second, _) = kernels(768), kernels(512)
+    assert first == called
+    # What is left divides by the number of elements, or has another one of its own.
+    assert len(first & second) >= len(first) - 2
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "count", "wanted"),
+    [
+        ({}, lambda r, c: r % 4, 2, lambda r, c: r % 4),
+        ({}, lambda r, c: (r * 2 + c) % 4, 0, lambda r, c: (r * 2 + c) % 4),
+        ({}, lambda r, c: tirx.bitwise_and(r, 3), 0, lambda r, c: r % 4),
+        ({}, lambda r, c: _through("int8", r), 0, lambda r, c: r),
+        ({"inner": ForKind.SERIAL}, lambda r, c: r % 4, 0, lambda r, c: r % 4),
+        ({"name": "item"}, lambda r, c: r % 4, 0, lambda r, c: r % 4),
+        ({"kind": ForKind.PARALLEL}, lambda r, c: (r * 2 + c) % 4, 1, lambda r, c: (r * 2 + c) % 4),
+    ],
+    ids=["parameter", "with a column", "bits", "narrow", "no vectors", "no row", "parallel"],
+)
+def test_a_counter_that_is_taken_apart_by_a_known_number_keeps_its_extent(
+    options: dict[str, Any], place: Any, count: int, wanted: Any
+):
+    """Else LLVM reads 8 neighbours for 8 counters modulo 4 (llvm/llvm-project#191382)."""
+    opened, values = opened_kernel(copying(40, 2, place, **options))
+    assert len(values) == count
+    x, y = np.arange(80, dtype="float32"), tvm.runtime.tensor(np.zeros(80, "float32"))
+    library_of({"k": opened})["k"](tvm.runtime.tensor(x), y, *values)
+    assert np.array_equal(y.numpy(), x[wanted(*np.divmod(np.arange(80), 2))])
+
+
+def _through(dtype: str, x: Any) -> Any:
+    return tirx.Cast("int32", tirx.Cast(dtype, x))
+
+
+def resized(dtype: torch.dtype) -> pipeline.StepModule:
+    """The gradient of a bicubic resizing, which reads tables at the row modulo 4."""
+
+    def step(x):
+        x = x.detach().requires_grad_()
+        torch.nn.functional.interpolate(x, size=(6, 4), mode="bicubic").square().sum().backward()
+        return x.grad
+
+    mod, _ = amp_ir.trace_step(
+        step, (torch.ones(2, 3, 4, 5, dtype=dtype),), model=torch.nn.Flatten()
+    )
+    return mod
+
+
+def code_of(kernels: dict[str, tirx.PrimFunc], options: Any = ()) -> list[str]:
+    """Return LLVM's code, without the lines that name the target."""
+    lines = library_of(kernels, options).inspect_source("ll").splitlines()
+    return [line for line in lines if not line.startswith("!")]
+
+
+def test_no_kernel_of_a_resizing_rests_on_checks_that_llvm_loses():
+    """The code is that of a vectoriser that checks nothing while a kernel runs."""
+    planned = pipeline.lower(resized(torch.float32))
+
+    def kernels_of(step: Any) -> dict[str, tirx.PrimFunc]:
+        return {v.name_hint: f for v, f in step.ir.functions.items() if v.name_hint != "main"}
+
+    def forced(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+        """The kernel with an outer loop of unknown extent, whatever it contains."""
+        loop, n = kernel.body, tirx.Var("n", "int32")
+        body = For(loop.loop_var, loop.min, n, loop.kind, loop.body)
+        return tirx.PrimFunc([*kernel.params, n], body, attrs=kernel.attrs)
+
+    kernels = kernels_of(open_kernels(planned))
+    assert len(kernels) >= 3
+    assert code_of(kernels) == code_of(kernels, UNCHECKED)
+    wrong = {name: forced(kernel) for name, kernel in kernels_of(planned).items()}
+    assert code_of(wrong) != code_of(wrong, UNCHECKED)
