@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", help="parts of the names to run; all by default")
+    parser.add_argument("names", nargs="*", help="parts of names or kinds; all by default")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="one dtype only")
     parser.add_argument("--again", action="store_true", help="also what has a row")
     parser.add_argument(
@@ -74,7 +74,11 @@ def _keys(name: str) -> list[tuple[str, str]]:
 def _names(parts: Sequence[str]) -> list[str]:
     from benchmarks.programs.listed import PROGRAMS  # noqa: PLC0415 - takes seconds
 
-    return [name for name in PROGRAMS if not parts or any(one in name for one in parts)]
+    return [
+        name
+        for name, program in PROGRAMS.items()
+        if not parts or any(one in name or one in program.kind for one in parts)
+    ]
 
 
 def read_rows(file: Path) -> dict[tuple[str, str], Row]:

@@ -21,8 +21,8 @@ _IMAGES: dict[str, dict[str, Any]] = {
     "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
                "layer_type": "bottleneck"},
     "RegNet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
-    "MobileNetV1": {"depth_multiplier": 0.25},
-    "MobileNetV2": {"depth_multiplier": 0.25},
+    "MobileNetV1": {"depth_multiplier": 0.25, "lr": 0.002},
+    "MobileNetV2": {"depth_multiplier": 0.25, "lr": 0.002},
     "MobileViT": {"hidden_sizes": [16, 16, 16], "neck_hidden_sizes": [8, 8, 8, 8, 8, 8, 16],
                   "num_attention_heads": 2, "patch_size": 2},
     "EfficientNet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
@@ -37,6 +37,8 @@ _IMAGES: dict[str, dict[str, Any]] = {
     "Levit": {"hidden_sizes": [16, 16, 16], "num_attention_heads": [2, 2, 2],
               "key_dim": [4, 4, 4], "depths": [1, 1, 1], "image_size": 64, "patch_size": 16},
 }  # fmt: skip
+# Their last maps are a pixel of an image of 32 x 32, and BatchNorm needs more values.
+_LARGE = ("Levit", "MobileNetV1", "MobileNetV2")
 _SOUND: dict[str, str] = {
     "Wav2Vec2": "Wav2Vec2ForCTC", "Hubert": "HubertForCTC", "WavLM": "WavLMForCTC",
     "UniSpeech": "UniSpeechForCTC", "Data2VecAudio": "Data2VecAudioForCTC", "SEW": "SEWForCTC",
@@ -48,7 +50,7 @@ _SOUND_OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _classes_of_levit(k: int) -> dict[str, Any]:
+def _large_images(k: int) -> dict[str, Any]:
     return {"pixel_values": normal(k, ROWS, 3, 64, 64), "labels": integers(k, 3, ROWS)}
 
 
@@ -102,7 +104,7 @@ PROGRAMS: list[Program] = [
     *(
         transformer(
             name, f"{name}Config", f"{name}ForImageClassification",
-            _classes_of_levit if name == "Levit" else images, kind="images", **options,
+            _large_images if name in _LARGE else images, kind="images", **options,
         )
         for name, options in _IMAGES.items()
     ),

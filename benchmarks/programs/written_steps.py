@@ -106,17 +106,18 @@ def wgan(precision: Precision) -> Made:
     makes, judges = sgd(generator), sgd(critic)
 
     def step(real: torch.Tensor, noise: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-        fake = generator(noise)
-        between = (mix * real + (1 - mix) * fake.detach()).requires_grad_(True)
-        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-        penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
         with precision():
+            fake = generator(noise)
+            between = (mix * real + (1 - mix) * fake.detach()).requires_grad_(True)
+            (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+            penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
             loss = critic(fake.detach()).mean() - critic(real).mean()
         loss = loss + 10 * penalty
         loss.backward()
         judges.step()
         judges.zero_grad()
-        made = -critic(generator(noise)).mean()
+        with precision():
+            made = -critic(generator(noise)).mean()
         made.backward()
         makes.step()
         makes.zero_grad()

@@ -37,6 +37,7 @@ from amp_ir.api import (
 )
 from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
 from amp_ir.capture.call_arguments import call_arguments
+from amp_ir.host.logs import show_topics
 from amp_ir.inference.convert import convert_model
 from amp_ir.inference.converted_model import ConvertedModel
 from amp_ir.inference.model_file import load, save
@@ -66,6 +67,8 @@ from amp_ir.verification.verify import verify
 from amp_ir.version import VERSION
 
 __version__ = VERSION
+
+show_topics()
 
 __all__ = [
     "CastPlan",

@@ -32,6 +32,7 @@ from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.ir.target import target_of
 from amp_ir.replay.overflow import Overflow
 from amp_ir.replay.watch import Watch
+from amp_ir.report.live_stage import live_stage
 from amp_ir.report.step_name import step_name
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.overflow_log import OverflowLog
@@ -326,13 +327,8 @@ class JitStep:
                 return variant
         why = self._variants.why_none(signature)
         started = time.perf_counter()
-        options = self._options(signature)
-        mod = self._trace(options, batch)
-        proven = None
-        if self._buckets is not None and padded is not None and self._buckets.needs_proof(padded):
-            proven = self._buckets.prove(mod, functools.partial(self._trace, options), padded)
-        captured = self._cast(mod, signature, batch)
-        compiled = captured.compile()
+        with live_stage(self._name):
+            captured, compiled, proven = self._made(signature, batch, padded)
         self._changing_arguments.add(signature)
         seconds = time.perf_counter() - started
         self._compile_seconds = seconds
@@ -342,6 +338,18 @@ class JitStep:
         for note in compiled.module.notes:
             log.info("%s", note)
         return variant
+
+    def _made(
+        self, signature: CallSignature, batch: tuple[Any, ...], padded: PaddedBatch | None
+    ) -> tuple[Captured[CallSignature], CompiledStep, PaddedProgram | None]:
+        """Capture and compile for a call; the padding of a padded one is proven before."""
+        options = self._options(signature)
+        mod = self._trace(options, batch)
+        proven = None
+        if self._buckets is not None and padded is not None and self._buckets.needs_proof(padded):
+            proven = self._buckets.prove(mod, functools.partial(self._trace, options), padded)
+        captured = self._cast(mod, signature, batch)
+        return captured, captured.compile(), proven
 
     def _capture(self, signature: CallSignature, batch: tuple[Any, ...]) -> Captured[CallSignature]:
         return self._cast(self._trace(self._options(signature), batch), signature, batch)

@@ -12,6 +12,7 @@ import torch
 
 import amp_ir
 from amp_ir import cli
+from amp_ir.commands import demo as demo_command
 from amp_ir.demo import comparison as measured
 from amp_ir.demo import low_dtype
 from amp_ir.demo.comparison import Comparison, Variant, compare
@@ -123,7 +124,7 @@ def test_an_interrupt_ends_the_command_quietly(
     def interrupted(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "compare", interrupted)
+    monkeypatch.setattr(demo_command, "compare", interrupted)
     assert cli.main(["demo", "mlp", "--small"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from amp_ir.api.replay import overflow_finder
 from amp_ir.distributed.contract import contract_of
 from amp_ir.distributed.exchange import Exchange
 from amp_ir.errors import OptionError
+from amp_ir.host.logs import logger_of
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
 from amp_ir.ir.built_step import BuiltStep
@@ -23,6 +25,7 @@ from amp_ir.ir.options import check_budget, check_module, check_opt_level, check
 from amp_ir.ir.stages import Stage, each, seconds_by_stage, stage
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import CompileTarget, target_of
+from amp_ir.report.live_stage import live_stage
 from amp_ir.report.program_text import program_text
 from amp_ir.report.stage_files import current_stage_files
 from amp_ir.runtime.arena import Arena
@@ -30,6 +33,24 @@ from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
 from amp_ir.vm import build as build_stage
 from amp_ir.vm.open_kernels import open_kernels
+
+_plan, _dispatch, _memory = map(logger_of, ("plan", "dispatch", "memory"))
+
+
+def log_compiled(mod: StepModule, report: CompileReport) -> None:
+    """Log what AMP_IR_LOG shows of a compiled step, a short line each."""
+    if mod.plan is not None and _plan.isEnabledFor(logging.INFO):
+        for line in mod.plan.summary().splitlines()[:2]:
+            _plan.info("%s", line)
+    for note in report.dispatched:
+        _dispatch.info("%s", note)
+    plan = report.plan
+    parts = {
+        "arena": plan.arena_bytes, "state": plan.state_bytes, "batch": plan.batch_bytes,
+        "results": plan.result_bytes, "libraries": plan.library_bytes,
+    }  # fmt: skip
+    text = ", ".join(f"{name} {nbytes / 2**20:.2f}" for name, nbytes in parts.items() if nbytes)
+    _memory.info("peak %.2f MiB: %s", plan.peak_bytes / 2**20, text)
 
 
 def lower(mod: StepModule, **options: Any) -> PlannedStep:
@@ -77,14 +98,15 @@ def compile_step(
         OutOfMemoryError: this machine does not have the memory.
         IndexOutOfRangeError: an index is out of range whatever the batch is.
     """
-    return compile_into(
-        Arena(),
-        mod,
-        device=device,
-        opt_level=opt_level,
-        rounding=rounding,
-        memory_budget=memory_budget,
-    )
+    with live_stage("the step"):
+        return compile_into(
+            Arena(),
+            mod,
+            device=device,
+            opt_level=opt_level,
+            rounding=rounding,
+            memory_budget=memory_budget,
+        )
 
 
 @paused_garbage_collection()
@@ -179,6 +201,7 @@ def _step_of(
 ) -> CompiledStep:
     options = dict(report.options)
     finder = overflow_finder(mod, program, options["rounding"])
+    log_compiled(mod, report)
     return CompiledStep(mod, program, report, _text(mod, target, options), finder)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -36,10 +37,39 @@ class Running:
     program: Any = None
 
 
+@attrs.define
+class StageWatch:
+    """The name of the stage that runs, for who shows it from another thread."""
+
+    name: str = "begins"
+
+
+_watch: contextvars.ContextVar[StageWatch | None] = contextvars.ContextVar(
+    "amp_ir_stage_watch", default=None
+)
+
+
+def watched() -> StageWatch | None:
+    """Return the watch that is told of this thread's stages."""
+    return _watch.get()
+
+
+@contextlib.contextmanager
+def watching(watch: StageWatch) -> Iterator[None]:
+    """Tell `watch` the stages inside of the block."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
 @contextlib.contextmanager
 def stage(name: str, before: Any, on_stage: OnStage | None) -> Iterator[Running]:
     """Run a stage, and hand `on_stage` its record; nothing is handed over where it raises."""
-    running = Running()
+    running, watch = Running(), _watch.get()
+    if watch is not None:
+        watch.name = name
     started = time.perf_counter()
     yield running
     if on_stage is not None:

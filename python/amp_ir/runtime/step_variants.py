@@ -5,24 +5,24 @@ A program is valid for calls of one signature (structure, shapes, dtypes), for t
 among their arguments, and while its guards hold. Programs whose guards fail at the moment are
 kept: training and evaluation, or the steps of an accumulation, alternate.
 
-As PyTorch does, it reports compiles through `logging` at INFO (`logger` "amp_ir"), and warns
-(WARNING) only when compiles do not stop.
+As PyTorch does, it reports compiles through `logging` at INFO (the logger "amp_ir.recompiles"), and
+warns (WARNING) only when compiles do not stop.
 """
 
 from __future__ import annotations
 
 import collections
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 
+from amp_ir.host.logs import logger_of
 from amp_ir.ir.step_module import StepHooks
 from amp_ir.runtime.step import CompiledStep
 
-log = logging.getLogger("amp_ir")
+log = logger_of("recompiles")
 
 # What torch.compile allows too. Four switches that users turn make eight programs: training or
 # evaluation, frozen or not, gradients there or not.
