@@ -62,6 +62,7 @@ from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.runtime.step import CompiledStep
+from amp_ir.verification.error_report import ErrorReport, error_report
 from amp_ir.verification.verification import Verification
 from amp_ir.verification.verify import verify
 from amp_ir.version import VERSION
@@ -75,6 +76,7 @@ __all__ = [
     "CompiledStep",
     "ConvertedModel",
     "CustomTypeHint",
+    "ErrorReport",
     "Examination",
     "KernelProfile",
     "MemoryReport",
@@ -95,6 +97,7 @@ __all__ = [
     "call_arguments",
     "compile",
     "convert_model",
+    "error_report",
     "errors",
     "examine",
     "explain_plan",

@@ -11,6 +11,7 @@
                                   [--state state.npz] [--libraries cublaslt] [--dump-ir DIR]
     amp-ir verify bert1|train.py [--amp-dtype bfloat16] [--seeds 3] [--max-ratio 1.5]
                                  [--json FILE] [--html FILE]
+    amp-ir errors bert1|train.py [--amp-dtype bfloat16] [--seconds 60] [--json FILE] [--html FILE]
     amp-ir plan save bert1|train.py [--out plan.json]
     amp-ir plan diff old.json new.json [--fail-on-change]
     amp-ir doctor [--json doctor.json]
@@ -30,6 +31,7 @@ import amp_ir
 from amp_ir.commands.compile import add_compile
 from amp_ir.commands.demo import add_demo
 from amp_ir.commands.doctor import add_doctor
+from amp_ir.commands.errors import add_errors
 from amp_ir.commands.examine import add_examine
 from amp_ir.commands.explain import add_explain
 from amp_ir.commands.measure import add_profile, add_report
@@ -76,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         add_report,
         add_compile,
         add_verify,
+        add_errors,
         add_plan,
         add_doctor,
     ):

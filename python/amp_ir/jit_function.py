@@ -226,6 +226,11 @@ def _jitted(
             f"on_overflow={on_overflow!r} runs a skipped step again on one rank alone, and this "
             "one exchanges gradients with others; leave it out"
         )
+    if watch is not None and ranks is not None and ranks.exchanges:
+        raise OptionError(
+            "watch= runs another program every so many steps, and the ranks that exchange "
+            "gradients must all run the same one; leave it out"
+        )
     trace.check_training(step, captured, optimizer, scaler)
     return JitStep(
         step,
