@@ -75,7 +75,7 @@ def import_step(
             mod = mod.with_ir(start_collectives(mod.ir))
             running.program = mod.ir
     with stage("loss_scaling", mod.ir, on_stage) as running:
-        degrees = check_scale_degrees(mod)
+        degrees = check_scale_degrees(mod, unroll_loops)
         running.program = mod.ir
     return attrs.evolve(mod, notes=(*mod.notes, *degrees.notes))
 

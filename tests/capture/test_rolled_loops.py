@@ -308,33 +308,61 @@ def test_a_computed_index_unrolls_the_loop_and_says_so():
     del args
 
 
-def _note_on(model, x, **options):
+def _notes_on(model, x):
     step = training(model)
-    if "scaler" in options:
-        step = scaled(model, options["scaler"], step.optimizer)
-    mod, _ = amp_ir.trace_step(step, (x,), model=model, optimizer=step.optimizer, **options)
+    mod, _ = amp_ir.trace_step(step, (x,), model=model, optimizer=step.optimizer)
     assert not count_loops(mod.ir)
     return [note for note in mod.notes if "steps of a loop" in note]
 
 
-def scaled(model, scaler, optimizer):
-    def step(x):
-        optimizer.zero_grad()
-        scaler.scale((model(x) ** 2).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+class ThreeStepsBack(nn.Module):
+    """Each step reads the value of two steps before the last one."""
 
-    step.optimizer = optimizer
-    return step
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        made = [x[:, 0], x[:, 1], x[:, 2]]
+        for t in range(3, x.shape[1]):
+            made.append(torch.tanh(made[-3] @ self.weight + torch.sigmoid(x[:, t])) * 0.5)
+        return torch.stack(made, 1)
 
 
-def test_a_long_loop_under_a_loss_scale_stays_unrolled_and_says_so():
-    (note,) = _note_on(OwnCell(), torch.randn(2, 66, WIDTH), scaler=amp_ir.GradScaler())
-    assert note.startswith("some 6")
+@torch.library.custom_op("amp_ir_loop_tests::halve", mutates_args=())
+def halve(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5
+
+
+@halve.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+halve.register_autograd(lambda _ctx, grad: halve(grad))
+
+
+class CallsAnOpOfItsOwn(LastState):
+    def forward(self, x):
+        h = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            h = torch.tanh(halve(h @ self.weight) + torch.sigmoid(x[:, t]) * x[:, t])
+        return h
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (ThreeStepsBack, "a step reads what a step before the last one made"),
+        (CallsAnOpOfItsOwn, "each step calls amp_ir_loop_tests.halve"),
+    ],
+)
+def test_a_long_loop_that_stays_unrolled_says_so_once(kind, reason):
+    (note,) = _notes_on(kind(), torch.randn(2, 66, WIDTH))
+    assert note.startswith("some ")
     assert " steps of a loop in " in note
-    assert note.endswith(
-        " are compiled one by one, which takes long, since the step has a loss scaler"
-    )
+    assert f"{__file__}:" in note
+    assert note.endswith(f" are compiled one by one, which takes long, since {reason}")
 
 
 def test_what_is_carried_over_two_steps_is_carried_twice():

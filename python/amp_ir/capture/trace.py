@@ -31,6 +31,7 @@ from amp_ir.capture.notes import capture_notes, number_notes
 from amp_ir.capture.outside_tensors import lift_outside_tensors
 from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
+from amp_ir.capture.random_draws import number_draws
 from amp_ir.capture.rolled_loops.find_loops import find_loops
 from amp_ir.capture.scaler_state import find_scaler_state
 from amp_ir.capture.state import State, find_state, move_counters
@@ -74,8 +75,7 @@ def capture_step(
             call instead of guarded; those that decide a branch or a size stay guards, and a note
             says so.
         unfollowed: names of those that are known to be no inputs.
-        rolls_loops: make loops of ops that repeat, where there is no scaler; not for a proof of
-            what padding does.
+        rolls_loops: make loops of ops that repeat; not for a proof of what padding does.
         ranks: the replicas among the models, whose gradients are reduced over ranks.
 
     Raises:
@@ -97,8 +97,8 @@ def capture_step(
         traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
         graph = find_cell_loops(graph, tape, mode)
-        why_not = "the step has a loss scaler" if checked.scalers else ""
-        why_not = why_not if rolls_loops else "what padding does is proven op by op"
+        number_draws(graph.graph)
+        why_not = "" if rolls_loops else "what padding does is proven op by op"
         unrolled = find_loops(graph, mode, why_not=why_not)
         found = tracer.numbers.found
         interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)

@@ -2,8 +2,9 @@
 """Random numbers as a pure function of (seed, step, op index, element).
 
 `random_state` is int64[2]: the seed and the counter of the step, which the step itself advances.
-`index` is unique for each random op of the step. Nothing is stored between calls, so a backward
-op, a second device or a restored checkpoint sees the same numbers.
+`index` is unique for each random op of the step. In the body of a loop the state is int64[3]: the
+third number is added to the index, so that each step of the loop has its own. Nothing is stored
+between calls, so a backward op, a second device or a restored checkpoint sees the same numbers.
 
 The generator is two rounds of a 32-bit mixing permutation of the element's flat position, keyed
 with 64 bits that absorb seed, step and index. All arithmetic is modulo 2^32;
@@ -42,8 +43,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _keys(random_state: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    seed, step = random_state.long().unbind()
-    words = (seed & MASK, (seed >> 32) & MASK, step & MASK, (step >> 32) & MASK, index & MASK)
+    seed, step, *added = random_state.long().unbind()
+    index_word = (sum(added) + index) & MASK
+    words = (seed & MASK, (seed >> 32) & MASK, step & MASK, (step >> 32) & MASK, index_word)
     keys = []
     for start in KEY_STARTS:
         key = torch.tensor(start)
@@ -76,9 +78,10 @@ def _random_normal(random_state: torch.Tensor, *, shape: Shape, index: int) -> t
 
 
 def check_state(op: str, random_state: Tensor, shape: Shape, index: int) -> None:
-    """Require int64[2], an index of 32 bits and fewer elements than 32 bits count."""
+    """Require int64[2 or 3], an index of 32 bits and fewer elements than 32 bits count."""
     random_state.expect_dtype("int64")
-    random_state.expect_shape((2,))
+    if random_state.shape != (3,):
+        random_state.expect_shape((2,))
     if not 0 <= index <= MASK:
         raise OptionError(f"{op}: option index is {index}, expected 0 to 2^32 - 1")
     if math.prod(shape) > MASK:

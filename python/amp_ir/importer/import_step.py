@@ -30,6 +30,7 @@ from amp_ir.ir.captured_loop import LOOP_KEY
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
 from amp_ir.ir.empty_tensors import has_no_elements, number_everywhere, results_of_nothing
 from amp_ir.ir.location import META_KEY, Location, to_span
+from amp_ir.ir.random_draws import DRAW_KEY
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 
 # The part of torch's seed that the random ops use: their hash works on 32-bit words, and a
@@ -207,6 +208,7 @@ class _Graph:
         if converter is None:
             return convert_external(self._emitter, node, self._lookup)
         self._emitter.result = node.meta["val"]
+        self._emitter.draw_index = node.meta.get(DRAW_KEY)
         arguments = [self._lookup(argument) for argument in node.args]
         options = {name: self._lookup(argument) for name, argument in node.kwargs.items()}
         try:

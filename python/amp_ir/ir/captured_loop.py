@@ -15,13 +15,15 @@ LOOP_KEY = "amp_ir_loop"
 class CapturedLoop:
     """The graph of one step, the number of steps, and the places of its inputs and outputs.
 
-    `inputs` and `outputs` are as in `dialect.loop`.
+    `inputs` and `outputs` are as in `dialect.loop`. In each step, random ops draw with indices that
+    are `draw_stride` more than in the one before.
     """
 
     body: fx.GraphModule
     length: int
     inputs: tuple[tuple[int, int, int], ...]
     outputs: tuple[tuple[int, int, int], ...]
+    draw_stride: int = 0
 
 
 def run_loop(operands: list[Any]) -> Any:

@@ -30,6 +30,7 @@ from amp_ir.capture.cell_loops.layer import Layer, write_layer
 from amp_ir.capture.cell_loops.layer_gradient import Link, link_of, runs, write_gradient
 from amp_ir.capture.cell_loops.merge_steps import merge_gradients_of_entries, merge_stacks
 from amp_ir.capture.cell_loops.sums import is_sum
+from amp_ir.capture.dead_code import drop_dead_code
 from amp_ir.capture.symbolic_float import FloatTape
 
 
@@ -57,9 +58,9 @@ def find_cell_loops(
     merge_gradients_of_entries(writer)
     merge_stacks(writer)
     writer.sort()
-    graph.eliminate_dead_code()
+    drop_dead_code(graph)
     decompose_ops(graph, tape, mode)
-    graph.eliminate_dead_code()
+    drop_dead_code(graph)
     return module
 
 

@@ -8,12 +8,14 @@ period before, values from before the loop, or the next entry of a tensor, they 
 
 from __future__ import annotations
 
+import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from amp_ir.capture.cell_loops.graph_writer import GraphWriter, place
 from amp_ir.capture.cell_loops.merge_steps import merge_stacks
+from amp_ir.capture.dead_code import drop_dead_code
 from amp_ir.capture.rolled_loops.merge_parts import merge_parts
 from amp_ir.capture.rolled_loops.repeated_ops import NotALoop, repeated_ops
 from amp_ir.capture.rolled_loops.repeats import LEAST_STEPS, Range, Signatures, ranges
@@ -21,14 +23,14 @@ from amp_ir.capture.rolled_loops.write_loop import write_loop
 
 # How many beginnings of a period are tried, those with the fewest carried values first.
 _MOST_BEGINNINGS = 4
-# What takes long to compile step by step: so many steps of so many ops.
-_LONG_STEPS, _LONG_PERIOD = 64, 8
+# Loops of fewer ops are compiled soon enough without a note.
+_LEAST_OPS_TO_NOTE = 256
 
 
 def find_loops(
     module: torch.fx.GraphModule, mode: FakeTensorMode, *, why_not: str = ""
 ) -> tuple[str, ...]:
-    """Replace repeated ops by loops; return a note where a long loop stays unrolled.
+    """Replace repeated ops by loops; return a note on each long loop that stays unrolled.
 
     Before:  h1 = tanh(h0 + x[0]); h2 = tanh(h1 + x[1]); ...; y = cat([h1, h2, ...])
     After:   hs = run_loop([h0, x]); y = hs       # its body: (h, x) -> tanh(h + x)
@@ -47,16 +49,24 @@ def find_loops(
         merge_stacks(writer)
         merge_parts(writer)
         writer.sort()
-        module.graph.eliminate_dead_code()
-    return search.note()
+        drop_dead_code(module.graph)
+    return search.notes()
+
+
+@attrs.frozen(eq=False)
+class _Failed:
+    """Ops that repeat after `period` ones, and why they are no loop."""
+
+    nodes: list[Node]
+    period: int
+    reason: str
 
 
 class _Search:
     def __init__(self, graph: torch.fx.Graph, mode: FakeTensorMode, why_not: str) -> None:
         self.graph, self.mode, self.why_not = graph, mode, why_not
         self.signatures = Signatures()
-        # By the first node and the period: the number of steps, and why they are no loop.
-        self.failed: dict[tuple[Node, int], tuple[int, str]] = {}
+        self.failed: dict[tuple[Node, int], _Failed] = {}
 
     def write_one(self) -> bool:
         """Write the first loop that there is; return whether there was one."""
@@ -70,8 +80,10 @@ class _Search:
                 continue
             reason = self.why_not or self._write(nodes, index, found)
             if not reason:
+                # Others may read entries of its results now, where they read ops of its steps.
+                self.failed.clear()
                 return True
-            self.failed[key] = ((found.end - found.begin) // found.period, reason)
+            self.failed[key] = _Failed(nodes[found.begin : found.end], found.period, reason)
         return False
 
     def _write(self, nodes: list[Node], index: dict[Node, int], found: Range) -> str:
@@ -87,25 +99,27 @@ class _Search:
                 reason = reason or str(error)
                 continue
             writer.sort()
-            self.graph.eliminate_dead_code()
+            drop_dead_code(self.graph)
             return ""
         return reason or "its steps cannot be told apart"
 
-    def note(self) -> tuple[str, ...]:
-        """Return a note on the longest loop that stays unrolled, if that is long."""
+    def notes(self) -> tuple[str, ...]:
+        """Return a note on each loop that stays unrolled: one for its forward and backward pass."""
         left = set(self.graph.nodes)
-        long = [
-            (steps * period, steps, node, reason)
-            for (node, period), (steps, reason) in self.failed.items()
-            if node in left and steps >= _LONG_STEPS and period >= _LONG_PERIOD
-        ]
-        if not long:
-            return ()
-        _, steps, node, reason = max(long, key=lambda one: one[:2])
-        return (
-            f"some {steps} steps of a loop in {place(node)} are compiled one by one, which takes "
-            f"long, since {reason}",
-        )
+        noted: set[Node] = set()
+        found: dict[tuple[str, str], str] = {}
+        for one in sorted(self.failed.values(), key=lambda one: -len(one.nodes)):
+            nodes = [node for node in one.nodes if node in left and node not in noted]
+            if len(nodes) < max(_LEAST_OPS_TO_NOTE, LEAST_STEPS * one.period):
+                continue
+            noted.update(nodes)
+            where = place(one.nodes[0])
+            found.setdefault(
+                (where.module, one.reason),
+                f"some {len(nodes) // one.period} steps of a loop in {where} are compiled one by "
+                f"one, which takes long, since {one.reason}",
+            )
+        return tuple(found.values())
 
 
 def _beginnings(nodes: list[Node], index: dict[Node, int], found: Range) -> list[int]:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from amp_ir.capture.cell_loops.graph_writer import value
 from amp_ir.capture.rolled_loops.entries import Entry, entry_of
-from amp_ir.capture.rolled_loops.repeats import LEAST_STEPS
+from amp_ir.capture.rolled_loops.repeats import LEAST_STEPS, why_no_loop_holds
 
 aten = torch.ops.aten
 
@@ -101,6 +101,10 @@ class _Reader:
         self.entries: dict[int, FromEntry] = {}
 
     def run(self) -> RepeatedOps:
+        for position in range(self.period):
+            reason = why_no_loop_holds(self.node(self.middle, position))
+            if reason:
+                raise NotALoop(reason)
         self._find_entries()
         sources = [
             None if position in self.entries else self._sources(position)

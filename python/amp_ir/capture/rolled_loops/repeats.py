@@ -21,6 +21,8 @@ _LEAST_PERIOD = 3
 _LONGEST_WINDOW = 512
 _MOST_PERIODS = 12
 _MOST_RANGES = 24
+# Ops of ours that a loop may hold; any op of ATen's is one.
+_HELD = frozenset({"amp_ir.attention", "amp_ir.attention_backward"})
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -54,7 +56,7 @@ class Signatures:
 
 def _described(node: Node) -> Any:
     """Return what two nodes that repeat have in common; for an op that no loop holds, itself."""
-    if not can_repeat(node):
+    if place(node).phase == "optimizer":
         return node
     args: Sequence[Any] = node.args
     if node.target in (aten.select.int, aten.slice.Tensor):
@@ -70,15 +72,16 @@ def _described(node: Node) -> Any:
     )
 
 
-def can_repeat(node: Node) -> bool:
-    """Return whether a loop may hold a node: an op of ATen that draws no random number."""
-    if place(node).phase == "optimizer":
-        return False
+def why_no_loop_holds(node: Node) -> str:
+    """Return why a loop cannot hold a node; "" where it can."""
     if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
-        return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags
+        return ""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return f"each step calls {getattr(node.target, '__name__', node.target)}"
+    name = str(node.target).removesuffix(".default")
+    if node.target.namespace == "aten" or name in _HELD:
+        return ""
+    return f"each step calls {name.replace('amp_ir_written.', '')}"
 
 
 def _constant(value: Any) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from amp_ir.capture.rolled_loops.sums_of_products import sums_of_products, write
 from amp_ir.dialect.loop import CARRIED, ENTRY, WHOLE, Place
 from amp_ir.ir.captured_loop import LOOP_KEY, CapturedLoop, run_loop
 from amp_ir.ir.location import META_KEY
+from amp_ir.ir.random_draws import DRAW_KEY
 
 aten = torch.ops.aten
 # Ops that cost nothing where they are, and that others fold in: each step does them again.
@@ -58,6 +60,7 @@ class _LoopWriter:
         strides = [one.stride for one in self._all_entries()]
         # A loop that runs back in time writes its results in time, too.
         self.is_reverse = sum(one < 0 for one in strides) > len(strides) / 2
+        self.draw_stride = self._draw_stride()
         self.constant = self._constant_positions()
         first, last = ops.begin, ops.begin + ops.length * ops.period
         self.members = set(ops.nodes[first:last])
@@ -73,11 +76,28 @@ class _LoopWriter:
             found += [source for source in one or () if isinstance(source, FromEntry)]
         return found
 
+    def _draw_stride(self) -> int:
+        """Return by how much the index of a random op differs from that of the step before.
+
+        Raises:
+            NotALoop: it differs in several ways.
+        """
+        ops, strides = self.ops, set()
+        for position in range(ops.period):
+            nodes = [ops.node(step, position) for step in range(ops.length)]
+            draws: list[int] = [one.meta[DRAW_KEY] for one in nodes if DRAW_KEY in one.meta]
+            strides |= {after - before for before, after in itertools.pairwise(draws)}
+        if len(strides) > 1:
+            raise NotALoop("its steps draw random numbers in another order than they run in")
+        return strides.pop() if strides else 0
+
     def _constant_positions(self) -> set[int]:
         """Return the positions of the ops that every step computes from the same values."""
         found: set[int] = set()
         for position, sources in enumerate(self.ops.sources):
-            if sources is not None and all(
+            if sources is None or DRAW_KEY in self.ops.node(0, position).meta:
+                continue
+            if all(
                 isinstance(one, Outside) or (isinstance(one, Inside) and one.position in found)
                 for one in sources
             ):
@@ -160,6 +180,8 @@ class _LoopWriter:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), now)
         new = self.body.create_node(node.op, node.target, args, kwargs)
         new.meta.update(node.meta)
+        if DRAW_KEY in node.meta:
+            new.meta[DRAW_KEY] = self.ops.node(0, position).meta[DRAW_KEY]
         self.made[position] = new
 
     def _value(self, source: Source, read_first: Node) -> Node:
@@ -247,7 +269,9 @@ class _LoopWriter:
         module = torch.fx.GraphModule(torch.nn.Module(), self.body)
         loop.meta["val"] = tuple(results)
         loop.meta[META_KEY] = writer.location
-        loop.meta[LOOP_KEY] = CapturedLoop(module, ops.length, tuple(places), tuple(out_places))
+        loop.meta[LOOP_KEY] = CapturedLoop(
+            module, ops.length, tuple(places), tuple(out_places), self.draw_stride
+        )
         self._replace(loop, outputs)
 
     def _place_of(self, key: Any, numbers: dict[int, int]) -> Place:

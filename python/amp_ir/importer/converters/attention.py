@@ -37,10 +37,7 @@ def attention(
         is_causal=is_causal,
         scale=_scale(q, scale),
     )
-    lse = ops.cast(lse, dtype_name(ops.result[1].dtype))
-    # The backward op finds its forward's dropout mask through the lse that both use.
-    ops.dropout_index_of[lse] = index
-    return out, lse
+    return out, ops.cast(lse, dtype_name(ops.result[1].dtype))
 
 
 @converts("amp_ir.attention_backward.default")
@@ -58,15 +55,13 @@ def attention_backward(
     scale: float | None = None,
 ) -> tuple[relax.Expr, ...]:
     """Return (dq, dk, dv), with the dropout mask of the forward op."""
-    drawn = ops.random_state if dropout_p > 0 else None
-    if dropout_p > 0 and lse not in ops.dropout_index_of:
-        ops.reject("its dropout belongs to no attention of this step")
+    drawn, index = ops.draw() if dropout_p > 0 else (None, 0)
     gradients: tuple[relax.Expr, ...] = ops.call(
         "amp_ir.attention_backward",
         *_present(grad, q, k, v, out, lse, mask, drawn),
         has_mask=mask is not None,
         dropout_p=float(dropout_p),
-        index=ops.dropout_index_of.get(lse, 0),
+        index=index,
         is_causal=is_causal,
         scale=_scale(q, scale),
     )

@@ -31,12 +31,14 @@ RANDOM_STATE = "random_state"
 class Emitter:
     """A builder that adds Relax ops to the function under construction.
 
+    `state_words` is the extent of the random state: 2, or 3 in the body of a loop.
     Every emitted op carries `span`, the location of the FX node being converted. `result` is that
     node's `meta["val"]`: one fake tensor, or a tuple of them.
     """
 
-    def __init__(self, builder: relax.BlockBuilder) -> None:
+    def __init__(self, builder: relax.BlockBuilder, *, state_words: int = 2) -> None:
         self._builder = builder
+        self._state_words = state_words
         self._constants: dict[tuple[type, Any, str], relax.Expr] = {}
         self._fills: dict[relax.Expr, Scalar] = {}
         self._reshaped: dict[relax.Expr, relax.Expr] = {}
@@ -45,8 +47,8 @@ class Emitter:
         self._permuted: dict[relax.Expr, tuple[relax.Expr, list[int]]] = {}
         self._permutes: dict[tuple[relax.Expr, tuple[int, ...]], relax.Expr] = {}
         self._random_state: relax.Var | None = None
-        self._random_calls = 0
-        self.dropout_index_of: dict[relax.Expr, int] = {}
+        # The index of what the node's op draws; None where it draws nothing.
+        self.draw_index: int | None = None
         # Whether each update of a loss scale found an overflow: bool[].
         self.skips: list[relax.Expr] = []
         self.span: tvm.ir.Span | None = None
@@ -249,12 +251,17 @@ class Emitter:
         return self._random_state
 
     def draw(self) -> tuple[relax.Var, int]:
-        """Return the random state, and an index that no other random op of the step has."""
+        """Return the random state, and the index of what the node's op draws."""
+        if self.draw_index is None:
+            self.reject("draws random numbers that no random op of this step has the index of")
+        return self.state_to_draw_from(), self.draw_index
+
+    def state_to_draw_from(self) -> relax.Var:
+        """Return the random state, which the function then has as an input."""
         if self._random_state is None:
-            self._random_state = relax.Var(RANDOM_STATE, relax.TensorType([2], "int64"))
-        index = self._random_calls
-        self._random_calls += 1
-        return self._random_state, index
+            words = relax.TensorType([self._state_words], "int64")
+            self._random_state = relax.Var(RANDOM_STATE, words)
+        return self._random_state
 
     def next_random_state(self) -> relax.Var:
         """Return the random state of the next step: the same seed, the counter plus one.

@@ -57,12 +57,20 @@ def keys_of(random_state: Value, index: int) -> Value:
             words += [tirx.Cast("uint32", state), tirx.Cast("uint32", high)]
         first = which == tirx.const(0, "int32")
         key = tirx.Select(first, _word(KEY_STARTS[0]), _word(KEY_STARTS[1]))
-        for word in (*words, _word(index)):
+        for word in (*words, _index_word(random_state, index)):
             key = _mix(let(tirx.bitwise_xor(key, word)))
             key = let(_wrap(operator.add, key, _word(GOLDEN)))
         return key
 
     return pointwise((2,), "uint32", body)
+
+
+def _index_word(random_state: Value, index: int) -> Any:
+    """Return the index; in a loop's body, the state says what its step adds."""
+    if random_state.shape[0] == 2:
+        return _word(index)
+    added = random_state[(tirx.const(2, "int32"),)]
+    return tirx.Cast("uint32", added + tirx.const(index, "int64"))
 
 
 def _bits(keys: Value, flat: Any, draw: int = 0) -> Any:

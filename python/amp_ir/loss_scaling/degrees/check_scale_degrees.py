@@ -14,6 +14,10 @@ A step that violates these rules trains incorrectly, and its results change when
 does. Only values that the state after the step depends on are checked; a value that is only
 returned gets a note.
 
+A loop's body is walked once for each step, until a step begins with the degrees of the one before:
+all later ones have the same. Where a body has an error, or a degree that is unknown, the loop is
+unrolled for the check, so that the error says what it says of unrolled steps.
+
 Requires: the step as captured, before autocast, whose casts do not change a degree.
 Source: the dimensional analysis of physics, with the loss scale as the only unit (Kennedy 1994,
 "Dimension types").
@@ -25,16 +29,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy
-from tvm import relax
+import tvm
 
 import amp_ir.loss_scaling.degrees.dialect_rules  # noqa: F401  (registers its rules)
-from amp_ir.dialect.registry import DECLARATIONS, options_of
+from amp_ir.dialect.loop import NAME as LOOP
+from amp_ir.dialect.loop import loop_of
 from amp_ir.ir.step_graph import Op, StepGraph, read_step
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, StepModule
 from amp_ir.loss_scaling.degrees.degree import ZERO, Degree, Solver, Special, Unknown, ValueDegree
 from amp_ir.loss_scaling.degrees.diagnostics import Diagnostic, Diagnostics, Kind
-from amp_ir.loss_scaling.degrees.operands import CannotTell, DegreesDiffer, NotScaled, Operands
+from amp_ir.loss_scaling.degrees.loop_degrees import StepsNeeded, degrees_of_loop
+from amp_ir.loss_scaling.degrees.operands import (
+    CannotTell,
+    DegreesDiffer,
+    NotScaled,
+    degrees_of_constants,
+    operands_of,
+)
 from amp_ir.loss_scaling.degrees.relax_rules import INDIFFERENT, RULES
 
 SCALE_SUFFIX = ".scale"
@@ -54,8 +65,16 @@ class ScaleDegrees:
     notes: tuple[str, ...] = ()
 
 
-def check_scale_degrees(step: StepModule) -> ScaleDegrees:
+def _not_unrolled(_ir: tvm.IRModule) -> tvm.IRModule:
+    raise NotImplementedError("a step with loops needs `unroll`")
+
+
+def check_scale_degrees(
+    step: StepModule, unroll: Callable[[tvm.IRModule], tvm.IRModule] = _not_unrolled
+) -> ScaleDegrees:
     """Return the degree of every value of the step in each loss scale; free without a scaler.
+
+    `unroll` writes the steps of all loops one after the other; not for a step without loops.
 
     Raises:
         LossScaleError: the step uses a loss scale wrongly; the message lists every place, with
@@ -65,7 +84,21 @@ def check_scale_degrees(step: StepModule) -> ScaleDegrees:
     scalers = [one.name.removesuffix(SCALE_SUFFIX) for one in inputs if _is_scale(one)]
     if not scalers:
         return ScaleDegrees()
-    graph, outputs = read_step(step.ir), step.signature.outputs
+    try:
+        analysis = _analysed(step, scalers)
+    except StepsNeeded:
+        analysis = _analysed(step.with_ir(unroll(step.ir)), scalers)
+    analysis.diagnostics.raise_if_any()
+    return ScaleDegrees(analysis.by_name(), analysis.by_output(), analysis.diagnostics.notes())
+
+
+def _analysed(step: StepModule, scalers: Sequence[str]) -> _Analysis:
+    """Return the analysis of a step, which may have found errors.
+
+    Raises:
+        StepsNeeded: it has loops, and an error.
+    """
+    graph, inputs, outputs = read_step(step.ir), step.signature.inputs, step.signature.outputs
     analysis = _Analysis(graph, inputs, outputs, scalers)
     analysis.run()
     if analysis.diagnostics.count and any(one.role is Role.GRADIENT for one in inputs):
@@ -75,8 +108,9 @@ def check_scale_degrees(step: StepModule) -> ScaleDegrees:
         again.run()
         if again.diagnostics.count <= analysis.diagnostics.count:
             analysis = again
-    analysis.diagnostics.raise_if_any()
-    return ScaleDegrees(analysis.by_name(), analysis.by_output(), analysis.diagnostics.notes())
+    if analysis.diagnostics.count and any(op.name == LOOP for op in graph.ops):
+        raise StepsNeeded
+    return analysis
 
 
 def _is_scale(spec: InputSpec) -> bool:
@@ -103,7 +137,7 @@ class _Analysis:
         self.outputs = outputs
         self.kept_gradient = kept_gradient
         self.solver = Solver()
-        self.degrees: list[ValueDegree] = [ZERO] * len(graph.values)
+        self.degrees = degrees_of_constants(graph)
         self.diagnostics = Diagnostics(graph, inputs, scalers, self.solver)
         self._dropped = _dropped_gradients(graph, inputs, outputs)
         self._matters = _ops_reaching(
@@ -116,9 +150,6 @@ class _Analysis:
     def run(self) -> None:
         for leaf, spec in zip(self.graph.inputs, self.inputs, strict=True):
             self.degrees[leaf] = self._of_input(spec)
-        for leaf, value in enumerate(self.graph.values):
-            if value.expr is not None and value.is_constant and _is_scale_free(value.expr):
-                self.degrees[leaf] = Special.ANY
         for op in self.graph.ops:
             for leaf, degree in zip(op.results, self._of_op(op), strict=True):
                 self.degrees[leaf] = degree
@@ -155,6 +186,9 @@ class _Analysis:
         return ZERO
 
     def _of_op(self, op: Op) -> Sequence[ValueDegree]:
+        if op.name == LOOP:
+            given = [self.degrees[leaf] for leaf in op.reads]
+            return degrees_of_loop(loop_of(op.call), given, self.solver, self.diagnostics)
         count = len(op.results)
         bad = self._bad_operand(op)
         if bad is not None:
@@ -163,7 +197,7 @@ class _Analysis:
         rule = RULES.get(op.name)
         if rule is None:
             return [Unknown(f"{op.location}: {op.name} has no rule")] * count
-        operands = self._operands(op)
+        operands = operands_of(self.graph, op, self.degrees, self.solver)
         try:
             result = rule(operands)
         except CannotTell as error:
@@ -174,10 +208,7 @@ class _Analysis:
         except NotScaled as error:
             diagnostic = Diagnostic(Kind.NOT_SCALED, op, (error.position,), operands)
             return [self._report(op, diagnostic)] * count
-        if operands.guarded_by is not None:
-            self.diagnostics.guard(op, operands)
-        if operands.assumed_linear:
-            self.diagnostics.assumed_linear(op, str(operands.options("op")))
+        self.diagnostics.note_assumptions(op, operands)
         return list(result) if isinstance(result, tuple) else [result]
 
     def _bad_operand(self, op: Op) -> ValueDegree | None:
@@ -186,19 +217,6 @@ class _Analysis:
         if Special.WRONG in read:
             return Special.WRONG
         return next((degree for degree in read if isinstance(degree, Unknown)), None)
-
-    def _operands(self, op: Op) -> Operands:
-        values = [self.graph.values[leaf] for leaf in op.reads]
-        results = [self.graph.values[leaf] for leaf in op.results]
-        return Operands(
-            degrees=[self.degrees[leaf] for leaf in op.reads],  # type: ignore[misc]
-            numbers=[_number(value.expr) if value.is_constant else None for value in values],
-            shapes=[value.shape for value in values],
-            result_shapes=[value.shape for value in results],
-            result_dtypes=[value.dtype for value in results],
-            options=lambda name: _option(op, name),
-            solver=self.solver,
-        )
 
     def _report(self, op: Op, diagnostic: Diagnostic) -> ValueDegree:
         """Report an error that the state depends on; a value that is only returned affects none."""
@@ -274,23 +292,3 @@ def _ops_reaching(
             found.add(op.position)
             wanted.update(op.reads)
     return found
-
-
-def _is_scale_free(constant: relax.Expr) -> bool:
-    """Return whether a constant holds only zeros, infinities and NaN."""
-    wide = constant.value.numpy().astype(numpy.float64)
-    return bool(((wide == 0) | ~numpy.isfinite(wide)).all())
-
-
-def _number(expr: relax.Expr | None) -> float | None:
-    """Return the number that a constant holds, if it holds exactly one."""
-    if expr is None:
-        return None
-    numbers = expr.value.numpy()
-    return float(numbers.reshape(-1)[0]) if numbers.size == 1 else None
-
-
-def _option(op: Op, name: str) -> Any:
-    if op.name in DECLARATIONS:
-        return options_of(op.call).get(name)
-    return getattr(op.call.attrs, name, None)

@@ -136,7 +136,14 @@ class Diagnostics:
         advice = _STEP_BY_SCALER if location.phase == "optimizer" else _STORE_UNSCALED
         _count(self._lines, _Line(location, what, advice), location)
 
-    def guard(self, op: Op, operands: Operands) -> None:
+    def note_assumptions(self, op: Op, operands: Operands) -> None:
+        """Record what the rule of an op took for granted."""
+        if operands.guarded_by is not None:
+            self._guard(op, operands)
+        if operands.assumed_linear:
+            self._assumed_linear(op, str(operands.options("op")))
+
+    def _guard(self, op: Op, operands: Operands) -> None:
         """Record a small constant that the analysis takes for a guard against a division by 0."""
         assert operands.guarded_by is not None
         degree = operands.degree(1 - operands.guarded_by)
@@ -148,7 +155,7 @@ class Diagnostics:
             "",
         )
 
-    def assumed_linear(self, op: Op, name: str) -> None:
+    def _assumed_linear(self, op: Op, name: str) -> None:
         """Record an op of a backward pass that the analysis does not know."""
         self._note(
             "{}, called in the backward pass, is taken for linear in the gradients that it reads, "

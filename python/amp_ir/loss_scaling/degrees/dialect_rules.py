@@ -265,9 +265,3 @@ def external_call(op: Operands) -> tuple[Known, ...]:
 def plain_many(op: Operands) -> tuple[Known, ...]:
     """Apply `plain` to all operands: eps is added to the variance; softmax, gates are nonlinear."""
     return (plain(op),) * len(op.result_shapes)
-
-
-@rule_for("amp_ir.loop")
-def loop(op: Operands) -> tuple[Known, ...]:
-    """Apply `plain` to all operands: a step with a loss scale is captured without loops."""
-    return (plain(op),) * len(op.result_shapes)

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import attrs
+import numpy
+from tvm import relax
 
-from amp_ir.loss_scaling.degrees.degree import ZERO, Degree, Solver, Special
+from amp_ir.dialect.registry import DECLARATIONS, options_of
+from amp_ir.ir.step_graph import Op, StepGraph
+from amp_ir.loss_scaling.degrees.degree import ZERO, Degree, Solver, Special, ValueDegree
 
 Known: TypeAlias = "Degree | Special"
 
@@ -96,3 +100,50 @@ class Operands:
         degree = self.degrees[position]
         assert isinstance(degree, Degree)
         return degree
+
+
+def degrees_of_constants(graph: StepGraph) -> list[ValueDegree]:
+    """Return a degree for each value, of which only those of the constants are known."""
+    return [
+        Special.ANY
+        if value.expr is not None and value.is_constant and _is_scale_free(value.expr)
+        else ZERO
+        for value in graph.values
+    ]
+
+
+def operands_of(
+    graph: StepGraph, op: Op, degrees: Sequence[ValueDegree], solver: Solver
+) -> Operands:
+    """Return an op's operands as its rule sees them; all of their degrees are known."""
+    values = [graph.values[leaf] for leaf in op.reads]
+    results = [graph.values[leaf] for leaf in op.results]
+    return Operands(
+        degrees=[degrees[leaf] for leaf in op.reads],  # type: ignore[misc]
+        numbers=[_number(value.expr) if value.is_constant else None for value in values],
+        shapes=[value.shape for value in values],
+        result_shapes=[value.shape for value in results],
+        result_dtypes=[value.dtype for value in results],
+        options=lambda name: _option(op, name),
+        solver=solver,
+    )
+
+
+def _is_scale_free(constant: relax.Expr) -> bool:
+    """Return whether a constant holds only zeros, infinities and NaN."""
+    wide = constant.value.numpy().astype(numpy.float64)
+    return bool(((wide == 0) | ~numpy.isfinite(wide)).all())
+
+
+def _number(expr: relax.Expr | None) -> float | None:
+    """Return the number that a constant holds, if it holds exactly one."""
+    if expr is None:
+        return None
+    numbers = expr.value.numpy()
+    return float(numbers.reshape(-1)[0]) if numbers.size == 1 else None
+
+
+def _option(op: Op, name: str) -> Any:
+    if op.name in DECLARATIONS:
+        return options_of(op.call).get(name)
+    return getattr(op.call.attrs, name, None)
