@@ -21,16 +21,20 @@ from amp_ir.amp.decisions import Decision, decide, round_after_convolution
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.keep_full import Border, keep_full
 from amp_ir.amp.kernels import FindKernels, Places, kernels_from, kernels_of, places_of
+from amp_ir.amp.loop_plans import operand_names, plan_of_loop, plan_with_loops
 from amp_ir.amp.loops import autocast_loops
-from amp_ir.amp.overrides import Override, apply_overrides
+from amp_ir.amp.overrides import AppliedOverrides, Override
 from amp_ir.amp.plan import CastPlan, PlanCost
 from amp_ir.amp.policies import find_policy
 from amp_ir.amp.real_kernels import without_optimizer
 from amp_ir.amp.record_plan import make_plan, replay
 from amp_ir.amp.rewrite import rewrite
+from amp_ir.dialect.loop import NAME as LOOP
+from amp_ir.dialect.loop import Loop
 from amp_ir.errors import OptionError, UnsupportedOpError
 from amp_ir.host import native
 from amp_ir.ir.call_attributes import AMP_DTYPE
+from amp_ir.ir.loop_body import step_of_body
 from amp_ir.ir.step_graph import StepGraph, read_step
 from amp_ir.ir.step_module import Role, StepModule
 
@@ -98,13 +102,7 @@ def autocast(
     if _went_through(ir, amp_dtype):
         _check_output_dtype(mod, ir, out_dtype)
         return mod
-    new_ir, made, dtypes = _rewritten(mod, ir, choices, plan, find_kernels)
-    inside = attrs.evolve(choices, out_dtype=None, overrides=())
-
-    def autocast_body(body: StepModule) -> tvm.IRModule:
-        return _rewritten(body, body.ir, inside, None, find_kernels)[0]
-
-    new_ir = autocast_loops(new_ir, autocast_body)
+    new_ir, made, dtypes = _with_loops(mod, ir, choices, plan, find_kernels)
     if not isinstance(mod, StepModule):
         return new_ir
     return attrs.evolve(_with_output_dtypes(mod, dtypes), ir=new_ir, plan=made)
@@ -158,21 +156,58 @@ def plan_of(mod: StepModule | tvm.IRModule, **options: Any) -> CastPlan:
     }
     if options:
         raise OptionError(f"plan_of has no option {', '.join(sorted(options))}")
-    return _rewritten(mod, ir, _Choices(**choices), None, find_kernels)[1]
+    return _with_loops(mod, ir, _Choices(**choices), None, find_kernels)[1]
 
 
-def _rewritten(
+def _with_loops(
     mod: StepModule | tvm.IRModule,
     ir: tvm.IRModule,
     choices: _Choices,
     plan: CastPlan | None,
     find_kernels: FindKernels | None,
 ) -> tuple[tvm.IRModule, CastPlan, list[str]]:
-    """Return the new module, its plan, and the dtypes of its outputs."""
+    """Return the new module, with loops whose bodies went through autocast too, and its plan.
+
+    The dtypes of its outputs come third.
+    """
+    applied = AppliedOverrides(choices.overrides)
     with _no_garbage_collection():
         graph = read_step(ir)
-        kernels = _kernels(graph, ir, plan, find_kernels)
-        return _rewritten_at_once(mod, ir, graph, kernels, choices, plan)
+        loops = [op for op in graph.ops if op.name == LOOP]
+        names = _input_names(graph, mod)
+        pass_ = _Pass(choices, applied, find_kernels)
+        new_ir, made, dtypes = pass_.run(mod, ir, graph, plan)
+
+        def autocast_body(number: int, loop: Loop) -> tuple[tvm.IRModule, CastPlan]:
+            given = operand_names(graph, loops[number], names)
+            body = step_of_body(loop, given, carried=Role.GRADIENT)
+            inside = attrs.evolve(pass_, choices=attrs.evolve(choices, out_dtype=None))
+            of_body = None if plan is None else plan_of_loop(plan, loops[number].position)
+            return inside.run(body, body.ir, read_step(body.ir), of_body)[:2]
+
+        new_ir, cast_loops = autocast_loops(new_ir, autocast_body)
+        applied.raise_if_unused()
+        return new_ir, plan or plan_with_loops(made, graph, new_ir, cast_loops), dtypes
+
+
+@attrs.frozen
+class _Pass:
+    """One autocast of a step, or of the body of a loop."""
+
+    choices: _Choices
+    applied: AppliedOverrides
+    find_kernels: FindKernels | None
+
+    def run(
+        self,
+        mod: StepModule | tvm.IRModule,
+        ir: tvm.IRModule,
+        graph: StepGraph,
+        plan: CastPlan | None,
+    ) -> tuple[tvm.IRModule, CastPlan, list[str]]:
+        """Return the new module, its plan, and the dtypes of its outputs."""
+        kernels = _kernels(graph, ir, plan, self.find_kernels)
+        return _rewritten_at_once(mod, ir, graph, kernels, self.choices, self.applied, plan)
 
 
 def _kernels(
@@ -211,20 +246,21 @@ def _rewritten_at_once(
     graph: StepGraph,
     kernels: list[int],
     choices: _Choices,
+    applied: AppliedOverrides,
     plan: CastPlan | None,
 ) -> tuple[tvm.IRModule, CastPlan, list[str]]:
     places = places_of(graph, kernels)
     dtypes = _output_dtypes(graph, mod, choices.out_dtype)
-    cost = None
     if plan is None:
-        decisions, cost = _decided(graph, places, dtypes, choices, mod)
+        decisions, cost = _decided(graph, places, dtypes, choices, applied, mod)
     else:
-        decisions, dtypes = replay(plan, graph, choices.amp_dtype), list(plan.output_dtypes)
+        decisions, cost = replay(plan, graph, choices.amp_dtype), plan.cost_nbytes
+        dtypes = list(plan.output_dtypes)
     rewritten = rewrite(graph, decisions, places, choices.amp_dtype, dtypes)
     function = rewritten.function.with_attr(AMP_DTYPE, choices.amp_dtype)
     new_ir = tvm.IRModule({gv: ir[gv] for gv in ir.get_global_vars()}, attrs=ir.attrs)
     new_ir.update_func(new_ir.get_global_var("main"), function)
-    made = plan or make_plan(
+    made = make_plan(
         graph,
         decisions,
         kernels,
@@ -243,6 +279,7 @@ def _decided(
     places: Places,
     output_dtypes: Sequence[str],
     choices: _Choices,
+    applied: AppliedOverrides,
     mod: StepModule | tvm.IRModule,
 ) -> tuple[list[Decision], PlanCost]:
     """Return the decisions of rules and overrides, with labels by the placement, and their cost."""
@@ -252,7 +289,7 @@ def _decided(
     keep_full(graph, decisions, amp_dtype, _border(graph, mod))
     round_after_convolution(graph, decisions)
     apply_annotations(graph, decisions, amp_dtype)
-    apply_overrides(graph, decisions, choices.overrides, _input_names(graph, mod))
+    applied.apply(graph, decisions, _input_names(graph, mod))
     problem = placing.build_problem(graph, decisions, places, output_dtypes)
     greedy = placing.greedy(graph, decisions)
     best, bound = placing.solve(problem, native_cut)

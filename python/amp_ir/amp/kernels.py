@@ -84,6 +84,7 @@ _OPAQUE = frozenset(
         "amp_ir.all_reduce_wait",
         "amp_ir.broadcast_start",
         "amp_ir.broadcast_wait",
+        "amp_ir.loop",
     }
 )
 _REDUCTIONS = frozenset(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -10,18 +11,51 @@ import tvm
 from tvm import relax
 
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
+from amp_ir.amp.plan import CastPlan
 from amp_ir.dialect.loop import CARRIED, ENTRY, NAME, Loop, loop_of
 from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.ir.dataflow import Dataflow, op_name, replaced
-from amp_ir.ir.loop_body import step_of_body
-from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.ir.loop_call import shape_of_type
+from amp_ir.ir.step_graph import VIEWS
 
 _CAST = "amp_ir.cast"
 
 
+@attrs.frozen(eq=False)
+class CastLoop:
+    """A loop after autocast: its place among the loops of the step, its length, its body's plan."""
+
+    number: int
+    length: int
+    plan: CastPlan
+
+
+@attrs.frozen
+class OutsideCast:
+    """A cast beside a loop that its body would otherwise do at each step.
+
+    Of the operand at position `operand`; where that is None, of what `reader` reads of the results.
+    """
+
+    number: int
+    operand: int | None
+    reader: str
+    from_dtype: str
+    to_dtype: str
+    elements: int
+
+
+@attrs.define(eq=False)
+class CastLoops:
+    """The loops of a step after autocast, and the casts that it wrote beside them."""
+
+    loops: list[CastLoop] = attrs.field(factory=list)
+    outside: dict[relax.Var, OutsideCast] = attrs.field(factory=dict)
+
+
 def autocast_loops(
-    ir: tvm.IRModule, autocast_body: Callable[[StepModule], tvm.IRModule]
-) -> tvm.IRModule:
+    ir: tvm.IRModule, autocast_body: Callable[[int, Loop], tuple[tvm.IRModule, CastPlan]]
+) -> tuple[tvm.IRModule, CastLoops]:
     """Use the low dtype inside of loops.
 
     Before:  y, h = amp_ir.loop(h0, w)           # its body: (h, w) -> matmul(h, w), ...
@@ -32,35 +66,37 @@ def autocast_loops(
     - What all steps read low only is cast before the loop, and what a step stores for after the
       loop is stored low where it was low.
 
+    `autocast_body` takes the number of a loop among those of the step.
+
     Requires: `autocast_body` keeps the dtypes of inputs and outputs.
     """
-    return _Loops(ir, autocast_body).run() if Dataflow(ir).calls(NAME) else ir
+    run = _Loops(ir, autocast_body)
+    return (run.run() if run.flow.calls(NAME) else ir), run.made
 
 
 class _Loops:
     def __init__(
-        self, ir: tvm.IRModule, autocast_body: Callable[[StepModule], tvm.IRModule]
+        self, ir: tvm.IRModule, autocast_body: Callable[[int, Loop], tuple[tvm.IRModule, CastPlan]]
     ) -> None:
         self.flow = Dataflow(ir)
         self.autocast_body = autocast_body
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.VarBinding] = []
-        # Loops by their names before, and what their results are now.
-        self.loops: dict[relax.Var, relax.Var] = {}
+        self.made = CastLoops()
+        # Loops by their names before: what their results are now, and their numbers.
+        self.loops: dict[relax.Var, tuple[relax.Var, int]] = {}
         self.now: dict[relax.Var, relax.Expr] = {}
 
     def run(self) -> tvm.IRModule:
         for binding in self.flow.bindings:
             value = replaced(binding.value, self.now)
             if op_name(value) == NAME:
-                loop = self._bind(binding.var.name, self._loop(value))
-                self.loops[binding.var] = loop
-                if not isinstance(loop.ty, relax.TupleType):
-                    self._result(binding.var, loop, value.span)
+                self._loop(binding.var, value)
             elif isinstance(value, relax.TupleGetItem) and value.tuple_value in self.loops:
-                loop = self.loops[value.tuple_value]
+                loop, number = self.loops[value.tuple_value]
                 part = self._bind(binding.var.name, relax.TupleGetItem(loop, value.index))
-                self._result(binding.var, part, self.flow.values[value.tuple_value].span)
+                span = self.flow.values[value.tuple_value].span
+                self._result(number, binding.var, part, span)
             else:
                 self.bindings.append(relax.VarBinding(binding.var, value))
         return self.flow.finish(self.bindings, replaced(self.flow.result, self.now))
@@ -71,45 +107,58 @@ class _Loops:
         self.bindings.append(relax.VarBinding(variable, value))
         return variable
 
-    def _loop(self, call: relax.Call) -> relax.Call:
-        before = loop_of(call)
-        body = self.autocast_body(step_of_body(before, carried=Role.GRADIENT))
+    def _loop(self, variable: relax.Var, call: relax.Call) -> None:
+        before, number = loop_of(call), len(self.made.loops)
+        body, plan = self.autocast_body(number, before)
         loop = _with_casts_outside(attrs.evolve(before, body=body))
         loop = attrs.evolve(loop, uncast=str(options_of(call)["body"]))
-        parameters = loop.body["main"].params
+        left = Dataflow(loop.body).values
+        records = zip(Dataflow(body).calls(_CAST), plan.casts, strict=True)
+        inside = tuple(record for one, record in records if one in left)
+        self.made.loops.append(CastLoop(number, loop.length, attrs.evolve(plan, casts=inside)))
         operands = [
-            self._cast("loop_input", operand, str(parameter.ty.dtype), call.span)
-            for operand, parameter in zip(call.args, parameters, strict=True)
+            self._cast("loop_input", operand, str(parameter.ty.dtype), call.span, number, k)
+            for k, (operand, parameter) in enumerate(
+                zip(call.args, loop.body["main"].params, strict=True)
+            )
         ]
-        return call_op(NAME, operands, call.span, **loop.options)
+        new = self._bind(variable.name, call_op(NAME, operands, call.span, **loop.options))
+        self.loops[variable] = new, number
+        if not isinstance(new.ty, relax.TupleType):
+            self._result(number, variable, new, call.span)
 
-    def _result(self, before: relax.Var, part: relax.Var, span: tvm.ir.Span | None) -> None:
-        self.now[before] = self._cast("loop_output", part, str(before.ty.dtype), span)
+    def _result(
+        self, number: int, before: relax.Var, part: relax.Var, span: tvm.ir.Span | None
+    ) -> None:
+        dtype = str(before.ty.dtype)
+        reader = self._reader(before)
+        self.now[before] = self._cast("loop_output", part, dtype, span, number, None, reader)
+
+    def _reader(self, variable: relax.Var) -> str:
+        """Return the name of the first value that is computed from another; views are none."""
+        while variable in self.flow.readers:
+            variable = next(iter(self.flow.readers[variable]))
+            if op_name(self.flow.values[variable]) not in (*VIEWS, _CAST):
+                return str(variable.name)
+        return ""
 
     def _cast(
-        self, stem: str, value: relax.Expr, dtype: str, span: tvm.ir.Span | None
+        self,
+        stem: str,
+        value: relax.Expr,
+        dtype: str,
+        span: tvm.ir.Span | None,
+        number: int,
+        operand: int | None,
+        reader: str = "",
     ) -> relax.Expr:
-        if dtype == str(value.ty.dtype):
+        before = str(value.ty.dtype)
+        if dtype == before:
             return value
-        return self._bind(stem, call_op(_CAST, [value], span, dtype=dtype))
-
-
-def casts_around_loops(ir: tvm.IRModule) -> set[relax.Var]:
-    """Return the casts of a step that `autocast_loops` wrote outside of the loops' bodies."""
-    flow = Dataflow(ir)
-    loops = flow.calls(NAME)
-    read = {one for call in loops.values() for one in call.args if isinstance(one, relax.Var)}
-    parts = {
-        one
-        for one, value in flow.values.items()
-        if isinstance(value, relax.TupleGetItem) and value.tuple_value in loops
-    } | set(loops)
-    return {
-        one
-        for one, call in flow.calls(_CAST).items()
-        if (one in read and str(call.ty.dtype) in LOW_DTYPES)
-        or (call.args[0] in parts and str(call.ty.dtype) == FULL_DTYPE)
-    }
+        variable = self._bind(stem, call_op(_CAST, [value], span, dtype=dtype))
+        elements = math.prod(shape_of_type(value.ty))
+        self.made.outside[variable] = OutsideCast(number, operand, reader, before, dtype, elements)
+        return variable
 
 
 def _with_casts_outside(loop: Loop) -> Loop:
@@ -131,7 +180,7 @@ def _with_casts_outside(loop: Loop) -> Loop:
         if one.var not in now
     ]
     fields = replaced(flow.values.get(flow.result, flow.result), now).fields
-    fields = _low_outputs(loop, flow, list(fields))
+    fields = [now.get(one, one) for one in _low_outputs(loop, flow, list(fields))]
     result = relax.BlockBuilder().normalize(relax.Tuple(fields))
     output = relax.Var("outputs", result.ty)
     bindings.append(relax.VarBinding(output, result))

@@ -14,6 +14,7 @@ from tvm import relax
 
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE
+from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.errors import OptionError
 from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.static_shape import shape_of
@@ -124,33 +125,41 @@ def is_inside(module: str, pattern: str) -> bool:
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
-def apply_overrides(
-    graph: StepGraph,
-    decisions: Sequence[Decision],
-    overrides: Sequence[Override],
-    input_names: Sequence[str],
-) -> None:
-    """Change the decisions that overrides select.
+@attrs.define(eq=False)
+class AppliedOverrides:
+    """Overrides that are applied to the ops of a step, and to those in the bodies of its loops."""
 
-    Raises:
-        OptionError: overrides that select nothing, all of them, with near matches.
-    """
-    if not overrides:
-        return
-    names = dict(zip(graph.inputs, input_names, strict=True))
-    unused = set(range(len(overrides)))
-    for op in graph.ops:
-        if op.is_view:
-            continue
-        roots = (graph.values[leaf].root for leaf in op.reads)
-        parameters = [names[root] for root in roots if root in names]
-        chosen = [n for n, one in enumerate(overrides) if one.matches(op, parameters)]
-        unused.difference_update(chosen)
-        for number in chosen:
-            _apply(graph, op, decisions[op.position], overrides[number])
-    if unused:
-        lines = [_explain_unused(graph, overrides[n], input_names) for n in sorted(unused)]
-        raise OptionError("\n".join(lines))
+    overrides: Sequence[Override]
+    _used: set[int] = attrs.field(factory=set)
+    _scopes: list[tuple[StepGraph, Sequence[str]]] = attrs.field(factory=list)
+
+    def apply(
+        self, graph: StepGraph, decisions: Sequence[Decision], input_names: Sequence[str]
+    ) -> None:
+        """Change the decisions that overrides select; an input without a name is no parameter."""
+        if not self.overrides:
+            return
+        self._scopes.append((graph, input_names))
+        names = {leaf: name for leaf, name in zip(graph.inputs, input_names, strict=True) if name}
+        for op in graph.ops:
+            if op.is_view or op.name == LOOP:
+                continue
+            roots = (graph.values[leaf].root for leaf in op.reads)
+            parameters = [names[root] for root in roots if root in names]
+            chosen = [n for n, one in enumerate(self.overrides) if one.matches(op, parameters)]
+            self._used.update(chosen)
+            for number in chosen:
+                _apply(graph, op, decisions[op.position], self.overrides[number])
+
+    def raise_if_unused(self) -> None:
+        """Report the overrides that selected nothing.
+
+        Raises:
+            OptionError: there are such; it lists all of them, with near matches.
+        """
+        unused = [one for n, one in enumerate(self.overrides) if n not in self._used]
+        if unused:
+            raise OptionError("\n".join(_explain_unused(self._scopes, one) for one in unused))
 
 
 def _apply(graph: StepGraph, op: Op, decision: Decision, override: Override) -> None:
@@ -189,18 +198,19 @@ def _describe(override: Override) -> str:
     return f"Override({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
-def _modules(graph: StepGraph) -> list[str]:
+def _modules(ops: Sequence[Op]) -> list[str]:
     """Return the module paths of a step, and the paths that lead to them."""
-    paths = [op.location.module.split(".") for op in graph.ops if op.location.module]
+    paths = [op.location.module.split(".") for op in ops if op.location.module]
     return sorted({".".join(path[:n]) for path in paths for n in range(1, len(path) + 1)})
 
 
-def _explain_unused(graph: StepGraph, override: Override, input_names: Sequence[str]) -> str:
+def _explain_unused(scopes: Sequence[tuple[StepGraph, Sequence[str]]], override: Override) -> str:
     """Explain why an override selects nothing: the fields that match no call, and near matches."""
+    ops = [op for graph, _ in scopes for op in graph.ops if op.name != LOOP]
     candidates = {
-        "op": sorted({name for op in graph.ops for name in (op.name, op.label)}),
-        "module": _modules(graph),
-        "parameter": sorted(input_names),
+        "op": sorted({name for op in ops for name in (op.name, op.label)}),
+        "module": _modules(ops),
+        "parameter": sorted({name for _, names in scopes for name in names if name}),
     }
     hints = []
     for field, known in candidates.items():

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from amp_ir.amp import plan_text
 from amp_ir.amp.decisions import Label
-from amp_ir.amp.plan_diff import differences, dtypes_in_words
+from amp_ir.amp.plan_diff import differences
 from amp_ir.amp.plan_file import FORMAT, plan_from, read_plan, write_plan
 from amp_ir.deprecation import Renamed
-from amp_ir.errors import OptionError
 
 _NBYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -119,10 +116,23 @@ class Moved:
 
 
 @attrs.frozen
+class LoopPlan:
+    """The decisions in the body of a loop: those of each of its `length` steps.
+
+    `id` is that of the loop among the ops of the step; `plan` numbers the body's own ops from 0.
+    """
+
+    id: int
+    length: int
+    plan: CastPlan
+
+
+@attrs.frozen
 class CastPlan:
     """All decisions of one autocast, in program order.
 
-    `moved`, what the compiled step moves because of dtypes, is known after `explain_plan` only.
+    `loops` has those in the bodies of loops, which are one op each in `ops`. `moved`, what the
+    compiled step moves because of dtypes, is known after `explain_plan` only.
     """
 
     amp_dtype: str
@@ -133,14 +143,13 @@ class CastPlan:
     ops: tuple[PlannedOp, ...]
     casts: tuple[PlannedCast, ...]
     moved: tuple[Moved, ...] = ()
+    loops: tuple[LoopPlan, ...] = ()
 
     @property
     def hash(self) -> str:
         """Return the SHA-256 of the decisions; equal for equal decisions, wherever files are."""
-        data = self.to_json()
+        data = _without_lines(self.to_json())
         del data["format"]
-        for one in data["ops"]:
-            del one["line"]
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -179,96 +188,39 @@ class CastPlan:
         return "\n".join(differences(self, other))
 
     def summary(self) -> str:
-        """Return casts, bytes and dtypes in numbers: two lines in all, then one per op name."""
-        alone = sum(cast.is_alone for cast in self.casts)
-        mebibytes = sum(cast.nbytes for cast in self.casts) / 2**20
-        low = sum(self.amp_dtype in one.reads + one.results for one in self.ops)
-        lines = [
-            f"{self.amp_dtype}, policy {self.policy}, placement {self.placement}: "
-            f"{low} of {len(self.ops)} ops touch {self.amp_dtype}; {len(self.casts)} casts, "
-            f"{alone} of them kernels of their own ({mebibytes:.1f} MiB a step)",
-            f"values of free ops move {self.cost_nbytes.chosen / 2**20:.1f} MiB a step, with the "
-            f"greedy placement {self.cost_nbytes.greedy / 2**20:.1f}, in float32 "
-            f"{self.cost_nbytes.full / 2**20:.1f}",
-        ]
-        counts = Counter((one.name, dtypes_in_words(one)) for one in self.ops)
-        width = max((len(name) for name, _ in counts), default=0)
-        lines += [
-            f"  {name:{width}}  {dtypes}  x{n}" for (name, dtypes), n in sorted(counts.items())
-        ]
-        return "\n".join(lines)
+        """Return casts, bytes and dtypes in numbers: two lines in all, then one per op name.
+
+        Between these, a line per loop; its bytes are those of all its steps, in the first two, too.
+        """
+        return "\n".join(plan_text.summary(self))
 
     def cast_traffic(self) -> str:
         """Return the bytes that dtypes cost the compiled step, by reason; fixed reasons come last.
 
         Under the cost model, no placement moves less than the bound for the values of free ops.
         """
-        cost = self.cost_nbytes
-        lines = [
-            f"{_mebibytes(one.nbytes)}  {'free ' if one.is_free else 'fixed'}  {one.what}: "
-            f"{one.reason}"
-            for one in sorted(self.moved, key=lambda one: (not one.is_free, -one.nbytes))
-        ]
-        total = sum(one.nbytes for one in self.moved)
-        free = sum(one.nbytes for one in self.moved if one.is_free)
-        lines += [
-            f"{_mebibytes(total)}  in all, {free / 2**20:.2f} of it by the placement",
-            f"by the cost model, the values of free ops move {cost.chosen / 2**20:.2f} MiB; "
-            f"no placement moves less than {cost.bound / 2**20:.2f}",
-        ]
-        return "\n".join(lines)
+        return "\n".join(plan_text.cast_traffic(self))
 
     certificate = Renamed("cast_traffic")
 
     def explain(self, what: str = "*") -> str:
         """Explain the dtypes of each op of a module, or of a name, and each of its casts.
 
-        `what` is a glob over module paths (what is inside of a module included) or op names.
+        `what` is a glob over module paths (what is inside of a module included) or op names. Ops in
+        the body of a loop follow the loop, and say of how many steps they are.
 
         Raises:
             OptionError: it matches nothing.
         """
-        chosen = [one for one in self.ops if _is_meant(one, what)]
-        if not chosen:
-            raise OptionError(f"no op or module of the step matches {what!r}")
-        casts: dict[int, list[PlannedCast]] = {}
-        for cast in self.casts:
-            casts.setdefault(cast.consumer, []).append(cast)
-        return "\n".join(line for one in chosen for line in self._explain(one, casts))
+        return "\n".join(plan_text.explain(self, what))
 
     def list_casts(self) -> str:
         """Return every cast in one line, under the path of the module whose op reads it."""
-        lines: dict[str, list[str]] = {}
-        for cast in self.casts:
-            # An output of the step has no op that reads it; the op that makes it says where it is.
-            one = self.ops[cast.consumer if cast.consumer >= 0 else cast.source]
-            reader = one.name if cast.consumer >= 0 else "the result"
-            place = f"{one.module or 'step'} ({one.phase})"
-            lines.setdefault(place, []).append(
-                f"{place}: {cast.from_dtype} -> {cast.to_dtype} for {reader}, {cast.elements} "
-                f"elements, {self._how(cast)}"
-            )
-        return "\n".join(line for of_module in lines.values() for line in of_module)
-
-    def _how(self, cast: PlannedCast) -> str:
-        maker = self.ops[cast.source].variable if cast.source >= 0 else "an input"
-        return f"of {maker}, {'a kernel of its own' if cast.is_alone else 'fused'}"
-
-    def _explain(self, one: PlannedOp, casts: dict[int, list[PlannedCast]]) -> Iterator[str]:
-        place = f"{one.module or 'step'} ({one.phase}) {one.line}".rstrip()
-        yield f"{one.variable} = {one.name}  {dtypes_in_words(one)}  in {place}"
-        yield f"    {one.reason} [{one.rule}]"
-        for cast in casts.get(one.id, []):
-            maker = self.ops[cast.source].variable if cast.source >= 0 else "an input"
-            how = f"alone, {cast.nbytes} bytes" if cast.is_alone else "fused"
-            shared = "shared" if cast.is_shared else "private"
-            yield f"    cast of {maker}: {cast.from_dtype} -> {cast.to_dtype}, {shared}, {how}"
+        return "\n".join(plan_text.casts(self))
 
 
-def _mebibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:9.2f} MiB"
-
-
-def _is_meant(one: PlannedOp, what: str) -> bool:
-    names = (one.module, one.name, one.variable)
-    return any(fnmatchcase(n, what) for n in names) or fnmatchcase(one.module, f"{what}.*")
+def _without_lines(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan's data without the lines of source files."""
+    ops = [{key: value for key, value in one.items() if key != "line"} for one in data["ops"]]
+    loops = [{**one, "plan": _without_lines(one["plan"])} for one in data["loops"]]
+    return {**data, "ops": ops, "loops": loops}

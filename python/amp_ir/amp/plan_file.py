@@ -15,6 +15,7 @@ from typing import Any
 
 from amp_ir.amp.decisions import Mode
 from amp_ir.amp.plan_fields import from_fields
+from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.errors import FileFormatError
 from amp_ir.files.atomic_file import write_text
 from amp_ir.files.sealed_json import check_seal, read_document, sealed
@@ -32,11 +33,19 @@ _MODES = frozenset(mode.value for mode in Mode)
 
 def write_plan(path: str | os.PathLike[str], data: dict[str, Any]) -> None:
     """Write the result of `CastPlan.to_json` so that text tools can compare it line by line."""
-    document = sealed({"kind": KIND, **data})
-    parts = {name: document.pop(name) for name in ("ops", "casts")}
-    head = json.dumps(document)[:-1]
-    lines = [",\n".join(json.dumps(one) for one in part) for part in parts.values()]
-    write_text(path, f'{head}, "ops": [\n{lines[0]}\n], "casts": [\n{lines[1]}\n]}}\n')
+    write_text(path, f"{_text(sealed({'kind': KIND, **data}))}\n")
+
+
+def _text(plan: dict[str, Any]) -> str:
+    """Return a plan, or that of a loop's body, as JSON with a line for each op and cast."""
+    rest = dict(plan)
+    lists = {name: [json.dumps(one) for one in rest.pop(name)] for name in ("ops", "casts")}
+    lists["loops"] = [
+        f'{{"id": {one["id"]}, "length": {one["length"]}, "plan": {_text(one["plan"])}}}'
+        for one in rest.pop("loops")
+    ]
+    inner = ", ".join(f'"{name}": [\n' + ",\n".join(lines) + "\n]" for name, lines in lists.items())
+    return f"{json.dumps(rest)[:-1]}, {inner}}}"
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -81,6 +90,7 @@ def plan_from(cls: Any, data: Any) -> Any:
 def _plan_errors(plan: Any) -> Iterator[str]:
     """Return what in a plan names an op or a mode that does not exist."""
     count = len(plan.ops)
+    yield from _loop_errors(plan)
     for position, one in enumerate(plan.ops):
         if one.id != position:
             yield f"op {position} has the id {one.id}"
@@ -95,3 +105,12 @@ def _plan_errors(plan: Any) -> Iterator[str]:
             yield f"cast {position} is of {cast.from_dtype} to {cast.to_dtype}"
         if cast.elements < 0:
             yield f"cast {position} has {cast.elements} elements"
+
+
+def _loop_errors(plan: Any) -> Iterator[str]:
+    for one in plan.loops:
+        if not 0 <= one.id < len(plan.ops) or plan.ops[one.id].name != LOOP:
+            yield f"a loop has the id {one.id}, which is that of no loop"
+        if one.length < 1:
+            yield f"a loop has {one.length} steps"
+        yield from _plan_errors(one.plan)

@@ -9,7 +9,6 @@ import attrs
 import tvm
 from tvm import relax
 
-from amp_ir.amp.loops import casts_around_loops
 from amp_ir.amp.plan import CastPlan, Moved
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import from_span
@@ -26,15 +25,14 @@ def with_real_kernels(
 
     Args:
         plan: made with `ir`.
-        ir: the result of autocast; its casts are the plan's, in order, but for those of loops.
+        ir: the result of autocast; its casts are the plan's, in order.
         kernels: the kernel or library call that computes each variable of `ir`. A variable without
             one is -1 in the plan: a view, folded away, recomputed by its readers, or a matmul whose
             library call computes the following bias and activation too.
         cast_kernels: kernels that do nothing but cast.
     """
     flow = Dataflow(ir)
-    of_loops = casts_around_loops(ir)
-    casts = dict.fromkeys(one for one in flow.calls("amp_ir.cast") if one not in of_loops)
+    casts = flow.calls("amp_ir.cast")
     alone = [kernels.get(variable, -1) in cast_kernels for variable in casts]
     by_name = {
         str(variable.name): kernels.get(variable, -1)

@@ -16,6 +16,7 @@ from amp_ir.amp.overrides import Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.dialect.loop import NAME as LOOP
+from amp_ir.dialect.loop import loop_of
 from amp_ir.dialect.registry import options_of
 from amp_ir.dispatch.decompose_attention import decompose_attention
 from amp_ir.dispatch.decompose_recurrence import recurrence_as_calls
@@ -46,7 +47,7 @@ def autocast(
     """
     if isinstance(mod, StepModule) and args is not None:
         batch_of(mod, args)
-    mod = _as_it_was_decided(mod, options)
+    mod = _as_it_was_decided(mod, options.get("plan"))
     between_ranks = _comm_overrides(mod, options)
     if between_ranks:
         options["overrides"] = (*between_ranks, *options.get("overrides", ()))
@@ -105,12 +106,11 @@ def comm_dtypes(ir: tvm.IRModule) -> list[str]:
 
 
 def _as_it_was_decided(
-    mod: StepModule | tvm.IRModule, options: dict[str, Any]
+    mod: StepModule | tvm.IRModule, plan: CastPlan | None
 ) -> StepModule | tvm.IRModule:
-    """Return the step with its loops unrolled where options name ops of single steps."""
-    plan = options.get("plan")
+    """Return the step with its loops unrolled where the plan is one of single steps."""
     is_of_steps = isinstance(plan, CastPlan) and not any(one.name == LOOP for one in plan.ops)
-    if not isinstance(mod, StepModule) or not (options.get("overrides") or is_of_steps):
+    if not isinstance(mod, StepModule) or not is_of_steps:
         return mod
     return mod.with_ir(unroll_loops(mod.ir))
 
@@ -140,12 +140,28 @@ def explain_plan(mod: StepModule) -> CastPlan:
     check_module(mod, "explain_plan")
     if mod.plan is None:
         raise OptionError("the step has no plan; pass it through amp_ir.autocast first")
-    ir = _before_fusion(mod.ir)
-    found = assign_kernels(ir)
+    plan = _with_kernels(mod.plan, mod.ir)
+    bodies = [loop_of(call).body for call in Dataflow(mod.ir).calls(LOOP).values()]
+    loops = [
+        attrs.evolve(one, plan=_with_kernels(one.plan, body))
+        for one, body in zip(plan.loops, bodies, strict=True)
+    ]
+    moved = [
+        attrs.evolve(one, nbytes=loop.length * one.nbytes)
+        for loop in loops
+        for one in loop.plan.moved
+    ]
+    return attrs.evolve(plan, loops=tuple(loops), moved=(*plan.moved, *moved))
+
+
+def _with_kernels(plan: CastPlan, ir: tvm.IRModule) -> CastPlan:
+    """Return the plan of a step, or of the body of a loop, with the kernels that it gets."""
+    lowered = _before_fusion(ir)
+    found = assign_kernels(lowered)
     kernels = {variable: place.kernel for variable, place in found.items()}
     of_casts = frozenset(place.kernel for place in found.values() if place.only_casts)
-    moved = traffic_by_reason(mod.plan, ir, stored_tensors(ir), of_casts)
-    return with_real_kernels(mod.plan, mod.ir, kernels, of_casts, moved)
+    moved = traffic_by_reason(plan, lowered, stored_tensors(lowered), of_casts)
+    return with_real_kernels(plan, ir, kernels, of_casts, moved)
 
 
 def stored_variables(ir: tvm.IRModule) -> set[relax.Var]:

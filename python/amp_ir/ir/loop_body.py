@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from amp_ir.dialect.loop import CARRIED, Loop
@@ -10,12 +11,18 @@ from amp_ir.ir.loop_call import shape_of_type
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 
 
-def step_of_body(loop: Loop, *, carried: Role = Role.RESULT) -> StepModule:
-    """Return a body as a step without state; `carried` is what values for the next step are."""
+def step_of_body(
+    loop: Loop, names: Sequence[str] | None = None, *, carried: Role = Role.RESULT
+) -> StepModule:
+    """Return a body as a step without state.
+
+    `names` are those of its inputs; `carried` is what values for the next step are.
+    """
     main = loop.body["main"]
+    names = [f"input{k}" for k in range(len(main.params))] if names is None else names
     inputs = [
-        InputSpec(f"input{k}", Role.BATCH, shape_of_type(one.ty), str(one.ty.dtype))
-        for k, one in enumerate(main.params)
+        InputSpec(name, Role.BATCH, shape_of_type(one.ty), str(one.ty.dtype))
+        for name, one in zip(names, main.params, strict=True)
     ]
     read_next = {output for kind, output, _ in loop.inputs if kind == CARRIED}
     outputs = [

@@ -56,21 +56,35 @@ class Plan(Protocol):
     def casts(self) -> Sequence[Any]:
         """The casts that were made."""
 
+    @property
+    def loops(self) -> Sequence[Any]:
+        """The plans of the bodies of loops."""
+
     def summary(self) -> str:
         """Return two lines of numbers, then one line per op name."""
 
 
 @attrs.frozen
 class Row:
-    """One op with the casts made for it."""
+    """One op with the casts made for it.
+
+    `steps` is how often it runs: 1, or in the body of a loop the number of its steps.
+    """
 
     op: Any
     casts: tuple[Cast, ...]
+    steps: int = 1
+    is_in_loop: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the op's name, and how often it runs in a loop."""
+        return f"{self.op.name} (in {self.steps} steps)" if self.is_in_loop else str(self.op.name)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that its casts move by themselves."""
-        return sum(cast.nbytes for cast in self.casts)
+        """Return the bytes that its casts move by themselves, in all steps of a loop."""
+        return self.steps * sum(cast.nbytes for cast in self.casts)
 
     @property
     def phrases(self) -> tuple[str, ...]:
@@ -124,20 +138,28 @@ def rows_of(plan: Plan, what: str = "*", *, views: bool = False) -> list[Row]:
     Raises:
         OptionError: it matches nothing.
     """
-    casts: dict[int, list[Cast]] = {}
-    for cast in plan.casts:
-        casts.setdefault(cast.consumer, []).append(cast)
-    rows = [
-        Row(op, tuple(casts.get(op.id, ())))
-        for op in plan.ops
-        if _is_meant(op, what) and (views or op.reads or op.results)
-    ]
+    bodies = {one.id: one for one in plan.loops}
+    rows: list[Row] = []
+    for row in _rows(plan):
+        rows.append(row)
+        if row.op.id in bodies:
+            body = bodies[row.op.id]
+            rows += _rows(body.plan, steps=body.length, is_in_loop=True)
+    rows = [row for row in rows if _is_meant(row.op, what)]
+    rows = [row for row in rows if views or row.op.reads or row.op.results]
     if not rows:
         modules = sorted({op.module.split(".")[0] for op in plan.ops if op.module})
         raise OptionError(
             f"no module or op of the step matches {what!r}; modules begin with {', '.join(modules)}"
         )
     return rows
+
+
+def _rows(plan: Plan, **place: Any) -> list[Row]:
+    casts: dict[int, list[Cast]] = {}
+    for cast in plan.casts:
+        casts.setdefault(cast.consumer, []).append(cast)
+    return [Row(op, tuple(casts.get(op.id, ())), **place) for op in plan.ops]
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -153,7 +175,7 @@ def table(rows: Sequence[Row]) -> Table:
         for row in group:
             op = row.op
             result.add_row(
-                "  " + op.name.removeprefix("relax.").removeprefix("amp_ir."),
+                "  " + row.name.removeprefix("relax.").removeprefix("amp_ir."),
                 op.phase,
                 f"{_coloured(op.reads)} -> {_coloured(op.results)}",
                 op.rule,

@@ -114,8 +114,8 @@ class Graph:
 
 
 def graph_of(plan: Any, rows: Sequence[Any]) -> Graph:
-    """Return the rows of a plan as a graph."""
-    ops = [row.op for row in rows if row.op.results or row.op.reads]
+    """Return the rows of a plan as a graph, in which a loop is one op."""
+    ops = [row.op for row in rows if (row.op.results or row.op.reads) and not row.is_in_loop]
     inside = [op for op in ops if op.phase != "optimizer"]
     last = [op for op in ops if op.phase == "optimizer"]
     is_folded = len(inside) > MAX_OPS

@@ -95,7 +95,7 @@ def _row(row: Any, low: str) -> str:
     kernel = str(op.kernel) if op.kernel >= 0 else ""
     return (
         f'<tr class="row {_leaning(op, low)}"><td class="op" title="{escape(op.line)}">'
-        f"{escape(op.name)}</td><td>{op.phase}</td><td>{_dtypes(op.reads, low)}</td>"
+        f"{escape(row.name)}</td><td>{op.phase}</td><td>{_dtypes(op.reads, low)}</td>"
         f"<td>{_dtypes(op.results, low)}</td>"
         f'<td>{escape(op.reason)} <span class="rule">{escape(op.rule)}</span></td>'
         f'<td>{casts}</td><td class="number">{nbytes}</td>'
