@@ -31,7 +31,6 @@ from amp_ir.capture.notes import capture_notes, number_notes
 from amp_ir.capture.outside_tensors import lift_outside_tensors
 from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
-from amp_ir.capture.random_draws import number_draws
 from amp_ir.capture.rolled_loops.find_loops import find_loops
 from amp_ir.capture.scaler_state import find_scaler_state
 from amp_ir.capture.state import State, find_state, move_counters
@@ -41,6 +40,7 @@ from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import CaptureError
 from amp_ir.host.fake_tensors import fake_tensor_mode
 from amp_ir.ir.captured_step import CapturedStep
+from amp_ir.ir.random_draws import number_draws
 from amp_ir.ir.step_module import StepHooks
 
 __all__ = ["capture_model", "capture_step", "check_training"]

@@ -30,7 +30,7 @@ from amp_ir.ir.captured_loop import LOOP_KEY
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
 from amp_ir.ir.empty_tensors import has_no_elements, number_everywhere, results_of_nothing
 from amp_ir.ir.location import META_KEY, Location, to_span
-from amp_ir.ir.random_draws import DRAW_KEY
+from amp_ir.ir.random_draws import DRAW_KEY, number_draws
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 
 # The part of torch's seed that the random ops use: their hash works on 32-bit words, and a
@@ -47,6 +47,7 @@ def import_step(captured: CapturedStep) -> StepModule:
               of `torch.initial_seed()`, number of steps done).
     Errors:   UnsupportedOpError, once, listing every op that cannot be converted.
     """
+    number_draws(captured.graph.graph)
     emitter, parameters, outputs = _convert(captured)
     inputs = [
         InputSpec(one.name, one.role, shape_of(parameter), dtype_of(parameter))
