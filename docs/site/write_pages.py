@@ -61,6 +61,7 @@ def main(folder: Path) -> None:
         path = folder / page
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(with_links_to_pages(page, text))
+    shutil.copytree(ROOT / "docs" / "images", folder / "images")
 
 
 def pages() -> dict[str, str]:

@@ -22,6 +22,7 @@ from amp_ir.host.peak_rates import MachinePeaks
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import report_memory
+from amp_ir.report.memory_chart import rounded_ticks
 from amp_ir.report.step_page import step_page
 from device_messages import no_gpu
 
@@ -108,7 +109,7 @@ def test_profile_prints_the_table_and_writes_what_is_asked_for(
     assert lines[-2:] == [f"wrote {trace}", f"wrote {document}"]
     assert shown.err.splitlines() == [
         "building", "capturing the step", "choosing casts", "planning memory",
-        "compiling and timing", "The machine is busy",
+        "compiling and timing", "timing float32 and PyTorch beside it", "The machine is busy",
     ]  # fmt: skip
     parts = json.loads(document.read_text())
     assert len(parts["memory"]["timeline"]) == len(parts["profile"]["calls"])
@@ -134,6 +135,11 @@ def test_the_page_has_everything_and_loads_nothing(
     assert "role-parameter" in {path["class"] for path in page.paths}
     for words in ("AMP saved", "train.py in bfloat16", "Alive at the peak", "dtypes by op"):
         assert words in text
+    # Itself, its float32 step and PyTorch's, below a line of heads; a source line of each kernel.
+    assert page.rows["peers"] == 4
+    assert "train.py:" in text
+    assert 'class="band phase-forward"' in text and 'class="band phase-backward"' in text
+    assert ">0.0%<" not in text
 
 
 def test_the_page_of_a_step_without_casts_says_so(training: Path, tmp_path: Path) -> None:
@@ -201,3 +207,22 @@ def test_a_gpu_that_is_not_here_is_told_before_anything_else(command: str, capsy
     if torch.cuda.is_available():
         why = f"device={device!r} is not here: this machine has {device[5:]} GPU(s)"
     assert (shown.out, shown.err) == ("", f"amp-ir {command}: {why}\n")
+
+
+@pytest.mark.parametrize(
+    ("top", "ticks"),
+    [
+        (398 * 2**20, [0, 100, 200, 300, 400]),
+        (2**20, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (1100 * 2**20, [0, 500, 1000, 1500]),
+    ],
+)
+def test_the_axis_counts_round_numbers_of_mebibytes(top: int, ticks: list[float]) -> None:
+    assert [one / 2**20 for one in rounded_ticks(top)] == pytest.approx(ticks, rel=1e-6)
+
+
+@pytest.mark.parametrize("top", [3, 777, 2**10, 2**20 - 1, 123456789, 7 * 2**40])
+def test_every_peak_has_a_handful_of_ticks_above_it(top: int) -> None:
+    ticks = rounded_ticks(top)
+    assert 3 <= len(ticks) <= 6
+    assert ticks[-2] < top <= ticks[-1]

@@ -12,6 +12,7 @@ import torch
 
 import amp_ir
 from amp_ir.commands.training import add_command, add_dtype, traced, training_of
+from amp_ir.demo.peer_times import peer_times
 from amp_ir.demo.stage_progress import stages
 from amp_ir.host.machine_load import load_warning
 from amp_ir.ir.target import target_of
@@ -54,7 +55,7 @@ def add_report(commands: Any) -> None:
 
 def _profile(arguments: argparse.Namespace) -> int:
     measured = _measure(arguments)
-    return show_profile(measured.profile, measured.memory, arguments)
+    return show_profile(measured.profile, measured.memory, arguments, peers=measured.peers)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -66,6 +67,7 @@ def _report(arguments: argparse.Namespace) -> int:
         measured.plan,
         machine=_machine(arguments.device),
         out=arguments.out,
+        peers=measured.peers,
     )
 
 
@@ -75,6 +77,7 @@ class _Measured:
     memory: amp_ir.MemoryReport
     profile: amp_ir.KernelProfile
     plan: amp_ir.CastPlan | None
+    peers: dict[str, float]
 
 
 def _measure(arguments: argparse.Namespace) -> _Measured:
@@ -95,10 +98,21 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
         memory = amp_ir.memory_report(low, args, baseline=baseline, device=str(target))
         report("compiling and timing")
         profile = amp_ir.profile_kernels(low, arguments.device, args, steps=arguments.steps)
+        peers: dict[str, float] = {}
+        if not arguments.no_peers:
+            report("timing float32 and PyTorch beside it")
+            peers = peer_times(
+                training,
+                mod,
+                low,
+                device=arguments.device,
+                amp_dtype=arguments.amp_dtype,
+                turns=arguments.steps,
+            )
     warning = load_warning()
     if warning:
         print(warning, file=sys.stderr)
-    return _Measured(arguments.training, memory, profile, plan)
+    return _Measured(arguments.training, memory, profile, plan, peers)
 
 
 def _machine(device: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from amp_ir.files.atomic_file import write_text
 from amp_ir.report.kernel_profile import KernelProfile
+from amp_ir.report.kernel_table import rounded
 from amp_ir.report.memory import MemoryReport
 from amp_ir.report.step_page import step_page
 from amp_ir.report.wide_console import wide_console
@@ -41,6 +43,11 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=10, metavar="N", help="timed steps (default 10)"
     )
+    parser.add_argument(
+        "--no-peers",
+        action="store_true",
+        help="do not time the float32 step and PyTorch's beside it",
+    )
 
 
 def show_profile(
@@ -48,10 +55,18 @@ def show_profile(
     memory: MemoryReport,
     arguments: argparse.Namespace,
     console: Console | None = None,
+    *,
+    peers: Mapping[str, float] | None = None,
 ) -> int:
-    """Print the table by kernel and the memory in a line; write the requested files."""
+    """Print the table by kernel and the memory in a line; write the requested files.
+
+    `peers` are milliseconds of a step by who ran it, this step first.
+    """
     console = console or wide_console()
     console.print(profile)
+    if peers:
+        times = ", ".join(f"{name} {rounded(spent)}" for name, spent in peers.items())
+        console.print(f"milliseconds a step, in turns: {times}", highlight=False)
     console.print()
     console.print(memory.headline(), highlight=False, markup=False)
     if memory.balance is not None:
@@ -77,8 +92,9 @@ def write_report(
     *,
     machine: str,
     out: Path,
+    peers: Mapping[str, float] | None = None,
 ) -> int:
-    """Write the page and print its path."""
-    write_text(out, step_page(title, memory, profile, plan, machine))
+    """Write the page, with `peers` as in `show_profile`, and print its path."""
+    write_text(out, step_page(title, memory, profile, plan, machine, peers))
     wide_console().print(f"wrote {out}", highlight=False)
     return 0

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cast plan as a graph on one HTML page: no scripts, fonts or pictures from elsewhere.
 
-A box is an op, or, where there are too many, a run of ops of one module. The forward pass runs down
-at the left; the backward pass runs up at the right, beside what it differentiates; the optimizer is
-one box. The browser lays the boxes out in the cells of a grid, and the script draws the edges.
+A box is an op. The forward pass runs down at the left; the backward pass runs up at the right,
+beside what it differentiates; the optimizer is one box. The browser lays the boxes out in the cells
+of a grid, and the script draws the edges. A step with more ops is an outline of its modules instead
+(module_outline.py).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -17,12 +17,11 @@ from typing import Any
 import attrs
 
 from amp_ir.report.expression_text import short_dtype
+from amp_ir.report.module_outline import OUTLINE_STYLE, outline
 
-# More ops than this are drawn as modules, to the deepest paths that give few enough boxes.
-MAX_OPS = 90
-MAX_MODULES = 140
+# More ops than this are no picture that one can follow.
+MAX_OPS = 40
 LANES = ("forward", "backward", "optimizer")
-_OUTSIDE = "outside of modules"
 _MAX_OPS_IN_TOOLTIP = 24
 _STYLE = """
 :root { color-scheme: light dark; --full: #2563eb; --low: #15803d; --other: #71717a;
@@ -106,11 +105,10 @@ class Edge:
 
 @attrs.define
 class Graph:
-    """A drawing. `is_folded` says that nodes are runs of ops."""
+    """A drawing."""
 
     nodes: list[Node]
     edges: list[Edge]
-    is_folded: bool
 
 
 def graph_of(plan: Any, rows: Sequence[Any]) -> Graph:
@@ -118,29 +116,16 @@ def graph_of(plan: Any, rows: Sequence[Any]) -> Graph:
     ops = [row.op for row in rows if (row.op.results or row.op.reads) and not row.is_in_loop]
     inside = [op for op in ops if op.phase != "optimizer"]
     last = [op for op in ops if op.phase == "optimizer"]
-    is_folded = len(inside) > MAX_OPS
-    runs = _runs(inside) if is_folded else [(_short(op.name), [op]) for op in inside]
+    runs = [(_short(op.name), [op]) for op in inside]
     runs += [("optimizer", last)] if last else []
     nodes = [Node(k, label, group[0].phase, group) for k, (label, group) in enumerate(runs)]
     edges = _edges(plan, nodes)
     _set_rows(nodes, edges)
-    return Graph(nodes, edges, is_folded)
+    return Graph(nodes, edges)
 
 
 def _short(name: str) -> str:
     return name.removeprefix("relax.").removeprefix("amp_ir.").removeprefix("nn.")
-
-
-def _runs(ops: Sequence[Any]) -> list[tuple[str, list[Any]]]:
-    """Group neighbours in program order of one module and phase, to the deepest paths that fit."""
-    runs: list[tuple[str, list[Any]]] = []
-    for depth in range(max(op.module.count(".") + 1 for op in ops), 0, -1):
-        keys = [(".".join(op.module.split(".")[:depth]), op.phase) for op in ops]
-        groups = itertools.groupby(zip(keys, ops, strict=True), key=lambda pair: pair[0])
-        runs = [(key[0] or _OUTSIDE, [op for _, op in group]) for key, group in groups]
-        if len(runs) <= MAX_MODULES:
-            break
-    return runs
 
 
 def _edges(plan: Any, nodes: Sequence[Node]) -> list[Edge]:
@@ -179,25 +164,32 @@ def _set_rows(nodes: Sequence[Node], edges: Iterable[Edge]) -> None:
 
 
 def graph_page(title: str, plan: Any, rows: Sequence[Any]) -> str:
-    """Draw the rows of a plan: colours for dtypes, dashed marked edges for casts."""
-    graph = graph_of(plan, rows)
+    """Draw the rows of a plan: colours for dtypes, marks for casts; many rows as an outline."""
     low = plan.amp_dtype
     numbers = "".join(f"<p>{escape(line)}</p>" for line in plan.summary().splitlines()[:2])
-    what = "a run of ops of one module" if graph.is_folded else "an op"
     key = (
-        f'<p class="key"><span>a box is {what}</span>'
         f'<span><i style="color:var(--low)"></i>{escape(low)}</span>'
         '<span><i style="color:var(--full)"></i>float32</span>'
         '<span><i style="color:var(--other)"></i>other</span>'
-        '<span><i style="color:var(--cast);border-top-style:dashed"></i>cast on the way, in a '
-        "kernel</span>"
-        '<span><i style="color:var(--cast)"></i>cast that is a kernel of its own</span></p>'
     )
+    inside = [
+        row for row in rows if row.op.phase != "optimizer" and (row.op.reads or row.op.results)
+    ]
+    if len(inside) > MAX_OPS:
+        key += '<span style="color:var(--cast)">casts; "alone" is a kernel of its own</span>'
+        drawn = outline(rows, low)
+    else:
+        key += (
+            '<span><i style="color:var(--cast);border-top-style:dashed"></i>cast on the way, in a '
+            'kernel</span><span><i style="color:var(--cast)"></i>cast that is a kernel of its own'
+            "</span>"
+        )
+        drawn = f"{drawing(graph_of(plan, rows), low)}<script>{_SCRIPT}</script>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        f'</title><meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
-        f"</head><body><h1>{escape(title)}</h1>{numbers}{key}"
-        f"{drawing(graph, low)}<script>{_SCRIPT}</script></body></html>\n"
+        '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}{OUTLINE_STYLE}</style></head><body><h1>{escape(title)}</h1>{numbers}"
+        f'<p class="key">{key}</p>{drawn}</body></html>\n'
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,9 +51,9 @@ class StepTimes(Protocol):
 class CallProfile:
     """One call of the step. `milliseconds` is the median over the timed steps.
 
-    `nbytes` is what it reads and writes, each tensor once; `speed_of_light_milliseconds` is the
-    time at the machine's peak rates. `begin_milliseconds` and `shown_milliseconds` are of the one
-    step that a trace shows.
+    `lines` are the source lines that it comes from, "model.py:12". `nbytes` is what it reads and
+    writes, each tensor once; `speed_of_light_milliseconds` is the time at the machine's peak rates.
+    `begin_milliseconds` and `shown_milliseconds` are of the one step that a trace shows.
     """
 
     name: str
@@ -67,6 +68,7 @@ class CallProfile:
     flop: int
     speed_of_light_milliseconds: float
     is_cast: bool
+    lines: tuple[str, ...] = ()
 
     floor_milliseconds = Renamed("speed_of_light_milliseconds")
 
@@ -86,6 +88,7 @@ class KernelTotal:
     flop: int
     speed_of_light_milliseconds: float
     is_cast: bool
+    lines: tuple[str, ...] = ()
 
     floor_milliseconds = Renamed("speed_of_light_milliseconds")
 
@@ -289,12 +292,20 @@ def _call(
         flop=flop,
         speed_of_light_milliseconds=speed_of_light_milliseconds,
         is_cast=call.is_cast,
+        lines=tuple(
+            dict.fromkeys(
+                f"{os.path.basename(place.file)}:{place.line}"
+                for place in call.locations
+                if place.file
+            )
+        ),
     )
 
 
 def _total(group: list[CallProfile]) -> KernelTotal:
     first = group[0]
     modules = dict.fromkeys(module for call in group for module in call.modules)
+    lines = dict.fromkeys(line for call in group for line in call.lines)
     return KernelTotal(
         name=first.name,
         ops=first.ops,
@@ -307,4 +318,5 @@ def _total(group: list[CallProfile]) -> KernelTotal:
         flop=sum(call.flop for call in group),
         speed_of_light_milliseconds=sum(call.speed_of_light_milliseconds for call in group),
         is_cast=first.is_cast,
+        lines=tuple(lines),
     )

@@ -17,6 +17,8 @@ _SHOWN_KERNELS = 25
 _COLUMNS_OF_ALL, _FIGURES_OF_TIME = 120, 3
 # Where a step is shorter than this, kernels take microseconds.
 _SHORT_MILLISECONDS = 10.0
+# Smaller shares would be printed as 0.0 %.
+LEAST_SHARE = 0.0005
 
 
 def headline(profile: KernelProfile) -> str:
@@ -24,13 +26,20 @@ def headline(profile: KernelProfile) -> str:
     phases = ", ".join(
         f"{name} {step_time(profile, spent)}"
         for name, spent in profile.milliseconds_by_phase.items()
+        if spent >= LEAST_SHARE * profile.step_milliseconds
     )
     return (
         f"{_whole_step(profile)}{step_time(profile, profile.kernel_milliseconds)} ms: {phases}\n"
-        f"casts alone {profile.cast_share:.1%}, outside of kernels {profile.overhead_share:.1%}, "
-        f"{profile.speed_of_light_share:.0%} of the speed of light at this "
+        f"{_shares(profile)}{profile.speed_of_light_share:.0%} of the speed of light at this "
         f"machine's peaks ({profile.peaks})"
     )
+
+
+def _shares(profile: KernelProfile) -> str:
+    """Return what the step spends beside its work, where that is not nothing."""
+    shares = {"casts alone": profile.cast_share, "outside of kernels": profile.overhead_share}
+    shown = [f"{name} {share:.1%}, " for name, share in shares.items() if share >= LEAST_SHARE]
+    return "".join(shown)
 
 
 def _whole_step(profile: KernelProfile) -> str:
@@ -66,6 +75,11 @@ def kernel_time(profile: KernelProfile, milliseconds: float) -> str:
     """Format milliseconds of a kernel: a digit more than those of the step."""
     digits = 2 if profile.step_milliseconds >= _SHORT_MILLISECONDS else 4
     return f"{milliseconds:.{digits}f}"
+
+
+def rounded(milliseconds: float) -> str:
+    """Format milliseconds with the three digits that a measurement has."""
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 def rate_unit(profile: KernelProfile) -> str:

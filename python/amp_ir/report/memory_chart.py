@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -24,6 +26,7 @@ _STACK = (
     MemoryRole.WORKSPACE,
 )
 _HEIGHT = 1000
+_LEAST_NAMED = 10  # less than a tenth of the calls has no room for a phase's name
 _LEAST_SHOWN = 500  # a role below 1 / 500 of the peak is thinner than a line
 
 
@@ -38,22 +41,63 @@ def memory_chart(report: MemoryReport) -> str:
     if not moments:
         return "<p>The step runs nothing.</p>"
     roles = [role.value for role in _STACK if any(role.value in m.nbytes_by_role for m in moments)]
-    top = max(report.peak_bytes, 1)
+    ticks = rounded_ticks(max(report.peak_bytes, 1))
+    top = ticks[-1]
     areas = "".join(_areas(moments, roles, top))
     peak = (report.peak_call + 0.5) / len(moments)
-    ticks = "".join(
-        f'<span style="bottom:{share:.0%}">{mebibytes(top * share)}</span>'
-        for share in (0, 0.25, 0.5, 0.75, 1)
+    axis = "".join(
+        f'<span style="bottom:{tick / top:.2%}">{_tick(tick, top)}</span>' for tick in ticks
     )
+    rules = "".join(f'<i class="rule" style="bottom:{tick / top:.2%}"></i>' for tick in ticks[1:-1])
     return (
-        f'<div class="chart"><div class="axis">{ticks}</div><div class="plot">'
+        f'<div class="chart"><div class="axis">{axis}</div><div class="plot">'
+        f"{_shades(moments)}{rules}"
         f'<svg viewBox="0 0 {len(moments)} {_HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="Bytes held during each call; peak {mebibytes(report.peak_bytes)}">{areas}'
         f'</svg><i class="peak" style="left:{peak:.3%}"></i><i class="cursor" hidden></i></div>'
         f'<p class="ends"><span>{_phases(moments)}</span></p></div>'
-        f'<p class="key">{_legend(report, roles)}</p><p class="under" aria-live="polite">'
+        f'<p class="key">{_legend(report, roles)}</p><p class="key">behind: {_phase_key(moments)}'
+        '</p><p class="under" aria-live="polite">'
         "Point at the chart to see a call.</p>"
     )
+
+
+def rounded_ticks(top: int) -> list[int]:
+    """Return three to six round numbers of bytes from 0 to at least `top`: 1, 2 or 5 times 10^n.
+
+    They count MiB, or KiB or bytes where there is not one MiB.
+    """
+    unit = 2**20 if top >= 2**20 else 2**10 if top >= 2**10 else 1
+    least = top / unit / 5
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= least)
+    count = math.ceil(top / unit / step)
+    return [round(k * step * unit) for k in range(count + 1)]
+
+
+def _tick(nbytes: int, top: int) -> str:
+    unit, name = (2**20, "MiB") if top >= 2**20 else (2**10, "KiB") if top >= 2**10 else (1, "B")
+    return f"{nbytes / unit:g} {name}"
+
+
+def _shades(moments: Sequence[Moment]) -> str:
+    """Return a band behind each run of calls of one phase; the longest of a phase has its name."""
+    runs: list[tuple[str, int, int]] = []
+    for phase, group in itertools.groupby(moments, key=lambda moment: moment.phase or "other"):
+        begin = runs[-1][1] + runs[-1][2] if runs else 0
+        runs.append((phase, begin, len(list(group))))
+    longest: dict[str, int] = {}
+    for phase, _, count in runs:
+        longest[phase] = max(count, longest.get(phase, 0))
+    bands = []
+    for phase, begin, count in runs:
+        is_named = count == longest[phase] and count * _LEAST_NAMED >= len(moments)
+        name = escape(phase) if is_named else ""
+        bands.append(
+            f'<i class="band phase-{escape(phase)}" style="left:{begin / len(moments):.3%};'
+            f'width:{count / len(moments):.3%}"><span>{name}</span></i>'
+        )
+    return "".join(bands)
 
 
 def _areas(moments: Sequence[Moment], roles: Sequence[str], top: int) -> Iterator[str]:
@@ -86,6 +130,13 @@ def _phases(moments: Sequence[Moment]) -> str:
     backward = next((k for k, m in enumerate(moments) if m.phase == "backward"), None)
     where = "" if backward is None else f"; the backward pass begins at call {backward}"
     return f"{len(moments)} calls, in order{where}"
+
+
+def _phase_key(moments: Sequence[Moment]) -> str:
+    names = dict.fromkeys(moment.phase or "other" for moment in moments)
+    return " ".join(
+        f'<span><i class="swatch phase-{escape(name)}"></i>{escape(name)}</span>' for name in names
+    )
 
 
 def _legend(report: MemoryReport, roles: Sequence[str]) -> str:

@@ -4,12 +4,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
 from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
-from amp_ir.report.kernel_table import how_timed, kernel_time, rate, rate_unit, shortened, step_time
+from amp_ir.report.kernel_table import (
+    LEAST_SHARE,
+    how_timed,
+    kernel_time,
+    rate,
+    rate_unit,
+    rounded,
+    shortened,
+    step_time,
+)
 from amp_ir.report.memory import HeldValue, MemoryReport, mebibytes
 from amp_ir.report.memory_chart import colour_class, memory_chart
 from amp_ir.report.step_style import SCRIPT, STYLE
@@ -18,7 +27,12 @@ _SHOWN_VALUES = 20
 
 
 def step_page(
-    title: str, memory: MemoryReport, profile: KernelProfile, plan: Any, machine: str
+    title: str,
+    memory: MemoryReport,
+    profile: KernelProfile,
+    plan: Any,
+    machine: str,
+    peers: Mapping[str, float] | None = None,
 ) -> str:
     """Return the page; it loads nothing from anywhere.
 
@@ -28,13 +42,14 @@ def step_page(
         profile: its time.
         plan: the CastPlan, or None for a step without casts.
         machine: the machine in a few words.
+        peers: milliseconds of a step by who ran it, in turns; the first is this step.
     """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
         '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f'<p class="quiet">{escape(machine)}; peaks: {escape(str(profile.peaks))}</p>'
-        f'<div class="facts">{"".join(_facts(memory, profile))}</div>'
+        f'<div class="facts">{"".join(_facts(memory, profile))}</div>{_peers(peers or {})}'
         f"{_memory_section(memory)}{_kernel_section(profile)}{_library_section(profile)}"
         f"{_plan_section(plan)}"
         f'<script type="application/json" id="moments">{_moments(memory)}</script>'
@@ -43,17 +58,38 @@ def step_page(
 
 
 def _facts(memory: MemoryReport, profile: KernelProfile) -> Iterator[str]:
-    gap = f"gap to the lower bound {memory.gap_bytes / max(memory.lower_bound_bytes, 1):.2%}"
+    gap = memory.gap_bytes / max(memory.lower_bound_bytes, 1)
+    over = f"{gap:.2%} above the lower bound" if gap >= LEAST_SHARE else "the lower bound itself"
     facts = [
         *_step_facts(profile),
-        (mebibytes(memory.peak_bytes), f"peak; {gap}"),
+        (mebibytes(memory.peak_bytes), f"peak, {over}"),
         (mebibytes(memory.state_bytes), "of it the state, which no plan changes"),
         (f"{profile.speed_of_light_share:.0%}", "of the speed of light at this machine's peaks"),
-        (f"{profile.cast_share:.1%}", "of the time in kernels that only cast"),
-        (f"{profile.overhead_share:.1%}", "of the time outside of kernels"),
     ]
+    if profile.cast_share >= LEAST_SHARE:
+        facts.append((f"{profile.cast_share:.1%}", "of the time in kernels that only cast"))
+    if profile.overhead_share >= LEAST_SHARE:
+        facts.append((f"{profile.overhead_share:.1%}", "of the time outside of kernels"))
     for number, what in facts:
         yield f'<div><b>{escape(number)}</b><span class="quiet">{escape(what)}</span></div>'
+
+
+def _peers(peers: Mapping[str, float]) -> str:
+    """Return the step beside others as bars: the shortest is the fastest."""
+    if not peers:
+        return ""
+    mine, top = next(iter(peers.values())), max(peers.values())
+    rows = "".join(
+        f'<tr><td class="kind">{escape(name)}</td><td class="number">{rounded(spent)} ms</td>'
+        f'<td class="number">{spent / mine:.2f}</td><td>{_bar(spent / top, "phase-forward")}</td>'
+        "</tr>"
+        for name, spent in peers.items()
+    )
+    return (
+        '<h2>Beside PyTorch</h2><div class="wide"><table id="peers"><thead><tr><th>a step</th>'
+        '<th class="number">median</th><th class="number">ratio</th><th></th></tr></thead>'
+        f'<tbody>{rows}</tbody></table></div><p class="quiet">Taken in turns in one run.</p>'
+    )
 
 
 def _step_facts(profile: KernelProfile) -> Iterator[tuple[str, str]]:
@@ -106,6 +142,7 @@ def _kernel_section(profile: KernelProfile) -> str:
         f"<b>{step_time(profile, spent)} ms</b>"
         "</span>"
         for name, spent in profile.milliseconds_by_phase.items()
+        if spent >= LEAST_SHARE * profile.step_milliseconds
     )
     timed = how_timed(profile)
     timed = timed and f" {timed[0].upper()}{timed[1:]}."
@@ -130,20 +167,23 @@ def _kernel_section(profile: KernelProfile) -> str:
 def _kernel_row(one: KernelTotal, top: float, profile: KernelProfile) -> str:
     phase = one.phase or "other"
     where = escape(shortened(one.modules, 2))
+    lines = escape(shortened(one.lines, 2))
     cast = ' <span class="quiet">cast only</span>' if one.is_cast else ""
+    share = one.milliseconds / profile.step_milliseconds
     cells = (
         kernel_time(profile, one.milliseconds),
-        f"{one.milliseconds / profile.step_milliseconds:.1%}",
+        f"{share:.1%}" if share >= LEAST_SHARE else "< 0.1%",
         f"{one.calls}",
         f"{one.nbytes / 2**20:.1f}",
         rate(profile, one),
         f"{one.roofline_share:.0%}",
     )
-    numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+    numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
     return (
-        f'<tr><td class="name" title="{escape(", ".join(one.modules))}">'
+        f'<tr><td class="name" title="{escape(", ".join((*one.modules, *one.lines)))}">'
         f"{escape(shortened(one.ops, 4))}{cast}"
-        f'<br><span class="quiet">{escape(one.name)} {escape(one.dtype)} {where}</span></td>'
+        f'<br><span class="quiet">{escape(one.name)} {escape(one.dtype)} {where} {lines}'
+        "</span></td>"
         f'{numbers}<td class="kind"><i class="swatch phase-{phase}"></i>{phase}</td>'
         f"<td>{_bar(one.milliseconds / top, 'phase-' + phase)}</td></tr>"
     )

@@ -21,11 +21,16 @@ p { margin: .3rem 0 } .quiet { color: var(--quiet) }
   margin: 1.2rem 0 }
 .facts div { border: 1px solid var(--line); border-radius: .4rem; padding: .6rem .8rem }
 .facts b { display: block; font-size: 1.35rem; font-weight: 600 }
-.chart { display: grid; margin-top: 1.1rem; grid-template-columns: 5.2rem 1fr; column-gap: .5rem }
+.chart { display: grid; margin-top: 2.4rem; grid-template-columns: 5.2rem 1fr; column-gap: .5rem }
 .axis { position: relative; color: var(--quiet); font-size: .85em }
 .axis span { position: absolute; right: 0; transform: translateY(50%); white-space: nowrap }
 .plot { position: relative; height: 20rem; border: solid var(--line); border-width: 1px 0 }
-.plot svg { width: 100%; height: 100%; display: block }
+.plot svg { width: 100%; height: 100%; display: block; position: relative }
+.plot .band { position: absolute; top: -1.5rem; bottom: 0; font-style: normal;
+  background: color-mix(in srgb, var(--tone) 10%, transparent); border-left: 1px solid var(--line) }
+.plot .band span { color: var(--tone); font-size: .85em; padding-left: .3rem; display: block;
+  overflow: hidden; white-space: nowrap }
+.plot .rule { position: absolute; left: 0; right: 0; border-top: 1px solid var(--line) }
 .plot .peak, .plot .cursor { position: absolute; top: 0; bottom: 0; width: 0;
   border-left: 1px dashed CanvasText; pointer-events: none }
 .plot .cursor { border-left: 1px solid CanvasText } [hidden] { display: none !important }
@@ -43,6 +48,10 @@ path { fill: var(--tone) }
 .role-temporary { --tone: var(--temporary) } .role-library-workspace { --tone: var(--workspace) }
 .phase-forward { --tone: var(--forward) } .phase-backward { --tone: var(--backward) }
 .phase-optimizer { --tone: var(--optimizer) } .phase-other { --tone: var(--quiet) }
+@media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem }
+  .facts { grid-template-columns: 1fr 1fr } .plot { height: 14rem }
+  .chart { grid-template-columns: 3.6rem 1fr }
+  td, th { padding: .3rem .35rem } td.name { min-width: 11rem } .bar { min-width: 2.5rem } }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100% }
 th { text-align: left; padding: .35rem .6rem; white-space: nowrap }
 td { padding: .3rem .6rem; border-top: 1px solid var(--line); vertical-align: top }
