@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from padded_lengths import ends_of
 from padded_losses import logits, masked_mean
 from padded_models import POOLED, ROWS, WIDTH, Made, Net, labels, training, vectors, words
-from padded_steps import Case, proof_of
+from padded_steps import Case, failures_of, proof_of
 
 Leak = Callable[..., torch.Tensor]
 BCE = F.binary_cross_entropy_with_logits
@@ -214,3 +214,38 @@ def test_recurrences_that_see_padding() -> None:
         return training(Recurrent(), loss_of, (vectors(length), ends_of(length)))
 
     assert_refused_at_their_lines(Case(make, (({1: 0}, 0.0), None)), RECURRENCES)
+
+
+def test_rows_of_padding_that_overflow_are_refused() -> None:
+    """In a row of padding all is masked: its maximum is -3e38, of which a square is infinite."""
+
+    def make(length: int, rows: int) -> Made:
+        def loss_of(m: Any, x: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            least = torch.finfo(x.dtype).min
+            pooled = torch.tanh(m.mix(x)).masked_fill(k[..., None] == 0, least).max(1)[0]
+            return (m.head(pooled).square().sum(-1) * w).sum()
+
+        return training(
+            Net(), loss_of, (vectors(length, rows), torch.ones(rows, length), torch.ones(rows))
+        )
+
+    pads = (({0: 1, 1: 0}, 0.0), ({0: 1, 1: 0}, 0.0), ({0: 1}, 0.0))
+    leaks = proof_of(Case(make, pads, sizes=((8, 13), (3, 7)))).leaks
+    assert any("it may be infinite or NaN there" in one for one in leaks)
+
+
+def test_weights_of_rows_of_padding_are_not_taken_for_0() -> None:
+    """In a row of padding, where each score is hidden, they are not far below their logsumexp."""
+
+    def make(length: int, rows: int) -> Made:
+        def loss_of(m: Any, x: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            pooled = (torch.tanh(m.mix(x)) + (1 - k[..., None]) * -1e4).logsumexp(1)
+            return (m.head(pooled).square().sum(-1) * w).sum()
+
+        return training(
+            Net(), loss_of, (vectors(length, rows), torch.ones(rows, length), torch.ones(rows))
+        )
+
+    pads = (({0: 1, 1: 0}, 0.0), ({0: 1, 1: 0}, 0.0), ({0: 1}, 0.0))
+    case = Case(make, pads, sizes=((8, 13), (3, 7)), lengths=((5, 2),))
+    assert not list(failures_of(case, proof_of(case)))

@@ -293,9 +293,12 @@ def _as_numbers(tensor: PaddedTensor, call: PaddedCall) -> Range:
     They are taken for numbers: where one is NaN, or infinite by a root or a quotient of finite
     ones, it is so without padding too.
     """
+    is_finite = all(one.data.is_finite for one in call.operands)
+    if is_finite and call.op.name in ("relax.sum", "relax.multiply"):
+        return pad_range.known_finite(tensor.data)
     if not tensor.data.has_nan:
         return tensor.data
-    if all(one.data.is_finite for one in call.operands) and call.op.name != "relax.log":
+    if is_finite and call.op.name != "relax.log":
         return of_dtype(tensor.dtype)
     return attrs.evolve(tensor.data, has_nan=False)
 

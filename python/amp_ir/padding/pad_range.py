@@ -16,6 +16,8 @@ import attrs
 # every dtype. Models use -10000, the least number of a dtype, or -inf.
 HIDDEN = -1e4
 USUAL = 1e3
+# Products and sums of numbers that are known to be as large may overflow.
+_LARGE = 1e15
 
 
 @attrs.frozen
@@ -58,6 +60,11 @@ class Range:
         return self.is_finite and not USUAL < self.high < math.inf
 
     @property
+    def is_large(self) -> bool:
+        """Return whether numbers are known to be among them that overflow when multiplied."""
+        return -math.inf < self.low <= -_LARGE or _LARGE <= self.high < math.inf
+
+    @property
     def may_mask(self) -> bool:
         """Return whether numbers that hide are known to be among them."""
         is_low = self.has_minus_inf or -math.inf < self.low <= HIDDEN
@@ -85,7 +92,7 @@ NOT_NEGATIVE = Range(0.0)
 
 def finite_of(*ranges: Range) -> Range:
     """Return the range of a function that is finite where all its arguments are."""
-    return FINITE if all(one.is_finite for one in ranges) else ANY
+    return FINITE if all(one.is_finite and not one.is_large for one in ranges) else ANY
 
 
 def linear_of(a: Range, *others: Range) -> Range:
@@ -196,7 +203,8 @@ def multiply(a: Range, b: Range) -> Range:
         return ZERO
     pairs = [(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     bounds = [0.0 if 0.0 in pair else pair[0] * pair[1] for pair in pairs]
-    infinite = _has_inf(a) or _has_inf(b)
+    unbounded = any(math.isinf(bound) for bound in bounds)
+    infinite = _has_inf(a) or _has_inf(b) or (unbounded and (a.is_large or b.is_large))
     nan = (_has_inf(a) and _contains_zero(b)) or (_has_inf(b) and _contains_zero(a))
     low, high = min(bounds), max(bounds)
     return Range(
@@ -323,6 +331,8 @@ def power(a: Range, b: Range) -> Range:
         return ANY
     if a.is_zero and exponent > 0:
         return ZERO
+    if a.is_large:
+        return ANY
     return NOT_NEGATIVE if exponent % 2 == 0 else FINITE
 
 
@@ -351,5 +361,6 @@ def sum_of(a: Range) -> Range:
     if a.is_zero:
         return ZERO
     bounds = (0.0 if a.low >= 0 else -math.inf), (0.0 if a.high <= 0 else math.inf)
-    nan = a.has_nan or (a.has_minus_inf and a.has_plus_inf)
-    return Range(*bounds, a.has_minus_inf, a.has_plus_inf, nan)
+    minus, plus = (one and a.is_large for one in (a.low < 0, a.high > 0))
+    minus, plus = minus or a.has_minus_inf, plus or a.has_plus_inf
+    return Range(*bounds, minus, plus, a.has_nan or (a.has_minus_inf and a.has_plus_inf))

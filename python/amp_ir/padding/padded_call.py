@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -304,8 +305,9 @@ def _pad_of(
     function: Callable[..., Range],
     dtype: str,
 ) -> Range:
-    pads = list(_pads(tensors, column, k))
-    found = pad_range.stored(function(*pads), dtype)
+    parts = list(_parts(tensors, column, k))
+    found = joined(pad_range.stored(function(*pads), dtype) for pads in itertools.product(*parts))
+    pads = [joined(one) for one in parts]
     # What hides by an operand without the axis hides as it does in data.
     own = [
         pad
@@ -318,20 +320,20 @@ def _pad_of(
     return attrs.evolve(found, is_masked=is_masked and found.low <= pad_range.HIDDEN)
 
 
-def _pads(
+def _parts(
     tensors: Sequence[PaddedTensor], column: Sequence[Axis | None], k: int
-) -> Iterator[Range]:
-    """Yield what each tensor has at the padding of the k-th factor: data where it lacks the axis.
+) -> Iterator[Sequence[Range]]:
+    """Yield what each tensor has at the padding of the k-th factor.
 
-    Other axes may be padded there too.
+    One that lacks the axis has data there or, where other axes are padding too, its own padding.
     """
     for tensor, axis in zip(tensors, column, strict=True):
         if tensor.is_uniform:
-            yield tensor.data
+            yield [tensor.data]
         elif axis is None:
-            yield tensor.everything
+            yield list(dict.fromkeys([tensor.data, *(one.pad for one in tensor.padded)]))
         else:
-            yield axis[k].pad
+            yield [axis[k].pad]
 
 
 # Options that say a shape, which follows the padded length as the result does.

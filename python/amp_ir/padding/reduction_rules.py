@@ -61,7 +61,7 @@ def mean(call: PaddedCall) -> PaddedTensor:
     """Average elements of axes without padding, which would be counted."""
     axes = _reduced_axes(call)
     require_data(call.operands[0], axes, "elements are averaged over")
-    return _reduced(call, axes, lambda a: a if a.is_finite else ANY)
+    return _reduced(call, axes, lambda a: a if a.is_finite and not a.is_large else ANY)
 
 
 @rule_for("relax.variance", "relax.std", "relax.prod")
@@ -172,7 +172,7 @@ def matmul(call: PaddedCall) -> PaddedTensor:
 
 def _product(a: Range, b: Range) -> Range:
     product = pad_range.multiply(a, b)
-    return ZERO if product.is_zero else FINITE if a.is_finite and b.is_finite else ANY
+    return ZERO if product.is_zero else pad_range.finite_of(a, b)
 
 
 def _product_axis(
