@@ -22,10 +22,11 @@ BUILT     := python/amp_ir/lib/.built
 # Tests start some hundred Pythons; each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-isa gpu-test fuzz sanitize wheel site setup format clean
+.PHONY: help demo demo-ddp test test-isa gpu-test fuzz sanitize wheel site setup format clean
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
+	@echo "make demo-ddp  train on two processes, beside DistributedDataParallel"
 	@echo "make test    format, lint, types, tests, tutorials"
 	@echo "make test-isa the tests of numbers as on lesser CPUs, and without oneDNN; CI runs both"
 	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
@@ -39,6 +40,9 @@ help:
 
 demo: setup
 	$(BIN)/amp-ir demo bert1
+
+demo-ddp: setup
+	$(BIN)/python -m benchmarks.distributed mlp
 
 # A worker for each core, at most four, for each takes up to 1.5 GiB; one that is done takes over from
 # those that are not. Workers share the cores, so a thread that waits for the others of its kernel has

@@ -154,7 +154,7 @@ def test_a_rank_that_is_killed_in_a_step(tmp_path: Path, dying: int) -> None:
             Exchange.start = lambda *_: os._exit(1)  # type: ignore[method-assign]
         return told(one, lambda: train(*BATCH))
 
-    found = ranks(program, tmp_path, 3, may_die=True)
+    found = ranks(program, tmp_path, 2 + dying, may_die=True)
     assert found[dying] == DIED
     for one in (told_by for rank, told_by in enumerate(found) if rank != dying):
         assert one.is_unchanged

@@ -86,7 +86,7 @@ def outcome(name: str, rank: int, *, is_plain: bool) -> Outcome:
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_stay_equal_and_follow_pytorch(tmp_path: Path, count: int) -> None:
     # With four ranks on two cores a step is slow: fewer kinds.
-    names = list(WORKLOADS) if count == 2 else ["mlp", "resnet", "gan"]
+    names = list(WORKLOADS) if count == 2 else ["mlp", "gan"]
 
     def program(rank: int) -> dict[str, Outcome]:
         return {name: outcome(name, rank, is_plain=k % 2 == 1) for k, name in enumerate(names)}
@@ -231,7 +231,7 @@ def scaled(
 
 
 def test_an_infinity_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
-    cases = [("float16", None), ("bfloat16", "bfloat16"), ("float16", "float16")]
+    cases = [("float16", None), ("bfloat16", "bfloat16")]
 
     def program(rank: int) -> list[Any]:
         return [scaled(rank, *case) for case in cases]
@@ -294,3 +294,36 @@ def test_a_low_dtype_between_ranks_is_a_decision_of_the_plan(tmp_path: Path) -> 
     for text, dtype in ((only_sent[2], "bfloat16"), (both[2], "bfloat16"), (hook[2], "float16")):
         assert "Selected by Override(to='low', op='amp_ir.all_reduce_*'" in text and dtype in text
     assert "Float32 between ranks" in low[2]
+
+
+def test_batches_of_other_shapes_and_lengths_need_no_new_agreement(tmp_path: Path) -> None:
+    def program(rank: int) -> tuple[str, int, float]:
+        def training() -> tuple[Training, nn.Module]:
+            torch.manual_seed(0)
+            words, last = nn.Embedding(32, 8), nn.Linear(8, 32)
+            model = wrapped(nn.Sequential(words, last))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+                loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
+            return Training([model], [optimizer], step), model
+
+        (ours, _), (theirs, _) = training(), training()
+        sizes = {name: {1: (8, 16)} for name in ("ids", "labels")}
+        train = jitted(ours, buckets=sizes, pad={"ids": 0, "labels": -100})
+        torch.manual_seed(rank)
+        # Each rank has its own lengths: it compiles for the second size at another step.
+        for length in [(5, 7, 12, 6, 15), (11, 8, 7, 16, 3)][rank]:
+            ids = torch.randint(0, 32, (2, length))
+            train(ids, ids)
+            theirs.step(ids, ids)
+        return ours.digest(), len(train.recompiles), difference(ours, theirs)
+
+    (first, one, far), (second, other, away) = ranks(program, tmp_path)
+    assert first == second and one == other == 1
+    assert max(far, away) < ORDER

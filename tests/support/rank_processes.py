@@ -55,7 +55,7 @@ def ranks(
     folder: Path,
     count: int = 2,
     *,
-    seconds: float = 25,
+    seconds: float = 120,
     timeout_seconds: float = 20,
     may_die: bool = False,
 ) -> list[T]:

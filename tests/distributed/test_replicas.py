@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models are replicas, and what is refused with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import amp_ir
+from amp_ir import errors, pipeline
+from amp_ir.compile_cache.key import key_of
+from amp_ir.distributed.contract import Contract, contract_of
+from amp_ir.distributed.exchange import check_exchange
+from amp_ir.distributed.replicas import find_ranks
+from amp_ir.ir.step_module import StepModule
+from amp_ir.ir.target import cpu
+from amp_ir.rewrites.start_collectives import start_collectives
+from amp_ir.vm.export import _check_exportable
+from captured_ranks import captured, replicas
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def step_of(width: int = 8, rows: int = 4, count: int = 2) -> StepModule:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    mod = captured(step, (torch.ones(rows, 6),), [model], [optimizer], count)
+    return mod.with_ir(start_collectives(mod.ir))
+
+
+def test_options_without_a_replica_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    told = "and no model is a DistributedDataParallel; pass data_parallel=True too"
+    for name, options in (
+        ("comm_dtype", {"comm_dtype": "bfloat16"}),
+        ("process_group", {"process_group": 1}),
+    ):
+        with pytest.raises(errors.OptionError) as error:
+            find_ranks(model, **options)
+        assert str(error.value) == f"{name}= is given, {told}"
+    with pytest.raises(errors.OptionError) as error:
+        find_ranks(model, data_parallel=True)
+    assert str(error.value) == (
+        "data_parallel=True and torch.distributed has no process group; start the script with "
+        "torchrun and call torch.distributed.init_process_group() first"
+    )
+    with pytest.raises(errors.OptionError) as error:
+        find_ranks(model, comm_dtype="float8")
+    assert str(error.value) == (
+        'comm_dtype=\'float8\' is not supported; expected "float16", "bfloat16", or None for the '
+        "dtype of the gradients"
+    )
+    assert find_ranks(model) == (model, None)
+
+
+def test_a_wrapper_says_how_it_exchanges(group_of_one: None) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=3, broadcast_buffers=False)
+    model, found = find_ranks([wrapped, nn.Linear(2, 2)], data_parallel=True)
+    assert model[0] is wrapped.module and found is not None
+    (of_wrapper, plain) = found.replicas
+    assert (of_wrapper.bucket_nbytes, of_wrapper.first_bucket_nbytes) == (3 * 2**20, 3 * 2**20)
+    assert not of_wrapper.has_buffers and plain.has_buffers
+    assert (plain.bucket_nbytes, plain.first_bucket_nbytes) == (25 * 2**20, 2**20)
+    assert len(found.groups) == 1 and not found.exchanges
+    with found.no_sync():
+        assert found.flags() == ((False, True), (False, True))
+    assert found.flags() == ((True, True), (True, True))
+
+
+def test_hooks_that_are_no_dtype_are_refused(group_of_one: None) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(2, 2))
+
+    # PyTorch looks at annotations, which are text here.
+    def mine(state, bucket):  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+    wrapped.register_comm_hook(None, mine)
+    with pytest.raises(errors.ArgumentError) as error:
+        find_ranks(wrapped)
+    assert str(error.value) == (
+        "a DistributedDataParallel has the communication hook "
+        "test_hooks_that_are_no_dtype_are_refused.<locals>.mine, which a compiled step does not "
+        "call; register fp16_compress_hook, bf16_compress_hook or none, and for a reduced dtype "
+        "pass comm_dtype="
+    )
+    model = nn.Linear(2, 2)
+    model.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(errors.ArgumentError) as error:
+        find_ranks(model, data_parallel=True)
+    assert str(error.value) == (
+        "weight has a hook after its gradient is accumulated, which would see this rank's gradient "
+        "only; do what it does after backward()"
+    )
+
+
+def test_what_a_step_cannot_exchange_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = replicas([nn.Linear(2, 2)], 2, comm_dtype="bfloat16")
+    monkeypatch.setattr(type(ranks.groups[0]), "backend", "nccl")
+    with pytest.raises(errors.DeviceError) as device:
+        check_exchange(ranks, is_cuda=True, amp_dtype=None)
+    assert str(device.value) == (
+        'device="cuda" with data parallel (nccl) is not supported: no exchange of a compiled step '
+        "has run on GPUs. Train on the CPU with gloo, or use DistributedDataParallel in plain PyTorch"
+    )
+    with pytest.raises(errors.OptionError) as option:
+        check_exchange(ranks, is_cuda=False, amp_dtype="float16")
+    assert str(option.value) == (
+        "comm_dtype='bfloat16' and amp_dtype='float16': a step has one low dtype; make them the "
+        "same, or leave one out"
+    )
+    check_exchange(ranks, is_cuda=False, amp_dtype="bfloat16")
+    check_exchange(replicas([nn.Linear(2, 2)], 1), is_cuda=True, amp_dtype=None)
+
+
+def test_a_step_of_several_ranks_is_not_written_to_a_file() -> None:
+    with pytest.raises(errors.BuildError) as error:
+        _check_exportable(pipeline.lower(step_of()))
+    assert str(error.value).startswith(
+        "the step cannot be written to a file: all_reduce_start (2 ("
+    )
+    assert str(error.value).endswith(
+        "is a call of PyTorch's process group, which what runs the file does not have. Write the "
+        "step of one rank, without data_parallel= and DistributedDataParallel, or run it with "
+        "amp_ir.jit on every rank"
+    )
+
+
+def test_programs_of_other_numbers_of_ranks_are_kept_apart() -> None:
+    keys = [key_of(step_of(count=count), {}, cpu())[0] for count in (2, 3)]
+    assert keys[0] != keys[1] and keys[0] == key_of(step_of(), {}, cpu())[0]
+
+
+def contract(**options: Any) -> Contract:
+    mod = step_of(**options)
+    return contract_of(mod, pipeline.lower(mod).plan)
+
+
+def test_contracts_are_compared_item_by_item() -> None:
+    first = contract()
+    assert Contract.from_bytes(first.to_bytes()) == first == contract()
+    assert contract().difference(first) == ""
+    other = contract(width=9)
+    assert other.digest != first.digest and other.exchange_digest != first.exchange_digest
+    assert other.difference(first) == (
+        "tensor of the state 1 is 0.weight float32[9, 6], and on rank 0 0.weight float32[8, 6]"
+    )
+    # Another batch has other ops; what is exchanged is the same.
+    longer = contract(rows=5)
+    assert longer.digest != first.digest and longer.exchange_digest == first.exchange_digest
+    assert longer.difference(first) == ""
+
+
+def test_steps_that_exchange_nothing_have_no_no_sync() -> None:
+    model = nn.Linear(2, 2)
+    train = amp_ir.jit(lambda x: model(x).sum(), model=model)
+    with pytest.raises(errors.StateError) as error:
+        train.no_sync()
+    assert str(error.value) == (
+        "the step exchanges nothing between ranks, so there is nothing to leave out; pass "
+        "data_parallel=True to jit"
+    )
+
+
+def test_a_cast_between_a_start_and_its_wait_is_refused() -> None:
+    mod = step_of()
+    low = amp_ir.Override(op="amp_ir.all_reduce_start", to="low")
+    with pytest.raises(errors.RuleError) as error:
+        pipeline.lower(amp_ir.autocast(mod, None, amp_dtype="bfloat16", overrides=(low,)))
+    assert str(error.value).startswith("amp_ir.all_reduce_start in ")
+    assert str(error.value).endswith(
+        "rules or overrides give the two other dtypes. Select both: "
+        'Override(op="amp_ir.all_reduce_*", to=...)'
+    )
+    both = amp_ir.Override(op="amp_ir.all_reduce_*", to="low")
+    pipeline.lower(amp_ir.autocast(mod, None, amp_dtype="bfloat16", overrides=(both,)))
+
+
+def test_a_gradient_that_is_differentiated_again_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward(create_graph=True)
+        optimizer.step()
+        return loss.detach()
+
+    capture: Callable[[], Any] = lambda: captured(step, (torch.ones(2, 3),), [model], [optimizer])  # noqa: E731
+    with pytest.raises(
+        errors.CaptureError, match="reduces gradients that are differentiated again"
+    ):
+        capture()
