@@ -122,7 +122,8 @@ def test_what_a_step_cannot_exchange_is_refused(monkeypatch: pytest.MonkeyPatch)
         check_exchange(ranks, is_cuda=True, amp_dtype=None)
     assert str(device.value) == (
         'device="cuda" with data parallel (nccl) is not supported: no exchange of a compiled step '
-        "has run on GPUs. Train on the CPU with gloo, or use DistributedDataParallel in plain PyTorch"
+        "has run on GPUs. Train on the CPU with gloo, or use DistributedDataParallel in plain "
+        "PyTorch"
     )
     with pytest.raises(errors.OptionError) as option:
         check_exchange(ranks, is_cuda=False, amp_dtype="float16")
