@@ -54,7 +54,7 @@ def library_of(functions: dict[str, tirx.PrimFunc], options: Any = ()) -> tvm.ru
 
 
 def test_extents_and_numbers_of_rows_are_parameters_and_those_of_a_row_stay():
-    kernel = copying(1024, 4, lambda row, column: row // 128 % 8 * 4 + column)
+    kernel = copying(1024, 512, lambda row, column: row // 128 % 8 * 512 + column)
 
     # fmt: off
     @T.prim_func(private=True)
@@ -62,13 +62,22 @@ def test_extents_and_numbers_of_rows_are_parameters_and_those_of_a_row_stay():
                  n0: T.int32, n1: T.int32, n2: T.int32):
         T.func_attr({"tirx.noalias": True})
         for row in range(n0):
-            for tail in T.vectorized(4):
-                y[row * 4 + tail] = x[T.truncmod(T.truncdiv(row, n1), n2) * 4 + tail]
+            for tail in T.vectorized(512):
+                y[row * 512 + tail] = x[T.truncmod(T.truncdiv(row, n1), n2) * 512 + tail]
     # fmt: on
 
     opened, values = opened_kernel(kernel)
     assert values == [1024, 128, 8]
     assert_ir_equal(tvm.IRModule({"k": opened}), tvm.IRModule({"k": expected}))
+
+
+def test_short_rows_are_placed_by_known_numbers():
+    """A division by a parameter would take as long as the row."""
+    opened, values = opened_kernel(
+        copying(1024, 4, lambda row, column: row // 128 % 8 * 4 + column, kind=ForKind.PARALLEL)
+    )
+    assert values == [1024]
+    assert "row // 128 % 8" in opened.script()
 
 
 def test_kernels_of_another_batch_have_one_name_and_other_arguments():
@@ -96,7 +105,7 @@ def test_kernels_of_another_batch_have_one_name_and_other_arguments():
 @pytest.mark.parametrize(
     ("options", "place", "count", "wanted"),
     [
-        ({}, lambda r, c: r % 4, 2, lambda r, c: r % 4),
+        ({}, lambda r, c: r % 4, 0, lambda r, c: r % 4),
         ({}, lambda r, c: (r * 2 + c) % 4, 0, lambda r, c: (r * 2 + c) % 4),
         ({}, lambda r, c: tirx.bitwise_and(r, 3), 0, lambda r, c: r % 4),
         ({}, lambda r, c: _through("int8", r), 0, lambda r, c: r),
@@ -104,7 +113,7 @@ def test_kernels_of_another_batch_have_one_name_and_other_arguments():
         ({"name": "item"}, lambda r, c: r % 4, 0, lambda r, c: r % 4),
         ({"kind": ForKind.PARALLEL}, lambda r, c: (r * 2 + c) % 4, 1, lambda r, c: (r * 2 + c) % 4),
     ],
-    ids=["parameter", "with a column", "bits", "narrow", "no vectors", "no row", "parallel"],
+    ids=["row", "with a column", "bits", "narrow", "no vectors", "no row", "parallel"],
 )
 def test_a_counter_that_is_taken_apart_by_a_known_number_keeps_its_extent(
     options: dict[str, Any], place: Any, count: int, wanted: Any

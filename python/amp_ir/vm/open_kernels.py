@@ -35,6 +35,9 @@ _TAKES_APART = (
     tirx.BitwiseXor, tirx.LShift, tirx.RShift,
 )  # fmt: skip
 _OPENED = re.compile("kernel_[0-9a-f]{16}_*")
+# Elements of a row from which on the time of a division by a number that LLVM does not know, some
+# 10 cycles, is not seen.
+_LONG = 512
 # Rows that are added up one after the other: a loop of this extent is not one over a shape.
 _BLOCK = 16
 
@@ -153,6 +156,7 @@ class _Opening:
         self.values: dict[int, tirx.Var] = {}
         self._kernel = kernel
         self._parallel_only = parallel_only
+        self._is_long = _row_elements(kernel.body) >= _LONG
         self._analyzer = sym.Analyzer()
         # The variables of outer loops, and of those whose extent is unknown to one thread.
         self._rows: set[tirx.Var] = set()
@@ -185,6 +189,8 @@ class _Opening:
         """Open a number computed from rows alone; leave a row's length a number."""
         if not self._is_of_rows(found):
             return mutator.default_mutate(found)
+        if not self._is_long and _divides(found):
+            return found
         if type(found) is tirx.Mul and _is_number(found.b):
             return self._opened(found.a) * found.b
         return self._opened(found)
@@ -246,6 +252,31 @@ def _is_number(found: Any) -> bool:
 
 def _is_narrow(type_: Any) -> bool:
     return str(type_) in ("int8", "uint8", "int16", "uint16", "bool")
+
+
+def _divides(found: Any) -> bool:
+    """Return whether an expression of rows contains a division."""
+    kind = type(found)
+    if kind in (tirx.FloorDiv, tirx.FloorMod):
+        return True
+    return kind in _BINARY and (_divides(found.a) or _divides(found.b))
+
+
+def _row_elements(body: tirx.Stmt) -> int:
+    """Return the iterations of the loops in a row, as far as they are known."""
+    loops: list[For] = []
+    tvm_ffi.structural_walk(body, (For, loops.append), order="post")
+    most: dict[For, int] = {}
+    for loop in loops:
+        inner: list[For] = []
+        tvm_ffi.structural_walk(loop.body, (For, inner.append))
+        own = 1 if loop.kind == ForKind.PARALLEL or is_over_rows(loop) else _known(loop.extent)
+        most[loop] = own * max((most[one] for one in inner), default=1)
+    return max(most.values(), default=1)
+
+
+def _known(extent: Any) -> int:
+    return int(extent) if _is_number(extent) else 1
 
 
 def _is_of_vectors(loop: For) -> bool:
