@@ -1472,7 +1472,7 @@ def mixup(precision: Precision) -> Made:
     )
 
 
-@program("hash-grid NeRF", "ways to train")
+@program("NeRF, encoded positions", "ways to train")
 def nerf(precision: Precision) -> Made:
     """Composite colours along rays, with positional encoding."""
     net = mlp(3 * 2 * 4, 32, 4, act=nn.ReLU)

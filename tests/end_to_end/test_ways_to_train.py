@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import amp_ir
+from huggingface_models import distilbert
 
 TIGHT: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}  # float32, three steps, sums of few products
 
@@ -198,6 +199,43 @@ def test_grouped_matmuls_of_a_mixture_of_experts() -> None:
             rows = torch._grouped_mm(x[order], model["experts"], offs=ends)
             out = torch.zeros_like(rows).index_add(0, order, rows * share[order, None])
             loss = nn.functional.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return [model], optimizer, step
+
+    assert_as_eager(make)
+
+
+def test_a_module_that_is_converted_to_its_own_dtype() -> None:
+    def make() -> tuple[Any, Any, Any]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model.to(torch.float32)(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return [model], optimizer, step
+
+    assert_as_eager(make)
+
+
+def test_hidden_states_of_a_model_that_was_not_called_before() -> None:
+    """transformers puts its hooks on a model at the first call, which is the captured one."""
+
+    def make() -> tuple[Any, Any, Any]:
+        model, inputs = distilbert()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, _y: torch.Tensor) -> torch.Tensor:
+            out = model(**inputs, output_hidden_states=True)
+            loss = torch.stack(out.hidden_states).square().mean() * x.square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -36,6 +36,7 @@ from amp_ir.capture.scaler_state import find_scaler_state
 from amp_ir.capture.state import State, find_state, move_counters
 from amp_ir.capture.traced import Traced
 from amp_ir.capture.tracing import StepTracer
+from amp_ir.capture.transformers_hooks import install_output_hooks
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import CaptureError
 from amp_ir.host.fake_tensors import fake_tensor_mode
@@ -83,6 +84,7 @@ def capture_step(
         CaptureError: the step does what a compiled step cannot do; the message lists every place.
     """
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
+    install_output_hooks(checked.models)
     arguments = Arguments.of(example_batch, step)
     moved = move_counters(checked.optimizers)
     state = find_state(checked.models, checked.optimizers)

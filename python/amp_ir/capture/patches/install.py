@@ -79,6 +79,7 @@ def patched(
             "zero_grad",
             _watched_zero_grad(torch.optim.Optimizer.zero_grad, watch),
         ),
+        (torch.nn.Module, "_apply", _apply_unless_same(torch.nn.Module._apply)),
         (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
         (torch, "batch_norm", batch_norm),
         (torch, "instance_norm", instance_norm),
@@ -177,6 +178,21 @@ def _watched_zero_grad(zero_grad: Callable[..., None], watch: GradientWatch) -> 
             zero_grad(self)
 
     return watched
+
+
+def _apply_unless_same(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Module._apply` that leaves a module alone whose tensors it would not change.
+
+    PyTorch replaces the tensors even then, which fakes do not allow: `module.to(its own dtype)`.
+    """
+
+    def applied(self: Any, fn: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all(fn(one) is one for one in tensors):
+            return self
+        return apply(self, fn, recurse)
+
+    return applied
 
 
 def _float_of(value: Any) -> Any:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few programs of the coverage list, and the page that is made of its rows."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.programs.listed import PROGRAMS
+from benchmarks.programs.measure import DTYPES, RIGHT, Row, measure
+from benchmarks.programs.table import page
+
+
+def test_the_list_is_long_and_has_every_kind() -> None:
+    assert len(PROGRAMS) >= 180
+    kinds = {one.kind for one in PROGRAMS.values()}
+    assert {"text encoder", "decoder", "encoder-decoder", "images", "sound", "generative"} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("VAE", "float32"),
+        ("VAE", "bfloat16"),
+        ("EMA by AveragedModel", "float32"),
+        ("checks of the loss", "bfloat16"),
+        ("optimizer in backward", "float32"),
+        ("MAML", "bfloat16"),
+    ],
+)
+def test_a_sample_runs_and_is_right(name: str, dtype: str) -> None:
+    row = measure(PROGRAMS[name], dtype)
+    assert (row.status, row.note) == (RIGHT, "") and row.seconds > 0
+
+
+def test_a_program_that_is_refused_is_a_row_with_the_reason() -> None:
+    row = measure(PROGRAMS["DebertaV2: sequence classes"], "float32")
+    assert row.status == "refused" and "aten.nonzero.default" in row.note
+
+
+def test_the_page_counts_and_says_what_is_not_right() -> None:
+    errors = (1e-7, 2e-7, 1e-7, 3e-7)
+    good = [Row("VAE", "generative", dtype, RIGHT, 1.5, *errors) for dtype in DTYPES]
+    note = "CaptureError:  at /a/site-packages/b.py: no|t"
+    bad = Row("GAN", "generative", "float32", "refused", note=note)
+    text = page([*good, bad], "a machine")
+    assert "1 of 2 programs run and are right in float32 and in bfloat16 (1 in float32, 1" in text
+    assert "| VAE | right | 2.0e-07 / 3.0e-07 | 1.5 | right | 2.0e-07 / 3.0e-07 | 1.5 |  |" in text
+    assert "- GAN (float32): refused: CaptureError: at b.py: no/t" in text

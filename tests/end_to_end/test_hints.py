@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a refused step is told to do works: the same step, changed so, trains as eager does.
+
+Each kind of refusal has a page in docs/refused too, whose programs tests/test_readme.py runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amp_ir
+from amp_ir.errors import AmpIrError
+
+Step = Callable[..., Any]
+
+
+class Setting:
+    """A model, an optimizer and what steps of this file use beside them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        self.model = nn.Linear(4, 3)
+        self.other = nn.Linear(3, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.outside = torch.zeros(3)
+        self.model.register_buffer("seen", torch.zeros(3))
+        self.model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.kept: list[torch.Tensor] = []
+        self.calls = 0
+
+    def train(self, loss: torch.Tensor) -> torch.Tensor:
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(x), torch.tensor([0, 1, 2, 0]))
+
+
+@attrs.frozen
+class Hint:
+    """A step that is refused, a part of what it is told, and the step that does so.
+
+    `after` runs after each call of the changed step, `models` names what it trains.
+    """
+
+    refused: Callable[[Setting, torch.Tensor], Any]
+    told: str
+    changed: Callable[..., Any]
+    after: Callable[[Setting, Any], Any] = lambda _setting, _result: None
+    models: tuple[str, ...] = ("model",)
+    extra: Callable[[int], tuple[Any, ...]] = lambda _k: ()
+
+
+def write_outside(s: Setting, x: torch.Tensor) -> Any:
+    s.outside.add_(s.model(x).detach().mean(0))
+    return s.train(s.loss(x))
+
+
+def write_buffer(s: Setting, x: torch.Tensor) -> Any:
+    s.model.seen.add_(s.model(x).detach().mean(0))
+    return s.train(s.loss(x))
+
+
+def write_batch(s: Setting, x: torch.Tensor) -> Any:
+    x[0].mul_(2)
+    return s.train(s.loss(x))
+
+
+def write_copy(s: Setting, x: torch.Tensor) -> Any:
+    x = x.clone()
+    x[0].mul_(2)
+    return s.train(s.loss(x))
+
+
+def trains_both(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.other(s.model(x)).square().mean())
+
+
+def set_rate(s: Setting, x: torch.Tensor) -> Any:
+    s.optimizer.param_groups[0]["lr"] = 0.05
+    return s.train(s.loss(x))
+
+
+def halve_rate(s: Setting, _result: Any) -> None:
+    s.optimizer.param_groups[0]["lr"] = 0.05
+
+
+def plain(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.loss(x))
+
+
+def schedule_inside(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.train(s.loss(x))
+    s.scheduler.step()
+    return loss
+
+
+def with_closure(s: Setting, x: torch.Tensor) -> Any:
+    def closure() -> torch.Tensor:
+        loss = s.loss(x)
+        loss.backward()
+        return loss
+
+    return s.optimizer.step(closure)
+
+
+def select(s: Setting, x: torch.Tensor) -> Any:
+    y = s.model(x)
+    return s.train(y[y > 0].sum())
+
+
+def mask(s: Setting, x: torch.Tensor) -> Any:
+    y = s.model(x)
+    return s.train((y * (y > 0)).sum())
+
+
+def bincount(s: Setting, x: torch.Tensor) -> Any:
+    counts = torch.bincount(s.model(x).argmax(1), minlength=3)
+    return s.train(s.loss(x)), counts
+
+
+def index_add(s: Setting, x: torch.Tensor) -> Any:
+    ids = s.model(x).argmax(1)
+    counts = torch.zeros(3).index_add(0, ids, torch.ones(len(ids)))
+    return s.train(s.loss(x)), counts
+
+
+def lstsq(s: Setting, x: torch.Tensor) -> Any:
+    b = s.model(x).t()[:, :1].expand(3, 1).repeat(2, 1)[:4]
+    return s.train(torch.linalg.lstsq(x[:3].t(), b)[0].sum())
+
+
+def pinv(s: Setting, x: torch.Tensor) -> Any:
+    b = s.model(x).t()[:, :1].expand(3, 1).repeat(2, 1)[:4]
+    return s.train((torch.linalg.pinv(x[:3].t()) @ b).sum())
+
+
+def returns_module(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.loss(x)), s.model
+
+
+def returns_dict(s: Setting, x: torch.Tensor) -> Any:
+    return {"loss": s.train(s.loss(x))}
+
+
+def counts(s: Setting, x: torch.Tensor) -> Any:
+    s.calls += 1
+    return s.train(s.loss(x) / s.calls)
+
+
+def counts_in_buffer(s: Setting, x: torch.Tensor) -> Any:
+    s.model.count.add_(1)
+    return s.train(s.loss(x) / s.model.count)
+
+
+def keeps(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.train(s.loss(x))
+    s.kept.append(loss)
+    return loss
+
+
+def draws(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.loss(x) * random.random())
+
+
+def drawn_outside(s: Setting, x: torch.Tensor, factor: float) -> Any:
+    return s.train(s.loss(x) * factor)
+
+
+def changes_argument(s: Setting, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    batch["x"] = x * 2
+    return s.train(s.loss(batch["x"]))
+
+
+def changes_copy(s: Setting, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    batch = {**batch, "x": x * 2}
+    return s.train(s.loss(batch["x"]))
+
+
+def gradient_of_batch(s: Setting, x: torch.Tensor, w: torch.Tensor) -> Any:
+    return s.train(s.loss(x * w))
+
+
+def gradient_inside(s: Setting, x: torch.Tensor, w: torch.Tensor) -> Any:
+    w = w.detach().requires_grad_()
+    loss = s.train(s.loss(x * w))
+    return loss, w.grad
+
+
+HINTS = {
+    "a write outside": Hint(write_outside, "register it as a buffer of the model", write_buffer),
+    "a write to the batch": Hint(write_batch, "Write to a copy: call .clone() first", write_copy),
+    "another model": Hint(
+        trains_both, "Pass its module in model=[...]", trains_both, models=("model", "other")
+    ),
+    "a learning rate": Hint(set_rate, "Set it between two steps", plain, after=halve_rate),
+    "a scheduler": Hint(
+        schedule_inside, "Call it after the compiled step", plain,
+        after=lambda s, _: s.scheduler.step(),
+    ),
+    "a closure": Hint(with_closure, "Compute the loss and call backward() before step()", plain),
+    "a selection": Hint(select, "multiply by the mask or use torch.where", mask),
+    "bincount": Hint(bincount, "torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))", index_add),
+    "lstsq": Hint(lstsq, "Use torch.linalg.pinv(a) @ b", pinv),
+    "a result": Hint(returns_module, "Return tensors and plain values in tuples", returns_dict),
+    "a counter": Hint(counts, "make it a tensor that is a buffer of the model", counts_in_buffer),
+    "a kept tensor": Hint(
+        keeps, "Return the tensor from the step, and keep it after the call", plain,
+        after=lambda s, loss: s.kept.append(loss),
+    ),
+    "a random number": Hint(
+        draws, "or outside of the step and pass it as an argument", drawn_outside,
+        extra=lambda k: (0.25 + k,),
+    ),
+    "an argument": Hint(
+        changes_argument, "Change a copy of it", changes_copy, extra=lambda k: ({"k": k},)
+    ),
+    "a gradient of the batch": Hint(
+        gradient_of_batch, "let it begin with x = x.detach().requires_grad_()", gradient_inside,
+        extra=lambda _k: (torch.ones(4, requires_grad=True),),
+    ),
+}  # fmt: skip
+
+
+def batch(k: int) -> torch.Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(k))
+
+
+def jitted(s: Setting, step: Step, models: tuple[str, ...] = ("model",)) -> Any:
+    owners = [getattr(s, name) for name in models]
+    return amp_ir.jit(lambda *args: step(s, *args), model=owners, optimizer=s.optimizer)
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_a_refused_step_that_does_as_it_is_told_trains_as_eager(name: str) -> None:
+    hint = HINTS[name]
+    refused_by, s = hint.refused, Setting()
+    extra = hint.extra(0) if hint.extra(0) and refused_by is not draws else ()
+    with pytest.raises(AmpIrError) as refused:
+        jitted(s, refused_by)(batch(0), *extra)
+    assert hint.told in str(refused.value)
+
+    ours, eager = Setting(), Setting()
+    train = jitted(ours, hint.changed, hint.models)
+    for k in range(3):
+        results = []
+        for one, call in ((ours, train), (eager, lambda *args: hint.changed(eager, *args))):
+            results.append(call(batch(k), *hint.extra(k)))
+            hint.after(one, results[-1])
+        # float32, sums of a few products; a pseudoinverse adds some digits.
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    states = (one.model.state_dict().values() for one in (ours, eager))
+    for one, other in zip(*states, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_an_op_without_a_fake_works_once_it_has_one() -> None:
+    @torch.library.custom_op("hints::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def step(s: Setting, x: torch.Tensor) -> Any:
+        return s.train(s.loss(twice(x)))
+
+    with pytest.raises(AmpIrError, match=r"register a function that returns empty tensors"):
+        jitted(Setting(), step)(batch(0))
+    twice.register_fake(torch.empty_like)
+    torch.testing.assert_close(jitted(Setting(), step)(batch(0)), step(Setting(), batch(0)))
+
+
+def test_a_state_that_an_overflow_may_skip_exists_after_one_step_of_pytorch() -> None:
+    s, scaler = Setting(), amp_ir.GradScaler()
+    adam = torch.optim.Adam(s.model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = s.loss(x)
+        scaler.scale(loss).backward()
+        scaler.step(adam)
+        scaler.update()
+        adam.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=s.model, optimizer=adam, scaler=scaler)
+    try:
+        train(batch(0))
+    except AmpIrError as refused:
+        assert "Run one step in plain PyTorch first" in str(refused)
+        step(batch(0))
+    assert torch.isfinite(train(batch(1))) and not train.skipped
+
+
+def test_a_scaler_that_was_not_passed_works_when_it_is() -> None:
+    s, scaler = Setting(), torch.amp.GradScaler("cpu")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = s.loss(x)
+        scaler.scale(loss).backward()
+        scaler.step(s.optimizer)
+        scaler.update()
+        s.optimizer.zero_grad()
+        return loss.detach()
+
+    with pytest.raises(AmpIrError, match="Pass it in scaler="):
+        amp_ir.jit(step, model=s.model, optimizer=s.optimizer)(batch(0))
+    train = amp_ir.jit(step, model=s.model, optimizer=s.optimizer, scaler=scaler)
+    assert torch.isfinite(train(batch(0)))
