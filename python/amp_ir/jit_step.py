@@ -171,17 +171,20 @@ class JitStep:
         As `CompiledStep.find_overflow`, with the program that a call on this batch would run.
 
         Raises:
-            StateError: no program has been compiled for such a batch yet.
+            StateError: no program has been compiled for such a batch yet, or the step exchanges
+                gradients with other ranks.
         """
         batch = bound(self._signature, batch, named) if named else batch
         with self._turn:
             padded = None if self._buckets is None else self._buckets.padded(batch)
             signature, tensors = CallSignature.of(batch if padded is None else padded.args)
-            variant = self._variants.find_only(signature)
+            # The step that ran may have left gradients where there were none, so that the next call
+            # is another program's; the one that ran is asked all the same.
+            variant = self._variants.find_only(signature) or self._variants.matching(signature)
             if variant is None:
                 raise StateError(
-                    "no program has been compiled for a batch like this and the state as it is; "
-                    "call the step on the batch first, then find_overflow"
+                    "no program has been compiled for a batch like this; call the step on the "
+                    "batch first, then find_overflow"
                 )
             found: Overflow = variant.program.find_overflow_in(tensors)
             return found

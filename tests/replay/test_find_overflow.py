@@ -168,9 +168,50 @@ def test_a_batch_that_no_program_fits_is_refused():
     with pytest.raises(amp_ir.errors.StateError) as caught:
         train.find_overflow(planted.batch)
     assert str(caught.value) == (
-        "no program has been compiled for a batch like this and the state as it is; call the step "
-        "on the batch first, then find_overflow"
+        "no program has been compiled for a batch like this; call the step on the batch first, "
+        "then find_overflow"
     )
+
+
+def test_a_step_that_leaves_gradients_is_explained():
+    planted, train = compiled(
+        Planted(forward=PLANTED["exp"].forward, is_scaled=False, amp_dtype="float32")
+    )
+    net = planted.net
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x)
+        loss.backward()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=net)
+    train(planted.batch)
+    # The next call would run another program, which adds to the gradients.
+    assert train.find_overflow(planted.batch).op == "relax.exp"
+
+
+def test_what_reads_float32_and_is_stored_low_is_recast():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    scaler = amp_ir.GradScaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        # The gradient of one column is an outer product: float32 to low.
+        loss = ((model(x)[:, 0] - y) ** 2).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, scaler=scaler, amp_dtype="float16")
+    batch = torch.randn(8, 4), torch.randn(8) * 1e4
+    train(*batch)
+    assert train.skipped
+    found = train.find_overflow(*batch)
+    assert found.phase == "backward"
+    assert found.helping_scale is not None
 
 
 def test_a_scale_that_falls_too_low_is_explained_in_the_log(caplog):

@@ -76,6 +76,18 @@ def test_without_time_it_stays_one_group():
     assert str(found).endswith("; groups were left whole for lack of time")
 
 
+def test_a_step_that_rounds_nothing_has_no_contributions():
+    model = nn.Embedding(10, 4)
+
+    def step(index: torch.Tensor) -> torch.Tensor:
+        loss = torch.lgamma(model(index).abs() + 1).sum()
+        loss.backward()
+        return loss.detach()
+
+    found = amp_ir.error_report(step, (torch.randint(0, 10, (6,)),), model=model)
+    assert (found.error, found.contributions, found.is_complete) == (0.0, (), True)
+
+
 def test_nothing_of_the_users_changes():
     model, step, batch = model_and_step()
     before = {name: one.clone() for name, one in model.state_dict().items()}

@@ -210,6 +210,35 @@ def test_more_batches_are_more_draws():
     assert found.ratios[0] != found.ratios[1]
 
 
+def test_a_step_without_gradients_is_compared_by_its_results():
+    model = nn.Linear(4, 4)
+    found = amp_ir.verify(lambda x: model(x), (torch.randn(3, 4),), model=model)
+    assert found.is_good
+    assert found.measure == "result"
+    errors = found.draws[0]
+    assert found.ratios == (
+        pytest.approx(errors["amp_ir low"].result / errors["torch.autocast"].result, rel=0.01),
+    )
+    assert "times the result error of torch.autocast" in str(found)
+    assert "The parameters whose" not in str(found)
+
+
+def test_what_torch_autocast_cannot_run_is_said(monkeypatch):
+    training = Training.make()
+    real = torch.autocast.__enter__
+
+    def refuse(self: Any) -> Any:
+        if self._enabled:
+            raise RuntimeError("no such kernel\nTriggered internally")
+        return real(self)
+
+    monkeypatch.setattr(torch.autocast, "__enter__", refuse)
+    found = training.verify(check=False)
+    assert found.notes == ("torch.autocast cannot run the step in bfloat16 here: no such kernel",)
+    assert found.ratios == ()
+    assert "torch.autocast" not in found.draws[0]
+
+
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(amp_ir.errors.OptionError) as caught:
         Training.make().verify(amp_dtype="float8")

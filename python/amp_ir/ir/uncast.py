@@ -71,7 +71,12 @@ class _Uncaster:
         if was_low:
             args = [_widen_constant(argument) for argument in args]
         attributes = call.attrs
-        if was_low and str(getattr(attributes, "out_dtype", "") or "") in (FULL_DTYPE, *LOW_DTYPES):
+        stated = str(getattr(attributes, "out_dtype", "") or "")
+        # Autocast also states a low result for a call that reads float32.
+        is_stored_low = stated in LOW_DTYPES and not any(
+            str(one.ty.dtype) == stated for one in args if isinstance(one.ty, relax.TensorType)
+        )
+        if (was_low and stated in (FULL_DTYPE, *LOW_DTYPES)) or is_stored_low:
             attributes = _with_own_result(call)
         new = relax.Call(call.op, args, attributes, list(call.ty_args), call.span)
         return self.builder.normalize(new)

@@ -108,6 +108,8 @@ class Overflow:
             also = "" if scale is None else f" and at a loss scale of {_power(scale)} or less"
             yield f"    In float32 there{also} the step is finite:"
             yield f"        overrides=[{', '.join(map(override_text, self.overrides))}]"
+        elif self.is_in_float32 is False and not self.note:
+            yield "    In float32 throughout the step is finite; no set of few overrides is."
         elif self.is_in_float32:
             yield "    It happens in float32 too: change the arithmetic of that line."
 

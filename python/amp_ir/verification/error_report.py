@@ -217,6 +217,11 @@ class _Search:
         """Split the groups with the largest errors until all are single ops, or time ends."""
         started = time.perf_counter()
         everything = list(roundings(self.mod))
+        if not everything:
+            return ErrorReport(
+                step=self.name, amp_dtype=self.amp_dtype, error=0.0, contributions=(),
+                evaluations=self.evaluations, seconds=0.0, is_complete=True,
+            )  # fmt: skip
         whole = self.measured(everything)
         waiting: list[tuple[float, int, int, list[_Rounding], Contribution]] = []
         done: list[Contribution] = []

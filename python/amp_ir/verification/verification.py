@@ -74,10 +74,15 @@ class Verification:
         """The gradient error of amp_ir in float32 over eager's, draw by draw."""
         return self._ratios(FULL, EAGER)
 
+    @property
+    def measure(self) -> str:
+        """What the ratios are of: "gradient", or "result" for a step without gradients."""
+        return "gradient" if any(one.gradients for one in self.draws[0].values()) else "result"
+
     def _ratios(self, ours: str, theirs: str) -> tuple[float, ...]:
-        return tuple(
-            _ratio(one[ours].gradient, one[theirs].gradient) for one in self.draws if theirs in one
-        )
+        measure = self.measure
+        pairs = ((one[ours], one[theirs]) for one in self.draws if theirs in one)
+        return tuple(_ratio(*(getattr(one, measure) for one in pair)) for pair in pairs)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -98,9 +103,9 @@ class Verification:
             checked.append((self.amp_dtype, "torch.autocast", self.ratios))
         for dtype, theirs, ratios in checked:
             if ratios and not _mean(ratios) <= self.max_ratio:
+                times = f"{_mean(ratios):.2f} times that of {theirs}"
                 yield (
-                    f"in {dtype} the gradient error is {_mean(ratios):.2f} times that of {theirs}, "
-                    f"more than {self.max_ratio:g}"
+                    f"in {dtype} the {self.measure} error is {times}, more than {self.max_ratio:g}"
                 )
         if not math.isfinite(sum(one[LOW].gradient for one in self.draws if LOW in one)):
             yield (
@@ -139,10 +144,12 @@ class Verification:
         yield from _table(_ERRORS_HEAD, self.error_rows())
         for dtype, theirs, ratios in self._named_ratios():
             spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-            yield f"{dtype}: {_mean(ratios):.2f} times the gradient error of {theirs}{spread}"
-        yield ""
-        yield "The parameters whose gradients have the largest errors:"
-        yield from _table(_WORST_HEAD, self.worst_rows())
+            times = f"{_mean(ratios):.2f} times the {self.measure} error of {theirs}"
+            yield f"{dtype}: {times}{spread}"
+        if self.worst:
+            yield ""
+            yield "The parameters whose gradients have the largest errors:"
+            yield from _table(_WORST_HEAD, self.worst_rows())
         if self.ranges:
             yield ""
             yield f"The nearest of {len(self.ranges)} low tensors to the ends of {self.amp_dtype}:"
@@ -249,7 +256,7 @@ def _page(found: Verification) -> str:
     verdict = "".join(f'<p class="wrong">{escape(one)}</p>' for one in found.failures)
     verdict = verdict or '<p class="good">The numbers are right.</p>'
     ratios = "".join(
-        f"<p>{dtype}: {_mean(ratios):.2f} times the gradient error of {theirs}</p>"
+        f"<p>{dtype}: {_mean(ratios):.2f} times the {found.measure} error of {theirs}</p>"
         for dtype, theirs, ratios in found._named_ratios()
     )
     notes = "".join(f"<p>{escape(one)}</p>" for one in found.notes)

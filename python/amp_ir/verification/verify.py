@@ -16,7 +16,7 @@ from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import from_span
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.verification.kept_state import kept_state
-from amp_ir.verification.outcome import Errors, errors_of
+from amp_ir.verification.outcome import Errors, Outcome, errors_of
 from amp_ir.verification.plan_check import check_plan
 from amp_ir.verification.ranges import ranges_of
 from amp_ir.verification.recorded_step import Owners, recorded, without_dropout
@@ -143,9 +143,26 @@ class _Verifier:
         if not self.is_random:
             found[EAGER] = captured.eager(lambda: self.step(*batch), None)
         if not self.is_random and self.low is not None:
-            dtype = getattr(torch, self.amp_dtype)
-            found[AUTOCAST] = captured.eager(lambda: self.step(*batch), dtype)
+            autocasted = self.autocasted(captured, batch)
+            if autocasted is not None:
+                found[AUTOCAST] = autocasted
         return {name: errors_of(one, exact) for name, one in found.items()}
+
+    def autocasted(self, captured: Captured, batch: tuple[Any, ...]) -> Outcome | None:
+        """Return what torch.autocast makes of a batch; None where it cannot run the step."""
+        dtype = getattr(torch, self.amp_dtype)
+        reason = ""
+        # oneDNN has no float16 on most CPUs, where PyTorch's own kernels do.
+        for has_onednn in (True, False):
+            try:
+                with torch.backends.mkldnn.flags(enabled=has_onednn, allow_tf32=None):
+                    return captured.eager(lambda: self.step(*batch), dtype)
+            except (RuntimeError, NotImplementedError) as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        note = f"torch.autocast cannot run the step in {self.amp_dtype} here: {reason}"
+        if note not in self.notes:
+            self.notes.append(note)
+        return None
 
     def verification(
         self, draws: tuple[dict[str, Errors], ...], *, max_ratio: float, check: bool
