@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import amp_ir
+from loop_models import assert_same_values, captured, loop_lengths
 
 WIDTH = 8
 
@@ -18,12 +19,16 @@ WIDTH = 8
 class Generated(nn.Module):
     """A loop over time, forward or back, of a body that the seed decides."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, *, draws: bool = False):
         super().__init__()
         draw = random.Random(seed)
         self.length, self.states = draw.choice([17, 20]), draw.choice([1, 2, 3])
         self.program = [
-            (draw.randrange(9), draw.randrange(self.states + 1 + k), draw.randrange(3))
+            (
+                draw.randrange(11 if draws else 9),
+                draw.randrange(self.states + 1 + k),
+                draw.randrange(3),
+            )
             for k in range(draw.randint(2, 6))
         ]
         self.is_reverse, self.result = draw.random() < 0.3, draw.choice(["stack", "cat", "last"])
@@ -50,6 +55,8 @@ class Generated(nn.Module):
             lambda: torch.where(one > last, one, last * 0.5),
             lambda: (one * last).mean(-1, keepdim=True) + one,
             lambda: torch.einsum("bi,ij->bj", one, weight),
+            lambda: nn.functional.dropout(one, 0.3) + last,
+            lambda: one * torch.rand_like(last) + 0.1 * torch.randn(WIDTH),
         ][kind]()
 
     def forward(self, x):
@@ -92,3 +99,36 @@ def test_a_random_body_trains_as_in_pytorch(seed):
 
     # Other orders of sums: several times the error of PyTorch's float32, or a few roundings.
     assert error(model) < max(10 * error(eager), 1e-6)
+
+
+OVERRIDES = [
+    amp_ir.Override(op="relax.matmul", phase="backward", to="float32"),
+    amp_ir.Override(op="relax.tanh", to="low"),
+    amp_ir.Override(parameter="*norm.weight", to="low"),
+]
+
+
+def overridden(mod, override):
+    """What an override decides, without how often; None where it selects nothing."""
+    try:
+        plan = amp_ir.autocast(mod, amp_dtype="float16", overrides=[override]).plan
+    except amp_ir.errors.OptionError:
+        return None
+    ops = [*plan.ops, *(op for loop in plan.loops for op in loop.plan.ops)]
+    return {
+        (op.name, op.phase, op.line, op.reads, op.results) for op in ops if op.rule == "override"
+    }
+
+
+@pytest.mark.parametrize("seed", range(20, 28))
+def test_random_bodies_with_random_ops_a_scaler_and_overrides(seed):
+    """They compute what their unrolled steps do, and overrides decide the same in them."""
+    torch.manual_seed(seed)
+    model = Generated(seed, draws=True)
+    batch = (torch.randn(3, model.length, WIDTH),)
+    scaler = amp_ir.GradScaler(init_scale=2.0**seed)
+    rolled, unrolled = (captured(model, batch, rolls=one, scaler=scaler) for one in (True, False))
+    assert loop_lengths(rolled) and not loop_lengths(unrolled)
+    assert_same_values(rolled, unrolled, batch)
+    for override in OVERRIDES:
+        assert overridden(rolled, override) == overridden(unrolled, override)

@@ -63,7 +63,7 @@ FUSED_OPS = frozenset(
 # Its decomposition returns the attention weights where its backward op reads logarithms of sums.
 _ATTENTION_OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 # What is decomposed when loops over time steps are found (cell_loops/).
-_KEPT = FUSED_OPS | {"select_backward", _ATTENTION_OF_CPU}
+_KEPT = FUSED_OPS | {"select_backward", "select_scatter", _ATTENTION_OF_CPU}
 _ALIASES = frozenset({aten.alias.default, aten.detach.default})
 _RENAMES = _ALIASES | {aten.lift_fresh_copy.default}
 # functionalize ends with writes to the inputs (copy_); the outputs hold the same values.

@@ -19,17 +19,17 @@ from amp_ir.capture.symbolic_float import FloatTape
 from amp_ir.ir.location import META_KEY
 
 aten = torch.ops.aten
-_SELECT_BACKWARD = aten.select_backward.default
+_OF_ENTRIES = (aten.select_backward.default, aten.select_scatter.default)
 _KINDS = {op: kind.forward for op, kind in FORWARD.items()}
 _KINDS |= {op: kind.backward for op, kind in BACKWARD.items()}
 
 
 def decompose_ops(graph: torch.fx.Graph, tape: FloatTape, mode: FakeTensorMode) -> None:
-    """Replace every call of a cell, of its gradient and of `select_backward` by smaller ops."""
-    calls = [node for node in graph.nodes if node.target in {*_KINDS, _SELECT_BACKWARD}]
+    """Replace every call of a cell, of its gradient and of `_OF_ENTRIES` by smaller ops."""
+    calls = [node for node in graph.nodes if node.target in {*_KINDS, *_OF_ENTRIES}]
     if not calls:
         return
-    kept = {_SELECT_BACKWARD: core_aten_decompositions()[_SELECT_BACKWARD]}
+    kept = {op: core_aten_decompositions()[op] for op in _OF_ENTRIES}
     decompositions = {**decomposition_table(tape), **kept}
     known: dict[Any, torch.fx.Graph] = {}
     for node in calls:

@@ -28,6 +28,7 @@ from amp_ir.capture.cell_loops.decompose_ops import decompose_ops
 from amp_ir.capture.cell_loops.graph_writer import GraphWriter
 from amp_ir.capture.cell_loops.layer import Layer, write_layer
 from amp_ir.capture.cell_loops.layer_gradient import Link, link_of, runs, write_gradient
+from amp_ir.capture.cell_loops.merge_assignments import merge_assignments
 from amp_ir.capture.cell_loops.merge_steps import merge_gradients_of_entries, merge_stacks
 from amp_ir.capture.cell_loops.sums import is_sum
 from amp_ir.capture.dead_code import drop_dead_code
@@ -51,6 +52,8 @@ def find_cell_loops(
               float32, and gradients of weights are one sum. No op of `amp_ir_cell` is left.
     """
     graph = module.graph
+    merge_assignments(GraphWriter(graph, mode))
+    GraphWriter(graph, mode).sort()
     cells = cells_of(graph)
     if cells:
         _Loops(graph, mode, cells).run()

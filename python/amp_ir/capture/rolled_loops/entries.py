@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import attrs
 import torch
 from torch.fx import Node
@@ -41,6 +43,8 @@ def entry_of(node: Node) -> Entry | None:
     step = step_of(node)
     if step is not None:
         return Entry(step.whole, step.axis, step.index)
+    if node.target is operator.getitem:
+        return _part_of_split(node)
     if node.target is not aten.slice.Tensor:
         return None
     whole, axis, begin, _end, stride = arguments(node, None, 0, None, None, 1)
@@ -52,3 +56,14 @@ def entry_of(node: Node) -> Entry | None:
     if stride != 1 or not width or begin % width or shape[axis] % width:
         return None
     return Entry(whole, axis, begin // width, width)
+
+
+def _part_of_split(node: Node) -> Entry | None:
+    """Return which of the parts of a tensor, all of one width, a node is."""
+    split, index = node.args
+    if not isinstance(split, Node) or split.target is not aten.split_with_sizes.default:
+        return None
+    whole, sizes, axis = arguments(split, None, None, 0)
+    if len(set(sizes)) != 1 or not isinstance(index, int):
+        return None
+    return Entry(whole, axis % value(whole).dim(), index % len(sizes), sizes[0])

@@ -12,6 +12,7 @@ from torch.fx import Node
 from amp_ir.capture.cell_loops.graph_writer import value
 from amp_ir.capture.rolled_loops.entries import Entry, entry_of
 from amp_ir.capture.rolled_loops.repeats import LEAST_STEPS, why_no_loop_holds
+from amp_ir.capture.rolled_loops.step_numbers import step_number
 
 aten = torch.ops.aten
 
@@ -70,6 +71,13 @@ class RepeatedOps:
     def node(self, step: int, position: int) -> Node:
         """Return an op of a step."""
         return self.nodes[self.begin + step * self.period + position]
+
+    def numbers(self, position: int) -> list[float | int] | None:
+        """Return the numbers of an op in all steps where they differ; else None."""
+        found = [step_number(self.node(step, position)) for step in range(self.length)]
+        known = [one for one in found if one is not None]
+        differ = len({repr(one) for one in known}) > 1
+        return known if differ else None
 
 
 def reads(node: Node) -> list[Node]:

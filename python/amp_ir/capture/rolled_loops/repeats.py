@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from amp_ir.capture.cell_loops.graph_writer import arguments, place
+from amp_ir.capture.rolled_loops.step_numbers import step_number
 
 aten = torch.ops.aten
 # Loops of fewer steps stay unrolled: each step's kernels can then be fused with its neighbours'.
@@ -44,17 +45,34 @@ class Signatures:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._of_node: dict[Node, int] = {}
+        self._differing: set[Node] = set()
 
     def of(self, nodes: Sequence[Node]) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Return the numbers of nodes."""
+        if not self._of_node:
+            self._differing = _with_differing_numbers(nodes)
         for node in nodes:
             if node not in self._of_node:
-                key = _described(node)
+                key = _described(node, has_number=node not in self._differing)
                 self._of_node[node] = self._numbers.setdefault(key, len(self._numbers))
         return np.array([self._of_node[node] for node in nodes], np.uint64)
 
 
-def _described(node: Node) -> Any:
+def _with_differing_numbers(nodes: Sequence[Node]) -> set[Node]:
+    """Return the calls whose number may be another one at each step, as that of the step is."""
+    alike: dict[Any, list[Node]] = {}
+    for node in nodes:
+        if step_number(node) is not None:
+            alike.setdefault(_described(node, has_number=False), []).append(node)
+    return {
+        node
+        for group in alike.values()
+        if len({repr(step_number(one)) for one in group}) >= LEAST_STEPS
+        for node in group
+    }
+
+
+def _described(node: Node, *, has_number: bool) -> Any:
     """Return what two nodes that repeat have in common; for an op that no loop holds, itself."""
     if place(node).phase == "optimizer":
         return node
@@ -63,6 +81,8 @@ def _described(node: Node) -> Any:
         # The index, or begin and end.
         args = arguments(node, None, 0, None, None, 1)
         args = (*args[:2], *args[4:])
+    if not has_number:
+        args = (args[0], type(args[1]))
     return (
         node.target,
         _constant(args),

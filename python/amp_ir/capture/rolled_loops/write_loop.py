@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from amp_ir.capture.rolled_loops.repeated_ops import (
     reads,
     value_type,
 )
+from amp_ir.capture.rolled_loops.step_numbers import constant, dtype_of_number, with_tensor
 from amp_ir.capture.rolled_loops.sums_of_products import sums_of_products, write_sum
 from amp_ir.dialect.loop import CARRIED, ENTRY, WHOLE, Place
 from amp_ir.ir.captured_loop import LOOP_KEY, CapturedLoop, run_loop
@@ -95,7 +96,7 @@ class _LoopWriter:
         """Return the positions of the ops that every step computes from the same values."""
         found: set[int] = set()
         for position, sources in enumerate(self.ops.sources):
-            if sources is None or DRAW_KEY in self.ops.node(0, position).meta:
+            if sources is None or self._is_own(position):
                 continue
             if all(
                 isinstance(one, Outside) or (isinstance(one, Inside) and one.position in found)
@@ -103,6 +104,11 @@ class _LoopWriter:
             ):
                 found.add(position)
         return found
+
+    def _is_own(self, position: int) -> bool:
+        """Return whether steps compute different values of the same tensors."""
+        is_random = DRAW_KEY in self.ops.node(0, position).meta
+        return is_random or self.ops.numbers(position) is not None
 
     def run(self) -> None:
         ops = self.ops
@@ -179,10 +185,27 @@ class _LoopWriter:
 
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), now)
         new = self.body.create_node(node.op, node.target, args, kwargs)
+        numbers = self.ops.numbers(position)
+        if numbers is not None:
+            written, new = new, self._with_number(position, new, numbers)
+            self.body.erase_node(written)
         new.meta.update(node.meta)
         if DRAW_KEY in node.meta:
             new.meta[DRAW_KEY] = self.ops.node(0, position).meta[DRAW_KEY]
         self.made[position] = new
+
+    def _with_number(self, position: int, new: Node, numbers: Sequence[float | int]) -> Node:
+        """Return a call that reads the step's number as an entry of a constant."""
+        node = self.ops.node(1, position)
+        dtype, device = dtype_of_number(node), value(node).device
+        if dtype is None:
+            raise NotALoop("a step has a number of its own in an op that takes it as a constant")
+        with self.writer.mode:
+            val = torch.empty((), dtype=dtype, device=device)
+        entry = self._input(
+            ("numbers", position), val, lambda: constant(self.writer, numbers, dtype, device)
+        )
+        return with_tensor(self.body, new, entry)
 
     def _value(self, source: Source, read_first: Node) -> Node:
         """Return the body's value of what an op reads; the first step reads `read_first`."""
@@ -199,15 +222,15 @@ class _LoopWriter:
         if isinstance(source, FromEntry):
             return self._entry(source, read_first)
         key = ("carried", source.position, read_first)
-        return self._input(key, read_first, lambda: read_first)
+        return self._input(key, value(read_first), lambda: read_first)
 
     def _whole(self, node: Node) -> Node:
-        return self._input(("whole", node), node, lambda: node)
+        return self._input(("whole", node), node.meta["val"], lambda: node)
 
     def _entry(self, source: FromEntry, like: Node) -> Node:
         one = source.first
         key = ("entry", one.whole, one.axis, one.width, one.index, source.stride)
-        return self._input(key, like, lambda: self._stacked(source))
+        return self._input(key, value(like), lambda: self._stacked(source))
 
     def _stacked(self, source: FromEntry) -> Node:
         """Return the tensor of all entries; of integers, which may be indices, no others."""
@@ -221,7 +244,7 @@ class _LoopWriter:
         begin, end = min(first, last), max(first, last) + 1
         return self.writer.contiguous(self.writer.sliced(whole, 0, begin, end, abs(stride)))
 
-    def _input(self, key: Any, like: Node, operand: Callable[[], Node]) -> Node:
+    def _input(self, key: Any, val: Any, operand: Callable[[], Node]) -> Node:
         if key not in self.placeholders:
             start = next(iter(self.body.nodes), None)
             context = self.body.inserting_before(self._first_op()) if start else None
@@ -230,7 +253,7 @@ class _LoopWriter:
             else:
                 with context:
                     node = self.body.placeholder(f"input{len(self.inputs)}")
-            node.meta["val"] = like.meta["val"]
+            node.meta["val"] = val
             self.placeholders[key] = node
             self.inputs.append((operand, key))
         return self.placeholders[key]
@@ -279,6 +302,8 @@ class _LoopWriter:
             return (WHOLE, 0, 0)
         if key[0] == "carried":
             return (CARRIED, numbers[key[1]], 0)
+        if key[0] == "numbers":
+            return (ENTRY, 0, 1)
         _, whole, _, _, first, stride = key
         if value(whole).is_floating_point():
             return (ENTRY, first, stride)
