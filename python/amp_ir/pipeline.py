@@ -33,7 +33,7 @@ from amp_ir.dispatch.accumulate_matmuls import accumulate_matmuls
 from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.hoist_packs import PackHoister
-from amp_ir.dispatch.lower_loops import lower_loops
+from amp_ir.dispatch.lower_loops import log_unrolled, lower_loops
 from amp_ir.dispatch.prepack_weights import prepack_weights
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.captured_step import CapturedStep
@@ -124,6 +124,7 @@ def lower(
     is_cuda, log = target.is_cuda, DispatchLog()
     if is_cuda:
         # A loop's body is called by the host.
+        log_unrolled(mod.ir, log)
         mod = mod.with_ir(unroll_loops(mod.ir))
     with stage("checks", mod.ir, on_stage) as running:
         # From here on a step whose indices are not all known is a transaction.

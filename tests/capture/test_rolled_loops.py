@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir import pipeline
 from amp_ir.dialect.loop import NAME, loop_of
+from amp_ir.ir import target as targets
 from amp_ir.ir.dataflow import Dataflow
 
 STEPS = 20
@@ -363,6 +365,19 @@ def test_a_long_loop_that_stays_unrolled_says_so_once(kind, reason):
     assert " steps of a loop in " in note
     assert f"{__file__}:" in note
     assert note.endswith(f" are compiled one by one, which takes long, since {reason}")
+
+
+def test_a_gpu_unrolls_loops_and_says_so():
+    model = LastState()
+    mod, _ = amp_ir.trace_model(model, (torch.randn(2, STEPS, WIDTH),))
+    assert len(count_loops(mod.ir)) == 1
+    planned = pipeline.lower(mod, target=targets.cuda("sm_90"))
+    (note,) = [one for one in planned.dispatched if one.op == NAME]
+    assert str(note).startswith(
+        "amp_ir.loop: 1 call -> single steps, because the host calls the body of a loop, and a GPU "
+        f"runs without it: the {STEPS} steps of the loop in step (forward), {__file__}:"
+    )
+    assert str(note).endswith(" are unrolled, which takes long to compile")
 
 
 def test_what_is_carried_over_two_steps_is_carried_twice():

@@ -13,6 +13,7 @@ from amp_ir.dispatch.hoist_packs import PackHoister
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import library_call
+from amp_ir.ir.location import from_span
 from amp_ir.ir.loop_body import step_of_body
 from amp_ir.ir.loop_call import LIBRARY, SYMBOL, write_loop_call
 from amp_ir.ir.memory_plan import PlannedStep
@@ -57,6 +58,19 @@ def lower_loops(
             )
         bindings.append(relax.VarBinding(binding.var, value))
     return (flow.finish(bindings) if bodies else ir), bodies
+
+
+def log_unrolled(ir: tvm.IRModule, log: DispatchLog) -> None:
+    """Log each loop of a step for a GPU, whose steps are written one after the other."""
+    for call in Dataflow(ir).calls(NAME).values():
+        loop = loop_of(call)
+        log.add(
+            NAME,
+            "single steps",
+            f"the host calls the body of a loop, and a GPU runs without it: the {loop.length} "
+            f"steps of the loop in {from_span(call.span)} are unrolled, which takes long to "
+            "compile",
+        )
 
 
 def loops_as_calls(ir: tvm.IRModule) -> tvm.IRModule:
