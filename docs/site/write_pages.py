@@ -42,8 +42,8 @@ KINDS = {
 # The order of the pages. Every other page is found by a link and the search.
 CONTENTS = {
     "Start": ["install", *(f"tutorials/{path.stem}" for path in LESSONS)],
-    "Guide": """guide plans loss_scaling memory profiling lengths inference integrations gpu
-        compile_cache features""".split(),
+    "Guide": """guide plans loss_scaling memory profiling lengths distributed inference integrations
+        gpu compile_cache features""".split(),
     "What can go wrong": [
         "frozen", "refused/README", *(f"refused/{path.stem}" for path in REFUSED), "reliability",
         "coverage", "numerics",
