@@ -46,7 +46,7 @@ CONTENTS = {
         gpu compile_cache features""".split(),
     "What can go wrong": [
         "frozen", "refused/README", *(f"refused/{path.stem}" for path in REFUSED), "reliability",
-        "coverage", "numerics",
+        "troubleshooting", "coverage", "numerics",
     ],
     "Coming from": [f"coming_from_{name}" for name in "torch_amp apex mxnet r_torch raf".split()],
     "Reference": ["api", "policies", "changelog"],

@@ -443,6 +443,18 @@ AUTOCAST: list[Row] = [
         "overrides holds 'relax.matmul'; expected a list of amp_ir.Override(...)",
     ),
     (
+        "overrides beside a plan",
+        lambda s: amp_ir.autocast(
+            s.mod,
+            amp_dtype="bfloat16",
+            plan=s.low.plan,
+            overrides=[amp_ir.Override(op="relax.matmul", to="float32")],
+        ),
+        OptionError,
+        "plan= is followed as it is, so that overrides= would change nothing; give the overrides "
+        "without a plan, or save the plan that they make",
+    ),
+    (
         "plan is a path",
         lambda s: amp_ir.autocast(s.mod, plan="plan.json"),
         OptionError,

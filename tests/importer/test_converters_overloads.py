@@ -116,7 +116,7 @@ def as_step(overload: Any, *arguments: Any) -> tuple[CapturedStep, list[torch.Te
         torch.fx.GraphModule({}, graph),
         tuple(CapturedInput(f"x{k}", Role.BATCH, x) for k, x in enumerate(tensors)),
         tuple(CapturedOutput(f"y{k}", Role.RESULT) for k in range(len(outputs))),
-        flatten_batch=list,
+        flatten_batch=lambda batch, _named=None: list(batch),
         unflatten_results=list,
     )
     return step, tensors

@@ -112,7 +112,7 @@ def traced(
         graph,
         tuple(CapturedInput(f"batch{i}", Role.BATCH, x) for i, x in enumerate(inputs)),
         tuple(CapturedOutput(f"result{i}", Role.RESULT) for i in range(len(fields))),
-        flatten_batch=list,
+        flatten_batch=lambda batch, _named=None: list(batch),
         unflatten_results=lambda values: pytree.tree_unflatten(list(values), structure),
     )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -39,18 +40,59 @@ from amp_ir.rewrites.unroll_loops import unroll_loops
 
 @paused_garbage_collection()
 def autocast(
-    mod: StepModule | tvm.IRModule, args: Any = None, *, verbose: bool = False, **options: Any
+    mod: StepModule | tvm.IRModule,
+    args: Any = None,
+    *,
+    amp_dtype: str = "float16",
+    out_dtype: str | None = None,
+    overrides: Sequence[Override] = (),
+    policy: str = "default",
+    placement: str = "cut",
+    on_unknown: str = "error",
+    plan: CastPlan | None = None,
+    verbose: bool = False,
 ) -> Any:
-    """Insert the casts of mixed precision; see `amp_ir.amp.autocast.autocast`.
+    """Use a low dtype where the rules allow it, and insert the casts that this needs.
 
-    `verbose` prints every cast by the path of its module, as `mod.plan.list_casts()` has them.
+    Parameters, optimizer state and results keep their dtypes. The decisions are in `plan` of what
+    is returned; see `amp_ir.amp.autocast.autocast` for what holds of the new program.
+
+    Args:
+        mod: what `trace_step` or `trace_model` returns, or a bare `tvm.IRModule`.
+        args: the example batch; where it is given, it is compared with the captured one.
+        amp_dtype: "float16", "bfloat16", or "float32", which changes nothing.
+        out_dtype: the dtype of float32 results; state keeps its dtype.
+        overrides: `Override` objects, of which the last that matches a call decides.
+        policy: "default", "torch", "aggressive" or "conservative"; see `list_ops`.
+        placement: "cut" (least bytes) or "greedy" (RAF's majority).
+        on_unknown: "error", or "float32" to leave ops without a rule in float32.
+        plan: a CastPlan to follow instead of rules, overrides and placement.
+        verbose: print every cast by the path of its module, as `mod.plan.list_casts()` has them.
+
+    Raises:
+        RuleError: ops without a rule; the message lists all of them.
+        OptionError: an option has a value that it does not accept, or selects nothing.
     """
     if isinstance(mod, StepModule) and args is not None:
         batch_of(mod, args)
-    mod = _as_it_was_decided(mod, options.get("plan"))
+    if plan is not None and overrides:
+        raise OptionError(
+            "plan= is followed as it is, so that overrides= would change nothing; give the "
+            "overrides without a plan, or save the plan that they make"
+        )
+    options: dict[str, Any] = {
+        "amp_dtype": amp_dtype,
+        "out_dtype": out_dtype,
+        "overrides": overrides,
+        "policy": policy,
+        "placement": placement,
+        "on_unknown": on_unknown,
+        "plan": plan,
+    }
+    mod = _as_it_was_decided(mod, plan)
     between_ranks = _comm_overrides(mod, options)
     if between_ranks:
-        options["overrides"] = (*between_ranks, *options.get("overrides", ()))
+        options["overrides"] = (*between_ranks, *overrides)
     before = mod.ir if isinstance(mod, StepModule) else mod
     with stage("amp", before, current_stage_files()) as running:
         found = autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
@@ -70,11 +112,11 @@ def _comm_overrides(
     Raises:
         OptionError: it is another low dtype than the step's.
     """
-    if options.get("plan") is not None:
+    if options["plan"] is not None:
         return ()
     ir = mod.ir if isinstance(mod, StepModule) else mod
     wanted = comm_dtypes(ir)
-    amp_dtype = options.get("amp_dtype")
+    amp_dtype = options["amp_dtype"]
     other = [one for one in wanted if one != amp_dtype]
     if other and amp_dtype in LOW_DTYPES:
         raise OptionError(

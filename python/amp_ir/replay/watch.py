@@ -75,9 +75,10 @@ class WatchRecord:
 
 @attrs.define(eq=False)
 class Watch:
-    """Tensors to watch in a jitted step: `amp_ir.jit(..., watch=amp_ir.Watch(every=100))`.
+    """Tensors to watch in a jitted step::
 
         watch = amp_ir.Watch(every=100, ops="*.attn*")
+        train = amp_ir.jit(step, model=model, optimizer=optimizer, watch=watch)
         ...
         for record in watch.records():
             print(record.step, max(one.largest for one in record.tensors))
