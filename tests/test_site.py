@@ -40,7 +40,9 @@ def test_the_site_builds_and_its_links_lead_somewhere(write_pages, tmp_path):
     assert "exp overflows float16" in (written / "policies.html").read_text()
     api = (written / "api.html").read_text()
     missing = [name for name in amp_ir.__all__ if f'id="amp_ir.{name}"' not in api]
-    assert set(missing) <= {"amp", "errors"} and "IndexOutOfRangeError" in api
+    # Modules: that of errors and that for tests are on the page, with what is in them.
+    assert set(missing) <= {"amp", "errors", "testing"}
+    assert "IndexOutOfRangeError" in api and "assert_plan_matches" in api
 
 
 def test_a_link_to_nothing_and_a_page_without_a_place_are_errors(tmp_path):

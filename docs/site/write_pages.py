@@ -204,6 +204,7 @@ def api() -> str:
     ]
     parts += ["## Functions", *(directive("autofunction", name) for name in functions)]
     parts += ["## Classes", *(directive("autoclass", name) for name in classes)]
+    parts += ["## Testing", directive("automodule", "testing")]
     parts += ["## Errors", "[What is refused](refused/README.md) shows each of them."]
     parts += [directive("automodule", "errors")]
     return "\n\n".join(parts) + "\n"
