@@ -108,6 +108,10 @@ def _once(program: Program, row: Row, seed: int) -> tuple[Row, _Errors | None]:
     except Exception as error:  # noqa: BLE001
         return attrs.evolve(row, note=_text(error)), None
     external = sum(one.calls for one in train.report.dispatched if one.is_external)
+    if not (exact.after.isfinite().all() and peer.after.isfinite().all()):
+        # Any number of ours would do.
+        note = "its parameters are not finite after three steps"
+        return attrs.evolve(row, status=NO_PEER, note=note), None
     moved = (exact.after - exact.before).norm().clamp_min(1e-30)
     floor = max(_FLOOR[dtype], float(2.0**-22 * exact.after.norm() / moved))
     errors = _Errors(
