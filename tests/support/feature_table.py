@@ -93,7 +93,7 @@ _APEX = _features(
     ("`amp.disable_casts()`", "yes", "`autocast_off()`", "autocast_off", "amp/test_autocast_workloads.py::test_autocast_off_leaves_a_region_as_it_is_backward_included"),
     ("banned: binary cross entropy", "other", "computed in float32, as PyTorch's CPU list does", "", "amp/test_type_hints.py::test_the_policy"),
     ("forcing a layer to a type (announced, never shipped)", "yes", "`Override(module=, op=, phase=)`", "Override", "amp/test_overrides.py::test_a_selector_selects"),
-    ("`run_amp_numerical_checks` (unmerged)", "not yet", "no report of errors gradient by gradient; `benchmarks/precision.py` measures workloads", "", ""),
+    ("`run_amp_numerical_checks` (unmerged)", "yes", "`verify`: gradients and updates by parameter, against float64 and beside PyTorch", "verify(amp_dtype)", "verification/test_verify.py::test_a_right_step_is_good"),
     ("patching of eager PyTorch", "no", "a compiled step changes nothing outside of it", "", "capture/test_trace_unchanged.py::test_nothing_is_changed_by_a_capture"),
 )  # fmt: skip
 
