@@ -169,6 +169,12 @@ def test_a_real_profile_adds_up(profile: KernelProfile) -> None:
 
 
 @pytest.mark.skipif(not native.has("amp_ir.onednn.matmul"), reason="oneDNN is the first choice")
+def test_arithmetic_is_counted_in_kernels_that_know_their_extents(profile: KernelProfile) -> None:
+    # Those that run get their numbers of rows as arguments.
+    (mod, _) = traced("bfloat16")
+    assert sum(one.flop for one in profile.calls) == sum(flop_of_calls(lower(mod)))
+
+
 def test_the_library_of_each_heavy_op_is_told(profile: KernelProfile) -> None:
     assert {str(note) for note in profile.dispatched} == {
         "amp_ir.conv: 1 call -> onednn",

@@ -113,14 +113,17 @@ def profile_kernels(
 def _program_on_copies(
     mod: StepModule, device: str, args: Any, opt_level: int, **options: Any
 ) -> tuple[Program, PlannedStep, list[torch.Tensor]]:
-    """Return the step built on copies of its state, its plan, and the batch as tensors."""
+    """Return the step built on copies of its state, its plan, and the batch as tensors.
+
+    The kernels of the plan have their extents, from which their arithmetic is counted.
+    """
     check_opt_level(opt_level)
     target = target_of(device)
     batch = batch_of(mod, args)
     planned = lower(mod, target=target, **options)
-    planned = planned if target.is_cuda else open_kernels(planned)
-    executable = build_stage.build(planned, target, device, opt_level=opt_level)
-    program = program_of(executable, planned, mod, mod.copied_state(), device)
+    built = planned if target.is_cuda else open_kernels(planned)
+    executable = build_stage.build(built, target, device, opt_level=opt_level)
+    program = program_of(executable, built, mod, mod.copied_state(), device)
     program.check_inputs(batch)
     return program, planned, batch
 
