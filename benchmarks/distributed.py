@@ -170,7 +170,7 @@ def _of_rank(rank: int, folder: str, asked: dict[str, Any]) -> None:
         )
     if rank == 0:
         document = json.dumps([attrs.asdict(row) for row in rows])
-        (Path(folder) / "rows.json").write_text(document)
+        write_text(Path(folder) / "rows.json", document)
     dist.destroy_process_group()
 
 

@@ -22,6 +22,7 @@ import attrs
 import torch
 from rich.console import Console
 
+from amp_ir.files.atomic_file import write_text
 from amp_ir.vm.build import host_description
 from benchmarks.programs.measure import DTYPES, FAILED, RIGHT, Row
 from benchmarks.programs.table import page
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.write:
         machine = f"{host_description()}, one thread, torch {torch.__version__}"
         listed = [rows[key] for name in _names([]) for key in _keys(name) if key in rows]
-        PAGE.write_text(page(listed, machine), encoding="utf-8")
+        write_text(PAGE, page(listed, machine))
     return 0
 
 
@@ -101,8 +102,8 @@ def run(wanted: Sequence[tuple[str, str]], file: Path, seconds: int) -> None:
             row = Row(
                 name, "", dtype, FAILED, note=f"not done within {seconds} s, or the process died"
             )
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(attrs.asdict(row)) + "\n")
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        write_text(file, before + json.dumps(attrs.asdict(row)) + "\n")
         console.print(
             f"{number}/{len(wanted)} {name}, {dtype}: {row.status} {row.note[:150]}",
             highlight=False,

@@ -145,8 +145,8 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "data parallel",
         lambda: with_model(nn.DataParallel(nn.Linear(6, 3))),
         "model= (itself) is a DataParallel, whose copies on other devices a compiled step does not "
-        "run; train it in plain PyTorch; or train in one process, and let the step use and model= "
-        "be the module without the wrapper",
+        "run; start a process for each device with torchrun, and use DistributedDataParallel or "
+        "data_parallel=True",
     ),
     (
         "compiled model",

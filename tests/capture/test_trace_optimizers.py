@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, RAdam
 
+import amp_ir
 from amp_ir.ir.step_module import Role
 from captured_runner import CapturedRunner
 from optimizer_cases import CASES, batch, change_hyper_parameters, name, training
@@ -174,3 +176,30 @@ def test_groups_have_their_own_hyper_parameters() -> None:
         return trained
 
     assert assert_trains_alike(build, batch, between=change_hyper_parameters) == 1
+
+
+@pytest.mark.parametrize("passed", ["none", "another"])
+def test_an_optimizer_that_was_not_passed_is_refused_and_stays_as_it_was(passed):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1) if passed == "another" else None
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    x, before = torch.randn(3, 4), model.weight.detach().clone()
+    with pytest.raises(amp_ir.errors.CaptureError) as caught:
+        amp_ir.jit(step, model=model, optimizer=other)(x)
+    line = inspect.getsourcelines(step)[1] + 3
+    assert str(caught.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{line}: AdamW.step of an optimizer that was not passed "
+        "is called. Pass it in optimizer=, or a list of all that the step calls"
+    )
+    assert not optimizer.state and torch.equal(model.weight, before)
+    assert "hooked" in vars(torch.optim.AdamW.step)
+    assert amp_ir.jit(step, model=model, optimizer=optimizer)(x).isfinite()

@@ -819,7 +819,7 @@ def test_strided_parameters_are_refused_when_the_step_is_compiled() -> None:
 def test_an_optimizer_that_was_not_passed_is_asked_for() -> None:
     setting = Setting.make()
     setting.train(*setting.batch)
-    with pytest.raises(CaptureError, match="pass its optimizer in optimizer=, or update it after"):
+    with pytest.raises(CaptureError, match="that was not passed is called. Pass it in"):
         setting.trace(optimizer=None)
 
 

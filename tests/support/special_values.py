@@ -342,6 +342,7 @@ EXCLUDED: dict[str, str] = {
     "attention": _PRODUCTS,
     "recurrence": _PRODUCTS,
     "loss_scale": "has no eager form; test_loss_scale_steps.py holds it",
+    "collectives": "is between ranks; tests/distributed hold it",
     "batch_normalization": "over a whole batch: test_converters_layers.py holds it",
     **{
         name: _SUMS

@@ -115,7 +115,7 @@ def _comm_overrides(
     if options["plan"] is not None:
         return ()
     ir = mod.ir if isinstance(mod, StepModule) else mod
-    wanted = comm_dtypes(ir)
+    wanted = comm_dtypes(ir) if isinstance(ir, tvm.IRModule) else ()
     amp_dtype = options["amp_dtype"]
     other = [one for one in wanted if one != amp_dtype]
     if other and amp_dtype in LOW_DTYPES:

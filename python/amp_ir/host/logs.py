@@ -2,7 +2,8 @@
 """What amp_ir says through `logging`, and the environment variable AMP_IR_LOG that shows it.
 
 AMP_IR_LOG=recompiles,plan,dispatch,memory writes those to stderr, as TORCH_LOGS does; "all" is each
-of them. Without it they are records of the loggers "amp_ir.recompiles", ... at level INFO.
+of them. Without it "amp_ir.recompiles" follows the level of the logger "amp_ir", and the others,
+which are many lines a compilation, are silent until their own level is set to INFO.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ TOPICS: Mapping[str, str] = {
     "memory": "the bytes of a compiled step",
 }
 _VARIABLE = "AMP_IR_LOG"
+# Silent where only the logger "amp_ir" is set to INFO.
+_DETAILED = ("plan", "dispatch", "memory")
 _ALL = "all"
 
 
@@ -30,6 +33,10 @@ def logger_of(topic: str) -> logging.Logger:
     """Return the logger of one of TOPICS."""
     assert topic in TOPICS, topic
     return logging.getLogger(f"amp_ir.{topic}")
+
+
+for _topic in _DETAILED:
+    logger_of(_topic).setLevel(logging.WARNING)
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]

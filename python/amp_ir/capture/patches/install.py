@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,6 +100,9 @@ def patched(
         _use_one_thread_for_autograd(restores)
         for owner, name, replacement in replacements:
             patch_function(restores, owner, name, replacement)
+        for owner in _optimizers():
+            step = _rejected_step(vars(owner)["step"], state, locator, diagnostics)
+            patch_function(restores, owner, "step", step)
         call = _checked_call(locator.wrap_call(modules.call), locator, diagnostics, ranks)
         patch(restores, torch.nn.Module, "__call__", here(call, modules.call))
         modules.patch_lookup(restores)
@@ -211,6 +215,36 @@ def _rejected_scheduler(locator: Locator, diagnostics: Diagnostics) -> Callable[
         )
 
     return refuse
+
+
+def _optimizers() -> list[type[torch.optim.Optimizer]]:
+    """Return the classes of optimizers that have a `step` of their own."""
+    found, rest = [], [torch.optim.Optimizer]
+    while rest:
+        rest += (last := rest.pop()).__subclasses__()
+        if last is not torch.optim.Optimizer and "step" in vars(last):
+            found.append(last)
+    return list(dict.fromkeys(found))
+
+
+def _rejected_step(
+    step: Callable[..., Any], state: State, locator: Locator, diagnostics: Diagnostics
+) -> Callable[..., Any]:
+    """Return a `step` that rejects optimizers that were not passed, whose state is unknown."""
+
+    @functools.wraps(step)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A wrapper, as that of accelerate, steps the one that it holds.
+        if not any(one is self or one is vars(self).get("optimizer") for one in state.optimizers):
+            diagnostics.add(
+                f"{type(self).__name__}.step of an optimizer that was not passed is called",
+                locator.here(),
+                "Pass it in optimizer=, or a list of all that the step calls",
+            )
+            raise TracingStopped
+        return step(self, *args, **kwargs)
+
+    return checked
 
 
 def _rejected_scaler(locator: Locator, diagnostics: Diagnostics) -> Callable[..., Any]:

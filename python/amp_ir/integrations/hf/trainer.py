@@ -21,6 +21,7 @@ from transformers.trainer import SCALER_NAME
 
 import amp_ir
 from amp_ir.errors import OptionError, VersionError
+from amp_ir.files.atomic_file import atomic_file
 
 _RANDOM_STATE_NAME = "amp_ir_random_state.pt"
 # The parts of Trainer's loop that are replaced; 5.23 has them under these names.
@@ -152,7 +153,8 @@ class AmpIrTrainer(Trainer):
 
     def _save_scaler(self, output_dir: str) -> None:
         if self._scaler is not None:
-            torch.save(self._scaler.state_dict(), os.path.join(output_dir, SCALER_NAME))
+            with atomic_file(os.path.join(output_dir, SCALER_NAME)) as file:
+                torch.save(self._scaler.state_dict(), file)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         path = os.path.join(checkpoint or "", SCALER_NAME)
@@ -162,7 +164,8 @@ class AmpIrTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         # A compiled step draws from a state of its own.
-        torch.save(self._step.state_dict(), os.path.join(output_dir, _RANDOM_STATE_NAME))
+        with atomic_file(os.path.join(output_dir, _RANDOM_STATE_NAME)) as file:
+            torch.save(self._step.state_dict(), file)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
