@@ -170,3 +170,27 @@ def test_an_activation_that_a_gradient_masks_with_is_stored_low():
     readers = {graph.ops[reader].name for reader in graph.values[first.results[0]].readers}
     # The next convolution and the mask of the gradient both read what the cast leaves in memory.
     assert readers == {"amp_ir.cast"}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_logarithm_of_sums_over_steps_is_not_rounded_before_its_exponential(rows: int):
+    tags = 4
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, tags))
+    moves = torch.nn.Parameter(torch.randn(tags, tags) * 0.1)
+    model.register_parameter("moves", moves)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        score = model(x)
+        alpha = score[:, 0]
+        for t in range(1, x.shape[1]):
+            alpha = torch.logsumexp(alpha[:, :, None] + moves, 1) + score[:, t]
+        loss = torch.logsumexp(alpha, 1).mean()
+        loss.backward()
+        return loss
+
+    mod = _captured(step, torch.randn(rows, 7, 6), model=model)
+    low = amp_ir.autocast(mod, amp_dtype="bfloat16")
+    summed = [one for one in low.plan.ops if one.name in ("relax.add", "relax.subtract")]
+    assert len([one for one in summed if not one.module]) > 20
+    assert {one.label for one in summed if not one.module} == {"full"}
+    assert "low" in {one.label for one in summed if one.module}  # a bias

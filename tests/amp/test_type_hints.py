@@ -58,7 +58,7 @@ def test_products_read_low_accumulate_float32_and_keep_gradients(op, arity, amp_
     [
         ("relax.nn.softmax", [FULL]),
         ("relax.nn.log_softmax", [FULL]),
-        ("relax.exp", [FULL]),
+        ("relax.exp", [PrimType("float32", exact=True)]),
         ("relax.power", [FULL, FULL]),
         ("relax.sum", [FULL]),
         ("relax.cumsum", [FULL]),
@@ -75,3 +75,19 @@ def test_products_read_low_accumulate_float32_and_keep_gradients(op, arity, amp_
 )
 def test_the_policy(op, expected, amp_dtype):
     assert hints(op, amp_dtype, len(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "hint"),
+    [
+        (((4, 8), (8,)), FREE),  # a bias
+        (((1, 8, 1, 1), (2, 8, 4, 4)), FREE),  # of a convolution
+        (((8,), ()), FREE),
+        (((8,), (8,)), FULL),  # two losses, one a row
+        (((1, 8), (8,)), FULL),  # a stream in a batch of one
+        (((4, 8), (4, 8)), FULL),
+    ],
+)
+def test_only_what_is_broadcast_is_a_bias(shapes, hint):
+    args = [relax.Var("a", relax.TensorType(shape, "float32")) for shape in shapes]
+    assert list(RULES["relax.add"](args, args[0].ty, "bfloat16")) == [hint, hint]

@@ -12,6 +12,7 @@ but PyTorch on CPU. The choices here are the numerics policy of the design, sect
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tvm import relax
@@ -149,21 +150,26 @@ def gru_backward(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn
     return RuleResult([PrimType(amp_dtype)] * len(args), accumulate="float32")
 
 
-@type_hint(
-    "relax.exp",
-    "relax.power",
-    "relax.square",
-    "relax.rsqrt",
-    "relax.sinh",
-    "relax.cosh",
-    "amp_ir.expm1",
-)
+@type_hint("relax.exp", "relax.sinh", "relax.cosh", "amp_ir.expm1")
+def exponential(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
+    """Exact float32 argument: its absolute error becomes the result's relative error.
+
+    A logarithm of a sum of exponentials over T steps grows with T. At 10, rounding it to bfloat16
+    moves the probabilities that the gradient computes from it by 2 %, at 100 by 28 %. Nothing on
+    the way to the argument is rounded either. The result leaves float16's range: exp(x) overflows
+    above x = ln 65504 = 11.09. Measured on a CRF of 7 steps in bfloat16: the gradient error is
+    1.3e-2 if these sums are low, 2.5e-3 if not.
+    """
+    return RuleResult(each(args, EXACT), is_unbounded=True)
+
+
+@type_hint("relax.power", "relax.square", "relax.rsqrt")
 def unbounded(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Stay in float32: the result leaves float16's range for harmless arguments.
 
-    exp(x) overflows above x = ln 65504 = 11.09, x^2 above 255.9; 1/sqrt(x)^3, in the gradient of a
-    normalization written by hand, above x = 6.2e-4. So sums and products with such a factor stay in
-    float32 too, as PyTorch's promotion keeps them. exp turns an absolute error into a relative one.
+    x^2 overflows above 255.9; 1/sqrt(x)^3, in the gradient of a normalization written by hand,
+    above x = 6.2e-4. So sums and products with such a factor stay in float32 too, as PyTorch's
+    promotion keeps them.
     """
     return RuleResult(each(args, FULL), is_unbounded=True)
 
@@ -327,10 +333,16 @@ def addition(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
 
     Such a sum is a residual stream, or a gradient that several branches add to: every partial sum
     is rounded again, while a branch is rounded once. Measured on BERT and GPT-2 in bfloat16: the
-    gradient error is 1.2 to 1.3 times that of torch.autocast if these are low, 1.0 if not.
+    gradient error is 1.2 to 1.3 times that of torch.autocast if these are low, 1.0 if not. A bias
+    is broadcast: two vectors of one size are such a sum too, one carried over steps for example.
     """
-    is_sum = all(_dimensions(argument) > 1 for argument in args)
+    is_sum = all(_dimensions(argument) > 1 for argument in args) or _have_one_size(args)
     return each(args, FULL if is_sum else FREE)
+
+
+def _have_one_size(args: Args) -> bool:
+    shapes = [[int(extent) for extent in argument.ty.shape] for argument in args]
+    return len({math.prod(shape) for shape in shapes}) == 1 and math.prod(shapes[0]) > 1
 
 
 def _dimensions(argument: relax.Expr) -> int:
