@@ -6,123 +6,50 @@
     train = amp_ir.compile(amp_mod)
     loss = train(*batch)
 
-`pipeline.py` is the map of what happens in between.
+`pipeline.py` is the map of what happens in between, `public_names.py` the list of names. These,
+PyTorch and TVM are imported when a name is first used, not by `import amp_ir`.
 """
 
-# torch comes first: our libraries use the OpenMP runtime that it brings (host/native.py).
-import torch  # noqa: F401
+from __future__ import annotations
 
-# Then its version: with another one, an import below may fail without saying why.
-import amp_ir.host.torch_version  # noqa: F401
-import amp_ir.host.tvm_import  # noqa: F401  (before any other import of TVM)
-import amp_ir.host.tvm_threads  # noqa: F401
-from amp_ir import amp, errors, testing
-from amp_ir.amp.custom_type_hint import CustomTypeHint
-from amp_ir.amp.overrides import Override
-from amp_ir.amp.plan import CastPlan
-from amp_ir.amp.policies import list_ops
-from amp_ir.api import (
-    autocast,
-    examine,
-    explain_plan,
-    get_gflops,
-    get_param_size,
-    get_peak_memory,
-    memory_report,
-    profile_kernels,
-    profile_vm_model,
-    trace_memory,
-    trace_model,
-    trace_step,
-)
-from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
-from amp_ir.capture.call_arguments import call_arguments
+import importlib
+import sys
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
+
+from amp_ir.host import tvm_import
 from amp_ir.host.logs import show_topics
-from amp_ir.inference.convert import convert_model
-from amp_ir.inference.converted_model import ConvertedModel
-from amp_ir.inference.model_file import load, save
-from amp_ir.ir.annotations import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from amp_ir.ir.location import autocast_off
-from amp_ir.ir.step_log import StepLog, StepRecord
-from amp_ir.ir.step_module import Role, Signature, StepModule
-from amp_ir.jit_function import jit
-from amp_ir.loss_scaling.grad_scaler import GradScaler
-from amp_ir.loss_scaling.scale_loss import scale_loss
-from amp_ir.replay.overflow import Overflow
-from amp_ir.replay.watch import Watch, WatchRecord
-from amp_ir.report.examination import Examination
-from amp_ir.report.kernel_profile import KernelProfile
-from amp_ir.report.memory import MemoryReport
-from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
-from amp_ir.runtime.step import CompiledStep
-from amp_ir.verification.error_report import ErrorReport, error_report
-from amp_ir.verification.verification import Verification
-from amp_ir.verification.verify import verify
 from amp_ir.version import VERSION
+
+if TYPE_CHECKING:
+    from amp_ir.public_names import *  # noqa: F403
+    from amp_ir.public_names import __all__ as __all__
 
 __version__ = VERSION
 
+if "torch" in sys.modules:
+    # A wrong version is refused as early as it can be.
+    import amp_ir.host.torch_version  # noqa: F401
+tvm_import.on_import()
 show_topics()
 
-__all__ = [
-    "CastPlan",
-    "CompiledStep",
-    "ConvertedModel",
-    "CustomTypeHint",
-    "ErrorReport",
-    "Examination",
-    "KernelProfile",
-    "MemoryReport",
-    "GradScaler",
-    "Overflow",
-    "Override",
-    "Role",
-    "Signature",
-    "StepLog",
-    "StepModule",
-    "StepRecord",
-    "Verification",
-    "Watch",
-    "WatchRecord",
-    "amp",
-    "autocast",
-    "autocast_off",
-    "call_arguments",
-    "compile",
-    "convert_model",
-    "error_report",
-    "errors",
-    "examine",
-    "explain_plan",
-    "float_function",
-    "get_gflops",
-    "get_param_size",
-    "get_peak_memory",
-    "half_function",
-    "jit",
-    "list_ops",
-    "load",
-    "load_checkpoint",
-    "memory_report",
-    "profile_kernels",
-    "profile_vm_model",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "save",
-    "save_checkpoint",
-    "scale_loss",
-    "testing",
-    "trace_memory",
-    "trace_model",
-    "trace_step",
-    "verify",
-]
+# A type checker would take any name that `__getattr__` may answer for.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import a module of the package, or all public names when one is first used (PEP 562)."""
+        # Tools ask every module for names such as __wrapped__.
+        if not name.startswith("_") or name == "__all__":
+            if PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None:  # noqa: F405
+                # Alone: a module that the public names need may ask for it.
+                return importlib.import_module(f"{__name__}.{name}")
+            found = importlib.import_module(f"{__name__}.public_names")
+            globals().update({one: getattr(found, one) for one in found.__all__})
+            globals()["__all__"] = found.__all__
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        """Return the names of the module, the public ones too."""
+        return sorted({*globals(), *__getattr__("__all__")})

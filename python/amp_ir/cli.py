@@ -24,39 +24,26 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 import amp_ir
-from amp_ir.commands.compile import add_compile
-from amp_ir.commands.demo import add_demo
-from amp_ir.commands.doctor import add_doctor
-from amp_ir.commands.errors import add_errors
-from amp_ir.commands.examine import add_examine
-from amp_ir.commands.explain import add_explain
-from amp_ir.commands.measure import add_profile, add_report
-from amp_ir.commands.plan import add_plan
-from amp_ir.commands.verify import add_verify
-from amp_ir.compile_cache.commands import add_cache_arguments, manage_cache
-from amp_ir.demo.workloads import MissingPackage
+from amp_ir import errors
+from amp_ir.commands import SUMMARIES
 
 WRONG_USE = 2
 INTERRUPTED = 130
-_WRONG_USES = (
-    amp_ir.errors.OptionError,
-    amp_ir.errors.DeviceError,
-    amp_ir.errors.BuildError,
-    amp_ir.errors.FileFormatError,
-    MissingPackage,
-)
+# Commands in a module of another name.
+_MODULES = {"profile": "measure", "report": "measure"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except _WRONG_USES as error:
+    except _wrong_uses() as error:
         print(f"amp-ir {arguments.command}: {error}", file=sys.stderr)
         return WRONG_USE
     except KeyboardInterrupt:
@@ -64,28 +51,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser; only the command that `argv` names has arguments, and is imported."""
     parser = argparse.ArgumentParser(
         prog="amp-ir", description="A mixed-precision training compiler for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"amp_ir {amp_ir.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (
-        add_demo,
-        add_examine,
-        add_explain,
-        add_profile,
-        add_report,
-        add_compile,
-        add_verify,
-        add_errors,
-        add_plan,
-        add_doctor,
-    ):
-        add(commands)
-    cache = commands.add_parser(
-        "cache", help="look at the steps that are kept for later starts, remove or move them"
-    )
-    add_cache_arguments(cache)
-    cache.set_defaults(run=manage_cache)
+    named = next((one for one in argv if not one.startswith("-")), None)
+    for name, summary in SUMMARIES.items():
+        if name == named:
+            module = importlib.import_module(f"amp_ir.commands.{_MODULES.get(name, name)}")
+            getattr(module, f"add_{name}")(commands)
+        else:
+            commands.add_parser(name, help=summary)
     return parser
+
+
+def _wrong_uses() -> tuple[type[Exception], ...]:
+    """Return the errors that a sentence is enough for; asked for when something was raised."""
+    from amp_ir.demo.workloads import MissingPackage
+
+    return (
+        errors.OptionError,
+        errors.DeviceError,
+        errors.BuildError,
+        errors.FileFormatError,
+        MissingPackage,
+    )

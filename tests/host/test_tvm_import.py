@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TVM is the same whether amp_ir imports it, in half of the time, or somebody else did before."""
+"""TVM is the same whether it is imported after amp_ir, in half of the time, or was before."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ import json
 import torch
 {first}
 import amp_ir
+amp_ir.jit
 from tvm.ir import Op
 from tvm_ffi.registry import get_registered_type_keys
 names = sorted(Op.list_op_names())
 printed = [str(Op.get(name).get_attr("TScriptPrinterName")) for name in names]
 keys = sorted(get_registered_type_keys())
+from tvm import relax
+assert type(relax.BlockBuilder._stack).__module__ == "amp_ir.host.tvm_threads"
 print(json.dumps([names, printed, keys]))
 """
 
@@ -40,10 +43,18 @@ def test_ops_and_types_are_those_of_a_plain_import():
 
 def test_nothing_of_tvm_stays_replaced():
     code = """
-import torch, tvm_ffi
+import sys
+import tvm_ffi
+from importlib.util import find_spec
 from tvm_ffi import core
 before = core._object_type_key_to_index, tvm_ffi.init_ffi_api
 import amp_ir
+assert find_spec("tvm").name == "tvm"
+assert "tvm" not in sys.modules
+import tvm
+assert "torch" in sys.modules, "its OpenMP runtime comes first"
+assert not any(type(one).__module__.startswith("amp_ir") for one in sys.meta_path)
+assert "exec_module" not in vars(tvm.__spec__.loader)
 from tvm.ir import _ffi_api
 assert before == (core._object_type_key_to_index, tvm_ffi.init_ffi_api)
 functions = _ffi_api.RegisterOp, _ffi_api.GetOp, _ffi_api.RegisterOpAttr
@@ -69,7 +80,8 @@ def finding(key):
         failed.append(key)
     return found
 core._object_type_key_to_index = finding
-import amp_ir
+import amp_ir, tvm
+amp_ir.jit
 assert not failed, failed
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import amp_ir
 from amp_ir.api import lower
+from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, add_dtype, traced, training_of
 from amp_ir.cuda.compiler import check_architecture
 from amp_ir.demo.stage_progress import spent, stages
@@ -25,7 +26,7 @@ def add_compile(commands: Any) -> None:
     parser = add_command(
         commands,
         "compile",
-        "write a step as a file that TVM's runtime runs, on this machine or another",
+        SUMMARIES["compile"],
         "mlp --small --out step.so",
         "train.py --target sm_90 --out step.so --state state.npz",
     )

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 import amp_ir
+from amp_ir.commands import SUMMARIES
 from amp_ir.demo.comparison import compare
 from amp_ir.demo.low_dtype import LOW_DTYPES, choose_low_dtype
 from amp_ir.demo.stage_progress import stages
@@ -25,7 +26,7 @@ def add_demo(commands: Any) -> None:
     """Add the command."""
     demo = commands.add_parser(
         "demo",
-        help="train a model in float32 and in mixed precision, beside PyTorch",
+        help=SUMMARIES["demo"],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train a model in float32 and in mixed precision, beside PyTorch.",
         epilog="workloads:\n"

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command
 from amp_ir.files.atomic_file import write_text
 from amp_ir.verification.doctor import diagnose
@@ -17,7 +18,7 @@ def add_doctor(commands: Any) -> None:
     parser = add_command(
         commands,
         "doctor",
-        "look at this machine: versions, CPU, libraries, CUDA, caches; a text for an issue report",
+        SUMMARIES["doctor"],
         "",
         "--json doctor.json",
         has_training=False,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import amp_ir
+from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, owners, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.files.atomic_file import write_text
@@ -18,7 +19,7 @@ def add_errors(commands: Any) -> None:
     parser = add_command(
         commands,
         "errors",
-        "say how much of the gradients' error in mixed precision each op and each cast makes",
+        SUMMARIES["errors"],
         "bert1 --small",
         "train.py --html errors.html",
     )

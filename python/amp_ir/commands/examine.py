@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import amp_ir
+from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, owners, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.files.atomic_file import write_text
@@ -21,7 +22,7 @@ def add_examine(commands: Any) -> None:
     parser = add_command(
         commands,
         "examine",
-        "say what of a step is compiled, what stays PyTorch's own op, and what is refused",
+        SUMMARIES["examine"],
         "train.py",
         "bert1 --small --json examination.json",
         "train.py --issue issue.md",

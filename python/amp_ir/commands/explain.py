@@ -7,6 +7,7 @@ import argparse
 from typing import Any
 
 import amp_ir
+from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, traced, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.report import explain
@@ -17,7 +18,7 @@ def add_explain(commands: Any) -> None:
     parser = add_command(
         commands,
         "explain",
-        "show where a step uses which dtype, and why",
+        SUMMARIES["explain"],
         'bert1 --module "*.attention"',
         "train.py --html plan.html --graph graph.html",
     )

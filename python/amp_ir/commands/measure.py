@@ -11,6 +11,7 @@ import attrs
 import torch
 
 import amp_ir
+from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, add_dtype, traced, training_of
 from amp_ir.demo.peer_times import peer_times
 from amp_ir.demo.stage_progress import stages
@@ -30,7 +31,7 @@ def add_profile(commands: Any) -> None:
     parser = add_command(
         commands,
         "profile",
-        "time every kernel of a step: modules, bytes, share of the roofline",
+        SUMMARIES["profile"],
         "bert1 --amp-dtype bfloat16",
         "train.py --json profile.json --trace trace.json",
     )
@@ -44,7 +45,7 @@ def add_report(commands: Any) -> None:
     parser = add_command(
         commands,
         "report",
-        "write a page with a step's memory over time, kernels and casts",
+        SUMMARIES["report"],
         "bert1 --out report.html",
         "train.py --amp-dtype bfloat16",
     )

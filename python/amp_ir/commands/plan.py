@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import amp_ir
+from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, traced, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.errors import OptionError
@@ -20,7 +21,7 @@ def add_plan(commands: Any) -> None:
     parser = add_command(
         commands,
         "plan",
-        "save a step's cast plan, or compare two",
+        SUMMARIES["plan"],
         "save train.py --out new.json",
         "diff old.json new.json --fail-on-change",
         has_training=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, add_dtype
 from amp_ir.verification.commands import add_verify_arguments, run_verify
 
@@ -14,7 +15,7 @@ def add_verify(commands: Any) -> None:
     parser = add_command(
         commands,
         "verify",
-        "compare a step's numbers with float64, with PyTorch and with its plan",
+        SUMMARIES["verify"],
         "bert1 --small",
         "train.py --seeds 3 --html verify.html",
     )

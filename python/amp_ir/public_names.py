@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public names of amp_ir, one line each; `amp_ir` gets all of them when one is first used."""
+
+# First: with another PyTorch, an import below may fail without saying why.
+import amp_ir.host.torch_version  # noqa: F401
+from amp_ir import amp, errors, testing
+from amp_ir.amp.custom_type_hint import CustomTypeHint
+from amp_ir.amp.overrides import Override
+from amp_ir.amp.plan import CastPlan
+from amp_ir.amp.policies import list_ops
+from amp_ir.api import (
+    autocast,
+    examine,
+    explain_plan,
+    get_gflops,
+    get_param_size,
+    get_peak_memory,
+    memory_report,
+    profile_kernels,
+    profile_vm_model,
+    trace_memory,
+    trace_model,
+    trace_step,
+)
+from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.capture.call_arguments import call_arguments
+from amp_ir.inference.convert import convert_model
+from amp_ir.inference.converted_model import ConvertedModel
+from amp_ir.inference.model_file import load, save
+from amp_ir.ir.annotations import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from amp_ir.ir.location import autocast_off
+from amp_ir.ir.step_log import StepLog, StepRecord
+from amp_ir.ir.step_module import Role, Signature, StepModule
+from amp_ir.jit_function import jit
+from amp_ir.loss_scaling.grad_scaler import GradScaler
+from amp_ir.loss_scaling.scale_loss import scale_loss
+from amp_ir.replay.overflow import Overflow
+from amp_ir.replay.watch import Watch, WatchRecord
+from amp_ir.report.examination import Examination
+from amp_ir.report.kernel_profile import KernelProfile
+from amp_ir.report.memory import MemoryReport
+from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
+from amp_ir.runtime.step import CompiledStep
+from amp_ir.verification.error_report import ErrorReport, error_report
+from amp_ir.verification.verification import Verification
+from amp_ir.verification.verify import verify
+
+__all__ = [
+    "CastPlan",
+    "CompiledStep",
+    "ConvertedModel",
+    "CustomTypeHint",
+    "ErrorReport",
+    "Examination",
+    "KernelProfile",
+    "MemoryReport",
+    "GradScaler",
+    "Overflow",
+    "Override",
+    "Role",
+    "Signature",
+    "StepLog",
+    "StepModule",
+    "StepRecord",
+    "Verification",
+    "Watch",
+    "WatchRecord",
+    "amp",
+    "autocast",
+    "autocast_off",
+    "call_arguments",
+    "compile",
+    "convert_model",
+    "error_report",
+    "errors",
+    "examine",
+    "explain_plan",
+    "float_function",
+    "get_gflops",
+    "get_param_size",
+    "get_peak_memory",
+    "half_function",
+    "jit",
+    "list_ops",
+    "load",
+    "load_checkpoint",
+    "memory_report",
+    "profile_kernels",
+    "profile_vm_model",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "save",
+    "save_checkpoint",
+    "scale_loss",
+    "testing",
+    "trace_memory",
+    "trace_model",
+    "trace_step",
+    "verify",
+]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import amp_ir` is quick, and its names are there as if it were not."""
+
+from __future__ import annotations
+
+import pickle
+import pydoc
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+
+import amp_ir
+
+HEAVY = ("torch", "tvm", "tvm_ffi", "numpy", "attrs", "rich")
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_import_and_the_help_of_the_command_import_nothing_heavy():
+    code = f"""
+import sys
+import amp_ir, amp_ir.errors
+from amp_ir.cli import main
+assert amp_ir.__version__ and amp_ir.errors.CaptureError
+assert not hasattr(amp_ir, "__wrapped__")
+try:
+    main(["--help"])
+except SystemExit as done:
+    assert done.code == 0
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+    printed = run(code)
+    assert printed.endswith("[]\n")
+    assert "    cache     look at the steps that are kept" in printed
+
+
+def test_the_first_name_brings_all_of_them():
+    code = """
+import threading, amp_ir
+found = []
+def look():
+    found.append(amp_ir.jit)
+threads = [threading.Thread(target=look) for _ in range(4)]
+[one.start() for one in threads]
+[one.join() for one in threads]
+assert found == [amp_ir.jit] * 4
+assert set(amp_ir.__all__) <= vars(amp_ir).keys()
+from amp_ir import *
+assert compile is amp_ir.compile and jit is amp_ir.jit
+"""
+    run(code)
+
+
+def test_no_public_name_is_hidden_by_a_module_of_the_package():
+    modules = [name for name in amp_ir.__all__ if find_spec(f"amp_ir.{name}") is not None]
+    assert all(isinstance(getattr(amp_ir, name), ModuleType) for name in modules)
+
+
+def test_dir_and_help_know_the_names():
+    assert set(amp_ir.__all__) <= set(dir(amp_ir))
+    text = pydoc.plain(pydoc.render_doc(amp_ir))
+    assert "class GradScaler" in text and "    jit(" in text
+
+
+def test_a_name_that_there_is_not_is_an_ordinary_error():
+    with pytest.raises(AttributeError, match="^module 'amp_ir' has no attribute 'jitt'$"):
+        amp_ir.jitt  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'jitt' from 'amp_ir'"):
+        from amp_ir import jitt  # noqa: F401
+
+
+def test_a_step_may_be_the_first_to_use_the_names():
+    pickled = pickle.dumps((amp_ir.StepRecord, amp_ir.Override(op="x", to="float32")))
+    code = f"""
+import pickle
+import amp_ir
+assert amp_ir.host.logs.TOPICS and amp_ir.pipeline.lower
+assert pickle.loads({pickled!r})[1].op == "x"
+from amp_ir.jit_function import jit
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(x):
+    with amp_ir.autocast_off():
+        loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+assert "jit" not in vars(amp_ir)
+train = jit(step, model=model, optimizer=optimizer)
+first, second = train(torch.ones(2, 4)), train(torch.ones(2, 4))
+assert second < first and not train.recompiles[1:], train.recompiles
+"""
+    run(code)
