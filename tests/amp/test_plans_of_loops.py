@@ -117,6 +117,23 @@ def test_each_cast_of_the_step_is_in_the_plan_once(step):
     assert beside, "weights are cast before the loop"
 
 
+def test_the_row_of_a_loop_has_the_dtypes_of_its_operands_and_results(step):
+    mod = amp_ir.autocast(step, BATCH, amp_dtype="bfloat16")
+    planned = {op.variable: op for op in mod.plan.ops if op.name == NAME}
+    calls = Dataflow(mod.ir).calls(NAME)
+    for variable, call in calls.items():
+        row = planned[str(variable.name)]
+        assert row.reads == tuple(str(one.ty.dtype) for one in call.args)
+        assert row.results == tuple(str(one.dtype) for one in call.ty.fields)
+    forward, backward = planned.values()
+    assert set(forward.reads) == {"float32", "bfloat16", "int64"}
+    assert set(backward.results) == {"float32", "bfloat16"}
+    after = [op for op in mod.plan.ops if backward.id in op.sources]
+    stored = {pair for op in after for pair in zip(op.left, op.reads, strict=True)}
+    assert ("bfloat16", "float32") in stored, "a cast widens what the loop stores low"
+    assert "amp_ir.loop  float32+bfloat16+int64 -> float32+bool" in mod.plan.explain(NAME)
+
+
 def test_texts_say_in_which_loop_and_how_often(step):
     plan = amp_ir.autocast(step, BATCH, amp_dtype="bfloat16").plan
     forward = plan.ops[plan.loops[0].id]

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import tvm
+from tvm import relax
 
 from amp_ir.amp.kernels import Kind, kind_of
 from amp_ir.amp.loops import CastLoops, OutsideCast
-from amp_ir.amp.plan import CastPlan, LoopPlan, PlannedCast
+from amp_ir.amp.plan import CastPlan, LoopPlan, PlannedCast, PlannedOp
 from amp_ir.dialect.loop import NAME
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow
@@ -60,7 +61,37 @@ def plan_with_loops(
         for one in Dataflow(ir).calls("amp_ir.cast")
     ]
     loops = [LoopPlan(positions[one.number], one.length, one.plan) for one in made.loops]
-    return attrs.evolve(plan, casts=tuple(casts), loops=tuple(loops))
+    calls = dict(zip(positions, Dataflow(ir).calls(NAME).values(), strict=True))
+    ops = _with_dtypes_of_loops(plan, graph, calls)
+    return attrs.evolve(plan, ops=ops, casts=tuple(casts), loops=tuple(loops))
+
+
+def _with_dtypes_of_loops(
+    plan: CastPlan, graph: StepGraph, calls: Mapping[int, relax.Call]
+) -> tuple[PlannedOp, ...]:
+    """Return the ops, with what loops read and leave after autocast; `calls` is by position.
+
+    The decisions of the step leave a loop as it is: what its body makes low is known only now.
+    """
+    ops = list(plan.ops)
+    dtype_of: dict[int, str] = {}
+    for position, call in calls.items():
+        reads, results = _dtypes(call.args), _dtypes([call])
+        ops[position] = attrs.evolve(ops[position], reads=reads, results=results)
+        dtype_of.update(zip(graph.ops[position].results, results, strict=True))
+    for number, op in enumerate(graph.ops):
+        if ops[number].left:
+            roots = (graph.values[leaf].root for leaf in op.reads)
+            left = (dtype_of.get(*pair) for pair in zip(roots, ops[number].left, strict=True))
+            ops[number] = attrs.evolve(ops[number], left=tuple(left))
+    return tuple(ops)
+
+
+def _dtypes(values: Sequence[relax.Expr]) -> tuple[str, ...]:
+    """Return the dtypes of the tensors that values and tuples of them are."""
+    types = [one.ty for one in values]
+    flat = [t for ty in types for t in (ty.fields if isinstance(ty, relax.TupleType) else [ty])]
+    return tuple(str(one.dtype) for one in flat)
 
 
 def _planned(
