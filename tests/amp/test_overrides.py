@@ -43,7 +43,8 @@ def test_the_last_override_that_matches_decides():
     everything = Override(op="relax.matmul", to="float32")
     but_this = Override(module="layer.1", op="relax.matmul", to="low")
     assert matmul_inputs(everything, but_this) == [FULL, LOW, LOW]
-    assert matmul_inputs(but_this, everything) == [FULL, FULL, FULL]
+    with pytest.warns(UserWarning, match="module='layer.1'.* changes nothing: "):
+        assert matmul_inputs(but_this, everything) == [FULL, FULL, FULL]
 
 
 def test_low_reaches_the_result_and_free_gives_it_back_to_the_placement():

@@ -16,13 +16,14 @@ import tvm
 import amp_ir.dialect  # noqa: F401  (registers the ops)
 from amp_ir.amp import placement as placing
 from amp_ir.amp.annotations import apply_annotations
-from amp_ir.amp.custom_type_hint import find_rule
+from amp_ir.amp.custom_type_hint import find_rule, warn_of_unused_rules
 from amp_ir.amp.decisions import Decision, decide, round_after_convolution
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.keep_full import Border, keep_full
 from amp_ir.amp.kernels import FindKernels, Places, kernels_from, kernels_of, places_of
 from amp_ir.amp.loop_plans import operand_names, plan_of_loop, plan_with_loops
 from amp_ir.amp.loops import autocast_loops
+from amp_ir.amp.lost_constants import warn_of_lost_constants
 from amp_ir.amp.overrides import AppliedOverrides, Override
 from amp_ir.amp.plan import CastPlan, PlanCost
 from amp_ir.amp.policies import find_policy
@@ -186,7 +187,9 @@ def _with_loops(
             return inside.run(body, body.ir, read_step(body.ir), of_body)[:2]
 
         new_ir, cast_loops = autocast_loops(new_ir, autocast_body)
-        applied.raise_if_unused()
+        applied.check_all_used()
+        if plan is None:
+            warn_of_unused_rules(applied.op_names)
         return new_ir, plan or plan_with_loops(made, graph, new_ir, cast_loops), dtypes
 
 
@@ -305,6 +308,7 @@ def _decided(
         decisions[position].label = "low" if is_low else "full"
     for position in [*free, *problem.open_ops]:
         decisions[position].is_free = True
+    warn_of_lost_constants(graph, decisions, amp_dtype)
     return decisions, cost
 
 

@@ -8,15 +8,17 @@ import contextvars
 import difflib
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, MappingProxyType, TracebackType
 
 import attrs
 import tvm
 
 from amp_ir.amp.hints import RULES, Rule, describe
+from amp_ir.amp.near_names import inside_of_others, near_names
 from amp_ir.amp.policies import Policy
 from amp_ir.errors import RuleError
+from amp_ir.host.user_warning import warn_user
 
 _NOTHING: Mapping[str, Rule] = MappingProxyType({})
 _replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(
@@ -93,6 +95,14 @@ def _check_rule(name: str, rule: object) -> None:
 def find_rule(policy: Policy, op_name: str) -> Rule | None:
     """Return the op's rule in this thread: the innermost CustomTypeHint's, else the policy's."""
     return _replaced.get().get(op_name) or policy.rule(op_name)
+
+
+def warn_of_unused_rules(ops: Collection[str]) -> None:
+    """Warn of rules in a CustomTypeHint around this that are of no op of the step."""
+    for name in _replaced.get():
+        if name not in ops:
+            nothing = f"CustomTypeHint has a rule for {name!r}, and the step has no such op"
+            warn_user(". ".join([nothing + near_names(name, ops), *inside_of_others(name, ops)]))
 
 
 @attrs.frozen(eq=False)

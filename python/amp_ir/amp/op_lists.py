@@ -15,22 +15,11 @@ import attrs
 import tvm
 
 from amp_ir.amp.hints import RULES
-from amp_ir.amp.overrides import Override, call_attributes, is_inside
+from amp_ir.amp.near_names import OP_OF_FUNCTION
+from amp_ir.amp.overrides import ListedOverride, Override, call_attributes, is_inside
 from amp_ir.errors import OptionError
 from amp_ir.ir.step_graph import Op, read_step
 
-# PyTorch's name -> ours, where they differ.
-_ATEN = {
-    "linear": "matmul", "mm": "matmul", "bmm": "matmul", "addmm": "matmul", "baddbmm": "matmul",
-    "einsum": "matmul", "convolution": "conv", "scaled_dot_product_attention": "attention",
-    "mul": "multiply", "sub": "subtract", "div": "divide", "neg": "negative", "pow": "power",
-    "cat": "concat", "transpose": "permute_dims", "permute": "permute_dims", "view": "reshape",
-    "expand": "broadcast_to", "clamp": "clip", "leaky_relu": "leakyrelu", "var": "variance",
-    "logsigmoid": "log_sigmoid", "logsoftmax": "log_softmax", "eq": "equal", "ne": "not_equal",
-    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-    "index_select": "take", "gather": "gather_elements", "fmod": "mod", "remainder": "floor_mod",
-    "native_batch_norm": "batch_norm", "native_layer_norm": "layer_norm",
-}  # fmt: skip
 # Names that end in the number of spatial axes, which is the rank of the data less two.
 _BY_RANK = {
     "conv": "conv", "conv_transpose": "conv_transpose", "max_pool": "max_pool",
@@ -80,7 +69,9 @@ class _Found:
         for name in self.strings(label, names):
             for op, rank in self.resolved(label, name):
                 self.take(label, name, op, rank)
-                self.overrides.append(Override(to=to, op=op, attributes=_of_rank(rank) or None))
+                self.overrides.append(
+                    ListedOverride(to=to, op=op, attributes=_of_rank(rank) or None)
+                )
 
     def add_conditions(self, conditions: Any) -> None:
         label = "conditional_fp32_ops"
@@ -100,7 +91,7 @@ class _Found:
                 if set(wanted) & set(_of_rank(rank)):
                     wanted[str(attribute)] = [one for one in values if one == rank]
                 wanted = {**_of_rank(rank), **wanted}
-                self.overrides.append(Override(to="float32", op=op, attributes=wanted))
+                self.overrides.append(ListedOverride(to="float32", op=op, attributes=wanted))
             self.check_attribute(str(name), [op for op, _ in resolved], str(attribute))
 
     def check_attribute(self, name: str, ops: Sequence[str], attribute: str) -> None:
@@ -116,7 +107,7 @@ class _Found:
     def add_excluded(self, names: Any) -> None:
         for name in self.strings("excluded_names", names):
             if any(is_inside(module, name) for module in self.modules):
-                self.overrides.append(Override(to="float32", module=name))
+                self.overrides.append(ListedOverride(to="float32", module=name))
                 continue
             near = _nearest(name, self.modules)
             self.errors.append(f"excluded_names: the model has no module {name!r}{near}")
@@ -138,10 +129,10 @@ class _Found:
         stem, rank = str(name), None
         if stem[-2:] in ("1d", "2d", "3d") and stem[:-2] in _BY_RANK:
             stem, rank = _BY_RANK[stem[:-2]], int(stem[-2]) + 2
-        stem = _ATEN.get(stem, stem)
+        stem = OP_OF_FUNCTION.get(stem, stem)
         found = [op for op in sorted(RULES) if stem in (op, op.rpartition(".")[2])]
         if not found:
-            known = sorted({*RULES, *(op.rpartition(".")[2] for op in RULES), *_ATEN})
+            known = sorted({*RULES, *(op.rpartition(".")[2] for op in RULES), *OP_OF_FUNCTION})
             near = _nearest(str(name), known)
             self.errors.append(
                 f"{label}: {name!r} is not an op{near}; amp_ir.list_ops() has them all"

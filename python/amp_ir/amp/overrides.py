@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,8 +13,10 @@ from tvm import relax
 
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE
+from amp_ir.amp.override_texts import describe, explain_unchanged, explain_unused
 from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.errors import OptionError
+from amp_ir.host.user_warning import warn_user
 from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import Op, StepGraph, leaves
@@ -125,21 +126,27 @@ def is_inside(module: str, pattern: str) -> bool:
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
+class ListedOverride(Override):
+    """An Override of a list that serves several models: it may change nothing in one of them."""
+
+
 @attrs.define(eq=False)
 class AppliedOverrides:
     """Overrides that are applied to the ops of a step, and to those in the bodies of its loops."""
 
     overrides: Sequence[Override]
-    _used: set[int] = attrs.field(factory=set)
+    # The calls that each one selects, and the numbers of those that changed one.
+    _selected: dict[int, list[Op]] = attrs.field(factory=dict)
+    _changed: set[int] = attrs.field(factory=set)
     _scopes: list[tuple[StepGraph, Sequence[str]]] = attrs.field(factory=list)
 
     def apply(
         self, graph: StepGraph, decisions: Sequence[Decision], input_names: Sequence[str]
     ) -> None:
         """Change the decisions that overrides select; an input without a name is no parameter."""
+        self._scopes.append((graph, input_names))
         if not self.overrides:
             return
-        self._scopes.append((graph, input_names))
         names = {leaf: name for leaf, name in zip(graph.inputs, input_names, strict=True) if name}
         for op in graph.ops:
             if op.is_view or op.name == LOOP:
@@ -147,19 +154,41 @@ class AppliedOverrides:
             roots = (graph.values[leaf].root for leaf in op.reads)
             parameters = [names[root] for root in roots if root in names]
             chosen = [n for n, one in enumerate(self.overrides) if one.matches(op, parameters)]
-            self._used.update(chosen)
-            for number in chosen:
-                _apply(graph, op, decisions[op.position], self.overrides[number])
+            self._apply(graph, op, decisions[op.position], chosen)
 
-    def raise_if_unused(self) -> None:
-        """Report the overrides that selected nothing.
+    def _apply(self, graph: StepGraph, op: Op, decision: Decision, chosen: Sequence[int]) -> None:
+        changing: set[int] = set()
+        for number in chosen:
+            override = self.overrides[number]
+            before = attrs.evolve(decision, modes=list(decision.modes))
+            _apply(graph, op, decision, override)
+            self._selected.setdefault(number, []).append(op)
+            if override.argument is None:
+                # What came before has no effect on this call.
+                changing.clear()
+            if not _is_same(before, decision):
+                changing.add(number)
+        self._changed |= changing
+
+    @property
+    def op_names(self) -> set[str]:
+        """The names of the ops that rules and overrides decide about."""
+        ops = (op for graph, _ in self._scopes for op in graph.ops)
+        return {op.name for op in ops if op.location.phase != "optimizer"}
+
+    def check_all_used(self) -> None:
+        """Report the overrides that selected nothing, and warn of those that changed nothing.
 
         Raises:
-            OptionError: there are such; it lists all of them, with near matches.
+            OptionError: there are some of the first kind; it lists all of them, with near matches.
         """
-        unused = [one for n, one in enumerate(self.overrides) if n not in self._used]
+        unused = [one for n, one in enumerate(self.overrides) if n not in self._selected]
         if unused:
-            raise OptionError("\n".join(_explain_unused(self._scopes, one) for one in unused))
+            raise OptionError("\n".join(explain_unused(self._scopes, one) for one in unused))
+        for number, calls in sorted(self._selected.items()):
+            override = self.overrides[number]
+            if number not in self._changed and not isinstance(override, ListedOverride):
+                warn_user(explain_unchanged(self._scopes, override, calls))
 
 
 def _apply(graph: StepGraph, op: Op, decision: Decision, override: Override) -> None:
@@ -172,7 +201,7 @@ def _apply(graph: StepGraph, op: Op, decision: Decision, override: Override) -> 
     for number, is_meant in enumerate(meant):
         if is_meant:
             decision.modes[number] = mode
-    decision.rule, decision.reason = "override", f"Selected by {_describe(override)}"
+    decision.rule, decision.reason = "override", f"Selected by {describe(override)}"
     if override.argument is None:
         has_result = any(graph.values[leaf].dtype == FULL_DTYPE for leaf in op.results)
         label = {"low": "low", "free": "free"}.get(override.to, "full")
@@ -186,39 +215,13 @@ def _leaves_of_argument(op: Op, override: Override) -> set[int]:
     assert position is not None
     if not 0 <= position < len(op.args):
         raise OptionError(
-            f"{_describe(override)} selects argument {position} of {op.name} in {op.location}, "
+            f"{describe(override)} selects argument {position} of {op.name} in {op.location}, "
             f"which has {len(op.args)}, counted from 0"
         )
     before = sum(len(leaves(tree)) for tree in op.args[:position])
     return set(range(before, before + len(leaves(op.args[position]))))
 
 
-def _describe(override: Override) -> str:
-    given = attrs.asdict(override, filter=lambda _attribute, value: value is not None)
-    return f"Override({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-
-def _modules(ops: Sequence[Op]) -> list[str]:
-    """Return the module paths of a step, and the paths that lead to them."""
-    paths = [op.location.module.split(".") for op in ops if op.location.module]
-    return sorted({".".join(path[:n]) for path in paths for n in range(1, len(path) + 1)})
-
-
-def _explain_unused(scopes: Sequence[tuple[StepGraph, Sequence[str]]], override: Override) -> str:
-    """Explain why an override selects nothing: the fields that match no call, and near matches."""
-    ops = [op for graph, _ in scopes for op in graph.ops if op.name != LOOP]
-    candidates = {
-        "op": sorted({name for op in ops for name in (op.name, op.label)}),
-        "module": _modules(ops),
-        "parameter": sorted({name for _, names in scopes for name in names if name}),
-    }
-    hints = []
-    for field, known in candidates.items():
-        pattern = getattr(override, field)
-        match = is_inside if field == "module" else fnmatchcase
-        if pattern is not None and not any(match(name, pattern) for name in known):
-            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
-            nearest = f"; near: {', '.join(map(repr, near))}" if near else ""
-            hints.append(f"no {field} matches {pattern!r}{nearest}")
-    why = "; ".join(hints) or "each word matches some call, but no call matches them all"
-    return f"{_describe(override)} selects nothing: {why}"
+def _is_same(one: Decision, other: Decision) -> bool:
+    """Return whether two decisions of an op give it the same dtypes."""
+    return (one.modes, one.label, one.sets_result) == (other.modes, other.label, other.sets_result)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from amp_ir.amp.near_names import inside_of_others, near_names
 from amp_ir.amp.plan_diff import dtypes_in_words
 from amp_ir.amp.plan_parts import Part, parts_of
 from amp_ir.errors import OptionError
@@ -89,9 +90,13 @@ def explain(plan: CastPlan, what: str) -> list[str]:
         if op.id in bodies:
             body = bodies[op.id]
             lines += [line for one in body.plan.ops for line in _explained(body, one, what)]
+    ops = [op for part in parts_of(plan) for op in part.plan.ops]
+    inside = inside_of_others(what, (op.name for op in ops))
     if not lines:
-        raise OptionError(f"no op or module of the step matches {what!r}")
-    return lines
+        known = {name for op in ops for name in (op.name, op.module) if name}
+        nothing = f"no op or module of the step matches {what!r}{near_names(what, known)}"
+        raise OptionError(". ".join([nothing, *inside]))
+    return [*lines, *inside]
 
 
 def _explained(part: Part, op: PlannedOp, what: str) -> list[str]:

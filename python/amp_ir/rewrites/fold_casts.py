@@ -7,6 +7,7 @@ import math
 import operator
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import GenericConst
@@ -165,7 +166,9 @@ def _cast_like(call: relax.Call, source: relax.Expr, dtype: str) -> relax.Call:
 
 
 def _cast_constant(constant: GenericConst, dtype: str) -> relax.Expr:
-    return relax.const(constant.value.numpy().astype(dtype), dtype)
+    # As in PyTorch, what overflows is an infinity; autocast warns where that is its own doing.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return relax.const(constant.value.numpy().astype(dtype), dtype)
 
 
 def _may_share(call: relax.Call, name: str) -> bool:
