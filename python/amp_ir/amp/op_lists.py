@@ -16,7 +16,7 @@ import tvm
 
 from amp_ir.amp.hints import RULES
 from amp_ir.amp.near_names import OP_OF_FUNCTION
-from amp_ir.amp.overrides import ListedOverride, Override, call_attributes, is_inside
+from amp_ir.amp.overrides import Override, QuietOverride, call_attributes, is_inside
 from amp_ir.errors import OptionError
 from amp_ir.ir.step_graph import Op, read_step
 
@@ -70,7 +70,7 @@ class _Found:
             for op, rank in self.resolved(label, name):
                 self.take(label, name, op, rank)
                 self.overrides.append(
-                    ListedOverride(to=to, op=op, attributes=_of_rank(rank) or None)
+                    QuietOverride(to=to, op=op, attributes=_of_rank(rank) or None)
                 )
 
     def add_conditions(self, conditions: Any) -> None:
@@ -91,7 +91,7 @@ class _Found:
                 if set(wanted) & set(_of_rank(rank)):
                     wanted[str(attribute)] = [one for one in values if one == rank]
                 wanted = {**_of_rank(rank), **wanted}
-                self.overrides.append(ListedOverride(to="float32", op=op, attributes=wanted))
+                self.overrides.append(QuietOverride(to="float32", op=op, attributes=wanted))
             self.check_attribute(str(name), [op for op, _ in resolved], str(attribute))
 
     def check_attribute(self, name: str, ops: Sequence[str], attribute: str) -> None:
@@ -107,7 +107,7 @@ class _Found:
     def add_excluded(self, names: Any) -> None:
         for name in self.strings("excluded_names", names):
             if any(is_inside(module, name) for module in self.modules):
-                self.overrides.append(ListedOverride(to="float32", module=name))
+                self.overrides.append(QuietOverride(to="float32", module=name))
                 continue
             near = _nearest(name, self.modules)
             self.errors.append(f"excluded_names: the model has no module {name!r}{near}")

@@ -126,8 +126,13 @@ def is_inside(module: str, pattern: str) -> bool:
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
-class ListedOverride(Override):
-    """An Override of a list that serves several models: it may change nothing in one of them."""
+class QuietOverride(Override):
+    """An Override that may change nothing: of a list for several models, or one that is tried."""
+
+    @classmethod
+    def of(cls, override: Override) -> QuietOverride:
+        """Return an override as one that is not spoken of."""
+        return cls(**attrs.asdict(override, recurse=False))
 
 
 @attrs.define(eq=False)
@@ -187,7 +192,7 @@ class AppliedOverrides:
             raise OptionError("\n".join(explain_unused(self._scopes, one) for one in unused))
         for number, calls in sorted(self._selected.items()):
             override = self.overrides[number]
-            if number not in self._changed and not isinstance(override, ListedOverride):
+            if number not in self._changed and not isinstance(override, QuietOverride):
                 warn_user(explain_unchanged(self._scopes, override, calls))
 
 

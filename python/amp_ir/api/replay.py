@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_ir.amp.overrides import Override
+from amp_ir.amp.overrides import Override, QuietOverride
 from amp_ir.api.precision import autocast, stored_variables
 from amp_ir.errors import StateError
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
@@ -68,6 +68,7 @@ def with_overrides(mod: StepModule, overrides: Sequence[Override]) -> StepModule
     options = dict(mod.cast_options)
     if options.get("plan") is not None:
         return None
-    options["overrides"] = (*options.get("overrides", ()), *overrides)
+    all_of_them = (*options.get("overrides", ()), *overrides)
+    options["overrides"] = tuple(map(QuietOverride.of, all_of_them))
     found: StepModule = autocast(mod.without_casts(), **options)
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.amp.overrides import ListedOverride, Override
+from amp_ir.amp.overrides import Override, QuietOverride
 from amp_ir.amp.policies import list_ops
 from amp_ir.errors import OptionError
 from amp_ir.inference.convert import convert_model
@@ -81,8 +81,8 @@ def init(
     both = sorted({*target_precision_ops} & {*fp32_ops})
     if both:
         raise OptionError(f"{', '.join(both)}: in target_precision_ops and in fp32_ops; name once")
-    low = [ListedOverride(op=name, to="low") for name in _names(target_precision_ops)]
-    full = [ListedOverride(op=name, to="float32") for name in _names(fp32_ops)]
+    low = [QuietOverride(op=name, to="low") for name in _names(target_precision_ops)]
+    full = [QuietOverride(op=name, to="float32") for name in _names(fp32_ops)]
     _settings.target_dtype, _settings.overrides = target_dtype, (*low, *full)
 
 
