@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_ir.capture.patches.generators import keep_generators
 from amp_ir.capture.patches.restores import restoring
+from amp_ir.capture.untouched_zeros import UntouchedZeros
 from amp_ir.errors import StateError
 from amp_ir.ir.step_module import Role
 from amp_ir.ir.unusable_tensors import tensor_error
@@ -173,9 +174,10 @@ def initial_state(
         missing = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
         if isinstance(optimizer, torch.optim.SGD):
             if group["momentum"] != 0 and group["dampening"] == 0:
-                made.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in missing})
+                with UntouchedZeros():
+                    made.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in missing})
             continue
-        with _only_gradients_of(missing, optimizer):
+        with _only_gradients_of(missing, optimizer), UntouchedZeros():
             init_group({**group, "params": missing}, *([] for _ in range(lists)))
             made.update({p: dict(optimizer.state[p]) for p in missing if optimizer.state.get(p)})
     return {
