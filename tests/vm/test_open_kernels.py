@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -80,26 +81,48 @@ def test_short_rows_are_placed_by_known_numbers():
     assert "row // 128 % 8" in opened.script()
 
 
-def test_kernels_of_another_batch_have_one_name_and_other_arguments():
+def normalizing(rows: int) -> tuple[torch.nn.Module, Any, torch.Tensor]:
+    torch.manual_seed(rows)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = (model(x) * x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.randn(rows, 64)
+    mod, _ = amp_ir.trace_step(step, (x,), model=model, optimizer=optimizer)
+    return model, mod, x
+
+
+@pytest.mark.parametrize(("rows", "others"), [(768, 512), (512, 384)], ids=["parts", "blocks"])
+def test_kernels_of_another_batch_have_one_name_and_other_arguments(rows: int, others: int):
+    """Of 512 rows 16 parts have blocks of 16 rows, of 384 rows blocks of 12."""
+
     def kernels(rows: int) -> tuple[set[str], set[str]]:
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(x):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        mod, _ = amp_ir.trace_step(step, (torch.ones(rows, 64),), model=model, optimizer=optimizer)
-        step_ir = open_kernels(pipeline.lower(mod)).ir
+        step_ir = open_kernels(pipeline.lower(normalizing(rows)[1])).ir
         names = {v.name_hint for v in step_ir.functions if v.name_hint != "main"}
         return names, set(re.findall(r"(kernel_\w+)\(", step_ir["main"].script()))
 
-    (first, called), (second, _) = kernels(768), kernels(512)
+    (first, called), (second, _) = kernels(rows), kernels(others)
     assert first == called
     # What is left divides by the number of elements, or has another one of its own.
     assert len(first & second) >= len(first) - 2
+
+
+def test_a_second_batch_computes_what_pytorch_does():
+    """Its kernels are those of the first one: rows, parts and blocks are arguments."""
+    for rows in (512, 384, 40):
+        model, mod, x = normalizing(rows)
+        wanted = copy.deepcopy(model)
+        (wanted(x) * x).square().mean().backward()
+        amp_ir.compile(mod)(x)
+        for one, other in zip(model.parameters(), wanted.parameters(), strict=True):
+            # Float32 sums of at most 512 products in another order.
+            expected = other.detach() - 0.1 * other.grad
+            torch.testing.assert_close(one.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

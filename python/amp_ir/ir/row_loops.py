@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over the rows of a kernel, which passes tell from those over a row's elements."""
+"""Loops over the rows of a kernel or blocks of a sum, told from those over elements."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from typing import Any
 
 # The names of their variables begin with it.
 ROW = "row"
+# The names of variables of loops over blocks of a sum end with it.
+BLOCKS = "_block"
 
 
 def is_over_rows(loop: Any) -> bool:
     """Return whether a loop (`tirx.For`) of an emitted kernel runs over rows."""
     return bool(loop.loop_var.name.startswith(ROW))
+
+
+def is_over_blocks(loop: Any) -> bool:
+    """Return whether a loop (`tirx.For`) of an emitted kernel runs over blocks of a sum."""
+    return bool(loop.loop_var.name.endswith(BLOCKS))

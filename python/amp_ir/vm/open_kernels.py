@@ -21,7 +21,7 @@ from tvm.ir import Range, TensorLoad
 from tvm.tirx import For, ForKind
 
 from amp_ir.ir.memory_plan import PlannedStep
-from amp_ir.ir.row_loops import is_over_rows
+from amp_ir.ir.row_loops import is_over_blocks, is_over_rows
 
 # Elements of every tensor of an opened kernel, as far as TVM knows: its real size may change.
 _ANY_SIZE = 2**31 - 1
@@ -38,7 +38,8 @@ _OPENED = re.compile("kernel_[0-9a-f]{16}_*")
 # Elements of a row from which on the time of a division by a number that LLVM does not know, some
 # 10 cycles, is not seen.
 _LONG = 512
-# Rows that are added up one after the other: a loop of this extent is not one over a shape.
+# Rows that are added up one after the other, as nearly always; where rows are short, LLVM is to
+# know how many.
 _BLOCK = 16
 
 
@@ -117,9 +118,9 @@ def _with_extents(
 def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     """Return a kernel with parameters for its outer extents, and their values.
 
-    Opened are the extents of loops over rows of vectors, and of parallel loops, and the numbers in
-    the indices of their variables. Not the length of a block of a sum, which is the same nearly
-    always, and not the length of a row, which says how elements are aligned.
+    Opened are the extents of loops over rows of vectors, over blocks of a row, and of parallel
+    loops, and the numbers in the indices of their variables. The length of a row says how elements
+    are aligned, and is opened only in kernels for one thread, which are small.
 
     LLVM 22 may compile a loop of unknown extent wrongly that reads at its counter modulo a power
     of two (https://github.com/llvm/llvm-project/issues/191382: the check that 8 counters in a row
@@ -128,17 +129,17 @@ def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     left, only parallel loops are opened: their threads' parts begin at unknown counters, of which
     that wrong proof knows too little, whether the extent is known or not.
     """
-    opening = _Opening(kernel)
-    body = opening.run()
-    if opening.is_doubtful(body):
-        opening = _Opening(kernel, parallel_only=True)
+    for what in ("vectors", "rows", "parallel loops"):
+        opening = _Opening(kernel, what)
         body = opening.run()
+        if not opening.is_doubtful(body):
+            break
     parameters = {one: _of_any_size(one) for one in kernel.params if _is_tensor(one)}
     body = tvm_ffi.structural_map(body, (tirx.Var, lambda one: parameters.get(one, one)))
     params = [parameters.get(one, one) for one in kernel.params]
     values = opening.values
     made = tirx.PrimFunc([*params, *values.values()], body, kernel.ret_type, kernel.attrs)
-    return made, list(values)
+    return made, [number for _, number in values]
 
 
 def _is_tensor(parameter: tirx.Var) -> bool:
@@ -150,17 +151,22 @@ def _of_any_size(tensor: tirx.Var) -> tirx.Var:
 
 
 class _Opening:
-    """One kernel while it is opened; `values` has the parameter of each number."""
+    """One kernel while it is opened; `values` has the parameter of each number, by its use."""
 
-    def __init__(self, kernel: tirx.PrimFunc, *, parallel_only: bool = False) -> None:
-        self.values: dict[int, tirx.Var] = {}
+    def __init__(self, kernel: tirx.PrimFunc, what: str) -> None:
+        # Numbers that are equal in one shape, as a block's rows and the parts, differ in another,
+        # so the extents of each kind of loop have parameters of their own.
+        self.values: dict[tuple[str, int], tirx.Var] = {}
         self._kernel = kernel
-        self._parallel_only = parallel_only
+        self._parallel_only = what == "parallel loops"
+        self._with_blocks = what == "vectors"
+        self._with_steps = what == "vectors" and not _is_parallel(kernel.body)
         self._is_long = _row_elements(kernel.body) >= _LONG
         self._analyzer = sym.Analyzer()
         # The variables of outer loops, and of those whose extent is unknown to one thread.
         self._rows: set[tirx.Var] = set()
         self._counters: set[tirx.Var] = set()
+        self._is_in_block = False
 
     def run(self) -> tirx.Stmt:
         """Return the body with numbers replaced by parameters."""
@@ -170,20 +176,35 @@ class _Opening:
         return tvm_ffi.structural_mutate(self._kernel.body, callbacks)
 
     def _loop(self, loop: For, mutator: Any) -> For:
-        is_parallel = loop.kind == ForKind.PARALLEL
-        is_outer = is_parallel or (not self._parallel_only and _is_of_vectors(loop))
         extent = loop.extent
         self._analyzer.bind(loop.loop_var, Range.from_min_extent(loop.min, extent))
-        if is_outer:
+        if self._is_outer(loop):
             self._rows.add(loop.loop_var)
-            if not is_parallel:
+            if loop.kind != ForKind.PARALLEL:
                 self._counters.add(loop.loop_var)
-            if _is_number(extent) and (is_parallel or int(extent) != _BLOCK):
-                extent = self._opened(extent)
+            if _is_number(extent) and self._may_vary(loop):
+                extent = self._opened(extent, loop.loop_var.name)
         if not _is_number(loop.extent):
             extent = mutator.mutate(extent)
+        before = self._is_in_block
+        self._is_in_block |= is_over_blocks(loop) and not is_over_rows(loop)
         body = mutator.mutate(loop.body)
+        self._is_in_block = before
         return For(loop.loop_var, loop.min, extent, loop.kind, body, annotations=loop.annotations)
+
+    def _is_outer(self, loop: For) -> bool:
+        if loop.kind == ForKind.PARALLEL:
+            return True
+        if self._parallel_only or not _has_vectors(loop):
+            return False
+        if is_over_rows(loop) or (self._with_blocks and is_over_blocks(loop)):
+            return True
+        # Of a loop in blocks, the number of blocks varies.
+        return self._with_steps and not self._is_in_block
+
+    def _may_vary(self, loop: For) -> bool:
+        is_block = loop.kind != ForKind.PARALLEL and int(loop.extent) == _BLOCK
+        return self._is_long or not is_block
 
     def _expression(self, found: Any, mutator: Any) -> Any:
         """Open a number computed from rows alone; leave a row's length a number."""
@@ -201,10 +222,10 @@ class _Opening:
             return self._is_of_rows(found.a) and self._is_of_rows(found.b)
         return found in self._rows if kind is tirx.Var else _is_number(found)
 
-    def _opened(self, found: Any) -> Any:
+    def _opened(self, found: Any, use: str = "") -> Any:
         kind = type(found)
         if kind is tirx.IntImm:
-            return self._parameter(int(found)) if abs(int(found)) > 1 else found
+            return self._parameter(int(found), use) if abs(int(found)) > 1 else found
         if kind not in _BINARY:
             return found
         a, b = self._opened(found.a), self._opened(found.b)
@@ -217,9 +238,9 @@ class _Opening:
         bound = self._analyzer.const_int_bound
         return bound(division.a).min_value >= 0 and bound(division.b).min_value > 0
 
-    def _parameter(self, number: int) -> tirx.Var:
+    def _parameter(self, number: int, use: str) -> tirx.Var:
         name = f"n{len(self.values)}"
-        return self.values.setdefault(number, tirx.Var(name, "int32"))
+        return self.values.setdefault((use, number), tirx.Var(name, "int32"))
 
     def is_doubtful(self, body: tirx.Stmt) -> bool:
         """Return whether a counter of an unknown extent is taken apart by a known number."""
@@ -279,13 +300,20 @@ def _known(extent: Any) -> int:
     return int(extent) if _is_number(extent) else 1
 
 
-def _is_of_vectors(loop: For) -> bool:
-    """Return whether a loop over rows contains vectors of elements."""
-    if not is_over_rows(loop):
-        return False
+def _has_vectors(loop: For) -> bool:
+    """Return whether a loop contains vectors of elements."""
+    return ForKind.VECTORIZED in _kinds_in(loop.body)
+
+
+def _is_parallel(body: tirx.Stmt) -> bool:
+    return ForKind.PARALLEL in _kinds_in(body)
+
+
+def _kinds_in(body: tirx.Stmt) -> list[Any]:
+    """Return the kinds of the loops in a statement."""
     kinds: list[Any] = []
-    tvm_ffi.structural_walk(loop.body, (For, lambda one: kinds.append(one.kind)))
-    return ForKind.VECTORIZED in kinds
+    tvm_ffi.structural_walk(body, (For, lambda one: kinds.append(one.kind)))
+    return kinds
 
 
 def _variables_of(expression: Any) -> list[tirx.Var]:

@@ -16,6 +16,7 @@ import attrs
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.ir.row_loops import BLOCKS
 from amp_ir.loops.codegen.statements import sequence
 
 # Elements that one running value takes before it is added to a wider one. For equal numbers, whose
@@ -69,7 +70,7 @@ class Loop:
 
     def __attrs_post_init__(self) -> None:
         self.inner = tirx.Var(self.name, "int32")
-        self.outer = tirx.Var(f"{self.name}_block", "int32")
+        self.outer = tirx.Var(self.name + BLOCKS, "int32")
 
     @property
     def at(self) -> Any:

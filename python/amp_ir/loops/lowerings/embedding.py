@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.ir.row_loops import ROW
 from amp_ir.loops import math as m
 from amp_ir.loops.builders import opaque, pointwise
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
@@ -82,7 +83,7 @@ def _scatter_rows(
 
 def for_each(rows: int, width: int, body: Any) -> tirx.Stmt:
     """Emit `body(flat)` for each element of a matrix: parallel over rows, in vectors along them."""
-    row = tirx.Var("row", "int32")
+    row = tirx.Var(ROW, "int32")
     loops = columns(0, width, lambda column: body(row * width + column))
     return For(row, 0, rows, ForKind.PARALLEL, loops)
 
@@ -106,19 +107,19 @@ def _add_rows(
     grad: FlatBuffer, ids: FlatBuffer, total: FlatBuffer, width: int, padding_idx: int | None
 ) -> tirx.Stmt:
     block = _BLOCK if width % _BLOCK == 0 else width
-    task, item = tirx.Var("task", "int32"), tirx.Var("item", "int32")
+    task, row = tirx.Var("task", "int32"), tirx.Var(ROW, "int32")
     id_ = tirx.Var("id", "int32")
     count = ids.spec.size
 
     def add(column: Any) -> tirx.Stmt:
         to = id_ * width + column
-        return total.store(to, total.load(to) + grad.load(item * width + column))
+        return total.store(to, total.load(to) + grad.load(row * width + column))
 
     # An id outside of the table must not become a write outside of the buffer.
     counts = m.inside(id_, total.spec.shape[0])
     if padding_idx is not None:
         counts = tirx.all(counts, tirx.NE(id_, tirx.const(padding_idx, "int32")))
     adding = tirx.IfThenElse(counts, columns(task * block, block, add), None)
-    bound = tirx.Bind(id_, tirx.Cast("int32", ids.load(item)))
-    body = For(item, 0, count, ForKind.SERIAL, tirx.SeqStmt([bound, adding]))
+    bound = tirx.Bind(id_, tirx.Cast("int32", ids.load(row)))
+    body = For(row, 0, count, ForKind.SERIAL, tirx.SeqStmt([bound, adding]))
     return For(task, 0, width // block, ForKind.PARALLEL, body)
