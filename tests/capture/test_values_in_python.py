@@ -131,8 +131,8 @@ def test_other_reads_of_values_are_refused(read: Any) -> None:
         Run(read).jitted()(X, Y)
     line = read.__code__.co_firstlineno + 1
     assert (
-        f"test_values_in_python.py:{line}: aten._local_scalar_dense.default reads a tensor's "
-        "value in Python" in str(refused.value)
+        f"test_values_in_python.py:{line}: a tensor's value is read in Python, by "
+        ".item(), float(), int(), bool(), if or while. " in str(refused.value)
     )
     assert str(refused.value).endswith(
         "Keep it a tensor: return it and read it after the call, or choose with torch.where. A "
@@ -233,5 +233,5 @@ def random_mask(_run: Run, _loss: Any, x: Any, _y: Any) -> None:
 
 
 def test_values_of_random_numbers_are_not_constants() -> None:
-    with pytest.raises(CaptureError, match="reads a tensor's value in Python"):
+    with pytest.raises(CaptureError, match="a tensor's value is read in Python"):
         Run(random_mask).jitted()(X, Y)

@@ -18,9 +18,8 @@ from amp_ir.amp.constants import Holds, holds
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE
 from amp_ir.host.user_warning import warn_user
+from amp_ir.ir.short_list import short_list
 from amp_ir.ir.step_graph import Op, StepGraph
-
-_MOST_SHOWN = 3
 
 
 @attrs.frozen
@@ -44,14 +43,12 @@ def warn_of_lost_constants(graph: StepGraph, decisions: Sequence[Decision], amp_
     found = list(_lost(graph, decisions, amp_dtype))
     if not found:
         return
-    shown = "; ".join(map(str, found[:_MOST_SHOWN]))
-    more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     op = found[0].op
     where = f', module="{op.location.module}"' if op.location.module else ""
     warn_user(
-        f"{amp_dtype} cannot hold constants that are to be read low: {shown}{more}. An infinity "
-        "makes NaN of a difference or of a product with 0; to keep such an op in float32, add "
-        f'Override(op="{op.label}"{where}, to="float32") as the last one'
+        f"{amp_dtype} cannot hold constants that are to be read low: {short_list(found)}. An "
+        "infinity makes NaN of a difference or of a product with 0; to keep such an op in float32, "
+        f'add Override(op="{op.label}"{where}, to="float32") as the last one'
     )
 
 

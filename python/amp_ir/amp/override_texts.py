@@ -11,12 +11,12 @@ import attrs
 
 from amp_ir.amp.near_names import inside_of_others, near_names
 from amp_ir.dialect.loop import NAME as LOOP
+from amp_ir.ir.short_list import short_list
 from amp_ir.ir.step_graph import Op, StepGraph
 
 if TYPE_CHECKING:
     from amp_ir.amp.overrides import Override
 
-_MOST_PLACES = 3
 Scopes = Sequence[tuple[StepGraph, Sequence[str]]]
 
 
@@ -67,13 +67,12 @@ def explain_unchanged(scopes: Scopes, override: Override, calls: Sequence[Op]) -
     """Say that an override changes nothing, for the calls that it selects are so already."""
     names = ", ".join(dict.fromkeys(op.label for op in calls))
     places = list(dict.fromkeys(str(op.location) for op in calls))
-    more = f", and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
     count = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
     ops = [op.name for graph, _ in scopes for op in graph.ops]
     inside = [] if override.op is None else inside_of_others(override.op, ops)
     text = (
         f"{describe(override)} changes nothing: it selects {count} of {names}, for which the rules "
-        f"or a later override decide the same without it ({'; '.join(places[:_MOST_PLACES])}{more})"
+        f"or a later override decide the same without it ({short_list(places)})"
     )
     return ". ".join([text, *inside])
 

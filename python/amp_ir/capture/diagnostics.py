@@ -7,6 +7,7 @@ import attrs
 
 from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
+from amp_ir.ir.short_list import short_list
 
 _MOST_SHOWN = 20
 
@@ -18,10 +19,6 @@ class Diagnostic:
     what: str
     location: Location
     advice: str
-
-    def __str__(self) -> str:
-        """Return one line of the error."""
-        return f"{self.location}: {self.what}. {self.advice}"
 
 
 class Diagnostics:
@@ -43,13 +40,19 @@ class Diagnostics:
         self._found.setdefault(Diagnostic(what, location, advice))
 
     def error(self) -> CaptureError:
-        """Return the error that lists all of them, in the order of the step."""
+        """Return the error that lists all, in the order of the step, equal ones together."""
         found = list(self._found)
-        lines = [f"  {number}. {diagnostic}" for number, diagnostic in enumerate(found, 1)]
+        places: dict[tuple[str, str], list[Location]] = {}
+        for one in found:
+            places.setdefault((one.what, one.advice), []).append(one.location)
+        lines = [
+            f"  {number}. {short_list(locations)}: {what}. {advice}"
+            for number, ((what, advice), locations) in enumerate(places.items(), 1)
+        ]
         if len(lines) > _MOST_SHOWN:
             lines[_MOST_SHOWN:] = [f"  ... and {len(lines) - _MOST_SHOWN} more"]
-        places = "1 place" if len(found) == 1 else f"{len(found)} places"
-        text = "\n".join([f"this step cannot be captured, {places}:", *lines])
+        count = "1 place" if len(found) == 1 else f"{len(found)} places"
+        text = "\n".join([f"this step cannot be captured, {count}:", *lines])
         return CaptureError(text, tuple(found))
 
 

@@ -60,7 +60,7 @@ _OF_OPS: dict[Any, tuple[str, str]] = {
 _CHECK_ERRORS = aten._linalg_check_errors.default
 _DEVICE = torch.ops.prim.device.default
 _READ = aten._local_scalar_dense.default
-_READ_TEXT = f"{_READ} reads a tensor's value in Python (.item(), float(), bool(), if)"
+_READ_TEXT = "a tensor's value is read in Python, by .item(), float(), int(), bool(), if or while"
 
 
 class Recorder(TorchDispatchMode):

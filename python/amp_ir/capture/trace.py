@@ -164,7 +164,7 @@ class _Tracing:
             with effects.again():
                 other, second = self._once(numbers, symbolic=symbolic, others=others)
             if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
-                raise effects.left_diagnostics.error()
+                raise effects.state_error(other.effects)
         return tracer, traced
 
     def _once(self, numbers: frozenset[str], **how: bool) -> tuple[StepTracer, Traced]:

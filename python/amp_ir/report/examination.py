@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -12,7 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
 
-_MOST_PLACES = 3
+from amp_ir.ir.short_list import short_list
+
 _COLUMNS = 1000  # of text that is no terminal's
 
 
@@ -102,17 +103,24 @@ class Examination:
     def issue_text(self) -> str:
         """Return a text for an issue report: versions, and what is external or refused."""
         lines = ["### amp-ir examine", "", self.headline(), "", self.machine, ""]
-        lines += [f"- refused: {one}" for one in self.refused]
+        lines += [f"- refused: {one}" for one in self._refused_together()]
         for one in self.external:
             times = "call" if one.calls == 1 else "calls"
             lines.append(f"- PyTorch's own: {one.name}, {one.calls} {times}")
         lines += [f"- note: {note}" for note in self.notes]
         return "\n".join(lines).rstrip() + "\n"
 
+    def _refused_together(self) -> list[RefusedPlace]:
+        """Return what is refused, each kind once, with its first places."""
+        places: dict[tuple[str, str], list[str]] = {}
+        for one in self.refused:
+            places.setdefault((one.what, one.advice), []).append(one.place)
+        return [RefusedPlace(what, short_list(at), how) for (what, how), at in places.items()]
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Show the headline, what is refused, and the ops."""
         yield escape(self.headline())
-        for number, one in enumerate(self.refused, 1):
+        for number, one in enumerate(self._refused_together(), 1):
             yield escape(f"  {number}. {one}")
         if self.external:
             yield ""
@@ -150,16 +158,8 @@ def _table(title: str, ops: Sequence[ExaminedOp]) -> Table:
     table.add_column("bytes", justify="right")
     table.add_column("where", overflow="fold")
     for one in sorted(ops, key=lambda one: -one.nbytes):
-        table.add_row(
-            one.name, str(one.calls), _size(one.nbytes), escape("; ".join(_few(one.places)))
-        )
+        table.add_row(one.name, str(one.calls), _size(one.nbytes), escape(short_list(one.places)))
     return table
-
-
-def _few(places: Sequence[str]) -> Iterator[str]:
-    yield from places[:_MOST_PLACES]
-    if len(places) > _MOST_PLACES:
-        yield f"and {len(places) - _MOST_PLACES} more"
 
 
 def refused_places(error: Any) -> tuple[RefusedPlace, ...]:

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.places import ABSENT, Contents, Place, flat, in_words, is_same
+from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
 
 _MOST_DEEP = 4
@@ -34,19 +35,31 @@ _PASS = "Use it outside of the step, and pass what it gives as an argument"
 _RETURN = "Return the tensor from the step, and keep it after the call"
 
 
+@attrs.frozen(eq=False)
+class Left:
+    """A plain value that a step left in an object: where, what, and what a diagnostic says of it.
+
+    `key` is equal for the same place in another trace.
+    """
+
+    place: Place | Contents
+    value: Any
+    key: tuple[int, Any]
+    diagnostic: tuple[str, Location, str]
+
+
 @attrs.define(eq=False)
 class SideEffects:
     """The effects of one traced step besides computing; `put` are the objects that the capture put.
 
     `left` are the plain values that it left, with their places. A step that would leave the same
     values again, and have the same graph, has only initialized itself
-    (`if self.kind is None: ...`); any other has state, which `left_diagnostics` report.
+    (`if self.kind is None: ...`); any other has state, which `state_error` reports.
     """
 
     observer: Observer
     put: dict[int, Any]
-    left: list[tuple[Place | Contents, Any]] = attrs.Factory(list)
-    left_diagnostics: Diagnostics = attrs.Factory(Diagnostics)
+    left: list[Left] = attrs.Factory(list)
     random_before: Any = attrs.Factory(random.getstate)
     numpy_before: Any = attrs.Factory(numpy.random.get_state)
 
@@ -61,8 +74,8 @@ class SideEffects:
             if _holds_result(now):
                 diagnostics.add(*_kept(place.name(), now, self._line(place)))
             elif place.is_loaded and not _is_constant_tensor(now):
-                self.left.append((place, now))
-                self.left_diagnostics.add(*_changed(place, now, self._line(place)))
+                said = _changed(place, now, self._line(place))
+                self.left.append(Left(place, now, (id(place.holder), place.key), said))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         self._report_draws(diagnostics)
@@ -89,12 +102,24 @@ class SideEffects:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Hold in the user's objects, for the duration of the context, what the step left."""
-        for place, value in self.left:
-            place.put(value)
+        for one in self.left:
+            one.place.put(one.value)
         try:
             yield
         finally:
             self.restore()
+
+    def state_error(self, again: SideEffects) -> CaptureError:
+        """Return the error about the state of a step that was traced `again` with what it left.
+
+        What the second trace leaves as it is was initialized, unless nothing else changed.
+        """
+        moving = {one.key for one in again.left}
+        diagnostics = Diagnostics()
+        for one in self.left:
+            if one.key in moving or not any(other.key in moving for other in self.left):
+                diagnostics.add(*one.diagnostic)
+        return diagnostics.error()
 
     def _report_contents(
         self, contents: Contents, reported: set[tuple[int, Any]], diagnostics: Diagnostics
@@ -117,8 +142,8 @@ class SideEffects:
             return
         keys = ", ".join(repr(key) for key, _ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"
-        self.left.append((contents, contents.now()))
-        self.left_diagnostics.add(what, _at(contents.line), _MOVE)
+        said = what, _at(contents.line), _MOVE
+        self.left.append(Left(contents, contents.now(), (id(contents.target), None), said))
 
     def _line(self, place: Place) -> tuple[str, int]:
         contents = self.observer.objects.contents.get(id(place.holder))
