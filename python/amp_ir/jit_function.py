@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
+
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import find_policy
 from amp_ir.api import Models, Optimizers
@@ -17,7 +19,8 @@ from amp_ir.capture.announced_batches import announced_batches
 from amp_ir.distributed.exchange import check_exchange
 from amp_ir.distributed.replicas import find_ranks
 from amp_ir.errors import ArgumentError, OptionError
-from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding
+from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding, dtype_name
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.target import target_of
 from amp_ir.jit_step import JitStep
 from amp_ir.replay.watch import Watch
@@ -27,13 +30,14 @@ from amp_ir.runtime.step_variants import DEFAULT_LIMIT, DEFAULT_SHAPES
 _NOT_GIVEN: Any = object()
 
 
+@public_function("amp_ir.jit")
 def jit(
     step: Any = _NOT_GIVEN,
     *,
     model: Models | str,
     optimizer: Optimizers | str = None,
     scaler: Any = None,
-    amp_dtype: str | None = None,
+    amp_dtype: str | torch.dtype | None = None,
     overrides: Sequence[Override] = (),
     policy: str = "default",
     verbose: bool = False,
@@ -51,7 +55,7 @@ def jit(
     explain_below: float = 256.0,
     process_group: Any = None,
     data_parallel: bool = False,
-    comm_dtype: str | None = None,
+    comm_dtype: str | torch.dtype | None = None,
     watch: Watch | None = None,
 ) -> Any:
     """Capture, cast and compile `step` when it is first called, and again when a guard fails.
@@ -66,7 +70,7 @@ def jit(
 
     Args:
         step: as for `trace_step`, as are `model`, `optimizer` and `scaler`.
-        amp_dtype: "float16", "bfloat16", or None for no casts.
+        amp_dtype: "float16", "bfloat16" (or torch's dtypes), or None for no casts.
         overrides: as for `autocast`, as are `policy` and `verbose`.
         device: as for `compile`, as are `opt_level`, `rounding` and `memory_budget`.
         recompile_limit: how many programs are kept for batches of the same structure, shapes and
@@ -170,7 +174,7 @@ def _jitted(
     model: Models,
     optimizer: Optimizers,
     scaler: Any,
-    amp_dtype: str | None,
+    amp_dtype: str | torch.dtype | None,
     overrides: Sequence[Override],
     policy: str,
     verbose: bool,
@@ -188,9 +192,10 @@ def _jitted(
     explain_below: float,
     process_group: Any,
     data_parallel: bool,
-    comm_dtype: str | None,
+    comm_dtype: str | torch.dtype | None,
     watch: Watch | None,
 ) -> JitStep:
+    amp_dtype = dtype_name(amp_dtype)
     if amp_dtype not in (None, "float16", "bfloat16", "float32"):
         raise OptionError(
             f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '

@@ -187,7 +187,8 @@ def returning(s: Setting, x: Any, y: Any) -> Any:
 READ = (
     "a tensor's value is read in Python, by .item(), float(), int(), bool(), if or while. Keep it "
     "a tensor: return it and read it after the call, or choose with torch.where. A check of "
-    "tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose gradients are not finite, use amp_ir.GradScaler"
+    "tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
+    "gradients are not finite, use amp_ir.GradScaler"
 )
 RUNS = (
     "Check that it runs as plain PyTorch on the same batch; if it does, it needs a tensor's values "

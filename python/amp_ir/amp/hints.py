@@ -25,6 +25,7 @@ import attrs
 from tvm import relax
 
 from amp_ir.errors import RuleError
+from amp_ir.ir.options import dtype_name
 
 FULL_DTYPE = "float32"
 LOW_DTYPES = ("float16", "bfloat16")
@@ -43,7 +44,7 @@ class PrimType:
     name is RAF's.
     """
 
-    dtype: str | None
+    dtype: str | None = attrs.field(converter=dtype_name)
     exact: bool = attrs.field(default=False, kw_only=True)
 
 

@@ -18,6 +18,7 @@ from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.errors import OptionError
 from amp_ir.host.user_warning import warn_user
 from amp_ir.ir.call_attributes import attribute_fields
+from amp_ir.ir.options import dtype_name
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import Op, StepGraph, leaves
 
@@ -57,7 +58,7 @@ class Override:
     the check of constants.
     """
 
-    to: str = attrs.field()
+    to: str = attrs.field(converter=dtype_name)
     op: str | None = None
     module: str | None = None
     parameter: str | None = None

@@ -22,6 +22,7 @@ from amp_ir.ir.built_step import BuiltStep
 from amp_ir.ir.executable import Executable
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep
 from amp_ir.ir.options import check_budget, check_module, check_opt_level, check_rounding
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.stages import Stage, each, seconds_by_stage, stage
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import CompileTarget, target_of
@@ -65,6 +66,7 @@ def lower(mod: StepModule, **options: Any) -> PlannedStep:
         return pipeline.lower(mod, **options)
 
 
+@public_function("amp_ir.compile")
 def compile_step(
     mod: StepModule,
     *,

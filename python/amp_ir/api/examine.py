@@ -16,6 +16,7 @@ from amp_ir.errors import ArgumentError, CaptureError, LossScaleError, Unsupport
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.external_call import read_external
 from amp_ir.ir.location import from_span
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.report.examination import Examination, ExaminedOp, refused_places
 from amp_ir.report.step_name import step_name
@@ -25,6 +26,7 @@ from amp_ir.vm.build import host_description
 _REFUSALS = (ArgumentError, CaptureError, LossScaleError, UnsupportedOpError)
 
 
+@public_function("amp_ir.examine")
 def examine(
     step: Callable[..., Any],
     example_batch: tuple[Any, ...],

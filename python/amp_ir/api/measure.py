@@ -12,6 +12,7 @@ from amp_ir.api.compile import lower, program_of
 from amp_ir.host.peak_rates import measure_peaks
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.options import batch_of, check_module, check_opt_level
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.ir.target import parse_target, target_of
 from amp_ir.memory.call_cost import flop_of_calls
@@ -25,6 +26,7 @@ from amp_ir.vm import build as build_stage
 from amp_ir.vm.open_kernels import open_kernels
 
 
+@public_function("amp_ir.profile_vm_model")
 def profile_vm_model(
     mod: StepModule,
     device: str,
@@ -52,6 +54,7 @@ def profile_vm_model(
     return time_program(program, batch, warmup=warmup, number=number, repeat=repeat)
 
 
+@public_function("amp_ir.profile_kernels")
 def profile_kernels(
     mod: StepModule,
     device: str,
@@ -128,6 +131,7 @@ def _program_on_copies(
     return program, planned, batch
 
 
+@public_function("amp_ir.get_peak_memory")
 def get_peak_memory(
     mod: StepModule,
     device: str,
@@ -152,6 +156,7 @@ def get_peak_memory(
     return nbytes / 2**20
 
 
+@public_function("amp_ir.trace_memory")
 def trace_memory(
     mod: StepModule,
     device: str,
@@ -199,6 +204,7 @@ def get_gflops(mod: StepModule, device: str = "cpu", args: Any = None) -> float:
     return sum(flop_of_calls(lower(mod, target=parse_target(device)))) / 1e9
 
 
+@public_function("amp_ir.memory_report")
 def memory_report(
     mod: StepModule,
     args: Any = None,

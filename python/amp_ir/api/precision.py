@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import torch
 import tvm
 from tvm import relax
 
@@ -29,7 +30,8 @@ from amp_ir.errors import OptionError
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.options import batch_of, check_module
+from amp_ir.ir.options import batch_of, check_module, dtype_name
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.stages import stage
 from amp_ir.ir.step_module import StepModule
 from amp_ir.loops.fusion.kernel_assignment import assign_kernels, stored_tensors
@@ -38,13 +40,14 @@ from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.rewrites.unroll_loops import unroll_loops
 
 
+@public_function("amp_ir.autocast")
 @paused_garbage_collection()
 def autocast(
     mod: StepModule | tvm.IRModule,
     args: Any = None,
     *,
-    amp_dtype: str = "float16",
-    out_dtype: str | None = None,
+    amp_dtype: str | torch.dtype = "float16",
+    out_dtype: str | torch.dtype | None = None,
     overrides: Sequence[Override] = (),
     policy: str = "default",
     placement: str = "cut",
@@ -60,7 +63,7 @@ def autocast(
     Args:
         mod: what `trace_step` or `trace_model` returns, or a bare `tvm.IRModule`.
         args: the example batch; where it is given, it is compared with the captured one.
-        amp_dtype: "float16", "bfloat16", or "float32", which changes nothing.
+        amp_dtype: "float16", "bfloat16", or "float32", which changes nothing; or torch's dtypes.
         out_dtype: the dtype of float32 results; state keeps its dtype.
         overrides: `Override` objects, of which the last that matches a call decides.
         policy: "default", "torch", "aggressive" or "conservative"; see `list_ops`.
@@ -81,8 +84,8 @@ def autocast(
             "overrides without a plan, or save the plan that they make"
         )
     options: dict[str, Any] = {
-        "amp_dtype": amp_dtype,
-        "out_dtype": out_dtype,
+        "amp_dtype": dtype_name(amp_dtype),
+        "out_dtype": dtype_name(out_dtype),
         "overrides": overrides,
         "policy": policy,
         "placement": placement,

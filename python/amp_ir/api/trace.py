@@ -15,6 +15,7 @@ from amp_ir.distributed.replicas import Ranks, find_ranks, warn_of_ranks_apart
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.host.memory_limit import memory_for
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.loss_scaling.scale_loss import ScalerNotPassed, scalers_of
 from amp_ir.report.stage_files import current_stage_files
@@ -25,6 +26,7 @@ Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
+@public_function("amp_ir.trace_step")
 def trace_step(
     step: Callable[..., Any],
     example_batch: tuple[Any, ...],
@@ -35,7 +37,7 @@ def trace_step(
     numbers_as_inputs: frozenset[str] = frozenset(),
     process_group: Any = None,
     data_parallel: bool = False,
-    comm_dtype: str | None = None,
+    comm_dtype: str | torch.dtype | None = None,
 ) -> tuple[StepModule, tuple[Any, ...]]:
     """Capture a training step as you wrote it; nothing is run and nothing changes.
 
@@ -155,6 +157,7 @@ def _device_of_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
     return parameters[0].device
 
 
+@public_function("amp_ir.trace_model")
 @paused_garbage_collection()
 def trace_model(
     model: torch.nn.Module, example_inputs: tuple[Any, ...]

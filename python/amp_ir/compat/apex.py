@@ -86,7 +86,7 @@ class AmpHandle:
         *,
         model: Models,
         optimizer: Any,
-        amp_dtype: str = "float16",
+        amp_dtype: str | torch.dtype = "float16",
         **options: Any,
     ) -> JitStep:
         """Compile the body of the loop, as `amp_ir.jit` does; wrapped optimizers are taken."""

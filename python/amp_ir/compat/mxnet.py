@@ -14,6 +14,7 @@ from amp_ir.amp.overrides import Override, QuietOverride
 from amp_ir.amp.policies import list_ops
 from amp_ir.errors import OptionError
 from amp_ir.inference.convert import convert_model
+from amp_ir.ir.options import dtype_name
 from amp_ir.jit_function import jit
 from amp_ir.jit_step import JitStep
 from amp_ir.loss_scaling.grad_scaler import GradScaler
@@ -62,7 +63,7 @@ _settings = _Settings()
 
 
 def init(
-    target_dtype: str = "float16",
+    target_dtype: str | torch.dtype = "float16",
     target_precision_ops: Sequence[str] = (),
     fp32_ops: Sequence[str] = (),
 ) -> None:
@@ -76,6 +77,7 @@ def init(
     Raises:
         OptionError: an op is in both lists, or the dtype is not a low one.
     """
+    target_dtype = dtype_name(target_dtype)
     if target_dtype not in ("float16", "bfloat16"):
         raise OptionError(f'target_dtype={target_dtype!r}; expected "float16" or "bfloat16"')
     both = sorted({*target_precision_ops} & {*fp32_ops})

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_ir.distributed.process_group import Group, world_size
 from amp_ir.errors import ArgumentError, OptionError
+from amp_ir.ir.options import dtype_name
 
 _MIB = 2**20
 # DistributedDataParallel's own: a small first bucket starts early.
@@ -161,14 +162,15 @@ def find_ranks(
     *,
     process_group: Any = None,
     data_parallel: bool = False,
-    comm_dtype: str | None = None,
+    comm_dtype: str | torch.dtype | None = None,
 ) -> tuple[Any, Ranks | None]:
     """Return the models to capture, and their replicas; None where ranks exchange nothing.
 
     Raises:
         OptionError, ArgumentError: an option cannot be honoured; says what to do.
     """
-    _check_comm_dtype(comm_dtype)
+    dtype: str | None = dtype_name(comm_dtype)
+    _check_comm_dtype(dtype)
     is_list = isinstance(model, (list, tuple))
     given = list(model) if is_list else [model]
     wrappers = _wrappers(given)
@@ -182,12 +184,12 @@ def find_ranks(
         return model, None
     models = [one.module if isinstance(one, DistributedDataParallel) else one for one in given]
     groups: list[Group] = []
-    replicas = [_of_wrapper(one, groups, comm_dtype) for one in wrappers]
+    replicas = [_of_wrapper(one, groups, dtype) for one in wrappers]
     if data_parallel:
         group = _known(groups, Group.of(process_group))
         plain = [one for one in given if isinstance(one, torch.nn.Module)]
         plain = [one for one in plain if not _wrappers([one])]
-        replicas += [Replica(one, group, comm_dtype=comm_dtype or "") for one in plain]
+        replicas += [Replica(one, group, comm_dtype=dtype or "") for one in plain]
     elif process_group is not None:
         raise OptionError(
             "process_group= is given, and a DistributedDataParallel has its own; leave it out"

@@ -12,15 +12,17 @@ from amp_ir.amp.op_lists import OpLists
 from amp_ir.errors import OptionError
 from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.converted_model import ConvertedModel
-from amp_ir.ir.options import check_limit, check_opt_level, check_rounding
+from amp_ir.ir.options import check_limit, check_opt_level, check_rounding, dtype_name
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.target import target_of
 from amp_ir.runtime.step_variants import DEFAULT_SHAPES
 
 
+@public_function("amp_ir.convert_model")
 def convert_model(
     model: torch.nn.Module,
     example_inputs: Any,
-    target_dtype: str = "float16",
+    target_dtype: str | torch.dtype = "float16",
     target_dtype_ops: Any = None,
     fp32_ops: Any = None,
     conditional_fp32_ops: Any = None,
@@ -65,7 +67,8 @@ def convert_model(
         OptionError: unknown names, an op in two lists, other wrong options; all at once.
         CaptureError, UnsupportedOpError, ArgumentError: as for `trace_step`.
     """
-    _check_options(model, target_dtype, cast_optional_params)
+    dtype: str = dtype_name(target_dtype)
+    _check_options(model, dtype, cast_optional_params)
     check_opt_level(opt_level)
     check_rounding(rounding)
     check_limit("max_shapes", max_shapes)
@@ -78,7 +81,7 @@ def convert_model(
     )
     is_one = isinstance(example_inputs, torch.Tensor)
     inputs = (example_inputs,) if is_one else example_inputs
-    conversion = Conversion(model, target_dtype, lists, cast_optional_params)
+    conversion = Conversion(model, dtype, lists, cast_optional_params)
     options = {"device": device, "opt_level": opt_level, "rounding": rounding}
     converted = ConvertedModel(conversion, conversion.stored, options, max_shapes=max_shapes)
     converted.compile(*inputs)

@@ -13,6 +13,11 @@ from amp_ir.ir.step_module import StepModule
 ROUNDINGS = ("strict", "fast")
 
 
+def dtype_name(dtype: Any) -> Any:
+    """Return the name of a dtype of PyTorch's; anything else as it is, for a check to refuse."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
 def check_rounding(rounding: str) -> None:
     """Refuse a rounding that is neither "strict" nor "fast"."""
     if rounding not in ROUNDINGS:

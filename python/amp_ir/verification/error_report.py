@@ -28,6 +28,8 @@ from amp_ir.dialect.external_call import external_op
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.location import from_span
+from amp_ir.ir.options import dtype_name
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_graph import VIEWS
 from amp_ir.ir.step_module import StepModule
 from amp_ir.replay.non_finite_origins import call_of
@@ -146,6 +148,7 @@ i { display: block; height: .7rem; background: #2563eb }
 """
 
 
+@public_function("amp_ir.error_report")
 def error_report(
     step: Callable[..., Any],
     batch: tuple[Any, ...],
@@ -153,7 +156,7 @@ def error_report(
     model: Models,
     optimizer: Optimizers = None,
     scaler: Any = None,
-    amp_dtype: str = "bfloat16",
+    amp_dtype: str | torch.dtype = "bfloat16",
     overrides: Sequence[Override] = (),
     policy: str = "default",
     seconds: float = 60.0,
@@ -173,6 +176,7 @@ def error_report(
         OptionError: `amp_dtype` is not a low dtype.
         What `trace_step` raises.
     """
+    amp_dtype = dtype_name(amp_dtype)
     if amp_dtype not in LOW_DTYPES:
         accepted = " or ".join(map(repr, LOW_DTYPES))
         raise OptionError(f"amp_dtype={amp_dtype!r} rounds nothing; expected {accepted}")

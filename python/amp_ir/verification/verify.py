@@ -14,6 +14,8 @@ from amp_ir.api import Models, Optimizers, autocast, trace_step
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import from_span
+from amp_ir.ir.options import dtype_name
+from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.verification.kept_state import kept_state
 from amp_ir.verification.outcome import Errors, Outcome, errors_of
@@ -35,6 +37,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 _WORST = 5
 
 
+@public_function("amp_ir.verify")
 def verify(
     step: Callable[..., Any],
     batch: tuple[Any, ...],
@@ -42,7 +45,7 @@ def verify(
     model: Models,
     optimizer: Optimizers = None,
     scaler: Any = None,
-    amp_dtype: str = "bfloat16",
+    amp_dtype: str | torch.dtype = "bfloat16",
     overrides: Sequence[Override] = (),
     policy: str = "default",
     batches: Sequence[tuple[Any, ...]] = (),
@@ -74,6 +77,7 @@ def verify(
         OptionError: `amp_dtype` is unknown.
         What `trace_step` raises.
     """
+    amp_dtype = dtype_name(amp_dtype)
     if amp_dtype not in DTYPES:
         accepted = ", ".join(map(repr, DTYPES))
         raise OptionError(f"amp_dtype={amp_dtype!r} is not known; expected one of {accepted}")

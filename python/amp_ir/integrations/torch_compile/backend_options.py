@@ -12,7 +12,7 @@ import attrs
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import find_policy
 from amp_ir.errors import OptionError
-from amp_ir.ir.options import check_limit, check_opt_level, check_rounding
+from amp_ir.ir.options import check_limit, check_opt_level, check_rounding, dtype_name
 from amp_ir.runtime.step_variants import DEFAULT_SHAPES
 
 AMP_DTYPE_VARIABLE = "AMP_IR_AMP_DTYPE"
@@ -26,7 +26,7 @@ class BackendOptions:
     `max_shapes` is for how many shapes a graph of symbolic sizes keeps programs.
     """
 
-    amp_dtype: str | None = None
+    amp_dtype: str | None = attrs.field(default=None, converter=dtype_name)
     policy: str = "default"
     overrides: tuple[Override, ...] = attrs.field(default=(), converter=tuple)
     rounding: str = "fast"
