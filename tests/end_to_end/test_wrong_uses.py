@@ -384,9 +384,9 @@ AUTOCAST: list[Row] = [
     ),
     (
         "amp_dtype of torch",
-        lambda s: amp_ir.autocast(s.mod, amp_dtype=torch.bfloat16),
+        lambda s: amp_ir.autocast(s.mod, amp_dtype=torch.float64),
         OptionError,
-        "amp_dtype is torch.bfloat16; expected one of 'float16', 'bfloat16', 'float32'",
+        "amp_dtype is 'float64'; expected one of 'float16', 'bfloat16', 'float32'",
     ),
     (
         "unknown out_dtype",
