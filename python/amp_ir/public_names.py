@@ -49,6 +49,8 @@ from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.runtime.step import CompiledStep
 from amp_ir.verification.error_report import ErrorReport, error_report
+from amp_ir.verification.precision_search import PrecisionSearch
+from amp_ir.verification.search_precision import search_precision
 from amp_ir.verification.verification import Verification
 from amp_ir.verification.verify import verify
 
@@ -64,6 +66,7 @@ __all__ = [
     "GradScaler",
     "Overflow",
     "Override",
+    "PrecisionSearch",
     "Role",
     "Signature",
     "StepLog",
@@ -101,6 +104,7 @@ __all__ = [
     "save",
     "save_checkpoint",
     "scale_loss",
+    "search_precision",
     "testing",
     "trace_memory",
     "trace_model",

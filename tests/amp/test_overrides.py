@@ -54,6 +54,13 @@ def test_low_reaches_the_result_and_free_gives_it_back_to_the_placement():
         assert dtypes_of(mod, "relax.tanh")[0] == ([result], result)
 
 
+def test_a_result_alone_may_be_float32():
+    override = Override(op="relax.*", phase="forward", to="float32_result")
+    mod = autocast(two_layers(), amp_dtype="bfloat16", overrides=[override])
+    assert dtypes_of(mod, "relax.matmul") == [([LOW, LOW], FULL)] * 3
+    assert dtypes_of(mod, "relax.tanh")[0] == ([FULL], FULL)
+
+
 def test_the_optimizer_is_selected_by_its_phase_only():
     mod = autocast(two_layers(), overrides=[Override(phase="optimizer", to="low")])
     assert dtypes_of(mod, "relax.multiply")[0][0] == ["float16", "float16"]

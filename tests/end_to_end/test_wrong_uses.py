@@ -434,7 +434,8 @@ AUTOCAST: list[Row] = [
         "override to an unknown dtype",
         lambda s: amp_ir.Override(op="relax.matmul", to="fp32"),
         OptionError,
-        "Override(to='fp32'); expected one of 'float32', 'low', 'free', 'original'",
+        "Override(to='fp32'); expected one of 'float32', 'low', 'free', 'original', "
+        "'float32_result'",
     ),
     (
         "overrides of strings",

@@ -13,6 +13,7 @@ from tvm import relax
 
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE
+from amp_ir.amp.kernels import SET_BY_OPTION
 from amp_ir.amp.override_texts import describe, explain_unchanged, explain_unused
 from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.errors import OptionError
@@ -29,7 +30,9 @@ _MODES = {
     "free": Mode.VARY,
     "original": Mode.KEEP,
 }
-TARGETS = tuple(_MODES)
+# The arguments as they were decided, and the result in float32.
+_RESULT = "float32_result"
+TARGETS = (*_MODES, _RESULT)
 
 
 @attrs.frozen(kw_only=True)
@@ -47,7 +50,9 @@ class Override:
 
     Attributes:
         to: "float32"; "low", the low dtype for the arguments and the result; "free", the placement
-            chooses; "original", the dtypes of the user's program.
+            chooses; "original", the dtypes of the user's program; "float32_result", the result
+            alone in float32, where the op can leave another dtype than it reads (matmuls and
+            convolutions can), else as "float32".
         argument: position of the one argument to change; the result then keeps its dtype.
         attributes: options of the op, and the values with which a call is selected:
             {"groups": (32,)}; with several, all of them must fit. Of the types there are
@@ -169,7 +174,7 @@ class AppliedOverrides:
             before = attrs.evolve(decision, modes=list(decision.modes))
             _apply(graph, op, decision, override)
             self._selected.setdefault(number, []).append(op)
-            if override.argument is None:
+            if override.argument is None and override.to != _RESULT:
                 # What came before has no effect on this call.
                 changing.clear()
             if not _is_same(before, decision):
@@ -198,7 +203,11 @@ class AppliedOverrides:
 
 
 def _apply(graph: StepGraph, op: Op, decision: Decision, override: Override) -> None:
-    mode = _MODES[override.to]
+    if override.to == _RESULT and op.name in SET_BY_OPTION:
+        decision.rule, decision.reason = "override", f"Selected by {describe(override)}"
+        decision.label = "full"
+        return
+    mode = _MODES.get(override.to, Mode.FULL)
     castable = [graph.values[leaf].dtype == FULL_DTYPE for leaf in op.reads]
     meant = castable
     if override.argument is not None:

@@ -11,6 +11,7 @@ SUMMARIES = {
     "compile": "write a step as a file that TVM's runtime runs, on this machine or another",
     "verify": "compare a step's numbers with float64, with PyTorch and with its plan",
     "errors": "say how much of the gradients' error in mixed precision each op and each cast makes",
+    "search": "search the cheapest cast plan whose gradient error is within a budget",
     "plan": "save a step's cast plan, or compare two",
     "doctor": "look at this machine: versions, CPU, libraries, CUDA, caches; a text for an issue "
     "report",

@@ -18,6 +18,7 @@ a train.py defines its parts at the top level, and trains below `if __name__ == 
   optimizer = ...                  # none for a forward pass; scaler = ... if it has one
   batch = (inputs, targets)        # an example of what step is called with
   def step(inputs, targets): ...   # forward, backward, optimizer.step()
+  batches = [...]                  # more batches, where a command takes several
 """
 
 

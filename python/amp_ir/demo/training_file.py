@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,13 @@ class TrainingFile:
     model: torch.nn.Module | list[torch.nn.Module]
     optimizer: Any = None
     scaler: Any = None
+    batches: Sequence[tuple[Any, ...]] = ()
 
 
 def load_training(path: Path) -> TrainingFile:
-    """Run a file and return its `step`, `batch` and `model`, and `optimizer` and `scaler` if any.
+    """Run a file and return its `step`, `batch` and `model`, and what else it names.
+
+    That is `optimizer`, `scaler`, and `batches`, a list of more batches.
 
     The file runs as a module of another name than "__main__", so a training loop below
     `if __name__ == "__main__":` does not run.
@@ -54,5 +57,12 @@ def load_training(path: Path) -> TrainingFile:
             f"`batch` in {path} is a {type(batch).__name__}; expected the tuple of the arguments "
             "of `step`, such as (x, y)"
         )
-    parts = {name: names.get(name) for name in ("optimizer", "scaler")}
-    return TrainingFile(path.name, names["step"], batch, names["model"], **parts)
+    return TrainingFile(
+        path.name,
+        names["step"],
+        batch,
+        names["model"],
+        names.get("optimizer"),
+        names.get("scaler"),
+        names.get("batches", ()),
+    )

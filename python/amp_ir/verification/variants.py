@@ -15,6 +15,7 @@ from amp_ir.api.compile import compile_step
 from amp_ir.api.replay import run_on
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.verification.gradients import inputs_of
 from amp_ir.verification.kept_state import kept_state
 from amp_ir.verification.outcome import Outcome
 from amp_ir.verification.recorded_step import Owners
@@ -31,11 +32,7 @@ class Captured:
 
     def inputs(self) -> list[torch.Tensor]:
         """Return the inputs of `main`, copies of the state."""
-        copies, batch = self.mod.copied_state(), iter(self.batch)
-        held = [
-            copies[one.name] if one.is_state else next(batch) for one in self.mod.signature.inputs
-        ]
-        return [one if isinstance(one, torch.Tensor) else one() for one in held]
+        return inputs_of(self.mod, self.batch)
 
     def interpreted(self, mod: StepModule, **options: Any) -> Outcome:
         """Evaluate a step of the same signature by the interpreter."""

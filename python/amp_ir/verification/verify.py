@@ -10,7 +10,7 @@ import torch
 from tvm import relax
 
 from amp_ir.amp.overrides import Override
-from amp_ir.api import Models, Optimizers, autocast, trace_step
+from amp_ir.api import Models, Optimizers, autocast
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import from_span
@@ -21,7 +21,8 @@ from amp_ir.verification.kept_state import kept_state
 from amp_ir.verification.outcome import Errors, Outcome, errors_of
 from amp_ir.verification.plan_check import check_plan
 from amp_ir.verification.ranges import ranges_of
-from amp_ir.verification.recorded_step import Owners, recorded, without_dropout
+from amp_ir.verification.recorded_capture import Recording, capture_recorded
+from amp_ir.verification.recorded_step import Owners
 from amp_ir.verification.variants import Captured
 from amp_ir.verification.verification import (
     AUTOCAST,
@@ -81,10 +82,12 @@ def verify(
     if amp_dtype not in DTYPES:
         accepted = ", ".join(map(repr, DTYPES))
         raise OptionError(f"amp_dtype={amp_dtype!r} is not known; expected one of {accepted}")
-    owners = Owners.of(model, optimizer)
-    with without_dropout(owners.models) as had_dropout, kept_state(owners, scaler):
+    with (
+        kept_state(Owners.of(model, optimizer), scaler),
+        capture_recorded(step, batch, model, optimizer, scaler) as recording,
+    ):
         casts = {"amp_dtype": amp_dtype, "overrides": overrides, "policy": policy}
-        verifier = _Verifier(step, batch, owners, scaler, casts, had_dropout=had_dropout)
+        verifier = _Verifier(recording, casts)
         draws = tuple(verifier.errors(one) for one in (batch, *batches))
         return verifier.verification(draws, max_ratio=max_ratio, check=check)
 
@@ -92,30 +95,14 @@ def verify(
 class _Verifier:
     """One captured step and its variants."""
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        batch: tuple[Any, ...],
-        owners: Owners,
-        scaler: Any,
-        casts: dict[str, Any],
-        *,
-        had_dropout: bool,
-    ) -> None:
-        self.step = recorded(step, owners)
-        self.name = getattr(step, "__qualname__", type(step).__qualname__)
-        self.owners, self.scaler, self.amp_dtype = owners, scaler, casts["amp_dtype"]
-        options: dict[str, Any] = {
-            "model": list(owners.models),
-            "optimizer": list(owners.optimizers),
-        }
-        self.full, args = trace_step(self.step, batch, scaler=scaler, **options)
+    def __init__(self, recording: Recording, casts: dict[str, Any]) -> None:
+        self.recording, self.amp_dtype = recording, casts["amp_dtype"]
+        self.full = recording.mod
         self.low: StepModule | None = None
         if self.amp_dtype != "float32":
-            self.low = autocast(self.full, args, **casts)
-        self.batch = batch
+            self.low = autocast(self.full, recording.args, **casts)
         self.is_finite = True
-        self.notes = list(self._notes(had_dropout=had_dropout))
+        self.notes = list(self._notes(had_dropout=recording.had_dropout))
 
     @property
     def is_random(self) -> bool:
@@ -131,13 +118,9 @@ class _Verifier:
                 "compared with PyTorch; amp_ir's variants and float64 have the same draws"
             )
 
-    def captured(self, batch: tuple[Any, ...]) -> Captured:
-        tensors = self.full.signature.flatten_batch(batch)
-        return Captured(self.full, tensors, self.owners, self.scaler)
-
     def errors(self, batch: tuple[Any, ...]) -> dict[str, Errors]:
         """Return the errors of every variant on one batch."""
-        captured = self.captured(batch)
+        captured = self.recording.captured(batch)
         exact = captured.interpreted(self.full, float_dtype=torch.float64)
         self.is_finite &= exact.is_finite
         found = {FULL: captured.compiled(self.full)}
@@ -145,7 +128,7 @@ class _Verifier:
             found[LOW] = captured.compiled(self.low)
             found[STRICT] = captured.compiled(self.low, rounding="strict")
         if not self.is_random:
-            found[EAGER] = captured.eager(lambda: self.step(*batch), None)
+            found[EAGER] = captured.eager(lambda: self.recording.step(*batch), None)
         if not self.is_random and self.low is not None:
             autocasted = self.autocasted(captured, batch)
             if autocasted is not None:
@@ -160,7 +143,7 @@ class _Verifier:
         for has_onednn in (True, False):
             try:
                 with torch.backends.mkldnn.flags(enabled=has_onednn, allow_tf32=None):
-                    return captured.eager(lambda: self.step(*batch), dtype)
+                    return captured.eager(lambda: self.recording.step(*batch), dtype)
             except (RuntimeError, NotImplementedError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         note = f"torch.autocast cannot run the step in {self.amp_dtype} here: {reason}"
@@ -171,11 +154,11 @@ class _Verifier:
     def verification(
         self, draws: tuple[dict[str, Errors], ...], *, max_ratio: float, check: bool
     ) -> Verification:
-        captured = self.captured(self.batch)
+        captured = self.recording.captured()
         mod = self.full if self.low is None else self.low
         inputs = captured.inputs()
         return Verification(
-            step=self.name,
+            step=self.recording.name,
             amp_dtype=self.amp_dtype,
             max_ratio=max_ratio,
             draws=draws,

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PrecisionSearch: the cheapest plan that was found within an error budget, and what it gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import attrs
+
+from amp_ir.amp.overrides import Override
+from amp_ir.amp.plan import CastPlan
+from amp_ir.ir.step_module import StepModule
+
+OBJECTIVES = ("time", "memory")
+_UNITS = {"time": ("ms", 1.0), "memory": ("MiB", 2.0**20)}
+
+
+@attrs.frozen
+class Candidate:
+    """One plan that was tried: its gradient error, the largest of the batches, and its cost.
+
+    `cost` is milliseconds at the machine's peaks, or bytes of the peak.
+    """
+
+    error: float
+    cost: float
+
+
+@attrs.frozen
+class GivenBack:
+    """Roundings that the plan does without: the ops they are of, and what that costs.
+
+    Attributes:
+        name: what is float32 now, as an error report names it.
+        error: the gradient error that they made alone.
+        error_without: the plan's gradient error if they were low after all; None where the search
+            ended before that.
+        cost: what the plan costs more than with them low; milliseconds or bytes.
+        overrides: what to give `autocast` or `jit` for these alone.
+    """
+
+    name: str
+    error: float
+    error_without: float | None
+    cost: float
+    overrides: tuple[Override, ...]
+
+
+@attrs.frozen(kw_only=True)
+class PrecisionSearch:
+    """The cheapest plan within a budget: `mod` is the step that follows `plan`.
+
+    Attributes:
+        mod: the step after autocast; None where only float32 is within the budget.
+        max_error: the budget.
+        found: the plan's error and cost.
+        default: those of the plan that was begun with.
+        full: those of the step in float32.
+        given_back: what is float32 and was low, the most expensive first.
+        overrides: what makes `autocast` decide as the plan does, with `policy`: for `autocast` or
+            `jit`.
+        batches: how many batches the error is the largest of.
+        plans: how many plans were evaluated.
+        is_complete: whether the search ended by itself, not by time or an interrupt.
+    """
+
+    mod: StepModule | None = attrs.field(repr=False)
+    amp_dtype: str
+    objective: str
+    max_error: float
+    found: Candidate
+    default: Candidate
+    full: Candidate
+    given_back: tuple[GivenBack, ...]
+    overrides: tuple[Override, ...]
+    policy: str
+    batches: int
+    plans: int
+    seconds: float
+    is_complete: bool
+
+    @property
+    def plan(self) -> CastPlan | None:
+        """The plan, to save, compare and replay; None for float32."""
+        return None if self.mod is None else self.mod.plan
+
+    def to_json(self) -> str:
+        """Return everything but the plan, which has `save`, as JSON."""
+        data = attrs.asdict(self, filter=lambda attribute, _value: attribute.name != "mod")
+        return json.dumps(data, indent=1) + "\n"
+
+    def __str__(self) -> str:
+        """Return the result as text."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield (
+            f"{self.amp_dtype}, gradient error at most {self.max_error:.2e} on {self.batches} batch"
+            f"{'es' if self.batches > 1 else ''}; {self.plans} plans in {self.seconds:.0f} s"
+            + ("" if self.is_complete else ", ended early: the best so far")
+        )
+        what = "estimated time" if self.objective == "time" else "planned peak"
+        yield f"  {'':<14} {'error':>9}  {what:>14}"
+        rows = (("begun with", self.default), ("found", self.found), ("float32", self.full))
+        for name, one in rows:
+            yield f"  {name:<14} {one.error:>9.2e}  {self._shown(one.cost):>14}"
+        if self.mod is None:
+            yield "The step stays in float32: no plan within the budget was found to cost less."
+        elif not self.given_back:
+            yield f'Nothing had to be given back under the policy "{self.policy}".'
+        else:
+            yield f'Given back to float32, under the policy "{self.policy}", with what that costs,'
+            yield "and the error if it stayed low:"
+        for part in self.given_back:
+            error = "" if part.error_without is None else f"{part.error_without:.2e}"
+            yield f"  {self._shown(part.cost):>12}  {error:>9}  {part.name}"
+
+    def _shown(self, cost: float) -> str:
+        unit, divisor = _UNITS[self.objective]
+        return f"{cost / divisor:.4g} {unit}"

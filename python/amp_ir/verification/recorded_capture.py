@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The capture of a recorded step: what `verify` and `error_report` begin with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from amp_ir.api import Models, Optimizers, trace_step
+from amp_ir.ir.step_module import StepModule
+from amp_ir.verification.recorded_step import Owners, recorded, without_dropout
+from amp_ir.verification.variants import Captured
+
+
+@attrs.frozen(eq=False)
+class Recording:
+    """A step whose gradients are among its results, as it was captured; dropout is off."""
+
+    name: str
+    step: Callable[..., Any]
+    batch: tuple[Any, ...]
+    owners: Owners
+    scaler: Any
+    mod: StepModule
+    args: tuple[Any, ...]
+    had_dropout: bool
+
+    def captured(self, batch: tuple[Any, ...] | None = None) -> Captured:
+        """Return it with a batch, by default the one of the capture."""
+        tensors = self.mod.signature.flatten_batch(self.batch if batch is None else batch)
+        return Captured(self.mod, tensors, self.owners, self.scaler)
+
+
+@contextlib.contextmanager
+def capture_recorded(
+    step: Callable[..., Any],
+    batch: tuple[Any, ...],
+    model: Models,
+    optimizer: Optimizers,
+    scaler: Any,
+) -> Iterator[Recording]:
+    """Capture a step with its gradients among the results; dropout is off inside."""
+    owners = Owners.of(model, optimizer)
+    with without_dropout(owners.models) as had_dropout:
+        with_gradients = recorded(step, owners)
+        options: dict[str, Any] = {"optimizer": list(owners.optimizers), "scaler": scaler}
+        mod, args = trace_step(with_gradients, batch, model=list(owners.models), **options)
+        name = getattr(step, "__qualname__", type(step).__qualname__)
+        yield Recording(
+            name, with_gradients, batch, owners, scaler, mod, args, had_dropout=had_dropout
+        )
