@@ -14,11 +14,13 @@ class CaptureError(AmpIrError, RuntimeError):
     """The training step cannot be captured; the message lists every place at once.
 
     `places` are those: each has `what`, `location` and `advice`; none where the step itself failed.
+    `failure` says then where and how; else it is empty.
     """
 
-    def __init__(self, message: str, places: tuple[object, ...] = ()) -> None:
+    def __init__(self, message: str, places: tuple[object, ...] = (), *, failure: str = "") -> None:
         super().__init__(message)
         self.places = places
+        self.failure = failure
 
 
 class UnsupportedOpError(AmpIrError, NotImplementedError):

@@ -27,6 +27,7 @@ from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CopyError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.ir.capturing import captured_scalers
+from amp_ir.ir.stages import seconds_by_stage, stage
 from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.ir.target import target_of
@@ -268,7 +269,9 @@ class JitStep:
                 variant, proven = self._proven_variant(signature, padded)
             except Exception as error:  # whatever it is: the batch alone raises what is its own
                 if not self._buckets.pads_less(padded, error):
-                    raise self._buckets.explained(padded, error) from error.__cause__
+                    trace_again = functools.partial(self._trace, self._options(signature))
+                    shown = self._buckets.explained(padded, error, trace_again)
+                    raise shown from shown.__cause__ or error.__cause__
                 continue
             if proven is None:
                 return self._timed(padded, variant, tensors)
@@ -346,16 +349,21 @@ class JitStep:
         self, signature: CallSignature, batch: tuple[Any, ...], padded: PaddedBatch | None
     ) -> tuple[Captured[CallSignature], CompiledStep, PaddedProgram | None]:
         """Capture and compile for a call; the padding of a padded one is proven before."""
-        options = self._options(signature)
-        mod = self._trace(options, batch)
-        proven = None
+        options, seconds = self._options(signature), dict[str, float]()
+        note, proven = seconds_by_stage(seconds), None
+        with stage("capture", None, note):
+            mod = self._trace(options, batch)
         if self._buckets is not None and padded is not None and self._buckets.needs_proof(padded):
-            proven = self._buckets.prove(mod, functools.partial(self._trace, options), padded)
-        captured = self._cast(mod, signature, batch)
+            with stage("padding", None, note):
+                proven = self._buckets.prove(mod, functools.partial(self._trace, options), padded)
+        captured = self._cast(mod, signature, batch, seconds)
         return captured, captured.compile(), proven
 
     def _capture(self, signature: CallSignature, batch: tuple[Any, ...]) -> Captured[CallSignature]:
-        return self._cast(self._trace(self._options(signature), batch), signature, batch)
+        seconds: dict[str, float] = {}
+        with stage("capture", None, seconds_by_stage(seconds)):
+            mod = self._trace(self._options(signature), batch)
+        return self._cast(mod, signature, batch, seconds)
 
     def _trace(self, options: dict[str, Any], batch: tuple[Any, ...]) -> StepModule:
         # What padding does is proven op by op.
@@ -364,20 +372,28 @@ class JitStep:
         return mod
 
     def _cast(
-        self, mod: StepModule, signature: CallSignature, batch: tuple[Any, ...]
+        self,
+        mod: StepModule,
+        signature: CallSignature,
+        batch: tuple[Any, ...],
+        seconds: dict[str, float],
     ) -> Captured[CallSignature]:
+        """Return the step with its casts, to be compiled; `seconds` gets how long they took."""
         if self._random_state is None:
             self._random_state = mod.random_state
         elif mod.random_state is not None:
             mod = mod.with_random_state(self._random_state)
-        mod, guards = rewrite(mod), mod.hooks
-        if self._amp_dtype is not None:
-            guards = _with_rules(guards, RulesInEffect())
-            mod = autocast(mod, batch, amp_dtype=self._amp_dtype, **self._autocast_options)
-        if self._amp_dtype in (None, "float32"):
-            mod = autocast_between_ranks(mod, batch)
+        with stage("autocast", mod.ir, seconds_by_stage(seconds)):
+            mod, guards = rewrite(mod), mod.hooks
+            if self._amp_dtype is not None:
+                guards = _with_rules(guards, RulesInEffect())
+                mod = autocast(mod, batch, amp_dtype=self._amp_dtype, **self._autocast_options)
+            if self._amp_dtype in (None, "float32"):
+                mod = autocast_between_ranks(mod, batch)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)
-        compiled = functools.partial(compile_into, self._arena, mod, **self._compile_options)
+        compiled = functools.partial(
+            compile_into, self._arena, mod, seconds_before=seconds, **self._compile_options
+        )
         return Captured(followed, guards, compiled)
 
     def _options(self, signature: CallSignature) -> dict[str, Any]:

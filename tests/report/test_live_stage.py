@@ -79,7 +79,40 @@ def test_nothing_is_shown_in_another_thread(
     assert seen == [None] and terminal.getvalue() == ""
 
 
-def test_nothing_is_shown_under_pytest_or_without_a_terminal() -> None:
+def test_long_stages_are_lines_of_the_log_where_there_is_no_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    said = [f"amp_ir compiles step (train.py:3): {one}, 0 s" for one in ("begins", "vm", "vm")]
+    waiting = threading.Event()
+
+    def logged(count: int) -> bool:
+        return any(caplog.messages == said[:count] or waiting.wait(0.01) for _ in range(1000))
+
+    with caplog.at_level("INFO", "amp_ir"), shown.live_stage("step (train.py:3)"):
+        assert logged(1)
+        with stage("vm", None, None):
+            # Once a stage, and once more for another one of the same name.
+            assert logged(2) and not waiting.wait(0.05)
+        with stage("vm", None, None):
+            assert logged(3)
+    assert {one.name for one in caplog.records} == {"amp_ir.recompiles"}
+    assert terminal.getvalue() == ""
+
+
+def test_short_stages_and_silent_loggers_log_nothing(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with shown.live_stage("step"):
+        assert watched() is None  # the logger's level is WARNING
+    monkeypatch.setattr(shown, "_PATIENCE", 60.0)
+    with caplog.at_level("INFO", "amp_ir"), shown.live_stage("step"), stage("vm", None, None):
+        pass
+    assert not caplog.messages
+
+
+def test_nothing_is_shown_under_pytest() -> None:
     with shown.live_stage("step"):
         assert watched() is None
 

@@ -78,4 +78,4 @@ def batch(number: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 def is_loaded(step: CompiledStep) -> bool:
     """Return whether the step came from the cache."""
-    return list(step.report.seconds) == ["cache"]
+    return list(step.report.seconds)[-1] == "cache"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from amp_ir import pipeline
@@ -121,8 +121,11 @@ def compile_into(
     opt_level: int = 3,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    seconds_before: Mapping[str, float] | None = None,
 ) -> CompiledStep:
     """Do what `compile_step` does, for a program that shares its arena with others.
+
+    `seconds_before` are those of what was done for it before, which its report has too.
 
     Raises:
         As `compile_step`.
@@ -134,7 +137,7 @@ def compile_into(
     target = target_of(device)
     options = {"device": device, "opt_level": opt_level, "rounding": rounding}
     options["memory_budget"] = memory_budget
-    started, seconds = time.perf_counter(), {}
+    started, seconds = time.perf_counter(), dict(seconds_before or {})
     # Whoever asks for the stages of a compilation wants one.
     files = current_stage_files()
     cached = None if files is not None else cached_build(mod, options, target)
@@ -157,7 +160,7 @@ def compile_into(
             executable = build_stage.build(planned, target, device, opt_level=opt_level)
         else:
             built, executable = made
-    program = program_of(executable, planned, mod, mod.state, device, arena=arena)
+        program = program_of(executable, planned, mod, mod.state, device, arena=arena)
     if cached is not None and made is not None:
         with stage("store", planned, seconds_by_stage(seconds)):
             cached.put(built)

@@ -168,6 +168,10 @@ class BucketOptions:
             raise ArgumentError("; ".join(errors))
         return tuple(found)
 
+    def best_key(self, path: tuple[Any, ...]) -> Key:
+        """Return the key by which `buckets=` names a tensor of the batch best."""
+        return self._keys_of(path)[0]
+
     def _keys_of(self, path: tuple[Any, ...]) -> list[Key]:
         """Return the keys that name a leaf, the best one first."""
         position = int(getattr(path[0], "idx", 0))

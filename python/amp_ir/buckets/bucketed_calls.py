@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from amp_ir.buckets.bucket_options import BucketOptions
+from amp_ir.buckets.explain_failure import explained, not_padded
 from amp_ir.buckets.padded_batch import PaddedBatch
 from amp_ir.capture.batch import Results, structures_of
 from amp_ir.capture.containers import leaves_of
@@ -74,7 +75,7 @@ class BucketedCalls:
         if self._options.check == "values":
             exact = trace(batch.exact_args)
             _refuse_plain_results(results, structures_of(exact.signature)[1])
-        dimensions, other = _with_other_sizes(trace, batch)
+        dimensions, other = self._with_other_sizes(trace, batch)
         _refuse_plain_results(results, structures_of(other.signature)[1])
         if self._options.check == "proof":
             return PaddedProgram(
@@ -125,16 +126,12 @@ class BucketedCalls:
         )
         return True
 
-    def explained(self, batch: PaddedBatch, error: Exception) -> Exception:
-        """Return the error of a padded batch, with the axes that may lack padding, if any."""
-        axes = batch.unpadded_axes()
-        if not isinstance(error, CaptureError) or not axes:
-            return error
-        return CaptureError(
-            f"the step cannot be traced on a padded batch, perhaps since buckets= does not pad "
-            f"{' and '.join(axes)}, as long as an axis that it pads: name it in buckets= and pad=. "
-            f"The error was: {error.__cause__ or error}"
-        )
+    def explained(self, batch: PaddedBatch, error: Exception, trace: Trace) -> Exception:
+        """Return the error of a padded batch, in terms of `buckets=` where its size is the cause.
+
+        `trace` captures the step again.
+        """
+        return explained(self._options, batch, error, lambda: trace(batch.exact_args))
 
     def needs_proof(self, batch: PaddedBatch) -> bool:
         """Return whether a program for this batch is to be proven now.
@@ -156,6 +153,30 @@ class BucketedCalls:
     def known(self, program: object, batch: PaddedBatch) -> PaddedProgram | None:
         """Return what was proven of a program for batches with the same padded dimensions."""
         return self._proven.get(program, {}).get(self._key(batch))
+
+    def _with_other_sizes(
+        self, trace: Trace, batch: PaddedBatch
+    ) -> tuple[dict[str, Dimension], StepModule]:
+        """Capture with the second sizes: the shortest ones with which the step can be captured.
+
+        Raises:
+            PaddingError: neither can be captured.
+        """
+        for offset in batch.offsets():
+            dimensions = batch.dimensions(offset)
+            try:
+                return dimensions, trace(batch.example(dimensions))
+            except CaptureError as error:
+                failure = error
+        tried = ", ".join(f"{one.other_size} for {name}" for name, one in dimensions.items())
+        why = not_padded(self._options, batch) or (
+            "Tensors that are used together need one length in each call, which is here "
+            f"{batch.lengths_text()}"
+        )
+        raise PaddingError(
+            f"the step cannot be captured with other lengths ({tried}), so that nothing can be "
+            f"proven of its padding: {failure.failure or failure}. {why}"
+        ) from failure
 
     def _key(self, batch: PaddedBatch) -> object:
         """Return what a proof is for: numbers show nothing of dimensions without padding."""
@@ -203,26 +224,6 @@ def _proven_or_none(
         return check_padding(step, other, batch.inputs(dimensions))
     except (CaptureError, PaddingError):
         return None  # the error of the shortest length says it
-
-
-def _with_other_sizes(trace: Trace, batch: PaddedBatch) -> tuple[dict[str, Dimension], StepModule]:
-    """Capture a step with the second sizes: the shortest ones with which it can be captured.
-
-    Raises:
-        PaddingError: neither can be captured.
-    """
-    for offset in batch.offsets():
-        dimensions = batch.dimensions(offset)
-        try:
-            return dimensions, trace(batch.example(dimensions))
-        except CaptureError as error:
-            failure = error
-    tried = ", ".join(f"{one.other_size} for {name}" for name, one in dimensions.items())
-    raise PaddingError(
-        f"the step cannot be captured with other lengths ({tried}), so that nothing can be proven "
-        "of its padding. Tensors that are used together need one length in each call, which is "
-        f"here {batch.lengths_text()}. {failure}"
-    ) from failure
 
 
 def _refuse_plain_results(results: Results, others: Results) -> None:

@@ -15,7 +15,6 @@ import torch.utils._pytree as pytree
 
 from amp_ir.buckets.bucket_options import BucketOptions, PaddedTensorOption
 from amp_ir.buckets.chosen_sizes import ChosenSizes
-from amp_ir.capture.batch import path_text
 from amp_ir.capture.containers import flatten, flatten_with_path
 from amp_ir.padding.axes import Dimension
 from amp_ir.padding.batch_conditions import BatchCondition
@@ -124,17 +123,25 @@ class PaddedBatch:
         self.chosen[longest].drop(self.sizes[longest])
         return f"{longest} is not padded to {self.sizes[longest]}"
 
-    def unpadded_axes(self) -> list[str]:
-        """Return the axes that are not padded and as long as data of one that is, by name."""
-        given, padded = flatten_with_path(self.exact_args), iter(self.places)
-        lengths = {self.lengths[name] for name in self.padded_dimensions}
+    def unpadded_axes(self) -> list[tuple[tuple[Any, ...], int, int, Any]]:
+        """Return the axes that are not padded and as long as the data of one that is.
+
+        Each with its tensor's path, its length, and the sizes that the other has to choose from.
+        """
+        padded = iter(self.places)
+        given = {
+            self.lengths[name]: option.sizes[axis]
+            for place, option in zip(self.places, self._options, strict=True)
+            if option is not None
+            for axis, name in place
+        }
         return [
-            f"axis {axis} of argument {path_text(path)}"
-            for path, leaf in given
+            (path, axis, length, given[length])
+            for path, leaf in flatten_with_path(self.exact_args)
             if isinstance(leaf, torch.Tensor)
             for here in [dict(next(padded))]
             for axis, length in enumerate(leaf.shape)
-            if length in lengths and axis not in here
+            if length in given and axis not in here
         ]
 
     def dimensions(

@@ -319,10 +319,8 @@ class StepTracer:
             return self._diagnostics.error()
         where = self._locator.of_error(error)
         text = str(error).rstrip(". \n")
-        return CaptureError(
-            f"the step failed while it was traced, at {where}: {type(error).__name__}: {text}. "
-            f"{self._advice(text)}"
-        )
+        failure = f"the step failed while it was traced, at {where}: {type(error).__name__}: {text}"
+        return CaptureError(f"{failure}. {self._advice(text)}", failure=failure)
 
     def _advice(self, text: str) -> str:
         """Return what to do about an error of the user's step."""

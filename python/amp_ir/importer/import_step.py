@@ -82,16 +82,21 @@ def _convert(captured: CapturedStep) -> tuple[Emitter, list[relax.Var], list[rel
     builder = relax.BlockBuilder()
     emitter = Emitter(builder)
     parameters = _parameters(captured)
-    with builder.function("main"):
-        with builder.dataflow():
-            graph = _Graph(captured.graph, emitter, parameters)
-            outputs = graph.convert()
-            results, inputs = list(outputs), list(parameters)
-            if emitter.random_state is not None:
-                inputs.append(emitter.random_state)
-                results.append(emitter.next_random_state())
-            result = builder.emit_output(relax.Tuple(results))
-        builder.emit_func_output(result, inputs)
+    graph = _Graph(captured.graph, emitter, parameters)
+    try:
+        with builder.function("main"):
+            with builder.dataflow():
+                outputs = graph.convert()
+                results, inputs = list(outputs), list(parameters)
+                if emitter.random_state is not None:
+                    inputs.append(emitter.random_state)
+                    results.append(emitter.next_random_state())
+                result = builder.emit_output(relax.Tuple(results))
+            builder.emit_func_output(result, inputs)
+    except BaseException:
+        # The scopes leave a block behind, of which TVM would warn beside the error.
+        builder._end_block()
+        raise
     graph.raise_if_unsupported()
     return emitter, parameters, outputs
 

@@ -39,9 +39,10 @@ class Running:
 
 @attrs.define
 class StageWatch:
-    """The name of the stage that runs, for who shows it from another thread."""
+    """The stage that runs, for who shows it from another thread: its name, and how many began."""
 
     name: str = "begins"
+    count: int = 0
 
 
 _watch: contextvars.ContextVar[StageWatch | None] = contextvars.ContextVar(
@@ -69,7 +70,7 @@ def stage(name: str, before: Any, on_stage: OnStage | None) -> Iterator[Running]
     """Run a stage, and hand `on_stage` its record; nothing is handed over where it raises."""
     running, watch = Running(), _watch.get()
     if watch is not None:
-        watch.name = name
+        watch.name, watch.count = name, watch.count + 1
     started = time.perf_counter()
     yield running
     if on_stage is not None:

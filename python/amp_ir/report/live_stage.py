@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line on the terminal while a compilation takes long: the stage and the time so far."""
+"""What is said while a compilation takes long: a line on the terminal, or lines of a log."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.text import Text
 
+from amp_ir.host.logs import logger_of
 from amp_ir.ir.stages import StageWatch, watched, watching
+
+log = logger_of("recompiles")
 
 _PATIENCE = 2.0
 _REFRESH = 0.1
@@ -23,14 +27,16 @@ _QUIET_UNDER = "pytest"
 def live_stage(what: str) -> Iterator[None]:
     """Show `what` with its stage on stderr if the block takes more than two seconds.
 
-    It shows nothing where stderr is no terminal, under pytest, in other threads than the main one,
-    and inside of a block that shows already. The line is gone when the block ends.
+    The line is gone when the block ends. Where stderr is no terminal, each stage that takes more
+    than two seconds is a line of the logger "amp_ir.recompiles", at level INFO. Nothing is said
+    under pytest, in other threads than the main one, and inside of a block that says it already.
     """
-    if not _is_shown():
+    show = _way_to_show()
+    if show is None:
         yield
         return
     watch, done = StageWatch(), threading.Event()
-    thread = threading.Thread(target=_show, args=(what, watch, done), daemon=True)
+    thread = threading.Thread(target=show, args=(what, watch, done), daemon=True)
     thread.start()
     try:
         with watching(watch):
@@ -40,10 +46,14 @@ def live_stage(what: str) -> Iterator[None]:
         thread.join()
 
 
-def _is_shown() -> bool:
+def _way_to_show() -> Callable[[str, StageWatch, threading.Event], None] | None:
     if watched() is not None or threading.current_thread() is not threading.main_thread():
-        return False
-    return _QUIET_UNDER not in sys.modules and sys.stderr is not None and sys.stderr.isatty()
+        return None
+    if _QUIET_UNDER in sys.modules:
+        return None
+    if sys.stderr is not None and sys.stderr.isatty():
+        return _show
+    return _log if log.isEnabledFor(logging.INFO) else None
 
 
 def _show(what: str, watch: StageWatch, done: threading.Event) -> None:
@@ -53,6 +63,18 @@ def _show(what: str, watch: StageWatch, done: threading.Event) -> None:
     with Console(stderr=True).status("") as status:
         while not done.wait(_REFRESH):
             status.update(Text(line(what, watch, time.monotonic() - started)))
+
+
+def _log(what: str, watch: StageWatch, done: threading.Event) -> None:
+    began = stage_began = time.monotonic()
+    count, logged = watch.count, -1
+    while not done.wait(_REFRESH):
+        now = time.monotonic()
+        if watch.count != count:
+            count, stage_began = watch.count, now
+        if now - stage_began >= _PATIENCE and logged != count:
+            logged = count
+            log.info("%s", line(what, watch, now - began))
 
 
 def line(what: str, watch: StageWatch, seconds: float) -> str:

@@ -24,6 +24,7 @@ class CompileReport:
     """Results of compiling: seconds per stage, kernels, and the memory plan.
 
     A step from the compile cache has the one stage "cache", one that was put there "store" at last.
+    That of a jitted step has "capture", "padding" where that is proven, and "autocast" before them.
     `dispatched` says which library each heavy op went to, and why not to a better one. `options`
     are those of the compilation, by their names.
     """
@@ -47,9 +48,13 @@ class CompileReport:
 
     def __str__(self) -> str:
         """Return the summary, the seconds of each stage, and where each heavy op went."""
-        seconds = ", ".join(f"{name} {one:.2f}" for name, one in self.seconds.items())
         notes = [f"  {note}" for note in self.dispatched]
-        return "\n".join([self.summary(), f"seconds: {seconds}", *notes])
+        return "\n".join([self.summary(), f"seconds: {stages_text(self.seconds)}", *notes])
+
+
+def stages_text(seconds: Mapping[str, float]) -> str:
+    """Return the seconds of each stage, in one line."""
+    return ", ".join(f"{name} {one:.2f}" for name, one in seconds.items())
 
 
 NO_COPY = (

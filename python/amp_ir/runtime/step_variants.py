@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
@@ -56,7 +56,8 @@ class Recompile:
     `reason` names each argument that differs from those of the program most alike, and the
     dimensions; or it is the guard that failed. `program` is the number of the new program, the
     first is 0, and `unlike` that of the program it was compared with. `in_background` says that
-    `jit(..., precompile=)` asked for it, and that steps ran meanwhile.
+    `jit(..., precompile=)` asked for it, and that steps ran meanwhile. `stages` are the seconds of
+    each stage, as `train.report.seconds` has them, whose sum is `seconds` but for milliseconds.
     """
 
     reason: str
@@ -64,6 +65,7 @@ class Recompile:
     program: int = 0
     unlike: int = 0
     in_background: bool = False
+    stages: Mapping[str, float] = attrs.field(factory=dict, repr=False)
 
 
 S = TypeVar("S", bound=Signature)
@@ -177,7 +179,9 @@ class StepVariants(Generic[S]):
             "compiled %s in the background in %.1f s as program %d, unlike program %d: %s",
             *(self._users.name, seconds, variant.number, unlike, reason),
         )
-        self.recompiles.append(Recompile(reason, seconds, variant.number, unlike, True))
+        self.recompiles.append(
+            Recompile(reason, seconds, variant.number, unlike, True, program.report.seconds)
+        )
         self._keep_recent_shapes()
 
     def add(
@@ -201,7 +205,9 @@ class StepVariants(Generic[S]):
             "compiled %s again in %.1f s as program %d, unlike program %d: %s",
             *(name, seconds, variant.number, unlike, reason),
         )
-        self.recompiles.append(Recompile(reason, seconds, variant.number, unlike))
+        self.recompiles.append(
+            Recompile(reason, seconds, variant.number, unlike, stages=program.report.seconds)
+        )
         reasons = self._reasons.setdefault(key, [])
         reasons.append(reason)
         if len(self._by_key[key]) > self._limit:

@@ -191,6 +191,7 @@ def scaled_dot_product_attention(
     leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (_four_dimensional(x, leading) for x in (query, key, value))
     mask = _mask_of_four(attn_mask, leading)
+    _check_shapes(query, key, value, mask)
     out = _Attention.apply(query, key, value, mask, float(dropout_p), is_causal, scale)
     return out.reshape(*leading, *out.shape[-2:])
 
@@ -216,6 +217,28 @@ def _four_dimensional(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
         return x
     heads = leading[-1] if leading else 1
     return x.reshape(math.prod(leading[:-1]), heads, *x.shape[-2:])
+
+
+def _check_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    """Refuse, as PyTorch's kernels do, what the op's types would leave to a later stage."""
+    length = key.shape[-2]
+    if query.shape[-1] != key.shape[-1] or length != value.shape[-2]:
+        raise RuntimeError(
+            f"scaled_dot_product_attention has a query of shape {tuple(query.shape)}, a key of "
+            f"shape {tuple(key.shape)} and a value of shape {tuple(value.shape)}; expected as many "
+            "features in query and key, and as many places in key and value"
+        )
+    scores = (*query.shape[:-1], length)
+    if mask is None:
+        return
+    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    if mask.dim() > len(scores) or any(one not in (1, extent) for one, extent in pairs):
+        raise RuntimeError(
+            f"attn_mask of scaled_dot_product_attention has shape {tuple(mask.shape)}, expected "
+            f"one that broadcasts to {scores}"
+        )
 
 
 def _mask_of_four(mask: torch.Tensor | None, leading: torch.Size) -> torch.Tensor | None:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of steps that cannot have the size of a bucket say so, and what to add or leave out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import amp_ir
+from amp_ir.errors import CaptureError, IndexOutOfRangeError, PaddingError
+
+WORDS, PLACES, WIDTH = 20, 40, 8
+PAD = {"ids": 0, "mask": 0}
+
+
+class Classifier(nn.Module):
+    """Attention with a mask, over a sequence of at most PLACES entries."""
+
+    def __init__(self, places: str = "none") -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.table = nn.Embedding(PLACES, WIDTH)
+        self.scores = nn.Linear(WIDTH, 2)
+        self.places = places
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        if self.places == "sliced":
+            x = x + self.table.weight[: ids.shape[1]]
+        elif self.places == "looked up":
+            x = x + self.table(torch.arange(ids.shape[1]))
+        heads, seen = x[:, None], mask[:, None, None].bool()
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen)
+        return self.scores(mixed[:, 0, 0])
+
+
+def jitted(model: nn.Module, sizes: dict[str, tuple[int, ...]]):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(ids, mask, labels):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(ids, mask), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    buckets = {name: {1: one} for name, one in sizes.items()}
+    pad = {name: PAD[name] for name in sizes}
+    return amp_ir.jit(step, model=model, optimizer=optimizer, buckets=buckets, pad=pad)
+
+
+def batch_of(length: int) -> tuple[torch.Tensor, ...]:
+    ids = torch.randint(1, WORDS, (3, length))
+    return ids, torch.ones_like(ids), torch.randint(0, 2, (3,))
+
+
+def text_of(error: Exception) -> str:
+    """Return the message without the names and lines of files."""
+    return re.sub(r"/\S+:\d+", "FILE", str(error))
+
+
+def test_a_mask_that_was_forgotten_is_named_and_nothing_else_is_said(capfd):
+    train = jitted(Classifier(), {"ids": (8, 16)})
+    hint = (
+        "has {} entries too, and buckets= does not pad it: if it is the same dimension, add "
+        "'mask': {{1: (8, 16)}} to buckets=, and for 'mask' a number to pad=, such as 0 for a mask "
+        "or -100 for labels"
+    )
+    where = "the step failed while it was traced, at step (forward), FILE: RuntimeError: attn_mask"
+    with pytest.raises(CaptureError) as short:
+        train(*batch_of(5))
+    assert text_of(short.value) == (
+        "the step can be captured on this batch, but not padded to its bucket (8 for axis 1 of "
+        f"ids, which has 5 entries): {where} of scaled_dot_product_attention has shape "
+        "(3, 1, 1, 5), expected one that broadcasts to (3, 1, 8, 8). Axis 1 of mask "
+        + hint.format(5)
+    )
+    with pytest.raises(PaddingError) as whole:
+        train(*batch_of(8))
+    assert text_of(whole.value) == (
+        "the step cannot be captured with other lengths (7 for axis 1 of ids), so that nothing can "
+        f"be proven of its padding: {where} of scaled_dot_product_attention has shape "
+        "(3, 1, 1, 8), expected one that broadcasts to (3, 1, 7, 7). Axis 1 of mask "
+        + hint.format(8)
+    )
+    assert "Warning" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("places", "kind", "why"),
+    [
+        (
+            "sliced",
+            CaptureError,
+            "the step failed while it was traced, at step (forward), FILE: RuntimeError: "
+            "Attempting to broadcast a dimension of length 40 at -2! Mismatching argument at index "
+            "1 had torch.Size([40, 8]); but expected shape should be broadcastable to [3, 64, 8]",
+        ),
+        (
+            "looked up",
+            IndexOutOfRangeError,
+            "the step always uses the index 63, expected 0 to 39, for amp_ir.embedding in table "
+            "(forward), FILE. Nothing was run and nothing has changed",
+        ),
+    ],
+)
+def test_a_size_beyond_a_table_is_the_one_at_fault(places, kind, why):
+    train = jitted(Classifier(places), {"ids": (8, 64), "mask": (8, 64)})
+    with pytest.raises(kind) as raised:
+        train(*batch_of(20))
+    assert text_of(raised.value) == (
+        "the step can be captured on this batch, but not padded to its bucket (64 for axis 1 of "
+        f"ids, which has 20 entries): {why}. If the step has a largest length, as a table of "
+        "positions does, give buckets= no larger size"
+    )
+    if places == "sliced":
+        train(*batch_of(5))
+
+
+def test_a_step_that_fails_without_padding_too_says_its_own_error():
+    train = jitted(Classifier("sliced"), {"ids": (8, 64), "mask": (8, 64)})
+    with pytest.raises(CaptureError) as raised:
+        train(*batch_of(50))
+    assert text_of(raised.value).startswith("the step failed while it was traced, at step")
+    assert "its bucket" not in str(raised.value)
+
+
+def test_what_the_hint_adds_works_and_a_recompilation_lists_all_its_seconds():
+    train = jitted(Classifier(), {"ids": (8, 16), "mask": (8, 16)})
+    train(*batch_of(5))
+    train(*batch_of(12))
+    (record,) = train.recompiles
+    assert list(record.stages)[:4] == ["capture", "padding", "autocast", "checks"]
+    assert record.stages == train.report.seconds
+    assert sum(record.stages.values()) <= record.seconds
