@@ -87,6 +87,10 @@ class Override:
                 "phase, or choose a policy"
             )
 
+    def __repr__(self) -> str:
+        """Return the call that makes it."""
+        return describe(self)
+
     def matches(self, op: Op, parameters: Sequence[str]) -> bool:
         """Return whether a call is selected; `parameters` are the names of the inputs it reads."""
         place = op.location

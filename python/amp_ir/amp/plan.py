@@ -145,6 +145,15 @@ class CastPlan:
     moved: tuple[Moved, ...] = ()
     loops: tuple[LoopPlan, ...] = ()
 
+    def __repr__(self) -> str:
+        """Describe the plan in one line; `summary()` has two and one per kind of op."""
+        inside = sum(len(one.plan.ops) for one in self.loops)
+        loops = f" and {inside} in loops" if inside else ""
+        return (
+            f"CastPlan({self.amp_dtype}, policy {self.policy}: {len(self.ops)} ops{loops}, "
+            f"{len(self.casts)} casts; .summary(), .explain(module) and .list_casts() show them)"
+        )
+
     @property
     def hash(self) -> str:
         """Return the SHA-256 of the decisions; equal for equal decisions, wherever files are."""

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 import tvm
+from tvm import relax
 
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.uncast import uncast
@@ -74,6 +75,18 @@ class Signature:
     outputs: tuple[OutputSpec, ...]
     flatten_batch: Callable[..., list[torch.Tensor]] = attrs.field(eq=False)
     unflatten_results: Callable[[list[torch.Tensor]], Any] = attrs.field(eq=False)
+
+    def __repr__(self) -> str:
+        """Describe the signature in one line."""
+        return f"Signature({_counted(self)}; .inputs and .outputs name them)"
+
+
+def _counted(signature: Signature) -> str:
+    """Return how many tensors a step takes and returns."""
+    state = sum(one.is_state for one in signature.inputs)
+    results = sum(one.updates is None for one in signature.outputs)
+    batch = len(signature.inputs) - state
+    return f"takes {state} tensors of state and {batch} of the batch, returns {results}"
 
 
 def _nothing() -> None:
@@ -207,3 +220,10 @@ class StepModule:
     def script(self) -> str:
         """Return the IR as TVMScript text."""
         return str(self.ir.script())
+
+    def __repr__(self) -> str:
+        """Describe the step in one line; its program is long."""
+        calls = sum(isinstance(one, relax.Call) for one in Dataflow(self.ir).values.values())
+        casts = "" if self.plan is None else f", {self.plan.amp_dtype}"
+        shown = ".script() is the program" + ("" if self.plan is None else ", .plan its dtypes")
+        return f"StepModule({calls} ops, {_counted(self.signature)}{casts}; {shown})"

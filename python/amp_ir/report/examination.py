@@ -133,6 +133,10 @@ class Examination:
             yield ""
             yield from (escape(f"note: {note}") for note in self.notes)
 
+    def __repr__(self) -> str:
+        """Return the headline; `print` shows all of it."""
+        return f"Examination({self.headline()})"
+
     def __str__(self) -> str:
         """Return what a terminal shows."""
         console = Console(width=_COLUMNS, no_color=True)

@@ -45,6 +45,10 @@ class ErrorReport:
         """Return everything as JSON."""
         return json.dumps(attrs.asdict(self), indent=1) + "\n"
 
+    def __repr__(self) -> str:
+        """Return the first line; `print` shows all of it."""
+        return f"ErrorReport({str(self).splitlines()[0]})"
+
     def __str__(self) -> str:
         """Return a table of the twenty largest contributions, with bars."""
         return self.table(20)

@@ -62,6 +62,11 @@ class Verification:
     is_finite: bool = True
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Describe it in one line; `print` shows all of it."""
+        outcome = "good" if self.is_good else "not good"
+        return f"Verification({self.step} in {self.amp_dtype}: {outcome}; print() shows it)"
+
     @property
     def ratios(self) -> tuple[float, ...]:
         """The gradient error of amp_ir over PyTorch's in the same precision, draw by draw."""
