@@ -232,7 +232,7 @@ def test_the_text_and_the_json_say_the_same() -> None:
     )
     lines = str(profile).splitlines()
     assert lines[-1] == "relax.matmul: 2 calls -> torch, because onednn is not built"
-    assert lines[-4].split() == ["a", "float32", "add", "-", "1", "5.00", "25.0%", "3.8", "0.00",
+    assert lines[-4].split() == ["a", "f32", "add", "-", "1", "5.00", "25.0%", "3.8", "0.00",
                                  "1", "80%"]  # fmt: skip
     document = json.loads(profile.to_json())
     assert document["cast_share"] == 0.1

@@ -15,10 +15,10 @@ import attrs
 import tvm
 
 from amp_ir.amp.hints import RULES, Rule, describe
-from amp_ir.amp.near_names import inside_of_others, near_names
 from amp_ir.amp.policies import Policy
 from amp_ir.errors import RuleError
 from amp_ir.host.user_warning import warn_user
+from amp_ir.ir.near_names import inside_of_others, near_names
 
 _NOTHING: Mapping[str, Rule] = MappingProxyType({})
 _replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from amp_ir.amp.near_names import inside_of_others, near_names
 from amp_ir.dialect.loop import NAME as LOOP
+from amp_ir.ir.near_names import inside_of_others, near_names
 from amp_ir.ir.short_list import short_list
 from amp_ir.ir.step_graph import Op, StepGraph
 

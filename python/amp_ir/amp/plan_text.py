@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from amp_ir.amp.near_names import inside_of_others, near_names
 from amp_ir.amp.plan_diff import dtypes_in_words
 from amp_ir.amp.plan_parts import Part, parts_of
 from amp_ir.errors import OptionError
+from amp_ir.ir.near_names import inside_of_others, near_names
 
 if TYPE_CHECKING:
     from amp_ir.amp.plan import CastPlan, PlannedCast, PlannedOp

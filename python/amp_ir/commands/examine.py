@@ -29,6 +29,7 @@ def add_examine(commands: Any) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all of it, for programs")
     parser.add_argument("--issue", type=Path, metavar="FILE", help="a text for an issue report")
+    parser.add_argument("--all", action="store_true", help="every kind of op, also what moves data")
     parser.set_defaults(run=_examine)
 
 
@@ -38,7 +39,7 @@ def _examine(arguments: argparse.Namespace) -> int:
         report("capturing the step")
         found = amp_ir.examine(training.step, training.batch, **owners(training))
     console = wide_console()
-    console.print(found, highlight=False)
+    found.show(console, everything=arguments.all)
     for file, text in ((arguments.json, found.to_json()), (arguments.issue, found.issue_text())):
         if file is not None:
             write_text(file, text)

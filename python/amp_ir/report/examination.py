@@ -8,13 +8,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from amp_ir.ir.short_list import short_list
+from amp_ir.report.short_places import cut, short_nbytes, short_place
+from amp_ir.report.wide_console import FILE_COLUMNS
 
-_COLUMNS = 1000  # of text that is no terminal's
+_MOST_OPS = 20
+# What only moves data: of little interest in a list of what is compiled.
+_MOVES = frozenset(
+    f"relax.{name}"
+    for name in (
+        "reshape", "permute_dims", "expand_dims", "squeeze", "flatten", "broadcast_to",
+        "strided_slice", "concat", "split", "astype",
+    )
+)  # fmt: skip
 
 
 @attrs.frozen
@@ -117,31 +127,40 @@ class Examination:
             places.setdefault((one.what, one.advice), []).append(one.place)
         return [RefusedPlace(what, short_list(at), how) for (what, how), at in places.items()]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Show the headline, what is refused, and the ops."""
-        yield escape(self.headline())
+    def show(self, console: Console, *, everything: bool = False) -> None:
+        """Print the headline, what is refused, and the ops; those of the most bytes, or all."""
+        console.print(escape(self.headline()), highlight=False)
         for number, one in enumerate(self._refused_together(), 1):
-            yield escape(f"  {number}. {one}")
+            console.print(escape(f"  {number}. {one}"), highlight=False)
         if self.external:
-            yield ""
-            yield _table("PyTorch's own ops", self.external)
-        compiled = [one for one in self.ops if not one.is_external]
-        if compiled:
-            yield ""
-            yield _table("compiled", compiled)
+            console.print()
+            console.print(_table("PyTorch's own ops", self.external, console.width))
+        compiled = sorted((one for one in self.ops if not one.is_external), key=_by_bytes)
+        shown = compiled
+        if not everything:
+            shown = [one for one in compiled if one.name not in _MOVES][:_MOST_OPS]
+        if shown:
+            console.print()
+            console.print(_table("compiled", shown, console.width))
+        if len(shown) < len(compiled):
+            left = [one for one in compiled if one not in shown]
+            calls = f"{sum(one.calls for one in left)} calls"
+            hidden = f"{len(left)} more kinds of ops, {calls}, which move data or few bytes"
+            console.print(f"not shown: {hidden}; --all shows them", style="dim", highlight=False)
         if self.notes:
-            yield ""
-            yield from (escape(f"note: {note}") for note in self.notes)
+            console.print()
+            for note in self.notes:
+                console.print(escape(f"note: {note}"), highlight=False)
 
     def __repr__(self) -> str:
         """Return the headline; `print` shows all of it."""
         return f"Examination({self.headline()})"
 
     def __str__(self) -> str:
-        """Return what a terminal shows."""
-        console = Console(width=_COLUMNS, no_color=True)
+        """Return all of it as text."""
+        console = Console(width=FILE_COLUMNS, no_color=True)
         with console.capture() as capture:
-            console.print(self, highlight=False)
+            self.show(console, everything=True)
         return capture.get().rstrip()
 
 
@@ -149,20 +168,25 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _size(nbytes: int) -> str:
-    if nbytes >= 2**20:
-        return f"{nbytes / 2**20:.1f} MiB"
-    return f"{nbytes / 2**10:.1f} KiB"
+def _by_bytes(one: ExaminedOp) -> int:
+    return -one.nbytes
 
 
-def _table(title: str, ops: Sequence[ExaminedOp]) -> Table:
+def _table(title: str, ops: Sequence[ExaminedOp], columns: int) -> Table:
+    """Return a line for each op: its calls, its bytes, and the first place of its calls."""
+    names = [cut(one.name, columns * 2 // 5) for one in ops]
+    width = max(len(one) for one in (title, *names))
+    more = [f" +{len(one.places) - 1}" if len(one.places) > 1 else "" for one in ops]
+    # Calls, bytes, and the spaces between the columns.
+    left = columns - width - 6 - 11 - 6 - max(map(len, more))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(title, overflow="fold")
-    table.add_column("calls", justify="right")
-    table.add_column("bytes", justify="right")
-    table.add_column("where", overflow="fold")
-    for one in sorted(ops, key=lambda one: -one.nbytes):
-        table.add_row(one.name, str(one.calls), _size(one.nbytes), escape(short_list(one.places)))
+    table.add_column(title, no_wrap=True)
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("where", no_wrap=True)
+    for name, one, rest in zip(names, ops, more, strict=True):
+        place = short_place(one.places[0], left) if one.places else ""
+        table.add_row(name, str(one.calls), short_nbytes(one.nbytes), escape(place + rest))
     return table
 
 

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +17,13 @@ from rich.table import Table
 
 from amp_ir.errors import OptionError
 from amp_ir.files.atomic_file import write_text
+from amp_ir.ir.near_names import inside_of_others, near_names
 from amp_ir.report.explain_graph import graph_page
 from amp_ir.report.explain_page import page
+from amp_ir.report.plan_table import table
 from amp_ir.report.wide_console import wide_console
 
-# One colour a dtype, on the terminal; explain_page.py has the same for browsers.
-STYLES = {"float32": "blue", "bfloat16": "green", "float16": "green", "float64": "magenta"}
+_MOVES = "data_movement"  # the rule of the ops that only move elements
 
 
 class Cast(Protocol):
@@ -103,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--graph", type=Path, metavar="FILE", help="draw a graph of it on a page for a browser"
     )
     parser.add_argument("--views", action="store_true", help="ops that only move elements, too")
+    parser.add_argument("--all", action="store_true", help="all ops, the optimizer's too, unfolded")
 
 
 def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = None) -> int:
@@ -112,9 +113,14 @@ def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = No
         OptionError: `--module` matches nothing.
     """
     console = console or wide_console()
-    rows = rows_of(plan, arguments.module, views=arguments.views)
-    console.print(table(rows))
+    rows = rows_of(plan, arguments.module, views=arguments.views or arguments.all)
+    shown = rows if arguments.all else _worth_a_row(rows, arguments)
+    for part in table(shown, console.width, folds=not arguments.all):
+        console.print(part)
     console.print()
+    if len(shown) < len(rows):
+        console.print(_hidden(rows, shown), style="dim", highlight=False)
+        console.print()
     console.print(reasons(rows))
     console.print()
     console.print("\n".join(plan.summary().splitlines()[:2]), highlight=False)
@@ -125,6 +131,30 @@ def show(plan: Plan, arguments: argparse.Namespace, console: Console | None = No
         write_text(arguments.graph, graph_page(_title(plan, arguments), plan, rows))
         console.print(f"wrote {arguments.graph}", highlight=False)
     return 0
+
+
+def _worth_a_row(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Row]:
+    """Return the rows without those that only move data or, unless asked for, are optimizers'."""
+    hides_optimizer = arguments.module == "*"
+    found = [
+        row
+        for row in rows
+        if (arguments.views or row.op.rule != _MOVES or any(one.is_alone for one in row.casts))
+        and not (hides_optimizer and row.op.phase == "optimizer")
+    ]
+    return found or list(rows)
+
+
+def _hidden(rows: Sequence[Row], shown: Sequence[Row]) -> str:
+    """Say how many rows are hidden, and which option shows them."""
+    left = [row for row in rows if row not in shown]
+    moves = sum(row.op.phase != "optimizer" for row in left)
+    counts = {
+        "of the optimizer, whose dtypes stay": len(left) - moves,
+        "that only move data (--views)": moves,
+    }
+    said = " and ".join(f"{count} ops {what}" for what, count in counts.items() if count)
+    return f"not shown: {said}; --all shows every op of every layer"
 
 
 def _title(plan: Plan, arguments: argparse.Namespace) -> str:
@@ -149,9 +179,12 @@ def rows_of(plan: Plan, what: str = "*", *, views: bool = False) -> list[Row]:
     rows = [row for row in rows if views or row.op.reads or row.op.results]
     if not rows:
         modules = sorted({op.module.split(".")[0] for op in plan.ops if op.module})
-        raise OptionError(
-            f"no module or op of the step matches {what!r}; modules begin with {', '.join(modules)}"
+        known = {name for row in _rows(plan) for name in (row.op.name, row.op.module) if name}
+        nothing = (
+            f"no module or op of the step matches {what!r}{near_names(what, known)}; modules begin "
+            f"with {', '.join(modules)}"
         )
+        raise OptionError(". ".join([nothing, *inside_of_others(what, known)]))
     return rows
 
 
@@ -160,30 +193,6 @@ def _rows(plan: Plan, **place: Any) -> list[Row]:
     for cast in plan.casts:
         casts.setdefault(cast.consumer, []).append(cast)
     return [Row(op, tuple(casts.get(op.id, ())), **place) for op in plan.ops]
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table for a terminal, below the name of their module."""
-    result = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("op", "phase", "dtypes", "rule", "casts for it"):
-        result.add_column(name, overflow="fold")
-    result.add_column("bytes", justify="right")
-    result.add_column("kernel", justify="right")
-    for module, group in itertools.groupby(rows, key=lambda row: row.op.module):
-        # A long name in a cell would widen the column of ops; folded, it stays whole.
-        result.add_row(f"[bold]{module or 'outside of modules'}[/]")
-        for row in group:
-            op = row.op
-            result.add_row(
-                "  " + row.name.removeprefix("relax.").removeprefix("amp_ir."),
-                op.phase,
-                f"{_coloured(op.reads)} -> {_coloured(op.results)}",
-                op.rule,
-                "\n".join(row.phrases),
-                f"{row.nbytes:,}" if row.nbytes else "",
-                str(op.kernel) if op.kernel >= 0 else "-",
-            )
-    return result
 
 
 def reasons(rows: Sequence[Row]) -> Table:
@@ -196,14 +205,6 @@ def reasons(rows: Sequence[Row]) -> Table:
     for (rule, reason), number in sorted(counts.items()):
         result.add_row(rule, str(number), escape(reason))
     return result
-
-
-def _coloured(dtypes: Sequence[str]) -> str:
-    return " ".join(f"[{STYLES.get(one, 'default')}]{one}[/]" for one in _distinct(dtypes)) or "-"
-
-
-def _distinct(dtypes: Sequence[str]) -> Iterator[str]:
-    return iter(dict.fromkeys(dtypes))
 
 
 def _phrase(cast: Cast) -> str:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from amp_ir.report.short_places import cut, short_dtype
+
 if TYPE_CHECKING:
     from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
 
@@ -96,11 +98,12 @@ def rate(profile: KernelProfile, one: KernelTotal) -> str:
 
 def kernel_table(profile: KernelProfile, columns: int) -> Table:
     """Return a row for each of the longest kernels; on a narrow terminal only the times."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     is_wide = columns >= _COLUMNS_OF_ALL
-    table.add_column("kernel", overflow="fold", min_width=14, no_wrap=is_wide)
-    for name, width in (("ops", 8), ("modules", 8), ("phase", len("optimizer"))):
-        table.add_column(name, overflow="fold", min_width=width)
+    table.add_column("kernel", overflow="ellipsis", no_wrap=True)
+    widths = _widths(columns, is_wide=is_wide)
+    for name in ("ops", "modules", "phase"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True)
     figures = ["calls", "ms", "share", "MiB", "GFLOP", rate_unit(profile), "roofline"]
     count = len(figures) if is_wide else _FIGURES_OF_TIME
     for name in figures[:count]:
@@ -117,9 +120,9 @@ def kernel_table(profile: KernelProfile, columns: int) -> Table:
             f"{one.roofline_share:.0%}",
         ]
         table.add_row(
-            f"{one.name} [dim]{one.dtype}[/]",
-            shortened(one.ops, 3),
-            escape(shortened([_tail(name) for name in one.modules], 1)),
+            f"{cut(one.name, widths[0])} [dim]{short_dtype(one.dtype)}[/]",
+            _within(one.ops, widths[1]),
+            escape(_within(one.modules, widths[2])),
             one.phase or "-",
             *figures[:count],
         )
@@ -133,10 +136,21 @@ def kernel_table(profile: KernelProfile, columns: int) -> Table:
     return table
 
 
-def _tail(module: str) -> str:
-    """Return the last three parts of a module's path, which identify modules."""
-    parts = module.split(".")
-    return module if len(parts) <= 3 else "…" + ".".join(parts[-3:])
+def _widths(columns: int, *, is_wide: bool) -> tuple[int, int, int]:
+    """Return the columns of names of kernels, ops and modules at most, beside the figures."""
+    name, figures = (21, 76) if is_wide else (13, 38)
+    left = columns - name - figures
+    return name, left * 4 // 9, left - left * 4 // 9
+
+
+def _within(names: Sequence[str], columns: int) -> str:
+    """Return as many of the names as fit into `columns`, one at least, and how many there are."""
+    for count in range(min(len(names), 3), 0, -1):
+        text = shortened(names, count)
+        if len(text) <= columns:
+            return text
+    rest = f" +{len(names) - 1}" if len(names) > 1 else ""
+    return cut(names[0], columns - len(rest)) + rest if names else ""
 
 
 def shortened(names: Sequence[str], count: int) -> str:
