@@ -12,6 +12,7 @@
     amp-ir verify bert1|train.py [--amp-dtype bfloat16] [--seeds 3] [--max-ratio 1.5]
                                  [--json FILE] [--html FILE]
     amp-ir errors bert1|train.py [--amp-dtype bfloat16] [--seconds 60] [--json FILE] [--html FILE]
+    amp-ir advise bert1|train.py [--gpu H100] [--amp-dtype bfloat16] [--tf32] [--json FILE]
     amp-ir search bert1|train.py --max-error 5e-3 [--amp-dtype bfloat16] [--objective memory]
                                  [--seconds 300] [--out plan.json] [--json FILE]
     amp-ir plan save bert1|train.py [--out plan.json]

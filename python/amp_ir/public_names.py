@@ -48,6 +48,8 @@ from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.runtime.step import CompiledStep
+from amp_ir.verification.advice import Advice
+from amp_ir.verification.advise import advise
 from amp_ir.verification.error_report import ErrorReport, error_report
 from amp_ir.verification.precision_search import PrecisionSearch
 from amp_ir.verification.search_precision import search_precision
@@ -55,6 +57,7 @@ from amp_ir.verification.verification import Verification
 from amp_ir.verification.verify import verify
 
 __all__ = [
+    "Advice",
     "CastPlan",
     "CompiledStep",
     "ConvertedModel",
@@ -75,6 +78,7 @@ __all__ = [
     "Verification",
     "Watch",
     "WatchRecord",
+    "advise",
     "amp",
     "autocast",
     "autocast_off",

@@ -118,7 +118,8 @@ def test_the_page_has_everything_and_loads_nothing(
     training: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "report.html"
-    assert cli.main(["report", str(training), "--steps", "2", "--out", str(out)]) == 0
+    words = ["report", str(training), "--steps", "2", "--errors", "20", "--out", str(out)]
+    assert cli.main(words) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     text = out.read_text()
     assert not re.search(r"(src|href)=|https?://|@import|url\(", text)
@@ -135,6 +136,7 @@ def test_the_page_has_everything_and_loads_nothing(
         assert words in text
     # Itself, its float32 step and PyTorch's, below a line of heads; a source line of each kernel.
     assert page.rows["peers"] == 4
+    assert page.rows["errors"] > 4 and "casts for relax.matmul in 0 (forward)" in text
     assert "train.py:" in text
     assert 'class="band phase-forward"' in text and 'class="band phase-backward"' in text
     assert ">0.0%<" not in text
@@ -145,6 +147,7 @@ def test_the_page_of_a_step_without_casts_says_so(training: Path, tmp_path: Path
     words = ["report", str(training), "--steps", "1", "--amp-dtype", "float32"]
     assert cli.main([*words, "--out", str(out)]) == 0
     text = out.read_text()
+    assert "Error of the gradients" not in text
     assert "The step was compiled without casts." in text and "AMP saved" not in text
 
 

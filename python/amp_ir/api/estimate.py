@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimated time of a planned step: the arithmetic and bytes of its calls at a machine's peaks."""
+"""Estimated time of a planned step: the arithmetic and bytes of its calls on a machine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import attrs
+import tvm
 
 from amp_ir.api.compile import lower
+from amp_ir.host.machine_model import MachineModel
 from amp_ir.host.peak_rates import MachinePeaks
+from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.library_call import (
+    LibraryAttention,
+    LibraryCall,
+    LibraryConvolution,
+    LibraryMatmul,
+    LibraryRecurrence,
+    read,
+)
+from amp_ir.ir.loop_call import planned_loop
 from amp_ir.ir.memory_plan import PlannedCall
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import parse_target
@@ -17,11 +30,31 @@ from amp_ir.memory.call_cost import flop_of_calls
 
 @attrs.frozen
 class EstimatedCall:
-    """One kernel or library call: its arithmetic, bytes, and time at the machine's peaks."""
+    """One kernel or library call: its arithmetic, bytes and time.
+
+    Attributes:
+        call: what is planned.
+        flop: floating-point operations.
+        extents: rows, columns and terms of a matmul, or channels of a convolution; () for others.
+        pieces: the equal matmuls that a library call consists of.
+        arithmetic_milliseconds: of its arithmetic.
+        memory_milliseconds: of its bytes; the longer of the two counts.
+        call_milliseconds: what it takes beside its work.
+    """
 
     call: PlannedCall
     flop: int
-    milliseconds: float
+    extents: tuple[int, ...]
+    pieces: int
+    arithmetic_milliseconds: float
+    memory_milliseconds: float
+    call_milliseconds: float
+
+    @property
+    def milliseconds(self) -> float:
+        """Return the time of the call."""
+        work = max(self.arithmetic_milliseconds, self.memory_milliseconds)
+        return work + self.call_milliseconds
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +71,7 @@ class StepEstimate:
 
     @property
     def milliseconds(self) -> float:
-        """Return the time of all calls at the machine's peaks."""
+        """Return the time of all calls."""
         return sum(one.milliseconds for one in self.calls)
 
     def milliseconds_of(self) -> dict[tuple[str, str, str], float]:
@@ -52,18 +85,58 @@ class StepEstimate:
         return found
 
 
-def estimate_step(mod: StepModule, peaks: MachinePeaks, target: str = "cpu") -> StepEstimate:
-    """Plan a step for a target and estimate its time at a machine's peaks."""
+def estimate_step(
+    mod: StepModule, machine: MachinePeaks | MachineModel, target: str = "cpu"
+) -> StepEstimate:
+    """Plan a step for a target and estimate its time on a machine; with peaks, at these."""
     planned = lower(mod, target=parse_target(target))
-    return StepEstimate(
-        tuple(_calls(planned.plan.calls, flop_of_calls(planned), peaks)), planned.plan.peak_bytes
+    libraries = _libraries(planned.ir)
+    calls = zip(planned.plan.calls, flop_of_calls(planned), libraries, strict=True)
+    found = tuple(_estimated(call, flop, library, machine) for call, flop, library in calls)
+    return StepEstimate(found, planned.plan.peak_bytes)
+
+
+def _libraries(ir: tvm.IRModule) -> Iterator[LibraryCall | None]:
+    """Yield the library call of each call of the plan, in order; None for kernels and loops."""
+    for value in Dataflow(ir).values.values():
+        if planned_loop(ir, value) is not None or isinstance(value.op, tvm.ir.GlobalVar):
+            yield None
+        elif str(value.op.global_symbol) != "amp_ir.view":
+            yield read(value)
+
+
+def _estimated(
+    call: PlannedCall,
+    flop: int,
+    library: LibraryCall | None,
+    machine: MachinePeaks | MachineModel,
+) -> EstimatedCall:
+    nbytes = call.read_nbytes + call.written_nbytes
+    extents, pieces = _extents(library), _pieces(library)
+    if isinstance(machine, MachinePeaks):
+        least = machine.speed_of_light_milliseconds(flop, nbytes, call.compute_dtype)
+        return EstimatedCall(call, flop, extents, pieces, least, 0.0, 0.0)
+    arithmetic, memory = machine.work_milliseconds(
+        flop, nbytes, call.compute_dtype, is_library=library is not None, pieces=pieces
     )
+    own = machine.call_microseconds / 1e3
+    return EstimatedCall(call, flop, extents, pieces, arithmetic, memory, own)
 
 
-def _calls(
-    calls: tuple[PlannedCall, ...], flop: tuple[int, ...], peaks: MachinePeaks
-) -> Iterator[EstimatedCall]:
-    for call, count in zip(calls, flop, strict=True):
-        nbytes = call.read_nbytes + call.written_nbytes
-        least = peaks.speed_of_light_milliseconds(count, nbytes, call.compute_dtype)
-        yield EstimatedCall(call, count, least)
+def _extents(call: LibraryCall | None) -> tuple[int, ...]:
+    if isinstance(call, LibraryMatmul):
+        return (*call.out.shape[-2:], call.a.shape[-1])
+    if isinstance(call, LibraryConvolution):
+        weight = call.w.shape if call.w is not None else call.out.shape
+        return tuple(weight[:2])
+    return ()
+
+
+def _pieces(call: LibraryCall | None) -> int:
+    if isinstance(call, LibraryMatmul):
+        return max(1, math.prod(call.out.shape[:-2]))
+    if isinstance(call, LibraryRecurrence):
+        return max(1, int(call.dims[0]))
+    if isinstance(call, LibraryAttention):
+        return max(1, math.prod(call.q.shape[:-2]))
+    return 1

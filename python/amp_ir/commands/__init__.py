@@ -10,6 +10,7 @@ SUMMARIES = {
     "report": "write a page with a step's memory over time, kernels and casts",
     "compile": "write a step as a file that TVM's runtime runs, on this machine or another",
     "verify": "compare a step's numbers with float64, with PyTorch and with its plan",
+    "advise": "estimate what mixed precision gains, here or on a GPU, before any training",
     "errors": "say how much of the gradients' error in mixed precision each op and each cast makes",
     "search": "search the cheapest cast plan whose gradient error is within a budget",
     "plan": "save a step's cast plan, or compare two",

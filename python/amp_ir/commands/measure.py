@@ -12,7 +12,7 @@ import torch
 
 import amp_ir
 from amp_ir.commands import SUMMARIES
-from amp_ir.commands.training import add_command, add_dtype, traced, training_of
+from amp_ir.commands.training import add_command, add_dtype, owners, traced, training_of
 from amp_ir.demo.peer_times import peer_times
 from amp_ir.demo.stage_progress import stages
 from amp_ir.host.machine_load import load_warning
@@ -69,6 +69,7 @@ def _report(arguments: argparse.Namespace) -> int:
         machine=_machine(arguments.device),
         out=arguments.out,
         peers=measured.peers,
+        errors=measured.errors,
     )
 
 
@@ -79,6 +80,7 @@ class _Measured:
     profile: amp_ir.KernelProfile
     plan: amp_ir.CastPlan | None
     peers: dict[str, float]
+    errors: amp_ir.ErrorReport | None
 
 
 def _measure(arguments: argparse.Namespace) -> _Measured:
@@ -103,10 +105,20 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
         if not arguments.no_peers:
             report("timing float32 and PyTorch beside it")
             peers = _peers(training, mod, low, arguments)
+        errors = None
+        if plan is not None and getattr(arguments, "errors", 0.0) > 0.0:
+            report("rounding ops one after the other")
+            errors = amp_ir.error_report(
+                training.step,
+                training.batch,
+                amp_dtype=arguments.amp_dtype,
+                seconds=arguments.errors,
+                **owners(training),
+            )
     warning = load_warning()
     if warning:
         print(warning, file=sys.stderr)
-    return _Measured(arguments.training, memory, profile, plan, peers)
+    return _Measured(arguments.training, memory, profile, plan, peers, errors)
 
 
 def _peers(training: Any, full: Any, low: Any, arguments: argparse.Namespace) -> dict[str, float]:

@@ -70,7 +70,7 @@ def measure_peaks(device: Any = "cpu") -> MachinePeaks:
 @functools.cache
 def measure_cpu(threads: int) -> MachinePeaks:
     """Return the peaks of the CPU; see `measure_peaks`."""
-    seconds = {name: _best_seconds(call) for name, call in cpu_trials().items()}
+    seconds = {name: best_seconds(call) for name, call in cpu_trials().items()}
     return cpu_peaks(seconds, f"{threads} threads")
 
 
@@ -128,6 +128,11 @@ def _copy(nbytes: int, device: str) -> Callable[[], object]:
     return lambda: copy.copy_(source)
 
 
+def matmul_trials(dtype: torch.dtype, extent: int) -> list[Callable[[], object]]:
+    """Return the same square matmul on the CPU by each library that is fast at it."""
+    return [call for _, call in _matmuls("onednn", dtype, extent, "cpu")]
+
+
 def _matmuls(
     library: str, dtype: torch.dtype, extent: int, device: str, finish: str = "none"
 ) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -145,7 +150,8 @@ def _matmuls(
         yield library, lambda: multiply(*flat[:2], None, *layouts, finish, flat[2])
 
 
-def _best_seconds(call: Callable[[], object]) -> float:
+def best_seconds(call: Callable[[], object]) -> float:
+    """Return the shortest time of several calls; the first one is not timed."""
     call()
     best = float("inf")
     for _ in range(_TRIALS):

@@ -15,7 +15,7 @@ from amp_ir.files.atomic_file import write_text
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.kernel_table import rounded
 from amp_ir.report.memory import MemoryReport
-from amp_ir.report.step_page import step_page
+from amp_ir.report.step_page import RoundingErrors, step_page
 from amp_ir.report.wide_console import wide_console
 
 
@@ -32,6 +32,10 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
     )
+    parser.add_argument(
+        "--errors", type=float, default=0.0, metavar="S",
+        help="measure for so many seconds whose rounding makes the gradients' error (default none)",
+    )  # fmt: skip
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,8 +97,9 @@ def write_report(
     machine: str,
     out: Path,
     peers: Mapping[str, float] | None = None,
+    errors: RoundingErrors | None = None,
 ) -> int:
     """Write the page, with `peers` as in `show_profile`, and print its path."""
-    write_text(out, step_page(title, memory, profile, plan, machine, peers))
+    write_text(out, step_page(title, memory, profile, plan, machine, peers, errors))
     wide_console().print(f"wrote {out}", highlight=False)
     return 0

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
 from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
 from amp_ir.report.kernel_table import (
@@ -26,6 +26,42 @@ from amp_ir.report.step_style import SCRIPT, STYLE
 _SHOWN_VALUES = 20
 
 
+class RoundingError(Protocol):
+    """One row; see amp_ir.verification.contributions.Contribution."""
+
+    @property
+    def name(self) -> str:
+        """What is rounded."""
+
+    @property
+    def phase(self) -> str:
+        """The phase; "" for several."""
+
+    @property
+    def error(self) -> float:
+        """The gradients' error by these roundings alone."""
+
+    @property
+    def worst_parameter(self) -> str:
+        """The parameter whose gradient they change most."""
+
+
+class RoundingErrors(Protocol):
+    """The gradients' error by op; see amp_ir.verification.error_report.ErrorReport."""
+
+    @property
+    def error(self) -> float:
+        """By all roundings together."""
+
+    @property
+    def contributions(self) -> Sequence[RoundingError]:
+        """By each op, the largest first."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every op was measured."""
+
+
 def step_page(
     title: str,
     memory: MemoryReport,
@@ -33,6 +69,7 @@ def step_page(
     plan: Any,
     machine: str,
     peers: Mapping[str, float] | None = None,
+    errors: RoundingErrors | None = None,
 ) -> str:
     """Return the page; it loads nothing from anywhere.
 
@@ -43,6 +80,7 @@ def step_page(
         plan: the CastPlan, or None for a step without casts.
         machine: the machine in a few words.
         peers: milliseconds of a step by who ran it, in turns; the first is this step.
+        errors: the gradients' error by op, where it was measured.
     """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
@@ -51,7 +89,7 @@ def step_page(
         f'<p class="quiet">{escape(machine)}; peaks: {escape(str(profile.peaks))}</p>'
         f'<div class="facts">{"".join(_facts(memory, profile))}</div>{_peers(peers or {})}'
         f"{_memory_section(memory)}{_kernel_section(profile)}{_library_section(profile)}"
-        f"{_plan_section(plan)}"
+        f"{_error_section(errors)}{_plan_section(plan)}"
         f'<script type="application/json" id="moments">{_moments(memory)}</script>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
@@ -202,6 +240,29 @@ def _library_section(profile: KernelProfile) -> str:
         '<h2>Libraries</h2><div class="wide"><table id="libraries"><thead><tr><th>op</th>'
         f'<th class="number">calls</th>{_heads("went to", "why")}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _error_section(errors: RoundingErrors | None) -> str:
+    """Return what each op's roundings do to the gradients, alone, as bars."""
+    if errors is None or not errors.contributions:
+        return ""
+    shown = errors.contributions[:_SHOWN_VALUES]
+    top = max(one.error for one in shown) or 1.0
+    rows = "".join(
+        f'<tr><td>{escape(one.name)}</td><td class="number">{one.error:.2e}</td>'
+        f"<td>{_bar(one.error / top, 'phase-' + (one.phase or 'other'))}</td>"
+        f"<td>{escape(one.worst_parameter)}</td></tr>"
+        for one in shown
+    )
+    rest = len(errors.contributions) - len(shown)
+    whole = "" if errors.is_complete else "; groups were left whole for lack of time"
+    return (
+        f"<h2>Error of the gradients</h2><p>{errors.error:.2e} by all roundings of the plan, "
+        "against float64. Each row has the error of these roundings alone.</p>"
+        '<div class="wide"><table id="errors"><thead><tr><th>roundings</th>'
+        '<th class="number">error alone</th><th></th><th>changes most</th></tr></thead>'
+        f'<tbody>{rows}</tbody></table></div><p class="quiet">{rest} more{whole}.</p>'
     )
 
 
