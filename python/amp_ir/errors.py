@@ -35,6 +35,10 @@ class OptionError(AmpIrError, ValueError):
     """An option has a value that it does not accept."""
 
 
+class ShardingError(AmpIrError, NotImplementedError):
+    """A step cannot be split over ranks as `shard=` asks; the message lists every op."""
+
+
 class ArgumentError(AmpIrError, TypeError):
     """A step was called with arguments that do not fit the compiled program."""
 

@@ -56,6 +56,7 @@ def jit(
     process_group: Any = None,
     data_parallel: bool = False,
     comm_dtype: str | torch.dtype | None = None,
+    shard: str | None = None,
     watch: Watch | None = None,
 ) -> Any:
     """Capture, cast and compile `step` when it is first called, and again when a guard fails.
@@ -100,6 +101,10 @@ def jit(
         explain_below: a loss scale. A new scaler begins at 65536 and falls until steps are finite.
         process_group: as for `trace_step`, as are `data_parallel` and `comm_dtype`. All ranks call
             the step equally often; before the first exchange they compare their programs.
+        shard: "optimizer": each rank holds its part of the optimizers' state, updates that part of
+            the parameters, and sends it to the others; for optimizers that compute each element
+            alone. "gradients": no whole gradient is left after the exchange either. None: every
+            rank holds all.
         watch: an `amp_ir.Watch`, which collects the ranges of chosen tensors every so many steps.
 
     Raises:
@@ -193,6 +198,7 @@ def _jitted(
     process_group: Any,
     data_parallel: bool,
     comm_dtype: str | torch.dtype | None,
+    shard: str | None,
     watch: Watch | None,
 ) -> JitStep:
     amp_dtype = dtype_name(amp_dtype)
@@ -223,7 +229,11 @@ def _jitted(
     announced = announced_batches(examples, max_shapes)
     target = target_of(device)
     captured, ranks = find_ranks(
-        model, process_group=process_group, data_parallel=data_parallel, comm_dtype=comm_dtype
+        model,
+        process_group=process_group,
+        data_parallel=data_parallel,
+        comm_dtype=comm_dtype,
+        shard=shard,
     )
     check_exchange(ranks, is_cuda=target.is_cuda, amp_dtype=amp_dtype)
     if explained is not None and ranks is not None and ranks.exchanges:

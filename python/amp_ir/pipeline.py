@@ -50,6 +50,9 @@ from amp_ir.rewrites.check_indices import CheckedStep, HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.rewrites.loops_to_unroll import unroll_unsupported
+from amp_ir.rewrites.number_buckets import number_buckets
+from amp_ir.rewrites.shard_plan import shard_plan
+from amp_ir.rewrites.shard_updates import shard_updates
 from amp_ir.rewrites.start_collectives import start_collectives
 from amp_ir.rewrites.unroll_loops import unroll_loops
 from amp_ir.rewrites.unslice_loss import unslice_loss
@@ -72,12 +75,21 @@ def import_step(
     if captured.hooks.ranks is not None:
         with stage("collectives", mod.ir, on_stage) as running:
             # From here on gradients are exchanged in buckets, each begun and waited for.
-            mod = mod.with_ir(start_collectives(mod.ir))
-            running.program = mod.ir
+            running.program = (mod := exchanged(mod)).ir
     with stage("loss_scaling", mod.ir, on_stage) as running:
         degrees = check_scale_degrees(mod, unroll_loops)
         running.program = mod.ir
     return attrs.evolve(mod, notes=(*mod.notes, *degrees.notes))
+
+
+def exchanged(mod: StepModule) -> StepModule:
+    """Begin and wait for what ranks exchange, and update the part that this rank holds."""
+    plan = shard_plan(mod)
+    if plan is None:
+        return mod.with_ir(start_collectives(mod.ir))
+    split = shard_updates(mod, plan)
+    ir = number_buckets(start_collectives(split.ir))
+    return attrs.evolve(split.with_ir(ir), whole=mod)
 
 
 def import_captured(captured: CapturedStep) -> StepModule:

@@ -24,6 +24,7 @@ from amp_ir.api import (
 )
 from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
 from amp_ir.capture.call_arguments import call_arguments
+from amp_ir.distributed.split_optimizers import gather_state_dict
 from amp_ir.inference.convert import convert_model
 from amp_ir.inference.converted_model import ConvertedModel
 from amp_ir.inference.model_file import load, save
@@ -90,6 +91,7 @@ __all__ = [
     "examine",
     "explain_plan",
     "float_function",
+    "gather_state_dict",
     "get_gflops",
     "get_param_size",
     "get_peak_memory",

@@ -265,7 +265,10 @@ _GRADIENT_PATH = frozenset(
         "max", "reshape", "permute_dims", "broadcast_to", "concat", "strided_slice", "astype",
         "isfinite", "isnan", "isinf", "where",
     )
-) | {"amp_ir.all_reduce_start", "amp_ir.all_reduce_wait", "amp_ir.average"}  # fmt: skip
+) | {
+    "amp_ir.all_reduce_start", "amp_ir.all_reduce_wait", "amp_ir.reduce_scatter_start",
+    "amp_ir.reduce_scatter_wait", "amp_ir.average",
+}  # fmt: skip
 
 
 def _values_that_feed_gradients_only(graph: StepGraph, output_dtypes: Sequence[str]) -> list[bool]:

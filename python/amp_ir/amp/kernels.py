@@ -85,6 +85,10 @@ _OPAQUE = frozenset(
         "amp_ir.all_reduce_wait",
         "amp_ir.broadcast_start",
         "amp_ir.broadcast_wait",
+        "amp_ir.reduce_scatter_start",
+        "amp_ir.reduce_scatter_wait",
+        "amp_ir.all_gather_start",
+        "amp_ir.all_gather_wait",
         "amp_ir.loop",
     }
 )

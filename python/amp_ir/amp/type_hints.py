@@ -477,6 +477,8 @@ def scaled_loss(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
 @type_hint(
     "amp_ir.all_reduce", "amp_ir.all_reduce_start", "amp_ir.all_reduce_wait",
     "amp_ir.broadcast", "amp_ir.broadcast_start", "amp_ir.broadcast_wait",
+    "amp_ir.reduce_scatter_start", "amp_ir.reduce_scatter_wait",
+    "amp_ir.all_gather_start", "amp_ir.all_gather_wait",
 )  # fmt: skip
 def exchange(args: Args, ret_type: relax.Type, amp_dtype: str) -> RuleReturn:
     """Float32 between ranks: each of N - 1 additions rounds, and a term below u of the sum is lost.

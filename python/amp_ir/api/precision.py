@@ -107,6 +107,10 @@ def autocast(
     return found
 
 
+# The collectives whose dtype `comm_dtype=` decides.
+_REDUCTIONS = ("amp_ir.all_reduce", "amp_ir.reduce_scatter")
+
+
 def _comm_overrides(
     mod: StepModule | tvm.IRModule, options: dict[str, Any]
 ) -> tuple[Override, ...]:
@@ -127,9 +131,11 @@ def _comm_overrides(
             "them the same, or leave one out"
         )
     return tuple(
-        Override(op="amp_ir.all_reduce_*", attributes={"comm_dtype": (one,)}, to="low")
+        Override(op=f"{op}_*", attributes={"comm_dtype": (one,)}, to="low")
         for one in wanted
         if one == amp_dtype
+        for op in _REDUCTIONS
+        if Dataflow(ir).calls(f"{op}_start")
     )
 
 
@@ -139,14 +145,18 @@ def autocast_between_ranks(mod: StepModule, args: Any) -> StepModule:
     if not wanted:
         return mod
     everything = Override(op="*", to="original")
-    exchange = Override(op="amp_ir.all_reduce_*", to="low")
-    found: StepModule = autocast(mod, args, amp_dtype=wanted[0], overrides=(everything, exchange))
+    exchange = tuple(
+        Override(op=f"{op}_*", attributes={"comm_dtype": (wanted[0],)}, to="low")
+        for op in _REDUCTIONS
+        if Dataflow(mod.ir).calls(f"{op}_start")
+    )
+    found: StepModule = autocast(mod, args, amp_dtype=wanted[0], overrides=(everything, *exchange))
     return found
 
 
 def comm_dtypes(ir: tvm.IRModule) -> list[str]:
     """Return the dtypes that the user wants between ranks, each once."""
-    starts = Dataflow(ir).calls("amp_ir.all_reduce_start").values()
+    starts = Dataflow(ir).calls(*(f"{op}_start" for op in _REDUCTIONS)).values()
     return sorted({str(options_of(one)["comm_dtype"]) for one in starts} - {""})
 
 

@@ -195,6 +195,9 @@ class _Finishing:
             name = f"optimizer{made.optimizer}.{names[id(made.parameter)]}.{made.key}"
             value = made.value
             tensor = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            shards = self._state.shards
+            if shards is not None and shards.is_split(made.parameter, tensor):
+                tensor = shards.part_of(made.parameter, tensor)
             with self._graph.inserting_before(self._after_state):
                 node = self._graph.placeholder(name.replace(".", "_"))
             node.meta.update({"val": value.detach(), META_KEY: Location()})

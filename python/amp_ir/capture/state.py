@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_ir.capture.patches.generators import keep_generators
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.untouched_zeros import UntouchedZeros
+from amp_ir.distributed.shards import Shards
 from amp_ir.errors import StateError
 from amp_ir.ir.step_module import Role
 from amp_ir.ir.unusable_tensors import tensor_error
@@ -28,11 +29,15 @@ from amp_ir.ir.unusable_tensors import tensor_error
 
 @attrs.define(eq=False)
 class StateTensor:
-    """One tensor of the state, and the fake that replaces it while the step is traced."""
+    """One tensor of the state, and the fake that replaces it while the step is traced.
+
+    A part of a tensor that ranks have split is `like` a parameter: its fake is whole.
+    """
 
     name: str
     role: Role
     tensor: torch.Tensor
+    like: torch.Tensor | None = None
     fake: torch.Tensor = attrs.field(init=False)
 
 
@@ -85,7 +90,8 @@ class State:
     `optimizer_state` maps (optimizer position, id of the parameter) to the tensors by key; `fresh`
     are those that did not exist before the capture, as (optimizer position, parameter, key).
     `plain_values` is the optimizer state that is not a tensor. `outside` are the tensors that the
-    step reads from elsewhere, known once it is traced.
+    step reads from elsewhere, known once it is traced. `shards` is how ranks split the optimizers'
+    state, None where they do not.
     """
 
     models: list[torch.nn.Module]
@@ -98,6 +104,9 @@ class State:
     plain_values: dict[tuple[int, int], dict[str, Any]]
     scalers: list[ScalerState] = attrs.field(factory=list)
     outside: list[StateTensor] = attrs.field(factory=list)
+    shards: Shards | None = None
+    # What an optimizer holds until the part of it is installed, by the part's id.
+    wholes: dict[int, torch.Tensor] = attrs.field(factory=dict)
 
     @property
     def tensors(self) -> list[StateTensor]:
@@ -223,6 +232,19 @@ def _only_gradients_of(
         optimizer.state = kept_state
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def fake_of_state(entry: StateTensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return the fake of a tensor of the state: whole, where this rank holds a part."""
+    if entry.like is None:
+        return fake_of(entry.tensor, mode)
+    with mode, torch.no_grad():
+        return torch.empty_strided(
+            entry.like.size(),
+            entry.like.stride(),
+            dtype=entry.tensor.dtype,
+            device=entry.tensor.device,
+        )
 
 
 def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

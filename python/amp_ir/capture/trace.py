@@ -33,6 +33,7 @@ from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
 from amp_ir.capture.rolled_loops.find_loops import find_loops
 from amp_ir.capture.scaler_state import find_scaler_state
+from amp_ir.capture.split_state import split_state
 from amp_ir.capture.state import State, find_state, move_counters
 from amp_ir.capture.traced import Traced
 from amp_ir.capture.tracing import StepTracer
@@ -89,6 +90,8 @@ def capture_step(
     moved = move_counters(checked.optimizers)
     state = find_state(checked.models, checked.optimizers)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
+    if ranks is not None and ranks.shards is not None:
+        split_state(state, ranks, ranks.shards)
     hypers = find_hyper_parameters(checked.optimizers)
     ambient = Ambient()
     with _garbage_kept():
@@ -101,6 +104,8 @@ def capture_step(
         graph = find_cell_loops(graph, tape, mode)
         number_draws(graph.graph)
         why_not = "" if rolls_loops else "what padding does is proven op by op"
+        if state.shards is not None:
+            why_not = "ranks split what an optimizer does op by op"
         unrolled = find_loops(graph, mode, why_not=why_not)
         found = tracer.numbers.found
         interface = finish(graph, traced, state, [*hypers, *found], arguments.tensors, tape, mode)

@@ -29,7 +29,7 @@ from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.recording import Recorder
-from amp_ir.capture.state import State, StateTensor, fake_of, kept, put_fakes
+from amp_ir.capture.state import State, StateTensor, fake_of, fake_of_state, kept, put_fakes
 from amp_ir.capture.substitution import Substitution
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
@@ -84,7 +84,7 @@ class StepTracer:
             CaptureError: the step does what a compiled step cannot do, or fails itself.
         """
         for entry in self._state.tensors:
-            entry.fake = fake_of(entry.tensor, self.mode)
+            entry.fake = fake_of_state(entry, self.mode)
         batch = [fake_of(tensor, self.mode) for tensor in self._arguments.tensors]
         inputs = [*(entry.fake for entry in self._state.tensors), *batch]
         self._modules = ModuleMethods.current()
@@ -211,7 +211,7 @@ class StepTracer:
         """Return the current value of each state tensor: its fake, or what replaced it."""
         now: dict[int, torch.Tensor] = {}
         for entry, value in self._places():
-            fits = isinstance(value, FakeTensor) and value.shape == entry.tensor.shape
+            fits = isinstance(value, FakeTensor) and value.shape == entry.fake.shape
             if entry.role is Role.PARAMETER:
                 fits = value is entry.fake
             elif fits:

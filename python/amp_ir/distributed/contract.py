@@ -84,13 +84,15 @@ def _first_difference(kind: str, own: Sequence[str], first: Sequence[str]) -> st
 
 def contract_of(mod: StepModule, plan: MemoryPlan) -> Contract:
     """Return what a planned step agrees on with those of other ranks."""
-    inputs = mod.signature.inputs
+    # Ranks that split the optimizers' state have parts of other sizes.
+    whole = mod if mod.whole is None else mod.whole
+    inputs = whole.signature.inputs
     collectives = tuple(_described(call) for call in plan.calls if call.symbol in SYMBOLS)
     batch = [one for one in inputs if one.role is Role.BATCH]
     return Contract(
         collectives,
         tuple(_spec(one) for one in inputs if one.role is not Role.BATCH),
-        tuple(_lines(mod.ir)),
+        tuple(_lines(whole.ir)),
         "; ".join(map(_spec, batch)),
     )
 
@@ -98,7 +100,7 @@ def contract_of(mod: StepModule, plan: MemoryPlan) -> Contract:
 def _described(call: Any) -> str:
     verb = "start" if call.symbol == START_SYMBOL else "wait"
     modules = ", ".join(dict.fromkeys(one.module or "step" for one in call.locations))
-    return f"{verb} of {', '.join(call.ops)}, {call.read_nbytes} bytes of {modules}"
+    return f"{verb} of {', '.join(call.ops)}, {call.sent_nbytes} bytes of {modules}"
 
 
 def _spec(one: InputSpec) -> str:

@@ -9,6 +9,8 @@ works on the arena.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from amp_ir.errors import DeviceError, OptionError, RankFailedError, StateError
 from amp_ir.ir.collective_call import START_SYMBOL, WAIT_SYMBOL, Collective, described
 from amp_ir.ir.external_call import register_in_run
 
+log = logging.getLogger("amp_ir")
 # A wait looks this often whether another rank has failed, and says that it waits.
 _LOOK_SECONDS, _SAY_SECONDS = 1.0, 5.0
 
@@ -232,9 +235,39 @@ def _broadcast(group: Group, tensor: torch.Tensor) -> Any:
     return group.handle.broadcast([tensor], options)
 
 
+def _reduce_scatter(group: Group, tensor: torch.Tensor) -> Any:
+    """Sum a range over the ranks; of the result only this rank's part counts."""
+    if group.backend == "gloo":
+        # Its own is an all-reduce of a copy.
+        _say_of_gloo()
+        return _all_reduce(group, tensor)
+    options: Any = torch.distributed.ReduceScatterOptions()
+    options.reduceOp = torch.distributed.ReduceOp.SUM
+    return group.handle._reduce_scatter_base(_own_part(group, tensor), tensor, options)
+
+
+def _all_gather(group: Group, tensor: torch.Tensor) -> Any:
+    return group.all_gather(tensor, _own_part(group, tensor))
+
+
+def _own_part(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    count = tensor.numel() // group.size
+    return tensor[group.rank * count : (group.rank + 1) * count]
+
+
+@functools.cache
+def _say_of_gloo() -> None:
+    log.info(
+        "gloo has no reduce-scatter of its own: each rank receives all sums of gradients, and "
+        "keeps its part"
+    )
+
+
 _LAUNCHES: dict[str, Callable[[Group, torch.Tensor], Any]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
 }
 
 

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
 
-from amp_ir.errors import OptionError
+from amp_ir.errors import OptionError, StateError
+
+if torch.distributed.is_available():
+    from torch._C._distributed_c10d import AllgatherOptions
 
 
 def world_size() -> int:
@@ -70,6 +74,35 @@ class Group:
                 self.handle.broadcast([dense], options).wait()
                 if dense.data_ptr() != one.data_ptr():
                     one.copy_(dense)
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Any:
+        """Begin to fill `whole` with the parts of all ranks, in their order; return the handle."""
+        return self.handle._allgather_base(whole, part, AllgatherOptions())
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return what each rank gave, in their order."""
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, own, group=self.handle)
+        return found
+
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[bool]:
+        """Run what is inside on rank 0, while the others wait; gives whether this is rank 0.
+
+        Raises:
+            StateError: on the others, where it failed on rank 0.
+        """
+        told: list[str | None] = [None]
+        try:
+            yield self.rank == 0
+        except BaseException as error:
+            told = [f"{type(error).__name__}: {error}"]
+            raise
+        finally:
+            first = torch.distributed.get_global_rank(self.handle, 0)
+            torch.distributed.broadcast_object_list(told, src=first, group=self.handle)
+        if self.rank != 0 and told[0]:
+            raise StateError(f"rank 0 of {self.size} failed: {told[0]}")
 
     @property
     def backend(self) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_ir.distributed.process_group import Group, world_size
+from amp_ir.distributed.shards import KINDS, Shards
 from amp_ir.errors import ArgumentError, OptionError
 from amp_ir.ir.options import dtype_name
 
@@ -109,6 +110,8 @@ class Ranks:
     are_alike: bool = False
     # Made with the first program; see agreement.py.
     agreement: Any = attrs.field(default=None, repr=False)
+    # How the optimizers' state is split over the ranks; None: every rank holds all of it.
+    shards: Shards | None = attrs.field(default=None, repr=False)
 
     @property
     def exchanges(self) -> bool:
@@ -163,6 +166,7 @@ def find_ranks(
     process_group: Any = None,
     data_parallel: bool = False,
     comm_dtype: str | torch.dtype | None = None,
+    shard: str | None = None,
 ) -> tuple[Any, Ranks | None]:
     """Return the models to capture, and their replicas; None where ranks exchange nothing.
 
@@ -171,12 +175,14 @@ def find_ranks(
     """
     dtype: str | None = dtype_name(comm_dtype)
     _check_comm_dtype(dtype)
+    _check_shard(shard)
     is_list = isinstance(model, (list, tuple))
     given = list(model) if is_list else [model]
     wrappers = _wrappers(given)
     if not (data_parallel or wrappers):
-        if process_group is not None or comm_dtype is not None:
-            what = "comm_dtype=" if process_group is None else "process_group="
+        given_too = {"process_group=": process_group, "comm_dtype=": comm_dtype, "shard=": shard}
+        what = next((name for name, value in given_too.items() if value is not None), None)
+        if what is not None:
             raise OptionError(
                 f"{what} is given, and no model is a DistributedDataParallel; pass "
                 "data_parallel=True too"
@@ -196,7 +202,15 @@ def find_ranks(
         )
     _check_modules(replicas)
     found = models if is_list else models[0]
-    return found, Ranks([*models], replicas, groups)
+    ranks = Ranks([*models], replicas, groups)
+    if shard is not None and len(groups) > 1:
+        raise OptionError(
+            f"shard={shard!r} splits state over one process group, and the models of this step "
+            f"have {len(groups)}; give them one, or leave it out"
+        )
+    if shard is not None and ranks.exchanges:
+        ranks.shards = Shards(shard, groups)
+    return found, ranks
 
 
 def _check_comm_dtype(comm_dtype: str | None) -> None:
@@ -204,6 +218,14 @@ def _check_comm_dtype(comm_dtype: str | None) -> None:
         raise OptionError(
             f'comm_dtype={comm_dtype!r} is not supported; expected "float16", "bfloat16", or None '
             "for the dtype of the gradients"
+        )
+
+
+def _check_shard(shard: str | None) -> None:
+    if shard not in (None, *KINDS):
+        raise OptionError(
+            f'shard={shard!r} is not supported; expected "optimizer", "gradients", or None for '
+            "all of the optimizers' state on every rank"
         )
 
 

@@ -18,7 +18,7 @@ import attrs
 import tvm
 from tvm import relax
 
-from amp_ir.dialect.collectives import STARTS, WAITS
+from amp_ir.dialect.collectives import REDUCE_SCATTER, STARTS, WAITS
 from amp_ir.dialect.registry import options_of
 from amp_ir.ir.dataflow import op_name
 from amp_ir.ir.library_call import DPS_CALL, library_call
@@ -33,7 +33,9 @@ SYMBOLS = frozenset(HALVES)
 class Collective:
     """One bucket: what is done to it, in which group, and what is in it.
 
-    `sizes` are the numbers of elements of its tensors, `names` what they belong to.
+    `sizes` are the numbers of elements of its tensors, `names` what they belong to. Where its range
+    is split over the ranks, it has `range_size` elements, its tensors begin at `offsets`, and
+    the results of the wait at `places`.
     """
 
     kind: str
@@ -43,11 +45,14 @@ class Collective:
     dtype: str
     sizes: tuple[int, ...]
     names: str = ""
+    range_size: int = 0
+    offsets: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
-        """The number of elements of all tensors."""
-        return sum(self.sizes)
+        """The number of elements of all tensors, or of the range that is split."""
+        return self.range_size or sum(self.sizes)
 
     def __str__(self) -> str:
         """Describe it in one line: all_reduce of bucket 2, float32[1024]."""
@@ -72,6 +77,9 @@ def write_collective(call: relax.Call) -> relax.Call:
         str(fields[0].dtype),
         tuple(math.prod(extents_of(one)) for one in fields),
         str(names),
+        int(options.get("size", 0)),
+        tuple(map(int, options.get("offsets", ()))),
+        _places(whole, options),
     )
     description = tvm.ir.StringImm(json.dumps(attrs.asdict(made)))
     symbol = START_SYMBOL if is_start else WAIT_SYMBOL
@@ -80,6 +88,16 @@ def write_collective(call: relax.Call) -> relax.Call:
     planned = relax.Call(new.op, new.args, notes, new.ty_args, new.span)
     relax.expr._update_type(planned, call.ty)
     return planned
+
+
+def _places(whole: str, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return where in the range the results of a wait are, if not where its arguments are."""
+    if whole == REDUCE_SCATTER and "parts" in options:
+        parts = tuple(map(int, options["parts"]))
+        offsets = options["offsets"]
+        pairs = zip(parts[::3], parts[1::3], strict=True)
+        return tuple(int(offsets[member]) + first for member, first in pairs)
+    return tuple(map(int, options.get("places", ())))
 
 
 def read_collective(value: Any) -> Collective | None:
@@ -95,4 +113,5 @@ def read_collective(value: Any) -> Collective | None:
 def described(description: str) -> Collective:
     """Read a call's description."""
     known: Mapping[str, Any] = json.loads(description)
-    return Collective(**{**known, "sizes": tuple(known["sizes"])})
+    lists = {name: tuple(known[name]) for name in ("sizes", "offsets", "places")}
+    return Collective(**{**known, **lists})

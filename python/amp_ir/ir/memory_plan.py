@@ -87,7 +87,8 @@ class PlannedCall:
     and `locations` where they come from, each once. `read_nbytes` and `written_nbytes` count every
     tensor once. `compute_dtype` is the dtype in which a library multiplies; kernels compute in
     float32. `is_rerun` marks a call that runs a second time because its results were not held. The
-    last `result_count` arguments of the call are what it writes.
+    last `result_count` arguments of the call are what it writes. `sent_nbytes` are the bytes of
+    the range that half of a collective works on; 0 for other calls.
     """
 
     name: str
@@ -100,6 +101,7 @@ class PlannedCall:
     compute_dtype: str = "float32"
     is_rerun: bool = False
     result_count: int = 1
+    sent_nbytes: int = 0
 
 
 @attrs.frozen
@@ -172,7 +174,7 @@ class MemoryPlan:
     @property
     def sent_nbytes(self) -> tuple[int, ...]:
         """Return the bytes of each bucket that ranks exchange, in the order of their starts."""
-        return tuple(call.read_nbytes for call in self.calls if call.symbol == START_SYMBOL)
+        return tuple(call.sent_nbytes for call in self.calls if call.symbol == START_SYMBOL)
 
     @functools.cached_property
     def live_bytes(self) -> tuple[int, ...]:

@@ -164,6 +164,8 @@ class StepModule:
     `hooks` connect a run to the user's model and optimizer.
     `plan` is the CastPlan of a step that went through autocast, else None, and `cast_options` are
     the options of that autocast.
+    `whole` is the step before its updates were split over the ranks, the same on all of them; None
+    where nothing is split.
     """
 
     ir: tvm.IRModule
@@ -173,6 +175,7 @@ class StepModule:
     hooks: StepHooks = attrs.field(factory=lambda: StepHooks(), eq=False, repr=False)
     plan: Any = attrs.field(default=None, eq=False, repr=False)
     cast_options: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
+    whole: StepModule | None = attrs.field(default=None, eq=False, repr=False)
 
     def with_ir(self, ir: tvm.IRModule) -> StepModule:
         """Return the same step with other IR of the same signature."""

@@ -22,7 +22,10 @@ from amp_ir.memory.write_planned import CopyKernel
 
 @attrs.frozen(eq=False)
 class BucketRange:
-    """The range of one bucket: its members, in order, and the calls that begin and end it."""
+    """The range of one bucket: its members, in order, and the calls that begin and end it.
+
+    `members` are what is sent, and what is received where it stays in the range.
+    """
 
     collective: Collective
     range_: Buffer
@@ -70,18 +73,34 @@ def _range_of(start: Call, wait: Call, copies: _Copies) -> BucketRange:
         if isinstance(argument, Buffer):
             start.arguments[k] = member = copies.own(argument, start)
             members.append(member)
-    offset = 0
     item = dtype_nbytes(collective.dtype)
-    offsets = []
-    for member in members:
-        offsets.append(offset)
-        offset += -(-member.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    last = offsets[-1] + members[-1].nbytes
+    if collective.range_size:
+        offsets = [one * item for one in collective.offsets]
+        last = collective.range_size * item
+    else:
+        offsets = _one_after_the_other(members)
+        last = offsets[-1] + members[-1].nbytes
     name = f"bucket {collective.bucket} of {collective.kind}"
     whole = Buffer(collective.dtype, last // item, name, start.ops[0], span=start.expr.span)
     for member, place in zip(members, offsets, strict=True):
         member.part_of, member.part_offset = whole, place
+    wait.places = tuple(one * item for one in _collective_of(wait).places)
+    if collective.kind == "all_gather":
+        # What is received stays in the range, which ends with it; parts of sums are copied out, so
+        # that the range ends with the wait.
+        for result, place in zip(wait.results, wait.places, strict=True):
+            result.part_of, result.part_offset = whole, place
+        members += wait.results
     return BucketRange(collective, whole, tuple(members), start, wait)
+
+
+def _one_after_the_other(members: Sequence[Buffer]) -> list[int]:
+    """Return the offset of each member in bytes."""
+    offset, offsets = 0, []
+    for member in members:
+        offsets.append(offset)
+        offset += -(-member.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets
 
 
 class _Copies:
@@ -138,8 +157,8 @@ def spans_of_buckets(
     """Return the live interval of each range: from its first member to the last use of any."""
     return {
         one.range_: (
-            min(first[member] for member in one.members),
-            max(ends[member] for member in one.members),
+            min(first[member] for member in one.members if member in first),
+            max(ends[member] for member in one.members if member in ends),
         )
         for one in buckets
     }

@@ -71,7 +71,9 @@ class Call:
 
     `workspace` is the caller-provided one, in the arena; `persistent_nbytes` is what the library
     allocates itself and keeps. `is_rerun` marks the second run of a call whose results were not
-    held. `collective` is "start" or "wait" for half of a collective, "" for any other call.
+    held. `collective` is "start" or "wait" for half of a collective, "" for any other call;
+    `places` are the bytes in its bucket's range at which its results are, for a wait whose results
+    are not where its arguments are.
     """
 
     expr: relax.Call
@@ -82,6 +84,7 @@ class Call:
     persistent_nbytes: int = 0
     is_rerun: bool = False
     collective: str = ""
+    places: tuple[int, ...] = ()
     # Read once from the function: each access to a TVM array costs a call.
     _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
 
@@ -120,6 +123,8 @@ class Call:
 
     def inplace_pairs(self) -> tuple[tuple[int, int], ...]:
         """Return the results that may be written over an argument, as (result, argument)."""
+        if self.places:
+            return ()
         if self.collective:
             # The first argument is a description.
             return tuple((k, k + 1) for k in range(len(self.results)))

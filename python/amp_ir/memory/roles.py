@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from amp_ir.ir.collective_call import read_collective
 from amp_ir.ir.external_call import SYMBOL as EXTERNAL
 from amp_ir.ir.library_call import WRITTEN_OVER
 from amp_ir.ir.location import Location, from_span
 from amp_ir.ir.memory_plan import ROLE_OF_STATE, MemoryRole, PlannedCall, PlannedValue
 from amp_ir.ir.step_module import InputSpec, Role
+from amp_ir.ir.tensor_layout import dtype_nbytes
 from amp_ir.ir.workspace import with_workspace
 from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
 from amp_ir.memory.liveness import Liveness
@@ -46,10 +48,17 @@ def _call(call: Call) -> PlannedCall:
         is_cast=not is_library and is_cast(call),
         is_rerun=call.is_rerun,
         result_count=len(call.results),
+        sent_nbytes=_sent_nbytes(call),
         compute_dtype=(
             call.reads[0].dtype if is_library and call.reads and not is_external else "float32"
         ),
     )
+
+
+def _sent_nbytes(call: Call) -> int:
+    """Return the bytes of all tensors of a bucket, or of its range where ranks split it."""
+    found = read_collective(call.expr) if call.collective else None
+    return 0 if found is None else found.size * dtype_nbytes(found.dtype)
 
 
 def _read_nbytes(call: Call) -> Iterator[int]:

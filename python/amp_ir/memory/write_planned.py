@@ -142,8 +142,13 @@ class _Writer:
         whole = first.root.part_of
         assert whole is not None, call
         arguments = [description, self._view(whole, "library")]
+        if call.places:
+            parts = [
+                _part(whole, one, place)
+                for one, place in zip(call.results, call.places, strict=True)
+            ]
         for part, result in zip(parts, call.results, strict=True):
-            if result.root is not part.root:
+            if not _is_there(result, part):
                 arguments += [self._view(part, "library"), self._view(result, "library")]
         self._call(call.expr.args[0], arguments, call.expr.span)
 
@@ -189,6 +194,25 @@ class _Writer:
         variable = relax.Var(f"r{len(self.bindings)}", call.ty)
         self.bindings.append(relax.VarBinding(variable, call))
         return variable
+
+
+def _part(whole: Buffer, like: Buffer, offset_bytes: int) -> Buffer:
+    """Return the buffer of what lies at an offset in a bucket's range."""
+    return Buffer(
+        whole.dtype,
+        like.size,
+        part_of=whole,
+        part_offset=offset_bytes,
+        offset_bytes=whole.offset_bytes + offset_bytes,
+    )
+
+
+def _is_there(result: Buffer, part: Buffer) -> bool:
+    """Return whether a result of a wait is where the exchange leaves it."""
+    if result.root is part.root:
+        return True
+    is_in_range = result.is_in_arena and result.part_of is not None
+    return is_in_range and result.part_of is part.part_of and result.over is None
 
 
 def _unshared(argument: relax.Expr) -> relax.Expr:

@@ -18,13 +18,21 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from amp_ir.distributed.process_group import world_size
+from amp_ir.distributed.split_optimizers import gather_state_dict, shards_of
 from amp_ir.errors import ArgumentError, FileFormatError, StateError
 from amp_ir.runtime.checkpoint_file import ENTRY, FORMAT, MARK, read_states, write_states
 from amp_ir.runtime.checkpoint_parts import Part, kind_of, load_all, part_errors
 from amp_ir.runtime.random_state import random_state, random_state_errors
 
-RANDOM = "random"
-_RESERVED = {RANDOM: "the random state", ENTRY: "what the file says of itself"}
+RANDOM, OF_RANKS = "random", "ranks"
+_RESERVED = {
+    RANDOM: "the random state",
+    OF_RANKS: "the random state of each rank",
+    ENTRY: "what the file says of itself",
+}
 
 
 def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -34,6 +42,10 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     operation of the file system (files/atomic_file.py). The next call removes what a killed one
     left behind. Gradients are in no state dictionary: save where an accumulation has ended.
 
+    Where ranks have split an optimizer's state (`shard=`), every rank has to call this: the state
+    is gathered, rank 0 writes the file, and all return when it is there. It can be loaded on any
+    number of ranks.
+
     Args:
         path: the file to write; where it is a link, its target.
         parts: by name, objects with `state_dict()` (models, optimizers, scalers, schedulers,
@@ -41,14 +53,29 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
             containers of these.
 
     Raises:
-        ArgumentError: a part is named "random" or "amp_ir", or holds objects of other classes.
+        ArgumentError: a part is named "random", "ranks" or "amp_ir", or holds objects of other
+            classes.
+        StateError: state is split, and a rank did not take part, or rank 0 could not write.
         OSError: the file cannot be written.
     """
     for name, what in _RESERVED.items():
         if name in parts:
             raise ArgumentError(f'a part is named "{name}", which is {what}; rename it')
+    split = next((one for part in parts.values() for one in _several(part) if shards_of(one)), None)
     states = {name: _state_of(part) for name, part in parts.items()}
     states[RANDOM] = random_state()
+    if split is not None:
+        group = shards_of(split).groups[0]  # type: ignore[union-attr]
+        own = {name: one for name, one in states.items() if name == RANDOM or _is_of_rank(one)}
+        states[OF_RANKS] = group.gather_objects(own)
+        with group.first_alone() as is_first:
+            if is_first:
+                _write(path, states, parts)
+        return
+    _write(path, states, parts)
+
+
+def _write(path: str | os.PathLike[str], states: dict[str, Any], parts: Mapping[str, Any]) -> None:
     classes = {name: [kind_of(one) for one in _several(part)] for name, part in parts.items()}
     kinds = {name: several for name, several in classes.items() if any(several)}
     states[ENTRY] = {"mark": MARK, "format": FORMAT, "kinds": kinds}
@@ -74,6 +101,9 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
         OSError: the file cannot be read.
     """
     states = read_states(path)
+    of_ranks = states.pop(OF_RANKS, [])
+    if len(of_ranks) == world_size() > 1:
+        states.update(of_ranks[torch.distributed.get_rank()])
     if RANDOM not in states:
         raise FileFormatError(f"{path} is not a checkpoint: it has no entry for the random state")
     kinds = (states.pop(ENTRY, None) or {}).get("kinds", {})
@@ -99,7 +129,14 @@ def _several(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def _is_of_rank(state: Any) -> bool:
+    """Return whether a state is a compiled step's, whose random numbers are each rank's own."""
+    return isinstance(state, Mapping) and set(state) == {"random_state"}
+
+
 def _state_of(part: Any) -> Any:
+    if shards_of(part) is not None:
+        return gather_state_dict(part)
     if hasattr(part, "state_dict"):
         return part.state_dict()
     if isinstance(part, list | tuple) and any(hasattr(one, "state_dict") for one in part):

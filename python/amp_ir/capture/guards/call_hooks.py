@@ -24,6 +24,7 @@ from amp_ir.capture.traced import Traced
 from amp_ir.dialect.loss_scale import options_of
 from amp_ir.distributed.process_group import world_size
 from amp_ir.distributed.replicas import Ranks
+from amp_ir.distributed.split_optimizers import guard_split_state
 from amp_ir.errors import StateError
 
 _gradient_of = attrgetter("grad")
@@ -157,8 +158,14 @@ class CaptureGuards:
     def install_state(self) -> None:
         """Put the optimizer state that the capture made where the optimizer keeps it."""
         for index, parameter, key, tensor in self._interface.fresh:
-            self._state.optimizers[index].state[parameter].setdefault(key, tensor)
+            held = self._state.optimizers[index].state[parameter]
+            if held.get(key) is self._state.wholes.get(id(tensor)):
+                held[key] = tensor
             self._installed.add(id(tensor))
+        self._state.wholes.clear()
+        if self._state.shards is not None:
+            for optimizer in self._state.optimizers:
+                guard_split_state(optimizer, self._state.shards)
         if not next(self._changed_optimizer_state(), ""):
             self._watch_state()
 

@@ -58,7 +58,24 @@ def linear_in_first_thrice(op: Operands) -> tuple[Known, ...]:
     return (linear_in_first(op),) * len(op.result_shapes)
 
 
-@rule_for(*_named("all_reduce_start all_reduce_wait broadcast_start broadcast_wait"))
+@rule_for(*_named("reduce_scatter_wait"))
+def parts_of_sums(op: Operands) -> tuple[Known, ...]:
+    """Return for each part the degree of its tensor."""
+    return tuple(op.degree(member) for member in op.options("parts")[::3])
+
+
+@rule_for(*_named("all_gather_wait"))
+def gathered(op: Operands) -> tuple[Known, ...]:
+    """Return the common degree of the parts for each whole tensor."""
+    return (op.degree(0),) * len(op.result_shapes)
+
+
+@rule_for(
+    *_named(
+        "all_reduce_start all_reduce_wait broadcast_start broadcast_wait reduce_scatter_start "
+        "all_gather_start"
+    )
+)
 def exchanged(op: Operands) -> tuple[Known, ...]:
     """Return each tensor's own degree: a sum over ranks, whose scales are equal, is linear."""
     return tuple(op.degree(k) for k in every(op))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state that is split over the ranks: which rank holds which part of which parameter.
+
+The parameters of an optimizer lie one after the other in buckets, and each rank holds an equal
+range of every bucket. Its part of a parameter is where the two meet. What an optimizer keeps for
+the elements of a parameter (moments, momentum, master weights) is the same part of it, as a flat
+tensor; the parameters themselves stay whole on every rank.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models", stages 1 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amp_ir.distributed.process_group import Group
+
+# Elements: 64 bytes of a dtype of two, the alignment of tensors in the arena.
+GRAIN = 32
+KINDS = ("optimizer", "gradients")
+
+
+@attrs.define(eq=False)
+class Bucket:
+    """Parameters of one optimizer and dtype, one after the other in a range of elements."""
+
+    number: int
+    group: int
+    ranks: int
+    members: list[torch.Tensor] = attrs.field(factory=list)
+    offsets: list[int] = attrs.field(factory=list)
+    end: int = 0
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Put a parameter behind the others."""
+        self.members.append(parameter)
+        self.offsets.append(self.end)
+        self.end += -(-parameter.numel() // GRAIN) * GRAIN
+
+    @property
+    def part_size(self) -> int:
+        """The number of elements of each rank's part, a multiple of GRAIN."""
+        return math.ceil(self.end / self.ranks / GRAIN) * GRAIN
+
+    def part(self, member: int, rank: int) -> tuple[int, int]:
+        """Return the first and the end of a rank's part of a parameter; equal for none."""
+        size, offset = self.members[member].numel(), self.offsets[member]
+        first = min(max(rank * self.part_size - offset, 0), size)
+        end = min(max((rank + 1) * self.part_size - offset, 0), size)
+        return first, end
+
+    def reaches_all(self, members: Sequence[int]) -> bool:
+        """Return whether every rank has an element of one of these parameters."""
+        return all(
+            any(end > first for first, end in (self.part(one, rank) for one in members))
+            for rank in range(self.ranks)
+        )
+
+
+@attrs.frozen(eq=False)
+class Place:
+    """Where a parameter is: the bucket, its number there, and this rank's part of it."""
+
+    bucket: Bucket
+    member: int
+    first: int
+    end: int
+
+    @property
+    def offset(self) -> int:
+        """The parameter's first element in the bucket."""
+        return self.bucket.offsets[self.member]
+
+
+@attrs.frozen(eq=False)
+class Candidate:
+    """A parameter that may be split: its group's number, and the bytes that a bucket should have.
+
+    `key` is alike for what may share a bucket, the first of which has `first_nbytes`.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    key: tuple[object, ...]
+    nbytes: int
+    first_nbytes: int
+
+
+@attrs.define(eq=False)
+class Shards:
+    """The split of a step's optimizer state; `kind` is one of KINDS.
+
+    The layout depends on the optimizers alone, so that all programs of a step share it, and state
+    that was gathered can be split again.
+    """
+
+    kind: str
+    groups: list[Group]
+    buckets: list[Bucket] = attrs.field(factory=list)
+    _places: dict[int, Place] = attrs.field(factory=dict)
+    # What is a part, and of which parameter. A part that nobody holds any more goes.
+    _parts: WeakIdKeyDictionary = attrs.field(factory=WeakIdKeyDictionary)
+
+    def lay_out(self, candidates: Sequence[Candidate]) -> None:
+        """Give each new parameter a place; what is too small to reach every rank stays whole.
+
+        Buckets are filled in the reverse of the order given, about that of gradients.
+        """
+        new = [one for one in candidates if id(one.parameter) not in self._places]
+        kinds: dict[tuple[object, ...], list[Candidate]] = {}
+        for one in reversed(new):
+            kinds.setdefault(one.key, []).append(one)
+        for alike in kinds.values():
+            for bucket in self._filled(alike):
+                if bucket.reaches_all(range(len(bucket.members))):
+                    self._keep(bucket)
+
+    def _filled(self, alike: Sequence[Candidate]) -> list[Bucket]:
+        """Return the buckets of parameters that may share them."""
+        group, ranks = alike[0].group, self.groups[alike[0].group].size
+        item = alike[0].parameter.element_size()
+        limit = alike[0].first_nbytes
+        made: list[list[Candidate]] = [[]]
+        nbytes = 0
+        for one in alike:
+            made[-1].append(one)
+            nbytes += one.parameter.numel() * item
+            if nbytes >= limit:
+                made.append([])
+                limit, nbytes = one.nbytes, 0
+        buckets: list[Bucket] = []
+        for members in made:
+            bucket = _bucket_of(members, group, ranks)
+            # A small rest goes with the bucket before.
+            if members and not bucket.reaches_all(range(len(members))) and buckets:
+                for one in members:
+                    buckets[-1].add(one.parameter)
+            elif members:
+                buckets.append(bucket)
+        return buckets
+
+    def _keep(self, bucket: Bucket) -> None:
+        bucket.number = len(self.buckets)
+        self.buckets.append(bucket)
+        rank = self.groups[bucket.group].rank
+        for k, parameter in enumerate(bucket.members):
+            self._places[id(parameter)] = Place(bucket, k, *bucket.part(k, rank))
+
+    def place_of(self, parameter: torch.Tensor) -> Place | None:
+        """Return where a parameter is; None for one that stays whole."""
+        return self._places.get(id(parameter))
+
+    def is_split(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return whether what an optimizer keeps for a parameter is to be split, or is."""
+        if self.place_of(parameter) is None:
+            return False
+        return self.parameter_of(value) is not None or value.shape == parameter.shape
+
+    def part_of(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor of a parameter's shape: a new flat tensor."""
+        if self.parameter_of(value) is not None:
+            return value
+        place = self._places[id(parameter)]
+        part = value.detach().reshape(-1)[place.first : place.end].clone()
+        self._parts[part] = parameter
+        return part
+
+    def parameter_of(self, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the parameter that a tensor is a part for; None for another tensor."""
+        found: torch.Tensor | None = self._parts.get(value)
+        return found
+
+    def gather(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor of which each rank holds a part; every rank calls this.
+
+        Raises:
+            RuntimeError: a rank is not there, as the process group says.
+        """
+        place = self._places[id(parameter)]
+        group = self.groups[place.bucket.group]
+        ranges = [place.bucket.part(place.member, rank) for rank in range(group.size)]
+        longest = max(end - first for first, end in ranges)
+        sent = torch.zeros(longest, dtype=part.dtype, device=part.device)
+        sent[: part.numel()] = part
+        received = torch.empty(longest * group.size, dtype=part.dtype, device=part.device)
+        group.all_gather(received, sent).wait()
+        rows = received.view(group.size, longest)
+        pieces = [rows[rank, : end - first] for rank, (first, end) in enumerate(ranges)]
+        whole = torch.empty_like(parameter, dtype=part.dtype, requires_grad=False)
+        with torch.no_grad():
+            whole.copy_(torch.cat(pieces).view(parameter.shape))
+        return whole
+
+    def parts_held(
+        self, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """Return the parts in an optimizer's state, as (parameter, key, part), in one order."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and self.parameter_of(value) is not None:
+                        yield parameter, key, value
+
+
+def _bucket_of(members: Sequence[Candidate], group: int, ranks: int) -> Bucket:
+    bucket = Bucket(0, group, ranks)
+    for one in members:
+        bucket.add(one.parameter)
+    return bucket
