@@ -155,6 +155,7 @@ _TORCH = _features(
     ("several models, losses, optimizers", "yes", "the same loop", "", "loss_scaling/test_scale_degree.py::test_two_models_losses_and_optimizers_share_a_scaler"),
     ("was the step skipped? (#67590)", "yes", "`train.skipped`, `train.last`", "CompiledStep.skipped CompiledStep.last", "loss_scaling/test_scale_degree.py::test_a_jit_step_says_what_became_of_its_last_run"),
     ("DistributedDataParallel", "yes", "recognised in `model=`; or `data_parallel=True` for a plain model; on CPUs with gloo", "jit(data_parallel) jit(comm_dtype)", "distributed/test_training.py::test_ranks_stay_equal_and_follow_pytorch"),
+    ("ZeroRedundancyOptimizer", "other", "`jit(..., data_parallel=True, shard=\"optimizer\")`, or `\"gradients\"`, splits any elementwise optimizer", "jit(shard) gather_state_dict", "distributed/test_shards.py::test_split_state_trains_as_whole_state"),
     ("FSDP, DataParallel", "not yet", "refused, with what to use", "errors.ArgumentError", "runtime/test_processes.py::test_other_wrappers_are_refused_with_what_to_use"),
     ("sparse gradients", "no", "refused with the reason", "errors.CaptureError", "end_to_end/test_wrong_uses.py::test_wrong_uses"),
 )  # fmt: skip

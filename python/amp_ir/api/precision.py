@@ -134,8 +134,7 @@ def _comm_overrides(
         Override(op=f"{op}_*", attributes={"comm_dtype": (one,)}, to="low")
         for one in wanted
         if one == amp_dtype
-        for op in _REDUCTIONS
-        if Dataflow(ir).calls(f"{op}_start")
+        for op in _sent_in(ir, one)
     )
 
 
@@ -147,11 +146,23 @@ def autocast_between_ranks(mod: StepModule, args: Any) -> StepModule:
     everything = Override(op="*", to="original")
     exchange = tuple(
         Override(op=f"{op}_*", attributes={"comm_dtype": (wanted[0],)}, to="low")
-        for op in _REDUCTIONS
-        if Dataflow(mod.ir).calls(f"{op}_start")
+        for op in _sent_in(mod.ir, wanted[0])
     )
     found: StepModule = autocast(mod, args, amp_dtype=wanted[0], overrides=(everything, *exchange))
     return found
+
+
+def _sent_in(ir: tvm.IRModule, comm_dtype: str) -> list[str]:
+    """Return the collectives that the user wants to exchange in a dtype."""
+    flow = Dataflow(ir)
+    return [
+        op
+        for op in _REDUCTIONS
+        if any(
+            options_of(one)["comm_dtype"] == comm_dtype
+            for one in flow.calls(f"{op}_start").values()
+        )
+    ]
 
 
 def comm_dtypes(ir: tvm.IRModule) -> list[str]:
