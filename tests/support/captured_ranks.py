@@ -13,14 +13,19 @@ from torch import nn
 from amp_ir.capture import trace
 from amp_ir.distributed.process_group import Group
 from amp_ir.distributed.replicas import Ranks, Replica
+from amp_ir.distributed.shards import Shards
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.step_module import StepModule
 
 
-def replicas(models: Sequence[nn.Module], count: int, **options: Any) -> Ranks:
+def replicas(
+    models: Sequence[nn.Module], count: int, *, rank: int = 0, shard: str = "", **options: Any
+) -> Ranks:
     """Plain models as they are on one of `count` ranks; nothing can be sent."""
-    group = Group(None, 0, count, 20.0)
-    return Ranks([*models], [Replica(one, group, **options) for one in models], [group])
+    group = Group(None, rank, count, 20.0)
+    made = Ranks([*models], [Replica(one, group, **options) for one in models], [group])
+    made.shards = Shards(shard, [group]) if shard else None
+    return made
 
 
 def captured(

@@ -561,7 +561,14 @@ COLLECTIVES = frozenset(
     for name in ("all_reduce", "broadcast")
     for suffix in ("", "_start", "_wait")
 )
-EXPANDED |= COLLECTIVES
+# Those of ranks that split what they exchange, with options of their own.
+SPLIT = {
+    "amp_ir.reduce_scatter_start": {"offsets": (0, 32)},
+    "amp_ir.reduce_scatter_wait": {"offsets": (0, 32), "parts": (0, 2, 15, 1, 0, 7)},
+    "amp_ir.all_gather_start": {"offsets": (32, 64)},
+    "amp_ir.all_gather_wait": {"offsets": (32, 64), "shapes": "4x8,33", "places": (0, 32)},
+}
+EXPANDED |= COLLECTIVES | set(SPLIT)
 
 
 def _collective_cases() -> list[Case]:
@@ -573,7 +580,10 @@ def _collective_cases() -> list[Case]:
     whole = [Case(f"amp_ir.{name}", one, {"ranks": 4}) for name in ("all_reduce", "broadcast")]
     halves = sorted(one for one in COLLECTIVES if one.endswith(("_start", "_wait")))
     average = Case("amp_ir.average", one, {"ranks": 3})
-    return [*whole, average, *(Case(name, tensors, pair) for name in halves)]
+    split = [
+        Case(name, tensors, {**pair, "size": 128, **options}) for name, options in SPLIT.items()
+    ]
+    return [*whole, average, *(Case(name, tensors, pair) for name in halves), *split]
 
 
 def one() -> list[torch.Tensor]:

@@ -66,8 +66,8 @@ def parts_of_sums(op: Operands) -> tuple[Known, ...]:
 
 @rule_for(*_named("all_gather_wait"))
 def gathered(op: Operands) -> tuple[Known, ...]:
-    """Return the common degree of the parts for each whole tensor."""
-    return (op.degree(0),) * len(op.result_shapes)
+    """Return the one degree of all parts for each whole tensor, which has other ranks' too."""
+    return (op.join(*every(op)),) * len(op.result_shapes)
 
 
 @rule_for(
