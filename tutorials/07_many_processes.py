@@ -122,3 +122,7 @@ if __name__ == "__main__":
 # Before the first exchange the ranks compare their programs; one that differs is an error on every
 # rank, which names the first different op. A rank that dies is an error on the others at once, and
 # their state is as before the step. docs/distributed.md has the rest.
+#
+# With `shard="optimizer"` each rank keeps its part of AdamW's moments alone, and updates its part
+# of the parameters: with N ranks the optimizer takes 1 / N of its bytes. Checkpoints are then saved
+# by all ranks together.

@@ -270,6 +270,7 @@ def refused(rank: int) -> dict[str, str]:
     jitted(kept, shard="optimizer")(*batch_of(rank, 0))
     told("state_dict", optimizer.state_dict, StateError)
     told("step", optimizer.step, StateError)
+    told("whole", lambda: jitted(kept)(*batch_of(rank, 0)), ShardingError)
     return said
 
 
@@ -292,6 +293,8 @@ def test_what_needs_the_state_whole_is_refused(tmp_path: Path) -> None:
         "left": 'shard="gradients" leaves no whole gradient, and the step ends with one in '
         "0.weight.grad; call optimizer.zero_grad() in the step, or use "
         'shard="optimizer"',
+        "whole": "an optimizer of this step holds this rank's part of its state, as another step "
+        "with shard= left it; pass data_parallel=True and shard= here too",
         "state_dict": "this rank holds a part of the state of the AdamW (shard=), so its "
         "state_dict() is not whole; call amp_ir.save_checkpoint, or "
         "amp_ir.gather_state_dict(optimizer), on every rank",

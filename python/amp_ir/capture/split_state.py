@@ -8,18 +8,35 @@ from collections.abc import Iterator
 from amp_ir.capture.state import State
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.distributed.shards import Candidate, Shards
+from amp_ir.distributed.split_optimizers import shards_of
 from amp_ir.errors import ShardingError
 
 
-def split_state(state: State, ranks: Ranks, shards: Shards) -> None:
-    """Give each rank its part of the optimizers' state, as `shards` lays it out.
+def split_state(state: State, ranks: Ranks | None) -> None:
+    """Give each rank its part of the optimizers' state, where the step is to split it.
 
-    The optimizers hold what they held until the parts are installed, after the first run. What is
+    The layout of another step of the same optimizers is kept. The optimizers hold what they held until the parts are installed, after the first run. What is
     a part already, of an earlier capture, stays.
 
     Raises:
-        ShardingError: an optimizer keeps statistics of whole tensors; lists all of them.
+        ShardingError: an optimizer keeps statistics of whole tensors; lists all of them. Or its
+            state is split already, and not as this step would.
     """
+    before = {id(one): one for o in state.optimizers if (one := shards_of(o)) is not None}
+    shards = None if ranks is None else ranks.shards
+    if ranks is None or shards is None:
+        if before:
+            raise ShardingError(
+                "an optimizer of this step holds this rank's part of its state, as another step "
+                "with shard= left it; pass data_parallel=True and shard= here too"
+            )
+        return
+    for one in before.values():
+        if not shards.adopt(one):
+            raise ShardingError(
+                "optimizers of this step have split their state in other steps, apart or over "
+                "another process group; jit a step with all of them first"
+            )
     state.shards = shards
     shards.lay_out(list(_candidates(state, ranks)))
     _refuse_statistics(state, shards)

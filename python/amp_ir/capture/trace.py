@@ -90,8 +90,7 @@ def capture_step(
     moved = move_counters(checked.optimizers)
     state = find_state(checked.models, checked.optimizers)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
-    if ranks is not None and ranks.shards is not None:
-        split_state(state, ranks, ranks.shards)
+    split_state(state, ranks)
     hypers = find_hyper_parameters(checked.optimizers)
     ambient = Ambient()
     with _garbage_kept():

@@ -107,6 +107,15 @@ class Shards:
     # What is a part, and of which parameter. A part that nobody holds any more goes.
     _parts: WeakIdKeyDictionary = attrs.field(factory=WeakIdKeyDictionary)
 
+    def adopt(self, other: Shards) -> bool:
+        """Share the layout and the parts of another step; return whether that is possible."""
+        if self._parts is other._parts:
+            return True
+        if self.buckets or self.groups[0].handle is not other.groups[0].handle:
+            return False
+        self.buckets, self._places, self._parts = other.buckets, other._places, other._parts
+        return True
+
     def lay_out(self, candidates: Sequence[Candidate]) -> None:
         """Give each new parameter a place; what is too small to reach every rank stays whole.
 
