@@ -15,8 +15,9 @@ from amp_ir.errors import ShardingError
 def split_state(state: State, ranks: Ranks | None) -> None:
     """Give each rank its part of the optimizers' state, where the step is to split it.
 
-    The layout of another step of the same optimizers is kept. The optimizers hold what they held until the parts are installed, after the first run. What is
-    a part already, of an earlier capture, stays.
+    The layout of another step of the same optimizers is kept. The optimizers hold what they held
+    until the parts are installed, after the first run. What is a part already, of an earlier
+    capture, stays.
 
     Raises:
         ShardingError: an optimizer keeps statistics of whole tensors; lists all of them. Or its
