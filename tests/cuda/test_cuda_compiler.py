@@ -262,7 +262,8 @@ def test_users_of_the_cpu_load_nothing_of_cuda():
     script = (
         "import torch, tvm\n"
         "before = open('/proc/self/maps').read()\n"
-        "import amp_ir, amp_ir.cli, amp_ir.host.native\n"
+        "import amp_ir, amp_ir.host.native\n"
+        "amp_ir.jit\n"
         "amp_ir.host.native.load()\n"
         "import json; print(json.dumps([before, open('/proc/self/maps').read()]))"
     )

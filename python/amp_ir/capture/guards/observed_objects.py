@@ -34,6 +34,7 @@ from amp_ir.capture.guards.users_objects import (
     users_classes,
 )
 from amp_ir.capture.locations import is_users_file
+from amp_ir.capture.patches.thread_patches import original_of
 
 # A container with more items is compared as a whole; its items are not followed.
 _MOST_ITEMS = 256
@@ -267,7 +268,8 @@ class ObservedObjects:
         place = self.places.get(at)
         if place is None:
             place = Place(holder, kind, key, name, ABSENT)
-            place.before = value = place.now()
+            # What the capture put there goes with it.
+            place.before = original_of(value := place.now())
             if isinstance(value, FakeTensor):
                 return value
             self.places[at] = place
@@ -278,7 +280,7 @@ class ObservedObjects:
         value = place.now()
         if line[1] and not place.line[1]:
             place.line = line
-        if is_loaded and (value is place.before or is_number(place.before)):
+        if is_loaded and (original_of(value) is place.before or is_number(place.before)):
             place.is_loaded = True
         return value
 

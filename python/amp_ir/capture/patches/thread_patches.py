@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from amp_ir.capture.patches.restores import Restores
@@ -41,7 +43,16 @@ def here(replacement: Callable[..., Any], original: Callable[..., Any]) -> Calla
     def function(*args: Any, **kwargs: Any) -> Any:
         return (replacement if this_thread.is_here else original)(*args, **kwargs)
 
+    _ORIGINALS[function] = original
     return function
+
+
+_ORIGINALS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def original_of(value: Any) -> Any:
+    """Return what `here` replaced, where `value` is what it returned; else `value`."""
+    return _ORIGINALS.get(value, value) if isinstance(value, FunctionType) else value
 
 
 class ValueHere:
