@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`amp_ir.jit` for a step with `accelerator.backward`, in the Accelerator's mixed precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import DistributedType
+
+from amp_ir.errors import OptionError
+from amp_ir.integrations.tool_step import ToolStep, listed
+
+_AMP_DTYPES = {"no": None, "bf16": "bfloat16"}
+
+
+def jit(
+    step: Callable[..., Any], *, accelerator: Any, model: Any, optimizer: Any, **options: Any
+) -> ToolStep:
+    """Compile the body of a loop that calls an Accelerator; as `amp_ir.jit`.
+
+    `Accelerator(mixed_precision="bf16")` chooses the dtype that amp_ir's rules work with, instead
+    of autocast in the forward pass. Other calls of the model, such as an evaluation, stay under
+    autocast. Call the step inside of `accelerator.accumulate(model)`, and the scheduler after it.
+
+    `accelerator.save_state` and `load_state` keep the state of dropout too: the step is registered.
+
+    Args:
+        step: what the loop did for a batch: forward, `accelerator.backward`, clipping, and step and
+            zero_grad of the optimizer.
+        accelerator: an Accelerator of one process, on one device.
+        model: what `accelerator.prepare` returned, or a list of these, as is `optimizer`.
+        options: further options of `amp_ir.jit`: overrides, policy, memory_budget, ...
+
+    Raises:
+        OptionError: the Accelerator does what one compiled step cannot do; the message names all
+            of it.
+    """
+    models = listed(model)
+    _check(accelerator, models)
+
+    @contextlib.contextmanager
+    def set_aside() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            # The count of batches, which `accumulate` advances: each would be another program.
+            stack.enter_context(_set(accelerator, "step", _COUNT))
+            for one in models:
+                original = vars(one).get("_original_forward")
+                if original is not None:
+                    stack.enter_context(_set(one, "forward", original))
+            yield
+
+    made = ToolStep(
+        step,
+        set_aside,
+        model=models,
+        # A compiled step's optimizers are torch's, inside of Accelerate's wrappers.
+        optimizer=[getattr(one, "optimizer", one) for one in listed(optimizer)],
+        **{
+            "device": str(accelerator.device),
+            "amp_dtype": _AMP_DTYPES[accelerator.mixed_precision],
+            **options,
+        },
+    )
+    accelerator.register_for_checkpointing(made)
+    return made
+
+
+@contextlib.contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an instance, for the time of a call."""
+    attributes = vars(owner)
+    before = attributes[name]
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        attributes[name] = before
+
+
+class _Count:
+    """What `accelerator.step` is inside of a compiled step: a number that must not be used."""
+
+    def _refuse(self, *_others: object) -> NoReturn:
+        raise OptionError(
+            "the step computes with accelerator.step, the number of the batch, which changes at "
+            "every call; pass it to the step as an argument"
+        )
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __bool__ = __int__ = __index__ = __float__ = _refuse
+    __hash__ = object.__hash__
+
+
+_COUNT = _Count()
+
+
+def _check(accelerator: Any, models: list[Any]) -> None:
+    """Reject what one compiled step on one device cannot do.
+
+    Raises:
+        OptionError: lists all of it.
+    """
+    precision = accelerator.mixed_precision
+    wrong = {
+        f"{accelerator.num_processes} processes": accelerator.num_processes > 1,
+        str(accelerator.distributed_type): accelerator.distributed_type != DistributedType.NO,
+        f"mixed_precision={precision!r}": precision not in _AMP_DTYPES,
+        "a model of torch.compile": any(
+            isinstance(one, torch._dynamo.eval_frame.OptimizedModule) for one in models
+        ),
+    }
+    found = [name for name, is_wrong in wrong.items() if is_wrong]
+    if found:
+        raise OptionError(
+            "amp_ir.integrations.accelerate.jit compiles the whole step, for one device of one "
+            f"process, in {', '.join(map(repr, _AMP_DTYPES))}; it cannot do {'; '.join(found)}. "
+            'Compile the model where that is enough: torch.compile(model, backend="amp_ir")'
+        )
