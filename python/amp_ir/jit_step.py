@@ -8,7 +8,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -23,6 +23,7 @@ from amp_ir.capture.arguments import NESTED
 from amp_ir.capture.call_arguments import bound, signature_of
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.capture.guards.changing_arguments import ChangingArguments
+from amp_ir.distributed.exchange import agreement_of
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CopyError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
@@ -109,7 +110,7 @@ class JitStep:
         if captured_scalers.get() is not None:
             # Another thread, which waits for the capture, may hold its lock.
             raise ArgumentError(NESTED)
-        with self._turn:
+        with self._turn, self._telling_ranks():
             result = self._run(batch) if self._buckets is None else self._run_in_buckets(batch)
             assert self._variants.last is not None
             self._variants.last.guards.follow_changes(batch, {})
@@ -241,6 +242,20 @@ class JitStep:
         if self.compiled is None:
             raise StateError("the step has not run yet; call it first")
         return self.compiled
+
+    @contextlib.contextmanager
+    def _telling_ranks(self) -> Iterator[None]:
+        """Tell ranks that wait for this one's program if it fails before it has one."""
+        if self._ranks is None or not self._ranks.exchanges:
+            yield
+            return
+        agreement = agreement_of(self._ranks)
+        agreement.begin_attempt()
+        try:
+            yield
+        except BaseException as error:
+            agreement.failed_alone(error)
+            raise
 
     def _run(self, batch: tuple[Any, ...]) -> Any:
         signature, tensors = CallSignature.of(batch)

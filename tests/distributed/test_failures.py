@@ -227,3 +227,45 @@ def test_a_rank_that_never_comes_is_an_error_after_the_timeout(tmp_path: Path) -
         "s, the group's timeout, for rank 1 to compile the step; see what that does, or pass "
         "timeout= to init_process_group"
     )
+
+
+def test_a_rank_that_fails_before_its_first_exchange_is_told_to_those_who_wait(
+    tmp_path: Path,
+) -> None:
+    def program(rank: int) -> tuple[Told, float]:
+        one, train = training(mlp())
+        x, y = BATCH
+        since = time.monotonic()
+        # A wrong width, on one rank: its capture fails.
+        found = told(one, lambda: train(x[:, :15] if rank == 1 else x, y))
+        return attrs.evolve(found, error=found.error.splitlines()[0]), time.monotonic() - since
+
+    (first, seconds), (second, _) = ranks(program, tmp_path)
+    assert second.error.startswith("CaptureError: ")
+    assert first.error.startswith(
+        "RankFailedError: rank 1 of 2 failed before its first exchange: CaptureError: the step "
+        "failed while it was traced"
+    )
+    assert first.is_unchanged and second.is_unchanged
+    # The group's timeout is 20 seconds after the compilation.
+    assert seconds < 20
+
+
+def test_a_later_program_with_other_ops_is_told(tmp_path: Path) -> None:
+    def program(rank: int) -> tuple[Told, Told]:
+        model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+        one, train = training(model)
+        begun = told(one, lambda: train(*BATCH))
+        # Both compile again; rank 1 with another function between the same layers.
+        model[1] = nn.GELU() if rank else nn.Tanh()
+        return begun, told(one, lambda: train(*BATCH))
+
+    found = ranks(program, tmp_path)
+    assert all(begun.error == "nothing" for begun, _ in found)
+    errors_ = sorted(later.error for _, later in found)
+    assert errors_[0].startswith(
+        "RanksDifferError: the ranks of the process group have different programs from call 2 on: "
+    ), errors_
+    assert "op 4 is" in errors_[0] and "on the rank that compiled first" in errors_[0], errors_
+    assert "different programs from call 2 on" in errors_[1], errors_
+    assert all(later.is_unchanged for _, later in found)

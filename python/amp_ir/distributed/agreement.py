@@ -9,6 +9,7 @@ so in the store, where the others look while they wait.
 
 from __future__ import annotations
 
+import base64
 import collections
 import logging
 import time
@@ -68,9 +69,28 @@ class Agreement:
         self._agreed: set[str] = set()
         self._programs = 0
         self._calls = 0
+        # Calls of the step, also those that fail before anything is exchanged.
+        self._attempts = 0
+        self._compared: set[str] = set()
         self._broken = ""
         # What the group may still write to.
         self._left: list[Sequence[Any]] = []
+
+    def begin_attempt(self) -> None:
+        """Count a call of the step, before anything is compiled or checked."""
+        self._attempts += 1
+
+    def failed_alone(self, error: BaseException) -> None:
+        """Tell those who wait in the store that this call failed before it exchanged anything."""
+        if isinstance(error, RankFailedError | RanksDifferError | StepFailedError):
+            return  # known to all, or told
+        first = (str(error).strip().splitlines() or [""])[0]
+        for place in self._places:
+            text = f"rank {place.group.rank} of {place.group.size} failed before its first exchange"
+            try:
+                place.set(f"{text}: {type(error).__name__}: {first}", "alone", self._attempts)
+            except RuntimeError as gone:
+                log.warning("the other ranks cannot be told of a failure: %s", gone)
 
     def begin_call(self, contract: Contract) -> int:
         """Agree on a program, if no program of the same exchanges is agreed on; count the call.
@@ -91,6 +111,10 @@ class Agreement:
             for place in self._places:
                 self._agree(place, contract)
             self._agreed.add(contract.exchange_digest)
+            self._compared.add(contract.digest)
+        elif contract.digest not in self._compared:
+            self._compared.add(contract.digest)
+            self._compare(contract)
         if not self._ranks.are_alike:
             self._make_alike()
             self._ranks.are_alike = True
@@ -123,6 +147,32 @@ class Agreement:
                 rank=int(rank),
             )
 
+    def _compare(self, contract: Contract) -> None:
+        """Compare a program of agreed exchanges with those of ranks that begin theirs at this call.
+
+        Nobody waits for that: the first of them leaves its program in the store, and the others
+        look at it. Ranks whose batches have other shapes have other programs.
+
+        Raises:
+            RanksDifferError: an op differs; the others see it as a failure of this rank.
+        """
+        for place in self._places:
+            key = place.key("later", self._calls, contract.batch_digest)
+            own = base64.b64encode(contract.to_bytes()).decode()
+            first = place.group.store.compare_set(key, "", own)
+            difference = contract.difference(Contract.from_bytes(base64.b64decode(first)))
+            if difference:
+                theirs = difference.replace("on rank 0", "on the rank that compiled first")
+                text = (
+                    f"the ranks of the process group have different programs from call "
+                    f"{self._calls} on: on rank {place.group.rank}, {theirs}"
+                )
+                self._broken = text
+                place.set(text, "failed")
+                raise RanksDifferError(
+                    f"{text}. Nothing has changed on this rank", rank=place.group.rank
+                )
+
     def _wait_for(
         self, place: _Place, key: tuple[object, ...], missing: Callable[[], list[int]]
     ) -> None:
@@ -136,6 +186,7 @@ class Agreement:
         while not self._is_there(place, key):
             now = time.monotonic()
             self._raise_failure(place)
+            self._raise_failure_of_one(place)
             if now - since > group.timeout_seconds:
                 raise RankFailedError(
                     f"rank {group.rank} waited {now - since:.0f} s, the group's timeout, for "
@@ -161,6 +212,13 @@ class Agreement:
     def _raise_failure(self, place: _Place) -> None:
         if _answered(place, ("failed",)):
             self._broken = place.get("failed").decode()
+            raise RankFailedError(self._broken)
+
+    def _raise_failure_of_one(self, place: _Place) -> None:
+        if _answered(place, ("alone", self._attempts)):
+            self._broken = place.get("alone", self._attempts).decode()
+            # That rank may call the step again, and must not wait for this one.
+            place.set(self._broken, "failed")
             raise RankFailedError(self._broken)
 
     def failure(self) -> str:

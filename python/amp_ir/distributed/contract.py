@@ -46,6 +46,11 @@ class Contract:
         """A digest of everything."""
         return _digest([self.exchange_digest, self.batch, *self.ops])
 
+    @property
+    def batch_digest(self) -> str:
+        """A digest of the shapes and dtypes of the batch."""
+        return _digest([self.batch])
+
     def to_bytes(self) -> bytes:
         """Return it as the store holds it."""
         return zlib.compress(json.dumps(attrs.asdict(self)).encode())
