@@ -7,7 +7,7 @@ whatever was accumulated there before, and a forward pass begins with rank 0's b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -82,6 +82,7 @@ class TracedRanks:
         self._touched: dict[int, tuple[torch.Tensor, Location]] = {}
         self._backward = self._forward = 0
         self._is_queued = False
+        self._statistics = 0
         self._watch()
 
     @property
@@ -105,6 +106,37 @@ class TracedRanks:
         if replica.wrapper is not None:
             traced.syncs = syncs
         return replica.module
+
+    def _replica_around(self, module: torch.nn.Module) -> Replica | None:
+        """Return the replica of several ranks that a module is in."""
+        for traced in self._traced.values():
+            if traced.replica.group.size > 1:
+                if any(one is module for one in traced.replica.module.modules()):
+                    return traced.replica
+        return None
+
+    def size_for(self, module: torch.nn.Module) -> int:
+        """Return the number of ranks that have a copy of a module."""
+        replica = self._replica_around(module)
+        return 1 if replica is None else replica.group.size
+
+    def mean_for(self, module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the mean over the ranks that have a copy of a module; None for one rank."""
+        replica = self._replica_around(module)
+        if replica is None:
+            return None
+        group, path = replica.group, self._locator.path_of(module)
+
+        def mean(x: torch.Tensor) -> torch.Tensor:
+            # Statistics travel at once: each has a number of its own, below those of gradients.
+            self._statistics += 1
+            number, index = -self._statistics, self._ranks.index_of(group)
+            found: torch.Tensor = torch.ops.amp_ir.all_reduce(
+                x, group.size, index, number, path, "", 0, 0
+            )
+            return found
+
+        return mean
 
     def _send_buffers(self, traced: _Traced) -> None:
         replica = traced.replica

@@ -303,11 +303,13 @@ def _check_modules(replicas: Sequence[Replica]) -> None:
     for replica in replicas:
         for name, module in replica.module.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm) and replica.group.size > 1:
-                wrong.append(
-                    f"{name or 'the model'} is a SyncBatchNorm, whose statistics of all ranks a "
-                    "compiled step does not compute; use BatchNorm, whose running statistics are "
-                    "rank 0's"
-                )
+                handle = module.process_group or torch.distributed.group.WORLD
+                if handle is not replica.group.handle:
+                    wrong.append(
+                        f"{name or 'the model'} is a SyncBatchNorm of another process group than "
+                        "its model; convert it with the model's: "
+                        "SyncBatchNorm.convert_sync_batchnorm(model, process_group)"
+                    )
         for name, parameter in replica.parameters():
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 wrong.append(

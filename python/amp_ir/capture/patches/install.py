@@ -31,6 +31,7 @@ from amp_ir.capture.decompositions.packed_sequences import (
     invert_permutation,
     pad,
 )
+from amp_ir.capture.decompositions.sync_batch_norm import synced_forward
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.distribution import wrapper_error
 from amp_ir.capture.gradient_watch import GradientWatch
@@ -100,6 +101,9 @@ def patched(
         _use_one_thread_for_autograd(restores)
         for owner, name, replacement in replacements:
             patch_function(restores, owner, name, replacement)
+        if ranks is not None:
+            norm = torch.nn.SyncBatchNorm
+            patch_function(restores, norm, "forward", synced_forward(ranks, norm.forward))
         for owner in _optimizers():
             step = _rejected_step(vars(owner)["step"], state, locator, diagnostics)
             patch_function(restores, owner, "step", step)
