@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir.capture import checked_reads
 from amp_ir.errors import CaptureError, CheckFailedError
 
 X, Y = torch.arange(32.0).reshape(8, 4).sin(), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
@@ -101,6 +102,37 @@ def test_a_check_that_raises_stays_and_nothing_changes_where_it_fails(check: Any
     eager.optimizer.zero_grad()
     torch.testing.assert_close(train(X, Y), eager.step(X, Y), **TIGHT)
     assert train.recompiles == []
+
+
+def negated(_run: Run, loss: Any, _x: Any, _y: Any) -> None:
+    if not bool(torch.isfinite(loss)):
+        raise FloatingPointError(f"the loss is {loss}")
+
+
+def two_reads(_run: Run, loss: Any, x: Any, _y: Any) -> None:
+    if bool(x.max() > 5) > bool(loss > 2):
+        raise ValueError("large where the loss is small")
+
+
+def several_reads(_run: Run, loss: Any, x: Any, _y: Any) -> None:
+    if all(one > 5 for one in (loss, x.max())):
+        raise ValueError("all large")
+
+
+@pytest.mark.parametrize("check", [not_finite, negated, either, two_reads, several_reads])
+def test_without_positions_of_bytecode_a_check_of_several_reads_is_refused(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Python 3.10, and with -X no_debug_ranges."""
+    monkeypatch.setattr(checked_reads, "_positions", lambda _code: None)
+    train = Run(check).jitted()
+    if check in (not_finite, negated):
+        train(X, Y)
+        with pytest.raises(CheckFailedError):
+            train(X * torch.nan, Y)
+        return
+    with pytest.raises(CaptureError, match=r"check of tensors that raises \(if not torch.isfin"):
+        train(X, Y)
 
 
 def first_of_and(_run: Run, loss: Any, x: Any, _y: Any) -> None:

@@ -9,10 +9,11 @@ does, with the state as before.
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import linecache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import attrs
 import torch
@@ -84,11 +85,11 @@ def _checks_of(name: str) -> tuple[ast.If | ast.Assert, ...]:
 
 def _atom(test: ast.expr, frame: FrameType) -> ast.expr | None:
     """Return the part of a test whose truth the frame asks for."""
-    positions = getattr(frame.f_code, "co_positions", None)
-    if positions is None:  # Python 3.10: a test of one part
+    where = _positions(frame.f_code)
+    if where is None:
         test = _without_not(test)
-        return None if isinstance(test, ast.BoolOp) else test
-    at, where = frame.f_lasti // 2, list(positions())
+        return test if _is_one_read(test) else None
+    at = frame.f_lasti // 2
     nodes = [node for node in ast.walk(test) if isinstance(node, ast.expr)]
     # A jump has the position of its statement; what it asks about was computed just before.
     for here in (where[at], where[at - 1]):
@@ -96,6 +97,42 @@ def _atom(test: ast.expr, frame: FrameType) -> ast.expr | None:
             if here == (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset):
                 return _without_not(node)
     return None
+
+
+def _positions(code: CodeType) -> list[tuple[int | None, ...]] | None:
+    """Return the lines and columns of each instruction; None where Python does not keep them.
+
+    Python 3.10 does not, nor does a later one with -X no_debug_ranges.
+    """
+    positions = getattr(code, "co_positions", None)
+    where = [] if positions is None else list(positions())
+    return where if any(one[2] is not None for one in where) else None
+
+
+# Expressions that may ask for the truth of more than their own value.
+_SEVERAL_READS = (
+    ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+    ast.Tuple, ast.List, ast.Set, ast.Dict, ast.In, ast.NotIn, ast.Not,
+)  # fmt: skip
+_READING_NOTHING = frozenset({"abs", "len", "isinstance", "getattr", "hasattr"})
+
+
+def _is_one_read(test: ast.expr) -> bool:
+    """Return whether the only truth that a test asks for is that of its own value."""
+    value = test
+    if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "bool":
+        value = test.args[0] if len(test.args) == 1 else test
+    for part in ast.walk(value):
+        name = (
+            part.func.id if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) else ""
+        )
+        if (
+            isinstance(part, _SEVERAL_READS)
+            or (isinstance(part, ast.Compare) and len(part.ops) > 1)
+            or (hasattr(builtins, name) and name not in _READING_NOTHING)
+        ):
+            return False
+    return True
 
 
 def _without_not(node: ast.expr) -> ast.expr:
