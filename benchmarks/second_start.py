@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second start of a script, from the compile cache: `python -m benchmarks.second_start [NAME]`.
 
-Seconds from the first line of `trace_step` to a step that is ready to run, and to the end of the
+Seconds from `trace_step`, after all imports, to a step that is ready to run, and to the end of the
 first step, with an empty cache and with one that an earlier process filled. Each start has its own
 process; both kinds take turns, so that load on the machine falls on both. Processor's seconds are
 of the capture, autocast and compilation alone.
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(name: str, dtype: str, *, small: bool) -> dict[str, float]:
     """Return the seconds of one start in this process."""
     training = WORKLOADS[name].make(small=small)
+    _ = amp_ir.trace_step  # PyTorch and TVM are imported when a name is first used
     started, processor = time.perf_counter(), time.process_time()
     mod, args = amp_ir.trace_step(
         training.step, training.batch, model=training.model, optimizer=training.optimizer

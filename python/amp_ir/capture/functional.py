@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,6 +21,13 @@ from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.replay import Replay
 from amp_ir.capture.symbolic_float import FloatTape
+
+try:
+    # Not part of PyTorch's public interface. The public table takes 0.1 s to make: it has an entry
+    # of each composite op too, which tracing decomposes without one where no kernel computes it.
+    from torch._decomp import _core_aten_decompositions_post_autograd as _of_pytorch
+except ImportError:
+    from torch._decomp import core_aten_decompositions as _of_pytorch
 
 aten = torch.ops.aten
 
@@ -71,8 +77,15 @@ _COPIES = frozenset({aten.copy_.default, aten.copy.default})
 
 
 @functools.lru_cache(maxsize=1)
+def core_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Return core ATen's decompositions, and that of the one composite op with a CPU kernel."""
+    shuffle = aten.native_channel_shuffle.default
+    return {**dict(_of_pytorch().items()), shuffle: shuffle.decompose}
+
+
+@functools.lru_cache(maxsize=1)
 def _core_table() -> Mapping[Any, Callable[..., Any]]:
-    table = dict(core_aten_decompositions().items())
+    table = core_decompositions()
     return {op: function for op, function in table.items() if _packet_name(op) not in _KEPT}
 
 

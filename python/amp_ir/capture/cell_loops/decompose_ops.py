@@ -7,14 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from amp_ir.capture.cell_loops.cells import BACKWARD, FORWARD
 from amp_ir.capture.cell_loops.graph_writer import arguments, place, value
-from amp_ir.capture.functional import clean, decomposition_table, trace_functional
+from amp_ir.capture.functional import (
+    clean,
+    core_decompositions,
+    decomposition_table,
+    trace_functional,
+)
 from amp_ir.capture.symbolic_float import FloatTape
 from amp_ir.ir.location import META_KEY
 
@@ -29,7 +33,7 @@ def decompose_ops(graph: torch.fx.Graph, tape: FloatTape, mode: FakeTensorMode) 
     calls = [node for node in graph.nodes if node.target in {*_KINDS, *_OF_ENTRIES}]
     if not calls:
         return
-    kept = {op: core_aten_decompositions()[op] for op in _OF_ENTRIES}
+    kept = {op: core_decompositions()[op] for op in _OF_ENTRIES}
     decompositions = {**decomposition_table(tape), **kept}
     known: dict[Any, torch.fx.Graph] = {}
     for node in calls:
