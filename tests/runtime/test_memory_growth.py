@@ -34,16 +34,21 @@ batch = torch.randn(16, 32), torch.randint(0, 4, (16,))
 train = compiled()
 for _ in range(50):
     train(*batch)
-before = resident()
-for _ in range(2000):
-    train(*batch)
-of_steps = resident() - before
+of_steps = []
+for _ in range(4):
+    before = resident()
+    for _ in range(1000):
+        train(*batch)
+    of_steps.append(resident() - before)
 for _ in range(6):
     compiled()(*batch)
-before = resident()
-for _ in range(4):
-    compiled()(*batch)
-print(of_steps, resident() - before)
+of_programs = []
+for _ in range(2):
+    before = resident()
+    for _ in range(3):
+        compiled()(*batch)
+    of_programs.append(resident() - before)
+print(min(of_steps), min(of_programs))
 """
 
 
@@ -52,7 +57,8 @@ def test_steps_and_dropped_programs_give_their_memory_back() -> None:
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     of_steps, of_programs = map(int, done.stdout.split())
-    # A page or two may go to fragments; 2000 leaked results of 4 bytes in an allocation of 64 are
-    # 128 KiB, and one leaked program, machine code and IR, is more than 200 KiB.
-    assert of_steps <= 64 << 10, of_steps
-    assert of_programs <= 512 << 10, of_programs
+    # The least of some windows: the allocator takes pages at any time, a leak every time. 1000
+    # leaked results of 4 bytes in an allocation of 64 are 64 KiB, and one leaked program, machine
+    # code and IR, is more than 200 KiB.
+    assert of_steps <= 32 << 10, of_steps
+    assert of_programs <= 400 << 10, of_programs
