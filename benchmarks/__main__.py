@@ -31,6 +31,7 @@ from benchmarks import on_gpu
 from benchmarks.record import RESULTS, describe_machine
 from benchmarks.step_row import COLUMNS, Asked, Row, measure
 from benchmarks.step_table import footnotes, table_of
+from benchmarks.workloads.further import ALL, FURTHER
 
 DTYPES = ("float32", "bfloat16")
 DEFAULT_COLUMNS = tuple(name for name in COLUMNS if name != "layouts")
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _on_gpu(chosen)
     chosen.dtypes = chosen.dtypes or list(DTYPES)
     _check_names(chosen)
-    cases = [(name, dtype) for name in chosen.workloads or WORKLOADS for dtype in chosen.dtypes]
+    names = chosen.workloads or (ALL if chosen.all else WORKLOADS)
+    cases = [(name, dtype) for name in names for dtype in chosen.dtypes]
     asked = Asked(frozenset(chosen.columns), chosen.rounds, chosen.draws, chosen.small)
     path = None if chosen.save is None else RESULTS / f"{chosen.save}.json"
     rows: list[Row] = []
@@ -74,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="columns:\n" + "\n".join(f"  {name:<9} {what}" for name, what in COLUMNS.items()),
     )
-    parser.add_argument("workloads", nargs="*", default=[], help=f"all of {', '.join(WORKLOADS)}")
+    names = f"default {', '.join(WORKLOADS)}; more: {', '.join(FURTHER)}"
+    parser.add_argument("workloads", nargs="*", default=[], help=names)
+    parser.add_argument("--all", action="store_true", help="all workloads")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                         help="cuda: a table of its own, see benchmarks/on_gpu.py")  # fmt: skip
     usual = f"default {' '.join(DTYPES)}; cuda: {' '.join(on_gpu.PRECISIONS)}"
@@ -94,9 +98,10 @@ def _on_gpu(chosen: argparse.Namespace) -> int:
         target_of("cuda")
     except DeviceError as error:
         _parser().error(str(error))
-    names, precisions = chosen.workloads or list(WORKLOADS), chosen.dtypes or on_gpu.PRECISIONS
+    names = chosen.workloads or list(ALL if chosen.all else WORKLOADS)
+    precisions = chosen.dtypes or on_gpu.PRECISIONS
     chosen.columns = []
-    _check(names, WORKLOADS, "workload")
+    _check(names, ALL, "workload")
     _check(precisions, on_gpu.PRECISIONS, "precision")
     rows: list[on_gpu.GpuRow] = []
     code = 0
@@ -122,7 +127,7 @@ def _on_gpu(chosen: argparse.Namespace) -> int:
 def _check_names(chosen: argparse.Namespace) -> None:
     """Raise on an unknown name before anything is measured."""
     for given, known, what in (
-        (chosen.workloads, WORKLOADS, "workload"),
+        (chosen.workloads, ALL, "workload"),
         (chosen.columns, COLUMNS, "group of columns"),
         (chosen.dtypes, (*DTYPES, "float16"), "dtype"),
     ):

@@ -29,13 +29,14 @@ import torch
 from rich.table import Table
 
 import amp_ir
-from amp_ir.demo.workloads import WORKLOADS, Training, Workload
+from amp_ir.demo.workloads import Training, Workload
 from amp_ir.files.atomic_file import write_text
 from amp_ir.host.peak_rates import measure_peaks
 from benchmarks.host_waits import host_waits
 from benchmarks.loss_scale import eager, scaled_step
 from benchmarks.peers import in_layout, layouts_of, peer_name
 from benchmarks.speed_of_light import speed_of_light_milliseconds
+from benchmarks.workloads.further import ALL
 
 Step = Callable[[], Any]
 Tell = Callable[[str], None]
@@ -112,10 +113,10 @@ def measure(
         tell(OURS)
         with _peak(device, peaks, OURS):
             started = time.perf_counter()
-            compiled, steps[OURS] = _our_step(WORKLOADS[name], dtype, small, device, scaled=True)
+            compiled, steps[OURS] = _our_step(ALL[name], dtype, small, device, scaled=True)
             seconds = time.perf_counter() - started
             _run(steps[OURS], _WARMUP, device)
-        for variant, step in _peers(WORKLOADS[name], dtype, small, device):
+        for variant, step in _peers(ALL[name], dtype, small, device):
             tell(variant)
             try:
                 with _peak(device, peaks, variant):
@@ -128,7 +129,7 @@ def measure(
                 continue
             steps[variant] = step
         if dtype == "float16":
-            _, steps["unscaled"] = _our_step(WORKLOADS[name], dtype, small, device, scaled=False)
+            _, steps["unscaled"] = _our_step(ALL[name], dtype, small, device, scaled=False)
             _run(steps["unscaled"], _WARMUP, device)
         tell("in turns")
         milliseconds = _in_turns(steps, rounds, device)

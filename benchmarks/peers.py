@@ -15,12 +15,15 @@ from amp_ir.demo.workloads import Training, Workload
 
 Step = Callable[[], Any]
 # PyTorch's convolutions may be faster in channels_last.
-LAYOUTS = {"resnet50": ("contiguous", "channels_last"), "ssd": ("contiguous", "channels_last")}
+_OF_IMAGES = ("resnet50", "ssd", "unet", "convnext", "mobilenetv2")
+LAYOUTS = dict.fromkeys(_OF_IMAGES, ("contiguous", "channels_last"))
+# Columns of the table, and the variants of torch.compile that they add.
+COMPILED = {"compile": "compile", "whole": "compile whole", "autotune": "compile max-autotune"}
 
 
 @attrs.frozen
 class Peer:
-    """One PyTorch variant: "eager" or "compile", in a memory layout, ready to run."""
+    """One PyTorch variant, "eager" or one of `COMPILED`, in a memory layout, ready to run."""
 
     variant: str
     layout: str
@@ -47,7 +50,24 @@ def make_peer(workload: Workload, dtype: str, variant: str, layout: str, *, smal
     """Make a separate training with PyTorch's step; it does not run yet."""
     training = in_layout(workload.make(small=small), layout)
     step = peer_step(training, dtype)
-    return Peer(variant, layout, training, torch.compile(step) if variant == "compile" else step)
+    return Peer(variant, layout, training, compiled_step(step, variant))
+
+
+def compiled_step(step: Step, variant: str) -> Step:
+    """Return the step as a variant of `COMPILED` runs it; "eager" is the step itself."""
+    if variant == "eager":
+        return step
+    if variant == COMPILED["compile"]:
+        return torch.compile(step)
+    if variant == COMPILED["autotune"]:
+        return torch.compile(step, mode="max-autotune")
+    whole = torch.compile(step, fullgraph=True)
+
+    def traced_with_backward() -> Any:
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            return whole()
+
+    return traced_with_backward
 
 
 def peer_step(training: Training, dtype: str) -> Step:
@@ -76,6 +96,9 @@ def cold_compiler() -> Iterator[None]:
     from torch._inductor.utils import fresh_cache
 
     torch._dynamo.reset()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, fresh_cache(dir=folder):
+    # The variants of a step are one function to torch.compile, which keeps 8 programs of each.
+    limits = torch._dynamo.config.patch(recompile_limit=64)
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with limits, folder as path, fresh_cache(dir=path):
         yield
     torch._dynamo.reset()

@@ -28,6 +28,7 @@ from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import from_span
+from benchmarks.workloads.further import ALL
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = ("bfloat16", "float16")
@@ -65,7 +66,7 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the measurements on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__)
-    parser.add_argument("workloads", nargs="*", default=[], help=", ".join(WORKLOADS))
+    parser.add_argument("workloads", nargs="*", default=[], help=", ".join(ALL))
     parser.add_argument("--seeds", type=int, default=25, help="draws of weights and batch")
     parser.add_argument("--worst", type=int, default=5, help="ops to name; 0 for none")
     parser.add_argument("--compiled", type=int, default=3, help="draws to compile and run, too")
@@ -117,7 +118,7 @@ class Case:
     """One workload with one draw of weights and batch, cast to each of `dtypes`."""
 
     def __init__(self, name: str, seed: int, dtypes: Sequence[str] = DTYPES) -> None:
-        self._make = lambda: WORKLOADS[name].make(small=True, seed=seed)
+        self._make = lambda: ALL[name].make(small=True, seed=seed)
         self._training = training = self._make()
 
         def step(*batch: torch.Tensor) -> torch.Tensor:

@@ -12,18 +12,21 @@ from typing import Any
 import attrs
 
 import amp_ir
-from amp_ir.demo.workloads import WORKLOADS, Training, Workload
+from amp_ir.demo.workloads import Training, Workload
 from amp_ir.ir.step_module import StepModule
 from amp_ir.runtime.call_times import time_calls
 from benchmarks.compiled_error import CompiledError, compiled_error
-from benchmarks.peers import Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
+from benchmarks.peers import COMPILED, Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
 from benchmarks.resident import measured_bytes, tensors_of
 from benchmarks.speed_of_light import peak_trials, peaks_of, speed_of_light_milliseconds
+from benchmarks.workloads.further import ALL
 
 # Groups of optional measurements, as each costs time. Times of our step and eager's are always
 # measured.
 COLUMNS = {
     "compile": "torch.compile as a peer, and how long it takes from a cold cache",
+    "whole": "torch.compile of the whole step with its backward pass in one graph, as a peer too",
+    "autotune": 'torch.compile with mode="max-autotune" as a peer too; takes minutes to compile',
     "layouts": "torch.compile in both memory layouts, not only in the one that is eager's best",
     "peak": "measured peaks of memory",
     "roofline": "the speed-of-light time as a share, at peak rates met between the steps; "
@@ -112,10 +115,10 @@ class Asked:
 def measure(name: str, dtype: str, asked: Asked, tell: Tell) -> Row:
     """Measure one workload in one dtype; call `tell` with the current stage."""
     with contextlib.ExitStack() as stack:
-        if "compile" in asked.columns:
+        if COMPILED.keys() & asked.columns:
             # Around everything: later compilations must not use an older cache either.
             stack.enter_context(cold_compiler())
-        return _Measurement(WORKLOADS[name], dtype, asked, tell).run()
+        return _Measurement(ALL[name], dtype, asked, tell).run()
 
 
 class _Measurement:
@@ -170,16 +173,20 @@ class _Measurement:
     def _start_peers(self) -> None:
         for layout in layouts_of(self.workload.name):
             self._start(self._peer("eager", layout))
-        if "compile" not in self.asked.columns:
+        variants = [name for group, name in COMPILED.items() if group in self.asked.columns]
+        if not variants:
             return
         for layout in self._layouts_to_compile():
-            peer = self._peer("compile", layout)
-            try:
-                self._start(peer)
-            except RuntimeError as error:
-                # Whatever torch.compile raises is recorded; the other rows still run.
-                self.failed[peer.name] = str(error).strip().partition("\n")[0]
-                del self.steps[peer.name]
+            for variant in variants:
+                self._start_compiled(self._peer(variant, layout))
+
+    def _start_compiled(self, peer: Peer) -> None:
+        try:
+            self._start(peer)
+        except RuntimeError as error:
+            # Whatever torch.compile raises is recorded; the other rows still run.
+            self.failed[peer.name] = str(error).strip().partition("\n")[0]
+            del self.steps[peer.name]
 
     def _peer(self, variant: str, layout: str) -> Peer:
         return make_peer(self.workload, self.dtype, variant, layout, small=self.asked.small)

@@ -29,11 +29,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from amp_ir.demo.workloads import WORKLOADS
 from benchmarks.gpu_suite.parts import KINDS, SuiteOptions, parts_of
 from benchmarks.gpu_suite.run_parts import run_parts
 from benchmarks.gpu_suite.summary import readme_table, rows_in
 from benchmarks.on_gpu import PRECISIONS
+from benchmarks.workloads.further import ALL
 
 INTERRUPTED = 130
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     options = SuiteOptions(
         out=chosen.out.resolve(),
-        workloads=tuple(chosen.workloads or WORKLOADS),
+        workloads=tuple(chosen.workloads or ALL),
         precisions=tuple(chosen.precisions),
         is_rehearsal=chosen.rehearse,
         profiles=chosen.profiles,
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], help="all by default")
+    parser.add_argument("workloads", nargs="*", choices=[[], *ALL], help="all by default")
     parser.add_argument("--minutes", type=float, default=25.0, help="for all of it (default 25)")
     parser.add_argument("--out", type=Path, default=Path("gpu-out"), metavar="DIR")
     parser.add_argument(

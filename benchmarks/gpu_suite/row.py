@@ -7,15 +7,15 @@ import argparse
 import time
 from pathlib import Path
 
-from amp_ir.demo.workloads import WORKLOADS
 from benchmarks.gpu_suite.summary import readme_table, write_row
 from benchmarks.on_gpu import PRECISIONS, measure
+from benchmarks.workloads.further import ALL
 
 
 def main() -> None:
     """Measure the row on the command line, and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("workload", choices=ALL)
     parser.add_argument("precision", choices=PRECISIONS)
     parser.add_argument("path", type=Path)
     parser.add_argument("--device", default="cuda")

@@ -18,8 +18,10 @@ from benchmarks.resident import measured_bytes
 from benchmarks.speed_of_light import peaks_of
 from benchmarks.step_row import COLUMNS, Asked, Row, measure
 from benchmarks.step_table import footnotes, table_of
+from benchmarks.workloads.further import ALL
 from rich.console import Console
 
+import amp_ir
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.host import native
 
@@ -56,7 +58,7 @@ def test_the_better_layout_of_pytorch_is_the_peer_and_is_marked() -> None:
 
 @pytest.mark.parametrize("width", [120, 160])
 def test_all_columns_fit_a_terminal(width: int) -> None:
-    lines = text_of([row(name, dtype) for name in WORKLOADS for dtype in command.DTYPES], width)
+    lines = text_of([row(name, dtype) for name in ALL for dtype in command.DTYPES], width)
     assert not any("…" in line for line in lines)
     assert max(map(len, lines)) <= width
 
@@ -165,3 +167,11 @@ def test_measured_bytes_are_those_that_a_step_touches() -> None:
 
     measured = measured_bytes(step, [*known, known[0]])
     assert abs(measured - (nbytes + (4 << 20))) < 4 << 20
+
+
+@pytest.mark.parametrize("name", ["dlrm", "smallmlp"])
+def test_a_further_workload_trains_as_in_eager(name: str) -> None:
+    mine, eager = (ALL[name].make(small=True) for _ in range(2))
+    train = amp_ir.jit(mine.step, model=mine.model, optimizer=mine.optimizer)
+    for _ in range(3):
+        torch.testing.assert_close(train(*mine.batch), eager.step(*eager.batch))

@@ -30,20 +30,22 @@ class Training:
     optimizer: torch.optim.Optimizer
     loss: Callable[..., torch.Tensor]
     batch: Batch
+    max_norm: float | None = None  # of all gradients; None does not clip
 
     def step(self, *batch: torch.Tensor) -> torch.Tensor:
         """Run one training step; return the loss, f32[]."""
-        loss = self.loss(*batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+        return self._train(self.loss(*batch))
 
     def autocast_step(self, *batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Run the same step with PyTorch's own mixed precision, as its documentation recommends."""
         with torch.autocast(batch[0].device.type, dtype):
             loss = self.loss(*batch)
+        return self._train(loss)
+
+    def _train(self, loss: torch.Tensor) -> torch.Tensor:
         loss.backward()
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
