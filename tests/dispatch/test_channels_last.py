@@ -117,6 +117,83 @@ def test_a_sum_over_pixels_keeps_the_channels_where_they_are() -> None:
     assert reshape(total, (2, 8)).reads[0].value is inner
 
 
+class Denoiser(nn.Module):
+    """What U-Nets are made of."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(groups, 16) for _ in range(2))
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            x = conv(nn.functional.silu(norm(nn.functional.avg_pool2d(x, 2)))).sin()
+        return x
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_group_norms_and_average_pools_keep_channels_last(groups: int) -> None:
+    model, eager = (Denoiser(groups), Denoiser(groups))
+    eager.load_state_dict(model.state_dict())
+    batch = torch.randn(3, 3, 12, 12)
+
+    def step_of(model: nn.Module):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return optimizer, step
+
+    optimizer, step = step_of(model)
+    mod, _ = amp_ir.trace_step(step, (batch,), model=model, optimizer=optimizer)
+    moves = [call for call in lower(mod).plan.calls if set(call.ops) <= {"permute_dims", "reshape"}]
+    assert moves == []
+    train, (_, reference) = amp_ir.compile(mod), step_of(eager)
+    for _ in range(4):
+        torch.testing.assert_close(train(batch), reference(batch), rtol=1e-4, atol=1e-6)
+    for name, tensor in eager.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("n", "channels", "height", "width", "groups"),
+    [(2, 48, 8, 12, 4), (1, 20, 5, 7, 20), (3, 24, 1, 3, 1), (17, 32, 2, 2, 8), (1, 144, 31, 1, 9)],
+)
+def test_group_norm_with_channels_last(
+    n: int, channels: int, height: int, width: int, groups: int, dtype: str
+) -> None:
+    from amp_ir.dialect import call_op
+
+    def body(
+        x: relax.Expr, grad: relax.Expr, weight: relax.Expr, bias: relax.Expr
+    ) -> tuple[relax.Expr, ...]:
+        x, grad = (R.permute_dims(one, [0, 3, 1, 2]) for one in (x, grad))
+        norm = call_op("amp_ir.group_norm", [x, weight, bias], groups=groups, eps=1e-5)
+        y, mean, rstd = (relax.TupleGetItem(norm, k) for k in range(3))
+        dx = call_op(
+            "amp_ir.group_norm_backward_input", [grad, x, mean, rstd, weight], groups=groups
+        )
+        sums = call_op("amp_ir.group_norm_backward_weight", [grad, x, mean, rstd], groups=groups)
+        lasts = (R.permute_dims(one, [0, 2, 3, 1]) for one in (y, dx))
+        return (*lasts, mean, rstd, *(relax.TupleGetItem(sums, k) for k in range(2)))
+
+    shapes = [((n, height, width, channels), dtype)] * 2 + [((channels,), "float32")] * 2
+    mod = build(shapes, body)
+    inputs = [sample(*one) for one in shapes]
+    # A group of the second case is 35 elements, of the third 3 rows: nothing cancels to less.
+    tolerance = 1e-5 if dtype == "float32" else 2**-7
+    for got, expected in zip(run_kernels(mod, inputs), interpret(mod, inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=10 * tolerance, atol=tolerance)
+
+
 def test_other_tensors_of_four_dimensions_stay_as_they_are() -> None:
     x = image(2, 8, 4, 5)
     assert channels_last(pointwise(x.shape, "float32", lambda *i: x[i])) is None

@@ -123,12 +123,13 @@ class Constant(Value):
 class Pointwise(Value):
     """A value whose elements `body(*index)` computes from elements at computed positions.
 
-    `is_view`: only moves elements (transpose, slice, broadcast); never worth memory by itself.
-    `is_reshape`: a view that keeps the flat order. `rounds`: the user wrote this cast, so its
-    rounding happens even where the value never reaches memory. `last`: the same tensor with its
-    channels last, of which this is a view; see `channels_last`. `parts`: the values that it
-    concatenates, one after the other in each of `part_rows` rows. `one_hot`: an axis along which
-    at most one element is not 0, and the value, without that axis, of these elements.
+    `is_kept`: its readers never compute it again themselves. `is_view`: only moves elements
+    (transpose, slice, broadcast); never worth memory by itself. `is_reshape`: a view that keeps the
+    flat order. `rounds`: the user wrote this cast, so its rounding happens even where the value
+    never reaches memory. `last`: the same tensor with its channels last, of which this is a view;
+    see `channels_last`. `parts`: the values that it concatenates, one after the other in each of
+    `part_rows` rows. `one_hot`: an axis along which at most one element is not 0, and the value,
+    without that axis, of these elements.
     """
 
     body: Element = attrs.field(kw_only=True, repr=False)
@@ -137,6 +138,7 @@ class Pointwise(Value):
     part_rows: int = attrs.field(default=1, kw_only=True)
     one_hot: tuple[int, Value] | None = attrs.field(default=None, kw_only=True, repr=False)
     is_cast: bool = False
+    is_kept: bool = False
     is_reshape: bool = False
     is_view: bool = False
     rounds: bool = False

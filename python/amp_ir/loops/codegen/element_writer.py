@@ -155,16 +155,21 @@ class ElementWriter:
         if id(owner) in self.buffers:
             return self._load(owner, self._flat(value.shape, index))
         # A reshape of a view: the view's own index is needed.
+        if self._is_here(value.shape, index):
+            assert isinstance(owner, Pointwise)
+            return self._rounded(owner, owner.body(*self.position.index(owner.shape)))
         return value.body(*index)
 
     def _flat(self, shape: tuple[int, ...], index: Index) -> Any:
         """Return the flat position of `index`; reuse the kernel's own position where they agree."""
+        return self.position.flat() if self._is_here(shape, index) else flatten(index, shape)
+
+    def _is_here(self, shape: tuple[int, ...], index: Index) -> bool:
+        """Return whether `index` of a value of `shape` is the kernel's own position."""
         position = self.position
-        if position.column is not None and math.prod(shape) == position.domain.size:
-            here = position.index(shape)
-            if all(a is b for a, b in zip(here, index, strict=True)):
-                return position.flat()
-        return flatten(index, shape)
+        if position.column is None or math.prod(shape) != position.domain.size:
+            return False
+        return all(a is b for a, b in zip(position.index(shape), index, strict=True))
 
     def _load(self, value: Value, flat: Any) -> Any:
         buffer = self.buffers.get(id(value))

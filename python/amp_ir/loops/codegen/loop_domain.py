@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-from amp_ir.loops.group import Domain, Group
+from amp_ir.loops.group import Domain, Group, effective_reads
+from amp_ir.loops.ir import LANES, Read
 
 
 def loop_domain(group: Group) -> Domain:
@@ -42,8 +43,11 @@ def _uniform_tail(group: Group) -> int:
     shape = group.domain.shape
     first = 0
     members = {id(value) for value in group.full}
+    cache: dict[int, list[Read]] = {}
     for value in group.full:
-        for read in value.reads:
+        # Short rows fill no vector: there, what is read through a view has its index divided.
+        seen = effective_reads(value, cache) if value.shape[-1:] >= (LANES,) else value.reads
+        for read in seen:
             if id(read.value) in members or read.place in ("same", "flat"):
                 continue
             if read.value.size == 1:

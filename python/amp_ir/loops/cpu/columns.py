@@ -14,13 +14,21 @@ from amp_ir.loops.codegen.accumulate_blocks import COLUMN_BLOCK, nested
 from amp_ir.loops.codegen.accumulators import Accumulator, ends_of_block
 from amp_ir.loops.codegen.kernel import unflatten_axes
 from amp_ir.loops.codegen.statements import sequence
-from amp_ir.loops.cpu.group_loops import COLUMN_BLOCKS, GRAIN, GroupLoops, block_loops, is_zero
+from amp_ir.loops.cpu.group_loops import (
+    COLUMN_BLOCKS,
+    GRAIN,
+    MOST_COLUMNS,
+    GroupLoops,
+    block_loops,
+    is_zero,
+)
+from amp_ir.loops.ir import LANES
 
 
 def columns_kernel(loops: GroupLoops) -> tirx.Stmt:
     """Emit blocks of columns, each over all rows."""
     inner = loops.row_axes[-1]
-    block = next((b for b in COLUMN_BLOCKS if inner.extent >= b), 1)
+    block = _block(inner.extent)
     whole = inner.extent // block * block
     statements: list[tirx.Stmt] = []
     outer_rows = math.prod(axis.extent for axis in loops.row_axes[:-1])
@@ -39,6 +47,13 @@ def columns_kernel(loops: GroupLoops) -> tirx.Stmt:
         body = sequence(_column_block(loops, outer, whole, inner.extent - whole))
         statements.append(For(task, 0, outer_rows, ForKind.SERIAL, body))
     return sequence(statements)
+
+
+def _block(columns: int) -> int:
+    """Return how many columns a block has: all alike where vectors fill them, at most 192."""
+    whole = (b for b in range(MOST_COLUMNS, 0, -LANES) if columns % b == 0)
+    some = (b for b in COLUMN_BLOCKS if columns >= b)
+    return next(whole, None) or next(some, 1)
 
 
 def _column_block(loops: GroupLoops, outer: list[Any], start: Any, block: int) -> list[tirx.Stmt]:

@@ -30,6 +30,7 @@ from amp_ir.loops.ir import LANES
 GRAIN = 8192
 # Columns that are done side by side where the loop over the rows is inside.
 COLUMN_BLOCKS = (128, 64, 32, 16)
+MOST_COLUMNS = 192
 
 # `body(column, lane)` gives the statement, and whether it can only run lane by lane.
 Body = Callable[[Any, Any], "tuple[tirx.Stmt, bool]"]

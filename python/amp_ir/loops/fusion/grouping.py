@@ -130,7 +130,7 @@ class Grouping:
         return [groups[number] for number in sorted(groups, key=rank, reverse=True)]
 
     def _reduction_candidates(self, value: Reduction, reads: list[Read]) -> list[Group]:
-        """Return the groups that read all of a tensor in memory that `value` reduces, latest first.
+        """Return the groups that read all of a tensor from memory, as `value` does, latest first.
 
         Only for reductions: their results are small, so nothing large has to wait in memory for a
         reader because it was computed early.
@@ -138,10 +138,12 @@ class Grouping:
         size = math.prod(value.source_shape)
         groups: dict[int, Group] = {}
         for read in reads:
-            if read.value.size == size and id(read.value) not in self.group_of:
+            if read.value.size == size:
+                home = self.group_of.get(id(read.value))
                 for number in self._readers_of.get(id(read.value), ()):
                     group = self._by_number[number]
-                    if number >= self._first_open and _gates(group) == value.is_gate:
+                    is_open = number >= self._first_open and group is not home
+                    if is_open and _gates(group) == value.is_gate:
                         groups[group.number] = group
         return [groups[number] for number in sorted(groups, reverse=True)]
 
@@ -279,7 +281,7 @@ class Grouping:
         for value in sorted(outside.values(), key=lambda value: -value.serial):
             if id(value) in self._demanded or not isinstance(value, Pointwise):
                 continue
-            if value.size > 1 and self._is_cheap(value, outside):
+            if value.size > 1 and not value.is_kept and self._is_cheap(value, outside):
                 value.is_view = True
         self._read_cache.clear()
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import tvm
 
+from amp_ir.loops.builders import channels_last
+from amp_ir.loops.group import storage_of
 from amp_ir.loops.ir import Value
 
 
@@ -39,8 +41,13 @@ class Origins:
     ) -> None:
         """Record that `results`, and values made for them, belong to `op`; the first op wins."""
         origin = Origin(op.rpartition(".")[2], span, variable)
+        before = self._last[-1] if self._last else -1
         for value in results:
             self._results.setdefault(value.serial, origin)
+            # What is in memory: to move it to where it is already makes no result of another op.
+            inner = channels_last(value)
+            if inner is not None and storage_of(inner).serial > before:
+                self._results.setdefault(storage_of(inner).serial, origin)
         last = max(value.serial for value in results)
         if not self._last or last > self._last[-1]:
             self._last.append(last)

@@ -14,37 +14,39 @@ from amp_ir.loops.ir import Pointwise, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 
 Body = Callable[..., Any]
+# A mean of `body` over groups of elements, computed in `dtype`.
+Mean = Callable[[Body, str], Value]
 
 
-def _mean(x: Value, axes: Sequence[int], body: Body, dtype: str) -> Value:
-    """Return the mean of `body` over `axes` of the index space of x; the axes stay."""
-    return reduce("sum", x.shape, axes, body, dtype, divisor=_count(x, axes))
+def mean_over(x: Value, axes: Sequence[int]) -> Mean:
+    """Return means over `axes` of the index space of x; the axes stay."""
+    count = math.prod(x.shape[axis] for axis in axes)
+    return lambda body, dtype: reduce("sum", x.shape, axes, body, dtype, divisor=count)
 
 
-def _count(x: Value, axes: Sequence[int]) -> int:
-    return math.prod(x.shape[axis] for axis in axes)
+def statistics(
+    x: Value, mean_of: Mean, eps: float, seen: Callable[[Value], Value] = lambda mean: mean
+) -> tuple[Value, Value, Value]:
+    """Compute (mean, variance, 1 / sqrt(variance + eps)) in two passes.
 
-
-def statistics(x: Value, axes: Sequence[int], eps: float) -> tuple[Value, Value, Value]:
-    """Compute (mean, variance, 1 / sqrt(variance + eps)) over `axes`, in two passes.
+    `seen` makes of a mean what broadcasts to x.
 
     The error of the first mean adds its square to the mean square of the differences from it. The
     mean of these differences estimates that error: the corrected two-pass algorithm (Chan, Golub
     and LeVeque 1983).
     """
     dtype = compute_dtype(x.dtype)
-    first = _mean(x, axes, lambda *i: x[i], dtype)
-    count = _count(x, axes)
+    first = mean_of(lambda *i: x[i], dtype)
+    near = seen(first)
 
     def distance(*i: Any) -> Any:
-        return let(x[i] - first[i])
+        return let(x[i] - near[i])
 
     def squared(*i: Any) -> Any:
         centered = distance(*i)
         return centered * centered
 
-    square = reduce("sum", x.shape, axes, squared, dtype, divisor=count)
-    drift = reduce("sum", x.shape, axes, distance, dtype, divisor=count)
+    square, drift = mean_of(squared, dtype), mean_of(distance, dtype)
 
     def corrected(*i: Any) -> Any:
         return m.maximum(square[i] - drift[i] * drift[i], m.constant(0.0, dtype))
@@ -84,12 +86,12 @@ def input_gradient(
     mean: Value | None,
     rstd: Value,
     weight: Value | None,
-    axes: Sequence[int],
+    mean_of: Mean,
     dtype: str,
 ) -> Value:
     """Compute rstd * (g - mean(g) - n * mean(g n)), g = grad * weight, n the normalized input.
 
-    Without `mean` (RMS normalization) the second term is absent.
+    The means are `mean_of`. Without `mean` (RMS normalization) the second term is absent.
     """
     wide = compute_dtype(grad.dtype)
 
@@ -99,8 +101,8 @@ def input_gradient(
     def normal(*i: Any) -> Any:
         return (x[i] if mean is None else x[i] - mean[i]) * rstd[i]
 
-    mean_scaled = None if mean is None else _mean(grad, axes, scaled, wide)
-    mean_product = _mean(grad, axes, lambda *i: scaled(*i) * normal(*i), wide)
+    mean_scaled = None if mean is None else mean_of(scaled, wide)
+    mean_product = mean_of(lambda *i: scaled(*i) * normal(*i), wide)
 
     def body(*i: Any) -> Any:
         rest = scaled(*i) if mean_scaled is None else scaled(*i) - mean_scaled[i]
@@ -145,7 +147,7 @@ def layer_norm(
     has_bias: bool = True,
 ) -> tuple[Value, ...]:
     """Compute two row sums, then one pass."""
-    mean, _, rstd = statistics(x, _last_axes(x, ndim_normalized), eps)
+    mean, _, rstd = statistics(x, mean_over(x, _last_axes(x, ndim_normalized)), eps)
     weight, bias = optional(rest, has_weight, has_bias)
     return normalized(x, mean, rstd, weight, bias, op.results[0].dtype), mean, rstd
 
@@ -163,8 +165,8 @@ def layer_norm_backward_input(
 ) -> Value:
     """Compute two row sums, then one pass."""
     (weight,) = optional(rest, has_weight)
-    axes = _last_axes(x, ndim_normalized)
-    return input_gradient(grad, x, mean, rstd, weight, axes, op.results[0].dtype)
+    mean_of = mean_over(grad, _last_axes(x, ndim_normalized))
+    return input_gradient(grad, x, mean, rstd, weight, mean_of, op.results[0].dtype)
 
 
 @lowers("amp_ir.layer_norm_backward_weight")
@@ -189,7 +191,8 @@ def rms_norm(
 ) -> tuple[Value, ...]:
     """Compute one row sum, then one pass."""
     dtype = compute_dtype(x.dtype)
-    square = _mean(x, _last_axes(x, ndim_normalized), lambda *i: x[i] * x[i], dtype)
+    mean_of = mean_over(x, _last_axes(x, ndim_normalized))
+    square = mean_of(lambda *i: x[i] * x[i], dtype)
     rstd = pointwise(square.shape, dtype, lambda *i: m.rsqrt(square[i] + m.constant(eps, dtype)))
     (weight,) = optional(rest, has_weight)
     y = pointwise(x.shape, op.results[0].dtype, lambda *i: _affine(x[i] * rstd[i], i, weight, None))
@@ -208,8 +211,8 @@ def rms_norm_backward_input(
 ) -> Value:
     """Compute one row sum, then one pass."""
     (weight,) = optional(rest, has_weight)
-    axes = _last_axes(x, ndim_normalized)
-    return input_gradient(grad, x, None, rstd, weight, axes, op.results[0].dtype)
+    mean_of = mean_over(grad, _last_axes(x, ndim_normalized))
+    return input_gradient(grad, x, None, rstd, weight, mean_of, op.results[0].dtype)
 
 
 @lowers("amp_ir.rms_norm_backward_weight")

@@ -18,7 +18,7 @@ from amp_ir.loops import math as m
 from amp_ir.loops.body_context import let
 from amp_ir.loops.builders import flatten, pointwise, reduce, reshape
 from amp_ir.loops.codegen.kernel_buffers import stored_element
-from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.ir import Index, TensorSpec, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.pooling_windows import Adaptive, Sliding, number
 
@@ -131,7 +131,6 @@ def _covering(op: Lowering, axes: Axes, dtype: str, body: Callable[..., Any]) ->
     """Sum `body(place in grad, element)` over the windows that hold each element."""
     result, n = op.results[0], len(axes)
     batch = result.shape[: len(result.shape) - n]
-    space = (*result.shape, *(axis.covering for axis in axes))
 
     def element(*i: Any) -> Any:
         elements, whichs = i[len(batch) : len(batch) + n], i[len(batch) + n :]
@@ -140,18 +139,30 @@ def _covering(op: Lowering, axes: Axes, dtype: str, body: Callable[..., Any]) ->
         value = body((*i[: len(batch)], *at), elements)
         return _guarded([valid for _, valid in found], value, m.constant(0.0, dtype))
 
-    places = _places([axis.covering for axis in axes])
+    return _summed(result, [axis.covering for axis in axes], element, lambda total, _i: total)
+
+
+def _summed(
+    result: TensorSpec,
+    counts: Sequence[int],
+    element: Callable[..., Any],
+    finish: Callable[[Any, Index], Any],
+) -> Value:
+    """Return `finish(sum of element(*i, *place) over a window of counts, i)` at each i."""
+    dtype, places = compute_dtype(result.dtype), _places(counts)
     if places is not None:
 
-        def summed(*i: Any) -> Any:
+        def written_out(*i: Any) -> Any:
             total = m.constant(0.0, dtype)
             for place in places:
                 total = let(total + element(*i, *place))
-            return total
+            return finish(total, i)
 
-        return pointwise(result.shape, result.dtype, summed)
+        return pointwise(result.shape, result.dtype, written_out)
+    space, n = (*result.shape, *counts), len(counts)
     total = reduce("sum", space, _last(space, n), element, dtype)
-    return reshape(pointwise(total.shape, result.dtype, lambda *i: total[i]), result.shape)
+    y = pointwise(total.shape, result.dtype, lambda *i: finish(total[i], i[: len(i) - n]))
+    return reshape(y, result.shape)
 
 
 def _max_pool_backward(op: Lowering, grad: Value, indices: Value, axes: Axes) -> Value:
@@ -235,14 +246,12 @@ def _divisor(
 def _average(op: Lowering, x: Value, axes: Axes, **count: Any) -> Value:
     dtype, n = compute_dtype(x.dtype), len(axes)
     zero = m.constant(0.0, dtype)
-    space, body = _windows(x, axes, lambda at, valid, _i: _guarded(valid, x[at], zero))
-    total = reduce("sum", space, _last(space, n), body, dtype)
+    _, body = _windows(x, axes, lambda at, valid, _i: _guarded(valid, x[at], zero))
 
-    def mean(*i: Any) -> Any:
-        windows = i[len(i) - 2 * n : len(i) - n]
-        return total[i] / _divisor(axes, windows, dtype=dtype, **count)
+    def mean(total: Any, i: Index) -> Any:
+        return total / _divisor(axes, i[len(i) - n :], dtype=dtype, **count)
 
-    return reshape(pointwise(total.shape, op.results[0].dtype, mean), op.results[0].shape)
+    return _summed(op.results[0], [axis.width for axis in axes], body, mean)
 
 
 def _average_backward(op: Lowering, grad: Value, axes: Axes, **count: Any) -> Value:

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowering of group and batch normalization.
-
-Reshapes bring both into a common form: group normalization is [n, groups, channels per group,
-space] with sums over the last two axes, batch normalization is [n, channels, space] with sums over
-the outer two; weights and statistics are then broadcasts.
-"""
+"""Lowering of batch normalization: sums per channel, then a pass over the images."""
 
 from __future__ import annotations
 
@@ -19,82 +14,12 @@ from amp_ir.loops.builders import channels_first, channels_last, pointwise, redu
 from amp_ir.loops.ir import Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.normalization import (
-    input_gradient,
+    mean_over,
     normalized,
     optional,
     statistics,
     weight_gradient,
 )
-
-_GROUP_AXES = (2, 3)
-
-
-def _grouped(x: Value, groups: int) -> Value:
-    n, channels, *space = x.shape
-    return reshape(x, (n, groups, channels // groups, math.prod(space)))
-
-
-def _by_group(statistic: Value) -> Value:
-    return reshape(statistic, (*statistic.shape, 1, 1))
-
-
-def _by_channel(values: Sequence[Value | None], groups: int) -> list[Value | None]:
-    """Reshape [channels] to [groups, channels per group, 1]."""
-    return [
-        None if one is None else reshape(one, (groups, one.shape[0] // groups, 1)) for one in values
-    ]
-
-
-@lowers("amp_ir.group_norm")
-def group_norm(
-    op: Lowering,
-    x: Value,
-    *rest: Value,
-    groups: int,
-    eps: float,
-    has_weight: bool = True,
-    has_bias: bool = True,
-) -> tuple[Value, ...]:
-    """Compute two sums per group, then one pass."""
-    grouped = _grouped(x, groups)
-    mean, _, rstd = statistics(grouped, _GROUP_AXES, eps)
-    weight, bias = _by_channel(optional(rest, has_weight, has_bias), groups)
-    y = normalized(grouped, mean, rstd, weight, bias, op.results[0].dtype)
-    shape = op.results[1].shape
-    return reshape(y, x.shape), reshape(mean, shape), reshape(rstd, shape)
-
-
-@lowers("amp_ir.group_norm_backward_input")
-def group_norm_backward_input(
-    op: Lowering,
-    grad: Value,
-    x: Value,
-    mean: Value,
-    rstd: Value,
-    *rest: Value,
-    groups: int,
-    has_weight: bool = True,
-) -> Value:
-    """Compute two sums per group, then one pass."""
-    (weight,) = _by_channel(optional(rest, has_weight), groups)
-    dx = input_gradient(
-        _grouped(grad, groups), _grouped(x, groups), _by_group(mean), _by_group(rstd), weight,
-        _GROUP_AXES, op.results[0].dtype,
-    )  # fmt: skip
-    return reshape(dx, x.shape)
-
-
-@lowers("amp_ir.group_norm_backward_weight")
-def group_norm_backward_weight(
-    op: Lowering, grad: Value, x: Value, mean: Value, rstd: Value, *, groups: int
-) -> tuple[Value, ...]:
-    """Compute two sums per channel in one pass."""
-    result, gradient = op.results[0], _grouped(grad, groups)
-    dweight = weight_gradient(
-        gradient, _grouped(x, groups), _by_group(mean), _by_group(rstd), (0, 3), result.dtype
-    )
-    dbias = reduce("sum", gradient.shape, (0, 3), lambda *i: gradient[i], result.dtype)
-    return reshape(dweight, result.shape), reshape(dbias, result.shape)
 
 
 @attrs.frozen
@@ -170,7 +95,7 @@ def batch_norm(
     planes = form.seen(x)
     flags = (has_weight, has_bias, has_running, has_running)
     weight, bias, running_mean, running_var = optional(rest, *flags)
-    mean, variance, rstd = statistics(planes, form.axes, eps)
+    mean, variance, rstd = statistics(planes, mean_over(planes, form.axes), eps)
     weight, bias = form.columns((weight, bias))
     y = normalized(planes, mean, rstd, weight, bias, op.results[0].dtype)
     shape = op.results[1].shape
