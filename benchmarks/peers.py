@@ -61,7 +61,7 @@ def compiled_step(step: Step, variant: str) -> Step:
         return torch.compile(step)
     if variant == COMPILED["autotune"]:
         return torch.compile(step, mode="max-autotune")
-    whole = torch.compile(step, fullgraph=True)
+    whole = torch.compile(step)
 
     def traced_with_backward() -> Any:
         with torch._dynamo.config.patch(trace_autograd_ops=True):

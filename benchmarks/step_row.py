@@ -25,7 +25,7 @@ from benchmarks.workloads.further import ALL
 # measured.
 COLUMNS = {
     "compile": "torch.compile as a peer, and how long it takes from a cold cache",
-    "whole": "torch.compile of the whole step with its backward pass in one graph, as a peer too",
+    "whole": "torch.compile with the backward pass in the graph of the forward pass, as a peer too",
     "autotune": 'torch.compile with mode="max-autotune" as a peer too; takes minutes to compile',
     "layouts": "torch.compile in both memory layouts, not only in the one that is eager's best",
     "peak": "measured peaks of memory",
