@@ -48,7 +48,7 @@ def plan():
 
 
 def printed(columns: int, printing) -> list[str]:
-    console = Console(width=columns, no_color=True)
+    console = Console(width=columns, force_terminal=True, color_system=None)
     with console.capture() as capture:
         printing(console)
     lines = [line.rstrip() for line in capture.get().splitlines()]

@@ -176,7 +176,8 @@ def test_a_training_file_is_run_without_its_loop(training: Path) -> None:
         (
             "batch = ()",
             "{} does not define `step` (the function to capture), `model` (a module or a list of "
-            "them); define them at its top level",
+            "them); define them at its top level: `amp-ir examine --help` shows "
+            "a file that the commands take",
         ),
         (
             "step = model = None; batch = [1]",
@@ -195,7 +196,8 @@ def test_a_file_that_lacks_something(tmp_path: Path, source: str, message: str) 
 
 def test_a_name_that_is_neither_is_a_wrong_use(capsys: Any) -> None:
     assert cli.main(["report", "berd1"]) == 2
-    expected = "amp-ir report: berd1 is neither a workload nor a file; expected a .py file"
+    expected = "amp-ir report: berd1 is neither a workload nor a file; "
+    expected += "`amp-ir examine --help` shows a file that the commands take"
     assert capsys.readouterr().err.splitlines()[-1] == expected
 
 

@@ -141,6 +141,7 @@ class StepTracer:
                 )
                 stack.enter_context(Substitution(fakes, watch, self._locator, self._diagnostics))
                 self.observer.add_models(state.models)
+                self.effects.begin(state.models)
                 self.observer.add_step(self._step)
                 arguments = self._arguments.with_tensors(
                     batch, self.numbers.arguments(self._arguments)

@@ -10,7 +10,7 @@ from typing import Any
 import amp_ir
 from amp_ir.api import lower
 from amp_ir.commands import SUMMARIES
-from amp_ir.commands.training import add_command, add_dtype, traced, training_of
+from amp_ir.commands.training import add_casts, add_command, casts_of, traced, training_of
 from amp_ir.cuda.compiler import check_architecture
 from amp_ir.demo.stage_progress import spent, stages
 from amp_ir.ir.stages import each, seconds_by_stage
@@ -30,7 +30,7 @@ def add_compile(commands: Any) -> None:
         "mlp --small --out step.so",
         "train.py --target sm_90 --out step.so --state state.npz",
     )
-    add_dtype(parser)
+    add_casts(parser)
     parser.add_argument(
         "--target", default="cpu", help='"cpu" (this one), or a GPU\'s architecture: "sm_90"'
     )
@@ -62,6 +62,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     """Compile without a GPU and without the libraries of the step; see `amp_ir.vm.export`."""
     target = with_libraries(parse_target(arguments.target), arguments.libraries)
     # Checked before anything that takes long.
+    casts = casts_of(arguments)
     if target.is_cuda:
         check_architecture(target.arch)
     for option, file in (("out", arguments.out), ("state", arguments.state)):
@@ -76,7 +77,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         if arguments.amp_dtype != "float32":
             report("choosing casts")
             with spent(seconds, "amp"):
-                mod = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
+                mod = amp_ir.autocast(mod, args, **casts)
         report("compiling")
         # The program that runs the file checks the indices of a batch on the host.
         on_stage = each(seconds_by_stage(seconds), current_stage_files())

@@ -9,7 +9,7 @@ from typing import Any
 
 import amp_ir
 from amp_ir.commands import SUMMARIES
-from amp_ir.commands.training import add_command, owners, training_of
+from amp_ir.commands.training import add_casts, add_command, casts_of, owners, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.files.atomic_file import write_text
 
@@ -23,7 +23,7 @@ def add_errors(commands: Any) -> None:
         "bert1 --small",
         "train.py --html errors.html",
     )
-    parser.add_argument("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add_casts(parser, low_only=True)
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="when to stop (default 60)"
     )
@@ -33,13 +33,14 @@ def add_errors(commands: Any) -> None:
 
 
 def _errors(arguments: argparse.Namespace) -> int:
+    casts = casts_of(arguments)
     with stages() as report:
         training = training_of(arguments, report)
         report("rounding ops one after the other")
         found = amp_ir.error_report(
             training.step,
             training.batch,
-            amp_dtype=arguments.amp_dtype,
+            **casts,
             seconds=arguments.seconds,
             **owners(training),
         )

@@ -12,7 +12,7 @@ import torch
 
 import amp_ir
 from amp_ir.commands import SUMMARIES
-from amp_ir.commands.training import add_command, add_dtype, owners, traced, training_of
+from amp_ir.commands.training import add_casts, add_command, casts_of, owners, traced, training_of
 from amp_ir.demo.peer_times import peer_times
 from amp_ir.demo.stage_progress import stages
 from amp_ir.host.machine_load import load_warning
@@ -35,7 +35,7 @@ def add_profile(commands: Any) -> None:
         "bert1 --amp-dtype bfloat16",
         "train.py --json profile.json --trace trace.json",
     )
-    add_dtype(parser)
+    add_casts(parser)
     add_profile_arguments(parser)
     parser.set_defaults(run=_profile)
 
@@ -49,7 +49,7 @@ def add_report(commands: Any) -> None:
         "bert1 --out report.html",
         "train.py --amp-dtype bfloat16",
     )
-    add_dtype(parser)
+    add_casts(parser)
     add_report_arguments(parser)
     parser.set_defaults(run=_report)
 
@@ -86,7 +86,7 @@ class _Measured:
 def _measure(arguments: argparse.Namespace) -> _Measured:
     """Measure memory and time of the training on the command line, beside its float32 step."""
     # Checked before anything that takes long.
-    target = target_of(arguments.device)
+    target, casts = target_of(arguments.device), casts_of(arguments)
     with stages() as report:
         training = training_of(arguments, report)
         report("capturing the step")
@@ -94,7 +94,7 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
         low, plan = mod, None
         if arguments.amp_dtype != "float32":
             report("choosing casts")
-            low = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype)
+            low = amp_ir.autocast(mod, args, **casts)
             plan = amp_ir.explain_plan(low)
         report("planning memory")
         baseline = mod if plan is not None else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import amp_ir
 from amp_ir.commands import SUMMARIES
-from amp_ir.commands.training import add_command, traced, training_of
+from amp_ir.commands.training import add_casts, add_command, casts_of, traced, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.errors import OptionError
 
@@ -28,9 +28,14 @@ def add_plan(commands: Any) -> None:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     save = add_command(
-        actions, "save", "write the cast plan of a step", "train.py --out new.json", within="plan"
+        actions,
+        "save",
+        "write the cast plan of a step",
+        "train.py --out new.json",
+        'train.py --policy conservative --override "module=head,to=low"',
+        within="plan",
     )
-    save.add_argument("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add_casts(save, low_only=True)
     save.add_argument(
         "--out", type=Path, default=Path("plan.json"), metavar="FILE", help="the file to write"
     )
@@ -47,12 +52,13 @@ def add_plan(commands: Any) -> None:
 def _save(arguments: argparse.Namespace) -> int:
     if not arguments.out.parent.is_dir():
         raise OptionError(f"--out={arguments.out}: there is no such folder; make it")
+    casts = casts_of(arguments)
     with stages() as report:
         training = training_of(arguments, report)
         report("capturing the step")
         mod, args = traced(training)
         report("choosing casts")
-        plan = amp_ir.autocast(mod, args, amp_dtype=arguments.amp_dtype).plan
+        plan = amp_ir.autocast(mod, args, **casts).plan
     plan.save(arguments.out)
     print(f"wrote {arguments.out}: {len(plan.ops)} ops, {len(plan.casts)} casts")
     return 0

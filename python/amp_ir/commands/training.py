@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import amp_ir
+from amp_ir.amp.hints import FULL_DTYPE
+from amp_ir.amp.policies import POLICIES
 from amp_ir.demo.comparison import Report
 from amp_ir.demo.training_file import load_training
 from amp_ir.demo.workloads import WORKLOADS
+from amp_ir.errors import OptionError
 
+# What an override may say on a command line.
+_WORDS = ("module", "op", "parameter", "phase", "to")
 EXAMPLE_FILE = """\
 a train.py defines its parts at the top level, and trains below `if __name__ == "__main__":`:
   model = ...                      # a module, or a list of them
@@ -58,6 +63,52 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--amp-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
     )
+
+
+def add_casts(parser: argparse.ArgumentParser, *, low_only: bool = False) -> None:
+    """Add the arguments that say where low precision is used; `casts_of` reads them."""
+    if low_only:
+        parser.add_argument("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    else:
+        add_dtype(parser)
+    parser.add_argument(
+        "--policy", choices=sorted(POLICIES), default="default", help="the rules to begin with"
+    )
+    parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="SELECTOR",
+        help='what is to have another dtype, such as "module=head,op=relax.matmul,to=float32", '
+        "with the words of amp_ir.Override; may be given again, and the last that fits decides",
+    )
+
+
+def casts_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `autocast` on the command line.
+
+    Raises:
+        OptionError: an override is not such words.
+    """
+    if arguments.override and arguments.amp_dtype == FULL_DTYPE:
+        raise OptionError("--override changes nothing with --amp-dtype float32; leave one out")
+    return {
+        "amp_dtype": arguments.amp_dtype,
+        "policy": arguments.policy,
+        "overrides": [_override(text) for text in arguments.override],
+    }
+
+
+def _override(text: str) -> amp_ir.Override:
+    pairs = [one.partition("=") for one in text.split(",")]
+    words: dict[str, Any] = {name.strip(): value.strip() for name, _, value in pairs}
+    wrong = sorted(set(words) - set(_WORDS))
+    if wrong or "to" not in words or not all(is_pair for _, is_pair, _ in pairs):
+        raise OptionError(
+            f"--override {text!r} is no selector; expected some of {', '.join(_WORDS[:-1])}, "
+            'and to, such as "module=encoder.*,op=relax.matmul,to=float32"'
+        )
+    return amp_ir.Override(**words)
 
 
 def training_of(arguments: argparse.Namespace, report: Report) -> Any:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from amp_ir.commands import SUMMARIES
-from amp_ir.commands.training import add_command, add_dtype
+from amp_ir.commands.training import add_casts, add_command, casts_of
 from amp_ir.verification.commands import add_verify_arguments, run_verify
 
 
@@ -19,6 +20,10 @@ def add_verify(commands: Any) -> None:
         "bert1 --small",
         "train.py --seeds 3 --html verify.html",
     )
-    add_dtype(parser)
+    add_casts(parser)
     add_verify_arguments(parser)
-    parser.set_defaults(run=run_verify)
+    parser.set_defaults(run=_verify)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    return run_verify(arguments, casts_of(arguments))

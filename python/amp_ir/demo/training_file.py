@@ -18,6 +18,7 @@ _NEEDED = {
     "batch": "the tuple of its arguments",
     "model": "a module or a list of them",
 }
+_SEE = "`amp-ir examine --help` shows a file that the commands take"
 
 
 @attrs.frozen
@@ -45,12 +46,12 @@ def load_training(path: Path) -> TrainingFile:
         OptionError: there is no such file, or it does not define a required name.
     """
     if not path.is_file():
-        raise OptionError(f"{path} is neither a workload nor a file; expected a .py file")
+        raise OptionError(f"{path} is neither a workload nor a file; {_SEE}")
     names = runpy.run_path(str(path))
     missing = [name for name in _NEEDED if name not in names]
     if missing:
         wanted = ", ".join(f"`{name}` ({_NEEDED[name]})" for name in missing)
-        raise OptionError(f"{path} does not define {wanted}; define them at its top level")
+        raise OptionError(f"{path} does not define {wanted}; define them at its top level: {_SEE}")
     batch = names["batch"]
     if not isinstance(batch, tuple):
         raise OptionError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -129,9 +130,13 @@ class Examination:
 
     def show(self, console: Console, *, everything: bool = False) -> None:
         """Print the headline, what is refused, and the ops; those of the most bytes, or all."""
-        console.print(escape(self.headline()), highlight=False)
+        # A sentence is one line of a file, and wrapped between words by a terminal.
+        say = functools.partial(
+            console.print, highlight=False, markup=False, soft_wrap=not console.is_terminal
+        )
+        say(self.headline())
         for number, one in enumerate(self._refused_together(), 1):
-            console.print(escape(f"  {number}. {one}"), highlight=False)
+            say(f"  {number}. {one}")
         if self.external:
             console.print()
             console.print(_table("PyTorch's own ops", self.external, console.width))
@@ -146,11 +151,11 @@ class Examination:
             left = [one for one in compiled if one not in shown]
             calls = f"{sum(one.calls for one in left)} calls"
             hidden = f"{len(left)} more kinds of ops, {calls}, which move data or few bytes"
-            console.print(f"not shown: {hidden}; --all shows them", style="dim", highlight=False)
+            say(f"not shown: {hidden}; --all shows them", style="dim")
         if self.notes:
             console.print()
             for note in self.notes:
-                console.print(escape(f"note: {note}"), highlight=False)
+                say(f"note: {note}")
 
     def __repr__(self) -> str:
         """Return the headline; `print` shows all of it."""

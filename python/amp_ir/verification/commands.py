@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="everything, as one page")
 
 
-def run_verify(arguments: argparse.Namespace) -> int:
-    """Verify the training on the command line; 0 if its numbers are right, 1 if not."""
-    found = join(list(_verifications(arguments)))
+def run_verify(arguments: argparse.Namespace, casts: Mapping[str, Any]) -> int:
+    """Verify the training on the command line, with these options of `verify`; 0 or 1."""
+    found = join(list(_verifications(arguments, casts)))
     print(found)
     for file, text in ((arguments.json, found.to_json), (arguments.html, found.to_html)):
         if file is not None:
@@ -46,7 +46,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     return 0 if found.is_good else 1
 
 
-def _verifications(arguments: argparse.Namespace) -> Iterator[Verification]:
+def _verifications(
+    arguments: argparse.Namespace, casts: Mapping[str, Any]
+) -> Iterator[Verification]:
     first: dict[str, torch.Tensor] = {}
     for seed in range(arguments.seeds):
         training = _made(arguments)(seed)
@@ -61,7 +63,7 @@ def _verifications(arguments: argparse.Namespace) -> Iterator[Verification]:
             model=training.model,
             optimizer=training.optimizer,
             scaler=getattr(training, "scaler", None),
-            amp_dtype=arguments.amp_dtype,
+            **casts,
             max_ratio=arguments.max_ratio,
             check=seed == 0,
         )

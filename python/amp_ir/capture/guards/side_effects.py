@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.places import ABSENT, Contents, Place, flat, in_words, is_same
+from amp_ir.capture.guards.registered_modules import NewModule, RegisteredModules
 from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
 
@@ -32,6 +33,10 @@ _MOVE = (
     "buffer of the model"
 )
 _PASS = "Use it outside of the step, and pass what it gives as an argument"
+_IN_INIT = (
+    "Make it in __init__, or call the model once on a batch before, under torch.no_grad(), and "
+    "pass its parameters to the optimizer"
+)
 _RETURN = "Return the tensor from the step, and keep it after the call"
 
 
@@ -42,7 +47,7 @@ class Left:
     `key` is equal for the same place in another trace.
     """
 
-    place: Place | Contents
+    place: Place | Contents | NewModule
     value: Any
     key: tuple[int, Any]
     diagnostic: tuple[str, Location, str]
@@ -60,12 +65,18 @@ class SideEffects:
     observer: Observer
     put: dict[int, Any]
     left: list[Left] = attrs.Factory(list)
+    registered: RegisteredModules = attrs.Factory(lambda: RegisteredModules([]))
     random_before: Any = attrs.Factory(random.getstate)
     numpy_before: Any = attrs.Factory(numpy.random.get_state)
+
+    def begin(self, models: Sequence[torch.nn.Module]) -> None:
+        """Remember the submodules of the models; call it before the step runs."""
+        self.registered = RegisteredModules(models)
 
     def report(self, diagnostics: Diagnostics) -> None:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
+        self._report_modules(diagnostics)
         for place in self.observer.objects.places.values():
             now = place.now()
             if now is place.before or id(now) in self.put or is_same(now, place.before):
@@ -82,6 +93,7 @@ class SideEffects:
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
+        self.registered.restore()
         for contents in self.observer.objects.contents.values():
             now = flat(contents.target)
             if len(now) != len(contents.before) or any(
@@ -108,6 +120,26 @@ class SideEffects:
             yield
         finally:
             self.restore()
+
+    def _report_modules(self, diagnostics: Diagnostics) -> None:
+        """Report modules that the step registers; one without tensors may initialize itself."""
+        for one in self.registered.new():
+            kind, of = type(one.child).__name__, type(one.parent).__name__
+            what = f"makes the module {one.key!r} ({kind}) of {of} and keeps it"
+            line = next(
+                (
+                    self._line(place)
+                    for place in self.observer.objects.places.values()
+                    if place.key == one.key and place.holder in (one.parent, vars(one.parent))
+                ),
+                ("", 0),
+            )
+            if one.holds_tensors:
+                told = f"{what}: each compiled step would make its parameters anew"
+                diagnostics.add(told, _at(line), _IN_INIT)
+            else:
+                said = what, _at(line), _IN_INIT
+                self.left.append(Left(one, one.child, (id(one.parent), one.key), said))
 
     def state_error(self, again: SideEffects) -> CaptureError:
         """Return the error about the state of a step that was traced `again` with what it left.
