@@ -111,7 +111,7 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
             errors = amp_ir.error_report(
                 training.step,
                 training.batch,
-                amp_dtype=arguments.amp_dtype,
+                **casts,
                 seconds=arguments.errors,
                 **owners(training),
             )
