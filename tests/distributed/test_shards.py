@@ -176,6 +176,22 @@ def with_infinity(rank: int, step: int) -> Batch:
     return x, y
 
 
+def within_a_budget(rank: int) -> tuple[int, bool]:
+    """How many calls run again, and whether the state is that of a step without a budget."""
+    states, budget = [], None
+    for _ in range(2):
+        one = clipped(adamw)
+        train = jitted(one, shard="optimizer", amp_dtype="bfloat16", memory_budget=budget)
+        for k in range(2):
+            x, y = batch_of(rank, k)
+            train(x.repeat(64, 1), y.repeat(64))
+        plan = train.report.plan
+        budget = int(plan.peak_bytes * 0.85)
+        states.append(state(one))
+    is_same = all((a == b).all() for a, b in zip(*states, strict=True))
+    return sum(call.is_rerun for call in plan.calls), is_same
+
+
 def train_all(rank: int) -> dict[str, Outcome]:
     torch.set_num_threads(1)
     feed = lambda k: batch_of(rank, k)  # noqa: E731
@@ -187,6 +203,11 @@ def train_all(rank: int) -> dict[str, Outcome]:
             lambda: clipped(of_own(Lamb)), feed, amp_dtype="bfloat16", comm_dtype="bfloat16"
         ),
     }
+
+
+def test_a_memory_budget_changes_nothing(tmp_path: Path) -> None:
+    for reruns, is_same in ranks(within_a_budget, tmp_path):
+        assert reruns and is_same
 
 
 def test_split_state_trains_as_whole_state(tmp_path: Path) -> None:

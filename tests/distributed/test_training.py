@@ -86,7 +86,7 @@ def outcome(name: str, rank: int, *, is_plain: bool) -> Outcome:
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_stay_equal_and_follow_pytorch(tmp_path: Path, count: int) -> None:
     # With four ranks on two cores a step is slow: fewer kinds.
-    names = list(WORKLOADS) if count == 2 else ["mlp", "gan"]
+    names = list(WORKLOADS) if count == 2 else ["mlp", "gpt2"]
 
     def program(rank: int) -> dict[str, Outcome]:
         return {name: outcome(name, rank, is_plain=k % 2 == 1) for k, name in enumerate(names)}

@@ -92,7 +92,9 @@ def contract_of(mod: StepModule, plan: MemoryPlan) -> Contract:
     # Ranks that split the optimizers' state have parts of other sizes.
     whole = mod if mod.whole is None else mod.whole
     inputs = whole.signature.inputs
-    collectives = tuple(_described(call) for call in plan.calls if call.symbol in SYMBOLS)
+    # Programs that differ may wait elsewhere; what begins has to be alike.
+    compared = SYMBOLS if mod.whole is None else {START_SYMBOL}
+    collectives = tuple(_described(call) for call in plan.calls if call.symbol in compared)
     batch = [one for one in inputs if one.role is Role.BATCH]
     return Contract(
         collectives,
