@@ -7,6 +7,7 @@ Each kind of refusal has a page in docs/refused too, whose programs tests/test_r
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ class Setting:
         self.outside = torch.zeros(3)
         self.model.register_buffer("seen", torch.zeros(3))
         self.model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.head, self.scaled = self.model.weight[:1], self.model.weight * 2
         self.kept: list[torch.Tensor] = []
         self.calls = 0
 
@@ -198,6 +200,62 @@ def gradient_inside(s: Setting, x: torch.Tensor, w: torch.Tensor) -> Any:
     return loss, w.grad
 
 
+def uses_view(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.loss(x) + s.head.square().sum())
+
+
+def makes_view(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.loss(x) + s.model.weight[:1].square().sum())
+
+
+def uses_scaled(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.loss(x) + s.scaled.sum())
+
+
+def scales(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.loss(x) + (s.model.weight * 2).sum())
+
+
+def one_hot(s: Setting, x: torch.Tensor) -> Any:
+    return s.train((s.model(x) * F.one_hot(x[:, :3].argmax(-1))).sum())
+
+
+def one_hot_of_three(s: Setting, x: torch.Tensor) -> Any:
+    return s.train((s.model(x) * F.one_hot(x[:, :3].argmax(-1), num_classes=3)).sum())
+
+
+def reads_clock(s: Setting, x: torch.Tensor) -> Any:
+    return s.train(s.loss(x) * (1.0 if time.monotonic() > 0 else 2.0))
+
+
+def replaces(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.train(s.loss(x))
+    s.model.bias = nn.Parameter(torch.zeros(3))
+    return loss
+
+
+def copies(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.train(s.loss(x))
+    with torch.no_grad():
+        s.model.bias.copy_(torch.zeros(3))
+    return loss
+
+
+def penalized_attention(s: Setting, x: torch.Tensor, dropout_p: float) -> Any:
+    x = x.detach().requires_grad_()
+    y = F.scaled_dot_product_attention(*([s.model(x)[None]] * 3), dropout_p=dropout_p).sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    return s.train(gradient.square().sum())
+
+
+def drops_attention(s: Setting, x: torch.Tensor) -> Any:
+    return penalized_attention(s, x, 0.1)
+
+
+def keeps_attention(s: Setting, x: torch.Tensor) -> Any:
+    return penalized_attention(s, x, 0.0)
+
+
 HINTS = {
     "a write outside": Hint(write_outside, "register it as a buffer of the model", write_buffer),
     "a write to the batch": Hint(write_batch, "Write to a copy: call .clone() first", write_copy),
@@ -226,6 +284,14 @@ HINTS = {
     "an argument": Hint(
         changes_argument, "Change a copy of it", changes_copy, extra=lambda k: ({"k": k},)
     ),
+    "a view": Hint(uses_view, "Make the view inside of the step", makes_view),
+    "a product": Hint(uses_scaled, "Compute it inside of the step, or detach() it", scales),
+    "classes": Hint(one_hot, "Pass num_classes=", one_hot_of_three),
+    "a clock": Hint(
+        reads_clock, "Read it outside of the step", drawn_outside, extra=lambda _k: (1.0,)
+    ),
+    "another parameter": Hint(replaces, "Write to it in place (copy_)", copies),
+    "attention": Hint(drops_attention, "set the model's attention dropout to 0", keeps_attention),
     "a gradient of the batch": Hint(
         gradient_of_batch, "let it begin with x = x.detach().requires_grad_()", gradient_inside,
         extra=lambda _k: (torch.ones(4, requires_grad=True),),
@@ -246,7 +312,7 @@ def jitted(s: Setting, step: Step, models: tuple[str, ...] = ("model",)) -> Any:
 def test_a_refused_step_that_does_as_it_is_told_trains_as_eager(name: str) -> None:
     hint = HINTS[name]
     refused_by, s = hint.refused, Setting()
-    extra = hint.extra(0) if hint.extra(0) and refused_by is not draws else ()
+    extra = () if refused_by in (draws, reads_clock) else hint.extra(0)
     with pytest.raises(AmpIrError) as refused:
         jitted(s, refused_by)(batch(0), *extra)
     assert hint.told in str(refused.value)
@@ -298,6 +364,29 @@ def test_a_state_that_an_overflow_may_skip_exists_after_one_step_of_pytorch() ->
         assert "Run one step in plain PyTorch first" in str(refused)
         step(batch(0))
     assert torch.isfinite(train(batch(1))) and not train.skipped
+
+
+def test_an_optimizer_that_was_not_passed_works_when_it_is() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(s.other(s.model(x)), torch.tensor([0, 1, 2, 0]))
+        loss.backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        return loss.detach()
+
+    losses = []
+    for compiles in (True, False):
+        s = Setting()
+        optimizers = [s.optimizer, torch.optim.SGD(s.other.parameters(), lr=0.1)]
+        owners = [s.model, s.other]
+        train = step
+        if compiles:
+            with pytest.raises(AmpIrError, match="Pass it in optimizer=, or a list of all"):
+                amp_ir.jit(step, model=owners, optimizer=s.optimizer)(batch(0))
+            train = amp_ir.jit(step, model=owners, optimizer=optimizers)
+        losses.append(torch.stack([train(batch(k)) for k in range(3)]))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
 
 
 def test_a_scaler_that_was_not_passed_works_when_it_is() -> None:

@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 MODEL = nn.Sequential(*[Layer() for _ in range(4)])
-OPTIMIZER = torch.optim.AdamW(MODEL.parameters(), lr=0.1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
 BATCH = (torch.randn(4, 8),)
 OWNERS = {"model": MODEL, "optimizer": OPTIMIZER}
 

@@ -100,12 +100,20 @@ class Substitution(TorchFunctionMode):
         return value
 
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
-        what = f"uses a tensor of shape {tuple(tensor.shape)} that requires a gradient"
-        where = "but is in none of the models"
-        location = self._locator.here()
-        self._diagnostics.add(
-            f"{what} {where}", location, "Pass its module in model=[...], or detach() the tensor"
-        )
+        shape = tuple(tensor.shape)
+        if tensor._base is not None and id(tensor._base) in self._fakes:
+            what = f"uses a view of shape {shape} of a parameter that was made before the step"
+            advice = "Make the view inside of the step"
+        elif tensor.grad_fn is not None:
+            what = f"uses a tensor of shape {shape} with a gradient, computed before the step"
+            advice = "Compute it inside of the step, or detach() it"
+        else:
+            what = (
+                f"uses a tensor of shape {shape} that requires a gradient but is in none of the "
+                "models"
+            )
+            advice = "Pass its module in model=[...], or detach() the tensor"
+        self._diagnostics.add(what, self._locator.here(), advice)
         return tensor.detach()
 
 
