@@ -129,7 +129,9 @@ def table(draws: Sequence[Draw], machine: str) -> str:
         "geometric means. Where their 95 % interval begins below 1,",
         'ours is no larger than torch.autocast\'s within the spread of the draws. "Plan" is the '
         'error with every rounding of the plan (`rounding="strict"`):',
-        f"what kernels add is the difference. Measured on {machine}.",
+        "what kernels add is the difference. Where the input of a ReLU or of a maximum is nearly "
+        "0, one rounding decides its gradient: single draws are then",
+        f"far above or below. Measured on {machine}.",
         "",
         "| | draws | amp_ir | plan | torch.autocast | ratio | 95 % | smallest to largest |",
         "|---|---|---|---|---|---|---|---|",

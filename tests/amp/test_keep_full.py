@@ -194,3 +194,20 @@ def test_a_logarithm_of_sums_over_steps_is_not_rounded_before_its_exponential(ro
     assert len([one for one in summed if not one.module]) > 20
     assert {one.label for one in summed if not one.module} == {"full"}
     assert "low" in {one.label for one in summed if one.module}  # a bias
+
+
+def test_a_table_of_float64_numbers_is_not_rounded_on_the_way():
+    model = torch.nn.Linear(8, 8)
+    kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100, dtype=torch.float64), 0)
+
+    def step(x: torch.Tensor, noise: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        # As diffusion models mix their batch with noise; 1 - 0.9999 cancels.
+        share = kept.to(x.dtype)[t][:, None]
+        loss = F.mse_loss(model(share.sqrt() * x + (1 - share).sqrt() * noise), noise)
+        loss.backward()
+        return loss
+
+    batch = torch.randn(4, 8), torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
+    low = amp_ir.autocast(_captured(step, *batch, model=model), amp_dtype="bfloat16")
+    (read,) = (one for one in low.plan.ops if one.name == "amp_ir.index")
+    assert (read.label, read.rule, read.results) == ("full", "unrounded", ("float32",))

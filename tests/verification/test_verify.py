@@ -29,11 +29,16 @@ class Training:
     batch: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def make(cls, *, dropout: float = 0.0, is_scaled: bool = False) -> Training:
+    def make(
+        cls, *, dropout: float = 0.0, is_scaled: bool = False, is_adam: bool = False
+    ) -> Training:
         model = nn.Sequential(
             nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Dropout(dropout), nn.Linear(24, 5)
         )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        # SGD's step is compiled in half of the time.
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if is_adam:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = amp_ir.GradScaler(init_scale=1024.0) if is_scaled else None
         return cls(model, optimizer, scaler, (torch.randn(16, 12), torch.randint(0, 5, (16,))))
 
@@ -65,7 +70,8 @@ class Training:
     [("bfloat16", False, 2.0**-8), ("float16", True, 2.0**-11), ("float32", False, 2.0**-24)],
 )
 def test_a_right_step_is_good(amp_dtype, is_scaled, unit):
-    found = Training.make(is_scaled=is_scaled).verify(amp_dtype=amp_dtype)
+    is_adam = amp_dtype == "bfloat16"
+    found = Training.make(is_scaled=is_scaled, is_adam=is_adam).verify(amp_dtype=amp_dtype)
     assert found.failures == ()
     assert found.is_good
     assert found.plan.mismatches == ()

@@ -140,9 +140,11 @@ def _pin_unrounded(graph: StepGraph, decisions: Sequence[Decision]) -> None:
 
     Measured on T5 in bfloat16, whose residual stream begins with the embedding: the plan's gradient
     error is 1.06 to 1.10 times that of torch.autocast if that may be stored low, 1.00 if not. What
-    a product has rounded already may be rounded again; masks and constants are no such input.
+    a product has rounded already may be rounded again; masks and constants are no such input. A
+    float64 input is one, whatever it is cast to: of a diffusion's table of noise, 1 - x is read.
     """
-    unrounded = {leaf for leaf in graph.inputs if graph.values[leaf].dtype == FULL_DTYPE}
+    wide = (FULL_DTYPE, "float64")
+    unrounded = {leaf for leaf in graph.inputs if graph.values[leaf].dtype in wide}
     rounded = {n for n, value in enumerate(graph.values) if value.dtype in LOW_DTYPES}
     for op in graph.ops:
         decision = decisions[op.position]
