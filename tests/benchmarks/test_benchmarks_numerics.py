@@ -7,7 +7,7 @@ import json
 
 import attrs
 import pytest
-from benchmarks import advise, numerics
+from benchmarks import advise, numerics, search
 
 
 def draws(*ratios: float) -> list[numerics.Draw]:
@@ -46,3 +46,12 @@ def test_a_gain_is_compared_with_the_measured_one():
     row = advise.Row("mlp", 10.0, 12.0, 5.0, 5.0)
     assert row.error == pytest.approx(2.0 / 2.4 - 1)
     assert advise.shown(row).endswith("gain 2.00 / 2.40 (-17%)")
+
+
+def test_a_search_is_shown_beside_other_plans():
+    lines = search.search(
+        "overflow", search._parts("overflow", is_small=True), turns=1, seconds=0.0
+    ).splitlines()
+    assert lines[0].startswith("overflow in float16, budget 5.0e-03, 1 plans in ")
+    assert [line.split()[0] for line in lines[1:]] == ["autocast", "found", "kept", "float32"]
+    assert "error inf" in lines[1] and "error inf" not in lines[2]
