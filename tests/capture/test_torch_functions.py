@@ -239,7 +239,11 @@ def test_actions_are_drawn_in_a_step() -> None:
     assert train(sure).tolist() == [1, 0]
 
 
-def test_distributions_check_their_arguments_after_a_capture() -> None:
+def test_distributions_check_their_arguments_after_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch.compile, which other tests use, turns these checks off for the process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     trainings(Policy)().capture(PROGRAMS[Policy](0))
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))

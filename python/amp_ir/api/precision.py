@@ -14,7 +14,7 @@ from tvm import relax
 from amp_ir.amp import autocast as autocast_stage
 from amp_ir.amp.cast_traffic import traffic_by_reason
 from amp_ir.amp.hints import LOW_DTYPES
-from amp_ir.amp.overrides import Override
+from amp_ir.amp.overrides import Override, QuietOverride
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.real_kernels import with_real_kernels
 from amp_ir.dialect.loop import NAME as LOOP
@@ -131,7 +131,7 @@ def _comm_overrides(
             "them the same, or leave one out"
         )
     return tuple(
-        Override(op=f"{op}_*", attributes={"comm_dtype": (one,)}, to="low")
+        QuietOverride(op=f"{op}_*", attributes={"comm_dtype": (one,)}, to="low")
         for one in wanted
         if one == amp_dtype
         for op in _sent_in(ir, one)
@@ -145,7 +145,7 @@ def autocast_between_ranks(mod: StepModule, args: Any) -> StepModule:
         return mod
     everything = Override(op="*", to="original")
     exchange = tuple(
-        Override(op=f"{op}_*", attributes={"comm_dtype": (wanted[0],)}, to="low")
+        QuietOverride(op=f"{op}_*", attributes={"comm_dtype": (wanted[0],)}, to="low")
         for op in _sent_in(mod.ir, wanted[0])
     )
     found: StepModule = autocast(mod, args, amp_dtype=wanted[0], overrides=(everything, *exchange))
