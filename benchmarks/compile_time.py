@@ -3,7 +3,8 @@
 
 Seconds of each stage up to the end of the first step, beside torch.compile's from a cold cache, and
 the compiler's peak memory. "bert-N" is BERT-base with N layers: its rows show how compile time
-grows with a program. Each measurement has its own process, one after the other. Seconds are wall
+grows with a program; "rnn-N", "lstm-N" and "decoder-N" are recurrent networks of N steps, whose
+program should not. Each measurement has its own process, one after the other. Seconds are wall
 time, except the processor's, which count compilation without the first run: load on the machine
 increases the wall time and not the processor's, so compare growth by the latter. Each row is saved
 under benchmarks/results/ as it is measured.
@@ -16,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -33,7 +34,7 @@ from benchmarks.resident import rise_of_peak, tensors_of
 
 LAYERS = (1, 3, 6, 12)
 DTYPES = ("float32", "bfloat16")
-NAMES = (*WORKLOADS, *(f"bert-{count}" for count in LAYERS))
+RECURRENT = ("rnn-512", "lstm-512", "decoder-512")
 STAGES = (
     "capture", "amp", "checks", "decompose", "dispatch", "loops", "memory", "vm", "first run"
 )  # fmt: skip
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", metavar="NAME", help="file under benchmarks/results/")
     parser.add_argument("--measure", nargs=2, metavar=("WHO", "DTYPE"), help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
-    names = chosen.workloads or list(NAMES)
+    names = chosen.workloads or [name for name in NAMES if name not in RECURRENT]
     if chosen.measure:
         who, dtype = chosen.measure
         measured = measure_ours if who == "ours" else measure_torch
@@ -105,19 +106,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def workload_of(name: str) -> Workload:
-    """Return a workload of the demos, or "bert-N"."""
+    """Return a workload of the demos, or one of `SIZED` with its number."""
     if name in WORKLOADS:
         return WORKLOADS[name]
     kind, _, count = name.partition("-")
-    if kind != "bert" or not count.isdigit():
+    if kind not in SIZED or not count.isdigit():
         raise SystemExit(f"workload {name!r} is not known; expected one of {', '.join(NAMES)}")
-    layers = int(count)
+    description, make = SIZED[kind]
 
     def build(*, small: bool, dropout: float) -> Training:
         del dropout
-        return deep_bert(layers, small=small)
+        return make(int(count), small=small)
 
-    return Workload(name, f"BERT-base with {layers} layers, batch 8 x 128, SGD", build)
+    return Workload(name, description.format(count), build)
 
 
 def deep_bert(layers: int, *, small: bool) -> Training:
@@ -140,6 +141,77 @@ def deep_bert(layers: int, *, small: bool) -> Training:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.01)
     return Training(model, optimizer, loss, (ids, labels))
+
+
+class AttentionDecoder(torch.nn.Module):
+    """A cell, and attention to what it has seen, at every step of a loop in Python."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cell = torch.nn.LSTMCell(2 * width, width)
+        self.query = torch.nn.Linear(width, width)
+        self.drop = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return f[rows, steps, width]."""
+        rows, steps, width = x.shape
+        hidden, cell = x.new_zeros(rows, width), x.new_zeros(rows, width)
+        context, found = x.new_zeros(rows, width), []
+        for t in range(steps):
+            hidden, cell = self.cell(torch.cat([x[:, t], context], 1), (hidden, cell))
+            weights = (self.query(hidden)[:, None] @ x.mT).softmax(-1)
+            context = self.drop((weights @ x)[:, 0])
+            found.append(hidden + context)
+        return torch.stack(found, 1)
+
+
+class _Outputs(torch.nn.Module):
+    """A recurrent layer of PyTorch's, of which the outputs count."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return f[rows, steps, width]."""
+        found: torch.Tensor = self.layer(x)[0]
+        return found
+
+
+def recurrent(model: torch.nn.Module, steps: int, *, small: bool) -> Training:
+    """Return the training of a model of sequences, width 64, on `steps` steps of 8 samples."""
+    batch = torch.randn(2 if small else 8, steps, 64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, (batch,))
+
+
+def _rnn(steps: int, *, small: bool) -> Training:
+    return recurrent(_Outputs(torch.nn.RNN(64, 64, batch_first=True)), steps, small=small)
+
+
+def _lstm(steps: int, *, small: bool) -> Training:
+    return recurrent(_Outputs(torch.nn.LSTM(64, 64, batch_first=True)), steps, small=small)
+
+
+def _decoder(steps: int, *, small: bool) -> Training:
+    return recurrent(AttentionDecoder(64), steps, small=small)
+
+
+# What a name with a number builds: a description, and the function that takes the number.
+SIZED: dict[str, tuple[str, Callable[..., Training]]] = {
+    "bert": ("BERT-base with {} layers, batch 8 x 128, SGD", deep_bert),
+    "rnn": ("nn.RNN(64), batch 8 x {}, SGD", _rnn),
+    "lstm": ("nn.LSTM(64), batch 8 x {}, SGD", _lstm),
+    "decoder": ("LSTMCell(64) with attention and dropout, batch 8 x {}, SGD", _decoder),
+}
+NAMES = (
+    *WORKLOADS,
+    *(f"bert-{count}" for count in LAYERS),
+    *RECURRENT,
+)
 
 
 def measure(name: str, dtype: str, *, small: bool, limit: float) -> Row:
@@ -229,7 +301,7 @@ def table_of(rows: Sequence[Row]) -> Table:
         table.add_column(heading, justify="right")
     for row in rows:
         ours, peer = row.ours, row.torch_seconds
-        _, _, layers = row.workload.partition("-")
+        _, _, layers = row.workload.partition("bert-")
         table.add_row(
             row.workload,
             row.dtype,
