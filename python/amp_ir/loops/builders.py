@@ -37,6 +37,20 @@ def channels_last(value: Value) -> Value | None:
     return value.last if isinstance(value, Pointwise) else None
 
 
+def are_channels_last(*images: Value) -> bool:
+    """Return whether one of these images has its channels last in memory."""
+    return any(channels_last(one) is not None for one in images)
+
+
+def with_channels_last(image: Value) -> Value:
+    """Return an image [n, c, h, w] as [n, h, w, c]: what is in memory, or a view."""
+    inner = channels_last(image)
+    if inner is not None:
+        return inner
+    shape = moved(image.shape, TO_LAST)
+    return pointwise(shape, image.dtype, lambda n, h, w, c: image[n, c, h, w], is_view=True)
+
+
 def channels_first(value: Value) -> Value:
     """Return the channels-first view of a channels-last tensor; never costs a kernel."""
     spec = TensorSpec(moved(value.shape, TO_FIRST), value.dtype)

@@ -10,7 +10,14 @@ from typing import Any
 import attrs
 
 from amp_ir.loops import math as m
-from amp_ir.loops.builders import channels_first, channels_last, pointwise, reduce, reshape
+from amp_ir.loops.builders import (
+    are_channels_last,
+    channels_first,
+    pointwise,
+    reduce,
+    reshape,
+    with_channels_last,
+)
 from amp_ir.loops.ir import Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.normalization import (
@@ -35,8 +42,7 @@ class _Planes:
     @classmethod
     def of(cls, *images: Value) -> _Planes:
         """Return the form for images of one shape, by their layout in memory."""
-        is_last = any(channels_last(one) is not None for one in images)
-        return cls(images[0].shape, is_last)
+        return cls(images[0].shape, are_channels_last(*images))
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -47,11 +53,7 @@ class _Planes:
         n, channels, *space = x.shape
         if not self.is_last:
             return reshape(x, (n, channels, math.prod(space)))
-        inner = channels_last(x)
-        if inner is None:
-            shape = (n, *space, channels)
-            inner = pointwise(shape, x.dtype, lambda n, h, w, c: x[n, c, h, w], is_view=True)
-        return reshape(inner, (n * math.prod(space), channels))
+        return reshape(with_channels_last(x), (n * math.prod(space), channels))
 
     def image(self, x: Value) -> Value:
         """Reshape a value in this form to an image."""

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 import attrs
 
 from amp_ir.loops.builders import (
+    are_channels_last,
     channels_first,
-    channels_last,
     pointwise,
     reduce,
     reshape,
+    with_channels_last,
 )
 from amp_ir.loops.ir import Value
 from amp_ir.loops.lowering_registry import Lowering, lowers
@@ -35,10 +36,6 @@ from amp_ir.loops.lowerings.normalization import (
 _GROUP_AXES = (2, 3)
 # Sums of a sample are cut into parts until there are as many as this, for threads.
 _PARTS = 16
-
-
-def _is_last(*images: Value) -> bool:
-    return any(channels_last(one) is not None for one in images)
 
 
 def _grouped(x: Value, groups: int) -> Value:
@@ -74,34 +71,22 @@ class _Pixels:
     def seen(self, x: Value) -> Value:
         """Reshape an image to this form."""
         n, channels, *space = x.shape
-        inner = channels_last(x)
-        if inner is None:
-            shape = (n, *space, channels)
-            inner = pointwise(shape, x.dtype, lambda n, h, w, c: x[n, c, h, w], is_view=True)
-        return reshape(inner, (n, self.parts, math.prod(space) // self.parts, channels))
+        pixels = math.prod(space) // self.parts
+        return reshape(with_channels_last(x), (n, self.parts, pixels, channels))
 
     def image(self, x: Value) -> Value:
         """Reshape a value in this form to an image."""
         n, channels, *space = self.shape
         return channels_first(reshape(x, (n, *space, channels)))
 
-    def channel_sums(self, x: Value, body: Body, dtype: str) -> Value:
-        """Sum `body` over the pixels of each part: f[n, parts, 1, channels]."""
-        return reduce("sum", x.shape, (2,), body, dtype)
-
-    def group_means(self, sums: Value) -> Value:
-        """Return the means of groups, f[n, 1, groups, 1], from sums of channels."""
+    def mean(self, body: Body, dtype: str) -> Value:
+        """Return the mean of `body` over each group, f[n, 1, groups, 1]."""
         n, channels, *space = self.shape
-        size = channels // self.groups
+        size, count = channels // self.groups, math.prod(space)
+        pixels = (n, self.parts, count // self.parts, channels)
+        sums = reduce("sum", pixels, (2,), body, dtype)
         split = reshape(sums, (n, self.parts, self.groups, size))
-        return reduce(
-            "sum", split.shape, (1, 3), lambda *i: split[i], sums.dtype,
-            divisor=size * math.prod(space),
-        )  # fmt: skip
-
-    def mean(self, x: Value, body: Body, dtype: str) -> Value:
-        """Return the means of `body` over groups, f[n, 1, groups, 1]."""
-        return self.group_means(self.channel_sums(x, body, dtype))
+        return reduce("sum", split.shape, (1, 3), lambda *i: split[i], dtype, divisor=size * count)
 
     def by_channel(self, statistic: Value) -> Value:
         """Return a statistic of groups for each channel, f[n, 1, 1, channels], in memory."""
@@ -126,7 +111,7 @@ def group_norm(
     """Compute two sums per group, then one pass."""
     weight, bias = optional(rest, has_weight, has_bias)
     dtype, shape = op.results[0].dtype, op.results[1].shape
-    if not _is_last(x):
+    if not are_channels_last(x):
         grouped = _grouped(x, groups)
         mean, _, rstd = statistics(grouped, mean_over(grouped, _GROUP_AXES), eps)
         weight, bias = _by_channel((weight, bias), groups)
@@ -135,10 +120,7 @@ def group_norm(
     form = _Pixels(x.shape, groups)
     pixels = form.seen(x)
 
-    def mean_of(body: Body, dtype: str) -> Value:
-        return form.mean(pixels, body, dtype)
-
-    mean, _, rstd = statistics(pixels, mean_of, eps, form.by_channel)
+    mean, _, rstd = statistics(pixels, form.mean, eps, form.by_channel)
     y = normalized(pixels, form.by_channel(mean), form.by_channel(rstd), weight, bias, dtype)
     return form.image(y), reshape(mean, shape), reshape(rstd, shape)
 
@@ -157,7 +139,7 @@ def group_norm_backward_input(
     """Compute two sums per group, then one pass."""
     dtype = op.results[0].dtype
     (weight,) = optional(rest, has_weight)
-    if not _is_last(grad, x):
+    if not are_channels_last(grad, x):
         (weight,) = _by_channel((weight,), groups)
         gradient, seen = _grouped(grad, groups), _grouped(x, groups)
         dx = input_gradient(
@@ -169,7 +151,7 @@ def group_norm_backward_input(
     gradient, seen = form.seen(grad), form.seen(x)
 
     def mean_of(body: Body, dtype: str) -> Value:
-        return form.by_channel(form.mean(gradient, body, dtype))
+        return form.by_channel(form.mean(body, dtype))
 
     statistic = form.by_channel(mean), form.by_channel(rstd)
     return form.image(input_gradient(gradient, seen, *statistic, weight, mean_of, dtype))
@@ -181,7 +163,7 @@ def group_norm_backward_weight(
 ) -> tuple[Value, ...]:
     """Compute two sums per channel in one pass."""
     result = op.results[0]
-    if not _is_last(grad, x):
+    if not are_channels_last(grad, x):
         axes: tuple[int, ...] = (0, 3)
         gradient = _grouped(grad, groups)
         seen, statistic = _grouped(x, groups), (_by_group(mean), _by_group(rstd))
