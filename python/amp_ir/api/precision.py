@@ -130,12 +130,7 @@ def _comm_overrides(
             f"comm_dtype={other[0]!r} and amp_dtype={amp_dtype!r}: a step has one low dtype; make "
             "them the same, or leave one out"
         )
-    return tuple(
-        QuietOverride(op=f"{op}_*", attributes={"comm_dtype": (one,)}, to="low")
-        for one in wanted
-        if one == amp_dtype
-        for op in _sent_in(ir, one)
-    )
+    return _exchange_low(ir, amp_dtype) if amp_dtype in wanted else ()
 
 
 def autocast_between_ranks(mod: StepModule, args: Any) -> StepModule:
@@ -144,25 +139,22 @@ def autocast_between_ranks(mod: StepModule, args: Any) -> StepModule:
     if not wanted:
         return mod
     everything = Override(op="*", to="original")
-    exchange = tuple(
-        QuietOverride(op=f"{op}_*", attributes={"comm_dtype": (wanted[0],)}, to="low")
-        for op in _sent_in(mod.ir, wanted[0])
-    )
+    exchange = _exchange_low(mod.ir, wanted[0])
     found: StepModule = autocast(mod, args, amp_dtype=wanted[0], overrides=(everything, *exchange))
     return found
 
 
-def _sent_in(ir: tvm.IRModule, comm_dtype: str) -> list[str]:
-    """Return the collectives that the user wants to exchange in a dtype."""
+def _exchange_low(ir: tvm.IRModule, comm_dtype: str) -> tuple[Override, ...]:
+    """Return the overrides by which the collectives of a `comm_dtype` exchange in it."""
     flow = Dataflow(ir)
-    return [
-        op
+    return tuple(
+        QuietOverride(op=f"{op}_*", attributes={"comm_dtype": (comm_dtype,)}, to="low")
         for op in _REDUCTIONS
         if any(
             options_of(one)["comm_dtype"] == comm_dtype
             for one in flow.calls(f"{op}_start").values()
         )
-    ]
+    )
 
 
 def comm_dtypes(ir: tvm.IRModule) -> list[str]:

@@ -115,13 +115,10 @@ class TracedRanks:
                     return traced.replica
         return None
 
-    def size_for(self, module: torch.nn.Module) -> int:
-        """Return the number of ranks that have a copy of a module."""
-        replica = self._replica_around(module)
-        return 1 if replica is None else replica.group.size
-
-    def mean_for(self, module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the mean over the ranks that have a copy of a module; None for one rank."""
+    def mean_for(
+        self, module: torch.nn.Module
+    ) -> tuple[Callable[[torch.Tensor], torch.Tensor], int] | None:
+        """Return the mean over the ranks that have a module, and their number; None for one."""
         replica = self._replica_around(module)
         if replica is None:
             return None
@@ -136,7 +133,7 @@ class TracedRanks:
             )
             return found
 
-        return mean
+        return mean, group.size
 
     def _send_buffers(self, traced: _Traced) -> None:
         replica = traced.replica

@@ -9,6 +9,7 @@ import torch
 
 from amp_ir.capture.interface import Interface
 from amp_ir.capture.state import State
+from amp_ir.ir.short_list import short_names
 from amp_ir.ir.step_module import Role
 
 _MOST = 5
@@ -42,10 +43,9 @@ def _notes(
 ) -> Iterator[str]:
     outside = [entry.name for entry in state.outside]
     if outside:
-        more = f" and {len(outside) - _MOST} more" if len(outside) > _MOST else ""
         yield (
             f"{len(outside)} tensors from outside of the model are read at every call: "
-            f"{', '.join(outside[:_MOST])}{more}."
+            f"{short_names(outside, most=_MOST)}."
         )
     if interface.fresh:
         yield (

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from amp_ir.errors import OptionError
-from amp_ir.host.peak_rates import best_seconds, matmul_trials
+from amp_ir.host.peak_rates import best_seconds, copy_trial, matmul_trials
 
 # Extents of the square matrices and bytes of the copies that are measured on a CPU.
 _EXTENTS = (32, 64, 128, 256, 512, 1024)
@@ -108,12 +108,12 @@ def measured_cpu(threads: int) -> MachineModel:
 
 
 def _copy_seconds(nbytes: int) -> float:
-    source, copy = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    copy = copy_trial(nbytes, "cpu")
     times = max(1, (1 << 22) // nbytes)
 
     def repeat() -> None:
         for _ in range(times):
-            copy.copy_(source)
+            copy()
 
     return best_seconds(repeat) / times
 

@@ -83,7 +83,7 @@ def cpu_trials() -> dict[str, Callable[[], object]]:
     for dtype in _CPU_DTYPES:
         matmuls = _matmuls("onednn", dtype, _CPU_EXTENT, "cpu")
         trials |= {f"{_name(dtype)} {library}": call for library, call in matmuls}
-    return {**trials, _COPY: _copy(_CPU_COPY_BYTES, "cpu")}
+    return {**trials, _COPY: copy_trial(_CPU_COPY_BYTES, "cpu")}
 
 
 def cpu_peaks(seconds: Mapping[str, float], machine: str) -> MachinePeaks:
@@ -113,7 +113,7 @@ def measure_gpu(device: str, allow_tf32: bool) -> MachinePeaks:
         calls = _matmuls("cublaslt", dtype, extent, device, finish)
         seconds = min(_best_seconds_on_gpu(call, device) for _, call in calls)
         rates[_name(dtype)] = 2 * extent**3 / seconds / 1e9
-    seconds = _best_seconds_on_gpu(_copy(copy_nbytes, device), device)
+    seconds = _best_seconds_on_gpu(copy_trial(copy_nbytes, device), device)
     tf32 = "float32 rounded to TF32" if allow_tf32 else "without TF32"
     name = f"{torch.cuda.get_device_name(device)} {tf32}"
     return MachinePeaks(rates, 2 * copy_nbytes / seconds / 1e9, name)
@@ -123,7 +123,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _copy(nbytes: int, device: str) -> Callable[[], object]:
+def copy_trial(nbytes: int, device: str) -> Callable[[], object]:
+    """Return a copy of bytes on a device."""
     source, copy = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     return lambda: copy.copy_(source)
 

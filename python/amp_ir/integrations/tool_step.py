@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import amp_ir
+from amp_ir.errors import OptionError
 
 
 class ToolStep:
@@ -58,3 +59,18 @@ class ToolStep:
 def listed(value: Any) -> list[Any]:
     """Return one object or a sequence of them as a list."""
     return list(value) if isinstance(value, Sequence) else [value]
+
+
+def refuse(where: str, amp_dtypes: Mapping[str, str | None], wrong: Mapping[str, bool]) -> None:
+    """Reject what one compiled step on one device cannot do: the keys of `wrong` that are true.
+
+    Raises:
+        OptionError: lists all of it.
+    """
+    found = [name for name, is_wrong in wrong.items() if is_wrong]
+    if found:
+        raise OptionError(
+            f"amp_ir.integrations.{where}.jit compiles the whole step, for one device of one "
+            f"process, in {', '.join(map(repr, amp_dtypes))}; it cannot do {'; '.join(found)}. "
+            'Compile the model where that is enough: torch.compile(model, backend="amp_ir")'
+        )

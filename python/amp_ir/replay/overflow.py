@@ -10,6 +10,7 @@ from typing import Literal
 import attrs
 
 from amp_ir.amp.overrides import Override
+from amp_ir.ir.short_list import short_names
 
 Cause = Literal["none", "batch", "state", "constant", "op", "kernels"]
 
@@ -81,9 +82,9 @@ class Overflow:
         if self.cause == "op":
             yield f"    The largest finite number that it reads is {self.largest_input:.4g}."
         if self.reached:
-            yield f"    It reaches {_listed(self.reached)}."
+            yield f"    It reaches {short_names(self.reached)}."
         if self.others:
-            yield f"    So do, from finite numbers, {_listed(self.others)}."
+            yield f"    So do, from finite numbers, {short_names(self.others)}."
         if self.note:
             yield f"    {self.note}"
         yield from self._advice()
@@ -133,11 +134,6 @@ _ADVICE = {
         "fault of amp_ir: please report it with this text and the output of amp-ir doctor."
     ),
 }
-
-
-def _listed(words: tuple[str, ...]) -> str:
-    shown = ", ".join(words[:3])
-    return f"{shown} and {len(words) - 3} more" if len(words) > 3 else shown
 
 
 def _power(scale: float) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from amp_ir.errors import StateError
+from amp_ir.ir.short_list import short_names
 from amp_ir.runtime.random_state import random_state, set_random_state
 
 _NOTHING_LOADED = "Nothing was loaded"
@@ -156,9 +157,9 @@ def _module_errors(part: Part) -> Iterator[str]:
     missing = [key for key in expected if key not in part.state]
     unknown = [key for key in part.state if key not in expected]
     if missing:
-        yield f"its entry {part.name!r} has no {_listed(missing)}"
+        yield f"its entry {part.name!r} has no {short_names(missing, most=5)}"
     if unknown:
-        yield f"its entry {part.name!r} has {_listed(unknown)}, which the model has not"
+        yield f"its entry {part.name!r} has {short_names(unknown, most=5)}, which the model has not"
     for key, held in expected.items():
         if key in part.state and _is_tensor(held) and not nn.parameter.is_lazy(held):
             found = _described(part.state[key])
@@ -205,8 +206,3 @@ def _described(value: Any) -> str:
     if not _is_tensor(value):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from amp_ir.errors import StepFailedError
+from amp_ir.ir.short_list import short_names
 
 REMEDY = (
     "load a saved state with load_checkpoint, or with load_state_dict of the model and of the "
@@ -52,9 +53,8 @@ def refuse_torn(state: Iterable[tuple[str, torch.Tensor]]) -> None:
     found = [(name, torn) for name, tensor in state if (torn := _still_torn(tensor))]
     if found:
         names = [name for name, _ in found]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise StepFailedError(
-            f"a step failed earlier and left {', '.join(names[:3])}{more} torn, with values of "
+            f"a step failed earlier and left {short_names(names)} torn, with values of "
             f"before and after it; {REMEDY}. It had said: {found[0][1].why}",
             is_torn=True,
         )

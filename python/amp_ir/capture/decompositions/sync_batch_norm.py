@@ -34,13 +34,13 @@ def synced_forward(ranks: TracedRanks, own: Callable[..., torch.Tensor]) -> Any:
     """Return the forward of SyncBatchNorm; `own` is PyTorch's, for evaluation."""
 
     def forward(module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-        mean = ranks.mean_for(module)
-        if mean is None or not module.training:
+        found = ranks.mean_for(module) if module.training else None
+        if found is None:
             return own(module, x)
         module._check_input_dim(x)
         # Differences of nearly equal numbers, as in BatchNorm's own kernel: not to be rounded.
         with precision_of_region("off"):
-            return _normalized(module, x, mean, ranks.size_for(module))
+            return _normalized(module, x, *found)
 
     return forward
 

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from amp_ir.errors import OptionError
-from amp_ir.integrations.tool_step import ToolStep, listed
+from amp_ir.integrations.tool_step import ToolStep, listed, refuse
 
 _AMP_DTYPES = {"no": None, "bf16": "bfloat16"}
 
@@ -114,10 +114,4 @@ def _check(accelerator: Any, models: list[Any]) -> None:
             isinstance(one, torch._dynamo.eval_frame.OptimizedModule) for one in models
         ),
     }
-    found = [name for name, is_wrong in wrong.items() if is_wrong]
-    if found:
-        raise OptionError(
-            "amp_ir.integrations.accelerate.jit compiles the whole step, for one device of one "
-            f"process, in {', '.join(map(repr, _AMP_DTYPES))}; it cannot do {'; '.join(found)}. "
-            'Compile the model where that is enough: torch.compile(model, backend="amp_ir")'
-        )
+    refuse("accelerate", _AMP_DTYPES, wrong)

@@ -10,8 +10,7 @@ from typing import Any
 from lightning.fabric.plugins import MixedPrecision, Precision
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
-from amp_ir.errors import OptionError
-from amp_ir.integrations.tool_step import ToolStep, listed
+from amp_ir.integrations.tool_step import ToolStep, listed, refuse
 
 _AMP_DTYPES = {"32-true": None, "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 
@@ -85,10 +84,4 @@ def _check(fabric: Any, precision: Any) -> None:
         f"precision={precision.precision!r}": precision.precision not in _AMP_DTYPES
         or type(precision) not in (Precision, MixedPrecision),
     }
-    found = [name for name, is_wrong in wrong.items() if is_wrong]
-    if found:
-        raise OptionError(
-            "amp_ir.integrations.fabric.jit compiles the whole step, for one device of one "
-            f"process, in {', '.join(map(repr, _AMP_DTYPES))}; it cannot do {'; '.join(found)}. "
-            'Compile the model where that is enough: torch.compile(model, backend="amp_ir")'
-        )
+    refuse("fabric", _AMP_DTYPES, wrong)

@@ -10,6 +10,7 @@ import attrs
 
 from amp_ir.errors import LossScaleError
 from amp_ir.ir.location import Location
+from amp_ir.ir.short_list import short_names
 from amp_ir.ir.step_graph import Op, StepGraph
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role
 from amp_ir.loss_scaling.degrees.degree import Degree, Solver, Unknown, Words
@@ -208,7 +209,10 @@ class Diagnostics:
 
     def notes(self) -> tuple[str, ...]:
         """Return all notes, each once."""
-        return tuple(text.replace("{}", _listed(names)) for text, names in self._notes.items())
+        return tuple(
+            text.replace("{}", short_names(names, most=_MOST_NAMED))
+            for text, names in self._notes.items()
+        )
 
     def sentence(self, diagnostic: Diagnostic) -> str:
         """Describe a diagnostic that affects no state, as the reason why a value has no degree."""
@@ -283,9 +287,3 @@ def _gradients(graph: StepGraph, kept: set[int]) -> set[int]:
         if op.location.phase == "backward" or found.intersection(op.reads):
             found.update(op.results)
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return `a, b, c and 4 more`."""
-    shown = ", ".join(names[:_MOST_NAMED])
-    return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown
