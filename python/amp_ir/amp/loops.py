@@ -179,8 +179,8 @@ def _with_casts_outside(loop: Loop) -> Loop:
         for one in flow.bindings
         if one.var not in now
     ]
-    fields = replaced(flow.values.get(flow.result, flow.result), now).fields
-    fields = [now.get(one, one) for one in _low_outputs(loop, flow, list(fields))]
+    fields = [replaced(field, now) for field in flow.fields]
+    fields = [now.get(one, one) for one in _low_outputs(loop, flow, fields)]
     result = relax.BlockBuilder().normalize(relax.Tuple(fields))
     output = relax.Var("outputs", result.ty)
     bindings.append(relax.VarBinding(output, result))

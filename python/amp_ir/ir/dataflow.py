@@ -115,6 +115,12 @@ class Dataflow:
         uses.update(variables_of(self.result))
         return uses
 
+    @functools.cached_property
+    def fields(self) -> list[relax.Expr]:
+        """What `main` returns: the fields of its tuple, or the one value."""
+        whole = self.values.get(self.result, self.result)
+        return list(whole.fields[:]) if isinstance(whole, relax.Tuple) else [whole]
+
     def calls(self, *names: str) -> dict[relax.Var, relax.Call]:
         """Return the calls of these ops by what they are bound to, in order."""
         return {one: value for one, value in self.values.items() if op_name(value) in names}
@@ -125,11 +131,15 @@ class Dataflow:
         return {source: one for one, source in sources.items() if self.uses[source] == 1}
 
     def finish(
-        self, bindings: Sequence[relax.VarBinding], result: relax.Expr | None = None
+        self,
+        bindings: Sequence[relax.VarBinding],
+        result: relax.Expr | None = None,
+        parameters: Sequence[relax.Var] | None = None,
     ) -> tvm.IRModule:
         """Return the module whose `main` has the needed `bindings` in one dataflow block.
 
-        `result` is what it returns, if another than before; it may have another type.
+        `result` is what it returns, `parameters` what it takes, if other than before; they may have
+        other types.
         """
         main = self.main
         type_ = main.body.ty if result is None else result.ty
@@ -137,7 +147,8 @@ class Dataflow:
         block = relax.DataflowBlock(live_bindings(bindings, result))
         body = relax.SeqExpr([block], result)
         relax.expr._update_type(body, type_)
-        new = relax.Function(main.params, body, type_, main.is_pure, main.attrs, main.span)
+        takes = main.params if parameters is None else list(parameters)
+        new = relax.Function(takes, body, type_, main.is_pure, main.attrs, main.span)
         functions = {**self.ir.functions, self.ir.get_global_var("main"): new}
         return tvm.IRModule(functions, attrs=self.ir.attrs)
 

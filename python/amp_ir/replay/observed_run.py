@@ -114,13 +114,10 @@ def _checked(flow: Dataflow) -> list[relax.Var]:
 
 def _results(mod: StepModule, flow: Dataflow) -> list[tuple[str, relax.Var]]:
     """Return the names and variables of what a step returns, but for the scaler's state."""
-    result = flow.result
-    result = flow.values.get(result, result) if isinstance(result, relax.Var) else result
-    fields = result.fields if isinstance(result, relax.Tuple) else [result]
     specs = mod.signature.outputs
     return [
         (spec.name, field)
-        for field, spec in zip(fields, specs, strict=True)
+        for field, spec in zip(flow.fields, specs, strict=True)
         if isinstance(field, relax.Var) and spec.role is not Role.SCALER_STATE
     ]
 

@@ -195,10 +195,7 @@ def with_statistics(ir: tvm.IRModule, chosen: Sequence[relax.Var]) -> tvm.IRModu
     pairs = [emitter.statistics(one) for one in chosen]
     largest = emitter.emit(relax.op.concat([one for one, _ in pairs], axis=0))
     counts = emitter.emit(relax.op.concat([one for _, one in pairs], axis=0))
-    result = flow.result
-    result = flow.values.get(result, result) if isinstance(result, relax.Var) else result
-    fields = list(result.fields) if isinstance(result, relax.Tuple) else [result]
-    output = relax.Tuple([*fields, largest, counts])
+    output = relax.Tuple([*flow.fields, largest, counts])
     variable = relax.Var("outputs", output.ty)
     bindings = [*flow.bindings, *emitter.bindings, relax.VarBinding(variable, output)]
     return flow.finish(bindings, variable)

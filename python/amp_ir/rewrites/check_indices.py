@@ -268,7 +268,7 @@ class _Guard:
         self._flow = flow
         self._outputs = outputs
         self._builder = relax.BlockBuilder()
-        self._fields = flow.values[flow.result].fields
+        self._fields = flow.fields
         self._out = [one for one in bindings if not one.var.same_as(flow.result)]
 
     def run(self, checks: Sequence[_InStep]) -> tvm.IRModule:

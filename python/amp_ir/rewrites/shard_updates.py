@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let each rank update its part of the parameters, and exchange what that needs.
 
-This runs on the step as it was captured, before the other collectives are begun. Two ways of a
-value count: whole, as it was captured, and the part of a parameter that this rank holds, flat.
-`wanted_parts.py` finds which of the two every value is wanted in, from the results back, and this
-pass writes it so.
+This runs on the step as it was captured, before the other collectives are begun. A value has one of
+two shardings, or both: whole on every rank, as it was captured, or the part of a parameter that
+this rank holds, flat. `wanted_parts.py` finds the shardings of every value, from the results back,
+and this pass writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from amp_ir.ir.static_shape import extents_of, shape_of
 from amp_ir.ir.step_module import InputSpec, StepModule
 from amp_ir.rewrites.shard_plan import ShardPlan
 from amp_ir.rewrites.sharded_program import ShardedProgram
-from amp_ir.rewrites.wanted_parts import WantedParts, is_elementwise, is_sum, result_fields
+from amp_ir.rewrites.wanted_parts import WantedParts, is_elementwise, is_sum
 
 
 def shard_updates(mod: StepModule, plan: ShardPlan) -> StepModule:
@@ -51,7 +51,7 @@ def shard_updates(mod: StepModule, plan: ShardPlan) -> StepModule:
 
 
 class _Writer:
-    """Writes each value in the ways in which it is wanted.
+    """Writes each value in its shardings.
 
     A sum over the ranks ends a level: all that can be computed without it comes before it, so that
     sums of one level travel together.
@@ -76,13 +76,19 @@ class _Writer:
     def run(self) -> StepModule:
         self._write_inputs()
         items = [
-            (self.level[variable, way], self.position[variable], way or "", variable, way)
-            for variable, ways in self.wanted.ways.items()
+            (
+                self.level[variable, sharding],
+                self.position[variable],
+                sharding or "",
+                variable,
+                sharding,
+            )
+            for variable, shardings in self.wanted.shardings.items()
             if variable in self.position
-            for way in ways
+            for sharding in shardings
         ]
-        for _level, _place, _, variable, way in sorted(items, key=lambda one: one[:3]):
-            self._write(variable, self.flow.values[variable], way)
+        for _level, _place, _, variable, sharding in sorted(items, key=lambda one: one[:3]):
+            self._write(variable, self.flow.values[variable], sharding)
         return self._finished()
 
     def _levels(self) -> dict[tuple[relax.Var, str | None], int]:
@@ -93,15 +99,15 @@ class _Writer:
         while True:
             level.clear()
             for variable, value in self.flow.values.items():
-                for way in self.wanted.ways.get(variable, ()):
-                    read = [level.get(one, 0) for one in self._read(variable, value, way)]
+                for sharding in self.wanted.shardings.get(variable, ()):
+                    read = [level.get(one, 0) for one in self._read(variable, value, sharding)]
                     found = max(read, default=0)
-                    if way is not None and variable in self.wanted.scattered:
+                    if sharding is not None and variable in self.wanted.scattered:
                         found = max(found, known[self.wanted.backward_of(variable)])
-                    is_sum_of_ranks = way is None and variable in self.wanted.summed
-                    level[variable, way] = found + is_sum_of_ranks
-                for way in self.wanted.ways.get(variable, ()):
-                    if way is None and variable in self.wanted.gathered:
+                    is_sum_of_ranks = sharding is None and variable in self.wanted.summed
+                    level[variable, sharding] = found + is_sum_of_ranks
+                for sharding in self.wanted.shardings.get(variable, ()):
+                    if sharding is None and variable in self.wanted.gathered:
                         level[variable, None] = level[variable, self.wanted.gathered[variable]]
             now = {
                 key: max(level.get((self.flow.values[one].args[0], None), 0) for one in reduces)
@@ -112,20 +118,20 @@ class _Writer:
             known = {key: max(known[key], now[key]) for key in known}
 
     def _read(
-        self, variable: relax.Var, value: Any, way: str | None
+        self, variable: relax.Var, value: Any, sharding: str | None
     ) -> Iterator[tuple[relax.Var, str | None]]:
-        """Return what the writing of a value in one way reads."""
-        if way is None and variable in self.wanted.gathered:
+        """Return what a value in one sharding is computed from."""
+        if sharding is None and variable in self.wanted.gathered:
             return
-        if way is None and variable in self.wanted.summed:
+        if sharding is None and variable in self.wanted.summed:
             yield from ((one, self.wanted.owner(one)) for one in variables_of(value))
-        elif way is None or variable in self.wanted.scattered:
+        elif sharding is None or variable in self.wanted.scattered:
             yield from ((one, None) for one in variables_of(value))
         elif self._is_sliced(variable, value):
             yield from ((one, None) for one in variables_of(value))
         else:
             for one in variables_of(value):
-                yield one, way if shape_of(one) == shape_of(variable) else None
+                yield one, sharding if shape_of(one) == shape_of(variable) else None
 
     def _is_sliced(self, variable: relax.Var, value: Any) -> bool:
         """Return whether the part of a value is cut out of the whole."""
@@ -146,15 +152,15 @@ class _Writer:
                 self.out.now[variable, owner] = part
                 self.inputs.append((part, attrs.evolve(spec, shape=(size,))))
 
-    def _write(self, variable: relax.Var, value: Any, way: str | None) -> None:
-        if way is None:
+    def _write(self, variable: relax.Var, value: Any, sharding: str | None) -> None:
+        if sharding is None:
             self._write_whole(variable, value)
         elif variable in self.wanted.scattered:
             self._scatter_backward(variable)
         elif self._is_sliced(variable, value):
             return  # cut out where it is read
         else:
-            self._write_part(variable, value, way)
+            self._write_part(variable, value, sharding)
 
     def _write_whole(self, variable: relax.Var, value: Any) -> None:
         if variable in self.wanted.gathered or variable in self.wanted.summed:
@@ -162,7 +168,7 @@ class _Writer:
         now = {one: self.whole(one) for one in variables_of(value)}
         self.out.copy(variable, now)
 
-    def _write_part(self, variable: relax.Var, value: relax.Call, way: str) -> None:
+    def _write_part(self, variable: relax.Var, value: relax.Call, sharding: str) -> None:
         shape = shape_of(variable)
         arguments = []
         for one in value.args:
@@ -170,13 +176,13 @@ class _Writer:
             if not is_tensor:
                 arguments.append(one)
             elif shape_of(one) == shape:
-                arguments.append(self.part(one, way))
+                arguments.append(self.part(one, sharding))
             else:
                 arguments.append(self.number(one))
-        place = self.plan.places[way]
-        self.out.written.add((variable, way))
+        place = self.plan.places[sharding]
+        self.out.written.add((variable, sharding))
         if place.end > place.first:
-            self.out.write_part(variable, way, value, arguments)
+            self.out.write_part(variable, sharding, value, arguments)
 
     def number(self, expr: relax.Expr) -> relax.Expr:
         """Return a value of one element as a number, of whatever shape it was."""
@@ -194,17 +200,17 @@ class _Writer:
                 self._sum_level(self.level[expr, None])
         return self.out.now[expr, None]
 
-    def part(self, expr: relax.Expr, way: str) -> relax.Expr | None:
+    def part(self, expr: relax.Expr, sharding: str) -> relax.Expr | None:
         """Return this rank's part of a value; None where it has none."""
-        place = self.plan.places[way]
-        if (expr, way) in self.out.now:
-            return self.out.now[expr, way]
+        place = self.plan.places[sharding]
+        if (expr, sharding) in self.out.now:
+            return self.out.now[expr, sharding]
         if isinstance(expr, relax.Var) and expr in self.wanted.scattered:
             self._scatter_backward(expr)
-            return self.out.now.get((expr, way))
+            return self.out.now.get((expr, sharding))
         if isinstance(expr, relax.Var) and expr in self.wanted.part_of:
             return None
-        if isinstance(expr, relax.Var) and (expr, way) in self.level:
+        if isinstance(expr, relax.Var) and (expr, sharding) in self.level:
             value = self.flow.values[expr]
             if not self._is_sliced(expr, value):
                 return None  # it was written, of nothing
@@ -213,7 +219,7 @@ class _Writer:
             return None
         made = self.out.sliced(whole, place.first, place.end)
         if isinstance(expr, relax.Var):
-            self.out.now[expr, way] = made
+            self.out.now[expr, sharding] = made
         return made
 
     def _scatter_backward(self, reduce: relax.Var) -> None:
@@ -290,7 +296,7 @@ class _Writer:
         fields = []
         outputs = []
         positions = {spec.name: k for k, (_, spec) in enumerate(self.inputs)}
-        for spec, field in zip(self.mod.signature.outputs, result_fields(self.flow), strict=True):
+        for spec, field in zip(self.mod.signature.outputs, self.flow.fields, strict=True):
             name = None if spec.updates is None else self.wanted.inputs[spec.updates][1].name
             owner = None if name is None else self.plan.parts.get(name)
             found = self.whole(field) if owner is None else self.part(field, owner)

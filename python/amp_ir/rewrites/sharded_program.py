@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ from tvm import relax
 from amp_ir.dialect.collectives import ALL_GATHER, ALL_REDUCE, AVERAGE, REDUCE_SCATTER
 from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.distributed.shards import Bucket, Place
-from amp_ir.ir.dataflow import Dataflow, live_bindings, replaced
+from amp_ir.ir.dataflow import Dataflow, replaced
 from amp_ir.ir.location import join_spans
 from amp_ir.ir.static_shape import shape_of
+from amp_ir.rewrites.written_bindings import WrittenBindings
 
 _LOW_DTYPES = ("float16", "bfloat16")
-Way = str | None
+Sharding = str | None
 
 
 @attrs.define(eq=False)
@@ -33,7 +35,7 @@ class Scatter:
 
 
 class ShardedProgram:
-    """Bindings, and what each captured value is now: `now` by variable and way.
+    """Bindings, and what each captured value is now: `now` by variable and sharding.
 
     `written` has the parts that were written, also those without an element on this rank. Pairs of
     collectives are numbered as they begin, so their numbers are alike on all ranks.
@@ -42,10 +44,9 @@ class ShardedProgram:
     def __init__(self, flow: Dataflow, rank: int) -> None:
         self.flow = flow
         self.rank = rank
-        self.now: dict[tuple[relax.Var, Way], relax.Expr] = {}
+        self.now: dict[tuple[relax.Var, Sharding], relax.Expr] = {}
         self.written: set[tuple[relax.Var, str]] = set()
-        self._builder = relax.BlockBuilder()
-        self._out: list[relax.VarBinding] = []
+        self._out = WrittenBindings()
         self._begun = 0
         # The results of checks whose terms are added over the ranks.
         self._checked: dict[relax.Var, list[relax.Expr]] = {}
@@ -57,28 +58,28 @@ class ShardedProgram:
             self.now[variable, None] = self._checked[value.tuple_value][value.index]
             return
         value = replaced(value, now)
-        self._out.append(relax.VarBinding(variable, value))
+        self._out.bindings.append(relax.VarBinding(variable, value))
         self.now[variable, None] = variable
 
     def write_part(
-        self, variable: relax.Var, way: str, call: relax.Call, arguments: Sequence[relax.Expr]
+        self, variable: relax.Var, sharding: str, call: relax.Call, arguments: Sequence[relax.Expr]
     ) -> None:
         """Write an elementwise op on parts of its arguments."""
         new = relax.Call(call.op, list(arguments), call.attrs, call.ty_args, call.span)
-        self.now[variable, way] = self._bind("part", new, call.span)
+        self.now[variable, sharding] = self._out.bind("part", new, call.span)
 
     def sliced(self, whole: relax.Expr, first: int, end: int) -> relax.Expr:
         """Return elements of a flat tensor."""
-        size = _size(whole)
+        size = math.prod(shape_of(whole))
         flat = whole if len(shape_of(whole)) == 1 else self.reshaped(whole, (size,))
         if (first, end) == (0, size):
             return flat
         made = relax.op.strided_slice(flat, [0], [first], [end], [1])
-        return self._bind("part", made, None)
+        return self._out.bind("part", made, None)
 
     def reshaped(self, expr: relax.Expr, shape: Sequence[int]) -> relax.Expr:
         """Return a tensor in another shape."""
-        return self._bind("flat", relax.op.reshape(expr, list(shape)), None)
+        return self._out.bind("flat", relax.op.reshape(expr, list(shape)), None)
 
     def begin_scatter(
         self,
@@ -105,22 +106,24 @@ class ShardedProgram:
         names = ",".join(str(options_of(call)["parameter"]) for call in calls)
         span = join_spans([call.span for call in calls])
         call = call_op(f"{REDUCE_SCATTER}_start", tensors, span, **options, parameters=names)
-        in_flight = self._parts("in_flight", call, span)
+        in_flight = self._out.bind_fields("in_flight", call, span)
         return Scatter(list(calls), list(known), options, in_flight, averages_first)
 
-    def end_scatter(self, one: Scatter, ways: Mapping[relax.Var, str]) -> None:
+    def end_scatter(self, one: Scatter, shardings: Mapping[relax.Var, str]) -> None:
         """Wait for a reduce-scatter; each gradient's part of the mean follows."""
         held = [k for k, (_, place) in enumerate(one.known) if place.end > place.first]
         numbers = [(k, one.known[k][1].first, one.known[k][1].end) for k in held]
         parts = tuple(number for three in numbers for number in three)
         span = join_spans([call.span for call in one.calls])
         call = call_op(f"{REDUCE_SCATTER}_wait", one.in_flight, span, **one.options, parts=parts)
-        for k, part in zip(held, self._parts("received", call, span, len(held)), strict=True):
+        for k, part in zip(
+            held, self._out.bind_fields("received", call, span, len(held)), strict=True
+        ):
             reduce, place = one.known[k]
             mean = part
             if not one.averages_first:
                 mean = self._average(part, place.bucket.ranks, one.calls[k].span)
-            self.now[reduce, ways[reduce]] = mean
+            self.now[reduce, shardings[reduce]] = mean
 
     def gather(
         self,
@@ -140,13 +143,13 @@ class ShardedProgram:
         span = join_spans([one.span for one in values])
         options = self._pair(bucket, offsets)
         call = call_op(f"{ALL_GATHER}_start", parts, span, **options, parameters=",".join(names))
-        in_flight = self._parts("in_flight", call, span)
+        in_flight = self._out.bind_fields("in_flight", call, span)
         shapes = ",".join("x".join(map(str, shape_of(one))) for one, _, _ in members)
         places = tuple(place.offset for _, place, _ in members)
         call = call_op(
             f"{ALL_GATHER}_wait", in_flight, span, **options, shapes=shapes, places=places
         )
-        found = self._parts("gathered", call, span, len(members))
+        found = self._out.bind_fields("gathered", call, span, len(members))
         for (variable, _, _), whole in zip(members, found, strict=True):
             self.now[variable, None] = whole
 
@@ -157,7 +160,7 @@ class ShardedProgram:
         if part is None:
             term: relax.Expr = relax.const(0.0, str(variable.ty.dtype))
         else:
-            term = self._bind("term", relax.op.sum(part), call.span)
+            term = self._out.bind("term", relax.op.sum(part), call.span)
 
         def use(total: relax.Expr) -> None:
             shape = shape_of(variable)
@@ -182,24 +185,24 @@ class ShardedProgram:
         squares: relax.Expr = relax.const(0.0, "float32")
         if counted:
             finite, norm = self._check(call, [*counted, scale])
-            bad = self._bind("bad", relax.op.logical_not(finite), call.span)
-            count = self._bind("bad", relax.op.astype(bad, "float32"), call.span)
-            squares = self._bind("squares", relax.op.multiply(norm, norm), call.span)
+            bad = self._out.bind("bad", relax.op.logical_not(finite), call.span)
+            count = self._out.bind("bad", relax.op.astype(bad, "float32"), call.span)
+            squares = self._out.bind("squares", relax.op.multiply(norm, norm), call.span)
         found = self._checked.setdefault(variable, [])
 
         def use_count(total: relax.Expr) -> None:
             zero = relax.const(0.0, "float32")
-            found.append(self._bind("finite", relax.op.equal(total, zero), call.span))
+            found.append(self._out.bind("finite", relax.op.equal(total, zero), call.span))
 
         def use_squares(total: relax.Expr) -> None:
-            found.append(self._bind("norm", relax.op.sqrt(total), call.span))
+            found.append(self._out.bind("norm", relax.op.sqrt(total), call.span))
             self.now[variable, None] = variable
 
         return [(variable, count, use_count), (variable, squares, use_squares)]
 
     def _check(self, call: relax.Call, arguments: list[relax.Expr]) -> list[relax.Expr]:
         new = relax.Call(call.op, arguments, call.attrs, call.ty_args, call.span)
-        return self._parts("checked", new, call.span, 2)
+        return self._out.bind_fields("checked", new, call.span, 2)
 
     def sum_over_ranks(
         self, terms: Sequence[tuple[relax.Var, relax.Expr, Any]], group: int, ranks: int
@@ -212,24 +215,20 @@ class ShardedProgram:
             pair = {"ranks": ranks, "group": group, "bucket": self._number()}
             sent = [term for _, term, _ in alike]
             call = call_op(f"{ALL_REDUCE}_start", sent, span, **pair, parameters="sums")
-            in_flight = self._parts("in_flight", call, span)
+            in_flight = self._out.bind_fields("in_flight", call, span)
             call = call_op(f"{ALL_REDUCE}_wait", in_flight, span, **pair)
-            for (_, _, use), total in zip(alike, self._parts("total", call, span), strict=True):
+            for (_, _, use), total in zip(
+                alike, self._out.bind_fields("total", call, span), strict=True
+            ):
                 use(total)
 
     def finish(self, parameters: Sequence[relax.Var], fields: Sequence[relax.Expr]) -> tvm.IRModule:
         """Return the module of what was written."""
-        result = self._bind("results", relax.Tuple(list(fields)), None)
-        block = relax.DataflowBlock(live_bindings(self._out, result))
-        body = relax.SeqExpr([block], result)
-        relax.expr._update_type(body, result.ty)
-        main = self.flow.main
-        new = relax.Function(list(parameters), body, result.ty, main.is_pure, main.attrs, main.span)
-        ir = self.flow.ir
-        return tvm.IRModule({**ir.functions, ir.get_global_var("main"): new}, attrs=ir.attrs)
+        result = self._out.bind("results", relax.Tuple(list(fields)), None)
+        return self.flow.finish(self._out.bindings, result, parameters)
 
     def _average(self, expr: relax.Expr, ranks: int, span: tvm.ir.Span | None) -> relax.Expr:
-        return self._bind("mean", call_op(AVERAGE, [expr], span, ranks=ranks), span)
+        return self._out.bind("mean", call_op(AVERAGE, [expr], span, ranks=ranks), span)
 
     def _pair(self, bucket: Bucket, offsets: Sequence[int]) -> dict[str, Any]:
         return {
@@ -243,27 +242,3 @@ class ShardedProgram:
     def _number(self) -> int:
         self._begun += 1
         return self._begun - 1
-
-    def _parts(
-        self, stem: str, call: relax.Call, span: tvm.ir.Span | None, count: int | None = None
-    ) -> list[relax.Expr]:
-        whole = self._bind(stem, call, span)
-        return [
-            self._bind(f"{stem}_{k}", relax.TupleGetItem(whole, k), None)
-            for k in range(len(call.args) if count is None else count)
-        ]
-
-    def _bind(self, stem: str, expr: relax.Expr, span: tvm.ir.Span | None) -> relax.Expr:
-        if isinstance(expr, relax.Call) and expr.span is None and span is not None:
-            expr = relax.Call(expr.op, expr.args, expr.attrs, expr.ty_args, span)
-        value = self._builder.normalize(expr)
-        variable = relax.DataflowVar(f"{stem}_{len(self._out)}", value.ty)
-        self._out.append(relax.VarBinding(variable, value))
-        return variable
-
-
-def _size(expr: relax.Expr) -> int:
-    size = 1
-    for extent in shape_of(expr):
-        size *= extent
-    return size

@@ -21,6 +21,7 @@ from amp_ir.ir.dataflow import Dataflow, op_name, replaced, variables_of, with_a
 from amp_ir.ir.location import join_spans
 from amp_ir.ir.static_shape import extents_of
 from amp_ir.ir.tensor_layout import dtype_nbytes
+from amp_ir.rewrites.written_bindings import WrittenBindings
 
 _LOW_DTYPES = ("float16", "bfloat16")
 _UNSCALE, _ALL_FINITE = "amp_ir.unscale", "amp_ir.all_finite"
@@ -84,8 +85,7 @@ class _Starter:
     def __init__(self, flow: Dataflow, captured: dict[relax.Var, relax.Call]) -> None:
         self.flow = flow
         self.captured = captured
-        self.builder = relax.BlockBuilder()
-        self.out: list[relax.VarBinding] = []
+        self.out = WrittenBindings()
         self.position = {binding.var: k for k, binding in enumerate(flow.bindings)}
         self.buckets = self._find_buckets()
         # What a captured call is now, and the averages that are part of a scale.
@@ -106,12 +106,12 @@ class _Starter:
             if binding.var not in self.captured:
                 self._wait_for(variables_of(binding.value))
                 value = self._with_folded_scale(binding)
-                self.out.append(relax.VarBinding(binding.var, replaced(value, self.now)))
+                self.out.bindings.append(relax.VarBinding(binding.var, replaced(value, self.now)))
             for bucket in starts.get(k, ()):
                 self._start(bucket)
         self._wait_for(variables_of(self.flow.result))
         result = replaced(self.flow.result, self.now)
-        return self.flow.finish(self.out, result)
+        return self.flow.finish(self.out.bindings, result)
 
     def _find_buckets(self) -> list[_Bucket]:
         """Return the buckets in the order in which they start; equal values are sent once."""
@@ -190,7 +190,7 @@ class _Starter:
             ranks = int(options_of(self.captured[value.args[0]])["ranks"])
             factor = relax.const(float(ranks), str(scale.ty.dtype))
             made = relax.op.multiply(replaced(scale, self.now), factor)
-            self.scales[scale] = self._bind("scale_of_sum", made, value.span)
+            self.scales[scale] = self.out.bind("scale_of_sum", made, value.span)
         return with_arguments(value, [*value.args[:-1], self.scales[scale]])
 
     def _start(self, bucket: _Bucket) -> None:
@@ -199,13 +199,16 @@ class _Starter:
         tensors = [replaced(one, self.now) for one in bucket.sources]
         if bucket.averages_first:
             tensors = [
-                self._bind("averaged", call_op(AVERAGE, [one], span_of, ranks=self._ranks(bucket)),
-                           span_of)
+                self.out.bind(
+                    "averaged",
+                    call_op(AVERAGE, [one], span_of, ranks=self._ranks(bucket)),
+                    span_of,
+                )
                 for one, span_of in zip(tensors, self._calls_of(bucket, "span"), strict=True)
             ]  # fmt: skip
         names = self._names(bucket)
         call = call_op(f"{bucket.op}_start", tensors, span, **self._pair(bucket), **names)
-        bucket.in_flight = self._parts("in_flight", call, span)
+        bucket.in_flight = self.out.bind_fields("in_flight", call, span)
 
     def _wait_for(self, read: Sequence[relax.Var]) -> None:
         """Wait for what a value reads, and for all that has to come with it."""
@@ -223,30 +226,15 @@ class _Starter:
         span = join_spans(spans)
         call = call_op(f"{bucket.op}_wait", [*bucket.in_flight], span, **self._pair(bucket))
         for part, users, span_of in zip(
-            self._parts("received", call, span), bucket.users, spans, strict=True
+            self.out.bind_fields("received", call, span), bucket.users, spans, strict=True
         ):
             whole: relax.Var = part
             is_sum = bucket.op == ALL_REDUCE and not bucket.averages_first
             if is_sum and not self.folded.issuperset(users):
                 mean = call_op(AVERAGE, [part], span_of, ranks=self._ranks(bucket))
-                whole = self._bind("mean", mean, span_of)
+                whole = self.out.bind("mean", mean, span_of)
             for user in users:
                 self.now[user] = part if user in self.folded else whole
-
-    def _parts(self, stem: str, call: relax.Call, span: tvm.ir.Span | None) -> list[relax.Var]:
-        whole = self._bind(stem, call, span)
-        return [
-            self._bind(f"{stem}_{k}", relax.TupleGetItem(whole, k), None)
-            for k in range(len(call.args))
-        ]
-
-    def _bind(self, stem: str, expr: relax.Expr, span: tvm.ir.Span | None) -> relax.Var:
-        if isinstance(expr, relax.Call) and expr.span is None and span is not None:
-            expr = relax.Call(expr.op, expr.args, expr.attrs, expr.ty_args, span)
-        value = self.builder.normalize(expr)
-        variable = relax.DataflowVar(f"{stem}_{len(self.out)}", value.ty)
-        self.out.append(relax.VarBinding(variable, value))
-        return variable
 
     def _calls_of(self, bucket: _Bucket, field: str) -> list[Any]:
         return [getattr(self.captured[users[0]], field) for users in bucket.users]

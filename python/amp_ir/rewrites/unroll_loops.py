@@ -88,7 +88,7 @@ def _inlined(body: tvm.IRModule, given: Sequence[relax.Expr], emit: Emit) -> lis
         value = replaced(binding.value, now)
         if binding.var is not flow.result:
             now[binding.var] = value if isinstance(value, relax.Var) else emit(value)
-    return list(replaced(flow.values.get(flow.result, flow.result), now).fields)
+    return [replaced(field, now) for field in flow.fields]
 
 
 def _located(call: relax.Call, span: tvm.ir.Span | None) -> relax.Call:

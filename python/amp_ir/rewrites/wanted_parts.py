@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find which values of a step are wanted whole, and which as the part that a rank holds."""
+"""Find the sharding of each value of a step: whole on every rank, or the part that a rank holds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from amp_ir.dialect.registry import options_of
 from amp_ir.errors import ShardingError
 from amp_ir.ir.dataflow import Dataflow, op_name, variables_of
 from amp_ir.ir.location import from_span
+from amp_ir.ir.short_list import short_names
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, StepModule
 from amp_ir.rewrites.shard_plan import ShardPlan
@@ -45,18 +46,10 @@ def is_sum(value: Any) -> bool:
     return axes is None or len(axes) == len(shape_of(value.args[0]))
 
 
-def result_fields(flow: Dataflow) -> list[relax.Expr]:
-    """Return the fields of what `main` returns."""
-    result = flow.result
-    whole = flow.values[result] if isinstance(result, relax.Var) else result
-    assert isinstance(whole, relax.Tuple)
-    return list(whole.fields)
-
-
 class WantedParts:
-    """In which ways each value is wanted: None for whole, else the parameter whose part it is.
+    """The shardings in which each value is needed: None is whole, a name the part of a parameter.
 
-    `ways` has them by variable, `scattered` the all-reduces that become reduce-scatters,
+    `shardings` has them by variable, `scattered` the all-reduces that become reduce-scatters,
     `gathered` the updated parameters that all ranks get, with the parameter of each, and `summed`
     the sums and checks that become sums over the ranks.
     """
@@ -69,7 +62,7 @@ class WantedParts:
         self.inputs: list[tuple[relax.Var, InputSpec]] = pairs
         self.part_of = {v: plan.parts[one.name] for v, one in pairs if one.name in plan.parts}
         self.shapes = {one.name: one.shape for _, one in pairs}
-        self.ways: dict[relax.Var, set[str | None]] = {}
+        self.shardings: dict[relax.Var, set[str | None]] = {}
         self.gathered: dict[relax.Var, str] = {}
         self.scattered: dict[relax.Var, str] = {}
         self.summed: set[relax.Var] = set()
@@ -79,22 +72,22 @@ class WantedParts:
         self._why: dict[relax.Var, relax.Call | None] = {}
 
     def find(self) -> None:
-        """Find the ways of all values.
+        """Find the shardings of all values.
 
         Raises:
             ShardingError: state is wanted whole.
         """
         self._find_owners()
         self._whole_reduces = self._too_thin()
-        for spec, field in zip(self.outputs, result_fields(self.flow), strict=True):
+        for spec, field in zip(self.outputs, self.flow.fields, strict=True):
             self._want_result(spec, field)
         for binding in reversed(self.flow.bindings):
-            ways = self.ways.get(binding.var, set())
-            if ways and isinstance(binding.value, relax.Tuple):
+            shardings = self.shardings.get(binding.var, set())
+            if shardings and isinstance(binding.value, relax.Tuple):
                 continue
             # What is whole may be sliced, so the parts come first.
-            for way in sorted(ways, key=lambda one: one is None):
-                self._want_for(binding.var, binding.value, way)
+            for sharding in sorted(shardings, key=lambda one: one is None):
+                self._want_for(binding.var, binding.value, sharding)
         self._refuse()
 
     def owner(self, expr: relax.Expr) -> str | None:
@@ -163,27 +156,27 @@ class WantedParts:
                 'shard="optimizer"'
             )
 
-    def _want(self, expr: relax.Expr, way: str | None, why: relax.Call | None = None) -> None:
+    def _want(self, expr: relax.Expr, sharding: str | None, why: relax.Call | None = None) -> None:
         if isinstance(expr, relax.Var):
-            self.ways.setdefault(expr, set()).add(way)
-            if way is None and self._why.get(expr) is None:
+            self.shardings.setdefault(expr, set()).add(sharding)
+            if sharding is None and self._why.get(expr) is None:
                 self._why[expr] = why
 
-    def _want_for(self, variable: relax.Var, value: Any, way: str | None) -> None:
-        """Want what a binding reads, where its own value is wanted in one way."""
-        if way is None:
+    def _want_for(self, variable: relax.Var, value: Any, sharding: str | None) -> None:
+        """Add the shardings that a binding's arguments need for one of its own."""
+        if sharding is None:
             self._want_for_whole(variable, value)
         elif op_name(value) == ALL_REDUCE:
             if variable in self._whole_reduces:
                 self._want(variable, None)
                 self._want_for_whole(variable, value)
-            elif None not in self.ways[variable]:
-                self.scattered[variable] = way
+            elif None not in self.shardings[variable]:
+                self.scattered[variable] = sharding
                 self._want(value.args[0], None)
         elif is_elementwise(value) and self.is_computed_so(variable, value):
             for one in _tensors(value):
                 is_part = self._is_part_like(one, variable)
-                self._want(one, way if is_part else None, value)
+                self._want(one, sharding if is_part else None, value)
         else:
             self._want(variable, None, value if isinstance(value, relax.Call) else None)
             self._want_for_whole(variable, value)
@@ -222,22 +215,20 @@ class WantedParts:
     def _refuse(self) -> None:
         wrong: dict[str, list[str]] = {}
         for variable, spec in self.inputs:
-            if variable not in self.part_of or None not in self.ways.get(variable, ()):
+            if variable not in self.part_of or None not in self.shardings.get(variable, ()):
                 continue
             why = self._why.get(variable)
             what = "a result" if why is None else f"{op_name(why)} in {from_span(why.span)}"
             wrong.setdefault(what, []).append(spec.name)
         if wrong:
-            listed = "; ".join(f"{what} reads {_few(names)}" for what, names in wrong.items())
+            listed = "; ".join(
+                f"{what} reads {short_names(names)}" for what, names in wrong.items()
+            )
             raise ShardingError(
                 f"shard= splits the optimizer's state over the ranks, and the step needs it whole: "
                 f"{listed}. Only optimizers that compute each element alone can be split (SGD, "
                 "Adam, AdamW, RMSprop, Adagrad and the like); leave shard= out for this one"
             )
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _tensors(value: relax.Call) -> list[relax.Expr]:

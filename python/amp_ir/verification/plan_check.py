@@ -85,14 +85,11 @@ def check_plan(mod: StepModule, inputs: Sequence[torch.Tensor], batch: Sequence[
 def with_results(mod: StepModule, shown: Sequence[relax.Var]) -> StepModule:
     """Return the step that also returns the given values, after its own outputs."""
     flow = Dataflow(mod.ir)
-    result = flow.result
-    result = flow.values.get(result, result) if isinstance(result, relax.Var) else result
-    fields = list(result.fields) if isinstance(result, relax.Tuple) else [result]
     specs = [
         OutputSpec(f"value{number}", Role.RESULT, tuple(shape_of(one)), str(one.ty.dtype))
         for number, one in enumerate(shown)
     ]
-    output = relax.Tuple([*fields, *shown])
+    output = relax.Tuple([*flow.fields, *shown])
     variable = relax.Var("outputs", output.ty)
     ir = flow.finish([*flow.bindings, relax.VarBinding(variable, output)], variable)
     signature = attrs.evolve(mod.signature, outputs=(*mod.signature.outputs, *specs))

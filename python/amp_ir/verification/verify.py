@@ -186,9 +186,7 @@ class _Verifier:
 def gradient_lines(mod: StepModule) -> dict[str, str]:
     """Return where each gradient of a recorded step is made, "file:line", by parameter."""
     flow = Dataflow(mod.ir)
-    result = flow.result
-    result = flow.values.get(result, result) if isinstance(result, relax.Var) else result
-    pairs = zip(mod.signature.outputs, result.fields, strict=True)
+    pairs = zip(mod.signature.outputs, flow.fields, strict=True)
     places = [_place(flow, field) for spec, field in pairs if spec.role is Role.RESULT]
     # Places take the tensors' places in what the step returns.
     markers = [torch.tensor(float(number)) for number in range(len(places))]

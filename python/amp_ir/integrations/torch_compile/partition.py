@@ -109,14 +109,8 @@ class _Cut:
         self._flow = Dataflow(mod.ir)
         self._parameters = list(self._flow.main.params)
         self._overwritten = {self._parameters[k] for k in overwritten}
-        self._outputs = self._output_values()
+        self._outputs = self._flow.fields
         self._backward = [self._outputs[k] for k in backward]
-
-    def _output_values(self) -> list[relax.Expr]:
-        result = self._flow.result
-        value = self._flow.values.get(result, result)
-        assert isinstance(value, relax.Tuple)
-        return list(value.fields[:])
 
     def saved(self, tangents: Collection[int]) -> list[relax.Var]:
         """Return the values to save, in the order of the program."""
