@@ -250,9 +250,9 @@ def _error_section(errors: RoundingErrors | None) -> str:
     shown = errors.contributions[:_SHOWN_VALUES]
     top = max(one.error for one in shown) or 1.0
     rows = "".join(
-        f'<tr><td>{escape(one.name)}</td><td class="number">{one.error:.2e}</td>'
+        f'<tr><td class="name">{escape(one.name)}</td><td class="number">{one.error:.2e}</td>'
         f"<td>{_bar(one.error / top, 'phase-' + (one.phase or 'other'))}</td>"
-        f"<td>{escape(one.worst_parameter)}</td></tr>"
+        f'<td class="name">{escape(one.worst_parameter)}</td></tr>'
         for one in shown
     )
     rest = len(errors.contributions) - len(shown)
