@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from amp_ir.host.fork_safe_lock import ForkSafeLock
+from amp_ir.host.huge_pages import empty_in_huge_pages
 
 
 class Arena:
@@ -49,7 +50,7 @@ class Arena:
         if nbytes > self.nbytes:
             self._views.clear()
             self._memory = None
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._memory = empty_in_huge_pages(nbytes, torch.uint8, device)
         view = self._views.get(nbytes)
         if view is None:
             assert self._memory is not None

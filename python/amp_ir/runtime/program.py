@@ -11,6 +11,7 @@ import torch
 
 from amp_ir.distributed.exchange import Exchange
 from amp_ir.errors import AmpIrError, DeviceError
+from amp_ir.host.huge_pages import empty_in_huge_pages
 from amp_ir.host.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.ir.executable import Executable
 from amp_ir.ir.external_call import unrecordable_ops
@@ -192,7 +193,7 @@ class Program:
     def empty_results(self) -> list[torch.Tensor]:
         """Return new tensors for the outputs that update no input, in order."""
         return [
-            torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+            empty_in_huge_pages(spec.shape, getattr(torch, spec.dtype), self.device)
             for spec in self.signature.outputs
             if spec.updates is None
         ]
