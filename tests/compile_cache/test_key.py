@@ -179,6 +179,7 @@ def test_the_target_is_part_of_it(usual):
     "name", ["ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "AMP_IR_DISABLE", "OMP_NUM_THREADS"]
 )
 def test_settings_of_libraries_are_part_of_it(name, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
     before = environment(cpu())
     monkeypatch.setenv(name, "1")
     assert environment(cpu()) != before
