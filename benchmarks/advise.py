@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,7 +20,7 @@ import attrs
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
-from benchmarks.record import RESULTS, describe_machine
+from benchmarks.record import add_results_option, describe_machine
 
 _WITHIN = 0.2
 
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("workloads", nargs="*", default=[], help=", ".join(WORKLOADS))
     parser.add_argument("--turns", type=int, default=5, help="timed steps of each")
     parser.add_argument("--small", action="store_true", help="shapes of a test")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to save to")
+    add_results_option(parser)
     chosen = parser.parse_args(arguments)
     rows = []
     for name in chosen.workloads or WORKLOADS:

@@ -16,7 +16,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,7 +28,7 @@ from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.report.wide_console import wide_console
 from benchmarks.compile_time import deep_bert
-from benchmarks.record import RESULTS, describe_machine
+from benchmarks.record import add_results_option, describe_machine
 
 MODELS = ("resnet50", "bert1", "bert12")
 
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=10, help="calls of each, in turns")
     parser.add_argument("--small", action="store_true", help="shapes of a test")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to save to")
+    add_results_option(parser)
     chosen = parser.parse_args(arguments)
     rows = [
         measure(name, chosen.dtype, rounds=chosen.rounds, small=chosen.small, single=single)

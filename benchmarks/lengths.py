@@ -18,7 +18,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -28,7 +27,7 @@ from rich.table import Table
 import amp_ir
 from amp_ir.files.atomic_file import write_text
 from amp_ir.report.wide_console import wide_console
-from benchmarks.record import RESULTS, describe_machine
+from benchmarks.record import add_results_option, describe_machine
 
 MODELS = ("bert", "gpt2")
 WAYS = ("amp_ir", "eager", "torch.compile")
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--amp-dtype", choices=["bfloat16", "float16"], help="float32 by default")
     parser.add_argument("--small", action="store_true", help="shapes of a test")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to save to")
+    add_results_option(parser)
     chosen = parser.parse_args(arguments)
     rows = []
     for name in chosen.models or MODELS:

@@ -27,8 +27,8 @@ import amp_ir
 from amp_ir.amp.plan import CastPlan
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
+from benchmarks.record import add_results_option
 
-RESULTS = Path(__file__).parent / "results"
 NAMES = ("bert1", "gpt2", "resnet50", "ssd", "lstm")
 PLACEMENTS = ("greedy", "cut")
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, nargs="*", default=[1, 6, 12, 24])
     parser.add_argument("--small", action="store_true", help="shapes of a test")
     parser.add_argument("--amp-dtype", default="bfloat16")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to save to")
+    add_results_option(parser)
     chosen = parser.parse_args(arguments)
     placed: list[Placed] = []
     for name in chosen.workloads or NAMES:

@@ -28,9 +28,9 @@ from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import from_span
+from benchmarks.record import add_results_option
 from benchmarks.workloads.further import ALL
 
-RESULTS = Path(__file__).parent / "results"
 DTYPES = ("bfloat16", "float16")
 Gradients = dict[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=25, help="draws of weights and batch")
     parser.add_argument("--worst", type=int, default=5, help="ops to name; 0 for none")
     parser.add_argument("--compiled", type=int, default=3, help="draws to compile and run, too")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to save to")
+    add_results_option(parser)
     chosen = parser.parse_args(arguments)
     rows: list[Row] = []
     for name in chosen.workloads or WORKLOADS:
