@@ -136,23 +136,39 @@ class ElementWriter:
     def _read(self, value: Value, index: Index) -> Any:
         if isinstance(value, Constant):
             return m.constant(value.number, compute_dtype(value.dtype))
-        if id(value) in self._full:
-            return self.full(value)
-        if id(value) in self._row:
-            return self.row(value)
+        member = self._member(value, value.shape, index)
+        if member is not None:
+            return member
         if isinstance(value, Pointwise) and value.is_reshape:
             return self._read_reshaped(value, index)
         if isinstance(value, Pointwise) and is_inlined(value):
             return self._rounded(value, value.body(*index))
         return self._load(value, self._flat(value.shape, index))
 
+    def _is_member(self, value: Value) -> bool:
+        return id(value) in self._full or id(value) in self._row
+
+    def _member(self, owner: Value, shape: tuple[int, ...], index: Index) -> Any:
+        """Return the element of a member of the group, read as of `shape` at `index`.
+
+        None if it is no member, or a view that is read at another place than its own: legality
+        looks through views, so such a reader may be in the group that also stores the view.
+        """
+        if not self._is_member(owner):
+            return None
+        is_full = id(owner) in self._full
+        if is_inlined(owner):
+            own = self.position.index(shape) if is_full else self.position.row_index(shape)
+            if not all(a is b for a, b in zip(own, index, strict=True)):
+                return None
+        return self.full(owner) if is_full else self.row(owner)
+
     def _read_reshaped(self, value: Pointwise, index: Index) -> Any:
         owner = storage_of(value)
-        if id(owner) in self._full:
-            return self.full(owner)
-        if id(owner) in self._row:
-            return self.row(owner)
-        if id(owner) in self.buffers:
+        member = self._member(owner, value.shape, index)
+        if member is not None:
+            return member
+        if id(owner) in self.buffers and not self._is_member(owner):
             return self._load(owner, self._flat(value.shape, index))
         # A reshape of a view: the view's own index is needed.
         if self._is_here(value.shape, index):
