@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import nn
 
 import amp_ir
 from amp_ir.cli import main
+from amp_ir.report.step_page import _error_section
+from amp_ir.verification import contributions as module_of_contributions
 
 
 def model_and_step() -> tuple[nn.Module, Any, tuple[torch.Tensor, torch.Tensor]]:
@@ -74,6 +77,74 @@ def test_without_time_it_stays_one_group():
     assert whole.error == found.error
     assert whole.name == f"{whole.roundings} roundings in step, not split"
     assert str(found).endswith("; groups were left whole for lack of time")
+
+
+def test_without_time_the_rest_is_float32(monkeypatch):
+    model, step, batch = model_and_step()
+    exact = amp_ir.error_report(step, batch, model=model)
+    assert (exact.evaluated_in, exact.noise) == ("float64", 0.0)
+    assert "alone, in float64 otherwise:" in str(exact)
+    quick = amp_ir.error_report(step, batch, model=model, seconds=0.0)
+    assert quick.evaluated_in == "float32"
+    # Some roundings of float32, 2^-24 each.
+    assert 1e-9 < quick.noise < 1e-6
+    assert quick.error == pytest.approx(exact.error, rel=1e-3)
+    assert "alone, in float32 otherwise:" in str(quick)
+    assert f"; float32's own error: {quick.noise:.1e}; groups" in str(quick)
+    # Where float32's own error is not small beside it, float64 takes its time.
+    monkeypatch.setattr(module_of_contributions, "_NOISE_SHARE", 1e-9)
+    slow = amp_ir.error_report(step, batch, model=model, seconds=0.0)
+    assert (slow.evaluated_in, slow.error) == ("float64", exact.error)
+
+
+def test_every_op_is_measured_in_float32_as_in_float64(monkeypatch):
+    model, step, batch = model_and_step()
+    exact = {one.name: one for one in amp_ir.error_report(step, batch, model=model).contributions}
+    # So many ops that no time is enough for them in float64.
+    leaves = module_of_contributions._leaves
+    counts = iter([10**9])
+    monkeypatch.setattr(
+        module_of_contributions, "_leaves", lambda group: next(counts, leaves(group))
+    )
+    found = amp_ir.error_report(step, batch, model=model)
+    assert (found.evaluated_in, found.is_complete) == ("float32", True)
+    assert {one.name for one in found.contributions} == set(exact)
+    for one in found.contributions:
+        assert one.error == pytest.approx(exact[one.name].error, rel=1e-2, abs=found.noise)
+
+
+def test_groups_come_first_where_time_is_short(monkeypatch):
+    model, step, batch = model_and_step()
+    ticks = iter(range(10**6))
+    clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(module_of_contributions, "time", clock)
+    # Each look at the clock takes a second, so that an evaluation takes one or two.
+    found = amp_ir.error_report(step, batch, model=model, seconds=12.0)
+    assert not found.is_complete
+    assert 1 < len(found.contributions) < 12
+    assert any(not one.op for one in found.contributions)
+    assert found.contributions[0].error < found.error
+
+
+def test_infinite_errors_have_full_bars():
+    model = nn.Linear(8, 8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) * 3e4).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    low = [amp_ir.Override(op="relax.multiply", to="low")]
+    found = amp_ir.error_report(
+        step, (torch.randn(4, 8),), model=model, amp_dtype="float16", overrides=low
+    )
+    assert found.error == math.inf
+    assert f"inf  {'#' * 24}" in str(found)
+    assert "width:100.0%" in found.to_html()
+    assert "nan" not in found.to_html()
+    section = _error_section(found)
+    assert "inf" in section
+    assert "nan" not in section
 
 
 def test_a_step_that_rounds_nothing_has_no_contributions():

@@ -105,6 +105,7 @@ class Tensor:
         return axis % self.ndim
 
 
+_Values = torch.Tensor | tuple[torch.Tensor, ...]
 ShapeRule = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
 
@@ -137,24 +138,33 @@ def define(
             ]
             return _to_type(apply(specs, options).results)
 
-        def compute(
-            *tensors: torch.Tensor, **options: Any
-        ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        def compute(*tensors: torch.Tensor, **options: Any) -> _Values:
+            # With a float64 argument it is an oracle.
+            is_exact = any(dtype_name(one) == "float64" for one in tensors)
+            return computed(tensors, options, wide=torch.float64 if is_exact else None)
+
+        def compute_unrounded(*tensors: torch.Tensor, **options: Any) -> _Values:
+            dtypes = [one.dtype for one in tensors if one.is_floating_point()]
+            wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            return computed(tensors, options, wide=wide)
+
+        def computed(
+            tensors: Sequence[torch.Tensor], options: dict[str, Any], wide: torch.dtype | None
+        ) -> _Values:
             specs = [
                 Tensor(tuple(tensor.shape), dtype_name(tensor), _label(name, arguments, position))
                 for position, tensor in enumerate(tensors)
             ]
             applied = apply(specs, options)
-            exact = any(spec.dtype == "float64" for spec in specs)
             taken = applied.options
             if stores_inside:
                 taken = {**taken, "stored": functools.partial(_stored, tensors[0].dtype)}
             values = reference(*(_widen(tensor) for tensor in tensors), **taken)
-            return _round_all(values, applied.results, exact=exact)
+            return _round_all(values, applied.results, wide)
 
         infer.__doc__ = rule.__doc__
         infer.__signature__ = signature  # type: ignore[attr-defined]
-        declare(name, *arguments, reference=compute)(infer)
+        declare(name, *arguments, reference=compute, unrounded=compute_unrounded)(infer)
         return rule
 
     return register
@@ -259,23 +269,18 @@ def _stored(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
 
 
 def _round_all(
-    values: torch.Tensor | tuple[torch.Tensor, ...],
-    results: Tensor | tuple[Tensor, ...],
-    *,
-    exact: bool,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    values: _Values, results: Tensor | tuple[Tensor, ...], wide: torch.dtype | None
+) -> _Values:
     if isinstance(values, torch.Tensor):
         assert isinstance(results, Tensor)
-        return _round(values, results, exact=exact)
+        return _round(values, results, wide)
     assert isinstance(results, tuple)
-    return tuple(
-        _round(value, result, exact=exact) for value, result in zip(values, results, strict=True)
-    )
+    return tuple(_round(value, result, wide) for value, result in zip(values, results, strict=True))
 
 
-def _round(value: torch.Tensor, result: Tensor, *, exact: bool) -> torch.Tensor:
-    """Round a result to its dtype; with a float64 argument (an oracle) floats stay float64."""
+def _round(value: torch.Tensor, result: Tensor, wide: torch.dtype | None) -> torch.Tensor:
+    """Round a result to its dtype; with `wide`, floats are of that dtype instead."""
     assert tuple(value.shape) == result.shape, (tuple(value.shape), result)
-    if exact and value.is_floating_point():
-        return value.double()
+    if wide is not None and value.is_floating_point():
+        return value.to(wide)
     return value.to(getattr(torch, result.dtype))

@@ -34,13 +34,14 @@ class Declaration:
     `infer(*types, **options)` gives the result type; `defaults` are the options that a call may
     leave out, with their values (`call_op` fills them in); `reference(*tensors, **options)`
     computes the op with PyTorch in the dtype of its arguments (float64 included) and is the op's
-    definition.
+    definition. `unrounded` does, and rounds no result to the dtype that the options ask for.
     """
 
     name: str
     arguments: tuple[str, ...]
     infer: InferType
     reference: Reference
+    unrounded: Reference
     summary: str
     defaults: Mapping[str, Any]
 
@@ -48,8 +49,12 @@ class Declaration:
 DECLARATIONS: dict[str, Declaration] = {}
 
 
-def declare(name: str, *arguments: str, reference: Reference) -> Callable[[InferType], InferType]:
+def declare(
+    name: str, *arguments: str, reference: Reference, unrounded: Reference | None = None
+) -> Callable[[InferType], InferType]:
     """Register `name` as a Relax op; decorates its type inference.
+
+    `unrounded` is `reference` where it is not given.
 
     An argument whose name ends in "?" may be left out of a call, one that ends in "..." stands
     for any number of them.
@@ -67,7 +72,9 @@ def declare(name: str, *arguments: str, reference: Reference) -> Callable[[Infer
             for option in inspect.signature(infer).parameters.values()
             if option.kind is option.KEYWORD_ONLY and option.default is not option.empty
         }
-        DECLARATIONS[name] = Declaration(name, arguments, infer, reference, summary, defaults)
+        DECLARATIONS[name] = Declaration(
+            name, arguments, infer, reference, unrounded or reference, summary, defaults
+        )
         _ir_api.RegisterOp(name, summary)
         op = tvm.ir.Op.get(name)
         op.set_num_inputs(len(arguments))

@@ -62,7 +62,7 @@ def interpret(
     """
     ir = mod.ir if isinstance(mod, StepModule) else mod
     flow = Dataflow(ir)
-    _check_ops(flow.bindings)
+    check_ops(flow.bindings)
     run = _Run(on_value, float_dtype, unrounded)
     _bind_inputs(run, flow.main.params, inputs)
     uses = flow.uses.copy()
@@ -84,20 +84,21 @@ def can_evaluate(op_name: str) -> bool:
 def evaluate(
     expr: relax.Expr,
     bindings: Sequence[relax.Binding],
-    values: Mapping[relax.Var, torch.Tensor],
+    values: Mapping[relax.Var, Any],
     *,
     float_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Any:
     """Evaluate `expr` after `bindings`; `values` holds all of their other variables.
 
-    `float_dtype` is as for `interpret`.
+    Values are tensors, or tuples of them that were evaluated in `float_dtype`, which is as for
+    `interpret`.
     """
     run = _Run(None, float_dtype)
-    run.values.update({var: run.to_dtype(one, dtype_name(one)) for var, one in values.items()})
+    for var, one in values.items():
+        run.values[var] = one if isinstance(one, tuple) else run.to_dtype(one, dtype_name(one))
     for binding in bindings:
         run.bind(binding.var, run.evaluate(binding.value))
-    found: torch.Tensor = run.evaluate(expr)
-    return found
+    return run.evaluate(expr)
 
 
 @attrs.frozen(eq=False)
@@ -157,14 +158,16 @@ class _Run:
             # Of one dtype, where one is unrounded; they hold the same numbers.
             arguments = list(map(_widen, arguments))
         if name in DECLARATIONS:
-            value = DECLARATIONS[name].reference(*arguments, **options_of(call))
+            op = DECLARATIONS[name]
+            compute = op.reference if self.float_dtype is None else op.unrounded
+            value = compute(*arguments, **options_of(call))
         else:
             value = RELAX_OPS[name](call.attrs, *map(_widen, arguments))
         return self._round(value, call.ty)
 
     def _loop(self, call: relax.Call, operands: Sequence[torch.Tensor]) -> Any:
         loop = loop_of(call)
-        _check_ops(Dataflow(loop.body).bindings)
+        check_ops(Dataflow(loop.body).bindings)
         stacked: list[dict[int, torch.Tensor]] = [{} for _ in loop.outputs]
         now: list[torch.Tensor] = []
         for step in range(loop.length):
@@ -221,7 +224,8 @@ def _bind_inputs(run: _Run, params: Sequence[relax.Var], inputs: Sequence[torch.
         run.values[param] = run.to_dtype(tensor.detach(), dtype)
 
 
-def _check_ops(bindings: Sequence[Any]) -> None:
+def check_ops(bindings: Sequence[Any]) -> None:
+    """Refuse bindings of ops that the interpreter cannot evaluate, all of them at once."""
     missing: dict[str, str] = {}
     for binding in bindings:
         call = binding.value

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, Protocol
@@ -248,10 +249,10 @@ def _error_section(errors: RoundingErrors | None) -> str:
     if errors is None or not errors.contributions:
         return ""
     shown = errors.contributions[:_SHOWN_VALUES]
-    top = max(one.error for one in shown) or 1.0
+    top = max((one.error for one in shown if math.isfinite(one.error)), default=0.0) or 1.0
     rows = "".join(
         f'<tr><td class="name">{escape(one.name)}</td><td class="number">{one.error:.2e}</td>'
-        f"<td>{_bar(one.error / top, 'phase-' + (one.phase or 'other'))}</td>"
+        f"<td>{_bar(min(one.error / top, 1.0), 'phase-' + (one.phase or 'other'))}</td>"
         f'<td class="name">{escape(one.worst_parameter)}</td></tr>'
         for one in shown
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The error that the roundings of each op make alone: groups of ops first, then the guilty ones.
 
-The step is evaluated in float64, and only the low values of some ops are rounded: those of all ops,
-of each phase, of the modules of the worst phase, and so on down to single ops, the largest error
-first. What time does not reach stays a group.
+Only the low values of some ops are rounded: those of all ops, of each phase, of the modules of the
+worst phase, and so on down to single ops, the largest error first; of every op at once where time
+allows that. What time does not reach stays a group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -28,15 +29,20 @@ from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import VIEWS
 from amp_ir.ir.step_module import StepModule
 from amp_ir.replay.non_finite_origins import call_of
-from amp_ir.verification.outcome import relative_error
+from amp_ir.verification.rounded_step import (
+    RoundedStep,
+    Wanted,
+    squared_errors,
+    squared_norm,
+)
 
 # Ops that move elements round nothing.
 _MOVES = (*VIEWS, "relax.broadcast_to")
 _CAST = "amp_ir.cast"
-OnValue = Callable[[relax.Var, torch.Tensor], torch.Tensor]
 _Place = tuple[str, str, str]
-# Evaluates the step in float64 with another value for some variables; gives its gradients.
-Evaluate = Callable[[OnValue], Mapping[str, torch.Tensor]]
+Tensors = Mapping[str, torch.Tensor]
+# What float32's own roundings may make of the error, for the step to be evaluated in float32.
+_NOISE_SHARE = 0.01
 
 
 @attrs.frozen
@@ -78,33 +84,68 @@ class Contribution:
 
 @attrs.frozen
 class Contributions:
-    """The contributions of a step's roundings, the largest first, and the error of all together."""
+    """The contributions of a step's roundings, the largest first.
+
+    Attributes:
+        error: the gradients' error by all of them together.
+        dtype: what is not rounded was evaluated in this dtype.
+        noise: the gradients' error by that dtype's own roundings; 0 for float64.
+        is_complete: whether every op was measured.
+    """
 
     error: float
     parts: tuple[Contribution, ...]
     evaluations: int
     seconds: float
     is_complete: bool
+    dtype: str = "float64"
+    noise: float = 0.0
 
 
 def contributions(
     mod: StepModule,
-    exact: Mapping[str, torch.Tensor],
-    evaluate: Evaluate,
+    inputs: Sequence[torch.Tensor],
+    wanted: Wanted,
     *,
     amp_dtype: str,
     seconds: float,
 ) -> Contributions:
     """Split the roundings of a step until all are single ops, or time ends.
 
+    The rest of the step is evaluated in float64. Where that takes too long for every op, it is
+    evaluated in float32, if the roundings of float32 make less than a hundredth of the error.
+
     Args:
-        mod: a step after autocast, without loops.
-        exact: its gradients in float64.
-        evaluate: evaluates `mod`.
+        mod: a step after autocast, without loops, whose ops the interpreter can evaluate.
+        inputs: the arguments of its `main`.
+        wanted: its gradients.
         amp_dtype: what is rounded to.
-        seconds: when to stop; one evaluation may take it beyond that.
+        seconds: when to stop; all roundings together are measured even so.
     """
-    return _Search(exact, evaluate, getattr(torch, amp_dtype)).run(list(roundings(mod)), seconds)
+    started = time.perf_counter()
+    everything = list(roundings(mod))
+    if not everything:
+        return Contributions(0.0, (), 0, 0.0, is_complete=True)
+    low = getattr(torch, amp_dtype)
+    exact = RoundedStep(mod, inputs, wanted, torch.float64, low, kept_nbytes=0).exact
+    took = time.perf_counter() - started
+    evaluations = 1
+    if _leaves(everything) * took > seconds - took:
+        step = RoundedStep(mod, inputs, wanted, torch.float32, low)
+        search = _Search(step, exact, evaluations=2)
+        whole = search.measured(everything)
+        noise = _relative(squared_errors(step.exact, exact), search.sizes)
+        if noise <= _NOISE_SHARE * whole.contribution.error:
+            found = search.run(whole, started + seconds)
+            return attrs.evolve(
+                found, dtype="float32", noise=noise, seconds=time.perf_counter() - started
+            )
+        evaluations = search.evaluations
+        del step, search
+    step = RoundedStep(mod, inputs, wanted, torch.float64, low)
+    search = _Search(step, exact, evaluations=evaluations + 1)
+    whole = search.measured(everything)
+    return attrs.evolve(search.run(whole, started + seconds), seconds=time.perf_counter() - started)
 
 
 @attrs.frozen(eq=False)
@@ -126,79 +167,96 @@ class _Rounding:
         return (self.phase, *self.module.split("."), leaf)
 
 
-@attrs.define(eq=False)
 class _Search:
-    exact: Mapping[str, torch.Tensor]
-    evaluate: Evaluate
-    dtype: torch.dtype
-    evaluations: int = 0
+    """Measures groups of roundings, and splits them."""
 
-    def run(self, everything: list[_Rounding], seconds: float) -> Contributions:
-        if not everything:
-            return Contributions(0.0, (), 0, 0.0, is_complete=True)
-        started = time.perf_counter()
-        whole = self.measured(everything)
-        waiting: list[tuple[float, int, int, list[_Rounding], Contribution]] = []
+    def __init__(self, step: RoundedStep, exact: Tensors, *, evaluations: int) -> None:
+        self.step = step
+        self.sizes = {name: squared_norm(one) for name, one in exact.items()}
+        self.evaluations = evaluations
+
+    def run(self, whole: _Measured, until: float) -> Contributions:
+        """Split the largest group until there are none, or the next would not end by `until`."""
+        waiting: list[tuple[float, int, int, _Measured]] = []
         done: list[Contribution] = []
         numbers = itertools.count()
 
-        def put(depth: int, group: list[_Rounding], found: Contribution) -> None:
-            if found.op:
-                done.append(found)
+        def put(depth: int, found: _Measured) -> None:
+            if found.contribution.op:
+                done.append(found.contribution)
             else:
-                heapq.heappush(waiting, (-found.error, next(numbers), depth, group, found))
+                entry = (-found.contribution.error, next(numbers), depth, found)
+                heapq.heappush(waiting, entry)
 
-        put(0, everything, whole)
-        while waiting and time.perf_counter() - started < seconds:
-            _, _, depth, group, _ = heapq.heappop(waiting)
-            parts = _parts(group, depth)
-            while len(parts) == 1:
-                depth += 1
-                parts = _parts(group, depth)
+        put(0, whole)
+        left: list[Contribution] = []
+        while waiting:
+            # Nobody needs the groups between where there is time for every op.
+            ops = sum(_leaves(one.group) * one.seconds for *_, one in waiting)
+            to_ops = time.perf_counter() + ops < until
+            _, _, depth, found = heapq.heappop(waiting)
+            depth, parts = _split(found.group, None if to_ops else depth)
+            if time.perf_counter() + len(parts) * found.seconds > until:
+                left.append(found.contribution)
+                continue
             for part in parts:
-                put(depth + 1, part, self.measured(part))
-        found = [*done, *(one for *_, one in waiting)]
+                put(depth, self.measured(part))
         return Contributions(
-            whole.error,
-            tuple(sorted(found, key=lambda one: -one.error)),
+            whole.contribution.error,
+            tuple(sorted([*done, *left], key=lambda one: -one.error)),
             self.evaluations,
-            time.perf_counter() - started,
-            is_complete=not waiting,
+            seconds=0.0,
+            is_complete=not left,
         )
 
-    def measured(self, group: Sequence[_Rounding]) -> Contribution:
+    def measured(self, group: Sequence[_Rounding]) -> _Measured:
         """Evaluate the step with the roundings of a group alone."""
-        rounded = {one.variable for one in group}
-
-        def on_value(variable: relax.Var, value: torch.Tensor) -> torch.Tensor:
-            return value.to(self.dtype).to(value.dtype) if variable in rounded else value
-
-        got = self.evaluate(on_value)
+        started = time.perf_counter()
+        got = self.step.rounded({one.variable for one in group})
+        errors = squared_errors(got, self.step.exact)
         self.evaluations += 1
         first = group[0]
-        is_op = len({one.path for one in group}) == 1
-        return Contribution(
+        is_op = _leaves(group) == 1
+        contribution = Contribution(
             op=first.op if is_op else "",
             module=_shared([one.module for one in group]),
             phase=first.phase if len({one.phase for one in group}) == 1 else "",
             is_cast=first.is_cast and is_op,
             roundings=len(group),
-            error=relative_error(got, self.exact),
-            worst_parameter=self._worst(got),
+            error=_relative(errors, self.sizes),
+            worst_parameter=self._worst(errors),
             line=first.line,
             elements=sum(math.prod(shape_of(one.variable)) for one in group),
             overrides=tuple(dict.fromkeys(o for one in group for o in one.overrides)),
         )
+        return _Measured(group, contribution, time.perf_counter() - started)
 
-    def _worst(self, got: Mapping[str, torch.Tensor]) -> str:
-        least = 2.0**-24 * sum(float((one**2).sum()) for one in self.exact.values()) ** 0.5
-        errors = {
-            name: relative_error({0: got[name]}, {0: one})
-            for name, one in self.exact.items()
-            if float(one.norm()) > least
-        }
-        worst = max(errors, key=lambda name: errors[name], default="")
-        return worst if worst and errors[worst] > 0 else ""
+    def _worst(self, errors: Mapping[str, float]) -> str:
+        """Return whose gradient changed most; those that are rounding alone do not count."""
+        least = 2.0**-48 * sum(self.sizes.values())
+        shares = {name: errors[name] / size for name, size in self.sizes.items() if size > least}
+        worst = max(shares, key=lambda name: shares[name], default="")
+        return worst if worst and shares[worst] > 0 else ""
+
+
+@attrs.frozen(eq=False)
+class _Measured:
+    """A group of roundings with its contribution, and the seconds of the evaluation.
+
+    Those of its parts take no longer: they reach no more of the step.
+    """
+
+    group: Sequence[_Rounding]
+    contribution: Contribution
+    seconds: float
+
+
+def _relative(errors: Mapping[str, float], sizes: Mapping[str, float]) -> float:
+    """Return the relative error of all tensors together, 0 where there is none."""
+    error, size = sum(errors.values()), sum(sizes.values())
+    if error == 0.0:
+        return 0.0
+    return math.sqrt(error / size) if size > 0.0 else math.inf
 
 
 def roundings(mod: StepModule) -> Iterator[_Rounding]:
@@ -261,12 +319,29 @@ def _label(call: relax.Call) -> str:
     return external_op(call) if name == EXTERNAL else name
 
 
-def _parts(group: Sequence[_Rounding], depth: int) -> list[list[_Rounding]]:
-    """Split a group by the next part of the paths; all that end there are one more."""
-    found: dict[str, list[_Rounding]] = {}
-    for one in group:
-        found.setdefault(one.path[depth] if depth < len(one.path) else "", []).append(one)
-    return list(found.values())
+def _leaves(group: Sequence[_Rounding]) -> int:
+    """Return how many ops a group is of."""
+    return len({one.path for one in group})
+
+
+def _split(group: Sequence[_Rounding], depth: int | None) -> tuple[int, list[list[_Rounding]]]:
+    """Split a group where the paths of its members part, at `depth` or below; with None, into ops.
+
+    Return the depth below the split, and the parts.
+    """
+    found: dict[Any, list[_Rounding]] = {}
+    if depth is None:
+        for one in group:
+            found.setdefault(one.path, []).append(one)
+        return 0, list(found.values())
+    while len(found) < 2:
+        found = {}
+        for one in group:
+            # All that end there are one more part.
+            key = one.path[depth] if depth < len(one.path) else ""
+            found.setdefault(key, []).append(one)
+        depth += 1
+    return depth, list(found.values())
 
 
 def _shared(modules: Sequence[str]) -> str:

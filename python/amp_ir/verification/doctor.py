@@ -23,6 +23,7 @@ from amp_ir.compile_cache.cache import compile_cache
 from amp_ir.cuda import driver, nvrtc
 from amp_ir.errors import AmpIrError
 from amp_ir.host import native
+from amp_ir.host.free_memory import memory_nbytes
 from amp_ir.version import VERSION
 from amp_ir.vm.build import host_description
 from amp_ir.vm.build_library import missing_linker
@@ -156,12 +157,10 @@ def _load(usable: int) -> Iterator[Finding]:
 
 def memory() -> Iterator[Finding]:
     """Look at the free memory."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
+    found = memory_nbytes()
+    if not found:
         return
-    found = {name: int(kib) / 2**20 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
-    free, total = found.get("MemAvailable", 0.0), found.get("MemTotal", 0.0)
+    free, total = (found.get(name, 0) / 2**30 for name in ("MemAvailable", "MemTotal"))
     value = f"{free:.1f} of {total:.1f} GiB free"
     if free < _FREE_GIB:
         remedy = "free memory, make the batch smaller, or pass memory_budget= to amp_ir.jit"

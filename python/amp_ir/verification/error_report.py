@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
@@ -15,12 +17,14 @@ from amp_ir.amp.overrides import Override
 from amp_ir.api import Models, Optimizers, autocast
 from amp_ir.dialect.define import LOW_DTYPES
 from amp_ir.errors import OptionError
+from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.options import dtype_name
 from amp_ir.ir.public_function import public_function
+from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.rewrites.unroll_loops import unroll_loops
-from amp_ir.verification.contributions import Contribution, OnValue, contributions
-from amp_ir.verification.outcome import Tensors
+from amp_ir.verification.contributions import Contribution, contributions
 from amp_ir.verification.recorded_capture import capture_recorded
+from amp_ir.verification.rounded_step import Wanted
 
 _BAR = 24
 
@@ -31,6 +35,8 @@ class ErrorReport:
 
     `error` is that of all of them together; those of single ops add up about as squares do.
     `evaluations` and `seconds` say what it took; `is_complete`, whether every op was measured.
+    What is not rounded was evaluated in the dtype `evaluated_in`, whose own roundings make an error
+    of `noise` (0 for float64).
     """
 
     step: str
@@ -40,6 +46,8 @@ class ErrorReport:
     evaluations: int
     seconds: float
     is_complete: bool
+    evaluated_in: str
+    noise: float
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -57,29 +65,29 @@ class ErrorReport:
         """Return a table of the `count` largest contributions."""
         shown = self.contributions[:count]
         width = max((len(one.name) for one in shown), default=0)
-        largest = max((one.error for one in shown), default=0.0) or 1.0
         lines = [
             f"{self.step} in {self.amp_dtype}: relative gradient error {self.error:.2e} by all "
-            f"roundings of the plan; alone, in float64 otherwise:"
+            f"roundings of the plan; alone, in {self.evaluated_in} otherwise:"
         ]
-        for one in shown:
-            bar = "#" * round(_BAR * one.error / largest)
+        for one, share in zip(shown, shares_of(shown), strict=True):
+            bar = "#" * round(_BAR * share)
             lines.append(f"  {one.error:.2e}  {bar:<{_BAR}}  {one.name:<{width}}".rstrip())
         rest = len(self.contributions) - len(shown)
         lines.append(
             f"{rest} more; {self.evaluations} evaluations in {self.seconds:.0f} s"
+            + (f"; float32's own error: {self.noise:.1e}" if self.noise else "")
             + ("" if self.is_complete else "; groups were left whole for lack of time")
         )
         return "\n".join(lines)
 
     def to_html(self) -> str:
         """Return everything as one page, with a bar chart."""
-        largest = max((one.error for one in self.contributions), default=0.0) or 1.0
+        shares = shares_of(self.contributions)
         rows = "".join(
-            f"<tr><td>{one.error:.2e}</td><td><i style='width:{100 * one.error / largest:.1f}%'>"
+            f"<tr><td>{one.error:.2e}</td><td><i style='width:{100 * share:.1f}%'>"
             f"</i></td><td>{escape(one.name)}</td><td>{escape(one.worst_parameter)}</td>"
             f"<td>{escape(one.line)}</td></tr>"
-            for one in self.contributions
+            for one, share in zip(self.contributions, shares, strict=True)
         )
         title = escape(f"{self.step} in {self.amp_dtype}: gradient error {self.error:.2e}")
         return (
@@ -90,12 +98,26 @@ class ErrorReport:
         )
 
 
+def shares_of(contributions: Sequence[Contribution]) -> list[float]:
+    """Return the length of each bar, as a share of the longest; infinite errors have full ones."""
+    errors = [one.error for one in contributions]
+    largest = max((one for one in errors if math.isfinite(one)), default=0.0) or 1.0
+    return [min(one / largest, 1.0) for one in errors]
+
+
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884 }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem }
 h1 { font-size: 1.3rem } table { border-collapse: collapse; width: 100% } th { text-align: left }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line) }
-td:nth-child(2) { width: 30% }
+td:nth-child(1) { white-space: nowrap } td:nth-child(2) { width: 30%; min-width: 9rem }
+td:nth-child(n + 3) { overflow-wrap: anywhere }
+@media (max-width: 44rem) {
+  thead { display: none } td { border: 0; padding: .1rem 0 }
+  tr { display: grid; grid-template-columns: 5rem 1fr; align-items: center; padding: .4rem 0;
+       border-bottom: 1px solid var(--line) }
+  td:nth-child(2) { width: auto; min-width: 0 } td:nth-child(n + 3) { grid-column: 1 / -1 }
+}
 i { display: block; height: .7rem; background: #2563eb }
 """
 
@@ -121,36 +143,44 @@ def error_report(
         step: as for `trace_step`, as are `batch`, `model`, `optimizer` and `scaler`.
         amp_dtype: "bfloat16" or "float16".
         overrides: as for `autocast`, as is `policy`.
-        seconds: when to stop splitting groups; one evaluation of the step in float64 may take it
-            beyond that.
+        seconds: when to be done, capture included. All roundings together are measured even so,
+            which takes three evaluations of the step at most.
 
     Raises:
         OptionError: `amp_dtype` is not a low dtype.
         What `trace_step` raises.
     """
+    started = time.perf_counter()
     amp_dtype = low_dtype_name(amp_dtype)
     with capture_recorded(step, batch, model, optimizer, scaler) as recording:
         low = autocast(
             recording.mod, recording.args, amp_dtype=amp_dtype, overrides=overrides, policy=policy
         )
         low = low.with_ir(unroll_loops(low.ir))
-        captured = recording.captured()
-        exact = captured.interpreted(low, float_dtype=torch.float64).gradients
-
-        def evaluate(on_value: OnValue) -> Tensors:
-            options = {"float_dtype": torch.float64, "on_value": on_value}
-            return captured.interpreted(low, **options).gradients
-
-        found = contributions(low, exact, evaluate, amp_dtype=amp_dtype, seconds=seconds)
+        left = seconds - (time.perf_counter() - started)
+        found = contributions(
+            low, recording.captured().inputs(), _gradients(low), amp_dtype=amp_dtype, seconds=left
+        )
     return ErrorReport(
         step=recording.name,
         amp_dtype=amp_dtype,
         error=found.error,
         contributions=found.parts,
-        evaluations=1 + found.evaluations,
-        seconds=found.seconds,
+        evaluations=found.evaluations,
+        seconds=time.perf_counter() - started,
         is_complete=found.is_complete,
+        evaluated_in=found.dtype,
+        noise=found.noise,
     )
+
+
+def _gradients(mod: StepModule) -> Wanted:
+    """Return the gradients among the results of a recorded step."""
+    outputs = zip(mod.signature.outputs, Dataflow(mod.ir).fields, strict=True)
+    results = [value for spec, value in outputs if spec.role is Role.RESULT]
+    _, gradients = mod.signature.unflatten_results(results)
+    wanted: Wanted = gradients
+    return wanted
 
 
 def low_dtype_name(dtype: str | torch.dtype) -> str:

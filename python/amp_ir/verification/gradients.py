@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,19 +42,25 @@ class StepGradients:
         """Return those of the step in float64."""
         return self.evaluated(self.mod, batch, float_dtype=torch.float64)
 
-    def evaluated(
-        self,
-        mod: StepModule,
-        batch: int,
-        on_value: Callable[[relax.Var, torch.Tensor], torch.Tensor] | None = None,
-        **options: Any,
-    ) -> Tensors:
+    def wanted(self, mod: StepModule) -> dict[str, relax.Expr]:
+        """Return them as expressions of a version of the step whose loops are unrolled."""
+        flow = Dataflow(mod.ir)
+        outputs = [
+            (spec, value)
+            for spec, value in zip(mod.signature.outputs, flow.fields, strict=True)
+            if str(value.ty.dtype).startswith(("float", "bfloat"))
+        ]
+        found = {name: variable for variable, name in _named_reads(flow, self._places)}
+        found |= {spec.name: value for spec, value in outputs if spec.role is Role.GRADIENT}
+        results = [value for spec, value in outputs if spec.role is Role.RESULT]
+        return found or {str(n): value for n, value in enumerate(results)}
+
+    def evaluated(self, mod: StepModule, batch: int, **options: Any) -> Tensors:
         """Return those of a version of the step whose loops are unrolled; see `interpret`."""
         wanted = dict(_named_reads(Dataflow(mod.ir), self._places))
         found: Tensors = {}
 
         def note(variable: relax.Var, value: torch.Tensor) -> torch.Tensor:
-            value = value if on_value is None else on_value(variable, value)
             if variable in wanted:
                 found[wanted[variable]] = value.double()
             return value

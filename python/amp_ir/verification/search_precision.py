@@ -43,9 +43,9 @@ from amp_ir.ir.options import batch_of, check_module
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import StepModule
 from amp_ir.rewrites.unroll_loops import unroll_loops
-from amp_ir.verification.contributions import Contribution, OnValue, contributions
+from amp_ir.verification.contributions import Contribution, contributions
 from amp_ir.verification.error_report import low_dtype_name
-from amp_ir.verification.gradients import StepGradients, Tensors
+from amp_ir.verification.gradients import StepGradients
 from amp_ir.verification.outcome import relative_error
 from amp_ir.verification.precision_search import (
     OBJECTIVES,
@@ -329,14 +329,9 @@ class _Search:
             return list(self.measured[tried.key])
         self.show(f"rounding ops one after the other{self._so_far()}")
         low = tried.mod.with_ir(unroll_loops(tried.mod.ir))
-        worst = tried.worst_batch
-
-        def evaluate(on_value: OnValue) -> Tensors:
-            return self.gradients.evaluated(low, worst, on_value, float_dtype=torch.float64)
-
         left = max(self.until - time.perf_counter(), 0.0)
         found = contributions(
-            low, self.exact[worst], evaluate,
+            low, self.gradients.inputs[tried.worst_batch], self.gradients.wanted(low),
             amp_dtype=self.options["amp_dtype"], seconds=_MEASURING_SHARE * left,
         )  # fmt: skip
         milliseconds = estimate_step(tried.mod, self.peaks).milliseconds_of()
