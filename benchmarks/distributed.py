@@ -96,13 +96,16 @@ MODELS: dict[str, Callable[..., tuple[nn.Module, Batch]]] = {"mlp": _mlp, "trans
 
 
 @attrs.frozen(eq=False)
-class _Training:
+class Training:
+    """A step with what it trains."""
+
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[..., torch.Tensor]
 
 
-def _training(model: nn.Module, amp_dtype: str | None, *, casts: bool) -> _Training:
+def training(model: nn.Module, amp_dtype: str | None, *, casts: bool) -> Training:
+    """Return a model's step; with `casts` under torch.autocast."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     low = getattr(torch, amp_dtype) if amp_dtype and casts else None
 
@@ -117,7 +120,7 @@ def _training(model: nn.Module, amp_dtype: str | None, *, casts: bool) -> _Train
         optimizer.zero_grad()
         return loss.detach()
 
-    return _Training(model, optimizer, step)
+    return Training(model, optimizer, step)
 
 
 def _steps(
@@ -127,13 +130,13 @@ def _steps(
     for way in ways:
         ours = copy.deepcopy(model)
         if way == "amp_ir":
-            one = _training(ours, amp_dtype, casts=False)
+            one = training(ours, amp_dtype, casts=False)
             options = {"model": ours, "optimizer": one.optimizer, "data_parallel": True}
             yield way, amp_ir.jit(one.step, amp_dtype=amp_dtype, **options)
             continue
         wrapped: Any = DistributedDataParallel(ours)
         compiled = torch.compile(wrapped) if way == "torch.compile" else wrapped
-        yield way, _training(compiled, amp_dtype, casts=True).step
+        yield way, training(compiled, amp_dtype, casts=True).step
 
 
 def _of_rank(rank: int, folder: str, asked: dict[str, Any]) -> None:
@@ -155,7 +158,7 @@ def _of_rank(rank: int, folder: str, asked: dict[str, Any]) -> None:
                 if number >= asked["warmup"]:
                     spent[way].append((time.perf_counter() - started) * 1e3)
         medians = {way: statistics.median(found) for way, found in spent.items()}
-        exchanges = _exchange(steps["amp_ir"], batch, asked["rounds"])
+        exchanges = exchange_of(steps["amp_ir"], batch, asked["rounds"])
         rows.append(
             Row(
                 name,
@@ -174,7 +177,7 @@ def _of_rank(rank: int, folder: str, asked: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def _exchange(train: Any, batch: Batch, steps: int) -> Sequence[ExchangeProfile]:
+def exchange_of(train: Any, batch: Batch, steps: int) -> Sequence[ExchangeProfile]:
     """Return the profile of each bucket of our step."""
     exchange = train.compiled.program.exchange
     exchange.is_timed = True

@@ -17,6 +17,7 @@
                                  [--seconds 300] [--out plan.json] [--json FILE]
     amp-ir plan save bert1|train.py [--out plan.json]
     amp-ir plan diff old.json new.json [--fail-on-change]
+    amp-ir plan --ranks 1024 --bandwidth 25GB/s [--latency 5us] [--shard optimizer] bert1|train.py
     amp-ir doctor [--json doctor.json]
     amp-ir cache info|clear|export FILE|import FILE
 
@@ -64,11 +65,18 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     named = next((one for one in argv if not one.startswith("-")), None)
     for name, summary in SUMMARIES.items():
         if name == named:
-            module = importlib.import_module(f"amp_ir.commands.{_MODULES.get(name, name)}")
-            getattr(module, f"add_{name}")(commands)
+            adds = _form_of(name, argv)
+            module = importlib.import_module(f"amp_ir.commands.{_MODULES.get(adds, adds)}")
+            getattr(module, f"add_{adds}")(commands)
         else:
             commands.add_parser(name, help=summary)
     return parser
+
+
+def _form_of(name: str, argv: Sequence[str]) -> str:
+    """Return which form of a command is meant: `plan --ranks` has no actions."""
+    has_ranks = any(one.partition("=")[0] == "--ranks" for one in argv)
+    return "plan_ranks" if name == "plan" and has_ranks else name
 
 
 def _wrong_uses() -> tuple[type[Exception], ...]:

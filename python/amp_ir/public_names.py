@@ -16,6 +16,7 @@ from amp_ir.api import (
     get_param_size,
     get_peak_memory,
     memory_report,
+    plan_ranks,
     profile_kernels,
     profile_vm_model,
     trace_memory,
@@ -24,6 +25,7 @@ from amp_ir.api import (
 )
 from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
 from amp_ir.capture.call_arguments import call_arguments
+from amp_ir.distributed.links import Links, measure_links
 from amp_ir.distributed.split_optimizers import gather_state_dict
 from amp_ir.inference.convert import convert_model
 from amp_ir.inference.converted_model import ConvertedModel
@@ -47,6 +49,7 @@ from amp_ir.replay.watch import Watch, WatchRecord
 from amp_ir.report.examination import Examination
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
+from amp_ir.report.rank_plan import RankPlan
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
 from amp_ir.runtime.step import CompiledStep
 from amp_ir.verification.advice import Advice
@@ -66,11 +69,13 @@ __all__ = [
     "ErrorReport",
     "Examination",
     "KernelProfile",
+    "Links",
     "MemoryReport",
     "GradScaler",
     "Overflow",
     "Override",
     "PrecisionSearch",
+    "RankPlan",
     "Role",
     "Signature",
     "StepLog",
@@ -100,7 +105,9 @@ __all__ = [
     "list_ops",
     "load",
     "load_checkpoint",
+    "measure_links",
     "memory_report",
+    "plan_ranks",
     "profile_kernels",
     "profile_vm_model",
     "promote_function",

@@ -14,6 +14,7 @@ from amp_ir.api.cached_build import cached_build
 from amp_ir.api.replay import overflow_finder
 from amp_ir.distributed.contract import contract_of
 from amp_ir.distributed.exchange import Exchange
+from amp_ir.distributed.stand_in_exchange import StandInExchange
 from amp_ir.errors import OptionError
 from amp_ir.host.logs import logger_of
 from amp_ir.host.memory_limit import memory_for
@@ -262,4 +263,6 @@ def exchange_of(mod: StepModule, plan: MemoryPlan) -> Exchange | None:
     ranks = mod.hooks.ranks
     if ranks is None or not ranks.exchanges:
         return None
+    if ranks.are_simulated:
+        return StandInExchange()
     return Exchange(ranks, contract_of(mod, plan))

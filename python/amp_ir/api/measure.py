@@ -48,7 +48,7 @@ def profile_vm_model(
     """
     check_module(mod, "profile_vm_model")
     options = {"rounding": rounding, "memory_budget": memory_budget}
-    program, _, batch = _program_on_copies(
+    program, _, batch = program_on_copies(
         mod, device, args, opt_level, disable_fusion=disable_fusion, **options
     )
     return time_program(program, batch, warmup=warmup, number=number, repeat=repeat)
@@ -95,7 +95,7 @@ def profile_kernels(
         BudgetError: the budget cannot be held.
     """
     check_module(mod, "profile_kernels")
-    program, planned, batch = _program_on_copies(
+    program, planned, batch = program_on_copies(
         mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
     )
     flop = flop_of_calls(planned)
@@ -113,7 +113,7 @@ def profile_kernels(
     return profile_of(planned, flop, launches.steps, measure_peaks(program.device), gpu)
 
 
-def _program_on_copies(
+def program_on_copies(
     mod: StepModule, device: str, args: Any, opt_level: int, **options: Any
 ) -> tuple[Program, PlannedStep, list[torch.Tensor]]:
     """Return the step built on copies of its state, its plan, and the batch as tensors.

@@ -13,7 +13,7 @@ SUMMARIES = {
     "advise": "estimate what mixed precision gains, here or on a GPU, before any training",
     "errors": "say how much of the gradients' error in mixed precision each op and each cast makes",
     "search": "search the cheapest cast plan whose gradient error is within a budget",
-    "plan": "save a step's cast plan, or compare two",
+    "plan": "save a step's cast plan, or compare two; with --ranks, simulate a step on a cluster",
     "doctor": "look at this machine: versions, CPU, libraries, CUDA, caches; a text for an issue "
     "report",
     "cache": "look at the steps that are kept for later starts, remove or move them",

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`amp-ir plan`: cast plans in files, saved and compared, for continuous integration."""
+"""`amp-ir plan`: cast plans in files, saved and compared, for continuous integration.
+
+`amp-ir plan --ranks` is in plan_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ def add_plan(commands: Any) -> None:
         SUMMARIES["plan"],
         "save train.py --out new.json",
         "diff old.json new.json --fail-on-change",
+        "--ranks 1024 --bandwidth 25GB/s train.py",
+        "--ranks 1024 --help",
         has_training=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

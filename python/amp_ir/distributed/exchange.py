@@ -69,6 +69,16 @@ class _Current(threading.local):
 _current = _Current()
 
 
+@contextlib.contextmanager
+def called_by_program(exchange: Exchange) -> Iterator[None]:
+    """Let the program that runs inside, on this thread, start and wait with an exchange."""
+    _current.exchange = exchange
+    try:
+        yield
+    finally:
+        _current.exchange = None
+
+
 class Exchange:
     """What the program of a step exchanges with other ranks; used for one run at a time."""
 
@@ -91,18 +101,16 @@ class Exchange:
             RankFailedError: another rank failed earlier, or fails now.
         """
         self._call = call = self._agreement.begin_call(self._contract)
-        _current.exchange = self
         self._pending.clear()
         if self.is_timed:
             self.traffic.append([])
         try:
-            yield
+            with called_by_program(self):
+                yield
         except BaseException as error:
             self._agreement.failed(call, error)
             self._abandon()
             raise
-        finally:
-            _current.exchange = None
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

@@ -28,7 +28,8 @@ def world_size() -> int:
 class Group:
     """A process group: its handle, this process's rank in it, and the number of ranks.
 
-    `timeout_seconds` is the group's own: after it PyTorch's collectives raise.
+    `timeout_seconds` is the group's own: after it PyTorch's collectives raise. The handle of a
+    group whose ranks are only simulated is None.
     """
 
     handle: Any

@@ -112,6 +112,8 @@ class Ranks:
     agreement: Any = attrs.field(default=None, repr=False)
     # How the optimizers' state is split over the ranks; None: every rank holds all of it.
     shards: Shards | None = attrs.field(default=None, repr=False)
+    # Whether the other ranks are imagined: the program is theirs, and nothing is sent.
+    are_simulated: bool = False
 
     @property
     def exchanges(self) -> bool:
@@ -167,8 +169,11 @@ def find_ranks(
     data_parallel: bool = False,
     comm_dtype: str | torch.dtype | None = None,
     shard: str | None = None,
+    simulated: Group | None = None,
 ) -> tuple[Any, Ranks | None]:
     """Return the models to capture, and their replicas; None where ranks exchange nothing.
+
+    `simulated` is a group without a handle, whose ranks are not there: all models train in it.
 
     Raises:
         OptionError, ArgumentError: an option cannot be honoured; says what to do.
@@ -179,7 +184,7 @@ def find_ranks(
     is_list = isinstance(model, (list, tuple))
     given = list(model) if is_list else [model]
     wrappers = _wrappers(given)
-    if not (data_parallel or wrappers):
+    if not (data_parallel or wrappers or simulated):
         given_too = {"process_group=": process_group, "comm_dtype=": comm_dtype, "shard=": shard}
         what = next((name for name, value in given_too.items() if value is not None), None)
         if what is not None:
@@ -190,9 +195,12 @@ def find_ranks(
         return model, None
     models = [one.module if isinstance(one, DistributedDataParallel) else one for one in given]
     groups: list[Group] = []
-    replicas = [_of_wrapper(one, groups, dtype) for one in wrappers]
-    if data_parallel:
-        group = _known(groups, Group.of(process_group))
+    replicas = [
+        _of_wrapper(one, _known(groups, simulated or Group.of(one.process_group)), dtype)
+        for one in wrappers
+    ]
+    if data_parallel or simulated:
+        group = _known(groups, simulated or Group.of(process_group))
         plain = [one for one in given if isinstance(one, torch.nn.Module)]
         plain = [one for one in plain if not _wrappers([one])]
         replicas += [Replica(one, group, comm_dtype=dtype or "") for one in plain]
@@ -202,7 +210,7 @@ def find_ranks(
         )
     _check_modules(replicas)
     found = models if is_list else models[0]
-    ranks = Ranks([*models], replicas, groups)
+    ranks = Ranks([*models], replicas, groups, are_simulated=simulated is not None)
     if shard is not None and len(groups) > 1:
         raise OptionError(
             f"shard={shard!r} splits state over one process group, and the models of this step "
@@ -243,10 +251,7 @@ def _known(groups: list[Group], group: Group) -> Group:
     return group
 
 
-def _of_wrapper(
-    wrapper: DistributedDataParallel, groups: list[Group], comm_dtype: str | None
-) -> Replica:
-    group = _known(groups, Group.of(wrapper.process_group))
+def _of_wrapper(wrapper: DistributedDataParallel, group: Group, comm_dtype: str | None) -> Replica:
     hook = _hook_of(wrapper)
     if hook not in _DTYPE_OF_HOOK:
         raise ArgumentError(
@@ -302,7 +307,8 @@ def _check_modules(replicas: Sequence[Replica]) -> None:
     wrong = []
     for replica in replicas:
         for name, module in replica.module.named_modules():
-            if isinstance(module, torch.nn.SyncBatchNorm) and replica.group.size > 1:
+            is_synced = isinstance(module, torch.nn.SyncBatchNorm) and replica.group.size > 1
+            if is_synced and replica.group.handle is not None:
                 handle = module.process_group or torch.distributed.group.WORLD
                 if handle is not replica.group.handle:
                     wrong.append(
