@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from amp_ir.amp.overrides import Override
+from amp_ir.amp.overrides import Override, listed
 from amp_ir.amp.policies import find_policy
 from amp_ir.api import Models, Optimizers
 from amp_ir.buckets.bucket_options import BucketOptions, Key
@@ -19,7 +19,14 @@ from amp_ir.capture.announced_batches import announced_batches
 from amp_ir.distributed.exchange import check_exchange
 from amp_ir.distributed.replicas import find_ranks
 from amp_ir.errors import ArgumentError, OptionError
-from amp_ir.ir.options import check_budget, check_limit, check_opt_level, check_rounding, dtype_name
+from amp_ir.ir.options import (
+    check_budget,
+    check_limit,
+    check_opt_level,
+    check_rounding,
+    dtype_name,
+    meant_dtype,
+)
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.target import target_of
 from amp_ir.jit_step import JitStep
@@ -205,7 +212,7 @@ def _jitted(
     if amp_dtype not in (None, "float16", "bfloat16", "float32"):
         raise OptionError(
             f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '
-            "or None for no casts"
+            f"or None for no casts{meant_dtype(amp_dtype)}"
         )
     find_policy(policy)
     check_rounding(rounding)
@@ -254,7 +261,11 @@ def _jitted(
         optimizer=optimizer,
         scaler=scaler,
         amp_dtype=amp_dtype,
-        autocast_options={"overrides": tuple(overrides), "policy": policy, "verbose": verbose},
+        autocast_options={
+            "overrides": tuple(listed(overrides)),
+            "policy": policy,
+            "verbose": verbose,
+        },
         recompile_limit=recompile_limit,
         max_shapes=max_shapes,
         precompile=announced,

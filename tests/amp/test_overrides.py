@@ -68,6 +68,15 @@ def test_the_optimizer_is_selected_by_its_phase_only():
         autocast(two_layers(), overrides=[Override(op="relax.multiply", to="low")])
 
 
+def test_an_op_may_be_named_without_what_precedes_its_last_dot():
+    short, full = (
+        autocast(two_layers(), amp_dtype="bfloat16", overrides=[Override(op=op, to="float32")])
+        for op in ("matmul", "relax.matmul")
+    )
+    assert dtypes_of(short, "relax.matmul") == dtypes_of(full, "relax.matmul")
+    assert dtypes_of(short, "relax.matmul") == [([FULL, FULL], FULL)] * 3
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

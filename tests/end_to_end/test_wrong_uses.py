@@ -380,7 +380,8 @@ AUTOCAST: list[Row] = [
         "unknown amp_dtype",
         lambda s: amp_ir.autocast(s.mod, amp_dtype="fp16"),
         OptionError,
-        "amp_dtype is 'fp16'; expected one of 'float16', 'bfloat16', 'float32'",
+        "amp_dtype is 'fp16'; expected one of 'float16', 'bfloat16', 'float32'; did you mean "
+        "'float16'?",
     ),
     (
         "amp_dtype of torch",
@@ -435,7 +436,30 @@ AUTOCAST: list[Row] = [
         lambda s: amp_ir.Override(op="relax.matmul", to="fp32"),
         OptionError,
         "Override(to='fp32'); expected one of 'float32', 'low', 'free', 'original', "
-        "'float32_result'",
+        "'float32_result'; did you mean 'float32'?",
+    ),
+    (
+        "override of a module that is no path",
+        lambda s: amp_ir.Override(module=s.model, to="float32"),
+        OptionError,
+        "Override(module=) has a Sequential; expected its path in the model or a glob, such as "
+        '"encoder.layer.0"',
+    ),
+    (
+        "one override for a list of them",
+        lambda s: amp_ir.jit(
+            s.step, model=s.model, overrides=amp_ir.Override(module="2", to="float32")
+        ),
+        OptionError,
+        "overrides is Override(to='float32', module='2'); expected a list of them: "
+        "overrides=[Override(to='float32', module='2')]",
+    ),
+    (
+        "override of a module that is not there",
+        lambda s: amp_ir.autocast(s.mod, overrides=[amp_ir.Override(module="head", to="float32")]),
+        OptionError,
+        "Override(to='float32', module='head') selects nothing: no module matches 'head'; the step "
+        "has '0', '1', '2'",
     ),
     (
         "overrides of strings",
@@ -551,7 +575,7 @@ COMPILE: list[Row] = [
         lambda s: amp_ir.jit(s.step, model=s.model, amp_dtype="half"),
         OptionError,
         'amp_dtype=\'half\' is not supported; expected "float16", "bfloat16", "float32" or None '
-        "for no casts",
+        "for no casts; did you mean 'float16'?",
     ),
     (
         "jit of nothing",

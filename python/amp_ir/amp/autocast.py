@@ -24,7 +24,7 @@ from amp_ir.amp.kernels import FindKernels, Places, kernels_from, kernels_of, pl
 from amp_ir.amp.loop_plans import operand_names, plan_of_loop, plan_with_loops
 from amp_ir.amp.loops import autocast_loops
 from amp_ir.amp.lost_constants import warn_of_lost_constants
-from amp_ir.amp.overrides import AppliedOverrides, Override
+from amp_ir.amp.overrides import AppliedOverrides, Override, listed
 from amp_ir.amp.plan import CastPlan, PlanCost
 from amp_ir.amp.policies import find_policy
 from amp_ir.amp.real_kernels import without_optimizer
@@ -36,6 +36,7 @@ from amp_ir.errors import OptionError, UnsupportedOpError
 from amp_ir.host import native
 from amp_ir.ir.call_attributes import AMP_DTYPE
 from amp_ir.ir.loop_body import step_of_body
+from amp_ir.ir.options import meant_dtype
 from amp_ir.ir.step_graph import StepGraph, read_step
 from amp_ir.ir.step_module import Role, StepModule
 
@@ -130,20 +131,11 @@ class _Choices:
         ):
             got = getattr(self, name)
             if got not in accepted:
-                listed = ", ".join(map(repr, accepted))
-                raise OptionError(f"{name} is {got!r}; expected one of {listed}")
+                accepted_names = ", ".join(map(repr, accepted))
+                meant = meant_dtype(got) if name.endswith("dtype") else ""
+                raise OptionError(f"{name} is {got!r}; expected one of {accepted_names}{meant}")
         find_policy(self.policy)
-        strangers = [one for one in _listed(self.overrides) if not isinstance(one, Override)]
-        if strangers:
-            raise OptionError(
-                f"overrides holds {strangers[0]!r}; expected a list of amp_ir.Override(...)"
-            )
-
-
-def _listed(overrides: Any) -> Sequence[Any]:
-    if isinstance(overrides, (list, tuple)):
-        return overrides
-    raise OptionError(f"overrides is {overrides!r}; expected a list of amp_ir.Override(...)")
+        listed(self.overrides)
 
 
 def plan_of(mod: StepModule | tvm.IRModule, **options: Any) -> CastPlan:

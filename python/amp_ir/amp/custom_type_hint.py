@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import difflib
 import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping
@@ -54,10 +53,9 @@ class CustomTypeHint:
         for name, rule in rules.items():
             _check_rule(name, rule)
             if name not in known:
-                near = difflib.get_close_matches(str(name), sorted(known), n=3)
-                nearest = f"; near: {', '.join(map(repr, near))}" if near else ""
                 raise RuleError(
-                    f'{name!r} is not an op name; op names look like "relax.add"{nearest}'
+                    f'{name!r} is not an op name; op names look like "relax.add"'
+                    f"{near_names(str(name), sorted(known))}"
                 )
         self._rules = dict(rules)
 

@@ -11,7 +11,7 @@ import attrs
 
 from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.ir.near_names import inside_of_others, near_names
-from amp_ir.ir.short_list import short_list
+from amp_ir.ir.short_list import short_list, short_names
 from amp_ir.ir.step_graph import Op, StepGraph
 
 if TYPE_CHECKING:
@@ -44,14 +44,19 @@ def _unmatched(scopes: Scopes, ops: Sequence[Op], override: Override) -> Iterato
     for field, known in candidates.items():
         pattern = getattr(override, field)
         patterns = (pattern, f"{pattern}.*") if field == "module" else (pattern,)
-        if pattern is not None and not any(fnmatchcase(n, one) for n in known for one in patterns):
-            yield f"no {field} matches {pattern!r}{near_names(pattern, known)}"
+        written = {name for op in ops for name in op.names} if field == "op" else known
+        if pattern is None or any(fnmatchcase(n, one) for n in written for one in patterns):
+            continue
+        near = near_names(pattern, known)
+        if field == "module" and not near:
+            near = f"; the step has {short_names([*map(repr, known)])}" if known else ""
+        yield f"no {field} matches {pattern!r}{near}"
 
 
 def _why_no_call(ops: Sequence[Op], override: Override) -> str:
     """Explain an override each of whose fields matches some call."""
     if override.op is not None:
-        named = [op for op in ops if fnmatchcase(op.name, override.op)]
+        named = [op for op in ops if any(fnmatchcase(one, override.op) for one in op.names)]
         if named and all(op.is_view for op in named):
             return f"{named[0].name} is a view, which has the dtype of what it looks at"
         if named and override.phase is None and _is_optimizer(named):

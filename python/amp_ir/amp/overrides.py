@@ -19,7 +19,7 @@ from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.errors import OptionError
 from amp_ir.host.user_warning import warn_user
 from amp_ir.ir.call_attributes import attribute_fields
-from amp_ir.ir.options import dtype_name
+from amp_ir.ir.options import dtype_name, meant_dtype
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import Op, StepGraph, leaves
 
@@ -33,6 +33,11 @@ _MODES = {
 # The arguments as they were decided, and the result in float32.
 _RESULT = "float32_result"
 TARGETS = (*_MODES, _RESULT)
+_EXPECTED = {
+    "op": 'the name of an op or a glob, such as "relax.matmul"',
+    "module": 'its path in the model or a glob, such as "encoder.layer.0"',
+    "parameter": 'the name of a parameter or a glob, such as "head.weight"',
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -42,7 +47,8 @@ class Override:
         Override(module="bert.encoder.layer.*.attention", op="amp_ir.softmax", to="float32")
 
     What is not given matches everything. `module` and `op` are globs, whose star matches dots
-    too; a module path also selects what is inside of it. PyTorch's own and custom ops that amp_ir
+    too; a module path also selects what is inside of it. An op's name may be written without what
+    precedes its last dot: `"matmul"`, `"gelu"`. PyTorch's own and custom ops that amp_ir
     has no kernel of have their names there: `"aten::lgamma"`, `"mylib::*"`. `parameter` is a glob
     over the names of inputs that the call reads, through views too. Backward calls carry the module
     of their forward call.
@@ -75,9 +81,17 @@ class Override:
     def _check_to(self, _attribute: object, value: str) -> None:
         if value not in TARGETS:
             accepted = ", ".join(map(repr, TARGETS))
-            raise OptionError(f"Override(to={value!r}); expected one of {accepted}")
+            raise OptionError(
+                f"Override(to={value!r}); expected one of {accepted}{meant_dtype(value)}"
+            )
 
     def __attrs_post_init__(self) -> None:
+        for name in ("op", "module", "parameter"):
+            pattern = getattr(self, name)
+            if not isinstance(pattern, str | None):
+                raise OptionError(
+                    f"Override({name}=) has a {type(pattern).__name__}; expected {_EXPECTED[name]}"
+                )
         if self.phase not in (None, *PHASES):
             accepted = ", ".join(map(repr, PHASES))
             raise OptionError(f"Override(phase={self.phase!r}); expected one of {accepted}")
@@ -98,7 +112,7 @@ class Override:
             return False
         return (
             (self.phase is None or self.phase == place.phase)
-            and (self.op is None or any(fnmatchcase(one, self.op) for one in (op.name, op.label)))
+            and (self.op is None or any(fnmatchcase(one, self.op) for one in op.names))
             and (self.module is None or is_inside(place.module, self.module))
             and (self.parameter is None or any(fnmatchcase(p, self.parameter) for p in parameters))
             and (self.attributes is None or _has_attributes(op, self.attributes))
@@ -134,6 +148,24 @@ def _has_attributes(op: Op, wanted: Mapping[str, Sequence[Any]]) -> bool:
 def is_inside(module: str, pattern: str) -> bool:
     """Return whether a module path matches a glob, or is inside of one that does."""
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+
+
+def listed(overrides: Any) -> Sequence[Override]:
+    """Return the overrides that a user passes, which are a list or a tuple of them.
+
+    Raises:
+        OptionError: they are something else.
+    """
+    if isinstance(overrides, Override):
+        raise OptionError(
+            f"overrides is {overrides!r}; expected a list of them: overrides=[{overrides!r}]"
+        )
+    if not isinstance(overrides, (list, tuple)):
+        raise OptionError(f"overrides is {overrides!r}; expected a list of amp_ir.Override(...)")
+    for one in overrides:
+        if not isinstance(one, Override):
+            raise OptionError(f"overrides holds {one!r}; expected a list of amp_ir.Override(...)")
+    return overrides
 
 
 class QuietOverride(Override):

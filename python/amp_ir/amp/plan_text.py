@@ -155,5 +155,5 @@ def _mebibytes(nbytes: int) -> str:
 
 
 def _is_meant(one: PlannedOp, what: str) -> bool:
-    names = (one.module, one.name, one.variable)
+    names = (one.module, one.name, one.name.rpartition(".")[2], one.variable)
     return any(fnmatchcase(n, what) for n in names) or fnmatchcase(one.module, f"{what}.*")

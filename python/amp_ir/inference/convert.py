@@ -12,7 +12,7 @@ from amp_ir.amp.op_lists import OpLists
 from amp_ir.errors import OptionError
 from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.converted_model import ConvertedModel
-from amp_ir.ir.options import check_limit, check_opt_level, check_rounding, dtype_name
+from amp_ir.ir.options import check_limit, check_opt_level, check_rounding, dtype_name, meant_dtype
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.target import target_of
 from amp_ir.runtime.step_variants import DEFAULT_SHAPES
@@ -94,7 +94,9 @@ def _check_options(model: Any, target_dtype: Any, cast_optional_params: Any) -> 
         errors.append(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if target_dtype not in (*LOW_DTYPES, FULL_DTYPE):
         accepted = '"float16", "bfloat16" or "float32"'
-        errors.append(f"target_dtype is {target_dtype!r}; expected {accepted}")
+        errors.append(
+            f"target_dtype is {target_dtype!r}; expected {accepted}{meant_dtype(target_dtype)}"
+        )
     if not isinstance(cast_optional_params, bool):
         errors.append(f"cast_optional_params is {cast_optional_params!r}; expected True or False")
     if errors:

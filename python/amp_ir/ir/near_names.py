@@ -30,7 +30,7 @@ def near_names(pattern: str, known: Collection[str]) -> str:
     stem = OP_OF_FUNCTION.get(stem.rpartition(".")[2], stem)
     inside = [one for one in known if stem and stem in one]
     alike = difflib.get_close_matches(pattern, known, n=_MOST, cutoff=0.4)
-    near = list(dict.fromkeys([*sorted(inside, key=len), *alike]))[:_MOST]
+    near = (sorted(inside, key=len) or alike)[:_MOST]
     return f"; near: {', '.join(map(repr, near))}" if near else ""
 
 

@@ -11,11 +11,24 @@ from amp_ir.errors import ArgumentError, OptionError
 from amp_ir.ir.step_module import StepModule
 
 ROUNDINGS = ("strict", "fast")
+# What PyTorch, Hugging Face, Lightning and apex call the dtypes.
+_OTHER_NAMES = {
+    "bf16": "bfloat16", "bfloat": "bfloat16", "fp16": "float16", "f16": "float16",
+    "half": "float16", "16": "float16", "fp32": "float32", "f32": "float32", "float": "float32",
+    "single": "float32", "32": "float32",
+}  # fmt: skip
 
 
 def dtype_name(dtype: Any) -> Any:
     """Return the name of a dtype of PyTorch's; anything else as it is, for a check to refuse."""
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def meant_dtype(got: Any) -> str:
+    """Return "; did you mean 'bfloat16'?" for another name of a dtype; "" for what is none."""
+    stem = got.lower().removeprefix("torch.").removesuffix("-mixed") if isinstance(got, str) else ""
+    meant = _OTHER_NAMES.get(stem, stem)
+    return f"; did you mean {meant!r}?" if meant in _OTHER_NAMES.values() else ""
 
 
 def check_rounding(rounding: str) -> None:

@@ -72,6 +72,11 @@ class Op:
         """The op's name for people: that of PyTorch's op for an external call, "mylib::scale"."""
         return external_op(self.call) if self.name == EXTERNAL else self.name
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which a user may select the op: in full, and what follows the last dot."""
+        return self.name, self.label, self.name.rpartition(".")[2]
+
 
 @attrs.define(eq=False)
 class StepGraph:

@@ -216,4 +216,4 @@ def _phrase(cast: Cast) -> str:
 
 def _is_meant(op: Any, what: str) -> bool:
     inside = fnmatchcase(op.module, what) or fnmatchcase(op.module, f"{what}.*")
-    return inside or fnmatchcase(op.name, what)
+    return inside or any(fnmatchcase(one, what) for one in (op.name, op.name.rpartition(".")[2]))

@@ -18,7 +18,7 @@ from amp_ir.api import Models, Optimizers, autocast
 from amp_ir.dialect.define import LOW_DTYPES
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow
-from amp_ir.ir.options import dtype_name
+from amp_ir.ir.options import dtype_name, meant_dtype
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.rewrites.unroll_loops import unroll_loops
@@ -191,6 +191,6 @@ def low_dtype_name(dtype: str | torch.dtype) -> str:
     """
     amp_dtype: str = dtype_name(dtype)
     if amp_dtype not in LOW_DTYPES:
-        accepted = " or ".join(map(repr, LOW_DTYPES))
-        raise OptionError(f"amp_dtype={amp_dtype!r} rounds nothing; expected {accepted}")
+        accepted, meant = " or ".join(map(repr, LOW_DTYPES)), meant_dtype(amp_dtype)
+        raise OptionError(f"amp_dtype={amp_dtype!r} rounds nothing; expected {accepted}{meant}")
     return amp_dtype

@@ -34,7 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from amp_ir.amp.kernels import LIBRARY
 from amp_ir.amp.override_texts import describe
-from amp_ir.amp.overrides import Override, QuietOverride
+from amp_ir.amp.overrides import Override, QuietOverride, listed
 from amp_ir.api.estimate import estimate_step
 from amp_ir.api.precision import autocast
 from amp_ir.errors import OptionError
@@ -115,7 +115,7 @@ def search_precision(
             f"max_error={max_error!r}; expected a relative error between 0 and 1, such as 5e-3"
         )
     flat = [batch_of(mod, one) for one in (args, *batches)]
-    options: dict[str, Any] = {"amp_dtype": amp_dtype, "overrides": tuple(overrides)}
+    options: dict[str, Any] = {"amp_dtype": amp_dtype, "overrides": tuple(listed(overrides))}
     policies = ("default", "conservative") if policy == "default" else (policy,)
     if peaks is None:
         peaks = measure_peaks()

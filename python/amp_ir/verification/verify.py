@@ -14,7 +14,7 @@ from amp_ir.api import Models, Optimizers, autocast
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import from_span
-from amp_ir.ir.options import dtype_name
+from amp_ir.ir.options import dtype_name, meant_dtype
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.verification.kept_state import kept_state
@@ -80,8 +80,10 @@ def verify(
     """
     amp_dtype = dtype_name(amp_dtype)
     if amp_dtype not in DTYPES:
-        accepted = ", ".join(map(repr, DTYPES))
-        raise OptionError(f"amp_dtype={amp_dtype!r} is not known; expected one of {accepted}")
+        accepted, meant = ", ".join(map(repr, DTYPES)), meant_dtype(amp_dtype)
+        raise OptionError(
+            f"amp_dtype={amp_dtype!r} is not known; expected one of {accepted}{meant}"
+        )
     with (
         kept_state(Owners.of(model, optimizer), scaler),
         capture_recorded(step, batch, model, optimizer, scaler) as recording,

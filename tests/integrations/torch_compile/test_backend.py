@@ -287,7 +287,8 @@ def test_the_environment_chooses_a_dtype(monkeypatch: pytest.MonkeyPatch) -> Non
             {"amp_dtype": "fp16"},
             None,
             "amp_dtype='fp16' is not supported; expected 'float16', 'bfloat16', 'float32' or None "
-            "for no casts, in options= or in the environment variable AMP_IR_AMP_DTYPE",
+            "for no casts, in options= or in the environment variable AMP_IR_AMP_DTYPE; did you "
+            "mean 'float16'?",
         ),
         (
             None,

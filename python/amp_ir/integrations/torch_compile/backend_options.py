@@ -12,7 +12,7 @@ import attrs
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.policies import find_policy
 from amp_ir.errors import OptionError
-from amp_ir.ir.options import check_limit, check_opt_level, check_rounding, dtype_name
+from amp_ir.ir.options import check_limit, check_opt_level, check_rounding, dtype_name, meant_dtype
 from amp_ir.runtime.step_variants import DEFAULT_SHAPES
 
 AMP_DTYPE_VARIABLE = "AMP_IR_AMP_DTYPE"
@@ -62,7 +62,7 @@ class BackendOptions:
             raise OptionError(
                 f"amp_dtype={self.amp_dtype!r} is not supported; expected "
                 f"{', '.join(map(repr, _AMP_DTYPES))} or None for no casts, in options= or in the "
-                f"environment variable {AMP_DTYPE_VARIABLE}"
+                f"environment variable {AMP_DTYPE_VARIABLE}{meant_dtype(self.amp_dtype)}"
             )
         find_policy(self.policy)
         check_rounding(self.rounding)
