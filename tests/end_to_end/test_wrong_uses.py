@@ -231,7 +231,9 @@ CAPTURE = [
         CaptureError,
         lambda: (
             f"the step failed while it was traced, at step (forward), {place('numpy')}: "
-            f"RuntimeError: .numpy() is not supported for tensor subclasses. {RUNS}"
+            f"RuntimeError: .numpy() is not supported for tensor subclasses. The values do not "
+            "exist yet when a step is captured: return the tensor, and call .numpy() on it after "
+            "the call"
         ),
     ),
     (

@@ -28,11 +28,13 @@ from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
 from amp_ir.capture.decompositions.grouped_matmul import GROUPED_MATMUL
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
+from amp_ir.capture.failure_advice import ONE_DTYPE
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.transaction import Transaction
 from amp_ir.ir.empty_tensors import results_by_evaluation
+from amp_ir.ir.location import Location
 
 aten = torch.ops.aten
 
@@ -57,6 +59,10 @@ _OF_OPS: dict[Any, tuple[str, str]] = {
         "Count into a tensor of fixed size: torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))",
     ),
 }
+_OF_ONE_DTYPE = {
+    aten.mm.default, aten.bmm.default, aten.mv.default, aten.addmm.default, aten.addmv.default,
+    aten.baddbmm.default, aten.convolution.default,
+}  # fmt: skip
 _CHECK_ERRORS = aten._linalg_check_errors.default
 _DEVICE = torch.ops.prim.device.default
 _READ = aten._local_scalar_dense.default
@@ -118,6 +124,7 @@ class Recorder(TorchDispatchMode):
         if unsupported is not None:
             self._diagnostics.add(unsupported[0], location, unsupported[1])
             raise TracingStopped
+        self._check_dtypes(func, args, location)
         self._check_writes(func, args, kwargs)
         if func is aten.native_batch_norm.default:
             # It updates its running statistics in training, which its schema does not declare.
@@ -184,6 +191,17 @@ class Recorder(TorchDispatchMode):
         if tensor.dtype is torch.bool:
             return True
         return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _check_dtypes(self, func: Any, args: tuple[Any, ...], location: Location) -> None:
+        """Refuse tensors of several dtypes where PyTorch's kernels do, and its fakes do not."""
+        if func not in _OF_ONE_DTYPE:
+            return
+        dtypes = dict.fromkeys(one.dtype for one in args if isinstance(one, torch.Tensor))
+        if len(dtypes) > 1:
+            names = " and ".join(str(one).removeprefix("torch.") for one in dtypes)
+            what = f"{func} reads tensors of {names}, which PyTorch refuses too"
+            self._diagnostics.add(what, location, ONE_DTYPE)
+            raise TracingStopped
 
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._check_targets(func, self._targets(func, args, kwargs))

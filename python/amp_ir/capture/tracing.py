@@ -17,6 +17,7 @@ from amp_ir.capture.call_arguments import call
 from amp_ir.capture.collectives import TracedRanks
 from amp_ir.capture.containers import flatten
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
+from amp_ir.capture.failure_advice import advice_on
 from amp_ir.capture.functional import uncompiled_graphs
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.followed_numbers import Numbers
@@ -321,24 +322,6 @@ class StepTracer:
         where = self._locator.of_error(error)
         text = str(error).rstrip(". \n")
         failure = f"the step failed while it was traced, at {where}: {type(error).__name__}: {text}"
-        return CaptureError(f"{failure}. {self._advice(text)}", failure=failure)
-
-    def _advice(self, text: str) -> str:
-        """Return what to do about an error of the user's step."""
-        of_model = {str(entry.tensor.device) for entry in self._state.parameters}
-        of_batch = {str(tensor.device) for tensor in self._arguments.tensors}
-        if "device" in text and not of_batch <= of_model:
-            return (
-                f"The model is on {' and '.join(sorted(of_model))}, and the batch on "
-                f"{' and '.join(sorted(of_batch))}; pass it on the model's device, or move it "
-                "there in the step with .to(device)"
-            )
-        if "no fake impl registered" in text:
-            return (
-                "A compiled step needs the shapes of its results before it runs: register a "
-                "function that returns empty tensors of them with torch.library.register_fake"
-            )
-        return (
-            "Check that it runs as plain PyTorch on the same batch; if it does, it needs a "
-            "tensor's values (as .numpy() does), which do not exist yet when a step is captured"
-        )
+        model = [entry.tensor for entry in self._state.parameters]
+        advice = advice_on(text, model, self._arguments.tensors)
+        return CaptureError(f"{failure}. {advice}", failure=failure)

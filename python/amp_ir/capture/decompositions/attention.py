@@ -191,7 +191,7 @@ def scaled_dot_product_attention(
     leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (_four_dimensional(x, leading) for x in (query, key, value))
     mask = _mask_of_four(attn_mask, leading)
-    _check_shapes(query, key, value, mask)
+    _check_types(query, key, value, mask)
     out = _Attention.apply(query, key, value, mask, float(dropout_p), is_causal, scale)
     return out.reshape(*leading, *out.shape[-2:])
 
@@ -219,10 +219,15 @@ def _four_dimensional(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
     return x.reshape(math.prod(leading[:-1]), heads, *x.shape[-2:])
 
 
-def _check_shapes(
+def _check_types(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> None:
     """Refuse, as PyTorch's kernels do, what the op's types would leave to a later stage."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            f"scaled_dot_product_attention has a query of dtype {query.dtype}, a key of dtype "
+            f"{key.dtype} and a value of dtype {value.dtype}; expected one dtype"
+        )
     length = key.shape[-2]
     if query.shape[-1] != key.shape[-1] or length != value.shape[-2]:
         raise RuntimeError(

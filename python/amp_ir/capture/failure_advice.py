@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do about an error that the user's step raised while it was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+ONE_DTYPE = (
+    "Leave the batch and the model in float32, for amp_dtype= inserts the casts; or cast one of "
+    "them in the step, with x.to(...)"
+)
+_OF_TEXTS = {
+    "no fake impl registered": (
+        "A compiled step needs the shapes of its results before it runs: register a function that "
+        "returns empty tensors of them with torch.library.register_fake"
+    ),
+    "dynamo-optimized function": (
+        "A module or function that the step calls is compiled by torch.compile, and amp_ir "
+        "compiles the whole step: call the plain one, which is compiled._orig_mod, and leave "
+        "model.compile() out"
+    ),
+    ".numpy() is not supported": (
+        "The values do not exist yet when a step is captured: return the tensor, and call .numpy() "
+        "on it after the call"
+    ),
+}
+_OTHERWISE = (
+    "Check that it runs as plain PyTorch on the same batch; if it does, it needs a tensor's values "
+    "(as .numpy() does), which do not exist yet when a step is captured"
+)
+
+
+def advice_on(text: str, model: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> str:
+    """Return what to do about an error with this text.
+
+    Args:
+        text: what PyTorch, or the user's own code, says.
+        model: the parameters.
+        batch: the tensors of the step's arguments.
+    """
+    of_model, of_batch = {str(one.device) for one in model}, {str(one.device) for one in batch}
+    if "device" in text and not of_batch <= of_model:
+        return (
+            f"The model is on {_listed(of_model)}, and the batch on {_listed(of_batch)}; pass it "
+            "on the model's device, or move it there in the step with .to(device)"
+        )
+    if "does not require grad" in text and not torch.is_grad_enabled():
+        return (
+            "Gradients are off here: call the step outside of torch.no_grad() or inference_mode()"
+        )
+    for part, advice in _OF_TEXTS.items():
+        if part in text:
+            return advice
+    floats, given = _float_dtypes(model), _float_dtypes(batch)
+    if "type" in text and floats and not given <= floats:
+        return f"The model is in {_listed(floats)}, and the batch in {_listed(given)}. {ONE_DTYPE}"
+    return _OTHERWISE
+
+
+def _float_dtypes(tensors: Iterable[torch.Tensor]) -> set[str]:
+    found = {one.dtype for one in tensors if one.is_floating_point()}
+    return {str(dtype).removeprefix("torch.") for dtype in found}
+
+
+def _listed(names: set[str]) -> str:
+    return " and ".join(sorted(names))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error of the user's own step says what to do about it, and that works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_ir
+from amp_ir.errors import CaptureError
+
+FLOATS = (
+    "Leave the batch and the model in float32, for amp_dtype= inserts the casts; or cast one of "
+    "them in the step, with x.to(...)"
+)
+HALF = torch.bfloat16
+
+
+def jitted(model: nn.Module, forward: Callable[[Any], torch.Tensor] | None = None) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (forward or model)(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype="bfloat16")
+
+
+def message(train: Any, *batch: Any) -> str:
+    with pytest.raises(CaptureError) as caught:
+        train(*batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("op", "make", "dtypes"),
+    [
+        ("addmm", lambda: nn.Linear(4, 4), "float32 and bfloat16"),
+        ("mm", lambda: nn.Linear(4, 4, bias=False), "bfloat16 and float32"),
+        ("addmm", lambda: nn.Linear(4, 4).bfloat16(), "bfloat16 and float32"),
+    ],
+)
+def test_a_matmul_of_two_dtypes_is_refused_as_in_pytorch(op, make, dtypes):
+    model = make()
+    is_low = next(model.parameters()).dtype is HALF
+    x = torch.randn(2, 4, dtype=torch.float32 if is_low else HALF)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x)
+    text = message(jitted(model), x)
+    assert text.startswith("this step cannot be captured, 1 place:\n  1. step (forward), ")
+    assert text.endswith(
+        f": aten.{op}.default reads tensors of {dtypes}, which PyTorch refuses too. {FLOATS}"
+    )
+    assert jitted(model.float())(x.float()).isfinite()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda w, x: w @ x[0],
+        lambda w, x: torch.addmm(w[0], x, x.T @ x),
+        lambda w, x: torch.bmm(x[None], w[None]),
+        lambda w, x: nn.functional.conv_transpose1d(x[None], w[None, :2, :1].mT.mT),
+        lambda w, x: nn.functional.scaled_dot_product_attention(x[None], w[None], w[None]),
+    ],
+    ids=["mv", "addmm", "bmm", "conv_transpose1d", "attention"],
+)
+def test_ops_of_two_dtypes_are_refused_where_pytorch_refuses_them(forward):
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4, dtype=HALF)
+    with pytest.raises(RuntimeError):
+        forward(model.weight, x)
+    assert FLOATS in message(jitted(model, lambda x: forward(model.weight, x)), x)
+
+
+def test_an_error_about_types_says_which_dtypes_meet():
+    model = nn.Conv1d(3, 4, 3)
+    text = message(jitted(model), torch.randn(2, 3, 8, dtype=HALF))
+    assert text.endswith(
+        "RuntimeError: Input type (c10::BFloat16) and bias type (float) should be the same. "
+        f"The model is in float32, and the batch in bfloat16. {FLOATS}"
+    )
+
+
+def test_a_model_that_torch_compile_made_is_named():
+    model = nn.Linear(4, 4)
+    compiled = torch.compile(model)
+    text = message(jitted(model, lambda x: compiled(x)), torch.randn(2, 4))
+    assert text.endswith(
+        ". A module or function that the step calls is compiled by torch.compile, and amp_ir "
+        "compiles the whole step: call the plain one, which is compiled._orig_mod, and leave "
+        "model.compile() out"
+    )
+    assert jitted(model, compiled._orig_mod)(torch.randn(2, 4)).isfinite()
+
+
+def test_gradients_that_are_off_are_named():
+    train = jitted(nn.Linear(4, 4))
+    with torch.no_grad():
+        text = message(train, torch.randn(2, 4))
+    assert text.endswith(
+        ". Gradients are off here: call the step outside of torch.no_grad() or inference_mode()"
+    )
+    assert train(torch.randn(2, 4)).isfinite()
+
+
+def test_numpy_is_for_results():
+    model = nn.Linear(4, 4)
+    text = message(jitted(model, lambda x: torch.tensor(model(x).detach().numpy())), torch.ones(4))
+    assert text.endswith(
+        ". The values do not exist yet when a step is captured: return the tensor, and call "
+        ".numpy() on it after the call"
+    )
