@@ -209,10 +209,11 @@ def _jitted(
     watch: Watch | None,
 ) -> JitStep:
     amp_dtype = dtype_name(amp_dtype)
-    if amp_dtype not in (None, "float16", "bfloat16", "float32"):
+    accepted = (None, "float16", "bfloat16", "float32")
+    if amp_dtype not in accepted:
         raise OptionError(
             f'amp_dtype={amp_dtype!r} is not supported; expected "float16", "bfloat16", "float32" '
-            f"or None for no casts{meant_dtype(amp_dtype)}"
+            f"or None for no casts{meant_dtype(amp_dtype, accepted)}"
         )
     find_policy(policy)
     check_rounding(rounding)

@@ -9,7 +9,7 @@ import torch
 import amp_ir
 from amp_ir import errors
 from amp_ir.api import lower
-from amp_ir.api.measure import _program_on_copies
+from amp_ir.api.measure import program_on_copies
 from amp_ir.demo.workloads import WORKLOADS
 
 ROWS, WIDTH = 8, 32
@@ -74,7 +74,7 @@ def test_without_fusion_a_step_computes_the_same(name: str):
     for disable_fusion in (False, True):
         mod = traced(name)
         batch = WORKLOADS[name].make(small=True).batch
-        program, _, inputs = _program_on_copies(
+        program, _, inputs = program_on_copies(
             mod, "cpu", batch, 3, rounding="strict", disable_fusion=disable_fusion
         )
         results.append([one.clone() for _ in range(3) for one in program.run(inputs)])

@@ -132,7 +132,7 @@ class _Choices:
             got = getattr(self, name)
             if got not in accepted:
                 accepted_names = ", ".join(map(repr, accepted))
-                meant = meant_dtype(got) if name.endswith("dtype") else ""
+                meant = meant_dtype(got, accepted) if name.endswith("dtype") else ""
                 raise OptionError(f"{name} is {got!r}; expected one of {accepted_names}{meant}")
         find_policy(self.policy)
         listed(self.overrides)

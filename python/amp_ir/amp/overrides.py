@@ -82,7 +82,7 @@ class Override:
         if value not in TARGETS:
             accepted = ", ".join(map(repr, TARGETS))
             raise OptionError(
-                f"Override(to={value!r}); expected one of {accepted}{meant_dtype(value)}"
+                f"Override(to={value!r}); expected one of {accepted}{meant_dtype(value, TARGETS)}"
             )
 
     def __attrs_post_init__(self) -> None:

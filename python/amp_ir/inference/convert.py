@@ -93,10 +93,9 @@ def _check_options(model: Any, target_dtype: Any, cast_optional_params: Any) -> 
     if not isinstance(model, torch.nn.Module):
         errors.append(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if target_dtype not in (*LOW_DTYPES, FULL_DTYPE):
+        meant = meant_dtype(target_dtype, (*LOW_DTYPES, FULL_DTYPE))
         accepted = '"float16", "bfloat16" or "float32"'
-        errors.append(
-            f"target_dtype is {target_dtype!r}; expected {accepted}{meant_dtype(target_dtype)}"
-        )
+        errors.append(f"target_dtype is {target_dtype!r}; expected {accepted}{meant}")
     if not isinstance(cast_optional_params, bool):
         errors.append(f"cast_optional_params is {cast_optional_params!r}; expected True or False")
     if errors:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ def dtype_name(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
-def meant_dtype(got: Any) -> str:
-    """Return "; did you mean 'bfloat16'?" for another name of a dtype; "" for what is none."""
+def meant_dtype(got: Any, accepted: Collection[str | None]) -> str:
+    """Return "; did you mean 'bfloat16'?" for another name of an accepted dtype; else ""."""
     stem = got.lower().removeprefix("torch.").removesuffix("-mixed") if isinstance(got, str) else ""
     meant = _OTHER_NAMES.get(stem, stem)
-    return f"; did you mean {meant!r}?" if meant in _OTHER_NAMES.values() else ""
+    is_dtype = meant in _OTHER_NAMES.values() and meant in accepted
+    return f"; did you mean {meant!r}?" if is_dtype else ""
 
 
 def check_rounding(rounding: str) -> None:

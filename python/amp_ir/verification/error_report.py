@@ -191,6 +191,7 @@ def low_dtype_name(dtype: str | torch.dtype) -> str:
     """
     amp_dtype: str = dtype_name(dtype)
     if amp_dtype not in LOW_DTYPES:
-        accepted, meant = " or ".join(map(repr, LOW_DTYPES)), meant_dtype(amp_dtype)
+        accepted = " or ".join(map(repr, LOW_DTYPES))
+        meant = meant_dtype(amp_dtype, LOW_DTYPES)
         raise OptionError(f"amp_dtype={amp_dtype!r} rounds nothing; expected {accepted}{meant}")
     return amp_dtype

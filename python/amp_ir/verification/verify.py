@@ -80,7 +80,7 @@ def verify(
     """
     amp_dtype = dtype_name(amp_dtype)
     if amp_dtype not in DTYPES:
-        accepted, meant = ", ".join(map(repr, DTYPES)), meant_dtype(amp_dtype)
+        accepted, meant = ", ".join(map(repr, DTYPES)), meant_dtype(amp_dtype, DTYPES)
         raise OptionError(
             f"amp_dtype={amp_dtype!r} is not known; expected one of {accepted}{meant}"
         )

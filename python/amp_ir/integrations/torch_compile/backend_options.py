@@ -62,7 +62,7 @@ class BackendOptions:
             raise OptionError(
                 f"amp_dtype={self.amp_dtype!r} is not supported; expected "
                 f"{', '.join(map(repr, _AMP_DTYPES))} or None for no casts, in options= or in the "
-                f"environment variable {AMP_DTYPE_VARIABLE}{meant_dtype(self.amp_dtype)}"
+                f"environment variable {AMP_DTYPE_VARIABLE}{meant_dtype(self.amp_dtype, _AMP_DTYPES)}"
             )
         find_policy(self.policy)
         check_rounding(self.rounding)
