@@ -59,10 +59,11 @@ class BackendOptions:
 
     def _check(self) -> None:
         if self.amp_dtype not in (None, *_AMP_DTYPES):
+            meant = meant_dtype(self.amp_dtype, _AMP_DTYPES)
             raise OptionError(
                 f"amp_dtype={self.amp_dtype!r} is not supported; expected "
                 f"{', '.join(map(repr, _AMP_DTYPES))} or None for no casts, in options= or in the "
-                f"environment variable {AMP_DTYPE_VARIABLE}{meant_dtype(self.amp_dtype, _AMP_DTYPES)}"
+                f"environment variable {AMP_DTYPE_VARIABLE}{meant}"
             )
         find_policy(self.policy)
         check_rounding(self.rounding)
