@@ -202,9 +202,20 @@ def measure(
         "models": list(models), "amp_dtype": amp_dtype, "ranks": ranks, "rounds": rounds,
         "warmup": warmup, "small": small, "ways": list(ways),
     }  # fmt: skip
+    return [Row(**one) for one in rows_of_ranks(_of_rank, ranks, asked)]
+
+
+def rows_of_ranks(
+    of_rank: Callable[[int, str, dict[str, Any]], None], ranks: int, asked: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Run `of_rank(rank, folder, asked)` in a process for each rank.
+
+    Return what rank 0 left in the folder's rows.json.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_of_rank, (folder, asked), nprocs=ranks)
-        return [Row(**one) for one in json.loads((Path(folder) / "rows.json").read_text())]
+        torch.multiprocessing.spawn(of_rank, (folder, asked), nprocs=ranks)
+        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
+    return rows
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -226,9 +237,11 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def main() -> None:
-    """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run_command(
+    description: str, measure: Callable[..., list[Any]], table_of: Callable[..., Table], name: str
+) -> None:
+    """Measure, print and save what a command line asks for."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
@@ -245,10 +258,10 @@ def main() -> None:
     )
     wide_console().print(table_of(rows))
     if asked.save:
-        name = f"distributed_{asked.amp_dtype or 'float32'}.json"
         document = {"machine": describe_machine(), "rows": [attrs.asdict(row) for row in rows]}
-        write_text(RESULTS / name, json.dumps(document, indent=1))
+        file = RESULTS / f"{name}_{asked.amp_dtype or 'float32'}.json"
+        write_text(file, json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, measure, table_of, "distributed")

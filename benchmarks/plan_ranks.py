@@ -9,10 +9,8 @@ with those that compute. The table has both, of rank 0, and is saved with `--sav
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +19,11 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from rich.table import Table
 
 import amp_ir
 from amp_ir.files.atomic_file import write_text
-from amp_ir.report.wide_console import wide_console
-from benchmarks.distributed import MODELS, exchange_of, training
-from benchmarks.record import RESULTS, describe_machine
+from benchmarks.distributed import MODELS, exchange_of, rows_of_ranks, run_command, training
 
 
 @attrs.frozen
@@ -107,9 +102,7 @@ def measure(
         "models": list(models), "amp_dtype": amp_dtype, "ranks": ranks, "rounds": rounds,
         "small": small,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_of_rank, (folder, asked), nprocs=ranks)
-        return [Row(**one) for one in json.loads((Path(folder) / "rows.json").read_text())]
+    return [Row(**one) for one in rows_of_ranks(_of_rank, ranks, asked)]
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -132,29 +125,5 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def main() -> None:
-    """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--amp-dtype", choices=("float16", "bfloat16"))
-    parser.add_argument("--small", action="store_true", help="sizes of a test")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
-    asked = parser.parse_args()
-    rows = measure(
-        asked.models,
-        amp_dtype=asked.amp_dtype,
-        ranks=asked.ranks,
-        rounds=asked.rounds,
-        small=asked.small,
-    )
-    wide_console().print(table_of(rows))
-    if asked.save:
-        name = f"plan_ranks_{asked.amp_dtype or 'float32'}.json"
-        document = {"machine": describe_machine(), "rows": [attrs.asdict(row) for row in rows]}
-        write_text(RESULTS / name, json.dumps(document, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, measure, table_of, "plan_ranks")
