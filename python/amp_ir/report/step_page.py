@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, Protocol
 
+from amp_ir.report.bar_shares import bar_shares
 from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
 from amp_ir.report.kernel_table import (
     LEAST_SHARE,
@@ -61,6 +61,10 @@ class RoundingErrors(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether every op was measured."""
+
+    @property
+    def evaluated_in(self) -> str:
+        """The dtype of what is not rounded."""
 
 
 def step_page(
@@ -249,18 +253,18 @@ def _error_section(errors: RoundingErrors | None) -> str:
     if errors is None or not errors.contributions:
         return ""
     shown = errors.contributions[:_SHOWN_VALUES]
-    top = max((one.error for one in shown if math.isfinite(one.error)), default=0.0) or 1.0
     rows = "".join(
         f'<tr><td class="name">{escape(one.name)}</td><td class="number">{one.error:.2e}</td>'
-        f"<td>{_bar(min(one.error / top, 1.0), 'phase-' + (one.phase or 'other'))}</td>"
+        f"<td>{_bar(share, 'phase-' + (one.phase or 'other'))}</td>"
         f'<td class="name">{escape(one.worst_parameter)}</td></tr>'
-        for one in shown
+        for one, share in zip(shown, bar_shares([one.error for one in shown]), strict=True)
     )
     rest = len(errors.contributions) - len(shown)
     whole = "" if errors.is_complete else "; groups were left whole for lack of time"
     return (
         f"<h2>Error of the gradients</h2><p>{errors.error:.2e} by all roundings of the plan, "
-        "against float64. Each row has the error of these roundings alone.</p>"
+        f"against {escape(errors.evaluated_in)}. "
+        "Each row has the error of these roundings alone.</p>"
         '<div class="wide"><table id="errors"><thead><tr><th>roundings</th>'
         '<th class="number">error alone</th><th></th><th>changes most</th></tr></thead>'
         f'<tbody>{rows}</tbody></table></div><p class="quiet">{rest} more{whole}.</p>'

@@ -29,6 +29,7 @@ from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import VIEWS
 from amp_ir.ir.step_module import StepModule
 from amp_ir.replay.non_finite_origins import call_of
+from amp_ir.verification.outcome import Tensors
 from amp_ir.verification.rounded_step import (
     RoundedStep,
     Wanted,
@@ -40,7 +41,6 @@ from amp_ir.verification.rounded_step import (
 _MOVES = (*VIEWS, "relax.broadcast_to")
 _CAST = "amp_ir.cast"
 _Place = tuple[str, str, str]
-Tensors = Mapping[str, torch.Tensor]
 # What float32's own roundings may make of the error, for the step to be evaluated in float32.
 _NOISE_SHARE = 0.01
 

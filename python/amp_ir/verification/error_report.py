@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -21,6 +20,7 @@ from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.options import dtype_name, meant_dtype
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.report.bar_shares import bar_shares
 from amp_ir.rewrites.unroll_loops import unroll_loops
 from amp_ir.verification.contributions import Contribution, contributions
 from amp_ir.verification.recorded_capture import capture_recorded
@@ -69,7 +69,7 @@ class ErrorReport:
             f"{self.step} in {self.amp_dtype}: relative gradient error {self.error:.2e} by all "
             f"roundings of the plan; alone, in {self.evaluated_in} otherwise:"
         ]
-        for one, share in zip(shown, shares_of(shown), strict=True):
+        for one, share in zip(shown, bar_shares([one.error for one in shown]), strict=True):
             bar = "#" * round(_BAR * share)
             lines.append(f"  {one.error:.2e}  {bar:<{_BAR}}  {one.name:<{width}}".rstrip())
         rest = len(self.contributions) - len(shown)
@@ -82,7 +82,7 @@ class ErrorReport:
 
     def to_html(self) -> str:
         """Return everything as one page, with a bar chart."""
-        shares = shares_of(self.contributions)
+        shares = bar_shares([one.error for one in self.contributions])
         rows = "".join(
             f"<tr><td>{one.error:.2e}</td><td><i style='width:{100 * share:.1f}%'>"
             f"</i></td><td>{escape(one.name)}</td><td>{escape(one.worst_parameter)}</td>"
@@ -96,13 +96,6 @@ class ErrorReport:
             "<th>Error alone</th><th></th><th>Roundings</th><th>Changes most</th><th>Line</th>"
             f"</tr></thead>{rows}</table></body></html>\n"
         )
-
-
-def shares_of(contributions: Sequence[Contribution]) -> list[float]:
-    """Return the length of each bar, as a share of the longest; infinite errors have full ones."""
-    errors = [one.error for one in contributions]
-    largest = max((one for one in errors if math.isfinite(one)), default=0.0) or 1.0
-    return [min(one / largest, 1.0) for one in errors]
 
 
 _STYLE = """
