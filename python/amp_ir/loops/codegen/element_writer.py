@@ -154,14 +154,15 @@ class ElementWriter:
         None if it is no member, or a view that is read at another place than its own: legality
         looks through views, so such a reader may be in the group that also stores the view.
         """
-        if not self._is_member(owner):
+        if id(owner) in self._full:
+            own, element = self.position.index, self.full
+        elif id(owner) in self._row:
+            own, element = self.position.row_index, self.row
+        else:
             return None
-        is_full = id(owner) in self._full
-        if is_inlined(owner):
-            own = self.position.index(shape) if is_full else self.position.row_index(shape)
-            if not all(a is b for a, b in zip(own, index, strict=True)):
-                return None
-        return self.full(owner) if is_full else self.row(owner)
+        if is_inlined(owner) and not _is_same(own(shape), index):
+            return None
+        return element(owner)
 
     def _read_reshaped(self, value: Pointwise, index: Index) -> Any:
         owner = storage_of(value)
@@ -185,13 +186,18 @@ class ElementWriter:
         position = self.position
         if position.column is None or math.prod(shape) != position.domain.size:
             return False
-        return all(a is b for a, b in zip(position.index(shape), index, strict=True))
+        return _is_same(position.index(shape), index)
 
     def _load(self, value: Value, flat: Any) -> Any:
         buffer = self.buffers.get(id(value))
         if buffer is None:
             raise BuildError(f"a kernel reads a value of shape {value.shape} that it was not given")
         return self.let(buffer.load(flat))
+
+
+def _is_same(own: Index, index: Index) -> bool:
+    """Return whether two indices are the same objects; equal ones may count as others."""
+    return all(a is b for a, b in zip(own, index, strict=True))
 
 
 def as_expression(element: Any, dtype: str) -> Any:
