@@ -93,8 +93,9 @@ def test_statistics_are_those_of_the_tensor():
     assert found.largest == float(torch.tensor(3e4).half())
 
 
-def test_the_ring_keeps_the_last_records():
-    watch = amp_ir.Watch(every=1, ops="relax.tanh", length=2)
+@pytest.mark.parametrize("op", ["relax.tanh", "tanh"])
+def test_the_ring_keeps_the_last_records(op):
+    watch = amp_ir.Watch(every=1, ops=op, length=2)
     _, train = training(watch=watch)
     for batch in batches(4):
         train(*batch)

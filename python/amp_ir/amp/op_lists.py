@@ -15,9 +15,10 @@ import attrs
 import tvm
 
 from amp_ir.amp.hints import RULES
-from amp_ir.amp.overrides import Override, QuietOverride, call_attributes, is_inside
+from amp_ir.amp.overrides import Override, QuietOverride, call_attributes
 from amp_ir.errors import OptionError
 from amp_ir.ir.near_names import OP_OF_FUNCTION
+from amp_ir.ir.selection import is_inside
 from amp_ir.ir.step_graph import Op, read_step
 
 # Names that end in the number of spatial axes, which is the rank of the data less two.

@@ -20,6 +20,7 @@ from amp_ir.errors import OptionError
 from amp_ir.host.user_warning import warn_user
 from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.options import dtype_name, meant_dtype
+from amp_ir.ir.selection import is_inside
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_graph import Op, StepGraph, leaves
 
@@ -143,11 +144,6 @@ def _has_attributes(op: Op, wanted: Mapping[str, Sequence[Any]]) -> bool:
         name in found and (found[name] in values or str(found[name]) in values)
         for name, values in wanted.items()
     )
-
-
-def is_inside(module: str, pattern: str) -> bool:
-    """Return whether a module path matches a glob, or is inside of one that does."""
-    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
 def listed(overrides: Any) -> Sequence[Override]:

@@ -12,6 +12,7 @@ from amp_ir.amp.plan_diff import dtypes_in_words
 from amp_ir.amp.plan_parts import Part, parts_of
 from amp_ir.errors import OptionError
 from amp_ir.ir.near_names import inside_of_others, near_names
+from amp_ir.ir.selection import is_inside, names_of_op
 
 if TYPE_CHECKING:
     from amp_ir.amp.plan import CastPlan, PlannedCast, PlannedOp
@@ -155,5 +156,5 @@ def _mebibytes(nbytes: int) -> str:
 
 
 def _is_meant(one: PlannedOp, what: str) -> bool:
-    names = (one.module, one.name, one.name.rpartition(".")[2], one.variable)
-    return any(fnmatchcase(n, what) for n in names) or fnmatchcase(one.module, f"{what}.*")
+    names = (*names_of_op(one.name), one.variable)
+    return is_inside(one.module, what) or any(fnmatchcase(n, what) for n in names)

@@ -20,6 +20,7 @@ from amp_ir.dialect.external_call import external_op
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.location import Location, from_span
+from amp_ir.ir.selection import names_of_op
 
 VIEWS = frozenset(
     {"relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze", "relax.flatten"}
@@ -74,8 +75,8 @@ class Op:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which a user may select the op: in full, and what follows the last dot."""
-        return self.name, self.label, self.name.rpartition(".")[2]
+        """The names by which a user may select the op."""
+        return *names_of_op(self.name), self.label
 
 
 @attrs.define(eq=False)

@@ -21,6 +21,7 @@ from tvm import relax
 from amp_ir.amp.overrides import PHASES
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.selection import is_inside
 from amp_ir.ir.static_shape import extents_of
 from amp_ir.ir.step_graph import Op, read_step
 from amp_ir.ir.step_module import OutputSpec, Role, StepModule
@@ -144,9 +145,8 @@ class Watch:
             return False
         if not isinstance(type_, relax.TensorType) or str(type_.dtype) not in _FLOATS:
             return False
-        names = (place.module, op.label, str(op.variable.name))
-        is_named = any(fnmatchcase(one, self.ops) for one in names)
-        return is_named or fnmatchcase(place.module, f"{self.ops}.*")
+        names = (*op.names, str(op.variable.name))
+        return is_inside(place.module, self.ops) or any(fnmatchcase(n, self.ops) for n in names)
 
     def _with_statistics(self, mod: StepModule, chosen: Sequence[Op]) -> StepModule:
         ir = with_statistics(mod.ir, [op.variable for op in chosen])

@@ -18,6 +18,7 @@ from rich.table import Table
 from amp_ir.errors import OptionError
 from amp_ir.files.atomic_file import write_text
 from amp_ir.ir.near_names import inside_of_others, near_names
+from amp_ir.ir.selection import is_inside, names_of_op
 from amp_ir.report.explain_graph import graph_page
 from amp_ir.report.explain_page import page
 from amp_ir.report.plan_table import table
@@ -215,5 +216,4 @@ def _phrase(cast: Cast) -> str:
 
 
 def _is_meant(op: Any, what: str) -> bool:
-    inside = fnmatchcase(op.module, what) or fnmatchcase(op.module, f"{what}.*")
-    return inside or any(fnmatchcase(one, what) for one in (op.name, op.name.rpartition(".")[2]))
+    return is_inside(op.module, what) or any(fnmatchcase(one, what) for one in names_of_op(op.name))
