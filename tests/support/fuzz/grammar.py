@@ -137,6 +137,16 @@ _LOSSES = (
     "F.softplus({v}).mean()",
     "torch.logsumexp({v}, dim=-1).mean()",
 )
+# As segmentation does: classes come last from one_hot, and the loss reads them as axis 1.
+_CHANNELS_LAST_TARGET = (
+    "F.one_hot((ids[0] + torch.arange({v}[:, 0].numel())).view({v}[:, 0].shape) % {v}.shape[1],"
+    " {v}.shape[1]).movedim(-1, 1).to({v}.dtype)"
+)
+_LOSSES_OF_CLASSES = (
+    f"F.mse_loss({{v}}, {_CHANNELS_LAST_TARGET})",
+    f"F.binary_cross_entropy_with_logits({{v}}, {_CHANNELS_LAST_TARGET})",
+    f"({{v}}.sigmoid() * {_CHANNELS_LAST_TARGET}).sum() * 0.01",
+)
 _OPTIMIZERS = (
     "torch.optim.SGD(parameters, lr=0.1)",
     "torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)",
@@ -163,7 +173,7 @@ _CLIPS = (
 def _with_step(rng: random.Random, writer: Writer, batch: dict[str, str]) -> Program:
     drawn = rng.random
     count = min(len(writer.statements), 2)
-    losses = tuple(rng.choice(_LOSSES).format(v=f"values[{k}]") for k in range(count))
+    losses = tuple(_loss(rng, writer, k) for k in range(count))
     dtype = rng.choices(["float32", "float64", "bfloat16", "float16"], [8, 1, 1, 0.5])[0]
     if any("hardsigmoid" in line for one in writer.statements for line in one.lines):
         dtype = "float32"  # PyTorch's gradient multiplies by 1.0f / 6.0f, in float64 too
@@ -191,6 +201,13 @@ def _with_step(rng: random.Random, writer: Writer, batch: dict[str, str]) -> Pro
         jit=jit,
         budget_share=rng.choice([0.95, 0.8, 0.6]) if drawn() < 0.12 else 0.0,
     )
+
+
+def _loss(rng: random.Random, writer: Writer, k: int) -> str:
+    name = writer.statements[-2:][k].name
+    shape = writer.values[name].shape
+    choices = _LOSSES_OF_CLASSES if len(shape) > 2 and 0 not in shape else ()
+    return rng.choice(rng.choice([_LOSSES, choices or _LOSSES])).format(v=f"values[{k}]")
 
 
 def _after_init(rng: random.Random, writer: Writer) -> tuple[str, ...]:
