@@ -3,9 +3,10 @@
 
 The processor's seconds from `trace_step` to a step that is ready, of a first shape and of another
 one right after it, in one process: a smaller batch, and shorter sequences where there are any. Each
-round begins with an empty compile cache and without machine code of earlier rounds; the first round
-is not counted, since it imports what the others find. Processor's seconds, for load on the machine
-increases wall times; those of the system's linker, a process of its own, are not in them.
+round begins with an empty compile cache, without machine code and traced ops of earlier rounds; the
+first round is not counted, since it imports what the others find. Processor's seconds, for load on
+the machine increases wall times; those of the system's linker, a process of its own, are not in
+them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 import amp_ir
+from amp_ir.capture import repeated_ops, replay
 from amp_ir.demo.workloads import WORKLOADS, Batch, Training
 from amp_ir.vm import build
 
@@ -70,7 +72,8 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         for number in range(max(rounds, 2)):
             os.environ["AMP_IR_CACHE"] = str(Path(folder, str(number)))
-            build.LIBRARIES.clear()
+            for earlier in (build.LIBRARIES, repeated_ops.OUTCOMES, replay.TEMPLATES):
+                earlier.clear()
             rows["first"].append(measure(training, dtype, training.batch))
             rows["second"].append(measure(training, dtype, other))
     if before is None:

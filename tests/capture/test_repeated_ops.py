@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_ir.capture import repeated_ops, replay
+from amp_ir.capture import outcome_store, repeated_ops, replay
 from amp_ir.capture.trace import capture_step
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.ir.location import META_KEY
@@ -40,9 +40,16 @@ def captured(step, batch, **owners):
     return described(capture_step(step, batch, **owners).graph.graph)
 
 
+def forget_earlier_captures():
+    repeated_ops.OUTCOMES.clear()
+    replay.TEMPLATES.clear()
+
+
 def both_ways(capture):
-    """The capture with repetitions copied, and without."""
+    """The capture with repetitions copied, those of earlier captures too, and without."""
+    forget_earlier_captures()
     quick = capture()
+    assert capture() == quick
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeated_ops, "_is_possible", False)
         patch.setattr(replay, "_is_possible", False)
@@ -60,6 +67,98 @@ def test_a_workload_is_captured_the_same(name):
 
     quick, slow = both_ways(capture)
     assert quick == slow
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_another_batch_is_captured_as_a_first_one(name):
+    training = WORKLOADS[name].make(small=True)
+    fewer = tuple(one[: len(one) // 2].contiguous() for one in training.batch)
+
+    def capture(batch):
+        return captured(training.step, batch, model=training.model, optimizer=training.optimizer)
+
+    forget_earlier_captures()
+    first = capture(fewer)
+    capture(training.batch)
+    assert capture(fewer) == first
+    forget_earlier_captures()
+    capture(training.batch)
+    assert capture(fewer) == first
+
+
+def numbers_of(optimizer, *, lr, weight_decay):
+    """The captured step of an optimizer with these numbers."""
+    model = torch.nn.Linear(3, 2)
+    made = optimizer(model.parameters(), lr=lr, weight_decay=weight_decay)
+
+    def step(x):
+        made.zero_grad()
+        model(x).square().mean().backward()
+        made.step()
+
+    step(torch.randn(4, 3))
+    return captured(step, (torch.randn(4, 3),), model=model, optimizer=made)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RAdam],
+)
+def test_numbers_are_those_of_the_step_and_not_of_an_earlier_capture(optimizer):
+    wanted = []
+    for lr, weight_decay in ((1e-3, 0.1), (1.0, 0.0), (0.5, 1.0), (0.25, 0.5)):
+        forget_earlier_captures()
+        wanted.append(numbers_of(optimizer, lr=lr, weight_decay=weight_decay))
+    found = [
+        numbers_of(optimizer, lr=lr, weight_decay=weight_decay)
+        for lr, weight_decay in ((1e-3, 0.1), (1.0, 0.0), (0.5, 1.0), (0.25, 0.5))
+    ]
+    assert found == wanted
+
+
+def test_constants_of_earlier_captures_are_not_taken():
+    def step_with(number):
+        def step(x):
+            return (
+                torch.add(x, x, alpha=number) + torch.lerp(x, x * 2, number) + x.mul(number),
+                torch.addcmul(x, x, x, value=number) + torch.addcdiv(x, x, x, value=number),
+                torch.div(x, number) + x.clamp(max=number) + x.pow(number),
+            )
+
+        return step
+
+    # NaN is not here: it is not equal to itself.
+    numbers = [0.0, -0.0, 0.25, 0.75, 1.0, -1.0, 2.0, float("inf")]
+    x = torch.randn(4, 3)
+    wanted = []
+    for number in numbers:
+        forget_earlier_captures()
+        wanted.append(captured(step_with(number), (x,), model=torch.nn.Identity()))
+    assert [
+        captured(step_with(number), (x,), model=torch.nn.Identity()) for number in numbers
+    ] == wanted
+
+
+def test_a_setting_that_chooses_kernels_is_told_apart():
+    def step(x):
+        return torch.arange(3.0) * x.mean()
+
+    forget_earlier_captures()
+    single = captured(step, (torch.ones(2),), model=torch.nn.Identity())
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = captured(step, (torch.ones(2),), model=torch.nn.Identity())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "float64" in repr(double) and "float64" not in repr(single)
+
+
+def test_the_store_is_bounded(monkeypatch):
+    monkeypatch.setattr(outcome_store, "_MOST_OUTCOMES", 3)
+    store = outcome_store.OutcomeStore()
+    for number in range(5):
+        store.put((number,), number)
+    assert [store.get((number,)) for number in range(5)] == [None, None, 2, 3, 4]
 
 
 def test_most_of_a_recurrence_is_copied(monkeypatch):

@@ -4,7 +4,8 @@
 A step repeats itself: its layers, or the time steps of a recurrence, call the same ops with tensors
 of the same shapes. The result of tracing an op (its node, and the properties of its results)
 depends on the kinds of its arguments alone. So only the first call goes through PyTorch's two
-modes, and its repetitions get a node and fake tensors like those of the first.
+modes, and its repetitions get a node and fake tensors like those of the first. Later captures of
+the process, such as that of a smaller batch, begin with what the earlier ones have seen.
 
 Two ops have special cases. `select` along a dimension gives views that differ only by their memory
 offset, so that the steps of a sequence are repetitions too. A detached tensor is its source in a
@@ -23,6 +24,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+from amp_ir.capture.outcome_store import OutcomeStore
 
 try:
     # Not part of PyTorch's public interface; without them, capture only takes longer.
@@ -45,6 +48,18 @@ _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 DESCRIBED = frozenset({"aten", "amp_ir_cell"})
 
 Kind = tuple[Any, ...]
+
+# Ops that compute with a number for each element: its value decides nothing else. An optimizer's
+# numbers change with the learning rate and from parameter to parameter.
+BY_NUMBER = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("add", "Tensor"), ("add_", "Tensor"), ("sub", "Tensor"), ("sub_", "Tensor"),
+        ("mul", "Tensor"), ("mul_", "Tensor"), ("div", "Tensor"), ("div_", "Tensor"),
+        ("lerp", "Scalar"), ("lerp_", "Scalar"), ("addcmul", "default"), ("addcmul_", "default"),
+        ("addcdiv", "default"), ("addcdiv_", "default"),
+    )
+)  # fmt: skip
 
 
 def kind_of(tensor: FakeTensor, *, has_views: bool) -> Kind:
@@ -103,17 +118,34 @@ class _Result:
     kind: Kind
     shares: int | None
     is_argument: bool
-    val: torch.Tensor
 
 
 @attrs.frozen(eq=False)
-class _Known:
-    """The outcome of an op: its node, and a getitem node per result where it has several."""
+class _Outcome:
+    """What becomes of an op: its node, and a getitem node per result where it has several."""
 
     name: str
     results: tuple[_Result, ...]
     container: type | None
-    val: Any
+    vals: tuple[Kind, ...]
+
+
+@attrs.frozen(eq=False)
+class _Known:
+    """An outcome in one capture, with fake tensors that describe its nodes."""
+
+    outcome: _Outcome
+    vals: tuple[torch.Tensor, ...]
+
+    @property
+    def val(self) -> Any:
+        """What describes the op's own node."""
+        container = self.outcome.container
+        return self.vals[0] if container is None else container(self.vals)
+
+
+# Of all captures of the process.
+OUTCOMES: OutcomeStore[_Outcome] = OutcomeStore()
 
 
 @attrs.define(eq=False)
@@ -124,6 +156,7 @@ class Call:
     """
 
     has_views: bool
+    is_by_number: bool
     key: tuple[Any, ...]
     tensors: list[FakeTensor]
     nodes: list[torch.fx.Node]
@@ -150,7 +183,7 @@ class RepeatedOps:
             self._has_views[func] = usual and has_views(func)
         if not usual:
             return None
-        call = Call(self._has_views[func], (), [], [], self._graph._root.prev)
+        call = Call(self._has_views[func], func in BY_NUMBER, (), [], [], self._graph._root.prev)
         if func is _SELECT and isinstance(args[0], torch.Tensor):
             call.begin = begin_of_selected(func, args, args[0])
         parts: list[Any] = [func, torch.get_default_dtype()]
@@ -181,7 +214,7 @@ class RepeatedOps:
         if type(value) in (list, tuple):
             parts.append(len(value))
             return all(self._add(call, parts, item) for item in value)
-        key = key_of_plain(value)
+        key = float if call.is_by_number and type(value) is float else key_of_plain(value)
         parts.append(key)
         return key is not None
 
@@ -202,27 +235,38 @@ class RepeatedOps:
 
     def repeat(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a call like an earlier one, with new nodes; None if none was."""
-        known = self._known.get(call.key)
+        known = self._known.get(call.key) or self._earlier(call.key)
         if known is None:
             return None
+        outcome = known.outcome
         nodes = iter(call.nodes)
         node = self._graph.create_node(
             "call_function",
             func,
             tuple(_with_nodes(value, nodes) for value in args),
             {name: _with_nodes(value, nodes) for name, value in kwargs.items()},
-            known.name,
+            outcome.name,
         )
-        node.meta["val"] = known.val if call.begin is None else self._make(call, known.results[0])
-        made = [self._make(call, result) for result in known.results]
-        if known.container is None:
+        first = outcome.results[0]
+        node.meta["val"] = known.val if call.begin is None else self._make(call, first)
+        made = [self._make(call, result) for result in outcome.results]
+        if outcome.container is None:
             self._track(made[0], node)
             return made[0]
-        for k, result in enumerate(known.results):
+        for k, val in enumerate(known.vals):
             item = self._graph.call_function(operator.getitem, (node, k))
-            item.meta["val"] = result.val
+            item.meta["val"] = val
             self._track(made[k], item)
-        return known.container(made)
+        return outcome.container(made)
+
+    def _earlier(self, key: tuple[Any, ...]) -> _Known | None:
+        """Return what an earlier capture has seen, with fake tensors of this one."""
+        outcome = OUTCOMES.get(key)
+        if outcome is None:
+            return None
+        vals = tuple(fake_of_kind(self._mode, kind, None) for kind in outcome.vals)
+        known = self._known[key] = _Known(outcome, vals)
+        return known
 
     def _make(self, call: Call, result: _Result) -> FakeTensor:
         if result.is_argument:
@@ -250,12 +294,15 @@ class RepeatedOps:
         if not written or not self._is_repeatable(call, func, args, kwargs, written, len(outs)):
             return
         node, *items = written
-        vals = [item.meta["val"] for item in items] if container else [node.meta["val"]]
-        results = [self._result(call, one, val) for one, val in zip(outs, vals, strict=True)]
-        known = tuple(one for one in results if one is not None)
-        if len(known) == len(outs):
+        vals = tuple(item.meta["val"] for item in items) if container else (node.meta["val"],)
+        results = tuple(self._result(call, one) for one in outs)
+        complete = tuple(one for one in results if one is not None)
+        if len(complete) == len(outs):
             name = self._graph._target_to_str(func.overloadpacket.__name__)
-            self._known[call.key] = _Known(name, known, container, node.meta["val"])
+            kinds = tuple(kind_of(val, has_views=True) for val in vals)
+            outcome = _Outcome(name, complete, container, kinds)
+            self._known[call.key] = _Known(outcome, vals)
+            OUTCOMES.put(call.key, outcome)
 
     def _is_repeatable(
         self,
@@ -282,7 +329,7 @@ class RepeatedOps:
             for k, item in enumerate(items)
         )
 
-    def _result(self, call: Call, out: Any, val: torch.Tensor) -> _Result | None:
+    def _result(self, call: Call, out: Any) -> _Result | None:
         """Return what is needed to make such a tensor again; None where that is not enough."""
         if type(out) is not FakeTensor or out.constant is not None:
             return None
@@ -292,12 +339,12 @@ class RepeatedOps:
         for k, tensor in enumerate(call.tensors):
             if tensor is out:
                 is_same = kind_of(out, has_views=call.has_views) in call.key
-                return _Result(kind, k, is_argument=True, val=val) if is_same else None
+                return _Result(kind, k, is_argument=True) if is_same else None
         memory = out.untyped_storage()._cdata
         shares = [k for k, one in enumerate(call.tensors) if one.untyped_storage()._cdata == memory]
         if len(shares) > 1 or (not shares and out.storage_offset()):
             return None
-        return _Result(kind, shares[0] if shares else None, is_argument=False, val=val)
+        return _Result(kind, shares[0] if shares else None, is_argument=False)
 
 
 def _with_nodes(value: Any, nodes: Iterator[torch.fx.Node]) -> Any:
