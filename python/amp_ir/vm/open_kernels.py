@@ -4,7 +4,9 @@
 A step with a smaller batch or shorter sequences differs from the first one in how many rows its
 kernels have, and in where a row stands in a tensor: numbers outside of the loops over a row's
 elements. Opened, these are int32 parameters, and the virtual machine passes them at each call. The
-loops over a row's elements keep their extents, so LLVM vectorises them as before.
+loops over a row's elements keep their extents, so LLVM vectorises them as before. In kernels of a
+few hundred elements, such as those of masks and positions, every number of a shape is opened:
+compiling one takes longer than the divisions by unknown numbers in a million calls.
 """
 
 from __future__ import annotations
@@ -34,10 +36,13 @@ _TAKES_APART = (
     tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod, tirx.BitwiseAnd, tirx.BitwiseOr,
     tirx.BitwiseXor, tirx.LShift, tirx.RShift,
 )  # fmt: skip
+_COMPARES = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
 _OPENED = re.compile("kernel_[0-9a-f]{16}_*")
 # Elements of a row from which on the time of a division by a number that LLVM does not know, some
 # 10 cycles, is not seen.
 _LONG = 512
+# Elements of a kernel up to which the time of its divisions, two microseconds, is not seen.
+_FEW = 512
 # Rows that are added up one after the other, as nearly always; where rows are short, LLVM is to
 # know how many.
 _BLOCK = 16
@@ -120,7 +125,8 @@ def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
 
     Opened are the extents of loops over rows of vectors, over blocks of a row, and of parallel
     loops, and the numbers in the indices of their variables. The length of a row says how elements
-    are aligned, and is opened only in kernels for one thread, which are small.
+    are aligned, and is opened only in kernels for one thread, which are small. Of kernels of at
+    most 512 elements, every extent but a vector's is opened, and every int32 of an index.
 
     LLVM 22 may compile a loop of unknown extent wrongly that reads at its counter modulo a power
     of two (https://github.com/llvm/llvm-project/issues/191382: the check that 8 counters in a row
@@ -129,8 +135,9 @@ def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     left, only parallel loops are opened: their threads' parts begin at unknown counters, of which
     that wrong proof knows too little, whether the extent is known or not.
     """
-    for what in ("vectors", "rows", "parallel loops"):
-        opening = _Opening(kernel, what)
+    everything = ("everything",) if _elements(kernel.body) <= _FEW else ()
+    for what in (*everything, "vectors", "rows", "parallel loops"):
+        opening = _OpeningOfFew(kernel, what) if what == "everything" else _Opening(kernel, what)
         body = opening.run()
         if not opening.is_doubtful(body):
             break
@@ -267,6 +274,49 @@ class _Opening:
         return any(is_computed(one) for one in taken)
 
 
+class _OpeningOfFew(_Opening):
+    """A kernel of few elements while all its numbers are opened."""
+
+    def run(self) -> tirx.Stmt:
+        """Return the body with numbers replaced by parameters."""
+        callbacks: list[tuple[Any, Callable[..., Any]]] = [
+            (For, self._loop),
+            ((*_BINARY, *_COMPARES), self._expression),
+            (tirx.Select, self._select),
+            (TensorLoad, self._load),
+            (tirx.BufferStore, self._store),
+        ]
+        return tvm_ffi.structural_mutate(self._kernel.body, callbacks)
+
+    def _is_outer(self, loop: For) -> bool:
+        return loop.kind in (ForKind.PARALLEL, ForKind.SERIAL)
+
+    def _may_vary(self, loop: For) -> bool:
+        return True
+
+    def _expression(self, found: Any, mutator: Any) -> Any:
+        kind = type(found)
+        a, b = self._part(found.a, mutator), self._part(found.b, mutator)
+        if kind in (tirx.FloorDiv, tirx.FloorMod) and self._is_positive(found):
+            return tirx.truncdiv(a, b) if kind is tirx.FloorDiv else tirx.truncmod(a, b)
+        return kind(a, b)
+
+    def _select(self, found: Any, mutator: Any) -> Any:
+        parts = (found.condition, found.true_value, found.false_value)
+        return tirx.Select(*(self._part(one, mutator) for one in parts))
+
+    def _load(self, found: Any, mutator: Any) -> Any:
+        return tirx.BufferLoad(found.source, [self._part(one, mutator) for one in found.indices])
+
+    def _store(self, found: tirx.BufferStore, mutator: Any) -> tirx.BufferStore:
+        indices = [self._part(one, mutator) for one in found.indices]
+        return tirx.BufferStore(found.buffer, self._part(found.value, mutator), indices)
+
+    def _part(self, found: Any, mutator: Any) -> Any:
+        """Open a number; what is not handled here, as shifts and calls, keeps its own numbers."""
+        return self._opened(found) if _is_number(found) else mutator.mutate(found)
+
+
 def _is_number(found: Any) -> bool:
     return type(found) is tirx.IntImm and str(found.ty) == "int32"
 
@@ -294,6 +344,19 @@ def _row_elements(body: tirx.Stmt) -> int:
         own = 1 if loop.kind == ForKind.PARALLEL or is_over_rows(loop) else _known(loop.extent)
         most[loop] = own * max((most[one] for one in inner), default=1)
     return max(most.values(), default=1)
+
+
+def _elements(body: tirx.Stmt) -> int:
+    """Return the iterations of the largest nest of loops; more than few where one is unknown."""
+    loops: list[For] = []
+    tvm_ffi.structural_walk(body, (For, loops.append), order="post")
+    count: dict[For, int] = {}
+    for loop in loops:
+        inner: list[For] = []
+        tvm_ffi.structural_walk(loop.body, (For, inner.append))
+        own = int(loop.extent) if _is_number(loop.extent) else _FEW + 1
+        count[loop] = own * max((count[one] for one in inner), default=1)
+    return max(count.values(), default=1)
 
 
 def _known(extent: Any) -> int:
