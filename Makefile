@@ -125,7 +125,7 @@ FROM_OTHER_WHEELS := --exclude libtvm_ffi.so --exclude libdnnl.so.3 --exclude li
 wheel: $(INSTALLED)
 	rm -rf build/dist dist
 	$(BIN)/python -m build --outdir build/dist
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair $(FROM_OTHER_WHEELS) -w dist build/dist/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair $(FROM_OTHER_WHEELS) -w dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
 
 # -W: a link that leads nowhere, or a page without a place in the contents, is an error.

@@ -210,6 +210,29 @@ def test_hooks_of_module_and_callbacks_run_inside_of_the_step() -> None:
     assert ours.rows[-1]["largest"] > 0.05 and len(ours.rows) == 3
 
 
+class InComprehension(Classifier):
+    # Python 3.13 loads batch_idx in the instruction that stores `one`.
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return sum([batch_idx * one for one in (self.loss(batch), 1.0)])
+
+
+class InVars(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * sum(one for one in vars().values() if isinstance(one, int))
+
+
+class InEval(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * eval("batch_idx / 10")
+
+
+@pytest.mark.parametrize("module", [InComprehension, InVars, InEval])
+def test_the_number_of_the_batch_is_given_to_every_step_that_reads_it(module) -> None:
+    options: dict[str, Any] = {"module": module, "max_epochs": 1, "limit_train_batches": 3}
+    ours, theirs = (fit(one, **options) for one in (AmpIrPrecision("32-true"), None))
+    assert_alike(ours, theirs, 1e-4)
+
+
 def test_clipping_by_value_is_lightnings() -> None:
     options: dict[str, Any] = {"max_epochs": 1, "gradient_clip_algorithm": "value"}
     ours, theirs = (

@@ -226,19 +226,26 @@ def _loss_of(output: Any) -> torch.Tensor:
 def _reads_batch_index(module: Any) -> bool:
     """Return whether training_step may read its second argument, a number that always changes."""
     code = getattr(getattr(module.training_step, "__func__", None), "__code__", None)
-    if code is None or code.co_argcount < 3 or "locals" in code.co_names:
+    if code is None or code.co_argcount < 3 or _READ_ALL & set(code.co_names):
         return True
     name = code.co_varnames[2]
     # Where only the data of a batch matter, another number must not make another program.
     return name in code.co_cellvars or any(
-        one.opname.startswith("LOAD") and _names(one.argval, name)
-        for one in dis.get_instructions(code)
+        name in _loaded(one) for one in dis.get_instructions(code)
     )
 
 
-def _names(value: Any, name: str) -> bool:
-    # An instruction may load two names at once, from Python 3.13 on.
-    return value == name or (isinstance(value, tuple) and name in value)
+# With these, code reads local variables that it does not name.
+_READ_ALL = frozenset({"locals", "vars", "eval", "exec"})
+
+
+def _loaded(instruction: dis.Instruction) -> tuple[Any, ...]:
+    """Return the names that an instruction loads; in Python 3.13 also two, or one after a store."""
+    what, value = instruction.opname, instruction.argval
+    if "LOAD" not in what:
+        return ()
+    names = value if isinstance(value, tuple) else (value,)
+    return names[1:] if what.startswith("STORE") else names
 
 
 def _check(trainer: Any, module: Any, optimizers: list[torch.optim.Optimizer]) -> None:
