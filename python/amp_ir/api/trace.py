@@ -11,6 +11,7 @@ import torch
 
 from amp_ir import pipeline
 from amp_ir.capture import trace
+from amp_ir.capture.model_inputs import bound_inputs, model_inputs
 from amp_ir.distributed.replicas import Ranks, find_ranks, warn_of_ranks_apart
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.host.memory_limit import memory_for
@@ -159,12 +160,24 @@ def _device_of_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
 
 @public_function("amp_ir.trace_model")
 @paused_garbage_collection()
-def trace_model(
-    model: torch.nn.Module, example_inputs: tuple[Any, ...]
-) -> tuple[StepModule, tuple[Any, ...]]:
-    """Capture the forward pass of a model, for inference; see `trace_step`."""
-    captured = trace.capture_model(model, example_inputs)
-    return pipeline.import_captured(captured), example_inputs
+def trace_model(model: torch.nn.Module, example_inputs: Any) -> tuple[StepModule, tuple[Any, ...]]:
+    """Capture the forward pass of a model, for inference; see `trace_step`.
+
+    Args:
+        model: any module, captured in its current mode.
+        example_inputs: one tensor, the tuple of the arguments by position, what `call_arguments`
+            returns, or a dict or BatchEncoding of the arguments by name.
+
+    Returns:
+        The forward pass as a StepModule, and the tuple of its arguments, ready for `autocast`.
+
+    Raises:
+        ArgumentError: the model does not take these inputs.
+        CaptureError, UnsupportedOpError: as for `trace_step`.
+    """
+    inputs = model_inputs(model, example_inputs)
+    captured = trace.capture_model(model, inputs)
+    return pipeline.import_captured(captured), bound_inputs(model, inputs)
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

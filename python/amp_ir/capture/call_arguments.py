@@ -64,7 +64,7 @@ def split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Mapping[str, Any
     return arguments, {}
 
 
-def _names_in(signature: inspect.Signature) -> inspect.Signature:
+def names_in(signature: inspect.Signature) -> inspect.Signature:
     """Return a signature without annotations."""
     empty = inspect.Signature.empty
     parameters = [one.replace(annotation=empty) for one in signature.parameters.values()]
@@ -96,5 +96,5 @@ def bound(
     try:
         found = signature.bind(*args, **named)
     except TypeError as error:
-        raise ArgumentError(f"{error}; the arguments are {_names_in(signature)}") from None
+        raise ArgumentError(f"{error}; the arguments are {names_in(signature)}") from None
     return call_arguments(*found.args, **found.kwargs)

@@ -27,6 +27,7 @@ from amp_ir.capture.guards.call_hooks import CaptureGuards
 from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
 from amp_ir.capture.hyper_parameters import HyperParameter, find_hyper_parameters
 from amp_ir.capture.interface import finish
+from amp_ir.capture.model_inputs import bound_inputs, forward_like, mapping_by_position
 from amp_ir.capture.notes import capture_notes, number_notes
 from amp_ir.capture.outside_tensors import lift_outside_tensors
 from amp_ir.capture.patches.restores import alone, restoring
@@ -39,7 +40,7 @@ from amp_ir.capture.traced import Traced
 from amp_ir.capture.tracing import StepTracer
 from amp_ir.capture.transformers_hooks import install_output_hooks
 from amp_ir.distributed.replicas import Ranks
-from amp_ir.errors import CaptureError
+from amp_ir.errors import ArgumentError, CaptureError
 from amp_ir.host.fake_tensors import fake_tensor_mode
 from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.random_draws import number_draws
@@ -256,12 +257,15 @@ def _garbage_kept() -> Iterator[None]:
 def capture_model(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> CapturedStep:
     """Capture the forward pass of a model, in its current mode (train or eval).
 
+    `example_inputs` is what `model_inputs` returns.
+
     Raises:
         ArgumentError, CaptureError: as for `capture_step`.
     """
-
-    def forward(*args: Any) -> Any:
-        with torch.no_grad():
-            return model(*args)
-
-    return capture_step(forward, example_inputs, model=model)
+    inputs = bound_inputs(model, example_inputs)
+    try:
+        return capture_step(forward_like(model, example_inputs), inputs, model=model)
+    except CaptureError as error:
+        if given_by_position := mapping_by_position(model, example_inputs):
+            raise ArgumentError(f"{given_by_position}. What it raised: {error}") from error
+        raise

@@ -42,6 +42,8 @@ class Conversion:
     def program(self, inputs: tuple[Any, ...]) -> StepModule:
         """Return the program for the shapes of some inputs, on stored parameters.
 
+        `inputs` are as `call_arguments` returns them: by name where the model is called so.
+
         Raises:
             StateError: the model has changed since its conversion.
         """

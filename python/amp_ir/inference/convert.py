@@ -9,6 +9,8 @@ import torch
 
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
 from amp_ir.amp.op_lists import OpLists
+from amp_ir.capture.call_arguments import split
+from amp_ir.capture.model_inputs import model_inputs
 from amp_ir.errors import OptionError
 from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.converted_model import ConvertedModel
@@ -46,8 +48,10 @@ def convert_model(
 
     Args:
         model: any module; its mode is as before afterwards.
-        example_inputs: the tuple of the positional arguments, or one tensor. Other shapes, batch
-            sizes for one, are compiled at their first call, and kept.
+        example_inputs: one tensor, the tuple of the arguments by position, or a dict or
+            BatchEncoding of the arguments by name, as `model(**batch)` takes them;
+            `call_arguments` makes one of both. Other shapes, batch sizes for one, are compiled at
+            their first call, and kept.
         target_dtype: "float16", "bfloat16", or "float32", which inserts no casts.
         target_dtype_ops: ops that run in `target_dtype`, whatever their rule says: names of
             `amp_ir.list_ops()`, with or without their prefix, or PyTorch's ("linear", "conv2d").
@@ -65,7 +69,7 @@ def convert_model(
 
     Raises:
         OptionError: unknown names, an op in two lists, other wrong options; all at once.
-        CaptureError, UnsupportedOpError, ArgumentError: as for `trace_step`.
+        CaptureError, UnsupportedOpError, ArgumentError: as for `trace_model`.
     """
     dtype: str = dtype_name(target_dtype)
     _check_options(model, dtype, cast_optional_params)
@@ -79,12 +83,11 @@ def convert_model(
         conditional_fp32_ops=conditional_fp32_ops,
         excluded_names=excluded_names,
     )
-    is_one = isinstance(example_inputs, torch.Tensor)
-    inputs = (example_inputs,) if is_one else example_inputs
+    by_position, named = split(model_inputs(model, example_inputs))
     conversion = Conversion(model, dtype, lists, cast_optional_params)
     options = {"device": device, "opt_level": opt_level, "rounding": rounding}
     converted = ConvertedModel(conversion, conversion.stored, options, max_shapes=max_shapes)
-    converted.compile(*inputs)
+    converted.compile(*by_position, **named)
     return converted
 
 

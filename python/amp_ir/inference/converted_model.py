@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from amp_ir.api import compile_into
 from amp_ir.capture.batch import structures_of
-from amp_ir.capture.call_arguments import bound, signature_of
+from amp_ir.capture.call_arguments import bound, call_arguments, signature_of
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.errors import CopyError, OptionError, ShapeMismatchError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
@@ -49,10 +50,10 @@ class InputSignature(CallSignature):
 class ConvertedModel:
     """A model in mixed precision, called as the model is. Made by `amp_ir.convert_model`.
 
-    Inputs of other shapes or plain values get a program of their own at their first call; all
-    programs share the parameters and one arena. Those of the `max_shapes` used last are kept; of a
-    loaded model all, which cannot be made again. Calls from several threads run one after the
-    other.
+    A call by position and one by name, in any order, are the same. Inputs of other shapes or plain
+    values get a program of their own at their first call; all programs share the parameters and one
+    arena. Those of the `max_shapes` used last are kept; of a loaded model all, which cannot be made
+    again. Calls from several threads run one after the other.
     """
 
     def __init__(
@@ -68,8 +69,12 @@ class ConvertedModel:
         self._conversion = conversion
         self._stored = stored
         self._options = dict(options or {})
-        self._signature = signature_of(getattr(getattr(conversion, "model", None), "forward", None))
         name = "" if conversion is None else type(conversion.model).__qualname__
+        self._signature: inspect.Signature | None = None
+        if conversion is not None:
+            self._signature = signature_of(conversion.model.forward)
+        elif programs:
+            self._signature = structures_of(programs[0].module.signature)[0].names
         keyed_by = "shapes, dtypes, structures or plain values"
         users = Users("a converted model", name, "inputs", keyed_by, "model.recompiles")
         self._variants: StepVariants[InputSignature]
@@ -86,24 +91,26 @@ class ConvertedModel:
         """Return what the model returns for these inputs; compiles first for a new shape.
 
         Raises:
-            ArgumentError: an input is not a tensor or plain value that can be used.
+            ArgumentError: an input is not a tensor or plain value that can be used, or the model
+                takes no input of that name.
             StateError: the model changed since its conversion, and a new program is needed.
             ShapeMismatchError: it was loaded from a file that has no program for these inputs.
             IndexOutOfRangeError: an index, such as a token, is out of range.
         """
-        if named:
-            inputs = bound(self._signature, inputs, named)
+        moved = bound(self._signature, inputs, named) if named else inputs
         with self._turn:
-            signature, tensors = InputSignature.of(inputs)
-            variant = self._variants.find(signature) or self._compiled(signature, inputs)
+            signature, tensors = InputSignature.of(moved)
+            variant = self._variants.find(signature)
+            if variant is None:
+                variant = self._compiled(signature, call_arguments(*inputs, **named))
             return variant.program.run_current(tensors)
 
-    def compile(self, *inputs: Any) -> None:
+    def compile(self, *inputs: Any, **named: Any) -> None:
         """Compile for the shapes of these inputs, if that was not done; nothing is run."""
         with self._turn:
-            signature, _ = InputSignature.of(inputs)
+            signature, _ = InputSignature.of(bound(self._signature, inputs, named))
             if self._variants.find(signature) is None:
-                self._compiled(signature, inputs)
+                self._compiled(signature, call_arguments(*inputs, **named))
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:

@@ -19,6 +19,8 @@ from amp_ir.host import native
 from amp_ir.inference.structure import (
     arguments_from_json,
     arguments_to_json,
+    names_from_json,
+    names_to_json,
     results_from_json,
     results_to_json,
 )
@@ -63,6 +65,7 @@ def record_program(mod: StepModule, options: Mapping[str, Any], path: Path) -> P
         "inputs": [_spec_to_json(one) for one in mod.signature.inputs],
         "outputs": [_spec_to_json(one) for one in mod.signature.outputs],
         "arguments": arguments_to_json(arguments),
+        "names": names_to_json(arguments.names),
         "results": results_to_json(results),
         "options": dict(options),
         "machine": _machine(target),
@@ -90,6 +93,7 @@ def read_module(
         for one in data["outputs"]
     )
     arguments = Arguments.of(arguments_from_json(data["arguments"], device))
+    arguments = attrs.evolve(arguments, names=names_from_json(data.get("names")))
     results = results_from_json(data["results"])
     return StepModule(
         ir=tvm.ir.load_json(record.ir),

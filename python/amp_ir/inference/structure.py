@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from amp_ir.capture.batch import Arguments, Results
+from amp_ir.capture.call_arguments import NamedArguments
 from amp_ir.errors import OptionError
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -84,6 +86,35 @@ def _leaf_from_json(data: dict[str, Any], device: str) -> Any:
     )
 
 
+def names_to_json(names: inspect.Signature | None) -> list[list[Any]] | None:
+    """Describe a signature: name and kind of each argument, and its default where it is plain."""
+    if names is None:
+        return None
+    return [
+        [one.name, one.kind.name, *_default_to_json(one.default)]
+        for one in names.parameters.values()
+    ]
+
+
+def _default_to_json(default: Any) -> list[Any]:
+    if default is inspect.Parameter.empty:
+        return []
+    return [default if type(default) in _PLAIN else {}]
+
+
+def names_from_json(data: list[list[Any]] | None) -> inspect.Signature | None:
+    """Return the signature of `names_to_json`; a default that a file cannot hold is `...`."""
+    if data is None:
+        return None
+    parameters = []
+    for name, kind, *default in data:
+        value = default[0] if default else inspect.Parameter.empty
+        value = ... if value == {} else value
+        made = inspect.Parameter(name, inspect._ParameterKind[kind], default=value)
+        parameters.append(made)
+    return inspect.Signature(parameters)
+
+
 def _spec_to_json(spec: pytree.TreeSpec) -> Any:
     return _to_json(pytree.tree_unflatten(range(spec.num_leaves), spec))
 
@@ -91,6 +122,8 @@ def _spec_to_json(spec: pytree.TreeSpec) -> Any:
 def _to_json(value: Any) -> Any:
     if isinstance(value, int):
         return value
+    if isinstance(value, NamedArguments):
+        return {"named": [[name, _to_json(one)] for name, one in value.items()]}
     if isinstance(value, dict):
         keys = list(value)
         if all(isinstance(key, (str, int)) for key in keys):
@@ -113,5 +146,7 @@ def _from_json(data: Any) -> Any:
     ((kind, entries),) = data.items()
     if kind == "dict":
         return {key: _from_json(one) for key, one in entries}
+    if kind == "named":
+        return NamedArguments({name: _from_json(one) for name, one in entries})
     fields = [_from_json(one) for one in entries]
     return tuple(fields) if kind == "tuple" else fields
