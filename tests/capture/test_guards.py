@@ -640,8 +640,9 @@ def test_the_environment_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is refused.
 
 MOVE = (
-    "A compiled step changes tensors only: change it after the call, or make it a tensor that is a "
-    "buffer of the model"
+    "A compiled step changes tensors only: return what is new and change it after the call, or "
+    "make it a tensor that is a buffer of the model. What it decides (if count % 4 == 0) is passed "
+    "to the step as an argument, a bool"
 )
 RETURN = "Return the tensor from the step, and keep it after the call"
 DRAW = (

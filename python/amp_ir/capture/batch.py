@@ -12,6 +12,7 @@ import attrs
 import numpy
 import torch
 import torch.utils._pytree as pytree
+from torch.nn.utils.rnn import PackedSequence
 
 from amp_ir.capture.call_arguments import NameKey, bound, signature_of
 from amp_ir.capture.containers import flatten, flatten_with_path
@@ -35,7 +36,8 @@ class Arguments:
     `leaves` holds a tensor (its shape, dtype and device count) or the plain value that is frozen
     into the graph; `paths` is the text of each leaf's position. `plain` are the plain values of the
     current call in order, and `followed` the positions of those that each call reads. `names` is
-    the signature of the step, None where it is not known.
+    the signature of the step, None where it is not known. `takes_packed` says that a PackedSequence
+    is among them.
     """
 
     spec: pytree.TreeSpec
@@ -44,6 +46,7 @@ class Arguments:
     plain: list[Any] = attrs.field(eq=False, factory=list)
     followed: frozenset[int] = frozenset()
     names: inspect.Signature | None = attrs.field(eq=False, default=None)
+    takes_packed: bool = attrs.field(eq=False, default=False)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], step: Any = None) -> Arguments:
@@ -52,7 +55,8 @@ class Arguments:
         paths = tuple("argument " + path_text(path) for path, _ in found)
         leaves = tuple(leaf for _, leaf in found)
         plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        return cls(spec, leaves, paths, plain, names=signature_of(step))
+        names, takes_packed = signature_of(step), _holds_packed(args)
+        return cls(spec, leaves, paths, plain, names=names, takes_packed=takes_packed)
 
     def take(self, plain: Sequence[Any]) -> None:
         """Set the plain values of the current call."""
@@ -122,6 +126,11 @@ class Arguments:
             raise ShapeMismatchError(f"{'; '.join(shapes)}. {_ANEW}")
         self.take([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)])
         return tensors
+
+
+def _holds_packed(args: Any) -> bool:
+    leaves = pytree.tree_leaves(args, is_leaf=lambda one: isinstance(one, PackedSequence))
+    return any(isinstance(leaf, PackedSequence) for leaf in leaves)
 
 
 def path_text(path: tuple[Any, ...]) -> str:

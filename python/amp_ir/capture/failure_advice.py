@@ -21,6 +21,11 @@ _OF_TEXTS = {
         "compiles the whole step: call the plain one, which is compiled._orig_mod, and leave "
         "model.compile() out"
     ),
+    "its data is not allocated yet": (
+        "The values do not exist yet when a step is captured: make the list (.tolist()) before the "
+        "call and pass it as an argument, or pass the tensor where one is taken too, as "
+        "pack_padded_sequence takes the lengths"
+    ),
     ".numpy() is not supported": (
         "The values do not exist yet when a step is captured: return the tensor, and call .numpy() "
         "on it after the call"

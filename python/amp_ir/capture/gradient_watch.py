@@ -22,6 +22,7 @@ class GradientWatch:
         self._settled: set[int] = set()
         self.observed: set[int] = set()
         self._clearing = 0
+        self.has_differentiated = False
 
     def looked_at(self, tensor: object) -> None:
         """Record that the step reads `tensor.grad`."""

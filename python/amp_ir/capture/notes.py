@@ -13,6 +13,14 @@ from amp_ir.ir.short_list import short_names
 from amp_ir.ir.step_module import Role
 
 _MOST = 5
+# Of a step that does not train what it was given an optimizer for.
+NOT_TRAINED = (
+    "The step was given an optimizer, and returns a tensor that requires a gradient without "
+    "calling backward(); results of a compiled step have no gradient, so that backward() after it "
+    "trains nothing. Call backward() and optimizer.step() inside of the step, compile the model "
+    'alone with torch.compile(model, backend="amp_ir"), or call a step that only evaluates under '
+    "torch.no_grad()."
+)
 
 
 def number_notes(followed: frozenset[str], unfollowed: frozenset[str]) -> tuple[str, ...]:

@@ -68,6 +68,16 @@ _DEVICE = torch.ops.prim.device.default
 _READ = aten._local_scalar_dense.default
 _READ_TEXT = "a tensor's value is read in Python, by .item(), float(), int(), bool(), if or while"
 
+_ANOMALY_TEXT = "torch.autograd.set_detect_anomaly reads the values of every gradient"
+_ANOMALY_ADVICE = (
+    "Leave it off around a compiled step; train.find_overflow(*batch) says which op and line makes "
+    'a NaN, and so does jit(..., on_overflow="explain")'
+)
+_PACKED_ADVICE = (
+    "Where it is the batch sizes of a PackedSequence that the step is passed: pass the padded rows "
+    "and their lengths, and call pack_padded_sequence inside of the step"
+)
+
 
 class Recorder(TorchDispatchMode):
     """A mode that marks every op with its location, and rejects reads of values, outside writes."""
@@ -81,8 +91,11 @@ class Recorder(TorchDispatchMode):
         mode: FakeTensorMode,
         observer: Observer,
         checks: list[torch.Tensor],
+        *,
+        takes_packed: bool = False,
     ) -> None:
         super().__init__()
+        self._takes_packed = takes_packed
         self._checks = checks
         self._observer = observer
         self._transaction = transaction
@@ -184,13 +197,20 @@ class Recorder(TorchDispatchMode):
                 self._checks.append(require(is_wrong, is_wrong, 0, 1, check.message))
             return check.wanted
         location = self._locator.here()
-        self._diagnostics.add(_READ_TEXT, location, _READ_ADVICE)
+        self._diagnostics.add(*self._read_diagnostic(location))
         self._reads += 1
         if self._reads > _MOST_READS:
             raise TracingStopped
         if tensor.dtype is torch.bool:
             return True
         return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _read_diagnostic(self, location: Location) -> tuple[str, Location, str]:
+        """Return what to say of a read, which PyTorch may have made for the user."""
+        if torch.is_anomaly_check_nan_enabled() and location.phase == "backward":
+            return _ANOMALY_TEXT, location, _ANOMALY_ADVICE
+        advice = f"{_PACKED_ADVICE}. {_READ_ADVICE}" if self._takes_packed else _READ_ADVICE
+        return _READ_TEXT, location, advice
 
     def _check_dtypes(self, func: Any, args: tuple[Any, ...], location: Location) -> None:
         """Refuse tensors of several dtypes where PyTorch's kernels do, and its fakes do not."""

@@ -28,6 +28,7 @@ _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
 _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+_DIFFERENTIATES = (*_BACKWARD, torch.autograd.grad)
 
 
 class Substitution(TorchFunctionMode):
@@ -80,6 +81,8 @@ class Substitution(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in _BACKWARD:
             self._watch.accumulated()
+        if func in _DIFFERENTIATES:
+            self._watch.has_differentiated = True
         return out
 
     def _replace(self, value: Any) -> Any:

@@ -28,7 +28,7 @@ from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
 from amp_ir.capture.hyper_parameters import HyperParameter, find_hyper_parameters
 from amp_ir.capture.interface import finish
 from amp_ir.capture.model_inputs import bound_inputs, forward_like, mapping_by_position
-from amp_ir.capture.notes import capture_notes, number_notes
+from amp_ir.capture.notes import NOT_TRAINED, capture_notes, number_notes
 from amp_ir.capture.outside_tensors import lift_outside_tensors
 from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
@@ -128,6 +128,7 @@ def capture_step(
             *number_notes(followed, unfollowed),
             *unrolled,
             *_notes_on(moved),
+            *((NOT_TRAINED,) if _trains_nothing(checked.optimizers, traced) else ()),
         ),
         hooks=StepHooks(
             install_state=capture_guards.install_state,
@@ -225,6 +226,11 @@ class _Tracing:
         finally:
             self.state.outside[:] = outside
         return tracer, attrs.evolve(traced, graph=graph)
+
+
+def _trains_nothing(optimizers: Sequence[torch.optim.Optimizer], traced: Traced) -> bool:
+    """Return whether a step leaves its backward pass to the caller, which a compiled one cannot."""
+    return bool(optimizers) and traced.gives_gradients and not traced.has_differentiated
 
 
 def _notes_on(moved: int) -> tuple[str, ...]:

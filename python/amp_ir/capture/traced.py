@@ -34,7 +34,8 @@ class Traced:
     `symbols` are the results that are Python floats, `observed` the ids of the parameters whose
     gradient before the step affects it, `stepped` the optimizers whose `step` ran, and `changes`
     what the step did to the containers among its arguments.
-    `sends_buffers` is that flag of each replica as the step leaves it.
+    `sends_buffers` is that flag of each replica as the step leaves it. `gives_gradients` says that
+    a result requires a gradient, and `has_differentiated` that the step computed gradients.
     """
 
     graph: torch.fx.GraphModule
@@ -47,5 +48,7 @@ class Traced:
     read_count: int
     observed: set[int]
     stepped: list[torch.optim.Optimizer]
+    gives_gradients: bool
+    has_differentiated: bool
     changes: ArgumentChanges = ArgumentChanges()
     sends_buffers: tuple[bool, ...] = ()

@@ -138,6 +138,7 @@ class StepTracer:
                         self.mode,
                         self.observer,
                         self._checks,
+                        takes_packed=self._arguments.takes_packed,
                     )
                 )
                 stack.enter_context(Substitution(fakes, watch, self._locator, self._diagnostics))
@@ -170,6 +171,7 @@ class StepTracer:
         self._refuse_gradients_of(batch)
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
         self._left.update(observed=observed, stepped=stepped)
+        self._left.update(has_differentiated=watch.has_differentiated)
         self._left.update(sends_buffers=() if ranks is None else ranks.sends_buffers)
         outputs = self._outputs(value)
         if self._diagnostics:
@@ -205,6 +207,7 @@ class StepTracer:
             result_count=len(tensors) + len(self._checks),
             gradients=gradients,
             created=created,
+            gives_gradients=any(one.grad_fn is not None for one in tensors),
         )
         left = [entry.fake.grad for entry in gradients if entry.fake.grad is not None]
         return [*tensors, *self._checks, *values, *left, *(c.value for c in created), *self._read]
@@ -320,7 +323,8 @@ class StepTracer:
         if self._diagnostics:
             return self._diagnostics.error()
         where = self._locator.of_error(error)
-        text = str(error).rstrip(". \n")
+        # What PyTorch advises authors of its own kernels is of no use here.
+        text = str(error).partition("\nIf you're using torch.compile")[0].rstrip(". \n")
         failure = f"the step failed while it was traced, at {where}: {type(error).__name__}: {text}"
         model = [entry.tensor for entry in self._state.parameters]
         advice = advice_on(text, model, self._arguments.tensors)

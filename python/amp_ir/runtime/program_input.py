@@ -116,5 +116,17 @@ class ProgramInput:
             raise StateError(
                 f"{self.spec.role.value} {self.spec.name} is not contiguous "
                 f"(strides {tuple(tensor.stride())}); make it so before the capture: "
-                "tensor.data = tensor.data.contiguous()"
+                f"{_how_to_make_contiguous(self.spec.role, tensor)}"
             )
+
+
+def _how_to_make_contiguous(role: Role, tensor: torch.Tensor) -> str:
+    """Return code; strides of images are usually those of `memory_format=torch.channels_last`."""
+    if role is Role.OPTIMIZER_STATE:
+        return (
+            "for one in optimizer.state.values(): one.update({key: value.contiguous() for key, "
+            "value in one.items() if torch.is_tensor(value)})"
+        )
+    if tensor.ndim in (4, 5):
+        return "model.to(memory_format=torch.contiguous_format), which does all of them"
+    return "tensor.data = tensor.data.contiguous()"

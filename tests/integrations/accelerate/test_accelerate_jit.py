@@ -116,7 +116,9 @@ def test_a_step_that_computes_with_the_count_of_batches_is_refused() -> None:
         loop.run(batches(1))
     assert str(caught.value) == (
         "the step computes with accelerator.step, the number of the batch, which changes at every "
-        "call; pass it to the step as an argument"
+        "call, as accelerator.accumulate(model) does too: call the step inside of `with "
+        "accelerator.accumulate(model):`, and pass what else depends on the number to the step as "
+        "an argument"
     )
     assert loop.accelerator.step == 1
 

@@ -29,8 +29,9 @@ from amp_ir.ir.location import Location
 
 _MOST_DEEP = 4
 _MOVE = (
-    "A compiled step changes tensors only: change it after the call, or make it a tensor that is a "
-    "buffer of the model"
+    "A compiled step changes tensors only: return what is new and change it after the call, or "
+    "make it a tensor that is a buffer of the model. What it decides (if count % 4 == 0) is passed "
+    "to the step as an argument, a bool"
 )
 _PASS = "Use it outside of the step, and pass what it gives as an argument"
 _IN_INIT = (

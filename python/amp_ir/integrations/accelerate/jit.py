@@ -86,7 +86,9 @@ class _Count:
     def _refuse(self, *_others: object) -> NoReturn:
         raise OptionError(
             "the step computes with accelerator.step, the number of the batch, which changes at "
-            "every call; pass it to the step as an argument"
+            "every call, as accelerator.accumulate(model) does too: call the step inside of `with "
+            "accelerator.accumulate(model):`, and pass what else depends on the number to the step "
+            "as an argument"
         )
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What those who write their first step are told, and that it works when they do so."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import amp_ir
+from amp_ir.errors import CaptureError, StateError
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    model = nn.Linear(4, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+X = torch.linspace(-1, 1, 20).reshape(5, 4)
+
+
+def test_a_step_without_backward_that_was_given_an_optimizer_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, optimizer = parts()
+    caplog.set_level(logging.INFO, logger="amp_ir")
+    forward = amp_ir.jit(lambda x: model(x).square().mean(), model=model, optimizer=optimizer)
+    assert not forward(X).requires_grad and not forward(X[:2]).requires_grad
+    told = (
+        "The step was given an optimizer, and returns a tensor that requires a gradient without "
+        "calling backward(); results of a compiled step have no gradient, so that backward() after "
+        "it trains nothing. Call backward() and optimizer.step() inside of the step, compile the "
+        'model alone with torch.compile(model, backend="amp_ir"), or call a step that only '
+        "evaluates under torch.no_grad()."
+    )
+    levels = [one.levelno for one in caplog.records if one.getMessage() == told]
+    assert levels == [logging.WARNING, logging.INFO]  # once, and then beside the other notes
+    assert told in forward.notes
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    assert train(X) > train(X) and told not in train.notes
+    with torch.no_grad():
+        evaluate = amp_ir.jit(lambda x: model(x).sum(), model=model, optimizer=optimizer)
+        torch.testing.assert_close(evaluate(X), model(X).sum())
+    assert told not in evaluate.notes
+    compiled = torch.compile(model, backend="amp_ir")
+    compiled(X).sum().backward()
+    assert model.weight.grad is not None
+
+    def differentiates(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = model(x).square().mean()
+        return loss, *torch.autograd.grad(loss, [*model.parameters()])
+
+    differentiated = amp_ir.jit(differentiates, model=model, optimizer=optimizer)
+    differentiated(X)
+    assert told not in differentiated.notes
+
+
+def test_anomaly_detection_is_named() -> None:
+    model, optimizer = parts()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    with (
+        pytest.warns(UserWarning),
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(CaptureError) as refused,
+    ):
+        train(X)
+    assert (
+        "torch.autograd.set_detect_anomaly reads the values of every gradient. Leave it off around "
+        "a compiled step; train.find_overflow(*batch) says which op and line makes a NaN, and so "
+        'does jit(..., on_overflow="explain")'
+    ) in str(refused.value)
+    wrong = X.clone()
+    wrong[0, 0] = float("nan")
+    assert torch.isfinite(train(X))
+    assert "A NaN in the batch" in str(train.find_overflow(wrong))
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm = nn.Embedding(9, 4), nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, ids: torch.Tensor, lengths: Any) -> torch.Tensor:
+        packed = pack_padded_sequence(
+            self.table(ids), lengths, batch_first=True, enforce_sorted=False
+        )
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+
+
+IDS, LENGTHS = torch.arange(12).reshape(2, 6) % 9, torch.tensor([6, 4])
+
+
+def test_lengths_as_a_list_are_passed_as_they_are() -> None:
+    model = Tagger()
+    refused = amp_ir.jit(lambda ids, n: model(ids, n.tolist()), model=model)
+    with pytest.raises(CaptureError) as told:
+        refused(IDS, LENGTHS)
+    text = str(told.value)
+    assert text.endswith(
+        "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated "
+        "yet. The values do not exist yet when a step is captured: make the list (.tolist()) "
+        "before the call and pass it as an argument, or pass the tensor where one is taken too, as "
+        "pack_padded_sequence takes the lengths"
+    )
+    wanted = model(IDS, LENGTHS)
+    compiled = amp_ir.jit(model, model=model)
+    torch.testing.assert_close(compiled(IDS, LENGTHS), wanted)
+    torch.testing.assert_close(compiled(IDS, LENGTHS.tolist()), wanted)
+
+
+def test_rows_are_packed_inside_of_the_step() -> None:
+    model = Tagger()
+
+    def step(packed: PackedSequence) -> torch.Tensor:
+        rows = PackedSequence(model.table(packed.data), *packed[1:])
+        return pad_packed_sequence(model.lstm(rows)[0], batch_first=True)[0]
+
+    packed = pack_padded_sequence(IDS, LENGTHS, batch_first=True)
+    with pytest.raises(CaptureError) as refused:
+        amp_ir.jit(step, model=model)(packed)
+    assert (
+        "Where it is the batch sizes of a PackedSequence that the step is passed: pass the padded "
+        "rows and their lengths, and call pack_padded_sequence inside of the step. "
+    ) in str(refused.value)
+    got = amp_ir.jit(model, model=model)(IDS, LENGTHS)
+    torch.testing.assert_close(got, step(packed))
+
+
+def test_a_model_in_channels_last_is_made_contiguous_at_once() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    with pytest.raises(StateError) as refused:
+        train(image)
+    assert str(refused.value) == (
+        "parameter 0.weight is not contiguous (strides (27, 1, 9, 3)); make it so before the "
+        "capture: model.to(memory_format=torch.contiguous_format), which does all of them"
+    )
+    step(image)  # momentum as eager steps leave it
+    model.to(memory_format=torch.contiguous_format)
+    with pytest.raises(StateError) as refused:
+        train(image)
+    assert str(refused.value) == (
+        "optimizer_state optimizer0.0.weight.momentum_buffer is not contiguous (strides (27, 1, 9, "
+        "3)); make it so before the capture: for one in optimizer.state.values(): "
+        "one.update({key: value.contiguous() for key, value in one.items() if "
+        "torch.is_tensor(value)})"
+    )
+    for one in optimizer.state.values():
+        one.update(
+            {key: value.contiguous() for key, value in one.items() if torch.is_tensor(value)}
+        )
+    assert train(image) > train(image)
+
+
+def test_what_a_counter_decides_is_an_argument() -> None:
+    model, optimizer = parts()
+    count = [0]
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        count[0] += 1
+        if count[0] % 4 == 0:
+            update()
+        return loss.detach()
+
+    def told(x: torch.Tensor, updates: bool) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if updates:
+            update()
+        return loss.detach()
+
+    with pytest.raises(CaptureError, match=r"if count % 4 == 0\) is passed to the step as an arg"):
+        amp_ir.jit(counts, model=model, optimizer=optimizer)(X)
+    train = amp_ir.jit(told, model=model, optimizer=optimizer)
+    losses = [train(X, (i + 1) % 4 == 0) for i in range(12)]
+    assert losses[0] == losses[3] > losses[4] == losses[7] > losses[8]
+    # A first batch adds to no gradient, the next two to one; the last updates.
+    assert len(train.recompiles) == 2
