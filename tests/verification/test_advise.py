@@ -14,7 +14,7 @@ import amp_ir
 from amp_ir.cli import main
 from amp_ir.host import machine_model
 from amp_ir.host.machine_model import GPUS, Curve, MachineModel, measured_cpu, published_gpu
-from amp_ir.verification import advise as module_of_advise
+from amp_ir.verification import estimated_machine
 
 Captured = tuple[amp_ir.StepModule, tuple[torch.Tensor, ...]]
 
@@ -51,7 +51,7 @@ def step() -> Captured:
 
 
 def advised(monkeypatch: pytest.MonkeyPatch, step: Captured, **changes: object) -> amp_ir.Advice:
-    monkeypatch.setattr(module_of_advise, "measured_cpu", lambda _threads: machine(**changes))
+    monkeypatch.setattr(estimated_machine, "measured_cpu", lambda _threads: machine(**changes))
     return amp_ir.advise(*step)
 
 

@@ -14,13 +14,25 @@ from torch import nn
 
 import amp_ir
 from amp_ir.cli import main
-from amp_ir.host.peak_rates import MachinePeaks
+from amp_ir.host.machine_model import Curve, MachineModel
+from amp_ir.verification import estimated_machine
 from amp_ir.verification import search_precision as module_of_search
 from amp_ir.verification.gradients import StepGradients
+from amp_ir.verification.measured_plans import MeasuredPlans
 from amp_ir.verification.outcome import relative_error
+from amp_ir.verification.plan_search import PlanSearch
 
-# A machine that multiplies low numbers eight times as fast, whatever this one does.
-PEAKS = MachinePeaks({"float32": 100.0, "bfloat16": 800.0, "float16": 800.0}, 50.0, "a test's")
+
+def machine(low_rate: float = 800.0) -> MachineModel:
+    """A machine that multiplies low numbers eight times as fast, whatever this one does."""
+    rates = {"float32": 100.0, "bfloat16": low_rate, "float16": low_rate}
+    return MachineModel(
+        "a test's", "cpu", {name: Curve(((1.0, rate),)) for name, rate in rates.items()},
+        Curve(((1.0, 50.0),)), call_microseconds=0.0, units=0, multiple=16, source="a test",
+    )  # fmt: skip
+
+
+ESTIMATED = {"machine": machine(), "measure": False, "progress": False}
 Parts = tuple[nn.Module, Any, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 
 
@@ -67,9 +79,7 @@ def captured(offset: float) -> tuple[amp_ir.StepModule, tuple[Any, ...]]:
 @pytest.fixture(scope="module")
 def found() -> amp_ir.PrecisionSearch:
     mod, args = captured(4.0)
-    return amp_ir.search_precision(
-        mod, args, max_error=3e-3, batches=[batch_of(2)], peaks=PEAKS, progress=False
-    )
+    return amp_ir.search_precision(mod, args, max_error=3e-3, batches=[batch_of(2)], **ESTIMATED)
 
 
 def test_the_plan_is_within_the_budget_on_every_batch(found):
@@ -91,7 +101,7 @@ def test_the_plan_costs_less_than_float32_and_than_all_that_autocast_keeps(found
     for part in found.given_back:
         assert part.error_without > 3e-3 or part.cost <= 0.0
     kept = amp_ir.search_precision(
-        mod, args, max_error=3e-3, batches=[batch_of(2)], peaks=PEAKS, policy="conservative"
+        mod, args, max_error=3e-3, batches=[batch_of(2)], **ESTIMATED, policy="conservative"
     )
     assert found.found.cost <= kept.found.cost
 
@@ -123,8 +133,12 @@ def test_the_plan_is_an_ordinary_one(found, tmp_path):
 def test_it_says_what_was_given_back(found):
     text = str(found).splitlines()
     assert text[0].startswith("bfloat16, gradient error at most 3.00e-03 on 2 batches; ")
-    assert [line.split()[0] for line in text[2:5]] == ["begun", "found", "float32"]
-    assert len(text) == 7 + len(found.given_back)
+    names = ["begun", "conservative", "searched", "float32"]
+    assert [line.split()[0] for line in text[2:6]] == names
+    assert [line.endswith("returned") for line in text[2:6]] == [False, False, True, False]
+    assert text[2].endswith("over the budget")
+    assert text[6] == "(estimated, not measured (measure=False); estimated for a test's)"
+    assert len(text) == 9 + len(found.given_back)
     assert any("sensitive" in part.name or "first" in part.name for part in found.given_back)
     data = json.loads(found.to_json())
     assert data["found"]["error"] == found.found.error
@@ -133,9 +147,7 @@ def test_it_says_what_was_given_back(found):
 
 def test_a_step_that_overflows_in_float16_is_mended():
     mod, args = captured(4e5)
-    found = amp_ir.search_precision(
-        mod, args, max_error=2e-2, amp_dtype="float16", peaks=PEAKS, progress=False
-    )
+    found = amp_ir.search_precision(mod, args, max_error=2e-2, amp_dtype="float16", **ESTIMATED)
     assert found.default.error == float("inf")
     assert found.found.error <= 2e-2
     assert found.found.cost < found.full.cost
@@ -146,9 +158,11 @@ def test_a_step_that_overflows_in_float16_is_mended():
 
 def test_a_budget_that_the_plan_holds_gives_nothing_back():
     mod, args = captured(1.0)
-    found = amp_ir.search_precision(mod, args, max_error=0.5, peaks=PEAKS)
-    assert (found.given_back, found.overrides, found.plans) == ((), (), 1)
+    found = amp_ir.search_precision(mod, args, max_error=0.5, **ESTIMATED)
+    # That of the policy "conservative" is the other.
+    assert (found.given_back, found.overrides, found.plans) == ((), (), 2)
     assert found.found == found.default
+    assert [one.name for one in found.compared] == ["begun with", "conservative", "float32"]
     assert str(found).endswith('Nothing had to be given back under the policy "default".')
 
 
@@ -156,7 +170,7 @@ def test_the_peak_may_be_the_objective():
     model, optimizer, step, _ = parts(4.0)
     rows = torch.randn(512, 24), torch.randn(512, 24)
     mod, args = amp_ir.trace_step(step, rows, model=model, optimizer=optimizer)
-    found = amp_ir.search_precision(mod, args, max_error=3.5e-3, objective="memory", peaks=PEAKS)
+    found = amp_ir.search_precision(mod, args, max_error=3.5e-3, objective="memory", **ESTIMATED)
     peaks = [amp_ir.get_peak_memory(one, "cpu") * 2**20 for one in (mod, found.mod)]
     assert [found.full.cost, found.found.cost] == peaks
     assert found.found.cost < found.full.cost
@@ -166,20 +180,20 @@ def test_the_peak_may_be_the_objective():
 
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, None])
 def test_an_interrupt_or_the_end_of_the_time_leaves_the_best_plan(monkeypatch, ends):
-    evaluated = module_of_search._Search.evaluated
+    evaluated = PlanSearch.try_plan
     seen = []
 
     def interrupted(self, choices, policy):
-        if len(seen) == 3 and ends is not None:
+        if len(seen) == 4 and ends is not None:
             raise ends
-        if len(seen) == 3:
+        if len(seen) == 4:
             self.until = 0.0
         seen.append(choices)
         return evaluated(self, choices, policy)
 
-    monkeypatch.setattr(module_of_search._Search, "evaluated", interrupted)
+    monkeypatch.setattr(PlanSearch, "try_plan", interrupted)
     mod, args = captured(4.0)
-    found = amp_ir.search_precision(mod, args, max_error=3e-3, peaks=PEAKS)
+    found = amp_ir.search_precision(mod, args, max_error=3e-3, **ESTIMATED)
     assert not found.is_complete
     assert found.found.error <= 3e-3
     assert "ended early: the best so far" in str(found)
@@ -205,10 +219,94 @@ def test_wrong_options_are_refused(options, message):
 def test_what_float32_cannot_hold_is_refused():
     mod, args = captured(1.0)
     with pytest.raises(amp_ir.errors.OptionError, match="in float32 the gradient error of this st"):
-        amp_ir.search_precision(mod, args, max_error=1e-9, peaks=PEAKS)
+        amp_ir.search_precision(mod, args, max_error=1e-9, **ESTIMATED)
     low = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
     with pytest.raises(amp_ir.errors.OptionError, match="went through autocast"):
         amp_ir.search_precision(low, args, max_error=1e-2)
+
+
+def measured_as(monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> list[list[str]]:
+    """Let steps take these times; return the names of those that are timed."""
+    timed = []
+
+    def measured(steps, _batch, _show):
+        timed.append(list(steps))
+        return MeasuredPlans({name: times[name] for name in steps}, 3, 1)
+
+    monkeypatch.setattr(module_of_search, "measure_plans", measured)
+    return timed
+
+
+@pytest.mark.parametrize(
+    ("times", "returned"),
+    [
+        ((9.0, 5.0, 6.0, 7.0), "searched"),  # conservative is faster, but over the budget
+        ((1.0, 5.0, 8.0, 7.0), "float32"),
+    ],
+)
+def test_the_fastest_measured_plan_within_the_budget_is_returned(monkeypatch, times, returned):
+    names = ["begun with", "conservative", "searched", "float32"]
+    timed = measured_as(monkeypatch, dict(zip(names, times, strict=True)))
+    mod, args = captured(4.0)
+    found = amp_ir.search_precision(mod, args, max_error=3e-3, machine=machine(), progress=False)
+    assert timed == [names]
+    assert found.returned == returned
+    assert [one.milliseconds for one in found.compared] == list(times)
+    assert "(measured: the shortest of 3 steps in turns on this CPU, 1 threads; estim" in str(found)
+    wrong = 'By the estimate "searched" costs less; measured, "float32" is faster.'
+    assert (wrong in str(found)) == (found.mod is None) == (returned == "float32")
+
+
+def test_conservative_is_returned_where_it_is_faster_than_a_plan_within_the_budget(monkeypatch):
+    measured_as(monkeypatch, {"begun with": 2.0, "conservative": 1.0, "float32": 3.0})
+    mod, args = captured(1.0)
+    found = amp_ir.search_precision(mod, args, max_error=0.5, machine=machine())
+    assert (found.returned, found.policy, found.overrides) == ("conservative", "conservative", ())
+    decided = amp_ir.autocast(mod, args, amp_dtype="bfloat16", policy=found.policy)
+    assert decided.plan.hash == found.plan.hash
+
+
+def test_measuring_runs_every_plan_and_changes_nothing():
+    model, optimizer, step, batch = parts(4.0)
+    mod, args = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
+    before = [one.clone() for one in model.parameters()]
+    found = amp_ir.search_precision(mod, args, max_error=3e-3, machine=machine())
+    assert all(one.milliseconds > 0.0 for one in found.compared)
+    within = [one.milliseconds for one in found.compared if one.is_within]
+    returned = next(one for one in found.compared if one.name == found.returned)
+    assert returned.milliseconds == min(within)
+    for one, kept in zip(model.parameters(), before, strict=True):
+        assert torch.equal(one, kept)
+        assert one.grad is None
+    assert all(not state["exp_avg"].any() for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("stops", [KeyboardInterrupt(), amp_ir.errors.OutOfMemoryError("no room")])
+def test_where_measuring_stops_the_estimate_decides(monkeypatch, stops):
+    def stopped(*_args):
+        raise stops
+
+    monkeypatch.setattr(module_of_search, "measure_plans", stopped)
+    mod, args = captured(4.0)
+    found = amp_ir.search_precision(mod, args, max_error=3e-3, machine=machine())
+    assert found.returned == "searched"
+    assert found.how_compared.startswith("estimated: measuring ")
+
+
+def test_a_machine_on_which_low_products_are_slow_gives_float32():
+    mod, args = captured(4.0)
+    slow = {**ESTIMATED, "machine": machine(low_rate=1.0)}
+    found = amp_ir.search_precision(mod, args, max_error=3e-3, **slow)
+    assert (found.mod, found.returned, found.found) == (None, "float32", found.full)
+    assert "The step stays in float32" in str(found)
+
+
+def test_a_gpu_that_is_not_here_is_estimated(monkeypatch):
+    monkeypatch.setattr(module_of_search, "measure_plans", None)
+    mod, args = captured(1.0)
+    found = amp_ir.search_precision(mod, args, max_error=0.5, gpu="H100", progress=False)
+    assert found.machine == "H100"
+    assert found.how_compared == "estimated for H100, not measured"
 
 
 FILE = """
@@ -226,11 +324,12 @@ def step(x):
 
 
 def test_the_command_searches_a_file_of_the_users(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(module_of_search, "measure_peaks", lambda: PEAKS)
+    monkeypatch.setattr(estimated_machine, "measured_cpu", lambda _threads: machine())
     (tmp_path / "train.py").write_text(FILE)
     plan, data = tmp_path / "plan.json", tmp_path / "found.json"
     files = ["--out", str(plan), "--json", str(data)]
-    assert main(["search", str(tmp_path / "train.py"), "--max-error", "1.5e-3", *files]) == 0
+    assert main(["search", str(tmp_path / "train.py"), "--max-error", "1.5e-3", "--no-measure",
+                 *files]) == 0  # fmt: skip
     shown = capsys.readouterr().out
     assert "on 2 batches" in shown
     assert "    amp_ir.Override(to='float32" in shown

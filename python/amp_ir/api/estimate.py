@@ -11,7 +11,6 @@ import tvm
 
 from amp_ir.api.compile import lower
 from amp_ir.host.machine_model import MachineModel
-from amp_ir.host.peak_rates import MachinePeaks
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.library_call import (
     LibraryAttention,
@@ -85,11 +84,9 @@ class StepEstimate:
         return found
 
 
-def estimate_step(
-    mod: StepModule, machine: MachinePeaks | MachineModel, target: str = "cpu"
-) -> StepEstimate:
-    """Plan a step for a target and estimate its time on a machine; with peaks, at these."""
-    planned = lower(mod, target=parse_target(target))
+def estimate_step(mod: StepModule, machine: MachineModel) -> StepEstimate:
+    """Plan a step for a machine's target and estimate its time there."""
+    planned = lower(mod, target=parse_target(machine.target))
     libraries = _libraries(planned.ir)
     calls = zip(planned.plan.calls, flop_of_calls(planned), libraries, strict=True)
     found = tuple(_estimated(call, flop, library, machine) for call, flop, library in calls)
@@ -109,13 +106,10 @@ def _estimated(
     call: PlannedCall,
     flop: int,
     library: LibraryCall | None,
-    machine: MachinePeaks | MachineModel,
+    machine: MachineModel,
 ) -> EstimatedCall:
     nbytes = call.read_nbytes + call.written_nbytes
     extents, pieces = _extents(library), _pieces(library)
-    if isinstance(machine, MachinePeaks):
-        least = machine.speed_of_light_milliseconds(flop, nbytes, call.compute_dtype)
-        return EstimatedCall(call, flop, extents, pieces, least, 0.0, 0.0)
     arithmetic, memory = machine.work_milliseconds(
         flop, nbytes, call.compute_dtype, is_library=library is not None, pieces=pieces
     )

@@ -13,6 +13,7 @@ from amp_ir.commands.training import add_command, traced, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.errors import OptionError
 from amp_ir.files.atomic_file import write_text
+from amp_ir.host.machine_model import GPUS
 from amp_ir.verification.precision_search import OBJECTIVES
 
 ONLY_FLOAT32 = 1
@@ -35,11 +36,19 @@ def add_search(commands: Any) -> None:
     parser.add_argument("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument(
         "--objective", choices=OBJECTIVES, default="time",
-        help="what to make small: the time, estimated at this machine's peaks, or the planned peak",
+        help="what to make small: the time, estimated and then measured, or the planned peak",
     )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=300.0, metavar="S", help="when to stop (default 300)"
     )
+    parser.add_argument(
+        "--no-measure", action="store_true",
+        help="let the estimate decide; by default the best plans are compiled and timed in turns",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu", choices=tuple(GPUS), help="estimate for a GPU by its published peaks"
+    )
+    parser.add_argument("--tf32", action="store_true", help="the GPU's float32 matmuls use TF32")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan")
     parser.add_argument("--json", type=Path, metavar="FILE", help="what was given back, all of it")
     parser.set_defaults(run=_search)
@@ -61,6 +70,9 @@ def _search(arguments: argparse.Namespace) -> int:
         amp_dtype=arguments.amp_dtype,
         batches=getattr(training, "batches", ()),
         seconds=arguments.seconds,
+        measure=not arguments.no_measure,
+        gpu=arguments.gpu,
+        allow_tf32=arguments.tf32,
     )
     print(found)
     if found.overrides:

@@ -66,6 +66,10 @@ class MachineModel:
     multiple: int
     source: str
 
+    def copy_milliseconds(self, nbytes: float) -> float:
+        """Return the time in which a call reads and writes so many bytes."""
+        return nbytes / self.bandwidth.at(nbytes) / 1e6
+
     def work_milliseconds(
         self, flop: float, nbytes: float, dtype: str, *, is_library: bool, pieces: int = 1
     ) -> tuple[float, float]:
@@ -74,7 +78,7 @@ class MachineModel:
         `pieces` are the equal matmuls of a library call: of a batch, or of a recurrent layer's
         steps.
         """
-        memory = nbytes / self.bandwidth.at(nbytes) / 1e6
+        memory = self.copy_milliseconds(nbytes)
         if not flop:
             return 0.0, memory
         rate = self.rates.get(dtype, self.rates["float32"])

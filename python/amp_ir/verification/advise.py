@@ -17,12 +17,13 @@ from amp_ir.amp.overrides import Override
 from amp_ir.api.estimate import EstimatedCall, StepEstimate, estimate_step
 from amp_ir.api.precision import autocast
 from amp_ir.errors import OptionError
-from amp_ir.host.machine_model import MachineModel, measured_cpu, published_gpu
+from amp_ir.host.machine_model import MachineModel
 from amp_ir.ir.options import batch_of, check_module
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import StepModule
 from amp_ir.verification.advice import Advice, Finding
 from amp_ir.verification.error_report import low_dtype_name
+from amp_ir.verification.estimated_machine import estimated_machine
 
 # Below this share of the step nothing is worth a line.
 _WORTH = 0.02
@@ -54,20 +55,16 @@ def advise(
 
     Raises:
         OptionError: an option has a value that it does not accept, or the step went through
-            autocast.
+            autocast, or its tensors are on a GPU and `gpu` is not given.
     """
     check_module(mod, "advise")
     amp_dtype = low_dtype_name(amp_dtype)
     if mod.plan is not None:
         raise OptionError("the step went through autocast; give advise the one before")
     batch_of(mod, args)
-    machine = (
-        measured_cpu(torch.get_num_threads())
-        if gpu is None
-        else published_gpu(gpu, allow_tf32=allow_tf32)
-    )
+    machine = estimated_machine(mod, gpu, allow_tf32=allow_tf32)
     low = autocast(mod, args, amp_dtype=amp_dtype, overrides=overrides, policy=policy)
-    full_step, low_step = (estimate_step(one, machine, machine.target) for one in (mod, low))
+    full_step, low_step = (estimate_step(one, machine) for one in (mod, low))
     return _advice(full_step, low_step, machine, amp_dtype)
 
 
