@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ import amp_ir
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.vm.build import host_description
+from benchmarks.page_section import with_section
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "build" / "numerics.jsonl"
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table([one for one in draws.values() if one.amp_dtype == chosen.amp_dtype], machine)
     print(text)
     if chosen.write:
-        write_text(PAGE, with_section(PAGE.read_text(encoding="utf-8"), text))
+        write_text(PAGE, with_section(PAGE.read_text(encoding="utf-8"), HEADING, text))
     return 0
 
 
@@ -154,14 +154,6 @@ def _row(name: str, draws: Sequence[Draw]) -> str:
     ends = f"{math.exp(min(logs)):.2f} to {math.exp(max(logs)):.2f}"
     interval = f"{low:.2f} to {high:.2f}"
     return f"| {name} | {len(draws)} | {shown} | {math.exp(mean):.2f} | {interval} | {ends} |"
-
-
-def with_section(page: str, section: str) -> str:
-    """Return a page with its section of this heading replaced."""
-    pattern = re.compile(re.escape(HEADING) + r".*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
-    if not pattern.search(page):
-        raise ValueError(f"the page has no section {HEADING.strip()!r}")
-    return pattern.sub(lambda _found: section + "\n", page)
 
 
 if __name__ == "__main__":

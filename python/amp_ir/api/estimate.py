@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import tvm
+from tvm import relax
 
 from amp_ir.api.compile import lower
+from amp_ir.api.convolution_times import convolution_milliseconds
 from amp_ir.host.machine_model import MachineModel
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.library_call import (
@@ -19,6 +21,7 @@ from amp_ir.ir.library_call import (
     LibraryMatmul,
     LibraryRecurrence,
     read,
+    written_by,
 )
 from amp_ir.ir.loop_call import planned_loop
 from amp_ir.ir.memory_plan import PlannedCall
@@ -36,7 +39,7 @@ class EstimatedCall:
         flop: floating-point operations.
         extents: rows, columns and terms of a matmul, or channels of a convolution; () for others.
         pieces: the equal matmuls that a library call consists of.
-        arithmetic_milliseconds: of its arithmetic.
+        arithmetic_milliseconds: of its arithmetic; of a convolution that was timed, of all of it.
         memory_milliseconds: of its bytes; the longer of the two counts.
         call_milliseconds: what it takes beside its work.
     """
@@ -89,31 +92,39 @@ def estimate_step(mod: StepModule, machine: MachineModel) -> StepEstimate:
     planned = lower(mod, target=parse_target(machine.target))
     libraries = _libraries(planned.ir)
     calls = zip(planned.plan.calls, flop_of_calls(planned), libraries, strict=True)
-    found = tuple(_estimated(call, flop, library, machine) for call, flop, library in calls)
+    found = tuple(_estimated(*one, machine) for one in calls)
     return StepEstimate(found, planned.plan.peak_bytes)
 
 
-def _libraries(ir: tvm.IRModule) -> Iterator[LibraryCall | None]:
-    """Yield the library call of each call of the plan, in order; None for kernels and loops."""
+def _libraries(ir: tvm.IRModule) -> Iterator[tuple[LibraryCall | None, Sequence[relax.Expr]]]:
+    """Yield the library call of each call of the plan, in order, with the buffers that it fills.
+
+    None for kernels and loops.
+    """
     for value in Dataflow(ir).values.values():
         if planned_loop(ir, value) is not None or isinstance(value.op, tvm.ir.GlobalVar):
-            yield None
+            yield None, ()
         elif str(value.op.global_symbol) != "amp_ir.view":
-            yield read(value)
+            yield read(value), written_by(value)[1]
 
 
 def _estimated(
     call: PlannedCall,
     flop: int,
-    library: LibraryCall | None,
+    library_and_buffers: tuple[LibraryCall | None, Sequence[relax.Expr]],
     machine: MachineModel,
 ) -> EstimatedCall:
+    library, buffers = library_and_buffers
     nbytes = call.read_nbytes + call.written_nbytes
     extents, pieces = _extents(library), _pieces(library)
     arithmetic, memory = machine.work_milliseconds(
         flop, nbytes, call.compute_dtype, is_library=library is not None, pieces=pieces
     )
     own = machine.call_microseconds / 1e3
+    if machine.times_convolutions and isinstance(library, LibraryConvolution):
+        # All of the call, its bytes too.
+        arithmetic = max(convolution_milliseconds(library, buffers[0]) - own, 0.0)
+        memory = min(memory, arithmetic)
     return EstimatedCall(call, flop, extents, pieces, arithmetic, memory, own)
 
 

@@ -55,6 +55,8 @@ class MachineModel:
         units: multiprocessors of a GPU; 0 for a CPU.
         multiple: extents of a low matmul that are no multiple of it are slower.
         source: where the numbers are from.
+        times_convolutions: whether the machine is this one, and a convolution's own time counts,
+            measured, instead of the rate of a matmul of as much arithmetic.
     """
 
     name: str
@@ -65,6 +67,7 @@ class MachineModel:
     units: int
     multiple: int
     source: str
+    times_convolutions: bool = False
 
     def copy_milliseconds(self, nbytes: float) -> float:
         """Return the time in which a call reads and writes so many bytes."""
@@ -108,6 +111,7 @@ def measured_cpu(threads: int) -> MachineModel:
     return MachineModel(
         f"this CPU, {threads} threads", "cpu", rates, Curve(copies),
         call_microseconds=2.0, units=0, multiple=16, source="measured",
+        times_convolutions=True,
     )  # fmt: skip
 
 

@@ -151,11 +151,11 @@ def _matmuls(
         yield library, lambda: multiply(*flat[:2], None, *layouts, finish, flat[2])
 
 
-def best_seconds(call: Callable[[], object]) -> float:
+def best_seconds(call: Callable[[], object], *, trials: int = _TRIALS) -> float:
     """Return the shortest time of several calls; the first one is not timed."""
     call()
     best = float("inf")
-    for _ in range(_TRIALS):
+    for _ in range(trials):
         started = time.perf_counter()
         call()
         best = min(best, time.perf_counter() - started)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,31 +38,42 @@ def measure_plans(
 ) -> MeasuredPlans:
     """Time steps of one capture that differ in their plans alone; nothing of the user's changes.
 
+    Equal plans are one program. Each step comes right after one of its own, as in a training.
+
     Requires: they run on a CPU and exchange nothing with other ranks.
     """
+    same = _first_of_equal(steps)
     arena = Arena()
     # One copy for all of them: each goes on training from where the one before it stopped.
     state = next(iter(steps.values())).copied_state()
     programs = {}
-    for name, mod in steps.items():
+    for name in dict.fromkeys(same.values()):
         show(f"compiling {name}")
-        programs[name] = _on(compile_into(arena, mod).program, state, arena)
-    best = dict.fromkeys(programs, float("inf"))
+        programs[name] = _on(compile_into(arena, steps[name]).program, state, arena)
     show("timing steps in turns")
-    # The first run of each is not timed; it tells how many there is time for.
     started = time.perf_counter()
     for program in programs.values():
         program.run(batch)
-    round_seconds = time.perf_counter() - started
+    round_seconds = 2 * (time.perf_counter() - started)
     turns = min(_MOST_TURNS, max(_LEAST_TURNS, int(_SECONDS / max(round_seconds, 1e-9))))
-    for turn in range(turns):
-        # Whoever comes after a long step finds other caches: each comes first once in a while.
-        names = list(programs)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    best = dict.fromkeys(programs, float("inf"))
+    names, shuffled = list(programs), random.Random(0)
+    for _ in range(turns):
+        shuffled.shuffle(names)
+        for name in names:
+            programs[name].run(batch)
             started = time.perf_counter()
             programs[name].run(batch)
             best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
-    return MeasuredPlans(best, turns, torch.get_num_threads())
+    times = {name: best[first] for name, first in same.items()}
+    return MeasuredPlans(times, turns, torch.get_num_threads())
+
+
+def _first_of_equal(steps: Mapping[str, StepModule]) -> dict[str, str]:
+    """Return for each step the first one with an equal plan."""
+    first: dict[str, str] = {}
+    hashes = {n: "" if mod.plan is None else str(mod.plan.hash) for n, mod in steps.items()}
+    return {name: first.setdefault(one, name) for name, one in hashes.items()}
 
 
 def _on(program: Program, state: Mapping[str, Any], arena: Arena) -> Program:

@@ -180,26 +180,19 @@ class _Comparison:
         return one.error, one.cost, one.error <= self.search.max_error
 
     def measure(self, batch: Sequence[torch.Tensor]) -> None:
-        """Time the plans, equal ones once; without a word of it, what stopped that decides."""
+        """Time the plans; where that stops, say why, and leave the choice to the estimates."""
         steps = {name: one.evaluated.mod for name, one in self.tried.items()}
         steps[FLOAT32] = self.plans.mod
-        first: dict[str, str] = {}
-        same = {name: first.setdefault(_hash_of(mod), name) for name, mod in steps.items()}
-        distinct = {name: steps[name] for name in dict.fromkeys(same.values())}
         try:
-            measured = measure_plans(distinct, batch, self.plans.show)
+            measured = measure_plans(steps, batch, self.plans.show)
         except KeyboardInterrupt:
             self.how = "estimated: measuring was interrupted"
         except AmpIrError as error:
             self.how = f"estimated: measuring failed, {error}"
         else:
             times = measured.milliseconds
-            self.rows = [attrs.evolve(r, milliseconds=times[same[r.name]]) for r in self.rows]
+            self.rows = [attrs.evolve(r, milliseconds=times[r.name]) for r in self.rows]
             self.how = f"measured: {measured}"
-
-
-def _hash_of(mod: StepModule) -> str:
-    return "" if mod.plan is None else str(mod.plan.hash)
 
 
 def _result(comparison: _Comparison, started: float) -> PrecisionSearch:
