@@ -22,13 +22,14 @@ BUILT     := python/amp_ir/lib/.built
 # Tests start some hundred Pythons; each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-ddp test test-isa gpu-test fuzz sanitize wheel site setup format clean
+.PHONY: help demo demo-ddp test test-isa test-versions gpu-test fuzz sanitize wheel site setup format clean
 
 help:
 	@echo "make demo    compile and train bert1 in float32 and mixed precision, side by side"
 	@echo "make demo-ddp  train on two processes, beside DistributedDataParallel"
 	@echo "make test    format, lint, types, tests, tutorials"
 	@echo "make test-isa the tests of numbers as on lesser CPUs, and without oneDNN; CI runs both"
+	@echo "make test-versions PYTHON=python3.13 TORCH=2.12.0 VENV=.venv-3.13  what depends on these versions"
 	@echo "make gpu-test the tests that need a GPU; GPU_PYTHON=python3 names a Python with CUDA's PyTorch"
 	@echo "make fuzz MINUTES=30 SEED=0  random training steps against PyTorch, failures made small"
 	@echo "make sanitize the tests of the native libraries, built with AddressSanitizer and UBSan; or SANITIZE=thread"
@@ -77,6 +78,23 @@ test-isa: setup
 	if grep -qw avx512bw /proc/cpuinfo; then $(AS_AVX2) $(NUMERIC_TESTS); fi
 	if grep -qwE '$(BEYOND_AVX512)' /proc/cpuinfo; then $(AS_AVX512) $(NUMERIC_TESTS); fi
 	AMP_IR_DISABLE=onednn $(NUMERIC_TESTS)
+
+# Where Python or PyTorch may differ between versions: bytecode, frames and guards, what capture
+# patches, calls and checkpoints, other packages' loops, an installed wheel. VENV is a new one for
+# each, as in `make test-versions PYTHON=python3.13 TORCH=2.12.0 VENV=.venv-3.13`.
+VERSIONED := $(addprefix tests/, \
+	capture/test_autocast_regions.py capture/test_call_structure.py capture/test_code_reads.py \
+	capture/test_failure_advice.py capture/test_functional.py capture/test_guards.py \
+	capture/test_modules_made_in_forward.py capture/test_number_arguments.py \
+	capture/test_refusals_together.py capture/test_threads.py capture/test_torch_functions.py \
+	capture/test_trace_arguments.py capture/test_trace_diagnostics.py \
+	capture/test_trace_optimizers.py capture/test_trace_unchanged.py \
+	capture/test_values_in_python.py capture/test_watch.py compile_cache/test_cached_steps.py \
+	compile_cache/test_key.py dialect/test_dialect_types.py host integrations \
+	runtime/test_checkpoint.py runtime/test_jit_calls.py runtime/test_jit_variants.py \
+	test_import.py test_wheel.py)
+test-versions: setup
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_PARALLEL) -q $(VERSIONED)
 
 # The environment above has PyTorch for CPUs. On a machine with a GPU, GPU_PYTHON is a Python whose
 # PyTorch has CUDA, with what requirements-dev.txt names: the libraries are built for it, in place.

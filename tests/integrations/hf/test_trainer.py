@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,4 +147,18 @@ def test_what_one_step_on_one_device_cannot_do_is_refused(tmp_path: Path) -> Non
         "AmpIrTrainer compiles the whole step, for one device of one process; it cannot do "
         "torch_compile=True; torch_empty_cache_steps. Use transformers.Trainer for these, with "
         'torch.compile(model, backend="amp_ir") where that is enough'
+    )
+
+
+def test_another_loop_of_transformers_is_refused_at_import() -> None:
+    script = (
+        "import transformers; del transformers.Trainer._clip_grad_norm; "
+        "import amp_ir.integrations.hf"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        "amp_ir.errors.VersionError: AmpIrTrainer is written for the loop of transformers 5.20 to "
+        f"5.23, and transformers {transformers.__version__} has another one; install "
+        "'transformers>=5.20,<5.24', or "
+        'compile the model: torch.compile(model, backend="amp_ir")'
     )

@@ -24,13 +24,13 @@ from amp_ir.errors import OptionError, VersionError
 from amp_ir.files.atomic_file import atomic_file
 
 _RANDOM_STATE_NAME = "amp_ir_random_state.pt"
-# The parts of Trainer's loop that are replaced; 5.23 has them under these names.
+# The parts of Trainer's loop that are replaced; 5.20 and 5.23 have them under these names.
 _REPLACED = ("_prepare_for_training", "_clip_grad_norm", "_get_grad_norm", "_load_rng_state")
 if not all(hasattr(Trainer, name) for name in _REPLACED):
     raise VersionError(
-        f"AmpIrTrainer is written for the loop of transformers 5.23, and transformers "
-        f"{transformers.__version__} has another one; install transformers>=5.23, or compile the "
-        'model: torch.compile(model, backend="amp_ir")'
+        f"AmpIrTrainer is written for the loop of transformers 5.20 to 5.23, and transformers "
+        f"{transformers.__version__} has another one; install 'transformers>=5.20,<5.24', or "
+        'compile the model: torch.compile(model, backend="amp_ir")'
     )
 
 
