@@ -53,6 +53,14 @@ class Advice:
         """How many times as fast the step is in mixed precision."""
         return self.full_milliseconds / self.low_milliseconds
 
+    @property
+    def _verdict(self) -> str:
+        if self.gain >= 1.1:
+            return "pays"
+        if self.gain > 1.0:
+            return "hardly pays"
+        return "changes no time here" if self.gain == 1.0 else "costs time"
+
     def to_json(self) -> str:
         """Return everything as JSON."""
         return json.dumps(attrs.asdict(self) | {"gain": self.gain}, indent=1) + "\n"
@@ -70,8 +78,7 @@ class Advice:
             (self.amp_dtype, self.low_milliseconds, self.low_peak_nbytes),
         ):
             yield f"  {name:<10} {milliseconds:>10.4g}  {nbytes / mebibyte:>9.1f}"
-        verdict = "pays" if self.gain >= 1.1 else "hardly pays" if self.gain > 1.0 else "costs time"
-        yield f"Mixed precision {verdict}: {self.gain:.2f} times as fast."
+        yield f"Mixed precision {self._verdict}: {self.gain:.2f} times as fast."
         yield f"Of the float32 step {self.arithmetic_share:.0%} is arithmetic that becomes low."
         yield (
             f"Of the {self.amp_dtype} step {self.memory_share:.0%} waits for memory, "

@@ -30,6 +30,7 @@ from amp_ir.ir.step_graph import VIEWS
 from amp_ir.ir.step_module import StepModule
 from amp_ir.replay.non_finite_origins import call_of
 from amp_ir.verification.outcome import Tensors
+from amp_ir.verification.reference import check_reference
 from amp_ir.verification.rounded_step import (
     RoundedStep,
     Wanted,
@@ -121,6 +122,9 @@ def contributions(
         wanted: its gradients.
         amp_dtype: what is rounded to.
         seconds: when to stop; all roundings together are measured even so.
+
+    Raises:
+        OptionError, ArgumentError: as `check_reference`.
     """
     started = time.perf_counter()
     everything = list(roundings(mod))
@@ -128,6 +132,7 @@ def contributions(
         return Contributions(0.0, (), 0, 0.0, is_complete=True)
     low = getattr(torch, amp_dtype)
     exact = RoundedStep(mod, inputs, wanted, torch.float64, low, kept_nbytes=0).exact
+    check_reference(exact, "error_report")
     took = time.perf_counter() - started
     evaluations = 1
     if _leaves(everything) * took > seconds - took:

@@ -11,6 +11,8 @@ from typing import Any
 
 import attrs
 import torch
+import torch.utils._pytree as pytree
+from tvm import relax
 
 from amp_ir.amp.overrides import Override
 from amp_ir.api import Models, Optimizers, autocast
@@ -33,6 +35,7 @@ _BAR = 24
 class ErrorReport:
     """The contributions of a step's roundings to its gradient error, the largest first.
 
+    `measure` is "gradient", or "result" for a step without gradients, whose results' error it is.
     `error` is that of all of them together; those of single ops add up about as squares do.
     `evaluations` and `seconds` say what it took; `is_complete`, whether every op was measured.
     What is not rounded was evaluated in the dtype `evaluated_in`, whose own roundings make an error
@@ -48,6 +51,7 @@ class ErrorReport:
     is_complete: bool
     evaluated_in: str
     noise: float
+    measure: str = "gradient"
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -66,8 +70,8 @@ class ErrorReport:
         shown = self.contributions[:count]
         width = max((len(one.name) for one in shown), default=0)
         lines = [
-            f"{self.step} in {self.amp_dtype}: relative gradient error {self.error:.2e} by all "
-            f"roundings of the plan; alone, in {self.evaluated_in} otherwise:"
+            f"{self.step} in {self.amp_dtype}: relative {self.measure} error {self.error:.2e} "
+            f"by all roundings of the plan; alone, in {self.evaluated_in} otherwise:"
         ]
         for one, share in zip(shown, bar_shares([one.error for one in shown]), strict=True):
             bar = "#" * round(_BAR * share)
@@ -89,7 +93,8 @@ class ErrorReport:
             f"<td>{escape(one.line)}</td></tr>"
             for one, share in zip(self.contributions, shares, strict=True)
         )
-        title = escape(f"{self.step} in {self.amp_dtype}: gradient error {self.error:.2e}")
+        measured = f"{self.measure} error {self.error:.2e}"
+        title = escape(f"{self.step} in {self.amp_dtype}: {measured}")
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
             f"<style>{_STYLE}</style></head><body><h1>{title}</h1><table><thead><tr>"
@@ -140,7 +145,9 @@ def error_report(
             which takes three evaluations of the step at most.
 
     Raises:
-        OptionError: `amp_dtype` is not a low dtype.
+        OptionError: `amp_dtype` is not a low dtype, or the step has neither gradients nor
+            floating-point results.
+        ArgumentError: its exact gradients on this batch are not finite, or all 0.
         What `trace_step` raises.
     """
     started = time.perf_counter()
@@ -151,8 +158,9 @@ def error_report(
         )
         low = low.with_ir(unroll_loops(low.ir))
         left = seconds - (time.perf_counter() - started)
+        measure, wanted = _measured(low)
         found = contributions(
-            low, recording.captured().inputs(), _gradients(low), amp_dtype=amp_dtype, seconds=left
+            low, recording.captured().inputs(), wanted, amp_dtype=amp_dtype, seconds=left
         )
     return ErrorReport(
         step=recording.name,
@@ -164,16 +172,24 @@ def error_report(
         is_complete=found.is_complete,
         evaluated_in=found.dtype,
         noise=found.noise,
+        measure=measure,
     )
 
 
-def _gradients(mod: StepModule) -> Wanted:
-    """Return the gradients among the results of a recorded step."""
+def _measured(mod: StepModule) -> tuple[str, Wanted]:
+    """Return the gradients among the results of a recorded step; without any, the results."""
     outputs = zip(mod.signature.outputs, Dataflow(mod.ir).fields, strict=True)
-    results = [value for spec, value in outputs if spec.role is Role.RESULT]
-    _, gradients = mod.signature.unflatten_results(results)
-    wanted: Wanted = gradients
-    return wanted
+    fields = [value for spec, value in outputs if spec.role is Role.RESULT]
+    results, gradients = mod.signature.unflatten_results(fields)
+    if gradients:
+        return "gradient", gradients
+    leaves = pytree.tree_leaves(results)
+    floats = (one for one in leaves if isinstance(one, relax.Expr) and _is_float(one))
+    return "result", {str(number): one for number, one in enumerate(floats)}
+
+
+def _is_float(value: relax.Expr) -> bool:
+    return str(value.ty.dtype).startswith(("float", "bfloat"))
 
 
 def low_dtype_name(dtype: str | torch.dtype) -> str:

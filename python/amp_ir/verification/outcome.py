@@ -41,6 +41,12 @@ class Outcome:
         tensors = (*self.results, *self.gradients.values(), *self.updates.values())
         return all(bool(torch.isfinite(one).all()) for one in tensors)
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether anything but 0 is among them."""
+        tensors = (*self.results, *self.gradients.values(), *self.updates.values())
+        return any(bool(one.any()) for one in tensors)
+
 
 @attrs.frozen
 class Errors:

@@ -72,7 +72,7 @@ def check_plan(mod: StepModule, inputs: Sequence[torch.Tensor], batch: Sequence[
     Requires: memory for all values of a step at once.
     """
     flow = Dataflow(mod.ir)
-    shown = [one for one in flow.values if _is_shown(flow, one)]
+    shown = shown_values(mod)
     watched = with_results(mod, shown)
     program = compile_step(watched, rounding="strict").program
     outputs = run_on(program, watched, watched.copied_state(), batch)
@@ -80,6 +80,12 @@ def check_plan(mod: StepModule, inputs: Sequence[torch.Tensor], batch: Sequence[
     values.update(zip(shown, outputs[len(mod.signature.outputs) :], strict=True))
     found = [_compare(flow, one, values) for one in shown]
     return PlanCheck(len(shown), tuple(one for one in found if one is not None))
+
+
+def shown_values(mod: StepModule) -> list[relax.Var]:
+    """Return the values of a step that can be its results, in order."""
+    flow = Dataflow(mod.ir)
+    return [one for one in flow.values if _is_shown(flow, one)]
 
 
 def with_results(mod: StepModule, shown: Sequence[relax.Var]) -> StepModule:

@@ -20,6 +20,7 @@ from amp_ir.verification.gradients import StepGradients
 from amp_ir.verification.outcome import relative_error
 from amp_ir.verification.plan_choices import Choice, Evaluated, Tried
 from amp_ir.verification.precision_search import Candidate
+from amp_ir.verification.reference import check_reference
 
 # Of the time, for measuring single ops.
 _MEASURING_SHARE = 0.5
@@ -27,6 +28,9 @@ _MEASURING_SHARE = 0.5
 
 class PlanEvaluation:
     """Evaluates plans of a step on batches, against float64; see `plan_search.Plans`.
+
+    Raises:
+        OptionError, ArgumentError: as `check_reference`.
 
     Args:
         mod: the step before autocast.
@@ -53,6 +57,8 @@ class PlanEvaluation:
         self.objective, self.machine, self.until, self.show = objective, machine, until, show
         self.gradients = StepGradients(mod, batches)
         self.exact = [self.gradients.exact(k) for k in range(len(batches))]
+        for one in self.exact:
+            check_reference(one, "search_precision")
         estimate = self._estimate(mod)
         self.full_milliseconds = estimate.milliseconds_of()
         self.full = Candidate(self._error(self.gradients.mod)[0], self._cost_of(estimate))

@@ -52,12 +52,13 @@ class ComparedPlan:
 def best_within(compared: Sequence[ComparedPlan]) -> ComparedPlan:
     """Return the fastest of the measured plans within the budget, or else the cheapest one.
 
-    Of equal ones it is the one with the smallest error: what costs no time need not be rounded.
+    Of equal ones it is the one with the smallest error, and float32 if that is one of these: what
+    costs no time need not be rounded.
 
     Requires: one of them is within the budget, and all were measured or none.
     """
     within = [one for one in compared if one.is_within]
-    return min(within, key=lambda one: (_time_or_cost(one), one.error))
+    return min(within, key=lambda one: (_time_or_cost(one), one.error, one.name != FLOAT32))
 
 
 def _time_or_cost(one: ComparedPlan) -> float:

@@ -90,8 +90,10 @@ def search_precision(
 
     Raises:
         OptionError: an option has a value that it does not accept, the step went through autocast,
-            or not even its float32 gradients are within the budget.
-        ArgumentError: a batch is not like the captured one.
+            not even its float32 gradients are within the budget, or it has neither gradients nor
+            floating-point results.
+        ArgumentError: a batch is not like the captured one, or its exact gradients are not finite
+            or all 0.
     """
     check_module(mod, "search_precision")
     amp_dtype = low_dtype_name(amp_dtype)

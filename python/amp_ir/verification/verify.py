@@ -36,6 +36,10 @@ from amp_ir.verification.verification import (
 
 DTYPES = ("bfloat16", "float16", "float32")
 _WORST = 5
+_NOTHING = (
+    "in float64 the step has no floating-point result, gradient or update but zeros on a batch: no "
+    "error could be measured there, and the plan check is all that was compared"
+)
 
 
 @public_function("amp_ir.verify")
@@ -125,6 +129,8 @@ class _Verifier:
         captured = self.recording.captured(batch)
         exact = captured.interpreted(self.full, float_dtype=torch.float64)
         self.is_finite &= exact.is_finite
+        if not exact.has_numbers and _NOTHING not in self.notes:
+            self.notes.append(_NOTHING)
         found = {FULL: captured.compiled(self.full)}
         if self.low is not None:
             found[LOW] = captured.compiled(self.low)
