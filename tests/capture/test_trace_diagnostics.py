@@ -138,7 +138,7 @@ IN_A_LINE = [
     ),
     (
         use_foreign,
-        "uses a tensor of shape (3,) that requires a gradient but is in none of the models. Pass "
+        "uses what requires a gradient and is in none of the models: a tensor of shape (3,). Pass "
         "its module in model=[...], or detach() the tensor",
     ),
     (

@@ -215,3 +215,60 @@ def test_what_a_counter_decides_is_an_argument() -> None:
     assert losses[0] == losses[3] > losses[4] == losses[7] > losses[8]
     # A first batch adds to no gradient, the next two to one; the last updates.
     assert len(train.recompiles) == 2
+
+
+def test_parameters_of_a_model_that_was_not_passed_are_one_place() -> None:
+    model, optimizer = parts()
+    average = torch.optim.swa_utils.AveragedModel(model)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        return loss.detach()
+
+    with pytest.raises(CaptureError) as refused:
+        amp_ir.jit(step, model=model, optimizer=optimizer)(X)
+    lines = str(refused.value).splitlines()
+    assert [line for line in lines if "requires a gradient" in line] == [
+        line
+        for line in lines
+        if "uses what requires a gradient and is in none of the models: a tensor of shape (3, 4); "
+        "a tensor of shape (3,). Pass its module in model=[...], or detach() the tensor" in line
+    ]
+    assert len(lines) == 3
+    train = amp_ir.jit(step, model=[model, average], optimizer=optimizer)
+    train(X)
+    train(X)
+    assert int(average.n_averaged) == 2
+
+
+def test_a_metric_is_updated_after_the_step() -> None:
+    classification = pytest.importorskip("torchmetrics.classification")
+    model, optimizer = parts()
+    accuracy = classification.MulticlassAccuracy(num_classes=3)
+    classes = torch.tensor([0, 1, 2, 0, 1])
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = model(x)
+        nn.functional.cross_entropy(scores, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return scores.detach()
+
+    def measures(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = step(x, y)
+        accuracy(scores, y)
+        return scores
+
+    with pytest.raises(CaptureError) as refused:
+        amp_ir.jit(measures, model=[model, accuracy], optimizer=optimizer)(X, classes)
+    assert (
+        "Update a metric of torchmetrics after the step, with what the step returns; in Lightning "
+        "in on_train_batch_end"
+    ) in str(refused.value)
+    scores = amp_ir.jit(step, model=model, optimizer=optimizer)(X, classes)
+    accuracy.update(scores, classes)
+    assert 0 <= float(accuracy.compute()) <= 1

@@ -339,6 +339,12 @@ TRACE: list[Row] = [
         "model= has a Parameter, expected torch.nn.Module",
     ),
     (
+        "models in a dict",
+        lambda s: s.trace(model={"net": s.model}, optimizer={"net": s.optimizer}),
+        ArgumentError,
+        "model= has a dict, expected torch.nn.Module; pass them as a list",
+    ),
+    (
         "model of a function",
         lambda s: amp_ir.trace_model(s.step, s.batch),
         ArgumentError,

@@ -49,6 +49,18 @@ def test_a_missing_argument_is_named():
     assert str(caught.value) == f"amp_ir.jit: missing a required argument: 'model'. {JIT}"
 
 
+def test_too_many_by_position_are_told_to_be_given_by_name():
+    with pytest.raises(ArgumentError) as caught:
+        amp_ir.jit(step, MODEL, None)
+    assert str(caught.value) == (
+        "amp_ir.jit: 3 arguments are given by position, and 1 (step) is taken so; give the others "
+        f"by name, as in model=.... {JIT}"
+    )
+    with pytest.raises(ArgumentError, match=r"3 arguments .* and 2 \(step, example_batch\) are "):
+        amp_ir.trace_step(step, (X,), MODEL)
+    assert amp_ir.jit(step, model=MODEL)(X).shape == X.shape
+
+
 def test_public_functions_with_options_all_do_so():
     for name in ("trace_step", "autocast", "compile", "verify", "convert_model", "error_report",
                  "examine", "memory_report", "profile_kernels", "trace_model"):  # fmt: skip

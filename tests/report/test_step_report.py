@@ -181,8 +181,8 @@ def test_a_training_file_is_run_without_its_loop(training: Path) -> None:
         ),
         (
             "step = model = None; batch = [1]",
-            "`batch` in {} is a list; expected the tuple of the arguments of `step`, such as "
-            "(x, y)",
+            "`batch` in {} is a list; expected the tuple of the arguments of `step`: (x, y), or "
+            "(batch,) for a single one",
         ),
     ],
 )

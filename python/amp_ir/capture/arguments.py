@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -138,7 +138,8 @@ def _batch_errors(batch: object) -> Iterator[str]:
 
 def _model_errors(model: object) -> Iterator[str]:
     if not isinstance(model, torch.nn.Module):
-        yield f"model= has {_in_words(model)}, expected torch.nn.Module"
+        hint = "; pass them as a list" if isinstance(model, Mapping) else ""
+        yield f"model= has {_in_words(model)}, expected torch.nn.Module{hint}"
         return
     for name, module in model.named_modules():
         kind, where = type(module).__name__, f"model= ({name or 'itself'})"
@@ -196,7 +197,8 @@ def _optimizer_errors(models: list[torch.nn.Module], optimizers: list[object]) -
     seen: set[int] = set()
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, torch.optim.Optimizer):
-            yield f"optimizer= has {_in_words(optimizer)}, expected torch.optim.Optimizer"
+            hint = "; pass them as a list" if isinstance(optimizer, Mapping) else ""
+            yield f"optimizer= has {_in_words(optimizer)}, expected torch.optim.Optimizer{hint}"
             continue
         kind = type(optimizer).__name__
         if id(optimizer) in seen:

@@ -14,11 +14,15 @@ _MOST_SHOWN = 20
 
 @attrs.frozen
 class Diagnostic:
-    """One thing that a compiled step cannot do, its location, and what to do about it."""
+    """One thing that a compiled step cannot do, its location, and what to do about it.
+
+    `tensor` describes the tensor that it is about, where many are likely to be of one kind.
+    """
 
     what: str
     location: Location
     advice: str
+    tensor: str = ""
 
 
 class Diagnostics:
@@ -35,25 +39,37 @@ class Diagnostics:
         """Return the number of different diagnostics."""
         return len(self._found)
 
-    def add(self, what: str, location: Location, advice: str) -> None:
+    def add(self, what: str, location: Location, advice: str, tensor: str = "") -> None:
         """Add a diagnostic; the same one twice counts once."""
-        self._found.setdefault(Diagnostic(what, location, advice))
+        self._found.setdefault(Diagnostic(what, location, advice, tensor))
 
     def error(self) -> CaptureError:
         """Return the error that lists all, in the order of the step, equal ones together."""
         found = list(self._found)
-        places: dict[tuple[str, str], list[Location]] = {}
+        alike: dict[tuple[str, str], list[Diagnostic]] = {}
         for one in found:
-            places.setdefault((one.what, one.advice), []).append(one.location)
+            alike.setdefault((one.what, one.advice), []).append(one)
         lines = [
-            f"  {number}. {short_list(locations)}: {what}. {advice}"
-            for number, ((what, advice), locations) in enumerate(places.items(), 1)
+            f"  {number}. {short_list(_places(group))}: {what}{_tensors_in(group)}. {advice}"
+            for number, ((what, advice), group) in enumerate(alike.items(), 1)
         ]
         if len(lines) > _MOST_SHOWN:
             lines[_MOST_SHOWN:] = [f"  ... and {len(lines) - _MOST_SHOWN} more"]
-        count = "1 place" if len(found) == 1 else f"{len(found)} places"
+        total = sum(len(_places(group)) for group in alike.values())
+        count = "1 place" if total == 1 else f"{total} places"
         text = "\n".join([f"this step cannot be captured, {count}:", *lines])
         return CaptureError(text, tuple(found))
+
+
+def _places(group: list[Diagnostic]) -> list[Location]:
+    return list(dict.fromkeys(one.location for one in group))
+
+
+def _tensors_in(group: list[Diagnostic]) -> str:
+    tensors = list(dict.fromkeys(one.tensor for one in group if one.tensor))
+    if len(tensors) < 2:
+        return "".join(f": {one}" for one in tensors)
+    return f": {short_list(tensors)}"
 
 
 class TracingStopped(Exception):

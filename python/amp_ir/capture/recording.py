@@ -78,6 +78,11 @@ _PACKED_ADVICE = (
     "and their lengths, and call pack_padded_sequence inside of the step"
 )
 
+_METRIC_ADVICE = (
+    "Update a metric of torchmetrics after the step, with what the step returns; in Lightning in "
+    "on_train_batch_end"
+)
+
 
 class Recorder(TorchDispatchMode):
     """A mode that marks every op with its location, and rejects reads of values, outside writes."""
@@ -147,9 +152,7 @@ class Recorder(TorchDispatchMode):
             if func is aten.zero_.default:
                 self._transaction.cleared(args[0])
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            packet = getattr(error.func, "overloadpacket", None)
-            what, advice = _OF_OPS.get(packet, (_VALUES, _SHAPE_ADVICE))
-            self._diagnostics.add(f"{error.func} {what}", location, advice)
+            self._diagnostics.add(*_data_dependence(error.func, location))
             raise TracingStopped from error
         self._marker.mark(location)
         return out
@@ -209,6 +212,8 @@ class Recorder(TorchDispatchMode):
         """Return what to say of a read, which PyTorch may have made for the user."""
         if torch.is_anomaly_check_nan_enabled() and location.phase == "backward":
             return _ANOMALY_TEXT, location, _ANOMALY_ADVICE
+        if _is_in_torchmetrics(location):
+            return _READ_TEXT, location, _METRIC_ADVICE
         advice = f"{_PACKED_ADVICE}. {_READ_ADVICE}" if self._takes_packed else _READ_ADVICE
         return _READ_TEXT, location, advice
 
@@ -314,3 +319,14 @@ _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     **CTC,
     **GROUPED_MATMUL,
 }
+
+
+def _data_dependence(func: Any, location: Location) -> tuple[str, Location, str]:
+    """Return what to say of an op whose results' shapes depend on the data."""
+    packet = getattr(func, "overloadpacket", None)
+    what, advice = _OF_OPS.get(packet, (_VALUES, _SHAPE_ADVICE))
+    return f"{func} {what}", location, _METRIC_ADVICE if _is_in_torchmetrics(location) else advice
+
+
+def _is_in_torchmetrics(location: Location) -> bool:
+    return "/torchmetrics/" in location.file.replace("\\", "/")

@@ -111,11 +111,11 @@ class Substitution(TorchFunctionMode):
             what = f"uses a tensor of shape {shape} with a gradient, computed before the step"
             advice = "Compute it inside of the step, or detach() it"
         else:
-            what = (
-                f"uses a tensor of shape {shape} that requires a gradient but is in none of the "
-                "models"
-            )
+            what = "uses what requires a gradient and is in none of the models"
             advice = "Pass its module in model=[...], or detach() the tensor"
+            of_shape = f"a tensor of shape {shape}"
+            self._diagnostics.add(what, self._locator.here(), advice, of_shape)
+            return tensor.detach()
         self._diagnostics.add(what, self._locator.here(), advice)
         return tensor.detach()
 

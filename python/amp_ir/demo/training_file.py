@@ -56,7 +56,7 @@ def load_training(path: Path) -> TrainingFile:
     if not isinstance(batch, tuple):
         raise OptionError(
             f"`batch` in {path} is a {type(batch).__name__}; expected the tuple of the arguments "
-            "of `step`, such as (x, y)"
+            "of `step`: (x, y), or (batch,) for a single one"
         )
     return TrainingFile(
         path.name,

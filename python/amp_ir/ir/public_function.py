@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from amp_ir.errors import ArgumentError
@@ -30,7 +30,8 @@ def public_function(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             try:
                 signature.bind(*args, **named)
             except TypeError as error:
-                raise ArgumentError(f"{name}: {_why(error, signature, named)}") from None
+                why = _why(error, signature, args, named)
+                raise ArgumentError(f"{name}: {why}") from None
             return function(*args, **named)
 
         return call
@@ -38,7 +39,9 @@ def public_function(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def _why(error: TypeError, signature: inspect.Signature, named: Mapping[str, Any]) -> str:
+def _why(
+    error: TypeError, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
+) -> str:
     known = list(signature.parameters)
     unknown = [one for one in named if one not in known]
     said = []
@@ -52,4 +55,10 @@ def _why(error: TypeError, signature: inspect.Signature, named: Mapping[str, Any
     options = [n for n, one in signature.parameters.items() if one.kind is one.KEYWORD_ONLY]
     rest = [one for one in known if one not in options]
     takes = ", ".join([*rest, *(f"{one}=" for one in options)])
+    if len(args) > len(rest) and options:
+        taken = f"{len(rest)} ({', '.join(rest)}) {'is' if len(rest) == 1 else 'are'} taken so"
+        said.append(
+            f"{len(args)} arguments are given by position, and {taken}; give the others by name, "
+            f"as in {options[0]}=..."
+        )
     return f"{'; '.join(said) or error}. It takes {takes}"
