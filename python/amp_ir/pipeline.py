@@ -35,6 +35,7 @@ from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.hoist_packs import PackHoister
 from amp_ir.dispatch.lower_loops import log_unrolled, lower_loops
 from amp_ir.dispatch.prepack_weights import prepack_weights
+from amp_ir.distributed.shard_balance import note_of_excess
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.dispatch_log import DispatchLog
@@ -84,6 +85,7 @@ def import_step(
 
 def exchanged(mod: StepModule) -> StepModule:
     """Begin and wait for what ranks exchange, and update the part that this rank holds."""
+    mod = attrs.evolve(mod, notes=(*mod.notes, *note_of_excess(mod)))
     plan = shard_plan(mod)
     if plan is None:
         return mod.with_ir(start_collectives(mod.ir))

@@ -225,6 +225,52 @@ def test_split_state_trains_as_whole_state(tmp_path: Path) -> None:
         assert planned_whole - planned == whole - split
 
 
+def tiny() -> nn.Module:
+    """Two parts of 32 elements, for two of four ranks."""
+    return nn.Linear(8, 4)
+
+
+def train_tiny(rank: int) -> tuple[Outcome, bool]:
+    """Train beside whole state; then save, and load, on all ranks."""
+    feed = lambda k: with_infinity(rank, k)  # noqa: E731
+
+    def narrow(k: int) -> Batch:
+        x, y = feed(k)
+        return x[:, :8].contiguous(), y
+
+    def make() -> Training:
+        return clipped(adamw, scales=True, make=tiny)
+
+    outcome = compared(make, narrow)
+    one = make()
+    train = jitted(one, shard="gradients", amp_dtype="bfloat16", comm_dtype="bfloat16")
+    for k in range(2):
+        train(*narrow(k))
+    parts = {"model": one.models, "adam": one.optimizers}
+    amp_ir.save_checkpoint(Path(os.environ["AMP_IR_TEST_FILE"]), **parts)
+    train(*narrow(3))
+    going_on = state(one)
+    amp_ir.load_checkpoint(Path(os.environ["AMP_IR_TEST_FILE"]), **parts)
+    train(*narrow(3))
+    pairs = zip(going_on, state(one), strict=True)
+    return outcome, all((ours == again).all() for ours, again in pairs)
+
+
+def test_ranks_that_hold_nothing_train_with_those_that_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMP_IR_TEST_FILE", str(tmp_path / "run.pt"))
+    found = ranks(train_tiny, tmp_path, 4, seconds=200)
+    first = found[0][0]
+    for one, goes_on in found:
+        assert goes_on and one.difference < ORDER and one.recompiles == []
+        assert one.skipped == first.skipped == [False, False, True, False, False]
+        for ours, others in zip(first.state, one.state, strict=True):
+            assert (ours == others).all()
+    # Two moments of 32 weights, of 4 biases, and of nothing.
+    assert [one.held[0] for one, _ in found] == [2 * 4 * 4, 2 * 4 * 32, 0, 0]
+
+
 def small() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 33), nn.Linear(33, 4))
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_ir import pipeline
-from amp_ir.ir.collective_call import START_SYMBOL, WAIT_SYMBOL, read_collective
+from amp_ir.dialect.collectives import START_SYMBOL, WAIT_SYMBOL
+from amp_ir.ir.collective_call import read_collective
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep
 from amp_ir.ir.step_module import StepModule

@@ -28,6 +28,8 @@ _WHOLE = (ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER)
 # The whole op, by its first and second half.
 STARTS = {f"{name}_start": name for name in _WHOLE}
 WAITS = {f"{name}_wait": name for name in _WHOLE}
+# What a planned program calls for the two halves.
+START_SYMBOL, WAIT_SYMBOL = "amp_ir.collective.start", "amp_ir.collective.wait"
 
 
 def _mean(x: torch.Tensor, *, ranks: int, **_options: object) -> torch.Tensor:

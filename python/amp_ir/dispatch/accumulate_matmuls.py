@@ -16,9 +16,9 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from amp_ir.host import native
-from amp_ir.ir.dataflow import Dataflow, variables_of
+from amp_ir.ir.dataflow import DPS_CALL, Dataflow, variables_of
 from amp_ir.ir.dispatch_log import DispatchLog
-from amp_ir.ir.library_call import DPS_CALL, LibraryMatmul, read, write
+from amp_ir.ir.library_call import LibraryMatmul, read, write
 from amp_ir.ir.location import join_spans
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_module import OutputSpec

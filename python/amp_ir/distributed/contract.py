@@ -14,8 +14,9 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
+from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.ir.call_attributes import attribute_fields
-from amp_ir.ir.collective_call import START_SYMBOL, SYMBOLS
+from amp_ir.ir.collective_call import SYMBOLS
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.location import from_span
 from amp_ir.ir.memory_plan import MemoryPlan

@@ -21,12 +21,13 @@ import attrs
 import torch
 import tvm
 
+from amp_ir.dialect.collectives import START_SYMBOL, WAIT_SYMBOL
 from amp_ir.distributed.agreement import Agreement
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.process_group import Group
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import DeviceError, OptionError, RankFailedError, StateError
-from amp_ir.ir.collective_call import START_SYMBOL, WAIT_SYMBOL, Collective, described
+from amp_ir.ir.collective_call import Collective, described
 from amp_ir.ir.external_call import register_in_run
 
 log = logging.getLogger("amp_ir")

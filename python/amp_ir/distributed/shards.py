@@ -26,6 +26,11 @@ GRAIN = 32
 KINDS = ("optimizer", "gradients")
 
 
+def _padded(size: int) -> int:
+    """Return the elements that a parameter takes in a bucket."""
+    return -(-size // GRAIN) * GRAIN
+
+
 @attrs.define(eq=False)
 class Bucket:
     """Parameters of one optimizer and dtype, one after the other in a range of elements."""
@@ -41,7 +46,16 @@ class Bucket:
         """Put a parameter behind the others."""
         self.members.append(parameter)
         self.offsets.append(self.end)
-        self.end += -(-parameter.numel() // GRAIN) * GRAIN
+        self.end += _padded(parameter.numel())
+
+    def nbytes(self, item: int) -> int:
+        """Return the bytes of the parameters, of elements of `item` bytes each."""
+        return item * sum(one.numel() for one in self.members)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether more than one rank has elements."""
+        return self.part_size < self.end
 
     @property
     def part_size(self) -> int:
@@ -55,6 +69,10 @@ class Bucket:
         end = min(max((rank + 1) * self.part_size - offset, 0), size)
         return first, end
 
+    def share_of(self, members: Sequence[int]) -> float:
+        """Return how much of the bucket these parameters are."""
+        return sum(_padded(self.members[one].numel()) for one in members) / self.end
+
     def reaches_all(self, members: Sequence[int]) -> bool:
         """Return whether every rank has an element of one of these parameters."""
         return all(
@@ -65,7 +83,10 @@ class Bucket:
 
 @attrs.frozen(eq=False)
 class Place:
-    """Where a parameter is: the bucket, its number there, and this rank's part of it."""
+    """Where a parameter is: the bucket, its number there, and this rank's part of it.
+
+    The last ranks of a small bucket have nothing of it; they take part in its exchanges.
+    """
 
     bucket: Bucket
     member: int
@@ -117,9 +138,10 @@ class Shards:
         return True
 
     def lay_out(self, candidates: Sequence[Candidate]) -> None:
-        """Give each new parameter a place; what is too small to reach every rank stays whole.
+        """Give each new parameter a place; a bucket that would be one rank's stays whole.
 
-        Buckets are filled in the reverse of the order given, about that of gradients.
+        Buckets are filled in the reverse of the order given, about that of gradients. No rank has
+        more than GRAIN elements of a bucket above an equal part.
         """
         new = [one for one in candidates if id(one.parameter) not in self._places]
         kinds: dict[tuple[object, ...], list[Candidate]] = {}
@@ -127,31 +149,30 @@ class Shards:
             kinds.setdefault(one.key, []).append(one)
         for alike in kinds.values():
             for bucket in self._filled(alike):
-                if bucket.reaches_all(range(len(bucket.members))):
+                if bucket.is_split:
                     self._keep(bucket)
 
     def _filled(self, alike: Sequence[Candidate]) -> list[Bucket]:
-        """Return the buckets of parameters that may share them."""
+        """Return the buckets of parameters that may share them.
+
+        A bucket goes on until each rank has GRAIN elements of it, however small `nbytes` is.
+        """
         group, ranks = alike[0].group, self.groups[alike[0].group].size
         item = alike[0].parameter.element_size()
-        limit = alike[0].first_nbytes
-        made: list[list[Candidate]] = [[]]
-        nbytes = 0
-        for one in alike:
-            made[-1].append(one)
-            nbytes += one.parameter.numel() * item
-            if nbytes >= limit:
-                made.append([])
-                limit, nbytes = one.nbytes, 0
+        limit, least = alike[0].first_nbytes, ranks * GRAIN
         buckets: list[Bucket] = []
-        for members in made:
-            bucket = _bucket_of(members, group, ranks)
+        last = Bucket(0, group, ranks)
+        for one in alike:
+            last.add(one.parameter)
+            if last.nbytes(item) >= limit and last.end >= least:
+                buckets.append(last)
+                limit, last = one.nbytes, Bucket(0, group, ranks)
+        if last.members and last.end < least and buckets:
             # A small rest goes with the bucket before.
-            if members and not bucket.reaches_all(range(len(members))) and buckets:
-                for one in members:
-                    buckets[-1].add(one.parameter)
-            elif members:
-                buckets.append(bucket)
+            for parameter in last.members:
+                buckets[-1].add(parameter)
+        elif last.members:
+            buckets.append(last)
         return buckets
 
     def _keep(self, bucket: Bucket) -> None:
@@ -215,10 +236,3 @@ class Shards:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and self.parameter_of(value) is not None:
                         yield parameter, key, value
-
-
-def _bucket_of(members: Sequence[Candidate], group: int, ranks: int) -> Bucket:
-    bucket = Bucket(0, group, ranks)
-    for one in members:
-        bucket.add(one.parameter)
-    return bucket

@@ -18,13 +18,12 @@ import attrs
 import tvm
 from tvm import relax
 
-from amp_ir.dialect.collectives import REDUCE_SCATTER, STARTS, WAITS
+from amp_ir.dialect.collectives import REDUCE_SCATTER, START_SYMBOL, STARTS, WAIT_SYMBOL, WAITS
 from amp_ir.dialect.registry import options_of
-from amp_ir.ir.dataflow import op_name
-from amp_ir.ir.library_call import DPS_CALL, library_call
+from amp_ir.ir.dataflow import DPS_CALL, op_name
+from amp_ir.ir.library_call import library_call
 from amp_ir.ir.static_shape import extents_of
 
-START_SYMBOL, WAIT_SYMBOL = "amp_ir.collective.start", "amp_ir.collective.wait"
 HALVES = {START_SYMBOL: "start", WAIT_SYMBOL: "wait"}
 SYMBOLS = frozenset(HALVES)
 

@@ -16,8 +16,12 @@ import tvm
 from tvm import relax
 from tvm.ir import Op
 
+from amp_ir.dialect.collectives import WAIT_SYMBOL, WAITS
+
 # The op that calls a kernel.
 KERNEL_CALL = "relax.call_tir"
+# The op that calls a function of a library, with its results as last arguments.
+DPS_CALL = "relax.call_dps_packed"
 
 
 def variables_of(expr: relax.Expr) -> list[relax.Var]:
@@ -153,14 +157,25 @@ class Dataflow:
         return tvm.IRModule(functions, attrs=self.ir.attrs)
 
 
+def _is_wait(value: Any) -> bool:
+    """Return whether a binding ends an exchange, before or after it is written as a call."""
+    if op_name(value) in WAITS:
+        return True
+    callee = value.args[0] if op_name(value) == DPS_CALL else None
+    return str(getattr(callee, "global_symbol", "")) == WAIT_SYMBOL
+
+
 def live_bindings(
     bindings: Sequence[relax.VarBinding], result: relax.Expr
 ) -> list[relax.VarBinding]:
-    """Return the bindings that the result needs, in order."""
+    """Return the bindings that the result needs, in order, and those that other ranks need.
+
+    A rank that uses nothing of an exchange takes part in it all the same.
+    """
     needed = set(variables_of(result))
     kept = []
     for binding in reversed(bindings):
-        if binding.var in needed:
+        if binding.var in needed or _is_wait(binding.value):
             kept.append(binding)
             needed.update(variables_of(binding.value))
     return kept[::-1]

@@ -34,8 +34,8 @@ from amp_ir.dialect.external_call import (
 )
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import BrokenPromiseError
-from amp_ir.ir.dataflow import op_name
-from amp_ir.ir.library_call import DPS_CALL, library_call
+from amp_ir.ir.dataflow import DPS_CALL, op_name
+from amp_ir.ir.library_call import library_call
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.static_shape import shape_of
 

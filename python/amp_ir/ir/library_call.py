@@ -16,10 +16,9 @@ import attrs
 import tvm
 from tvm import relax
 
-from amp_ir.ir.dataflow import op_name
+from amp_ir.ir.dataflow import DPS_CALL, op_name
 from amp_ir.ir.strided_view import StridedView
 
-DPS_CALL = "relax.call_dps_packed"
 _TF32 = "tf32"
 
 _VIEWS_OF_MATMUL = "a_dims a_strides b_dims b_strides out_dims out_strides epilogue"

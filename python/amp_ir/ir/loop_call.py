@@ -14,8 +14,8 @@ import tvm
 from tvm import relax
 
 from amp_ir.dialect.loop import CARRIED, ENTRY, WHOLE, loop_of
-from amp_ir.ir.dataflow import op_name
-from amp_ir.ir.library_call import DPS_CALL, library_call, shape_argument
+from amp_ir.ir.dataflow import DPS_CALL, op_name
+from amp_ir.ir.library_call import library_call, shape_argument
 from amp_ir.ir.tensor_layout import dtype_nbytes
 
 SYMBOL = "amp_ir.loop.run"

@@ -10,7 +10,7 @@ import attrs
 import tvm
 
 from amp_ir.deprecation import Renamed, renamed_in
-from amp_ir.ir.collective_call import START_SYMBOL
+from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.location import Location
 from amp_ir.ir.planned_checks import PlannedChecks

@@ -10,12 +10,13 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.dialect.loop import NAME as LOOP
 from amp_ir.dialect.loop import loop_of
-from amp_ir.ir.collective_call import START_SYMBOL, read_collective
-from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, op_name
+from amp_ir.ir.collective_call import read_collective
+from amp_ir.ir.dataflow import DPS_CALL, KERNEL_CALL, Dataflow, op_name
 from amp_ir.ir.external_call import read_external
-from amp_ir.ir.library_call import ARGUMENTS, DPS_CALL, LibraryCall, read
+from amp_ir.ir.library_call import ARGUMENTS, LibraryCall, read
 from amp_ir.ir.strided_view import StridedView
 
 _SHORT_DTYPES = {

@@ -24,7 +24,8 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from amp_ir.ir.collective_call import START_SYMBOL, Collective, read_collective
+from amp_ir.dialect.collectives import START_SYMBOL
+from amp_ir.ir.collective_call import Collective, read_collective
 from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, op_name
 from amp_ir.ir.external_call import read_external
 from amp_ir.ir.library_call import read, written_by

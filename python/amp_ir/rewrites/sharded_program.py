@@ -113,7 +113,8 @@ class ShardedProgram:
         """Wait for a reduce-scatter; each gradient's part of the mean follows."""
         held = [k for k, (_, place) in enumerate(one.known) if place.end > place.first]
         numbers = [(k, one.known[k][1].first, one.known[k][1].end) for k in held]
-        parts = tuple(number for three in numbers for number in three)
+        # A rank that holds nothing here waits as well, for an element that it does not read.
+        parts = tuple(number for three in numbers or [(0, 0, 1)] for number in three)
         span = join_spans([call.span for call in one.calls])
         call = call_op(f"{REDUCE_SCATTER}_wait", one.in_flight, span, **one.options, parts=parts)
         for k, part in zip(

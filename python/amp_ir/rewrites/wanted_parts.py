@@ -128,12 +128,16 @@ class WantedParts:
         return shape_of(one) == shape_of(result)
 
     def _too_thin(self) -> set[relax.Var]:
-        """Return the gradients of groups of which a rank would get nothing: they stay whole."""
+        """Return the gradients of groups that are a small part of a bucket, for some ranks nothing.
+
+        They are all-reduced: a reduce-scatter is of the whole range of the bucket.
+        """
         reduces = [one for one in self.flow.calls(ALL_REDUCE) if one in self._owners]
         thin: set[relax.Var] = set()
         for group in self.groups(reduces).values():
             places = [self.plan.places[self._owners[one]] for one in group]
-            if not places[0].bucket.reaches_all([one.member for one in places]):
+            bucket, members = places[0].bucket, [one.member for one in places]
+            if bucket.share_of(members) < 0.5 and not bucket.reaches_all(members):
                 thin.update(group)
         return thin
 

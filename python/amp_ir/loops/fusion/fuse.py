@@ -12,8 +12,7 @@ from tvm.ir.expr import GenericConst
 
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import UnsupportedOpError
-from amp_ir.ir.dataflow import Dataflow
-from amp_ir.ir.library_call import DPS_CALL
+from amp_ir.ir.dataflow import DPS_CALL, Dataflow
 from amp_ir.ir.location import from_span
 from amp_ir.ir.static_shape import extents_of
 from amp_ir.loops import lowerings  # noqa: F401  (registers the lowerings)

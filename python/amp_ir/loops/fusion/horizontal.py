@@ -17,8 +17,7 @@ import attrs
 import tvm
 from tvm import relax, tirx
 
-from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow, variables_of
-from amp_ir.ir.library_call import DPS_CALL
+from amp_ir.ir.dataflow import DPS_CALL, KERNEL_CALL, Dataflow, variables_of
 from amp_ir.ir.location import join_spans
 from amp_ir.loops.fusion import cpu_tasks
 from amp_ir.loops.fusion.horizontal_groups import Merger, buffer_size

@@ -12,8 +12,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from amp_ir.ir.dataflow import KERNEL_CALL
-from amp_ir.ir.library_call import DPS_CALL
+from amp_ir.ir.dataflow import DPS_CALL, KERNEL_CALL
 from amp_ir.ir.location import join_spans
 from amp_ir.loops.codegen.kernel import Emitter, Kernel
 from amp_ir.loops.fusion.kernel_cache import KernelCache
