@@ -32,11 +32,18 @@ def test_what_a_step_waits_for_is_exposed_and_the_rest_hidden() -> None:
     assert first.hidden_milliseconds == pytest.approx(9)
     assert second.milliseconds == pytest.approx(22)
     assert second.exposed_milliseconds == pytest.approx(6)
-    assert exchange_lines([first, second]) == [
-        "exchange of 1.00 MiB with other ranks: 7 ms exposed, 25 ms hidden (78%)",
-        "  all_reduce of bucket 0, float32[1040]: 0.00 MiB, 10 ms, of which 1 ms exposed",
-        "  all_reduce of bucket 1, float32[262144]: 1.00 MiB, 22 ms, of which 6 ms exposed",
+    assert (first.kind, first.dtype, first.ranks) == ("all_reduce", "float32", 2)
+    assert first.wait_milliseconds == pytest.approx(20)
+    begun = exchange_profiles([run(0.0), run(0.002), run(0.1)], [3.0, 7.0])
+    assert exchange_lines(begun, 140.0) == [
+        "exchange of 1.00 MiB with other ranks: 7 ms exposed, 5.0% of the step, 25 ms hidden (78%)",
+        "  op          dtype    ranks   MiB  start ms  wait ms  took ms  exposed  hidden",
+        "  all_reduce  float32      2  0.00         3       23       10        1       9",
+        "  all_reduce  float32      2  1.00         7       23       22        6      16",
     ]
+    assert exchange_lines(begun)[0] == (
+        "exchange of 1.00 MiB with other ranks: 7 ms exposed, 25 ms hidden (78%)"
+    )
     assert exchange_profiles([]) == () and exchange_lines(()) == []
 
 
@@ -61,5 +68,6 @@ def test_a_trace_has_a_track_of_exchanges() -> None:
     assert sent["tid"] == tracks["exchange"]
     assert sent["ts"] == 2000.0 and sent["dur"] == pytest.approx(10_000)
     assert sent["args"]["exposed_ms"] == pytest.approx(1)
+    assert (sent["args"]["dtype"], sent["args"]["ranks"]) == ("float32", 2)
     alone = trace_events(calls, [0, 0, 0])["traceEvents"]
     assert "exchange" not in {one["args"]["name"] for one in alone if one["ph"] == "M"}

@@ -16,6 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 
 from amp_ir.deprecation import Renamed
+from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.files.atomic_file import write_text
 from amp_ir.host.peak_rates import MachinePeaks
 from amp_ir.ir.dispatch_log import DispatchNote
@@ -219,7 +220,7 @@ class KernelProfile:
         yield kernel_table(self, options.max_width)
         if self.exchanges:
             yield ""
-            yield from map(escape, exchange_lines(self.exchanges))
+            yield from map(escape, exchange_lines(self.exchanges, self.step_milliseconds))
         if self.dispatched:
             yield ""
             yield from (escape(str(note)) for note in self.dispatched)
@@ -260,6 +261,11 @@ def profile_of(
         least = peaks.speed_of_light_milliseconds(flop[k], nbytes, call.compute_dtype)
         calls.append(_call(call, statistics.median(spent), in_trace, flop[k], least))
     median = statistics.median(step.milliseconds for step in steps)
+    begins = [
+        shown.begin_milliseconds[k]
+        for k, one in enumerate(plan.calls)
+        if one.symbol == START_SYMBOL
+    ]
     return KernelProfile(
         median if gpu is None else gpu.milliseconds,
         len(steps),
@@ -268,7 +274,7 @@ def profile_of(
         peaks,
         planned.dispatched,
         gpu,
-        exchange_profiles(traffic),
+        exchange_profiles(traffic, begins if traffic else ()),
     )
 
 

@@ -78,6 +78,8 @@ def _exchange(start: Any, one: Any) -> dict[str, Any]:
         "dur": one.milliseconds * 1e3,
         "args": {
             "MiB": round(one.nbytes / 2**20, 3),
+            "dtype": one.dtype,
+            "ranks": one.ranks,
             "exposed_ms": round(one.exposed_milliseconds, 6),
             "hidden_ms": round(one.hidden_milliseconds, 6),
         },
