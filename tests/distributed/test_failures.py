@@ -229,6 +229,47 @@ def test_a_rank_that_never_comes_is_an_error_after_the_timeout(tmp_path: Path) -
     )
 
 
+def test_a_rank_that_stops_calling_is_an_error_after_the_timeout(tmp_path: Path) -> None:
+    def program(rank: int) -> tuple[Told, float]:
+        say_soon()
+        one, train = training(mlp(), shard="optimizer")
+        for _ in range(3):
+            train(*BATCH)
+        since = time.monotonic()
+        if rank == 1:
+            time.sleep(6)
+            return told(one, lambda: None), 0.0
+        return told(one, lambda: train(*BATCH)), time.monotonic() - since
+
+    (found, seconds), _ = ranks(program, tmp_path, timeout_seconds=2)
+    assert found.is_unchanged
+    assert "rank 0 of 2 lost the others in the reduce_scatter of bucket 0" in found.error
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+def test_a_rank_that_fails_with_split_state_leaves_all_as_before(tmp_path: Path, kind: str) -> None:
+    def program(rank: int) -> tuple[Told, float]:
+        one, train = training(mlp(), shard="optimizer")
+        for _ in range(3):
+            train(*BATCH)
+        start = Exchange.start
+
+        def fail(self: Exchange, collective: Any, flat: Any) -> None:
+            if rank == 1 and collective.kind == kind:
+                raise ValueError("a cosmic ray")
+            start(self, collective, flat)
+
+        Exchange.start = fail  # type: ignore[method-assign]
+        since = time.monotonic()
+        return told(one, lambda: train(*BATCH)), time.monotonic() - since
+
+    for found, seconds in ranks(program, tmp_path):
+        assert found.is_unchanged
+        assert "ValueError: a cosmic ray" in found.error or "failed: a cosmic ray" in found.error
+        assert seconds < 10
+
+
 def test_a_rank_that_fails_before_its_first_exchange_is_told_to_those_who_wait(
     tmp_path: Path,
 ) -> None:

@@ -123,7 +123,10 @@ class Training:
             )
             found |= {f"{k}.{name}": one for name, one in inner.state_dict().items()}
         for k, optimizer in enumerate(self.optimizers):
-            for owner, values in optimizer.state_dict()["state"].items():
+            # Not its state_dict(), which an optimizer that holds parts refuses.
+            held = [one for group in optimizer.param_groups for one in group["params"]]
+            for owner, parameter in enumerate(held):
+                values = optimizer.state.get(parameter, {})
                 tensors = {key: one for key, one in values.items() if torch.is_tensor(one)}
                 found |= {f"optimizer{k}.{owner}.{key}": one for key, one in tensors.items()}
         return found
