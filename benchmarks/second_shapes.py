@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import amp_ir
-from amp_ir.capture import repeated_ops, replay
+from amp_ir.capture import call_templates, repeated_ops
 from amp_ir.demo.workloads import WORKLOADS, Batch, Training
 from amp_ir.vm import build
 
@@ -72,7 +72,7 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         for number in range(max(rounds, 2)):
             os.environ["AMP_IR_CACHE"] = str(Path(folder, str(number)))
-            for earlier in (build.LIBRARIES, repeated_ops.OUTCOMES, replay.TEMPLATES):
+            for earlier in (build.LIBRARIES, repeated_ops.OUTCOMES, call_templates.TEMPLATES):
                 earlier.clear()
             rows["first"].append(measure(training, dtype, training.batch))
             rows["second"].append(measure(training, dtype, other))

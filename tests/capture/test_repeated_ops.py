@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_ir.capture import outcome_store, repeated_ops, replay
+from amp_ir.capture import call_templates, outcome_store, repeated_ops, replay
 from amp_ir.capture.trace import capture_step
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.ir.location import META_KEY
@@ -42,7 +42,7 @@ def captured(step, batch, **owners):
 
 def forget_earlier_captures():
     repeated_ops.OUTCOMES.clear()
-    replay.TEMPLATES.clear()
+    call_templates.TEMPLATES.clear()
 
 
 def both_ways(capture):

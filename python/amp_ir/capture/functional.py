@@ -162,7 +162,7 @@ def make_functional(
         with restoring() as restores:
             modules.patch_call(restores)
             modules.patch_lookup(restores)
-            return Replay(traced).run(*flat)
+            return Replay(traced, mode).run(*flat)
 
     functional = trace_functional(replay, inputs, decomposition_table(tape), mode)
     for node in functional.graph.nodes:

@@ -15,18 +15,22 @@ from typing import Any
 
 import attrs
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.node import map_aggregate
 
 from amp_ir.capture.alias_sets import STRIDED, AliasSets
+from amp_ir.capture.call_templates import (
+    Place,
+    Template,
+    Templates,
+    key_of_number,
+    number_of,
+    template_of,
+)
 from amp_ir.capture.decompositions.layouts import strided, window
 from amp_ir.capture.locations import NodeMarker
-from amp_ir.capture.outcome_store import OutcomeStore
 from amp_ir.capture.repeated_ops import (
-    BY_NUMBER,
-    Kind,
     begin_of_selected,
     fake_of_kind,
     has_kind,
@@ -65,47 +69,10 @@ class _Value:
         return val
 
 
-@attrs.frozen
-class _Place:
-    """Where a template has a tensor: an argument of the call, or a node before."""
-
-    index: int
-
-
-class _Number:
-    """Where a template has the number of a call in `BY_NUMBER`."""
-
-
-_NUMBER = _Number()
-
-
-@attrs.frozen(eq=False)
-class _NodeCopy:
-    """A node of a template; `val`: its fake tensors, or in `TEMPLATES` their kinds."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    name: str
-    val: Any
-
-
-@attrs.frozen(eq=False)
-class _Template:
-    """The nodes of a call, and the places of its results, one or a sequence."""
-
-    nodes: tuple[_NodeCopy, ...]
-    results: Any
-
-
-# Of all captures of the process, with kinds in place of fake tensors.
-TEMPLATES: OutcomeStore[_Template] = OutcomeStore()
-
-
 class Replay(torch.fx.Interpreter):
     """A runner of a graph op by op; the nodes of a decomposed op inherit its location."""
 
-    def __init__(self, traced: torch.fx.GraphModule) -> None:
+    def __init__(self, traced: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(traced, garbage_collect_values=True)
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
@@ -118,7 +85,7 @@ class Replay(torch.fx.Interpreter):
         self._written = memory.written_bases() if _is_possible else {}
         self._only_read = memory.only_read(aten.as_strided.default)
         self._now: dict[torch.fx.Node, Any] = {}
-        self._templates: dict[tuple[Any, ...], _Template] = {}
+        self._templates = Templates(mode)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Run one node, or copy the nodes of an equal one."""
@@ -135,11 +102,11 @@ class Replay(torch.fx.Interpreter):
         if found is None:
             return self._traced(n)
         key, tensors = found
-        template = self._templates.get(key) or self._earlier(key, tensors)
+        template = self._templates.get(key)
         if template is not None:
             begin = self._begin(n, tensors)
             if begin is None:
-                return self._copied(template, tensors, _number_of(n))
+                return self._copied(template, tensors, number_of(n))
             return self._selected(template, n, tensors[0], begin)
         before = self._new._root.prev
         out = self._traced(n)
@@ -204,11 +171,11 @@ class Replay(torch.fx.Interpreter):
                 parts.append(len(value))
                 return all(add(item) for item in value)
             is_number = number is not None and value is number
-            key = ("number", abs(value) < 0.5) if is_number else key_of_plain(value)
+            key = key_of_number(value) if is_number else key_of_plain(value)
             parts.append(key)
             return key is not None
 
-        number = _number_of(n)
+        number = number_of(n)
         if not all(add(value) for value in _told_apart_by(n)):
             return None
         for name, value in n.kwargs.items():
@@ -261,7 +228,7 @@ class Replay(torch.fx.Interpreter):
     ) -> None:
         """Record the nodes of a call, where copies of them would be the same."""
         nodes = tuple(_nodes_after(before, self._new._root))
-        places = {node: _Place(k) for k, node in enumerate((*tensors, *nodes))}
+        places = {node: Place(k) for k, node in enumerate((*tensors, *nodes))}
         results = self._results(out)
         named = [results] if isinstance(results, torch.fx.Node) else results
         if named is None or not all(node in places for node in named):
@@ -272,45 +239,9 @@ class Replay(torch.fx.Interpreter):
             is_plain = node.op == "call_function" and "val" in node.meta
             if not is_plain or not all(one in places for one in node.all_input_nodes):
                 return
-        number = _number_of(n)
-        if number is not None and not _is_by_number(nodes, number):
-            return
-
-        def in_template(value: Any) -> Any:
-            if isinstance(value, torch.fx.Node):
-                return places[value]
-            return _NUMBER if number is not None and type(value) is float else value
-
-        copies = tuple(
-            _NodeCopy(
-                node.target,
-                map_aggregate(node.args, in_template),
-                map_aggregate(node.kwargs, in_template),
-                node.name,
-                node.meta["val"],
-            )
-            for node in nodes
-        )
-        template = _Template(copies, map_aggregate(results, in_template))
-        self._templates[key] = template
-        if _is_for_all_captures(key):
-            kinds = [attrs.evolve(one, val=map_aggregate(one.val, _kind)) for one in copies]
-            TEMPLATES.put(key, _Template(tuple(kinds), template.results))
-
-    def _earlier(self, key: tuple[Any, ...], tensors: list[torch.fx.Node]) -> _Template | None:
-        """Return what an earlier capture has made, with fake tensors of this one."""
-        found = TEMPLATES.get(key)
-        if found is None:
-            return None
-        mode = tensors[0].meta["val"].fake_mode
-
-        def made(value: Any) -> Any:
-            return fake_of_kind(mode, value.kind, None) if type(value) is _Kind else value
-
-        with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
-            nodes = [attrs.evolve(one, val=map_aggregate(one.val, made)) for one in found.nodes]
-        template = self._templates[key] = _Template(tuple(nodes), found.results)
-        return template
+        template = template_of(nodes, places, results, number_of(n))
+        if template is not None:
+            self._templates.learn(key, template)
 
     def _results(self, out: Any) -> Any:
         """Return the node of a result, or a sequence of those of several; None for no node."""
@@ -320,28 +251,15 @@ class Replay(torch.fx.Interpreter):
         return self._node_of(out)
 
     def _copied(
-        self, template: _Template, tensors: list[torch.fx.Node], number: float | None
+        self, template: Template, tensors: list[torch.fx.Node], number: float | None
     ) -> Any:
-        placed = list(tensors)
-
-        def filled(value: Any) -> Any:
-            if type(value) is _Place:
-                return placed[value.index]
-            return number if value is _NUMBER else value
-
-        for node in template.nodes:
-            args = map_aggregate(node.args, filled)
-            kwargs = map_aggregate(node.kwargs, filled)
-            copy = self._new.create_node("call_function", node.target, args, kwargs, node.name)
-            copy.meta["val"] = node.val
-            placed.append(copy)
-        results = template.results
-        if type(results) is _Place:
-            return _Value(placed[results.index])
-        return type(results)(_Value(placed[place.index]) for place in results)
+        results = template.copied(self._new, tensors, number)
+        if isinstance(results, torch.fx.Node):
+            return _Value(results)
+        return type(results)(map(_Value, results))
 
     def _selected(
-        self, template: _Template, n: torch.fx.Node, source: torch.fx.Node, begin: int
+        self, template: Template, n: torch.fx.Node, source: torch.fx.Node, begin: int
     ) -> _Value:
         """Copy a call of `select` with another index."""
         (node,) = template.nodes
@@ -361,49 +279,6 @@ def _told_apart_by(n: torch.fx.Node) -> tuple[Any, ...]:
     The call was made in the first pass, so the index is valid.
     """
     return n.args[:2] if n.target is aten.select.int and len(n.args) == 3 else n.args
-
-
-def _number_of(n: torch.fx.Node) -> float | None:
-    """Return the number of a call whose nodes are the same for each; None where there is none.
-
-    A decomposition leaves out a factor of 1, has two forms of lerp, for weights below a half and
-    others, and one of `alpha` where it is followed. NaN is not equal to itself.
-    """
-    if n.target not in BY_NUMBER or "alpha" in n.kwargs:
-        return None
-    for value in (*n.args, *n.kwargs.values()):
-        if type(value) is float and value not in (0.0, 1.0) and value == value:
-            return value
-    return None
-
-
-def _is_by_number(nodes: tuple[torch.fx.Node, ...], number: float) -> bool:
-    """Return whether nodes contain the number, and none that may be computed from it."""
-    found: list[float] = []
-    for node in nodes:
-        map_aggregate(
-            (node.args, node.kwargs),
-            lambda value: found.append(value) if isinstance(value, float) else None,
-        )
-    return bool(found) and all(type(one) is float and one == number for one in found)
-
-
-@attrs.frozen(eq=False)
-class _Kind:
-    """The kind of a fake tensor, in its place among a node's results."""
-
-    kind: Kind
-
-
-def _kind(value: Any) -> Any:
-    return _Kind(kind_of(value, has_views=True)) if isinstance(value, FakeTensor) else value
-
-
-def _is_for_all_captures(key: Any) -> bool:
-    """Return whether a key contains no number that a capture may follow."""
-    if isinstance(key, tuple):
-        return all(_is_for_all_captures(part) for part in key) and key[:1] != (float,)
-    return True
 
 
 def _is_same_call(nodes: tuple[torch.fx.Node, ...], n: torch.fx.Node) -> bool:
