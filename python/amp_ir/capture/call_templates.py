@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from amp_ir.capture.outcome_store import OutcomeStore
-from amp_ir.capture.repeated_ops import BY_NUMBER, Kind, fake_of_kind, kind_of
+from amp_ir.capture.repeated_ops import BY_NUMBER, Kind, fake_of_kind, has_views, kind_of
 
 Key = tuple[Any, ...]
 
@@ -107,7 +107,9 @@ class Templates:
     def learn(self, key: Key, template: Template) -> None:
         """Keep a template for equal calls."""
         self._known[key] = template
-        if _is_for_all_captures(key):
+        # Where a view of a written tensor is traced, its node comes when it is read, not before:
+        # nodes are to have one order, whatever was captured before, on all ranks.
+        if not has_views(key[0]) and not _has_number(key):
             TEMPLATES.put(key, template.with_vals(_kind))
 
     def _fake(self, value: Any) -> Any:
@@ -179,8 +181,6 @@ def _is_by_number(nodes: Sequence[torch.fx.Node], number: float) -> bool:
     return bool(found) and all(type(one) is float and one == number for one in found)
 
 
-def _is_for_all_captures(key: Any) -> bool:
-    """Return whether a key contains no number that a capture may follow."""
-    if isinstance(key, tuple):
-        return all(_is_for_all_captures(part) for part in key) and key[:1] != (float,)
-    return True
+def _has_number(key: Any) -> bool:
+    """Return whether a key contains a number that a capture may follow."""
+    return isinstance(key, tuple) and (key[:1] == (float,) or any(map(_has_number, key)))
