@@ -11,7 +11,7 @@ from torch import nn
 
 import amp_ir
 import huggingface_models
-from amp_ir.errors import ArgumentError
+from amp_ir.errors import ArgumentError, OptionError
 
 LEFT, RIGHT = torch.arange(8.0).reshape(2, 4), torch.ones(2, 4)
 
@@ -134,13 +134,30 @@ def test_a_batch_of_hugging_face():
     )
 
 
+def test_a_model_that_returns_its_cache_is_saved_without(tmp_path):
+    model, batch = huggingface_models.gpt2()
+    ids = batch["input_ids"]
+    with pytest.raises(OptionError) as refused:
+        amp_ir.save(amp_ir.convert_model(model, {"input_ids": ids}, "float32"), tmp_path / "a")
+    assert str(refused.value) == (
+        "the program takes or returns a DynamicCache, which a file cannot hold; give tuples, lists "
+        "and dictionaries. A model of transformers returns no cache when it is converted and "
+        'called with "use_cache": False among its inputs'
+    )
+    inputs = {"input_ids": ids, "use_cache": False}
+    amp_ir.save(amp_ir.convert_model(model, inputs, "float32"), tmp_path / "a")
+    got = amp_ir.load(tmp_path / "a")(use_cache=False, input_ids=ids)["logits"]
+    with torch.no_grad():
+        torch.testing.assert_close(got, model.eval()(ids).logits)
+
+
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        (3, "the example inputs are a int; {taken}"),
+        (3, "the model's inputs are a int; {taken}"),
         (
             {"left": [1, 2], "right": [3]},
-            "the example inputs hold no tensor; {taken}. A tokenizer makes tensors with "
+            "the model's inputs hold no tensor; {taken}. A tokenizer makes tensors with "
             'return_tensors="pt"',
         ),
         (
@@ -150,7 +167,7 @@ def test_a_batch_of_hugging_face():
         ),
         (
             {0: LEFT},
-            "the example inputs have the key 0, and the keys of a dict are names of the model's "
+            "the model's inputs have the key 0, and the keys of a dict are names of the model's "
             "arguments; a model that takes a dict is given (batch,)",
         ),
     ],

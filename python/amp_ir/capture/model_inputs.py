@@ -41,17 +41,17 @@ def model_inputs(model: torch.nn.Module, example: Any) -> tuple[Any, ...]:
         unusable = [name for name in example if not isinstance(name, str)]
         if unusable:
             raise ArgumentError(
-                f"the example inputs have the key {unusable[0]!r}, and the keys of a dict are "
+                f"the model's inputs have the key {unusable[0]!r}, and the keys of a dict are "
                 "names of the model's arguments; a model that takes a dict is given (batch,)"
             )
         inputs = call_arguments(**example)
     elif isinstance(example, (tuple, list)):
         inputs = tuple(example)
     else:
-        raise ArgumentError(f"the example inputs are a {type(example).__name__}; {_TAKEN}")
+        raise ArgumentError(f"the model's inputs are a {type(example).__name__}; {_TAKEN}")
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(inputs)):
         raise ArgumentError(
-            f"the example inputs hold no tensor; {_TAKEN}. A tokenizer makes tensors with "
+            f"the model's inputs hold no tensor; {_TAKEN}. A tokenizer makes tensors with "
             'return_tensors="pt"'
         )
     bound_inputs(model, inputs)

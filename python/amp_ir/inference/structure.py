@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 
 from amp_ir.capture.batch import Arguments, Results
 from amp_ir.capture.call_arguments import NamedArguments
+from amp_ir.capture.containers import Record
 from amp_ir.errors import OptionError
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -31,12 +32,13 @@ def arguments_from_json(data: dict[str, Any], device: str) -> tuple[Any, ...]:
 
 def results_to_json(results: Results) -> dict[str, Any]:
     """Describe the results of a program. A class that is a dictionary becomes a plain one."""
+    structure = _spec_to_json(results.spec)
     constants = [
         None if place is not None else _plain_to_json(constant)
         for place, constant in zip(results.places, results.constants, strict=True)
     ]
     return {
-        "structure": _spec_to_json(results.spec),
+        "structure": structure,
         "places": list(results.places),
         "constants": constants,
         "numbers": sorted(results.numbers),
@@ -130,9 +132,14 @@ def _to_json(value: Any) -> Any:
             return {"dict": [[key, _to_json(one)] for key, one in value.items()]}
     elif type(value) in (tuple, list):
         return {type(value).__name__: [_to_json(one) for one in value]}
+    kind = value.shape.kind if isinstance(value, Record) else type(value)
+    cache = (
+        ". A model of transformers returns no cache when it is converted and called with "
+        '"use_cache": False among its inputs'
+    )
     raise OptionError(
-        f"the program takes or returns a {type(value).__name__}, which a file cannot hold; give "
-        "tuples, lists and dictionaries"
+        f"the program takes or returns a {kind.__name__}, which a file cannot hold; give tuples, "
+        f"lists and dictionaries{cache if kind.__name__.endswith('Cache') else ''}"
     )
 
 
