@@ -24,7 +24,7 @@ from amp_ir.capture.arguments import NESTED
 from amp_ir.capture.call_arguments import bound, signature_of
 from amp_ir.capture.guards.call_signature import CallSignature
 from amp_ir.capture.guards.changing_arguments import ChangingArguments
-from amp_ir.capture.notes import NOT_TRAINED
+from amp_ir.capture.notes import is_warning
 from amp_ir.distributed.exchange import agreement_of
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CopyError, StateError
@@ -93,7 +93,7 @@ class JitStep:
         self._turn = ForkSafeLock("the step was running")
         self._arena = Arena()
         self._compile_seconds = 0.0
-        self._has_warned = False
+        self._warned: set[str] = set()
         self._number_changes: collections.Counter[str] = collections.Counter()
         self._changing_arguments = ChangingArguments()
         # One for all programs: dropout continues from one shape's program to another's.
@@ -360,8 +360,8 @@ class JitStep:
         if self._buckets is not None and padded is not None and proven is not None:
             self._buckets.add(variant, padded, proven)
         for note in compiled.module.notes:
-            is_new_warning = note == NOT_TRAINED and not self._has_warned
-            self._has_warned |= is_new_warning
+            is_new_warning = is_warning(note) and note not in self._warned
+            self._warned |= {note} if is_new_warning else set()
             log.log(logging.WARNING if is_new_warning else logging.INFO, "%s", note)
         return variant
 

@@ -68,6 +68,34 @@ def test_a_step_without_backward_that_was_given_an_optimizer_is_warned_of(
     assert told not in differentiated.notes
 
 
+def test_a_print_in_the_step_is_warned_of(caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+    model, optimizer = parts()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        print(loss)
+        f"{model.weight}"
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    train(X), train(X), train(X[:3])
+    line = step.__code__.co_firstlineno + 2
+    told = (
+        f"The step turns a tensor into text, as print does, at step (forward), {__file__}:{line}; "
+        f"step (forward), {__file__}:{line + 1}. That runs when the step is captured, not at each "
+        "call, and shows no values: return the tensor and print it after the call."
+    )
+    levels = [one.levelno for one in caplog.records if one.getMessage() == told]
+    assert levels[:1] == [logging.WARNING] and logging.WARNING not in levels[1:]
+    assert told in train.notes
+    assert "FakeTensor" in capsys.readouterr().out
+    print(train(X))
+    assert "FakeTensor" not in capsys.readouterr().out
+
+
 def test_anomaly_detection_is_named() -> None:
     model, optimizer = parts()
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from amp_ir.capture.interface import Interface
 from amp_ir.capture.state import State
-from amp_ir.ir.short_list import short_names
+from amp_ir.ir.location import Location
+from amp_ir.ir.short_list import short_list, short_names
 from amp_ir.ir.step_module import Role
 
 _MOST = 5
@@ -21,6 +22,22 @@ NOT_TRAINED = (
     'alone with torch.compile(model, backend="amp_ir"), or call a step that only evaluates under '
     "torch.no_grad()."
 )
+_SHOWN = "The step turns a tensor into text, as print does, at "
+
+
+def is_warning(note: str) -> bool:
+    """Return whether a note is to be seen without asking for notes."""
+    return note == NOT_TRAINED or note.startswith(_SHOWN)
+
+
+def shown_notes(places: Sequence[Location]) -> tuple[str, ...]:
+    """Return a note of the lines at which a step turns tensors to text."""
+    if not places:
+        return ()
+    return (
+        f"{_SHOWN}{short_list(places)}. That runs when the step is captured, not at each call, "
+        "and shows no values: return the tensor and print it after the call.",
+    )
 
 
 def number_notes(followed: frozenset[str], unfollowed: frozenset[str]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from amp_ir.capture.decompositions.torch_functions import decompose
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedCall
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.locations import Locator
+from amp_ir.ir.location import Location
 
 aten = torch.ops.aten
 _GRADIENT: Any = torch.Tensor.grad
@@ -28,6 +29,8 @@ _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
 _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+# What print and f-strings call; a format reads the number of a scalar, which is refused.
+_TO_TEXT = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _DIFFERENTIATES = (*_BACKWARD, torch.autograd.grad)
 
 
@@ -46,6 +49,7 @@ class Substitution(TorchFunctionMode):
         self._watch = watch
         self._locator = locator
         self._diagnostics = diagnostics
+        self.shown_at: dict[Location, None] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,6 +65,8 @@ class Substitution(TorchFunctionMode):
             with torch.no_grad():
                 aten.copy_.default(args[0], args[1])
             return None
+        elif func in _TO_TEXT:
+            self.shown_at[self._locator.here()] = None
         elif func in _DROPOUT:
             return _dropout(*args, **kwargs)
         recurrent = layers_of(func, args, kwargs) or cell_of(func, args, kwargs)

@@ -28,7 +28,7 @@ from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
 from amp_ir.capture.hyper_parameters import HyperParameter, find_hyper_parameters
 from amp_ir.capture.interface import finish
 from amp_ir.capture.model_inputs import bound_inputs, forward_like, mapping_by_position
-from amp_ir.capture.notes import NOT_TRAINED, capture_notes, number_notes
+from amp_ir.capture.notes import NOT_TRAINED, capture_notes, number_notes, shown_notes
 from amp_ir.capture.outside_tensors import lift_outside_tensors
 from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
@@ -129,6 +129,7 @@ def capture_step(
             *unrolled,
             *_notes_on(moved),
             *((NOT_TRAINED,) if _trains_nothing(checked.optimizers, traced) else ()),
+            *shown_notes(traced.shown_at),
         ),
         hooks=StepHooks(
             install_state=capture_guards.install_state,

@@ -10,6 +10,7 @@ from amp_ir.capture.argument_changes import ArgumentChanges
 from amp_ir.capture.batch import Results
 from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import SymbolicFloat
+from amp_ir.ir.location import Location
 
 
 @attrs.frozen(eq=False)
@@ -35,7 +36,8 @@ class Traced:
     gradient before the step affects it, `stepped` the optimizers whose `step` ran, and `changes`
     what the step did to the containers among its arguments.
     `sends_buffers` is that flag of each replica as the step leaves it. `gives_gradients` says that
-    a result requires a gradient, and `has_differentiated` that the step computed gradients.
+    a result requires a gradient, and `has_differentiated` that the step computed gradients. At
+    `shown_at` the step turned tensors to text.
     """
 
     graph: torch.fx.GraphModule
@@ -50,5 +52,6 @@ class Traced:
     stepped: list[torch.optim.Optimizer]
     gives_gradients: bool
     has_differentiated: bool
+    shown_at: tuple[Location, ...]
     changes: ArgumentChanges = ArgumentChanges()
     sends_buffers: tuple[bool, ...] = ()

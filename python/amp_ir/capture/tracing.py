@@ -141,7 +141,8 @@ class StepTracer:
                         takes_packed=self._arguments.takes_packed,
                     )
                 )
-                stack.enter_context(Substitution(fakes, watch, self._locator, self._diagnostics))
+                calls = Substitution(fakes, watch, self._locator, self._diagnostics)
+                stack.enter_context(calls)
                 self.observer.add_models(state.models)
                 self.effects.begin(state.models)
                 self.observer.add_step(self._step)
@@ -172,6 +173,7 @@ class StepTracer:
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
         self._left.update(observed=observed, stepped=stepped)
         self._left.update(has_differentiated=watch.has_differentiated)
+        self._left.update(shown_at=tuple(calls.shown_at))
         self._left.update(sends_buffers=() if ranks is None else ranks.sends_buffers)
         outputs = self._outputs(value)
         if self._diagnostics:
