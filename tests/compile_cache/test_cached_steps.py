@@ -124,10 +124,11 @@ def test_a_checkpoint_of_a_loaded_step_continues_it(folder, tmp_path):
 
 
 def test_a_memory_budget_is_held_and_is_another_program(folder):
-    free = TinyTraining(width=64).compiled()
+    # So many rows that activations decide the peak, not the workspaces of one CPU's kernels.
+    free = TinyTraining(width=64).compiled(256)
     budget = free.report.plan.peak_bytes - 256
-    built = TinyTraining(width=64).compiled(memory_budget=budget)
-    loaded = TinyTraining(width=64).compiled(memory_budget=budget)
+    built = TinyTraining(width=64).compiled(256, memory_budget=budget)
+    loaded = TinyTraining(width=64).compiled(256, memory_budget=budget)
     assert is_loaded(loaded) and not is_loaded(built)
     assert loaded.report.plan.peak_bytes == built.report.plan.peak_bytes <= budget
     assert [one.is_rerun for one in loaded.report.plan.calls] == [
