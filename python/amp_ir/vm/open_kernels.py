@@ -235,7 +235,11 @@ class _Opening:
             return self._parameter(int(found), use) if abs(int(found)) > 1 else found
         if kind not in _BINARY:
             return found
-        a, b = self._opened(found.a), self._opened(found.b)
+        return self._with_parts(found, self._opened(found.a), self._opened(found.b))
+
+    def _with_parts(self, found: Any, a: Any, b: Any) -> Any:
+        """Return a binary expression of other parts, whose values are the same."""
+        kind = type(found)
         if kind in (tirx.FloorDiv, tirx.FloorMod) and self._is_positive(found):
             # Of an unknown sign they would be several instructions.
             return tirx.truncdiv(a, b) if kind is tirx.FloorDiv else tirx.truncmod(a, b)
@@ -295,11 +299,7 @@ class _OpeningOfFew(_Opening):
         return True
 
     def _expression(self, found: Any, mutator: Any) -> Any:
-        kind = type(found)
-        a, b = self._part(found.a, mutator), self._part(found.b, mutator)
-        if kind in (tirx.FloorDiv, tirx.FloorMod) and self._is_positive(found):
-            return tirx.truncdiv(a, b) if kind is tirx.FloorDiv else tirx.truncmod(a, b)
-        return kind(a, b)
+        return self._with_parts(found, self._part(found.a, mutator), self._part(found.b, mutator))
 
     def _select(self, found: Any, mutator: Any) -> Any:
         parts = (found.condition, found.true_value, found.false_value)
@@ -335,32 +335,33 @@ def _divides(found: Any) -> bool:
 
 def _row_elements(body: tirx.Stmt) -> int:
     """Return the iterations of the loops in a row, as far as they are known."""
+
+    def extent(loop: For) -> int:
+        is_of_rows = loop.kind == ForKind.PARALLEL or is_over_rows(loop)
+        return 1 if is_of_rows else _known(loop.extent, otherwise=1)
+
+    return _most_iterations(body, extent)
+
+
+def _elements(body: tirx.Stmt) -> int:
+    """Return the iterations of the largest nest of loops; more than few where one is unknown."""
+    return _most_iterations(body, lambda loop: _known(loop.extent, otherwise=_FEW + 1))
+
+
+def _most_iterations(body: tirx.Stmt, extent: Callable[[For], int]) -> int:
+    """Return the product of the extents of the largest nest of loops."""
     loops: list[For] = []
     tvm_ffi.structural_walk(body, (For, loops.append), order="post")
     most: dict[For, int] = {}
     for loop in loops:
         inner: list[For] = []
         tvm_ffi.structural_walk(loop.body, (For, inner.append))
-        own = 1 if loop.kind == ForKind.PARALLEL or is_over_rows(loop) else _known(loop.extent)
-        most[loop] = own * max((most[one] for one in inner), default=1)
+        most[loop] = extent(loop) * max((most[one] for one in inner), default=1)
     return max(most.values(), default=1)
 
 
-def _elements(body: tirx.Stmt) -> int:
-    """Return the iterations of the largest nest of loops; more than few where one is unknown."""
-    loops: list[For] = []
-    tvm_ffi.structural_walk(body, (For, loops.append), order="post")
-    count: dict[For, int] = {}
-    for loop in loops:
-        inner: list[For] = []
-        tvm_ffi.structural_walk(loop.body, (For, inner.append))
-        own = int(loop.extent) if _is_number(loop.extent) else _FEW + 1
-        count[loop] = own * max((count[one] for one in inner), default=1)
-    return max(count.values(), default=1)
-
-
-def _known(extent: Any) -> int:
-    return int(extent) if _is_number(extent) else 1
+def _known(extent: Any, *, otherwise: int) -> int:
+    return int(extent) if _is_number(extent) else otherwise
 
 
 def _has_vectors(loop: For) -> bool:
