@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,19 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(4)
     model = nn.Linear(4, 3)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 X = torch.linspace(-1, 1, 20).reshape(5, 4)
@@ -42,14 +56,7 @@ def test_a_step_without_backward_that_was_given_an_optimizer_is_warned_of(
     assert levels == [logging.WARNING, logging.INFO]  # once, and then beside the other notes
     assert told in forward.notes
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    train = amp_ir.jit(training_step(model, optimizer), model=model, optimizer=optimizer)
     assert train(X) > train(X) and told not in train.notes
     with torch.no_grad():
         evaluate = amp_ir.jit(lambda x: model(x).sum(), model=model, optimizer=optimizer)
@@ -99,12 +106,7 @@ def test_a_print_in_the_step_is_warned_of(caplog: pytest.LogCaptureFixture, caps
 def test_anomaly_detection_is_named() -> None:
     model, optimizer = parts()
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = training_step(model, optimizer)
 
     train = amp_ir.jit(step, model=model, optimizer=optimizer)
     with (
@@ -181,12 +183,7 @@ def test_a_model_in_channels_last_is_made_contiguous_at_once() -> None:
     model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = training_step(model, optimizer)
 
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     train = amp_ir.jit(step, model=model, optimizer=optimizer)

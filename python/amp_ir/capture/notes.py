@@ -27,7 +27,7 @@ _SHOWN = "The step turns a tensor into text, as print does, at "
 
 def is_warning(note: str) -> bool:
     """Return whether a note is to be seen without asking for notes."""
-    return note == NOT_TRAINED or note.startswith(_SHOWN)
+    return note.startswith((NOT_TRAINED, _SHOWN))
 
 
 def shown_notes(places: Sequence[Location]) -> tuple[str, ...]:

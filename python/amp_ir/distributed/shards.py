@@ -48,10 +48,6 @@ class Bucket:
         self.offsets.append(self.end)
         self.end += _padded(parameter.numel())
 
-    def nbytes(self, item: int) -> int:
-        """Return the bytes of the parameters, of elements of `item` bytes each."""
-        return item * sum(one.numel() for one in self.members)
-
     @property
     def is_split(self) -> bool:
         """Whether more than one rank has elements."""
@@ -161,12 +157,13 @@ class Shards:
         item = alike[0].parameter.element_size()
         limit, least = alike[0].first_nbytes, ranks * GRAIN
         buckets: list[Bucket] = []
-        last = Bucket(0, group, ranks)
+        last, nbytes = Bucket(0, group, ranks), 0
         for one in alike:
             last.add(one.parameter)
-            if last.nbytes(item) >= limit and last.end >= least:
+            nbytes += item * one.parameter.numel()
+            if nbytes >= limit and last.end >= least:
                 buckets.append(last)
-                limit, last = one.nbytes, Bucket(0, group, ranks)
+                limit, last, nbytes = one.nbytes, Bucket(0, group, ranks), 0
         if last.members and last.end < least and buckets:
             # A small rest goes with the bucket before.
             for parameter in last.members:

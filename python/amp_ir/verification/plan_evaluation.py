@@ -29,9 +29,6 @@ _MEASURING_SHARE = 0.5
 class PlanEvaluation:
     """Evaluates plans of a step on batches, against float64; see `plan_search.Plans`.
 
-    Raises:
-        OptionError, ArgumentError: as `check_reference`.
-
     Args:
         mod: the step before autocast.
         batches: flat ones; the error of a plan is the largest of all.
@@ -40,6 +37,9 @@ class PlanEvaluation:
         machine: whose time is estimated.
         until: when the search ends, by `time.perf_counter()`.
         show: shows what is tried.
+
+    Raises:
+        OptionError, ArgumentError: as `check_reference`.
     """
 
     def __init__(
