@@ -25,6 +25,7 @@ import amp_ir
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.vm.build import host_description
+from benchmarks.chosen_names import check_names
 from benchmarks.page_section import with_section
 from benchmarks.record import add_results_option, describe_machine
 
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     add_results_option(parser)
     chosen = parser.parse_args(arguments)
+    check_names(parser, chosen.workloads, WORKLOADS, "workload")
     file = chosen.results / "advise.json"
     rows = read_rows(file)
     for name in () if chosen.table else chosen.workloads or WORKLOADS:

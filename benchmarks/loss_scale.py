@@ -25,6 +25,7 @@ from rich.table import Table
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training
 from amp_ir.files.atomic_file import write_text
+from benchmarks.chosen_names import check_names
 from benchmarks.record import RESULTS, describe_machine
 
 # Small enough that no workload overflows: a skipped step would do less work in PyTorch.
@@ -149,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="shapes of a test")
     parser.add_argument("--save", metavar="NAME", help="file under benchmarks/results/")
     options = parser.parse_args(arguments)
+    check_names(parser, options.workloads, WORKLOADS, "workload")
     cases = [(name, dtype) for name in options.workloads or WORKLOADS for dtype in options.dtypes]
     costs = []
     for name, dtype in track(cases, description="measuring", console=Console(stderr=True)):

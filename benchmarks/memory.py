@@ -33,6 +33,7 @@ from amp_ir.demo.workloads import WORKLOADS, Training
 from amp_ir.errors import BudgetError
 from amp_ir.files.atomic_file import write_text
 from amp_ir.ir.step_module import StepModule
+from benchmarks.chosen_names import check_names
 from benchmarks.peers import peer_step
 from benchmarks.record import RESULTS, describe_machine
 from benchmarks.resident import measured_bytes, tensors_of
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=12, help="of the GPT-2 that is compiled only")
     parser.add_argument("--measure", nargs=2, metavar=("WHO", "DTYPE"), help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    check_names(parser, chosen.workloads, NAMES, "workload")
     names = chosen.workloads or list(NAMES)
     if chosen.measure:
         print(_measured(names[0], *chosen.measure, small=chosen.small))

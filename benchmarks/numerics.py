@@ -26,6 +26,7 @@ import amp_ir
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.vm.build import host_description
+from benchmarks.chosen_names import check_names
 from benchmarks.page_section import with_section
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE", help="the rows")
     chosen = parser.parse_args(arguments)
-    unknown = [one for one in chosen.workloads if one not in names]
-    if unknown:
-        parser.error(f"no workload {', '.join(map(repr, unknown))}; there are {', '.join(names)}")
+    check_names(parser, chosen.workloads, names, "workload")
     draws = {} if chosen.again else read_rows(chosen.rows)
     for name in chosen.workloads or names:
         for seed in range(chosen.seeds):

@@ -27,6 +27,7 @@ import amp_ir
 from amp_ir.amp.plan import CastPlan
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
+from benchmarks.chosen_names import check_names
 from benchmarks.record import add_results_option
 
 NAMES = ("bert1", "gpt2", "resnet50", "ssd", "lstm")
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--amp-dtype", default="bfloat16")
     add_results_option(parser)
     chosen = parser.parse_args(arguments)
+    check_names(parser, chosen.workloads, NAMES, "workload")
     placed: list[Placed] = []
     for name in chosen.workloads or NAMES:
         placed += place(name, small=chosen.small, amp_dtype=chosen.amp_dtype)

@@ -28,6 +28,7 @@ from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import from_span
+from benchmarks.chosen_names import check_names
 from benchmarks.record import add_results_option
 from benchmarks.workloads.further import ALL
 
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiled", type=int, default=3, help="draws to compile and run, too")
     add_results_option(parser)
     chosen = parser.parse_args(arguments)
+    check_names(parser, chosen.workloads, ALL, "workload")
     rows: list[Row] = []
     for name in chosen.workloads or WORKLOADS:
         rows += measure(name, seeds=chosen.seeds, worst=chosen.worst, compiled=chosen.compiled)

@@ -36,6 +36,7 @@ from amp_ir.verification.gradients import StepGradients
 from amp_ir.verification.measured_plans import measure_plans
 from amp_ir.verification.outcome import relative_error
 from amp_ir.vm.build import host_description
+from benchmarks.chosen_names import check_names
 from benchmarks.page_section import with_section
 from benchmarks.record import add_results_option
 
@@ -108,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     add_results_option(parser)
     chosen = parser.parse_args(arguments)
-    unknown = [one for one in chosen.cases if one not in CASES]
-    if unknown:
-        parser.error(f"no case {', '.join(map(repr, unknown))}; there are {', '.join(CASES)}")
+    check_names(parser, chosen.cases, CASES, "case")
     file = chosen.results / "search.json"
     rows = read_rows(file)
     for name in () if chosen.table else chosen.cases or CASES:

@@ -25,6 +25,7 @@ import amp_ir
 from amp_ir.capture import call_templates, repeated_ops
 from amp_ir.demo.workloads import WORKLOADS, Batch, Training
 from amp_ir.vm import build
+from benchmarks.chosen_names import check_names
 
 NAMES = ("bert1", "gpt2")
 DTYPES = ("float32", "bfloat16")
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="shapes of a test")
     parser.add_argument("--rounds", type=int, default=4, help="the first is not counted")
     chosen = parser.parse_args(arguments)
+    check_names(parser, chosen.names, WORKLOADS, "workload")
     print(f"{'':16}{'':16}" + "".join(f"{one:>10}" for one in FIELDS))
     for name in chosen.names or NAMES:
         training = WORKLOADS[name].make(small=chosen.small)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS
+from benchmarks.chosen_names import check_names
 
 NAMES = ("bert1", "gpt2")
 DTYPES = ("float32", "bfloat16")
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="starts of each kind")
     parser.add_argument("--measure", metavar="DTYPE", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    check_names(parser, chosen.names, WORKLOADS, "workload")
     names = chosen.names or list(NAMES)
     if chosen.measure:
         print(json.dumps(measure(names[0], chosen.measure, small=chosen.small)))

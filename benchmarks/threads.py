@@ -24,6 +24,7 @@ from amp_ir.api.replay import run_on
 from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.ir.dataflow import Dataflow, op_name, variables_of
 from amp_ir.verification.plan_check import shown_values, with_results
+from benchmarks.chosen_names import check_names
 
 
 @attrs.frozen
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="shapes of a test")
     parser.add_argument("--amp-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     chosen = parser.parse_args(arguments)
+    check_names(parser, chosen.workloads, WORKLOADS, "workload")
     threads = torch.get_num_threads()
     if threads < 2:
         parser.error("there is one thread; call it where torch.get_num_threads() is 2 or more")
