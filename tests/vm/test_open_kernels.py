@@ -12,6 +12,8 @@ import pytest
 import torch
 import tvm
 import tvm_ffi
+from hypothesis import given
+from hypothesis import strategies as st
 from tvm import tirx
 from tvm.script import tirx as T
 from tvm.tirx import For, ForKind
@@ -20,7 +22,7 @@ import amp_ir
 from amp_ir import pipeline
 from amp_ir.ir.target import cpu
 from amp_ir.vm import build as build_stage
-from amp_ir.vm.open_kernels import open_kernels, opened_kernel
+from amp_ir.vm.open_kernels import open_kernels, opened_kernel, reciprocal_of
 from relax_functions import assert_ir_equal
 
 # What LLVM may assume about a loop is not what this option lets it check at run time.
@@ -55,31 +57,77 @@ def library_of(functions: dict[str, tirx.PrimFunc], options: Any = ()) -> tvm.ru
         )
 
 
-def test_extents_and_numbers_of_rows_are_parameters_and_those_of_a_row_stay():
-    kernel = copying(1024, 512, lambda row, column: row // 128 % 8 * 512 + column)
+def test_extents_and_numbers_of_rows_are_parameters_and_short_rows_stay():
+    kernel = copying(1024, 64, lambda row, column: row // 128 % 8 * 64 + column)
 
     # fmt: off
     @T.prim_func(private=True)
     def expected(x: T.Buffer((2147483647,), "float32"), y: T.Buffer((2147483647,), "float32"),
-                 n0: T.int32, n1: T.int32, n2: T.int32):
+                 n0: T.int32, n1: T.int64, n2: T.int64, n3: T.int64, n4: T.int64, n5: T.int32):
         T.func_attr({"tirx.noalias": True})
         for row in range(n0):
-            for tail in T.vectorized(512):
-                y[row * 512 + tail] = x[T.truncmod(T.truncdiv(row, n1), n2) * 512 + tail]
+            for tail in T.vectorized(64):
+                y[row * 64 + tail] = x[
+                    (T.Cast("int32", T.Cast("int64", row) * n1 >> n2)
+                     - T.Cast("int32", T.Cast("int64", T.Cast("int32", T.Cast("int64", row) * n1
+                                                              >> n2)) * n3 >> n4) * n5)
+                    * 64 + tail]
     # fmt: on
 
     opened, values = opened_kernel(kernel)
-    assert values == [1024, 128, 8]
+    assert values == [1024, 2**31, 38, 2**31, 34, 8]
     assert_ir_equal(tvm.IRModule({"k": opened}), tvm.IRModule({"k": expected}))
 
 
-def test_short_rows_are_placed_by_known_numbers():
-    """A division by a parameter would take as long as the row."""
-    opened, values = opened_kernel(
-        copying(1024, 4, lambda row, column: row // 128 % 8 * 4 + column, kind=ForKind.PARALLEL)
+@given(st.integers(1, 2**31 - 1) | st.integers(1, 300), st.integers(0, 2**31 - 1))
+def test_quotients_by_reciprocals_are_exact(divisor: int, number: int):
+    reciprocal, shift = reciprocal_of(divisor)
+    for near in (number, 2**31 - 1):
+        multiple = near // divisor * divisor
+        for a in (near, multiple, max(multiple - 1, 0)):
+            assert a * reciprocal < 2**63
+            assert (a * reciprocal) >> shift == a // divisor
+
+
+def turning(heads: int, length: int) -> tirx.PrimFunc:
+    """A kernel that exchanges two axes and doubles their rows, but for the last one of each head.
+
+    x[length, heads, length] -> y[heads, length, length].
+    """
+    size = heads * length * length
+    x = tirx.decl_buffer((size,), "float32", "x")
+    y = tirx.decl_buffer((size,), "float32", "y")
+    row, step, lane = (tirx.Var(name, "int32") for name in ("row", "step", "lane"))
+    place = row % length * heads + row // length
+    column = step * 16 + lane
+    factor = tirx.Select(
+        row % length >= length - 1, *(tirx.const(v, "float32") for v in (1.0, 2.0))
     )
-    assert values == [1024]
-    assert "row // 128 % 8" in opened.script()
+    value = tirx.BufferLoad(x, [place * length + column]) * factor
+    store = tirx.BufferStore(y, value, [row * length + column])
+    lanes = For(lane, 0, 16, ForKind.VECTORIZED, store)
+    steps = For(step, 0, length // 16, ForKind.SERIAL, lanes)
+    body = For(row, 0, heads * length, ForKind.PARALLEL, steps)
+    return tirx.PrimFunc([x, y], body).with_attr("tirx.noalias", True)
+
+
+@pytest.mark.parametrize(("heads", "length"), [(12, 96), (3, 160), (96, 128)])
+def test_a_kernel_of_long_rows_is_the_same_for_every_length(heads: int, length: int):
+    opened, _ = opened_kernel(turning(8, 256))
+    other, values = opened_kernel(turning(heads, length))
+    assert tvm_ffi.structural_equal(opened, other)
+    x = np.arange(heads * length * length, dtype="float32").reshape(length, heads, length)
+    wanted = x.transpose(1, 0, 2) * 2
+    wanted[:, -1] /= 2
+    y = tvm.runtime.tensor(np.full(x.size, -1, "float32"))
+    library_of({"k": opened})["k"](tvm.runtime.tensor(x.ravel()), y, *values)
+    assert np.array_equal(y.numpy().reshape(wanted.shape), wanted)
+
+
+def test_a_kernel_of_short_rows_keeps_their_length():
+    opened, values = opened_kernel(turning(200, 16))
+    assert "y[row * 16 + (step * 16 + lane)]" in opened.script()
+    assert values[0] == 200 * 16
 
 
 def shifting(rows: int, columns: int, *, kind: Any = ForKind.SERIAL) -> tirx.PrimFunc:
@@ -164,12 +212,12 @@ def test_a_second_batch_computes_what_pytorch_does():
 @pytest.mark.parametrize(
     ("options", "place", "count", "wanted"),
     [
-        ({}, lambda r, c: r % 4, 0, lambda r, c: r % 4),
+        ({}, lambda r, c: r % 4, 4, lambda r, c: r % 4),
         ({}, lambda r, c: (r * 2 + c) % 4, 0, lambda r, c: (r * 2 + c) % 4),
         ({}, lambda r, c: tirx.bitwise_and(r, 3), 0, lambda r, c: r % 4),
         ({}, lambda r, c: _through("int16", r), 0, lambda r, c: r),
         ({"inner": ForKind.SERIAL}, lambda r, c: r % 4, 0, lambda r, c: r % 4),
-        ({"name": "item"}, lambda r, c: r % 4, 2, lambda r, c: r % 4),
+        ({"name": "item"}, lambda r, c: r % 4, 4, lambda r, c: r % 4),
         ({"kind": ForKind.PARALLEL}, lambda r, c: (r * 2 + c) % 4, 1, lambda r, c: (r * 2 + c) % 4),
     ],
     ids=["row", "with a column", "bits", "narrow", "no vectors", "no row", "parallel"],

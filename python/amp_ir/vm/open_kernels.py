@@ -2,11 +2,15 @@
 """Kernels whose outer extents are arguments: a step of another shape takes their machine code.
 
 A step with a smaller batch or shorter sequences differs from the first one in how many rows its
-kernels have, and in where a row stands in a tensor: numbers outside of the loops over a row's
-elements. Opened, these are int32 parameters, and the virtual machine passes them at each call. The
-loops over a row's elements keep their extents, so LLVM vectorises them as before. In kernels of a
-few hundred elements, such as those of masks and positions, every number of a shape is opened:
-compiling one takes longer than the divisions by unknown numbers in a million calls.
+kernels have, in where a row stands in a tensor, and in how many vectors long rows have. Opened,
+these are parameters, and the virtual machine passes them at each call. The loops over the elements
+of short rows keep their extents, so LLVM unrolls them as before. In kernels of a few hundred
+elements, such as those of masks and positions, every number of a shape is opened: compiling one
+takes longer than the divisions by unknown numbers in a million calls.
+
+A division by a parameter is a product with its reciprocal, a parameter too: what LLVM makes of a
+division by a known number (Granlund and Montgomery, "Division by invariant integers using
+multiplication", PLDI 1994).
 """
 
 from __future__ import annotations
@@ -38,9 +42,10 @@ _TAKES_APART = (
 )  # fmt: skip
 _COMPARES = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
 _OPENED = re.compile("kernel_[0-9a-f]{16}_*")
-# Elements of a row from which on the time of a division by a number that LLVM does not know, some
-# 10 cycles, is not seen.
-_LONG = 512
+# Elements of a row from which on a loop of unknown extent takes no longer than an unrolled one.
+_LONG = 96
+# Elements of a row from which on a sum over few rows takes no longer where their number is unknown.
+_LONG_IN_BLOCK = 512
 # Elements of a kernel up to which the time of its divisions, two microseconds, is not seen.
 _FEW = 512
 # Rows that are added up one after the other, as nearly always; where rows are short, LLVM is to
@@ -124,9 +129,9 @@ def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     """Return a kernel with parameters for its outer extents, and their values.
 
     Opened are the extents of loops over rows of vectors, over blocks of a row, and of parallel
-    loops, and the numbers in the indices of their variables. The length of a row says how elements
-    are aligned, and is opened only in kernels for one thread, which are small. Of kernels of at
-    most 512 elements, every extent but a vector's is opened, and every int32 of an index.
+    loops, and the numbers in the indices of their variables; where rows have at least 96 elements,
+    or one thread runs the kernel, also the number of vectors of a row. Of kernels of at most 512
+    elements, every extent but a vector's is opened, and every int32 of an index.
 
     LLVM 22 may compile a loop of unknown extent wrongly that reads at its counter modulo a power
     of two (https://github.com/llvm/llvm-project/issues/191382: the check that 8 counters in a row
@@ -167,11 +172,15 @@ class _Opening:
         self._kernel = kernel
         self._parallel_only = what == "parallel loops"
         self._with_blocks = what == "vectors"
-        self._with_steps = what == "vectors" and not _is_parallel(kernel.body)
-        self._is_long = _row_elements(kernel.body) >= _LONG
+        elements = _row_elements(kernel.body)
+        self._is_long = not self._parallel_only and elements >= _LONG
+        self._with_steps = what == "vectors" and (self._is_long or not _is_parallel(kernel.body))
+        self._is_long_in_block = elements >= _LONG_IN_BLOCK
         self._analyzer = sym.Analyzer()
-        # The variables of outer loops, and of those whose extent is unknown to one thread.
+        # The variables of outer loops, of loops inside of a row, and of loops whose extent is
+        # unknown to one thread.
         self._rows: set[tirx.Var] = set()
+        self._steps: set[tirx.Var] = set()
         self._counters: set[tirx.Var] = set()
         self._is_in_block = False
 
@@ -179,12 +188,14 @@ class _Opening:
         """Return the body with numbers replaced by parameters."""
         callbacks: list[tuple[Any, Callable[..., Any]]] = [(For, self._loop)]
         if not self._parallel_only:
-            callbacks.append((_BINARY, self._expression))
+            callbacks += [(_BINARY, self._expression), (_COMPARES, self._comparison)]
         return tvm_ffi.structural_mutate(self._kernel.body, callbacks)
 
     def _loop(self, loop: For, mutator: Any) -> For:
         extent = loop.extent
         self._analyzer.bind(loop.loop_var, Range.from_min_extent(loop.min, extent))
+        if not (loop.kind == ForKind.PARALLEL or is_over_rows(loop) or is_over_blocks(loop)):
+            self._steps.add(loop.loop_var)
         if self._is_outer(loop):
             self._rows.add(loop.loop_var)
             if loop.kind != ForKind.PARALLEL:
@@ -210,18 +221,32 @@ class _Opening:
         return self._with_steps and not self._is_in_block
 
     def _may_vary(self, loop: For) -> bool:
-        is_block = loop.kind != ForKind.PARALLEL and int(loop.extent) == _BLOCK
-        return self._is_long or not is_block
+        is_serial = loop.kind != ForKind.PARALLEL
+        is_block = is_serial and loop.loop_var not in self._steps and int(loop.extent) == _BLOCK
+        return self._is_long_in_block or not is_block
 
     def _expression(self, found: Any, mutator: Any) -> Any:
-        """Open a number computed from rows alone; leave a row's length a number."""
+        """Open a number computed from rows alone; leave a short row's length a number."""
         if not self._is_of_rows(found):
+            if self._is_of_lengths(found):
+                return mutator.mutate(found.a) * self._opened(found.b)
             return mutator.default_mutate(found)
-        if not self._is_long and _divides(found):
-            return found
-        if type(found) is tirx.Mul and _is_number(found.b):
+        if type(found) is tirx.Mul and _is_number(found.b) and not self._is_of_lengths(found):
             return self._opened(found.a) * found.b
         return self._opened(found)
+
+    def _is_of_lengths(self, found: Any) -> bool:
+        """Return whether an expression is the place of a row times the length of a long one."""
+        if not self._is_long or type(found) is not tirx.Mul or not _is_number(found.b):
+            return False
+        variables = set(_variables_of(found.a))
+        return not variables.isdisjoint(self._rows) and variables.isdisjoint(self._steps)
+
+    def _comparison(self, found: Any, mutator: Any) -> Any:
+        """Open the numbers of a comparison of rows, such as with the last word of a sequence."""
+        if self._is_of_rows(found.a) and self._is_of_rows(found.b):
+            return type(found)(self._opened(found.a), self._opened(found.b))
+        return mutator.default_mutate(found)
 
     def _is_of_rows(self, found: Any) -> bool:
         kind = type(found)
@@ -235,23 +260,35 @@ class _Opening:
             return self._parameter(int(found), use) if abs(int(found)) > 1 else found
         if kind not in _BINARY:
             return found
-        return self._with_parts(found, self._opened(found.a), self._opened(found.b))
+        return self._with_parts(found, self._opened)
 
-    def _with_parts(self, found: Any, a: Any, b: Any) -> Any:
+    def _with_parts(self, found: Any, part: Callable[[Any], Any]) -> Any:
         """Return a binary expression of other parts, whose values are the same."""
-        kind = type(found)
-        if kind in (tirx.FloorDiv, tirx.FloorMod) and self._is_positive(found):
+        kind, a = type(found), part(found.a)
+        if kind not in (tirx.FloorDiv, tirx.FloorMod) or not self._is_positive(found):
+            return kind(a, part(found.b))
+        if not _is_number(found.b):
+            b = part(found.b)
             # Of an unknown sign they would be several instructions.
             return tirx.truncdiv(a, b) if kind is tirx.FloorDiv else tirx.truncmod(a, b)
-        return kind(a, b)
+        quotient = self._quotient(a, int(found.b))
+        return quotient if kind is tirx.FloorDiv else a - quotient * part(found.b)
+
+    def _quotient(self, a: Any, divisor: int) -> Any:
+        """Return a // divisor of an int32 that is not negative, without a division."""
+        reciprocal, shift = (
+            self._parameter(number, f"{name} of {divisor}", "int64")
+            for name, number in zip(("reciprocal", "shift"), reciprocal_of(divisor), strict=True)
+        )
+        return tirx.Cast("int32", (tirx.Cast("int64", a) * reciprocal) >> shift)
 
     def _is_positive(self, division: Any) -> bool:
         bound = self._analyzer.const_int_bound
         return bound(division.a).min_value >= 0 and bound(division.b).min_value > 0
 
-    def _parameter(self, number: int, use: str) -> tirx.Var:
+    def _parameter(self, number: int, use: str, dtype: str = "int32") -> tirx.Var:
         name = f"n{len(self.values)}"
-        return self.values.setdefault((use, number), tirx.Var(name, "int32"))
+        return self.values.setdefault((use, number), tirx.Var(name, dtype))
 
     def is_doubtful(self, body: tirx.Stmt) -> bool:
         """Return whether a counter of an unknown extent is taken apart by a known number."""
@@ -299,7 +336,7 @@ class _OpeningOfFew(_Opening):
         return True
 
     def _expression(self, found: Any, mutator: Any) -> Any:
-        return self._with_parts(found, self._part(found.a, mutator), self._part(found.b, mutator))
+        return self._with_parts(found, lambda part: self._part(part, mutator))
 
     def _select(self, found: Any, mutator: Any) -> Any:
         parts = (found.condition, found.true_value, found.false_value)
@@ -317,20 +354,23 @@ class _OpeningOfFew(_Opening):
         return self._opened(found) if _is_number(found) else mutator.mutate(found)
 
 
+def reciprocal_of(divisor: int) -> tuple[int, int]:
+    """Return r and s with (a * r) >> s == a // divisor for every a from 0 to 2**31 - 1.
+
+    The divisor is from 1 to 2**31 - 1. With 2**bits >= divisor, r is 2**(31 + bits) / divisor
+    rounded up, by less than 1; times `a`, that adds less than 2**-bits <= 1 / divisor to the
+    quotient, whose floor stays. r is at most 2**32 and the product below 2**63.
+    """
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(2**shift) // divisor), shift
+
+
 def _is_number(found: Any) -> bool:
     return type(found) is tirx.IntImm and str(found.ty) == "int32"
 
 
 def _is_narrow(type_: Any) -> bool:
     return str(type_) in ("int8", "uint8", "int16", "uint16", "bool")
-
-
-def _divides(found: Any) -> bool:
-    """Return whether an expression of rows contains a division."""
-    kind = type(found)
-    if kind in (tirx.FloorDiv, tirx.FloorMod):
-        return True
-    return kind in _BINARY and (_divides(found.a) or _divides(found.b))
 
 
 def _row_elements(body: tirx.Stmt) -> int:
