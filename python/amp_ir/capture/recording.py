@@ -114,6 +114,11 @@ class Recorder(TorchDispatchMode):
         self._marker = NodeMarker(proxy_mode.tracer.graph)
         self._repeated = RepeatedOps(proxy_mode, mode)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: Dynamo is not there, and PyTorch's wrapper to keep it out takes time."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -31,6 +31,10 @@ _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 # What print and f-strings call; a format reads the number of a scalar, which is refused.
 _TO_TEXT = (torch.Tensor.__repr__, torch.Tensor.__format__)
+# Types of arguments that are passed on.
+_AS_THEY_ARE = frozenset(
+    (FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
+)
 _DIFFERENTIATES = (*_BACKWARD, torch.autograd.grad)
 
 
@@ -55,8 +59,15 @@ class Substitution(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Make one call of the torch API."""
-        args = self._replace(args)
-        kwargs = {key: self._replace(value) for key, value in kwargs.items()} if kwargs else {}
+        # Loops without calls: the observer's hook would be called for each of them.
+        for value in args:
+            if type(value) not in _AS_THEY_ARE:
+                args = self._replace(args)
+                break
+        if kwargs:
+            kwargs = {key: self._replace(value) for key, value in kwargs.items()}
+        else:
+            kwargs = {}
         if func == _GET_GRADIENT:
             self._watch.looked_at(args[0])
         elif func == _SET_GRADIENT:
@@ -79,8 +90,9 @@ class Substitution(TorchFunctionMode):
             raise TracingStopped from unsupported
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(isinstance(one, PackedPart) for one in args):
-            return PackedPart.__torch_function__(func, (), args, kwargs)
+        for one in args:
+            if type(one) not in _AS_THEY_ARE and isinstance(one, PackedPart):
+                return PackedPart.__torch_function__(func, (), args, kwargs)
         out = decompose(func, args, kwargs)
         if out is not NotImplemented:
             return out

@@ -42,7 +42,9 @@ class Transaction:
     def __init__(self, state: State, value_of: Callable[[StateTensor], torch.Tensor]) -> None:
         self._entries = [entry for entry in state.tensors if entry.role is not Role.SCALER_STATE]
         self._value_of = value_of
-        self._written = {id(entry.fake): _Written() for entry in self._entries}
+        # Without a scaler nothing is rolled back, so no value is saved.
+        entries = self._entries if state.scalers else []
+        self._written = {id(entry.fake): _Written() for entry in entries}
         self._owner = _owners(state)
         # The check of each optimizer that stepped; None for one without a scaler.
         self._found: dict[int, torch.Tensor | None] = {}

@@ -239,8 +239,7 @@ class _Opening:
         """Return whether an expression is the place of a row times the length of a long one."""
         if not self._is_long or type(found) is not tirx.Mul or not _is_number(found.b):
             return False
-        variables = set(_variables_of(found.a))
-        return not variables.isdisjoint(self._rows) and variables.isdisjoint(self._steps)
+        return self._has_row(found.a) and not self._has_step(found.a)
 
     def _comparison(self, found: Any, mutator: Any) -> Any:
         """Open the numbers of a comparison of rows, such as with the last word of a sequence."""
@@ -253,6 +252,17 @@ class _Opening:
         if kind in _BINARY:
             return self._is_of_rows(found.a) and self._is_of_rows(found.b)
         return found in self._rows if kind is tirx.Var else _is_number(found)
+
+    def _has_row(self, found: Any) -> bool:
+        if type(found) in _BINARY:
+            return self._has_row(found.a) or self._has_row(found.b)
+        return type(found) is tirx.Var and found in self._rows
+
+    def _has_step(self, found: Any) -> bool:
+        """Return whether a loop inside of a row may decide an expression."""
+        if type(found) in _BINARY:
+            return self._has_step(found.a) or self._has_step(found.b)
+        return not _is_number(found) and found not in self._rows - self._steps
 
     def _opened(self, found: Any, use: str = "") -> Any:
         kind = type(found)

@@ -76,10 +76,12 @@ class Observer:
         self._locator = locator
         self._diagnostics = diagnostics
         self._kinds: dict[str, int] = {}
+        # Files of which no event is observed: those of libraries, but for modules.
+        self._unobserved: set[str] = set()
         self._made: dict[int, object] = {}
         self._codes: dict[int, CodeReads] = {}
         self._inner: set[CodeType] = set()
-        self._hook = self._on_event
+        self._hook = self._made_hook()
         self._is_watching = False
 
     def add_models(self, models: list[torch.nn.Module]) -> None:
@@ -130,11 +132,23 @@ class Observer:
         if _PAUSES and self._is_watching:
             sys.setprofile(self._hook)
 
+    def _made_hook(self) -> Callable[[FrameType, str, Any], None]:
+        """Return the profile hook, which a capture calls some 50 000 times, mostly for nothing."""
+        unobserved, on_event = self._unobserved, self._on_event
+
+        def hook(frame: FrameType, event: str, argument: Any) -> None:
+            if frame.f_code.co_filename not in unobserved:
+                on_event(frame, event, argument)
+
+        return hook
+
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         file = frame.f_code.co_filename
         kind = self._kinds.get(file)
         if kind is None:
             kind = self._kind_of(frame, file)
+            if kind == _LIBRARY and file is not _MODULE_FILE:
+                self._unobserved.add(file)
         if kind == _LIBRARY:
             if file is _MODULE_FILE and event == "call":
                 self._on_module(frame)
