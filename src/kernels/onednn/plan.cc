@@ -133,12 +133,59 @@ void Plan::Run(const std::vector<void*>& arguments) const {
                 [&](char* workspace) { RunSteps(arguments, workspace); });
 }
 
+// A set of handles for as long as it lives; the plan keeps as many as ever ran at once.
+class Plan::BorrowedHandles {
+ public:
+  explicit BorrowedHandles(const Plan& plan) : plan_(plan) {
+    {
+      std::lock_guard<std::mutex> lock(plan.mutex_);
+      if (!plan.idle_.empty()) {
+        handles_ = std::move(plan.idle_.back());
+        plan.idle_.pop_back();
+      }
+    }
+    if (handles_ == nullptr) handles_ = plan.MakeHandles();
+  }
+  ~BorrowedHandles() {
+    std::lock_guard<std::mutex> lock(plan_.mutex_);
+    plan_.idle_.push_back(std::move(handles_));
+  }
+  BorrowedHandles(const BorrowedHandles&) = delete;
+  BorrowedHandles& operator=(const BorrowedHandles&) = delete;
+  Handles* operator->() const { return handles_.get(); }
+
+ private:
+  const Plan& plan_;
+  std::unique_ptr<Handles> handles_;
+};
+
+std::unique_ptr<Plan::Handles> Plan::MakeHandles() const {
+  auto handles = std::make_unique<Handles>();
+  handles->memories.resize(buffers_.size());
+  handles->args.resize(steps_.size());
+  for (size_t k = 0; k < steps_.size(); ++k) {
+    if (!steps_[k].primitive) continue;
+    for (const auto& arg : steps_[k].args) {
+      dnnl::memory& memory = handles->memories[arg.second];
+      if (!memory) memory = dnnl::memory(buffers_[arg.second].desc, CpuEngine(), nullptr);
+      handles->args[k].push_back({arg.first, memory.get()});
+    }
+  }
+  return handles;
+}
+
 void Plan::RunSteps(const std::vector<void*>& arguments, char* workspace) const {
   auto pointer = [&](Id id) -> void* {
     const Buffer& buffer = buffers_[id];
     return buffer.argument < 0 ? workspace + buffer.workspace_offset : arguments[buffer.argument];
   };
-  for (const Step& step : steps_) {
+  const BorrowedHandles handles(*this);
+  for (size_t id = 0; id < buffers_.size(); ++id) {
+    dnnl::memory& memory = handles->memories[id];
+    if (memory) memory.set_data_handle(pointer(static_cast<Id>(id)));
+  }
+  for (size_t k = 0; k < steps_.size(); ++k) {
+    const Step& step = steps_[k];
     if (!step.primitive) {
       StridedTensor from = step.from, to = step.to;
       from.data = pointer(step.args[0].second);
@@ -151,13 +198,7 @@ void Plan::RunSteps(const std::vector<void*>& arguments, char* workspace) const 
       AddStrided(from, number(step.args[2].second), number(step.args[3].second), to);
       continue;
     }
-    std::vector<dnnl::memory> memories;
-    std::vector<dnnl_exec_arg_t> args;
-    memories.reserve(step.args.size());
-    for (const auto& arg : step.args) {
-      memories.emplace_back(buffers_[arg.second].desc, CpuEngine(), pointer(arg.second));
-      args.push_back({arg.first, memories.back().get()});
-    }
+    const std::vector<dnnl_exec_arg_t>& args = handles->args[k];
     // Returns when done: oneDNN's CPU stream over OpenMP is synchronous.
     dnnl::error::wrap_c_api(dnnl_primitive_execute(step.primitive.get(), ThreadStream().get(),
                                                    static_cast<int>(args.size()), args.data()),

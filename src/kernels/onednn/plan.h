@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <string>
 #include <utility>
@@ -41,8 +42,8 @@ bool HasIsa(dnnl::cpu_isa required);
 bool IsNative(DLDataType dtype);
 
 // The steps of one call, fixed for its shapes, strides and dtypes: conversions and reorders into
-// workspace around oneDNN primitives. Immutable once built, so threads may run it together:
-// nothing that a run writes (memory objects, workspace) belongs to the plan.
+// workspace around oneDNN primitives. Immutable once built but for its memory objects, of which
+// each run has a set for itself, so threads may run it together.
 class Plan {
  public:
   using Id = int;  // names one buffer of the plan
@@ -85,6 +86,15 @@ class Plan {
     std::vector<std::pair<int, Id>> args;
     StridedTensor from, to;
   };
+  // What one run writes: oneDNN's memory object of each buffer that a primitive reads or writes,
+  // and what each step's primitive is called with.
+  struct Handles {
+    std::vector<dnnl::memory> memories;
+    std::vector<std::vector<dnnl_exec_arg_t>> args;
+  };
+  // Making a set takes microseconds, as much as a small matmul: runs hand theirs on.
+  class BorrowedHandles;
+  std::unique_ptr<Handles> MakeHandles() const;
   void RunSteps(const std::vector<void*>& arguments, char* workspace) const;
 
   std::vector<Buffer> buffers_;
@@ -92,6 +102,8 @@ class Plan {
   size_t workspace_nbytes_ = 0;
   size_t persistent_nbytes_ = 0;
   std::string implementation_;
+  mutable std::mutex mutex_;
+  mutable std::vector<std::unique_ptr<Handles>> idle_;
 };
 
 enum Operation : int64_t { kMatmul, kPack, kMatmulPacked, kRecurrence, kFirstConvolution };
