@@ -22,7 +22,7 @@ from amp_ir.buckets.bucketed_calls import BucketedCalls, PaddedProgram
 from amp_ir.buckets.padded_batch import PaddedBatch
 from amp_ir.capture.arguments import NESTED
 from amp_ir.capture.call_arguments import bound, signature_of
-from amp_ir.capture.guards.call_signature import CallSignature
+from amp_ir.capture.guards.call_signature import CallSignature, SignatureReader
 from amp_ir.capture.guards.changing_arguments import ChangingArguments
 from amp_ir.capture.notes import is_warning
 from amp_ir.distributed.exchange import agreement_of
@@ -73,6 +73,7 @@ class JitStep:
         self._compile_options = options.pop("compile_options")
         buckets: BucketOptions | None = options.pop("buckets")
         self._buckets = None if buckets is None else BucketedCalls(buckets)
+        self._signatures = SignatureReader()
         self._variants: StepVariants[CallSignature]
         limits = options.pop("recompile_limit"), options.pop("max_shapes")
         keyed_by = "shapes, dtypes or structures"
@@ -261,7 +262,7 @@ class JitStep:
             raise
 
     def _run(self, batch: tuple[Any, ...]) -> Any:
-        signature, tensors = CallSignature.of(batch)
+        signature, tensors = self._signatures.of(batch)
         return self._run_program(self._variant(signature, batch).program, tensors)
 
     def _run_program(self, program: CompiledStep, tensors: list[torch.Tensor]) -> Any:

@@ -18,8 +18,9 @@ from amp_ir.capture.call_arguments import NameKey, bound, signature_of
 from amp_ir.capture.containers import flatten, flatten_with_path
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.errors import ArgumentError, ShapeMismatchError
+from amp_ir.ir.held_tensors import TensorKinds
 from amp_ir.ir.step_module import Signature
-from amp_ir.ir.unusable_tensors import tensor_error
+from amp_ir.ir.unusable_tensors import memory_error, tensor_error
 
 _LARGEST = 2**52  # float64 holds every integer twice as large
 _ANEW = "Call it as it was captured, or capture (jit) the step again"
@@ -47,6 +48,11 @@ class Arguments:
     followed: frozenset[int] = frozenset()
     names: inspect.Signature | None = attrs.field(eq=False, default=None)
     takes_packed: bool = attrs.field(eq=False, default=False)
+    _known: KnownTensors = attrs.field(eq=False, repr=False, init=False)
+
+    @_known.default
+    def _none_known(self) -> KnownTensors:
+        return KnownTensors()
 
     @classmethod
     def of(cls, args: tuple[Any, ...], step: Any = None) -> Arguments:
@@ -97,6 +103,8 @@ class Arguments:
             ArgumentError: structure, dtype, device or a plain value differs.
             ShapeMismatchError: only shapes differ.
         """
+        if not named and self._known.fit(args):
+            return list(args)
         args = bound(self.names, tuple(args), named or {})
         leaves, spec = flatten(args)
         if any(map(leaf_error, leaves)):
@@ -125,7 +133,31 @@ class Arguments:
         if shapes:
             raise ShapeMismatchError(f"{'; '.join(shapes)}. {_ANEW}")
         self.take([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)])
+        self._known.remember(args)
         return tensors
+
+
+class KnownTensors:
+    """The last arguments that were checked, if they were plain tensors and nothing else.
+
+    Most calls of a step have the same kinds of them as the one before.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: TensorKinds | None = None
+
+    def remember(self, args: tuple[Any, ...]) -> None:
+        """Take arguments for checked, and so all that are like them."""
+        # Whether a tensor that requires a gradient is a leaf is not among what is compared.
+        is_plain = bool(args) and all(
+            type(one) is torch.Tensor and not one.requires_grad for one in args
+        )
+        self._kinds = TensorKinds(args) if is_plain else None
+
+    def fit(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a check passes as it did then; may be False where it does."""
+        kinds = self._kinds  # read once: another thread may set it
+        return kinds is not None and kinds.fit(args) and not any(map(memory_error, args))
 
 
 def _holds_packed(args: Any) -> bool:

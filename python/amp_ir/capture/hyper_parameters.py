@@ -54,10 +54,6 @@ class HyperParameter:
             )
         return float(entry)
 
-    def read(self) -> torch.Tensor:
-        """Return the current value as a new float64 tensor of shape []."""
-        return torch.tensor(self.value(), dtype=torch.float64)
-
 
 def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):

@@ -16,7 +16,7 @@ from amp_ir.capture.scalar_nodes import ScalarNodes
 from amp_ir.capture.state import GradientReader, State, StateTensor
 from amp_ir.capture.symbolic_float import FloatTape
 from amp_ir.capture.traced import Traced
-from amp_ir.ir.captured_step import CapturedInput, CapturedOutput
+from amp_ir.ir.captured_step import CapturedInput, CapturedOutput, NumberReader
 from amp_ir.ir.location import META_KEY, Location
 from amp_ir.ir.step_module import Role
 
@@ -159,7 +159,8 @@ class _Finishing:
         names = [hyper.name for hyper in self._hypers]
         nodes = scalars.add_inputs(names, before=self._after_state)
         for node, hyper in zip(nodes, self._hypers, strict=True):
-            self._inputs[node] = CapturedInput(hyper.name, Role.HYPER_PARAMETER, hyper.read)
+            reader = NumberReader(hyper.value)
+            self._inputs[node] = CapturedInput(hyper.name, Role.HYPER_PARAMETER, reader)
         scalars.replace_all()
         return scalars.nodes_of(self._traced.symbols, before=output_node)
 

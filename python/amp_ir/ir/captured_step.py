@@ -12,14 +12,27 @@ import torch
 from amp_ir.ir.step_module import Role, StepHooks
 
 
+@attrs.frozen(eq=False)
+class NumberReader:
+    """A function that reads a number of the host as a new 0-d float64 tensor.
+
+    `value` reads the same as a float, for a caller that has memory for it.
+    """
+
+    value: Callable[[], float]
+
+    def __call__(self) -> torch.Tensor:
+        """Return the current value as a tensor."""
+        return torch.tensor(self.value(), dtype=torch.float64)
+
+
 @attrs.frozen
 class CapturedInput:
     """One placeholder of the graph, in order.
 
     `tensor_or_reader` is the user's own live tensor for state (parameters, buffers, optimizer
-    state), a function that returns the current tensor in `p.grad` for a gradient, a function that
-    reads the current value as a new 0-d float64 tensor for a hyper-parameter, and the example's
-    tensor for the batch.
+    state), a function that returns the current tensor in `p.grad` for a gradient, a NumberReader
+    for a hyper-parameter, and the example's tensor for the batch.
     """
 
     name: str

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -14,8 +15,12 @@ from amp_ir.errors import (
     IndexOutOfRangeError,
     SequenceLengthError,
 )
+from amp_ir.host import native
 from amp_ir.ir.location import Location
 
+# Up to here PyTorch uses one thread, too.
+_MOST_AT_ONCE = 32768
+_BITS = {torch.int64: 64, torch.int32: 32}
 # How the message of a check of the user's step begins.
 USERS_CHECK = "a check of the step failed"
 
@@ -49,14 +54,13 @@ class IndexCheck:
         """Return the smallest and largest index that counts; (least, least) where none does."""
         if indices.numel() == 0:
             return self.least, self.least
-        smallest, largest = (int(one) for one in indices.aminmax())
+        smallest, largest = _extremes(indices)
         if self.ignored is None or self.wrong_value((smallest, largest)) is None:
             return smallest, largest
         counted = indices[indices != self.ignored]
         if counted.numel() == 0:
             return self.least, self.least
-        smallest, largest = (int(one) for one in counted.aminmax())
-        return smallest, largest
+        return _extremes(counted)
 
     @property
     def expectation(self) -> str:
@@ -70,6 +74,23 @@ class IndexCheck:
     def describe(self, subject: str, wrong: int) -> str:
         """Describe got and expected: "batch0 holds the index 7, expected 0 to 6, for ..."."""
         return f"{subject} {wrong}, {self.expectation}"
+
+
+@functools.cache
+def _native_extremes() -> Callable[[int, int, int], Sequence[int]]:
+    """Return the native function; looking it up takes as long as calling it."""
+    return native.function("amp_ir.step.extremes")
+
+
+def _extremes(indices: torch.Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest of at least one index."""
+    bits, count = _BITS.get(indices.dtype), indices.numel()
+    is_plain = indices.device.type == "cpu" and indices.is_contiguous() and not indices.is_neg()
+    if bits and count <= _MOST_AT_ONCE and is_plain:
+        found = _native_extremes()(indices.data_ptr(), count, bits)
+        return int(found[0]), int(found[1])
+    smallest, largest = indices.aminmax()
+    return int(smallest), int(largest)
 
 
 @attrs.frozen

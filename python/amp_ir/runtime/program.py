@@ -17,13 +17,13 @@ from amp_ir.ir.executable import Executable
 from amp_ir.ir.external_call import unrecordable_ops
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.planned_checks import PlannedChecks
-from amp_ir.ir.step_module import OutputSpec, Role, Signature
+from amp_ir.ir.step_module import Role, Signature
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES
 from amp_ir.runtime import torn_state
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
-from amp_ir.runtime.program_input import ProgramInput, State, flat_view
+from amp_ir.runtime.program_input import ProgramInput, State, StateViews, flat_view
 from amp_ir.runtime.step_run import StepRun
 
 T = TypeVar("T")
@@ -72,6 +72,14 @@ class Program:
         self.device = _with_index(torch.device(device))
         self._main = executable.vm["main"]
         self._inputs = [ProgramInput.bind(spec, state, self.device) for spec in signature.inputs]
+        self._state_views = StateViews(self._inputs)
+        self._batch_positions = [k for k, one in enumerate(self._inputs) if one.source is None]
+        outputs = [spec for spec in signature.outputs if spec.updates is None]
+        self._result_kinds = [(spec.shape, getattr(torch, spec.dtype)) for spec in outputs]
+        self._result_places, self._gradient_places = (
+            [k for k, spec in enumerate(outputs) if spec.role is role]
+            for role in (Role.RESULT, Role.GRADIENT)
+        )
         self._arena = Arena() if arena is None else arena
         self.check_state()
         # A program in the same arena may be running in another thread.
@@ -94,9 +102,7 @@ class Program:
             StateError: a tensor has another shape or dtype than the program, or is not dense; or
                 a hyper-parameter is no longer a number.
         """
-        for one in self._inputs:
-            if one.source is not None:
-                one.current_view()
+        self._state_views.current()
 
     def check_inputs(self, batch: Sequence[torch.Tensor]) -> None:
         """Check the indices in the batch and the state.
@@ -135,12 +141,9 @@ class Program:
                 return finish(self._graph_run.run(batch, in_graph=in_graph))
             try:
                 results = self.empty_results()
-                tensors = iter(batch)
-                arguments = [self.arena_view()]
-                arguments += [
-                    flat_view(_placed(next(tensors))) if one.source is None else one.current_view()
-                    for one in self._inputs
-                ]
+                arguments = [self.arena_view(), *self._state_views.current()]
+                for position, tensor in zip(self._batch_positions, batch, strict=True):
+                    arguments[position + 1] = flat_view(_placed(tensor))
                 arguments += map(flat_view, results)
             except (MemoryError, RuntimeError) as error:
                 if isinstance(error, AmpIrError) or not is_out_of_memory(error):
@@ -193,9 +196,7 @@ class Program:
     def empty_results(self) -> list[torch.Tensor]:
         """Return new tensors for the outputs that update no input, in order."""
         return [
-            empty_in_huge_pages(spec.shape, getattr(torch, spec.dtype), self.device)
-            for spec in self.signature.outputs
-            if spec.updates is None
+            empty_in_huge_pages(shape, dtype, self.device) for shape, dtype in self._result_kinds
         ]
 
     def synchronise(self) -> None:
@@ -213,10 +214,8 @@ class Program:
         self, outputs: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Split the outputs of `run` into results and gradients."""
-        specs: list[OutputSpec] = [s for s in self.signature.outputs if s.updates is None]
-        pairs = list(zip(specs, outputs, strict=True))
-        results = [tensor for spec, tensor in pairs if spec.role is Role.RESULT]
-        gradients = [tensor for spec, tensor in pairs if spec.role is Role.GRADIENT]
+        results = [outputs[place] for place in self._result_places]
+        gradients = [outputs[place] for place in self._gradient_places]
         return results, gradients
 
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import tvm
 
 from amp_ir.errors import StateError
+from amp_ir.ir.captured_step import NumberReader
+from amp_ir.ir.held_tensors import HeldTensors
 from amp_ir.ir.step_module import InputSpec, Role
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, PHYSICAL_DTYPES
 from amp_ir.ir.unusable_tensors import memory_error
@@ -19,7 +22,9 @@ State = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
 
 def flat_view(tensor: torch.Tensor) -> tvm.runtime.Tensor:
     """Return a dense tensor as kernels take it: flat, of physical dtype, sharing memory."""
-    flat = tensor.detach().view(-1) if tensor.dim() != 1 else tensor.detach()
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    if flat.dim() != 1:
+        flat = flat.view(-1)
     if flat.numel() == 0:
         flat = flat.new_empty(1)
     physical = _PHYSICAL.get(flat.dtype)
@@ -41,9 +46,9 @@ class ProgramInput:
         self.address = 0
         self._dtype = getattr(torch, spec.dtype)
         self._view: tvm.runtime.Tensor | None = None
-        # A number of the host, such as a learning rate, as the GPU has it, and what it is there.
+        # A number of the host, such as a learning rate, as kernels read it, and what it is there.
         self._number: torch.Tensor | None = None
-        self._last_number = 0.0
+        self._last_number: float | None = None
 
     @classmethod
     def bind(cls, spec: InputSpec, state: State, device: torch.device) -> ProgramInput:
@@ -53,6 +58,8 @@ class ProgramInput:
     def current_view(self) -> tvm.runtime.Tensor:
         """Return the view of the current state tensor, made again only when its memory moved."""
         assert self.source is not None
+        if isinstance(self.source, NumberReader):
+            return self._view_of_number(self.source.value())
         if not isinstance(self.source, torch.Tensor):
             value = self.source()
             if self.spec.role is Role.GRADIENT:
@@ -66,11 +73,15 @@ class ProgramInput:
         """Return a number on the GPU, written when it has changed: a launch, without waiting."""
         if value.dim():
             return self._copied_to_gpu(value)
-        number = float(value)
+        return self._view_of_number(float(value))
+
+    def _view_of_number(self, number: float) -> tvm.runtime.Tensor:
+        """Return memory that holds a number, written only when that has changed."""
         if self._number is None:
-            self._number = torch.full(value.shape, number, dtype=self._dtype, device=self.device)
-            self._last_number = number
-        if number != self._last_number:
+            self._number = torch.empty((), dtype=self._dtype, device=self.device)
+        last = self._last_number
+        # 0.0 and -0.0 are equal, and a NaN is not equal to itself.
+        if number is not last and (number != last or number == 0):
             self._number.fill_(number)
             self._last_number = number
         return self._view_of(self._number)
@@ -118,6 +129,39 @@ class ProgramInput:
                 f"(strides {tuple(tensor.stride())}); make it so before the capture: "
                 f"{_how_to_make_contiguous(self.spec.role, tensor)}"
             )
+
+
+class StateViews:
+    """The views of a program's state, checked at each call, mostly all at once."""
+
+    def __init__(self, inputs: Sequence[ProgramInput]) -> None:
+        self._inputs = inputs
+        tensors = [one.source for one in inputs if isinstance(one.source, torch.Tensor)]
+        self._held = HeldTensors(tensors)
+        self._views: list[Any] = []
+        # Numbers and gradients: read at each call.
+        self._read = [
+            (position, one)
+            for position, one in enumerate(inputs)
+            if one.source is not None and not isinstance(one.source, torch.Tensor)
+        ]
+
+    def current(self) -> list[Any]:
+        """Return the views of all inputs in order as a new list, None for those of the batch.
+
+        Raises:
+            StateError: a tensor is not as the program needs it, or a number is none.
+        """
+        if not self._held.hold():
+            self._views = [
+                None if one.source is None else one.current_view() for one in self._inputs
+            ]
+            self._held.remember()
+            return list(self._views)
+        views = list(self._views)
+        for position, one in self._read:
+            views[position] = one.current_view()
+        return views
 
 
 def _how_to_make_contiguous(role: Role, tensor: torch.Tensor) -> str:

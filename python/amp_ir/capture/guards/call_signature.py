@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from amp_ir.capture.batch import (
+    KnownTensors,
     can_follow,
     identity_of,
     leaf_error,
@@ -26,7 +27,7 @@ from amp_ir.capture.guards.places import is_number
 from amp_ir.errors import ArgumentError
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class TensorKind:
     """The properties of one batch tensor that a program depends on.
 
@@ -165,6 +166,26 @@ class CallSignature:
         values = iter(self.values)
         names = ("Tensor" if kind else next(values)[0].__name__ for kind in self.kinds)
         return structure_in_words(self._unflatten(names), str)
+
+
+class SignatureReader:
+    """`CallSignature.of` for the calls of one step, quick for a call like the one before."""
+
+    def __init__(self) -> None:
+        self._known = KnownTensors()
+        self._last: CallSignature | None = None
+
+    def of(self, args: tuple[Any, ...]) -> tuple[CallSignature, list[torch.Tensor]]:
+        """Return the signature of a call, and its tensors in order.
+
+        Raises:
+            ArgumentError: leaves that are neither usable tensors nor plain values, all of them.
+        """
+        if self._last is not None and self._known.fit(args):
+            return self._last, list(args)
+        self._last, tensors = CallSignature.of(args)
+        self._known.remember(args)
+        return self._last, tensors
 
 
 def _difference(was: TensorKind | str, now: TensorKind | str) -> str:

@@ -46,10 +46,6 @@ class FollowedNumber:
             )
         return float(now)
 
-    def read(self) -> torch.Tensor:
-        """Return the current value as a new float64 tensor of shape []."""
-        return torch.tensor(self.value(), dtype=torch.float64)
-
 
 class Numbers:
     """The numbers that one trace replaces: by symbols, by other values, or both.
