@@ -21,6 +21,8 @@
     amp-ir doctor [--json doctor.json]
     amp-ir cache info|clear|export FILE|import FILE
 
+A train.py's own command line follows `--`: amp-ir examine train.py -- --lr 0.1
+
 Exit codes: 0; 1 where a check fails; 2 for a wrong use, with a sentence on stderr; 130 when
 interrupted.
 """
@@ -44,7 +46,14 @@ _MODULES = {"profile": "measure", "report": "measure"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    arguments = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # The training file's own command line, which may have options of the same names.
+    end = words.index("--") if "--" in words else len(words)
+    parser = _parser(words[:end])
+    arguments = parser.parse_args(words[:end])
+    arguments.of_file = words[end + 1 :]
+    if arguments.of_file and not hasattr(arguments, "training"):
+        parser.error(f"{arguments.command} takes no file whose arguments could follow --")
     try:
         return int(arguments.run(arguments))
     except _wrong_uses() as error:

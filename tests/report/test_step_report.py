@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 from html.parser import HTMLParser
 from pathlib import Path
@@ -229,3 +230,99 @@ def test_every_peak_has_a_handful_of_ticks_above_it(top: int) -> None:
     ticks = rounded_ticks(top)
     assert 3 <= len(ticks) <= 6
     assert ticks[-2] < top <= ticks[-1]
+
+
+SCRIPT = """
+    import argparse
+    from {helper} import Network
+    import torch
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=4)
+    width = parser.parse_args().width
+    model = Network(width)
+    batch = (torch.randn(2, width),)
+
+    def train_step(x):
+        return model(x).sum()
+"""
+HELPER = """
+    import torch
+
+    class Network(torch.nn.Linear):
+        def __init__(self, width):
+            super().__init__(width, 2)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that reads its command line, and imports from its own folder."""
+    monkeypatch.setattr("sys.path", list(sys.path))
+    helper = f"helper_of_{tmp_path.name}"
+    (tmp_path / f"{helper}.py").write_text(textwrap.dedent(HELPER))
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT.format(helper=helper)) + "\n\nstep = train_step\n")
+    return path
+
+
+def test_a_file_has_its_own_command_line_and_folder(script: Path, capsys: Any) -> None:
+    before = list(sys.argv)
+    assert load_training(script).batch[0].shape == (2, 4)
+    assert load_training(script, ["--width", "6"]).batch[0].shape == (2, 6)
+    assert sys.argv == before
+    assert cli.main(["examine", str(script), "--", "--width", "8"]) == 0
+    assert "step (train.py:" in capsys.readouterr().out.replace("train_step", "step")
+
+
+def test_a_file_that_ends_early_is_told_about_its_command_line(script: Path, capsys: Any) -> None:
+    assert cli.main(["examine", str(script), "--", "--width", "wide"]) == 2
+    shown = capsys.readouterr().err
+    assert "error: argument --width: invalid int value: 'wide'" in shown
+    assert shown.splitlines()[-1] == (
+        f"amp-ir examine: {script} ended (exit code 2) before its parts could be read. What it "
+        f"reads from its command line follows --: amp-ir examine {script} -- --lr 0.1; what trains "
+        'belongs below `if __name__ == "__main__":`'
+    )
+
+
+def test_a_file_that_fails_shows_where(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import torch\nmodel = torch.nn.Linaer(2, 2)\n")
+    with pytest.raises(OptionError) as caught:
+        load_training(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path} failed while its parts were read:\nTraceback")
+    assert f'File "{path}", line 2' in text and "runpy" not in text
+    assert "AttributeError: module 'torch.nn' has no attribute 'Linaer'" in text
+    assert text.endswith(f"Check that `python {path}` gets past this line")
+
+
+def test_a_step_of_another_name_is_suggested(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("model = 1; batch = ()\ndef evaluate(): ...\ndef train_step(): ...\n")
+    with pytest.raises(OptionError) as caught:
+        load_training(path)
+    assert str(caught.value) == (
+        f"{path} does not define `step` (the function to capture); `step = train_step` names it; "
+        "define it at its top level: `amp-ir examine --help` shows a file that the commands take"
+    )
+
+
+def test_words_after_the_dashes_need_a_file(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--", "--lr", "1"])
+    expected = "amp-ir: error: doctor takes no file whose arguments could follow --\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
+def test_a_step_whose_first_run_changes_the_model_has_times_beside_pytorch(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """As Hugging Face's classifiers, which find the kind of their problem in the first batch."""
+    path = tmp_path / "train.py"
+    found = "if model.problem is None: model.problem = 'regression'"
+    changed = TRAINING.replace("loss = ", f"{found}\n        loss = ", 1)
+    path.write_text(textwrap.dedent(changed).replace("batch =", "model.problem = None\nbatch =", 1))
+    assert cli.main(["profile", str(path), "--steps", "1"]) == 0
+    shown = capsys.readouterr()
+    assert "no times beside" not in shown.err and "PyTorch float32" in shown.out

@@ -336,5 +336,10 @@ def test_the_command_searches_a_file_of_the_users(tmp_path, capsys, monkeypatch)
     assert f"wrote {plan}" in shown
     assert amp_ir.CastPlan.load(plan).ops
     assert json.loads(data.read_text())["max_error"] == 1.5e-3
+    absent = tmp_path / "absent.json"
+    words = ["search", str(tmp_path / "train.py"), "--max-error", "1e-6", "--no-measure"]
+    assert main([*words, "--out", str(absent)]) == 1
+    expected = f"{absent} was not written: a step in float32 has no plan\n"
+    assert capsys.readouterr().out.endswith(expected)
     assert main(["search", "train.py", "--max-error", "1e-3", "--out", "/nowhere/plan.json"]) == 2
     assert "--out=/nowhere/plan.json: there is no such folder; make it" in capsys.readouterr().err

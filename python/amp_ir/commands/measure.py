@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ import attrs
 import torch
 
 import amp_ir
+from amp_ir.amp.hints import FULL_DTYPE
 from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_casts, add_command, casts_of, owners, traced, training_of
 from amp_ir.demo.peer_times import peer_times
@@ -92,7 +94,7 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
         report("capturing the step")
         mod, args = traced(training)
         low, plan = mod, None
-        if arguments.amp_dtype != "float32":
+        if arguments.amp_dtype != FULL_DTYPE:
             report("choosing casts")
             low = amp_ir.autocast(mod, args, **casts)
             plan = amp_ir.explain_plan(low)
@@ -104,7 +106,7 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
         peers: dict[str, float] = {}
         if not arguments.no_peers:
             report("timing float32 and PyTorch beside it")
-            peers = _peers(training, mod, low, arguments)
+            peers = _peers(training, mod, low, casts, arguments)
         errors = None
         if plan is not None and getattr(arguments, "errors", 0.0) > 0.0:
             report("rounding ops one after the other")
@@ -121,19 +123,28 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
     return _Measured(arguments.training, memory, profile, plan, peers, errors)
 
 
-def _peers(training: Any, full: Any, low: Any, arguments: argparse.Namespace) -> dict[str, float]:
+def _peers(
+    training: Any, full: Any, low: Any, casts: dict[str, Any], arguments: argparse.Namespace
+) -> dict[str, float]:
     """Return `peer_times`; none, with a note, where the steps do not run beside each other."""
+    times = functools.partial(
+        peer_times,
+        training,
+        device=arguments.device,
+        amp_dtype=arguments.amp_dtype,
+        turns=arguments.steps,
+    )
     try:
-        return peer_times(
-            training,
-            full,
-            low,
-            device=arguments.device,
-            amp_dtype=arguments.amp_dtype,
-            turns=arguments.steps,
-        )
+        try:
+            return times(full, low)
+        except amp_ir.errors.StateError:
+            # PyTorch's first step changed what the capture read, as a Hugging Face model that
+            # writes the kind of its problem into its configuration.
+            full, args = traced(training)
+            is_low = arguments.amp_dtype != FULL_DTYPE
+            return times(full, amp_ir.autocast(full, args, **casts) if is_low else full)
     except amp_ir.errors.AmpIrError as error:
-        # PyTorch's step may change what the captured one depends on.
+        # It changes at every step.
         print(f"no times beside PyTorch: {error}", file=sys.stderr)
         return {}
 

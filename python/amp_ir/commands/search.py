@@ -81,6 +81,8 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.out is not None and found.plan is not None:
         found.plan.save(arguments.out)
         print(f"wrote {arguments.out}")
+    elif arguments.out is not None:
+        print(f"{arguments.out} was not written: a step in float32 has no plan")
     if arguments.json is not None:
         write_text(arguments.json, found.to_json())
         print(f"wrote {arguments.json}")

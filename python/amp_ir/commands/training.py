@@ -24,6 +24,7 @@ a train.py defines its parts at the top level, and trains below `if __name__ == 
   batch = (inputs, targets)        # an example of what step is called with
   def step(inputs, targets): ...   # forward, backward, optimizer.step()
   batches = [...]                  # more batches, where a command takes several
+what follows -- is the command line of the file: amp-ir examine train.py -- --lr 0.1
 """
 
 
@@ -118,7 +119,7 @@ def training_of(arguments: argparse.Namespace, report: Report) -> Any:
     if name in WORKLOADS:
         device = getattr(arguments, "device", "cpu")
         return WORKLOADS[name].make(small=arguments.small, device=device)
-    return load_training(Path(name))
+    return load_training(Path(name), arguments.of_file)
 
 
 def traced(training: Any) -> tuple[amp_ir.StepModule, tuple[Any, ...]]:

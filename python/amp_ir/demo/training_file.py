@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import attrs
@@ -34,24 +38,29 @@ class TrainingFile:
     batches: Sequence[tuple[Any, ...]] = ()
 
 
-def load_training(path: Path) -> TrainingFile:
+def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
     """Run a file and return its `step`, `batch` and `model`, and what else it names.
 
     That is `optimizer`, `scaler`, and `batches`, a list of more batches.
 
     The file runs as a module of another name than "__main__", so a training loop below
-    `if __name__ == "__main__":` does not run.
+    `if __name__ == "__main__":` does not run. As when Python runs it, its folder is where it
+    imports from, and `arguments` are its command line.
 
     Raises:
-        OptionError: there is no such file, or it does not define a required name.
+        OptionError: there is no such file, it fails, or it does not define a required name.
     """
     if not path.is_file():
         raise OptionError(f"{path} is neither a workload nor a file; {_SEE}")
-    names = runpy.run_path(str(path))
+    with _as_script(path, arguments):
+        names = runpy.run_path(str(path))
     missing = [name for name in _NEEDED if name not in names]
     if missing:
         wanted = ", ".join(f"`{name}` ({_NEEDED[name]})" for name in missing)
-        raise OptionError(f"{path} does not define {wanted}; define them at its top level: {_SEE}")
+        raise OptionError(
+            f"{path} does not define {wanted}{_other_functions(path, names, missing)}; "
+            f"define {'it' if len(missing) == 1 else 'them'} at its top level: {_SEE}"
+        )
     batch = names["batch"]
     if not isinstance(batch, tuple):
         raise OptionError(
@@ -67,3 +76,54 @@ def load_training(path: Path) -> TrainingFile:
         names.get("scaler"),
         names.get("batches", ()),
     )
+
+
+@contextmanager
+def _as_script(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Give the file its command line and its folder, and say where it failed."""
+    folder = str(path.resolve().parent)
+    # It stays: a step may import when it is captured.
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    own, sys.argv = sys.argv, [str(path), *arguments]
+    try:
+        yield
+    except SystemExit as stop:
+        raise OptionError(
+            f"{path} ended ({_exit_text(stop)}) before its parts could be read. What it reads from "
+            f"its command line follows --: amp-ir examine {path} -- --lr 0.1; what trains belongs "
+            'below `if __name__ == "__main__":`'
+        ) from stop
+    except Exception as error:
+        raise OptionError(
+            f"{path} failed while its parts were read:\n{_from_file_on(path, error)}"
+            f"Check that `python {path}` gets past this line"
+        ) from error
+    finally:
+        sys.argv = own
+
+
+def _exit_text(stop: SystemExit) -> str:
+    return f"exit code {stop.code or 0}" if isinstance(stop.code, int | None) else str(stop.code)
+
+
+def _from_file_on(path: Path, error: Exception) -> str:
+    """Return the error's traceback, which begins in the file; whole for an error of syntax."""
+    at = error.__traceback__
+    while at is not None and at.tb_frame.f_code.co_filename != str(path):
+        at = at.tb_next
+    return "".join(traceback.format_exception(type(error), error, at))
+
+
+def _other_functions(path: Path, names: Mapping[str, Any], missing: Sequence[str]) -> str:
+    """Return what to write where the step has another name, if the file has functions."""
+    own = [
+        name
+        for name, one in names.items()
+        if isinstance(one, FunctionType) and one.__code__.co_filename == str(path)
+    ]
+    if "step" not in missing or not own:
+        return ""
+    # One whose name says so first.
+    likely = next((name for name in own if "step" in name), None)
+    return f"; `step = {likely}` names it" if likely else ""

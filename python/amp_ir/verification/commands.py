@@ -78,7 +78,7 @@ def _made(arguments: argparse.Namespace) -> Callable[[int], Any]:
 
     def load(seed: int) -> Any:
         torch.manual_seed(seed)
-        return load_training(Path(name))
+        return load_training(Path(name), arguments.of_file)
 
     return load
 
