@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +119,100 @@ def test_numpy_is_for_results():
         ". The values do not exist yet when a step is captured: return the tensor, and call "
         ".numpy() on it after the call"
     )
+
+
+SHAPES = (
+    ". Shapes are known while a step is captured: print(x.shape) before this line shows them. They "
+    "have to be what PyTorch takes"
+)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None, :, :2], x[None]),
+        lambda x: nn.functional.scaled_dot_product_attention(
+            x[None], x[None], x[None], attn_mask=x.new_zeros(3, 3)
+        ),
+        lambda x: torch.cat([x, x[:1, :2]]),
+        lambda x: x @ x,
+        lambda x: x.view(3, 3),
+        lambda x: x + x[:, :3],
+    ],
+    ids=["query", "mask", "cat", "matmul", "view", "add"],
+)
+def test_shapes_that_do_not_fit_are_to_be_printed(forward, capsys):
+    model = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError):
+        forward(torch.randn(2, 4))
+
+    def printed(x):
+        print(tuple(x.shape))
+        return forward(model(x))
+
+    assert message(jitted(model, printed), torch.randn(2, 4)).endswith(SHAPES)
+    assert capsys.readouterr().out == "(2, 4)\n"
+
+
+def test_attention_of_two_dtypes_says_how_to_have_one():
+    model = nn.Linear(4, 4)
+
+    def forward(x, low):
+        return nn.functional.scaled_dot_product_attention(x[None], x[None].to(low), x[None])
+
+    text = message(jitted(model, lambda x: forward(model(x), HALF)), torch.randn(2, 4))
+    assert text.endswith(f"; expected one dtype. PyTorch refuses it too. {FLOATS}")
+    fits = jitted(model, lambda x: forward(model(x).float(), torch.float32))
+    assert fits(torch.randn(2, 4)).isfinite()
+
+
+def test_a_target_made_in_inference_mode_is_refused_as_in_pytorch():
+    model = nn.Linear(4, 4)
+
+    def step_of(mode):
+        def step(x):
+            with mode():
+                target = model(x).argmax(-1)
+            loss = nn.functional.cross_entropy(model(x), target)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    with pytest.raises(RuntimeError, match="Inference tensors"):
+        step_of(torch.inference_mode)(torch.randn(2, 4))
+    text = message(amp_ir.jit(step_of(torch.inference_mode), model=model), torch.randn(2, 4))
+    assert text.endswith(
+        ". PyTorch refuses it too: compute it under torch.no_grad() instead of inference_mode()"
+    )
+    assert amp_ir.jit(step_of(torch.no_grad), model=model)(torch.randn(2, 4)).isfinite()
+
+
+def test_inference_mode_inside_of_a_step_is_as_in_pytorch():
+    """Metrics, a moving average, and results of it that the step returns."""
+    trained = {}
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        average = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, model=model, average=average, optimizer=optimizer):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode():
+                kept = average(x)
+                kept += 1
+                for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                    old.mul_(0.9).add_(new, alpha=0.1)
+            return loss.detach(), kept.view(-1)[:3]
+
+        train = (
+            amp_ir.jit(step, model=[model, average], optimizer=optimizer) if is_compiled else step
+        )
+        x = torch.randn(8, 4)
+        results = [train(x) for _ in range(3)]
+        trained[is_compiled] = [results, *average.state_dict().values(), *model.parameters()]
+    torch.testing.assert_close(trained[True], trained[False])

@@ -180,9 +180,9 @@ def test_an_error_of_the_step_itself_is_told_with_its_place() -> None:
 
     assert error_text(step, model) == (
         f"the step failed while it was traced, at step (forward), {__file__}:{line(step, 'here')}: "
-        "RuntimeError: a and b must have same reduction dim, but got [6, 4] X [6, 3]. Check that "
-        "it runs as plain PyTorch on the same batch; if it does, it needs a tensor's values (as "
-        ".numpy() does), which do not exist yet when a step is captured"
+        "RuntimeError: a and b must have same reduction dim, but got [6, 4] X [6, 3]. Shapes "
+        "are known while a step is captured: print(x.shape) before this line shows them. They have "
+        "to be what PyTorch takes"
     )
 
 

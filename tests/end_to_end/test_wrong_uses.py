@@ -191,8 +191,8 @@ READ = (
     "gradients are not finite, use amp_ir.GradScaler"
 )
 RUNS = (
-    "Check that it runs as plain PyTorch on the same batch; if it does, it needs a tensor's values "
-    "(as .numpy() does), which do not exist yet when a step is captured"
+    "Shapes are known while a step is captured: print(x.shape) before this line shows them. They "
+    "have to be what PyTorch takes"
 )
 ONE_PLACE = "this step cannot be captured, 1 place:\n  1. step"
 

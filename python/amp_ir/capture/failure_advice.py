@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,6 +32,17 @@ _OF_TEXTS = {
         "on it after the call"
     ),
 }
+_OF_TEXTS |= {
+    "expected one dtype": f"PyTorch refuses it too. {ONE_DTYPE}",
+    "Inference tensors cannot": (
+        "PyTorch refuses it too: compute it under torch.no_grad() instead of inference_mode()"
+    ),
+}
+_OF_SHAPES = re.compile(r"\b(shapes?|sizes?|dims?|dimensions?)\b", re.IGNORECASE)
+_SHAPES = (
+    "Shapes are known while a step is captured: print(x.shape) before this line shows them. They "
+    "have to be what PyTorch takes"
+)
 _OTHERWISE = (
     "Check that it runs as plain PyTorch on the same batch; if it does, it needs a tensor's values "
     "(as .numpy() does), which do not exist yet when a step is captured"
@@ -61,7 +73,7 @@ def advice_on(text: str, model: Sequence[torch.Tensor], batch: Sequence[torch.Te
     floats, given = _float_dtypes(model), _float_dtypes(batch)
     if "type" in text and floats and not given <= floats:
         return f"The model is in {_listed(floats)}, and the batch in {_listed(given)}. {ONE_DTYPE}"
-    return _OTHERWISE
+    return _SHAPES if _OF_SHAPES.search(text) else _OTHERWISE
 
 
 def _float_dtypes(tensors: Iterable[torch.Tensor]) -> set[str]:
