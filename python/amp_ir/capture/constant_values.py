@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of traced tensors that depend on no input of the step, such as a mask of ones.
 
-A step may read them in Python: they are the same at every call.
+A step may read them in Python: they are the same at every call. What the step wrote into them, or
+into a view of them, counts too.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +37,8 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
                 value = getattr(root, str(node.target))
                 if isinstance(value, FakeTensor):
                     return None
-                values[node] = value
+                # A copy, for what the step writes into it is written here too.
+                values[node] = value.clone()
             else:
                 args, kwargs = pytree.tree_map(
                     lambda one: values.get(one, one) if isinstance(one, torch.fx.Node) else one,
@@ -46,29 +50,66 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _nodes_behind(last: torch.fx.Node) -> list[torch.fx.Node] | None:
-    """Return the nodes that compute `last`, in order; None if one reads an input, or many do."""
+    """Return the nodes that compute `last`, in order; None if one reads an input, or many do.
+
+    They include those that write into memory which one of them makes or views.
+    """
+    memory = _memory_of_nodes(last.graph)
+    writers = [node for node in memory if _is_mutable(node)]
     needed: set[torch.fx.Node] = set()
+    reached: set[torch.fx.Node] = set()
     waiting = [last]
     while waiting:
         node = waiting.pop()
-        if node in needed:
-            continue
         if not _is_constant(node) or len(needed) >= _MOST_NODES:
             return None
         needed.add(node)
-        waiting += node.all_input_nodes
+        reached |= memory[node]
+        waiting += [one for one in node.all_input_nodes if one not in needed]
+        if not waiting:
+            waiting += [one for one in writers if one not in needed and memory[one] & reached]
     return [node for node in last.graph.nodes if node in needed]
+
+
+def _memory_of_nodes(graph: torch.fx.Graph) -> dict[torch.fx.Node, set[torch.fx.Node]]:
+    """Return, for each node, the nodes that made the memory which its results lie in.
+
+    As the ops' schemas say it: results of ops that are not run a second time while a step is
+    captured have storages of their own, also where they are views.
+    """
+    found: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        shared = node.all_input_nodes if node.target is operator.getitem else _aliased(node)
+        found[node] = set().union(*(found[one] for one in shared)) if shared else {node}
+    return found
+
+
+def _aliased(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments that an op views or writes into."""
+    given = [
+        node.args[number] if number < len(node.args) else node.kwargs.get(one.name)
+        for number, one in enumerate(_arguments(node))
+        if one.alias_info is not None
+    ]
+    return [one for one in pytree.tree_leaves(given) if isinstance(one, torch.fx.Node)]
+
+
+def _arguments(node: torch.fx.Node) -> Sequence[Any]:
+    schema: Any = getattr(node.target, "_schema", None)
+    return () if schema is None else schema.arguments
+
+
+def _is_mutable(node: torch.fx.Node) -> bool:
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _is_constant(node: torch.fx.Node) -> bool:
     if node.op == "get_attr":
         return True
-    schema = getattr(node.target, "_schema", None)
-    is_pure = node.op == "call_function" and not getattr(schema, "is_mutable", False)
     tags: Any = getattr(node.target, "tags", ())
     is_small = all(
         one.numel() <= _MOST_ELEMENTS
         for one in pytree.tree_leaves(node.meta.get("val"))
         if isinstance(one, torch.Tensor)
     )
-    return is_pure and is_small and torch.Tag.nondeterministic_seeded not in tags
+    return node.op == "call_function" and is_small and torch.Tag.nondeterministic_seeded not in tags
