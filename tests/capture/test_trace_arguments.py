@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import amp_ir
 from amp_ir.capture.trace import capture_step
 from amp_ir.errors import ArgumentError
 
@@ -166,7 +167,8 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     (
         "sparse embedding",
         lambda: with_model(nn.Sequential(nn.Embedding(3, 2, sparse=True))),
-        "model= (0) has sparse gradients; make the Embedding with sparse=False",
+        "model= (0) has sparse gradients; make the Embedding with sparse=False, and an Adam "
+        "where there was a SparseAdam",
     ),
     (
         "lazy model",
@@ -251,3 +253,19 @@ def test_a_disabled_scaler_is_accepted() -> None:
     model = nn.Linear(6, 3)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     capture_step(lambda x: model(x), (X,), model=model, scaler=scaler)
+
+
+def test_an_embedding_without_sparse_gradients_trains_with_adam() -> None:
+    model = torch.nn.Embedding(6, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    ids = torch.tensor([1, 2])
+    assert train(ids) > train(ids)

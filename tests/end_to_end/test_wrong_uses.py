@@ -330,7 +330,8 @@ TRACE: list[Row] = [
         "sparse embedding",
         lambda s: s.trace(model=SPARSE, optimizer=None),
         ArgumentError,
-        "model= (itself) has sparse gradients; make the Embedding with sparse=False",
+        "model= (itself) has sparse gradients; make the Embedding with sparse=False, and an Adam "
+        "where there was a SparseAdam",
     ),
     (
         "model is not a module",

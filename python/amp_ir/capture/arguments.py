@@ -153,7 +153,10 @@ def _model_errors(model: object) -> Iterator[str]:
         elif "quantized" in type(module).__module__ and "torch" in type(module).__module__:
             yield f"{where} is the quantized module {kind}; train in floating point"
         elif isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            yield f"{where} has sparse gradients; make the {kind} with sparse=False"
+            yield (
+                f"{where} has sparse gradients; make the {kind} with sparse=False, and an Adam "
+                "where there was a SparseAdam"
+            )
 
 
 def _tensor_errors(models: list[torch.nn.Module], batch: object) -> Iterator[str]:
