@@ -644,7 +644,10 @@ MOVE = (
     "make it a tensor that is a buffer of the model. What it decides (if count % 4 == 0) is passed "
     "to the step as an argument, a bool"
 )
-RETURN = "Return the tensor from the step, and keep it after the call"
+RETURN = (
+    "Return the tensor from the step, and keep it after the call; what only the step reads, such "
+    "as what a forward hook keeps, it may drop before it ends (kept.clear())"
+)
 DRAW = (
     "draws a random number in Python, which a compiled step would do only when it is captured. "
     "Draw it with torch (torch.rand), or outside of the step and pass it as an argument"

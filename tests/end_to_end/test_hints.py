@@ -404,3 +404,32 @@ def test_a_scaler_that_was_not_passed_works_when_it_is() -> None:
         amp_ir.jit(step, model=s.model, optimizer=s.optimizer)(batch(0))
     train = amp_ir.jit(step, model=s.model, optimizer=s.optimizer, scaler=scaler)
     assert torch.isfinite(train(batch(0)))
+
+
+def test_what_a_forward_hook_keeps_is_dropped_before_the_step_ends() -> None:
+    kept: dict[str, torch.Tensor] = {}
+    trained = []
+    for drops in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        model[0].register_forward_hook(lambda _m, _i, out: kept.__setitem__("features", out))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(
+            x: torch.Tensor, model: Any = model, optimizer: Any = optimizer, drops: bool = drops
+        ) -> torch.Tensor:
+            loss = model(x).square().mean() + kept["features"].abs().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if drops:
+                kept.clear()
+            return loss.detach()
+
+        x = torch.linspace(-1, 1, 12).view(3, 4)
+        train = amp_ir.jit(step, model=model, optimizer=optimizer)
+        if not drops:
+            with pytest.raises(AmpIrError, match=r"it may drop before it ends \(kept.clear\(\)\)"):
+                train(x)
+        trained.append([(train if drops else step)(x) for _ in range(3)])
+    torch.testing.assert_close(*trained)

@@ -38,7 +38,10 @@ _IN_INIT = (
     "Make it in __init__, or call the model once on a batch before, under torch.no_grad(), and "
     "pass its parameters to the optimizer"
 )
-_RETURN = "Return the tensor from the step, and keep it after the call"
+_RETURN = (
+    "Return the tensor from the step, and keep it after the call; what only the step reads, such "
+    "as what a forward hook keeps, it may drop before it ends (kept.clear())"
+)
 
 
 @attrs.frozen(eq=False)
