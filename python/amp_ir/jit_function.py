@@ -31,6 +31,7 @@ from amp_ir.ir.public_function import public_function
 from amp_ir.ir.target import target_of
 from amp_ir.jit_step import JitStep
 from amp_ir.replay.watch import Watch
+from amp_ir.report.step_name import name_between_ranks
 from amp_ir.runtime.overflow_log import overflow_log
 from amp_ir.runtime.step_variants import DEFAULT_LIMIT, DEFAULT_SHAPES
 
@@ -242,6 +243,7 @@ def _jitted(
         data_parallel=data_parallel,
         comm_dtype=comm_dtype,
         shard=shard,
+        step=name_between_ranks(step),
     )
     check_exchange(ranks, is_cuda=target.is_cuda, amp_dtype=amp_dtype)
     if explained is not None and ranks is not None and ranks.exchanges:

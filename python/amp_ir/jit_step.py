@@ -91,6 +91,9 @@ class JitStep:
         )
         self._trace_options = options
         self._ranks: Ranks | None = options["ranks"]
+        if self._ranks is not None and self._ranks.exchanges:
+            # Steps of one name are numbered in the order in which they are made.
+            agreement_of(self._ranks)
         self._turn = ForkSafeLock("the step was running")
         self._arena = Arena()
         self._compile_seconds = 0.0
@@ -253,13 +256,8 @@ class JitStep:
         if self._ranks is None or not self._ranks.exchanges:
             yield
             return
-        agreement = agreement_of(self._ranks)
-        agreement.begin_attempt()
-        try:
+        with agreement_of(self._ranks).telling():
             yield
-        except BaseException as error:
-            agreement.failed_alone(error)
-            raise
 
     def _run(self, batch: tuple[Any, ...]) -> Any:
         signature, tensors = self._signatures.of(batch)

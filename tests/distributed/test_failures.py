@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import amp_ir
 from amp_ir import errors
-from amp_ir.distributed import agreement, exchange
+from amp_ir.distributed import meeting
 from amp_ir.distributed.exchange import Exchange
 from data_parallel import Training, mlp
 from rank_processes import DIED, ranks
@@ -76,8 +76,7 @@ def told(one: Training, act: Callable[[], Any]) -> Told:
 
 
 def say_soon() -> None:
-    for module in (agreement, exchange):
-        module._LOOK_SECONDS = module._SAY_SECONDS = 0.5  # type: ignore[attr-defined]
+    meeting.LOOK_SECONDS = meeting.SAY_SECONDS = 0.5
 
 
 def test_another_model_on_one_rank_is_told_on_every_rank(tmp_path: Path) -> None:

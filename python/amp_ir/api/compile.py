@@ -13,7 +13,7 @@ from amp_ir import pipeline
 from amp_ir.api.cached_build import cached_build
 from amp_ir.api.replay import overflow_finder
 from amp_ir.distributed.contract import contract_of
-from amp_ir.distributed.exchange import Exchange
+from amp_ir.distributed.exchange import Exchange, agreement_of
 from amp_ir.distributed.stand_in_exchange import StandInExchange
 from amp_ir.errors import OptionError
 from amp_ir.host.logs import logger_of
@@ -265,4 +265,4 @@ def exchange_of(mod: StepModule, plan: MemoryPlan) -> Exchange | None:
         return None
     if ranks.are_simulated:
         return StandInExchange()
-    return Exchange(ranks, contract_of(mod, plan))
+    return Exchange(ranks, contract_of(mod, plan, agreement_of(ranks).step))

@@ -20,6 +20,7 @@ from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.loss_scaling.scale_loss import ScalerNotPassed, scalers_of
 from amp_ir.report.stage_files import current_stage_files
+from amp_ir.report.step_name import name_between_ranks
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -69,7 +70,11 @@ def trace_step(
         LossScaleError: the loss scale reaches what must not depend on it; lists every place.
     """
     captured, ranks = find_ranks(
-        model, process_group=process_group, data_parallel=data_parallel, comm_dtype=comm_dtype
+        model,
+        process_group=process_group,
+        data_parallel=data_parallel,
+        comm_dtype=comm_dtype,
+        step=name_between_ranks(step),
     )
     mod = trace_unchanged(
         step,

@@ -29,18 +29,19 @@ class Contract:
 
     `collectives` are those of the plan in the order in which they begin and end, `state` the
     tensors that the step works on, and `ops` the program before it was planned. Ranks whose
-    batches have other shapes (`batch`) have other ops.
+    batches have other shapes (`batch`) have other ops. `step` is the step's name in its group.
     """
 
     collectives: tuple[str, ...]
     state: tuple[str, ...]
     ops: tuple[str, ...]
     batch: str
+    step: str = "step"
 
     @property
     def exchange_digest(self) -> str:
         """A digest of what has to be alike in every program that runs at the same step."""
-        return _digest([*self.collectives, "state", *self.state])
+        return _digest([self.step, *self.collectives, "state", *self.state])
 
     @property
     def digest(self) -> str:
@@ -61,10 +62,12 @@ class Contract:
         """Read what `to_bytes` wrote."""
         known = json.loads(zlib.decompress(data))
         lists = {name: tuple(known[name]) for name in ("collectives", "state", "ops")}
-        return cls(**lists, batch=str(known["batch"]))
+        return cls(**lists, batch=str(known["batch"]), step=str(known["step"]))
 
     def difference(self, first: Contract) -> str:
         """Describe the first difference to rank 0's: "..., and on rank 0 ..."; "" for none."""
+        if self.step != first.step:
+            return f"the step is {self.step}, and on rank 0 {first.step}"
         parts = [
             ("tensor of the state", self.state, first.state),
             ("collective", self.collectives, first.collectives),
@@ -88,8 +91,8 @@ def _first_difference(kind: str, own: Sequence[str], first: Sequence[str]) -> st
     return ""
 
 
-def contract_of(mod: StepModule, plan: MemoryPlan) -> Contract:
-    """Return what a planned step agrees on with those of other ranks."""
+def contract_of(mod: StepModule, plan: MemoryPlan, step: str) -> Contract:
+    """Return what a planned step, with its name, agrees on with those of other ranks."""
     # Ranks that split the optimizers' state have parts of other sizes.
     whole = mod if mod.whole is None else mod.whole
     inputs = whole.signature.inputs
@@ -102,6 +105,7 @@ def contract_of(mod: StepModule, plan: MemoryPlan) -> Contract:
         tuple(_spec(one) for one in inputs if one.role is not Role.BATCH),
         tuple(_lines(whole.ir)),
         "; ".join(map(_spec, batch)),
+        step,
     )
 
 

@@ -22,17 +22,16 @@ import torch
 import tvm
 
 from amp_ir.dialect.collectives import START_SYMBOL, WAIT_SYMBOL
+from amp_ir.distributed import meeting
 from amp_ir.distributed.agreement import Agreement
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.process_group import Group
 from amp_ir.distributed.replicas import Ranks
-from amp_ir.errors import DeviceError, OptionError, RankFailedError, StateError
+from amp_ir.errors import DeviceError, OptionError, RankFailedError, RanksDifferError, StateError
 from amp_ir.ir.collective_call import Collective, described
 from amp_ir.ir.external_call import register_in_run
 
 log = logging.getLogger("amp_ir")
-# A wait looks this often whether another rank has failed, and says that it waits.
-_LOOK_SECONDS, _SAY_SECONDS = 1.0, 5.0
 
 
 @attrs.frozen
@@ -93,6 +92,10 @@ class Exchange:
         self.is_timed = False
         self.traffic: list[list[Traffic]] = []
 
+    def telling_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a call of the step; other ranks hear of its failure."""
+        return self._agreement.telling()
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Exchange inside; the ranks agree on the program before its first run.
@@ -111,6 +114,9 @@ class Exchange:
         except BaseException as error:
             self._agreement.failed(call, error)
             self._abandon()
+            if isinstance(error.__cause__, RanksDifferError):
+                # Found by all ranks before the first exchange, which they can do without.
+                raise error.__cause__ from None
             raise
 
     @contextlib.contextmanager
@@ -123,7 +129,12 @@ class Exchange:
             raise
 
     def start(self, collective: Collective, flat: tvm.runtime.Tensor) -> None:
-        """Hand a bucket to its group."""
+        """Hand a bucket to its group; the first of a call waits until all ranks are at it.
+
+        Raises:
+            RanksDifferError: the ranks are at calls of different programs.
+        """
+        self._agreement.meet()
         tensor = torch.utils.dlpack.from_dlpack(flat)
         group = self._ranks.groups[collective.group]
         ended: list[float] = []
@@ -162,7 +173,7 @@ class Exchange:
         said = since
         while True:
             try:
-                pending.work.wait(timedelta(seconds=_LOOK_SECONDS))
+                pending.work.wait(timedelta(seconds=meeting.LOOK_SECONDS))
                 return
             except RuntimeError:  # the time is over, or the exchange failed
                 if pending.work.is_completed():
@@ -170,7 +181,7 @@ class Exchange:
                     return
             now = time.perf_counter()
             self._agreement.check_others()
-            if now - said >= _SAY_SECONDS:
+            if now - said >= meeting.SAY_SECONDS:
                 said = now
                 self._agreement.say_waiting(str(pending.collective), now - since)
 

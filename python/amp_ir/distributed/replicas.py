@@ -106,6 +106,8 @@ class Ranks:
     models: list[torch.nn.Module]
     replicas: list[Replica]
     groups: list[Group]
+    # The step's name, the same on all ranks.
+    step: str = "step"
     # Whether this rank's plain models have rank 0's values yet.
     are_alike: bool = False
     # Made with the first program; see agreement.py.
@@ -170,10 +172,12 @@ def find_ranks(
     comm_dtype: str | torch.dtype | None = None,
     shard: str | None = None,
     simulated: Group | None = None,
+    step: str = "step",
 ) -> tuple[Any, Ranks | None]:
     """Return the models to capture, and their replicas; None where ranks exchange nothing.
 
-    `simulated` is a group without a handle, whose ranks are not there: all models train in it.
+    `step` names the step for the other ranks. `simulated` is a group without a handle, whose ranks
+    are not there: all models train in it.
 
     Raises:
         OptionError, ArgumentError: an option cannot be honoured; says what to do.
@@ -210,7 +214,7 @@ def find_ranks(
         )
     _check_modules(replicas)
     found = models if is_list else models[0]
-    ranks = Ranks([*models], replicas, groups, are_simulated=simulated is not None)
+    ranks = Ranks([*models], replicas, groups, step, are_simulated=simulated is not None)
     if shard is not None and len(groups) > 1:
         raise OptionError(
             f"shard={shard!r} splits state over one process group, and the models of this step "

@@ -104,6 +104,13 @@ class CompiledStep:
                 the message says whether anything has changed.
             OutOfMemoryError: there is no memory for the step; see there, too.
         """
+        exchange = self._program.exchange
+        if exchange is None:
+            return self._call(batch, named)
+        with exchange.telling_ranks():
+            return self._call(batch, named)
+
+    def _call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         use_threads_that_exist()
         tensors = self.module.signature.flatten_batch(batch, named)
         self._program.check_inputs(tensors)
