@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,20 +146,126 @@ def test_a_plan_that_comes_to_differ_is_told_on_every_rank(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_rank_that_is_killed_in_a_step(tmp_path: Path, dying: int) -> None:
-    def program(rank: int) -> Told:
-        one, train = training(mlp())
+    found = killed(tmp_path, dying, "all_reduce", None)
+    for one, _ in found:
+        assert "lost the others in the all_reduce of bucket 0, float32[" in one.error
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_a_rank_that_is_killed_with_split_state(tmp_path: Path, shard: str, kind: str) -> None:
+    killed(tmp_path, 1, kind, shard)
+
+
+def killed(folder: Path, dying: int, kind: str, shard: str | None) -> list[tuple[Told, float]]:
+    """Kill a rank where it starts an exchange of a kind; return what the others saw."""
+
+    def program(rank: int) -> tuple[Told, float]:
+        one, train = training(mlp(), shard=shard)
         for _ in range(3):
             train(*BATCH)
-        if rank == dying:
-            Exchange.start = lambda *_: os._exit(1)  # type: ignore[method-assign]
-        return told(one, lambda: train(*BATCH))
+        start = Exchange.start
 
-    found = ranks(program, tmp_path, 2 + dying, may_die=True)
+        def die(self: Exchange, collective: Any, flat: Any) -> None:
+            if rank == dying and collective.kind == kind:
+                os.kill(os.getpid(), signal.SIGKILL)
+            start(self, collective, flat)
+
+        Exchange.start = die  # type: ignore[method-assign]
+        since = time.monotonic()
+        return told(one, lambda: train(*BATCH)), time.monotonic() - since
+
+    found = ranks(program, folder, 2 + dying, may_die=True)
     assert found[dying] == DIED
-    for one in (told_by for rank, told_by in enumerate(found) if rank != dying):
+    left = [one for rank, one in enumerate(found) if rank != dying]
+    for one, seconds in left:
         assert one.is_unchanged
-        assert "lost the others in the all_reduce of bucket 0, float32[" in one.error
-        assert "Nothing has changed" in one.error
+        assert "lost the others in the " in one.error and "Nothing has changed" in one.error
+        assert seconds < 5
+    return left
+
+
+class Words(nn.Module):
+    """An embedding and a head; `shift` makes the indices ones that the step computes."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 4)
+        self.shift = shift
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.shift:
+            ids = (ids.float() * self.shift).round().long()
+        return self.head(self.words(ids).mean(1))
+
+
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+@pytest.mark.parametrize("shard", [None, "optimizer", "gradients"])
+def test_an_index_out_of_range_on_one_rank(tmp_path: Path, shard: str | None, shift: float) -> None:
+    """Found by the host before the step, or in the step: none of the ranks updates anything."""
+
+    def program(rank: int) -> list[tuple[Told, float]]:
+        torch.manual_seed(0)
+        one, train = training(Words(shift), shard=shard)
+        right = torch.arange(8).view(4, 2) % 8, torch.arange(4)
+        train(*right)
+        wrong = (right[0] + (9 if rank == 1 else 0), right[1])
+        found = []
+        for batch in (right, wrong, right):
+            since = time.monotonic()
+            found.append((told(one, lambda batch=batch: train(*batch)), time.monotonic() - since))
+            if found[-1][0].error != "nothing":
+                time.sleep(3)  # as if it ended: the others look every second
+        return found
+
+    first, second = ranks(program, tmp_path)
+    assert first[0][0].error == second[0][0].error == "nothing"
+    for (one, seconds), error in ((first[1], "StepFailedError"), (second[1], "IndexOutOfRange")):
+        assert one.is_unchanged and one.error != "nothing"
+        assert seconds < 5
+        assert shift or one.error.startswith(error), one.error
+    assert "expected 0 to 15, for amp_ir.embedding in" in second[1][0].error, second[1][0].error
+    if not shift:
+        assert "failed before its first exchange: IndexOutOfRangeError: " in first[1][0].error
+        assert "not used again" in first[2][0].error
+        return
+    # All of them have rolled back, and nothing was left unfinished: they go on.
+    assert first[1][0].error.startswith("RankFailedError: another rank's step computed a number")
+    for one in (first, second):
+        assert one[2][0].error == "nothing" and not one[2][0].is_unchanged
+
+
+def test_an_op_of_pytorchs_that_fails_on_one_rank(tmp_path: Path) -> None:
+    @torch.library.custom_op("ranks_test::picky", mutates_args=())
+    def picky(x: torch.Tensor) -> torch.Tensor:
+        if float(x.abs().max()) > 100:
+            raise ValueError("too large a number")
+        return x * 2
+
+    picky.register_fake(torch.empty_like)
+    picky.register_autograd(lambda ctx, grad: grad * 2)
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return picky(self.inner(x))
+
+    def program(rank: int) -> tuple[Told, float]:
+        torch.manual_seed(0)
+        one, train = training(Picky(), shard="optimizer")
+        train(*BATCH)
+        x, y = BATCH
+        since = time.monotonic()
+        return told(one, lambda: train(x * 1e4 if rank else x, y)), time.monotonic() - since
+
+    (first, seconds), (second, _) = ranks(program, tmp_path)
+    assert first.is_unchanged and second.is_unchanged
+    assert "too large a number" in second.error
+    assert "rank 1 of 2 failed at call 2: ValueError: too large a number" in first.error
+    assert seconds < 5
 
 
 def test_a_rank_that_fails_in_a_step_tells_the_others(tmp_path: Path) -> None:

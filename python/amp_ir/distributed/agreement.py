@@ -53,9 +53,7 @@ class Agreement:
             one.begin_attempt()
 
     def _failed_alone(self, error: BaseException) -> None:
-        if self._has_agreed or isinstance(
-            error, RankFailedError | RanksDifferError | StepFailedError
-        ):
+        if self._has_agreed or isinstance(error, RankFailedError | RanksDifferError):
             return  # known to all, or told
         first = (str(error).strip().splitlines() or [""])[0]
         for one in self._meetings:

@@ -158,6 +158,10 @@ class Exchange:
         pending = self._pending[key]
         waited_from = time.perf_counter()
         self._wait(pending, waited_from)
+        if collective.kind == "all_gather":
+            # What it copies may be the state: none of it may be new if a later one fails.
+            for other in self._pending.values():
+                self._wait(other, time.perf_counter())
         del self._pending[key]
         waited_to = time.perf_counter()
         if self.is_timed:

@@ -10,7 +10,7 @@ import attrs
 import torch
 from tvm import relax
 
-from amp_ir.errors import IndexOutOfRangeError, SequenceLengthError
+from amp_ir.errors import IndexOutOfRangeError, RankFailedError, SequenceLengthError
 from amp_ir.ir.index_check import IndexCheck, error_of
 from amp_ir.ir.interpreter import evaluate
 
@@ -85,13 +85,16 @@ class PlannedChecks:
     def check_extremes(self, extremes: torch.Tensor) -> None:
         """Raise the error for what a step has found: `extremes` int64[2 * checks], on the host.
 
+        A step of several ranks has one more number: on how many of them an index is out of range.
+
         Raises:
             IndexOutOfRangeError: the step used an index out of range, and was rolled back.
             DivisionByZeroError: it divided an integer by 0, and was rolled back.
             SequenceLengthError: it computed such lengths, and was rolled back.
+            RankFailedError: another rank found that; all have rolled back.
         """
-        numbers = extremes.tolist()
-        pairs = zip(numbers[: len(self.in_step)], numbers[len(self.in_step) :], strict=True)
+        numbers, count = extremes.tolist(), len(self.in_step)
+        pairs = zip(numbers[:count], numbers[count : 2 * count], strict=True)
         errors = [
             (check, check.describe("the step computed the index", wrong))
             for check, pair in zip(self.in_step, pairs, strict=True)
@@ -101,3 +104,9 @@ class PlannedChecks:
             what = "; ".join(dict.fromkeys(error for _, error in errors))
             message = f"{what}. The step was rolled back: nothing has changed"
             raise error_of([check for check, _ in errors], message)
+        if any(numbers[2 * count :]):
+            raise RankFailedError(
+                "another rank's step computed a number that its checks refuse, as an index out of "
+                "range; its error says which. The step was rolled back on all ranks: nothing has "
+                "changed, and they may go on together"
+            )

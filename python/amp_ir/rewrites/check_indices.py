@@ -18,15 +18,18 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
+from amp_ir.dialect.collectives import ALL_REDUCE, STARTS
+from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.ir.dataflow import Dataflow, op_name, variables_of
 from amp_ir.ir.index_check import DivisorCheck, IndexCheck, error_of
 from amp_ir.ir.index_uses import index_uses
 from amp_ir.ir.interpreter import evaluate
-from amp_ir.ir.location import from_span
+from amp_ir.ir.location import from_span, join_spans
 from amp_ir.ir.planned_checks import HostCheck, PlannedChecks
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_module import OutputSpec, Role, Signature
 from amp_ir.rewrites.divisor_flags import with_divisor_flags
+from amp_ir.rewrites.number_buckets import number_buckets
 from amp_ir.rewrites.ranges.number_range import range_of_dtype
 from amp_ir.rewrites.ranges.value_ranges import ValueRanges
 
@@ -61,7 +64,8 @@ class CheckedStep:
     """The step as it is compiled, with one more output where some checks are in it.
 
     That output, "index_extremes", is int64[2 * checks]: the smallest index of each of
-    `checks.in_step`, then the largest of each.
+    `checks.in_step`, then the largest of each. Where the step exchanges with other ranks it has one
+    more number: on how many of them an index is out of range.
     """
 
     ir: tvm.IRModule
@@ -81,6 +85,9 @@ def check_indices(ir: tvm.IRModule, signature: Signature, *, on_host: HostChecks
     compute from inputs, those that a "batch" holds as they are, or "none" (on a GPU, which the host
     does not wait for).
 
+    Where the step exchanges with other ranks, `wrong` is added over them: all keep their old state,
+    or none.
+
     Requires: one function `main`, one dataflow block that ends in the tuple of the outputs.
     Ensures:  a step with nothing to check in it keeps its IR and signature; indices whose ops are
               dead are not checked.
@@ -95,13 +102,14 @@ def check_indices(ir: tvm.IRModule, signature: Signature, *, on_host: HostChecks
     checks = PlannedChecks(tuple(finder.on_host), tuple(one.check for one in finder.in_step))
     if not finder.in_step:
         return CheckedStep(ir, signature, checks)
-    outputs = (*signature.outputs, _output(len(finder.in_step)))
-    guarded = _Guard(flow, bindings, signature.outputs).run(finder.in_step)
+    guard = _Guard(flow, bindings, signature.outputs)
+    guarded = guard.run(finder.in_step)
+    outputs = (*signature.outputs, _output(2 * len(finder.in_step) + bool(guard.groups)))
     return CheckedStep(guarded, attrs.evolve(signature, outputs=outputs), checks)
 
 
 def _output(count: int) -> OutputSpec:
-    return OutputSpec(EXTREMES, Role.INDEX_EXTREMES, (2 * count,), "int64")
+    return OutputSpec(EXTREMES, Role.INDEX_EXTREMES, (count,), "int64")
 
 
 @attrs.frozen(eq=False)
@@ -270,6 +278,11 @@ class _Guard:
         self._builder = relax.BlockBuilder()
         self._fields = flow.fields
         self._out = [one for one in bindings if not one.var.same_as(flow.result)]
+        self._count = len(self._out)
+        starts = [options_of(call) for call in flow.calls(*STARTS).values()]
+        self._begun = len(starts)
+        # The groups that the step exchanges with, each with its number of ranks.
+        self.groups = {int(one["group"]): int(one["ranks"]) for one in starts}
 
     def run(self, checks: Sequence[_InStep]) -> tvm.IRModule:
         """Return the module whose `main` has one more output."""
@@ -280,11 +293,23 @@ class _Guard:
             largest.append(high)
         extremes = self._emit(relax.op.concat([*smallest, *largest], 0))
         wrong = self._any_wrong([one.check for one in checks], extremes)
+        if self.groups:
+            wrong, count = self._over_ranks(wrong, join_spans([one.ids.span for one in checks]))
+            extremes = self._emit(relax.op.concat([extremes, count], 0))
+            self._move_up([one.ids for one in checks])
         fields = [
             field if spec.updates is None else self._chosen(wrong, field, spec.updates)
             for field, spec in zip(self._fields, self._outputs, strict=True)
         ]
-        return self._finished([*fields, extremes])
+        guarded = self._finished([*fields, extremes])
+        return number_buckets(guarded) if self.groups else guarded
+
+    def _move_up(self, indices: Sequence[relax.Expr]) -> None:
+        """Put the checks where the last index is known: exchanges begin in the order written."""
+        place = {one.var: k for k, one in enumerate(self._out)}
+        first = 1 + max(place.get(one, -1) for one in indices)
+        written, checks = self._out[first : self._count], self._out[self._count :]
+        self._out[first:] = [*checks, *written]
 
     def _extremes(self, one: _InStep) -> tuple[relax.Var, relax.Var]:
         """Return the smallest and the largest index that counts, int64[1] each."""
@@ -316,6 +341,21 @@ class _Guard:
         most = self._emit(relax.op.max(wrong, [0], keepdims=False))
         return self._emit(relax.op.greater(most, relax.const(0, "int32")))
 
+    def _over_ranks(
+        self, wrong: relax.Var, span: tvm.ir.Span | None
+    ) -> tuple[relax.Var, relax.Var]:
+        """Return whether an index is out of range on any rank, bool[]; on how many, int64[1]."""
+        total = self._emit(relax.op.astype(self._emit(relax.op.reshape(wrong, [1])), "float32"))
+        for number, (group, ranks) in enumerate(sorted(self.groups.items()), self._begun):
+            pair = {"ranks": ranks, "group": group, "bucket": number}
+            started = call_op(f"{ALL_REDUCE}_start", [total], span, **pair, parameters="checks")
+            in_flight = self._emit(relax.TupleGetItem(self._emit(started), 0))
+            waited = call_op(f"{ALL_REDUCE}_wait", [in_flight], span, **pair)
+            total = self._emit(relax.TupleGetItem(self._emit(waited), 0))
+        any_wrong = self._emit(relax.op.greater(total, relax.const(0.0, "float32")))
+        count = self._emit(relax.op.astype(total, "int64"))
+        return self._emit(relax.op.reshape(any_wrong, [])), count
+
     def _chosen(self, wrong: relax.Var, new: relax.Expr, position: int) -> relax.Expr:
         old = self._flow.main.params[position]
         return new if new.same_as(old) else self._emit(relax.op.where(wrong, old, new))
@@ -325,7 +365,7 @@ class _Guard:
         result = relax.Var(self._flow.result.name, value.ty)
         return self._flow.finish([*self._out, relax.VarBinding(result, value)], result)
 
-    def _emit(self, call: relax.Call) -> relax.Var:
+    def _emit(self, call: relax.Expr) -> relax.Var:
         value = self._builder.normalize(call)
         variable = relax.DataflowVar(f"check{len(self._out)}", value.ty)
         self._out.append(relax.VarBinding(variable, value))

@@ -161,20 +161,37 @@ class Program:
         finish: Callable[[list[torch.Tensor]], T],
     ) -> T:
         """Run one step of several ranks."""
+        refused: list[Exception] = []
+
+        def finished() -> T | None:
+            try:
+                self._check(results)
+            except AmpIrError as error:
+                refused.append(error)
+                return None
+            return finish(results)
+
         try:
             with exchange.running():
-                return self._step_run(arguments, lambda: self._finished(results, finish))
+                value = self._step_run(arguments, finished)
         except BaseException:
             # The process group may still write to the buckets.
             self._arena.forget()
             raise
+        if refused:
+            # Every rank knows of it, and has rolled back: the exchange itself has not failed.
+            raise refused[0]
+        return value  # type: ignore[return-value]
 
     def _finished(
         self, results: list[torch.Tensor], finish: Callable[[list[torch.Tensor]], T]
     ) -> T:
+        self._check(results)
+        return finish(results)
+
+    def _check(self, results: list[torch.Tensor]) -> None:
         if self.checks.in_step:
             self.checks.check_extremes(results[-1])
-        return finish(results)
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors that the step works on, by name, without hyper-parameters."""

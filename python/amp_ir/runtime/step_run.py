@@ -16,6 +16,7 @@ import torch
 import tvm
 import tvm_ffi
 
+from amp_ir.dialect.collectives import WAIT_SYMBOL
 from amp_ir.distributed.meeting import RESTART
 from amp_ir.errors import StepFailedError, StepOutOfMemoryError
 from amp_ir.host import native
@@ -114,11 +115,16 @@ class StepRun:
             error = failed[1]
         else:
             first, last = self._failed_calls(progress)
-        is_torn = last >= self._plan.writes.first_call
+        first_write = self._plan.writes.first_call
+        # A wait that fails has copied nothing yet, and none does before all are done.
+        is_torn = last > first_write if self._is_wait(last) else last >= first_write
         if self._plan.writes.kept:
             restore = native.function("amp_ir.step.restore")
             restore(self._kept, self._positions, *arguments)
         self.fail(error, first, last, is_torn=is_torn)
+
+    def _is_wait(self, call: int) -> bool:
+        return self._plan.calls[call].symbol == WAIT_SYMBOL
 
     def fail_as_a_whole(self, error: Exception) -> None:
         """Fail as `fail` does, where the failed call is unknown.
