@@ -21,6 +21,7 @@ from amp_ir.errors import OptionError
 from amp_ir.host import native
 from amp_ir.host.peak_rates import MachinePeaks
 from amp_ir.ir.memory_plan import MemoryPlan
+from amp_ir.report.exchange_profile import ExchangeProfile
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import report_memory
 from amp_ir.report.memory_chart import rounded_ticks
@@ -163,6 +164,24 @@ def test_names_cannot_break_the_page() -> None:
     text = step_page("<b>&", report_memory(MemoryPlan(0, 0, (), 0, 0, 0)), profile, None, "a<b")
     assert "<title>&lt;b&gt;&amp;</title>" in text and "a&lt;b" in text
     assert "The step runs nothing." in text
+
+
+def test_the_page_of_a_step_of_several_ranks_shows_its_exchanges() -> None:
+    first = ExchangeProfile(
+        "all_reduce of bucket 0, float32[64]", 2**20, 4.0, 1.0, "all_reduce", "float32", 2, 3.0, 5.0
+    )
+    profile = KernelProfile(
+        10.0, 1, (), (), MachinePeaks({"float32": 1.0}, 1.0, "1 thread"), exchanges=(first,)
+    )
+    text = step_page("a", report_memory(MemoryPlan(0, 0, (), 0, 0, 0)), profile, None, "here")
+    assert "Exchange of 1.00 MiB with other ranks: 1 ms exposed, 10.0% of the step" in text
+    row = "".join(
+        f'<td class="number">{one}</td>' for one in ("2", "1.00", "5", "8", "4", "1", "3")
+    )
+    assert f"<td>all_reduce</td><td>float32</td>{row}" in text
+    # Handed over after half of the step, waited for in the last of its four milliseconds.
+    assert '<i class="phase-forward" style="left:50.00%;width:30.00%">' in text
+    assert '<i class="phase-backward" style="left:80.00%;width:10.00%">' in text
 
 
 def test_a_training_file_is_run_without_its_loop(training: Path) -> None:

@@ -128,20 +128,32 @@ def exchange_lines(
     """Return the sum of all buckets in a line, and a table with a row for each."""
     if not exchanges:
         return []
+    rows = exchange_table(exchanges)
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    total = exchange_total(exchanges, step_milliseconds)
+    return [total, *(_aligned(row, widths) for row in rows)]
+
+
+def exchange_total(
+    exchanges: Sequence[ExchangeProfile], step_milliseconds: float | None = None
+) -> str:
+    """Return the sum of all buckets in a line."""
     whole = sum(one.milliseconds for one in exchanges)
     exposed = sum(one.exposed_milliseconds for one in exchanges)
     hidden = sum(one.hidden_milliseconds for one in exchanges)
     nbytes = sum(one.nbytes for one in exchanges)
     share = hidden / whole if whole else 0.0
     of_step = f", {exposed / step_milliseconds:.1%} of the step" if step_milliseconds else ""
-    total = (
+    return (
         f"exchange of {nbytes / 2**20:.2f} MiB with other ranks: {exposed:.3g} ms exposed{of_step}"
         f", {hidden:.3g} ms hidden ({share:.0%})"
     )
+
+
+def exchange_table(exchanges: Sequence[ExchangeProfile]) -> list[list[str]]:
+    """Return the titles, and a row for each bucket; the last five are milliseconds."""
     titles = ["op", "dtype", "ranks", "MiB", "start ms", "wait ms", "took ms", "exposed", "hidden"]
-    rows = [titles, *(_row(one) for one in exchanges)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(titles))]
-    return [total, *(_aligned(row, widths) for row in rows)]
+    return [titles, *(_row(one) for one in exchanges)]
 
 
 def _row(one: ExchangeProfile) -> list[str]:

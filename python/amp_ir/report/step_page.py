@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step as one HTML file: memory over time, the live set, kernels, the cast plan."""
+"""One step as one HTML file: memory, kernels, exchanges with other ranks, the cast plan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from html import escape
 from typing import Any, Protocol
 
 from amp_ir.report.bar_shares import bar_shares
+from amp_ir.report.exchange_section import exchange_section
 from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
 from amp_ir.report.kernel_table import (
     LEAST_SHARE,
@@ -93,8 +94,9 @@ def step_page(
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f'<p class="quiet">{escape(machine)}; peaks: {escape(str(profile.peaks))}</p>'
         f'<div class="facts">{"".join(_facts(memory, profile))}</div>{_peers(peers or {})}'
-        f"{_memory_section(memory)}{_kernel_section(profile)}{_library_section(profile)}"
-        f"{_error_section(errors)}{_plan_section(plan)}"
+        f"{_memory_section(memory)}{_kernel_section(profile)}"
+        f"{exchange_section(profile.exchanges, profile.step_milliseconds)}"
+        f"{_library_section(profile)}{_error_section(errors)}{_plan_section(plan)}"
         f'<script type="application/json" id="moments">{_moments(memory)}</script>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )

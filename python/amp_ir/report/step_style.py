@@ -52,6 +52,9 @@ path { fill: var(--tone) }
   .facts { grid-template-columns: 1fr 1fr } .plot { height: 14rem }
   .chart { grid-template-columns: 3.6rem 1fr }
   td, th { padding: .3rem .35rem } td.name { min-width: 11rem } .bar { min-width: 2.5rem } }
+.track { display: block; position: relative; height: 1em; min-width: 14rem;
+  background: var(--soft) }
+.track i { position: absolute; top: 0; bottom: 0; min-width: 1px; background: var(--tone) }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100% }
 th { text-align: left; padding: .35rem .6rem; white-space: nowrap }
 td { padding: .3rem .6rem; border-top: 1px solid var(--line); vertical-align: top }
