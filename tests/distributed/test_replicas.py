@@ -155,7 +155,7 @@ def test_programs_of_other_numbers_of_ranks_are_kept_apart() -> None:
 
 def contract(**options: Any) -> Contract:
     mod = step_of(**options)
-    return contract_of(mod, pipeline.lower(mod).plan)
+    return contract_of(mod, pipeline.lower(mod).plan, "step (train.py:1)")
 
 
 def test_contracts_are_compared_item_by_item() -> None:
