@@ -59,15 +59,10 @@ class Substitution(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Make one call of the torch API."""
-        # Loops without calls: the observer's hook would be called for each of them.
-        for value in args:
-            if type(value) not in _AS_THEY_ARE:
-                args = self._replace(args)
-                break
-        if kwargs:
-            kwargs = {key: self._replace(value) for key, value in kwargs.items()}
-        else:
-            kwargs = {}
+        # Seldom anything else; the observer's hook is called for each call made here.
+        if not _AS_THEY_ARE.issuperset(map(type, args)):
+            args = self._replace(args)
+        kwargs = {key: self._replace(value) for key, value in kwargs.items()} if kwargs else {}
         if func == _GET_GRADIENT:
             self._watch.looked_at(args[0])
         elif func == _SET_GRADIENT:
@@ -90,8 +85,8 @@ class Substitution(TorchFunctionMode):
             raise TracingStopped from unsupported
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for one in args:
-            if type(one) not in _AS_THEY_ARE and isinstance(one, PackedPart):
+        if not _AS_THEY_ARE.issuperset(map(type, args)):
+            if any(isinstance(one, PackedPart) for one in args):
                 return PackedPart.__torch_function__(func, (), args, kwargs)
         out = decompose(func, args, kwargs)
         if out is not NotImplemented:
