@@ -28,6 +28,7 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.row_loops import is_over_blocks, is_over_rows
+from amp_ir.vm.loop_nests import LoopNests
 
 # Elements of every tensor of an opened kernel, as far as TVM knows: its real size may change.
 _ANY_SIZE = 2**31 - 1
@@ -140,9 +141,11 @@ def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     left, only parallel loops are opened: their threads' parts begin at unknown counters, of which
     that wrong proof knows too little, whether the extent is known or not.
     """
-    everything = ("everything",) if _elements(kernel.body) <= _FEW else ()
+    nests = LoopNests(kernel.body)
+    everything = ("everything",) if nests.elements(unknown=_FEW + 1) <= _FEW else ()
     for what in (*everything, "vectors", "rows", "parallel loops"):
-        opening = _OpeningOfFew(kernel, what) if what == "everything" else _Opening(kernel, what)
+        kind = _OpeningOfFew if what == "everything" else _Opening
+        opening = kind(kernel, nests, what)
         body = opening.run()
         if not opening.is_doubtful(body):
             break
@@ -165,16 +168,17 @@ def _of_any_size(tensor: tirx.Var) -> tirx.Var:
 class _Opening:
     """One kernel while it is opened; `values` has the parameter of each number, by its use."""
 
-    def __init__(self, kernel: tirx.PrimFunc, what: str) -> None:
+    def __init__(self, kernel: tirx.PrimFunc, nests: LoopNests, what: str) -> None:
         # Numbers that are equal in one shape, as a block's rows and the parts, differ in another,
         # so the extents of each kind of loop have parameters of their own.
         self.values: dict[tuple[str, int], tirx.Var] = {}
         self._kernel = kernel
         self._parallel_only = what == "parallel loops"
         self._with_blocks = what == "vectors"
-        elements = _row_elements(kernel.body)
+        self._nests = nests
+        elements = nests.row_elements()
         self._is_long = not self._parallel_only and elements >= _LONG
-        self._with_steps = what == "vectors" and (self._is_long or not _is_parallel(kernel.body))
+        self._with_steps = what == "vectors" and (self._is_long or not nests.is_parallel)
         self._is_long_in_block = elements >= _LONG_IN_BLOCK
         self._analyzer = sym.Analyzer()
         # The variables of outer loops, of loops inside of a row, and of loops whose extent is
@@ -213,7 +217,7 @@ class _Opening:
     def _is_outer(self, loop: For) -> bool:
         if loop.kind == ForKind.PARALLEL:
             return True
-        if self._parallel_only or not _has_vectors(loop):
+        if self._parallel_only or loop not in self._nests.of_vectors:
             return False
         if is_over_rows(loop) or (self._with_blocks and is_over_blocks(loop)):
             return True
@@ -381,53 +385,6 @@ def _is_number(found: Any) -> bool:
 
 def _is_narrow(type_: Any) -> bool:
     return str(type_) in ("int8", "uint8", "int16", "uint16", "bool")
-
-
-def _row_elements(body: tirx.Stmt) -> int:
-    """Return the iterations of the loops in a row, as far as they are known."""
-
-    def extent(loop: For) -> int:
-        is_of_rows = loop.kind == ForKind.PARALLEL or is_over_rows(loop)
-        return 1 if is_of_rows else _known(loop.extent, otherwise=1)
-
-    return _most_iterations(body, extent)
-
-
-def _elements(body: tirx.Stmt) -> int:
-    """Return the iterations of the largest nest of loops; more than few where one is unknown."""
-    return _most_iterations(body, lambda loop: _known(loop.extent, otherwise=_FEW + 1))
-
-
-def _most_iterations(body: tirx.Stmt, extent: Callable[[For], int]) -> int:
-    """Return the product of the extents of the largest nest of loops."""
-    loops: list[For] = []
-    tvm_ffi.structural_walk(body, (For, loops.append), order="post")
-    most: dict[For, int] = {}
-    for loop in loops:
-        inner: list[For] = []
-        tvm_ffi.structural_walk(loop.body, (For, inner.append))
-        most[loop] = extent(loop) * max((most[one] for one in inner), default=1)
-    return max(most.values(), default=1)
-
-
-def _known(extent: Any, *, otherwise: int) -> int:
-    return int(extent) if _is_number(extent) else otherwise
-
-
-def _has_vectors(loop: For) -> bool:
-    """Return whether a loop contains vectors of elements."""
-    return ForKind.VECTORIZED in _kinds_in(loop.body)
-
-
-def _is_parallel(body: tirx.Stmt) -> bool:
-    return ForKind.PARALLEL in _kinds_in(body)
-
-
-def _kinds_in(body: tirx.Stmt) -> list[Any]:
-    """Return the kinds of the loops in a statement."""
-    kinds: list[Any] = []
-    tvm_ffi.structural_walk(body, (For, lambda one: kinds.append(one.kind)))
-    return kinds
 
 
 def _variables_of(expression: Any) -> list[tirx.Var]:
