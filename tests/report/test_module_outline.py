@@ -12,7 +12,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.report.explain import rows_of
-from amp_ir.report.module_outline import outline, outline_of
+from amp_ir.report.module_outline import OUTLINE_STYLE, outline, outline_of
 
 
 class Layer(nn.Module):
@@ -76,3 +76,12 @@ def test_a_module_shows_its_ops_with_dtypes_casts_and_reasons(plan: amp_ir.CastP
     assert "matmul" in text and "bf16 → " in text
     assert text.count("cast float32 to bfloat16") == sum(len(row.phrases) for row in rows)
     assert rows[0].op.reason.split(".")[0][:20] in text
+
+
+def test_the_optimizer_is_in_neither_pass(plan: amp_ir.CastPlan) -> None:
+    rows = rows_of(plan)
+    line = outline(rows, plan.amp_dtype).partition('<span class="name">optimizer</span>')[2]
+    assert line.startswith('<span class="late">')
+    count = sum(row.op.phase == "optimizer" for row in rows)
+    assert f">{count} op" in line
+    assert ".outline .late { grid-column: 2 / -1 }" in OUTLINE_STYLE

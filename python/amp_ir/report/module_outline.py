@@ -35,10 +35,12 @@ OUTLINE_STYLE = """
 .outline .casts { color: var(--cast) } summary .casts { white-space: nowrap }
 .outline .op { border-left: 4px solid var(--tone); padding: 0 .45rem; margin: .15rem 0;
   font-size: 12.5px; overflow-wrap: anywhere }
-.outline .alone { font-weight: 600 }
+.outline .alone { font-weight: 600 } .outline .late { grid-column: 2 / -1 }
+.outline .late .bar { max-width: none }
 @media (max-width: 45rem) {
   .outline .line { grid-template-columns: repeat(2, minmax(0, 1fr)); padding: .4rem .5rem;
     gap: 0 .7rem }
+  .outline .late { grid-column: 1 / -1 }
   .outline .name { grid-column: 1 / -1; padding-left: calc(var(--depth, 0) * .6rem) } }
 """
 
@@ -89,8 +91,8 @@ def outline(rows: Sequence[Any], low: str) -> str:
         lines += f"<details>{_summary('outside of modules', root.rows, low, 0)}{own}</details>"
     if late:
         lines += (
-            f'<div class="line"><span class="name">optimizer</span><span>{_cell(late, low)}</span>'
-            "<span></span></div>"
+            '<div class="line"><span class="name">optimizer</span>'
+            f'<span class="late">{_cell(late, low)}</span></div>'
         )
     return (
         '<div class="outline"><div class="line"><span class="name">module</span>'
