@@ -117,6 +117,26 @@ def test_gradients_that_are_all_0_are_no_measure(rows, factor):
     assert "no error could be measured" in str(found)
 
 
+@pytest.mark.parametrize("learning_rate", [0.0, 0.1])
+def test_verify_says_that_a_learning_rate_of_0_hides_the_updates(learning_rate):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    found = amp_ir.verify(step, batch(), model=model, optimizer=optimizer)
+    note = (
+        "in float64 the optimizer changes no parameter on a batch, as at a learning rate of 0 in a "
+        "warm-up: an update error of 0 says nothing about it"
+    )
+    assert (note in found.notes) == (learning_rate == 0.0)
+
+
 def test_where_nothing_becomes_low_no_time_changes():
     model = nn.LayerNorm(8)
     mod, args = amp_ir.trace_step(trained(model), batch(), model=model)

@@ -47,6 +47,11 @@ class Outcome:
         tensors = (*self.results, *self.gradients.values(), *self.updates.values())
         return any(bool(one.any()) for one in tensors)
 
+    @property
+    def has_updates(self) -> bool:
+        """Whether a parameter changes."""
+        return any(bool(one.any()) for one in self.updates.values())
+
 
 @attrs.frozen
 class Errors:

@@ -40,6 +40,10 @@ _NOTHING = (
     "in float64 the step has no floating-point result, gradient or update but zeros on a batch: no "
     "error could be measured there, and the plan check is all that was compared"
 )
+_NO_UPDATE = (
+    "in float64 the optimizer changes no parameter on a batch, as at a learning rate of 0 in a "
+    "warm-up: an update error of 0 says nothing about it"
+)
 
 
 @public_function("amp_ir.verify")
@@ -129,8 +133,10 @@ class _Verifier:
         captured = self.recording.captured(batch)
         exact = captured.interpreted(self.full, float_dtype=torch.float64)
         self.is_finite &= exact.is_finite
-        if not exact.has_numbers and _NOTHING not in self.notes:
-            self.notes.append(_NOTHING)
+        if not exact.has_numbers:
+            self._add_note(_NOTHING)
+        elif self.recording.owners.optimizers and exact.gradients and not exact.has_updates:
+            self._add_note(_NO_UPDATE)
         found = {FULL: captured.compiled(self.full)}
         if self.low is not None:
             found[LOW] = captured.compiled(self.low)
@@ -154,10 +160,12 @@ class _Verifier:
                     return captured.eager(lambda: self.recording.step(*batch), dtype)
             except (RuntimeError, NotImplementedError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        note = f"torch.autocast cannot run the step in {self.amp_dtype} here: {reason}"
+        self._add_note(f"torch.autocast cannot run the step in {self.amp_dtype} here: {reason}")
+        return None
+
+    def _add_note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
-        return None
 
     def verification(
         self, draws: tuple[dict[str, Errors], ...], *, max_ratio: float, check: bool
