@@ -38,7 +38,14 @@ class Loop:
         self, *, compiled: bool, dropout: float = 0.0, reads_count: bool = False, **options: Any
     ) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
+        is_half = options.get("mixed_precision") == "fp16"
+        if is_half:
+            options["mixed_precision"] = "no"
         accelerator = self.accelerator = Accelerator(cpu=True, **options)
+        if is_half:
+            # Accelerate offers it on GPUs alone; nothing of it depends on one.
+            accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=6)
         net = ProbedNet(dropout, refuses_autocast=compiled)
         adamw = torch.optim.AdamW(net.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(adamw, 5, 0.9)
@@ -67,7 +74,8 @@ class Loop:
             with self.accelerator.accumulate(self.model):
                 loss = self.train(x, y)
                 self.schedule.step()
-            rows.append((loss.item(), self.optimizer.param_groups[0]["lr"]))
+            rate = self.optimizer.param_groups[0]["lr"]
+            rows.append((loss.item(), rate, self.accelerator.optimizer_step_was_skipped))
         return rows, self.model
 
 
@@ -91,6 +99,29 @@ def test_losses_rates_and_parameters_are_accelerates(
     assert loop.accelerator.step == 30 * accumulated
     # An evaluation is Accelerate's own, under its autocast.
     assert vars(loop.model).get("forward") is forward
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_loss_scale_skips_steps_and_the_schedule_as_accelerates(accumulated: int) -> None:
+    def batches_with_overflows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for k, (x, y) in enumerate(batches(30 * accumulated)):
+            # Beyond the largest number of float16.
+            yield (x * 1e6 if k in (9, 20, 21) else x), y
+
+    options = {"mixed_precision": "fp16", "gradient_accumulation_steps": accumulated}
+    theirs = Loop(compiled=False, **options)
+    wanted = theirs.run(batches_with_overflows())
+    loop = Loop(compiled=True, **options)
+    found = loop.run(batches_with_overflows())
+    # The losses of the batches that overflow are infinite, or not, as each rounds.
+    rates_and_skips = [row[1:] for row in found[0]]
+    assert rates_and_skips == [row[1:] for row in wanted[0]]
+    assert sum(is_skipped for _, is_skipped in rates_and_skips) >= 2
+    assert loop.accelerator.scaler.state_dict() == theirs.accelerator.scaler.state_dict()
+    for one, other in zip(loop.model.parameters(), theirs.model.parameters(), strict=True):
+        # Float16 has 11 significant bits; 30 steps of Adam.
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert "step" not in vars(loop.optimizer)
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
@@ -125,13 +156,13 @@ def test_a_step_that_computes_with_the_count_of_batches_is_refused() -> None:
 
 def test_what_one_step_on_one_device_cannot_do_is_refused() -> None:
     loop = Loop(compiled=False)
-    loop.accelerator.state._mixed_precision = "fp16"
+    loop.accelerator.state._mixed_precision = "fp8"
     with pytest.raises(OptionError) as caught:
         jit(loop.step, accelerator=loop.accelerator, model=loop.model, optimizer=loop.optimizer)
     assert str(caught.value) == (
         "amp_ir.integrations.accelerate.jit compiles the whole step, for one device of one "
-        "process, in 'no', 'bf16'; it cannot do mixed_precision='fp16'. Compile the model where "
-        'that is enough: torch.compile(model, backend="amp_ir")'
+        "process, in 'no', 'bf16', 'fp16'; it cannot do mixed_precision='fp8'. Compile the model "
+        'where that is enough: torch.compile(model, backend="amp_ir")'
     )
 
 

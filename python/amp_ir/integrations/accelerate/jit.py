@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from amp_ir.errors import OptionError
 from amp_ir.integrations.tool_step import ToolStep, listed, refuse
 
-_AMP_DTYPES = {"no": None, "bf16": "bfloat16"}
+_AMP_DTYPES = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
 def jit(
@@ -22,8 +22,9 @@ def jit(
     """Compile the body of a loop that calls an Accelerator; as `amp_ir.jit`.
 
     `Accelerator(mixed_precision="bf16")` chooses the dtype that amp_ir's rules work with, instead
-    of autocast in the forward pass. Other calls of the model, such as an evaluation, stay under
-    autocast. Call the step inside of `accelerator.accumulate(model)`, and the scheduler after it.
+    of autocast in the forward pass; "fp16" trains under the Accelerator's own loss scale. Other
+    calls of the model, such as an evaluation, stay under autocast. Call the step inside of
+    `accelerator.accumulate(model)`, and the scheduler after it.
 
     `accelerator.save_state` and `load_state` keep the state of dropout too: the step is registered.
 
@@ -38,8 +39,9 @@ def jit(
         OptionError: the Accelerator does what one compiled step cannot do; the message names all
             of it.
     """
-    models = listed(model)
-    _check(accelerator, models)
+    models, wrappers = listed(model), listed(optimizer)
+    _check(accelerator, models, wrappers)
+    scaled = None if accelerator.scaler is None else _ScaledStep(accelerator, wrappers[0])
 
     @contextlib.contextmanager
     def set_aside() -> Iterator[None]:
@@ -50,6 +52,8 @@ def jit(
                 original = vars(one).get("_original_forward")
                 if original is not None:
                     stack.enter_context(_set(one, "forward", original))
+            if scaled is not None:
+                stack.enter_context(scaled.set_aside())
             yield
 
     made = ToolStep(
@@ -57,10 +61,11 @@ def jit(
         set_aside,
         model=models,
         # A compiled step's optimizers are torch's, inside of Accelerate's wrappers.
-        optimizer=[getattr(one, "optimizer", one) for one in listed(optimizer)],
+        optimizer=[getattr(one, "optimizer", one) for one in wrappers],
         **{
             "device": str(accelerator.device),
             "amp_dtype": _AMP_DTYPES[accelerator.mixed_precision],
+            "scaler": accelerator.scaler,
             **options,
         },
     )
@@ -72,12 +77,50 @@ def jit(
 def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an instance, for the time of a call."""
     attributes = vars(owner)
-    before = attributes[name]
+    before = attributes.get(name, _ABSENT)
     attributes[name] = value
     try:
         yield
     finally:
-        attributes[name] = before
+        if before is _ABSENT:
+            del attributes[name]
+        else:
+            attributes[name] = before
+
+
+class _ScaledStep:
+    """What `step` of Accelerate's optimizer is under a loss scale, inside of a compiled step.
+
+    Accelerate's own counts in Python whether the scaler called the optimizer, which a compiled step
+    cannot. Here the scale says so after the call: only a skipped step makes it smaller.
+    """
+
+    def __init__(self, accelerator: Any, wrapper: Any) -> None:
+        self._wrapper, self._gradients = wrapper, accelerator.gradient_state
+        scaler, optimizer = accelerator.scaler, wrapper.optimizer
+        self._scaler = scaler
+
+        def update(closure: None = None) -> None:
+            if closure is not None:
+                raise OptionError("optimizer.step takes no closure under a loss scale")
+            scaler.step(optimizer)
+            scaler.update()
+
+        def accumulate(_closure: None = None) -> None:
+            """Leave the gradients for a later batch."""
+
+        self._update, self._accumulate = update, accumulate
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Replace the wrapper's `step`; then say whether it was skipped, for the scheduler."""
+        is_update = self._gradients.sync_gradients
+        # A program each: guards tell the two functions apart.
+        with _set(self._wrapper, "step", self._update if is_update else self._accumulate):
+            before = self._scaler.get_scale()
+            yield
+        if is_update:
+            self._wrapper._is_overflow = self._scaler.get_scale() < before
 
 
 class _Count:
@@ -99,9 +142,10 @@ class _Count:
 
 
 _COUNT = _Count()
+_ABSENT = object()
 
 
-def _check(accelerator: Any, models: list[Any]) -> None:
+def _check(accelerator: Any, models: list[Any], wrappers: list[Any]) -> None:
     """Reject what one compiled step on one device cannot do.
 
     Raises:
@@ -112,6 +156,9 @@ def _check(accelerator: Any, models: list[Any]) -> None:
         f"{accelerator.num_processes} processes": accelerator.num_processes > 1,
         str(accelerator.distributed_type): accelerator.distributed_type != DistributedType.NO,
         f"mixed_precision={precision!r}": precision not in _AMP_DTYPES,
+        # Accelerate updates the scale after each of them.
+        "several optimizers under one loss scale": accelerator.scaler is not None
+        and len(wrappers) > 1,
         "a model of torch.compile": any(
             isinstance(one, torch._dynamo.eval_frame.OptimizedModule) for one in models
         ),
