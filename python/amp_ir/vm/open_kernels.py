@@ -231,42 +231,28 @@ class _Opening:
 
     def _expression(self, found: Any, mutator: Any) -> Any:
         """Open a number computed from rows alone; leave a short row's length a number."""
-        if not self._is_of_rows(found):
-            if self._is_of_lengths(found):
-                return mutator.mutate(found.a) * self._opened(found.b)
+        if not self._is_of(self._rows, found):
             return mutator.default_mutate(found)
-        if type(found) is tirx.Mul and _is_number(found.b) and not self._is_of_lengths(found):
+        if type(found) is tirx.Mul and _is_number(found.b) and not self._is_length_of(found):
             return self._opened(found.a) * found.b
         return self._opened(found)
 
-    def _is_of_lengths(self, found: Any) -> bool:
-        """Return whether an expression is the place of a row times the length of a long one."""
-        if not self._is_long or type(found) is not tirx.Mul or not _is_number(found.b):
-            return False
-        return self._has_row(found.a) and not self._has_step(found.a)
+    def _is_length_of(self, product: tirx.Mul) -> bool:
+        """Return whether a product is the place of a long row: its number times its length."""
+        return self._is_long and self._is_of(self._rows - self._steps, product.a)
 
     def _comparison(self, found: Any, mutator: Any) -> Any:
         """Open the numbers of a comparison of rows, such as with the last word of a sequence."""
-        if self._is_of_rows(found.a) and self._is_of_rows(found.b):
+        if self._is_of(self._rows, found.a) and self._is_of(self._rows, found.b):
             return type(found)(self._opened(found.a), self._opened(found.b))
         return mutator.default_mutate(found)
 
-    def _is_of_rows(self, found: Any) -> bool:
+    def _is_of(self, variables: set[tirx.Var], found: Any) -> bool:
+        """Return whether an expression is computed from these variables and numbers alone."""
         kind = type(found)
         if kind in _BINARY:
-            return self._is_of_rows(found.a) and self._is_of_rows(found.b)
-        return found in self._rows if kind is tirx.Var else _is_number(found)
-
-    def _has_row(self, found: Any) -> bool:
-        if type(found) in _BINARY:
-            return self._has_row(found.a) or self._has_row(found.b)
-        return type(found) is tirx.Var and found in self._rows
-
-    def _has_step(self, found: Any) -> bool:
-        """Return whether a loop inside of a row may decide an expression."""
-        if type(found) in _BINARY:
-            return self._has_step(found.a) or self._has_step(found.b)
-        return not _is_number(found) and found not in self._rows - self._steps
+            return self._is_of(variables, found.a) and self._is_of(variables, found.b)
+        return found in variables if kind is tirx.Var else _is_number(found)
 
     def _opened(self, found: Any, use: str = "") -> Any:
         kind = type(found)
