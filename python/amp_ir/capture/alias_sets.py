@@ -114,15 +114,26 @@ class AliasSets:
         if not isinstance(node.target, torch._ops.OpOverload):
             self._disorderly += [node, *node.all_input_nodes]
             return list(node.all_input_nodes), []
-        aliased, written = [], []
-        for k, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is not None:
-                value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-                found: list[torch.fx.Node] = []
-                torch.fx.map_arg(value, found.append)
-                aliased += found
-                written += found if argument.alias_info.is_write else []
-        return aliased, written
+        return declared_aliases(node, node.target)
+
+
+def declared_aliases(
+    node: torch.fx.Node, op: torch._ops.OpOverload
+) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+    """Return the arguments whose memory a call's op views or writes, and those that it writes.
+
+    As its schema says it, not as it was called: results of ops that are not run a second time while
+    a step is captured have storages of their own, also where they are views.
+    """
+    aliased, written = [], []
+    for k, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None:
+            value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            found: list[torch.fx.Node] = []
+            torch.fx.map_arg(value, found.append)
+            aliased += found
+            written += found if argument.alias_info.is_write else []
+    return aliased, written
 
 
 def _is_described(target: Any) -> bool:

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_ir.capture.alias_sets import declared_aliases
+
 # A mask of positions by positions, of 4096 tokens, is as large.
 _MOST_ELEMENTS = 2**24
 _MOST_NODES = 512
@@ -72,35 +74,20 @@ def _nodes_behind(last: torch.fx.Node) -> list[torch.fx.Node] | None:
 
 
 def _memory_of_nodes(graph: torch.fx.Graph) -> dict[torch.fx.Node, set[torch.fx.Node]]:
-    """Return, for each node, the nodes that made the memory which its results lie in.
-
-    As the ops' schemas say it: results of ops that are not run a second time while a step is
-    captured have storages of their own, also where they are views.
-    """
+    """Return, for each node, the nodes that made the memory which its results lie in."""
     found: dict[torch.fx.Node, set[torch.fx.Node]] = {}
     for node in graph.nodes:
-        shared = node.all_input_nodes if node.target is operator.getitem else _aliased(node)
+        shared: Sequence[torch.fx.Node] = ()
+        if node.target is operator.getitem:
+            shared = node.all_input_nodes
+        elif isinstance(node.target, torch._ops.OpOverload):
+            shared, _ = declared_aliases(node, node.target)
         found[node] = set().union(*(found[one] for one in shared)) if shared else {node}
     return found
 
 
-def _aliased(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the arguments that an op views or writes into."""
-    given = [
-        node.args[number] if number < len(node.args) else node.kwargs.get(one.name)
-        for number, one in enumerate(_arguments(node))
-        if one.alias_info is not None
-    ]
-    return [one for one in pytree.tree_leaves(given) if isinstance(one, torch.fx.Node)]
-
-
-def _arguments(node: torch.fx.Node) -> Sequence[Any]:
-    schema: Any = getattr(node.target, "_schema", None)
-    return () if schema is None else schema.arguments
-
-
 def _is_mutable(node: torch.fx.Node) -> bool:
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _is_constant(node: torch.fx.Node) -> bool:
