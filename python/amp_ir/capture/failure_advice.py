@@ -31,8 +31,6 @@ _OF_TEXTS = {
         "The values do not exist yet when a step is captured: return the tensor, and call .numpy() "
         "on it after the call"
     ),
-}
-_OF_TEXTS |= {
     "expected one dtype": f"PyTorch refuses it too. {ONE_DTYPE}",
     "Inference tensors cannot": (
         "PyTorch refuses it too: compute it under torch.no_grad() instead of inference_mode()"

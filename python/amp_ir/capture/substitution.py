@@ -85,9 +85,8 @@ class Substitution(TorchFunctionMode):
             raise TracingStopped from unsupported
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _AS_THEY_ARE.issuperset(map(type, args)):
-            if any(isinstance(one, PackedPart) for one in args):
-                return PackedPart.__torch_function__(func, (), args, kwargs)
+        if not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args)):
+            return PackedPart.__torch_function__(func, (), args, kwargs)
         out = decompose(func, args, kwargs)
         if out is not NotImplemented:
             return out
@@ -100,7 +99,7 @@ class Substitution(TorchFunctionMode):
 
     def _replace(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if type(value) is FakeTensor or isinstance(value, PackedPart):
+            if type(value) is FakeTensor or _is_packed(value):
                 return value
             fake = self._fakes.get(id(value))
             if fake is not None:
@@ -131,6 +130,10 @@ class Substitution(TorchFunctionMode):
             return tensor.detach()
         self._diagnostics.add(what, self._locator.here(), advice)
         return tensor.detach()
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedPart)
 
 
 def _dropout(
