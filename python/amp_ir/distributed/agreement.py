@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.meeting import meeting_of
+from amp_ir.distributed.process_group import first_line
 from amp_ir.errors import RankFailedError, RanksDifferError, StepFailedError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Agreement:
     def _failed_alone(self, error: BaseException) -> None:
         if self._has_agreed or isinstance(error, RankFailedError | RanksDifferError):
             return  # known to all, or told
-        first = (str(error).strip().splitlines() or [""])[0]
+        first = first_line(error, otherwise="")
         for one in self._meetings:
             text = (
                 f"rank {one.group.rank} of {one.group.size} failed before its first exchange: "
@@ -100,7 +101,7 @@ class Agreement:
             except RuntimeError as error:
                 if isinstance(error, RankFailedError | RanksDifferError):
                     raise
-                first = (str(error).strip().splitlines() or ["?"])[0]
+                first = first_line(error)
                 rank = f"rank {one.group.rank} of {one.group.size}"
                 lost = f"{rank} lost the others at the beginning of a call: {first}"
                 raise RankFailedError(self.failure() or lost) from error

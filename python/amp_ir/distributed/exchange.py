@@ -25,7 +25,7 @@ from amp_ir.dialect.collectives import START_SYMBOL, WAIT_SYMBOL
 from amp_ir.distributed import meeting
 from amp_ir.distributed.agreement import Agreement
 from amp_ir.distributed.contract import Contract
-from amp_ir.distributed.process_group import Group
+from amp_ir.distributed.process_group import Group, first_line
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import DeviceError, OptionError, RankFailedError, RanksDifferError, StateError
 from amp_ir.ir.collective_call import Collective, described
@@ -201,7 +201,7 @@ class Exchange:
         if told:
             return told
         group = self._ranks.groups[pending.collective.group]
-        first = (str(error).strip().splitlines() or ["?"])[0]
+        first = first_line(error)
         return (
             f"rank {group.rank} of {group.size} lost the others in the {pending.collective}: "
             f"{first}"

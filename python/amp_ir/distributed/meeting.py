@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from amp_ir.distributed.contract import Contract
-from amp_ir.distributed.process_group import Group
+from amp_ir.distributed.process_group import Group, first_line
 from amp_ir.errors import RankFailedError, RanksDifferError
 
 log = logging.getLogger("amp_ir")
@@ -347,7 +347,7 @@ class Meeting:
         try:
             return self._has(*key)
         except RuntimeError as error:
-            first = (str(error).strip().splitlines() or ["?"])[0]
+            first = first_line(error)
             raise RankFailedError(
                 f"rank {self.group.rank} of {self.group.size} lost the store of the process group, "
                 f"which is rank 0's: {first}"

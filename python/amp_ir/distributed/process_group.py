@@ -111,6 +111,11 @@ class Group:
         return str(torch.distributed.get_backend(self.handle))
 
 
+def first_line(error: BaseException, otherwise: str = "?") -> str:
+    """Return the first line of what an error says: those of a backend end in a C++ traceback."""
+    return (str(error).strip().splitlines() or [otherwise])[0]
+
+
 def _timeout_seconds(handle: Any) -> float:
     """Return the timeout of a group's collectives."""
     backend = handle._get_backend(torch.device("cpu")) if _has_cpu(handle) else None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amp_ir.distributed.process_group import first_line
 from amp_ir.distributed.shards import Shards
 from amp_ir.errors import StateError
 
@@ -67,7 +68,7 @@ def _whole(optimizer: torch.optim.Optimizer, shards: Shards) -> Iterator[None]:
     try:
         wholes = [shards.gather(parameter, part) for parameter, _, part in parts]
     except RuntimeError as error:
-        first = (str(error).strip().splitlines() or ["?"])[0]
+        first = first_line(error)
         raise StateError(
             "the state of an optimizer that is split over the ranks could not be gathered: every "
             f"rank has to call save_checkpoint, or gather_state_dict, at the same point: {first}"
