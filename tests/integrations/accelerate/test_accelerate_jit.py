@@ -166,6 +166,31 @@ def test_what_one_step_on_one_device_cannot_do_is_refused() -> None:
     )
 
 
+def test_what_a_loss_scale_cannot_do_is_refused() -> None:
+    loop = Loop(compiled=False, mixed_precision="fp16")
+    with pytest.raises(OptionError) as caught:
+        jit(
+            loop.step,
+            accelerator=loop.accelerator,
+            model=loop.model,
+            optimizer=[loop.optimizer] * 2,
+        )
+    assert str(caught.value) == (
+        "amp_ir.integrations.accelerate.jit compiles the whole step, for one device of one "
+        "process, in 'no', 'bf16', 'fp16'; it cannot do several optimizers under one loss scale. "
+        'Compile the model where that is enough: torch.compile(model, backend="amp_ir")'
+    )
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        loop.accelerator.backward(F.cross_entropy(loop.model(x), y))
+        loop.optimizer.step(lambda: 0.0)
+
+    train = jit(step, accelerator=loop.accelerator, model=loop.model, optimizer=loop.optimizer)
+    with pytest.raises(OptionError, match="^optimizer.step takes no closure under a loss scale$"):
+        train(*next(batches(1)))
+    assert "step" not in vars(loop.optimizer)
+
+
 def test_a_capture_leaves_the_class_of_a_wrapper_as_it_was() -> None:
     loop, before = Loop(compiled=False), AcceleratedOptimizer.step
     train = amp_ir.jit(loop.step, model=loop.model, optimizer=[])

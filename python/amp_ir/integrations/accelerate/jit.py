@@ -97,8 +97,8 @@ class _ScaledStep:
 
     def __init__(self, accelerator: Any, wrapper: Any) -> None:
         self._wrapper, self._gradients = wrapper, accelerator.gradient_state
-        scaler, optimizer = accelerator.scaler, wrapper.optimizer
-        self._scaler = scaler
+        self._scaler = scaler = accelerator.scaler
+        optimizer = wrapper.optimizer
 
         def update(closure: None = None) -> None:
             if closure is not None:
@@ -114,13 +114,15 @@ class _ScaledStep:
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """Replace the wrapper's `step`; then say whether it was skipped, for the scheduler."""
-        is_update = self._gradients.sync_gradients
         # A program each: guards tell the two functions apart.
-        with _set(self._wrapper, "step", self._update if is_update else self._accumulate):
-            before = self._scaler.get_scale()
+        if not self._gradients.sync_gradients:
+            with _set(self._wrapper, "step", self._accumulate):
+                yield
+            return
+        before = self._scaler.get_scale()
+        with _set(self._wrapper, "step", self._update):
             yield
-        if is_update:
-            self._wrapper._is_overflow = self._scaler.get_scale() < before
+        self._wrapper._is_overflow = self._scaler.get_scale() < before
 
 
 class _Count:
