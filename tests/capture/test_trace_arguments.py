@@ -14,6 +14,7 @@ from torch import nn
 import amp_ir
 from amp_ir.capture.trace import capture_step
 from amp_ir.errors import ArgumentError
+from square_steps import square_step
 
 X = torch.ones(2, 6)
 
@@ -259,12 +260,7 @@ def test_an_embedding_without_sparse_gradients_trains_with_adam() -> None:
     model = torch.nn.Embedding(6, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = model(ids).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = square_step(model, optimizer)
 
     train = amp_ir.jit(step, model=model, optimizer=optimizer)
     ids = torch.tensor([1, 2])

@@ -18,6 +18,7 @@ from amp_ir.loops.builders import channels_first, channels_last, pointwise, redu
 from amp_ir.loops.ir import Buffer, Pointwise, Reduction, TensorSpec
 from kernel_check import run_kernels
 from relax_functions import build, sample
+from square_steps import square_step
 
 
 class Block(nn.Module):
@@ -141,15 +142,7 @@ def test_group_norms_and_average_pools_keep_channels_last(groups: int) -> None:
 
     def step_of(model: nn.Module):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return optimizer, step
+        return optimizer, square_step(model, optimizer)
 
     optimizer, step = step_of(model)
     mod, _ = amp_ir.trace_step(step, (batch,), model=model, optimizer=optimizer)

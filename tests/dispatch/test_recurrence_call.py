@@ -19,6 +19,7 @@ from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.memory_plan import MemoryRole
 from amp_ir.memory.call_cost import flop_of_calls
 from kernel_check import module_of
+from square_steps import square_step
 
 pytestmark = pytest.mark.skipif(
     not native.has("amp_ir.onednn.lstm"), reason="this build has no oneDNN"
@@ -49,12 +50,7 @@ class Net(nn.Module):
 def step_of(model: nn.Module):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = square_step(model, optimizer)
 
     return step, optimizer
 

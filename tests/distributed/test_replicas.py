@@ -24,6 +24,7 @@ from amp_ir.ir.target import cpu
 from amp_ir.rewrites.start_collectives import start_collectives
 from amp_ir.vm.export import _check_exportable
 from captured_ranks import captured, replicas
+from square_steps import square_step
 
 
 @pytest.fixture
@@ -39,12 +40,7 @@ def step_of(width: int = 8, rows: int = 4, count: int = 2) -> StepModule:
     model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = square_step(model, optimizer)
 
     mod = captured(step, (torch.ones(rows, 6),), [model], [optimizer], count)
     return mod.with_ir(start_collectives(mod.ir))

@@ -19,6 +19,7 @@ from benchmarks import host_waits
 import amp_ir
 from amp_ir.demo.workloads import WORKLOADS, Training
 from amp_ir.errors import DeviceError, StateError
+from square_steps import square_step
 
 pytestmark = pytest.mark.gpu
 
@@ -218,12 +219,7 @@ def test_an_arena_that_does_not_fit_is_refused_and_nothing_changes() -> None:
     model = torch.nn.Sequential(*layers).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = square_step(model, optimizer)
 
     batch = (torch.randn(16384, 4, device="cuda"),)
     mod, _ = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)

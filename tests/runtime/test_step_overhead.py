@@ -22,18 +22,14 @@ from amp_ir.ir.index_check import IndexCheck
 from amp_ir.ir.location import Location
 from amp_ir.runtime import program as programs
 from amp_ir.runtime import program_input
+from square_steps import square_step
 
 
 def compiled(layers: int) -> tuple[amp_ir.CompiledStep, torch.Tensor]:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = square_step(model, optimizer)
 
     batch = (torch.randn(4, 8),)
     mod, _ = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
@@ -192,12 +188,7 @@ def test_a_jitted_step_refuses_what_is_no_leaf_after_a_leaf_that_passed() -> Non
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    step = square_step(model, optimizer)
 
     train = amp_ir.jit(step, model=model, optimizer=optimizer)
     x = torch.randn(4, 8)

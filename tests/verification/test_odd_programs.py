@@ -12,6 +12,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.host.machine_model import Curve, MachineModel
+from square_steps import square_step
 
 RATES = {"float32": 100.0, "bfloat16": 800.0, "float16": 800.0}
 MACHINE = MachineModel(
@@ -122,12 +123,7 @@ def test_verify_says_that_a_learning_rate_of_0_hides_the_updates(learning_rate):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    step = square_step(model, optimizer)
 
     found = amp_ir.verify(step, batch(), model=model, optimizer=optimizer)
     note = (
