@@ -14,7 +14,7 @@ import torch
 from amp_ir.buckets.bucket_options import BucketOptions
 from amp_ir.buckets.explain_failure import explained, not_padded
 from amp_ir.buckets.padded_batch import PaddedBatch
-from amp_ir.capture.batch import Results, structures_of
+from amp_ir.capture.batch import structures_of
 from amp_ir.capture.containers import leaves_of
 from amp_ir.errors import CaptureError, PaddingError
 from amp_ir.ir.step_module import StepModule
@@ -74,9 +74,9 @@ class BucketedCalls:
         results = structures_of(step.signature)[1]
         if self._options.check == "values":
             exact = trace(batch.exact_args)
-            _refuse_plain_results(results, structures_of(exact.signature)[1])
+            _refuse_plain_values(step, exact)
         dimensions, other = self._with_other_sizes(trace, batch)
-        _refuse_plain_results(results, structures_of(other.signature)[1])
+        _refuse_plain_values(step, other)
         if self._options.check == "proof":
             return PaddedProgram(
                 _inert_padding(step, trace, batch, dimensions, other), results.places
@@ -220,18 +220,19 @@ def _proven_or_none(
 ) -> InertPadding | None:
     try:
         other = trace(batch.example(dimensions))
-        _refuse_plain_results(structures_of(step.signature)[1], structures_of(other.signature)[1])
+        _refuse_plain_values(step, other)
         return check_padding(step, other, batch.inputs(dimensions))
     except (CaptureError, PaddingError):
         return None  # the error of the shortest length says it
 
 
-def _refuse_plain_results(results: Results, others: Results) -> None:
-    """Refuse a step that returns its length as a plain number.
+def _refuse_plain_values(step: StepModule, other: StepModule) -> None:
+    """Refuse a step that returns its length as a plain number, or leaves it in an object.
 
     Raises:
         PaddingError: it does.
     """
+    results, others = structures_of(step.signature)[1], structures_of(other.signature)[1]
     pairs = zip(results.constants, others.constants, strict=False)
     found = next((pair for pair in pairs if pair[0] != pair[1]), None)
     if results.spec != others.spec or found is not None:
@@ -240,6 +241,13 @@ def _refuse_plain_results(results: Results, others: Results) -> None:
             f"a plain value that the step returns depends on the padded length{values}; return "
             "tensors, or take it from the batch"
         )
+    for name, value in step.hooks.left.items():
+        other_value = other.hooks.left.get(name, "nothing")
+        if value != other_value:
+            raise PaddingError(
+                f"what the step leaves in {name} depends on the padded length ({value[:60]}, or "
+                f"{other_value[:60]}); do not store it in the step, set it before, from the batch"
+            )
 
 
 def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:

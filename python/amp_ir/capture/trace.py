@@ -25,6 +25,7 @@ from amp_ir.capture.functional import make_functional
 from amp_ir.capture.guards.ambient import Ambient
 from amp_ir.capture.guards.call_hooks import CaptureGuards
 from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
+from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.hyper_parameters import HyperParameter, find_hyper_parameters
 from amp_ir.capture.interface import finish
 from amp_ir.capture.model_inputs import bound_inputs, forward_like, mapping_by_position
@@ -113,10 +114,11 @@ def capture_step(
     unfollowed |= numbers_as_inputs - followed
     positions = (i for i, path in enumerate(arguments.plain_paths) if path in followed)
     arguments = attrs.evolve(arguments, followed=frozenset(positions))
-    capture_guards = CaptureGuards(
-        state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient,
-        ranks,
-    )  # fmt: skip
+    with traced.initial_values.held():
+        capture_guards = CaptureGuards(
+            state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient,
+            ranks,
+        )  # fmt: skip
     return CapturedStep(
         graph=graph,
         inputs=interface.inputs,
@@ -142,6 +144,7 @@ def capture_step(
             follow_changes=lambda args, named: traced.changes.follow(
                 bound(arguments.names, args, named)
             ),
+            left=traced.left_by_name(),
             ranks=ranks,
         ),
     )
@@ -162,17 +165,24 @@ class _Tracing:
     ) -> tuple[StepTracer, Traced]:
         """Return a valid trace; the numbers are symbolic or plain, of their values or of `others`.
 
+        A step that leaves values in its first call is traced as it is called then, and as later;
+        its guards hold once the values have been left.
+
         Raises:
             CaptureError: the step has Python state, or cannot be traced.
         """
         tracer, traced = self._once(numbers, symbolic=symbolic, others=others)
         effects = tracer.effects
-        if effects.left:
-            with effects.again():
-                other, second = self._once(numbers, symbolic=symbolic, others=others)
-            if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
-                raise effects.state_error(other.effects)
-        return tracer, traced
+        if not effects.left:
+            return tracer, traced
+        with effects.again():
+            other, second = self._once(numbers, symbolic=symbolic, others=others)
+        if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
+            raise effects.state_error(other.effects)
+        left = InitialValues.of(effects.left)
+        if left is None:
+            return tracer, traced
+        return other, attrs.evolve(second, initial_values=left)
 
     def _once(self, numbers: frozenset[str], **how: bool) -> tuple[StepTracer, Traced]:
         mode = fake_tensor_mode(allow_non_fake_inputs=True)

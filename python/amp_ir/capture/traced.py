@@ -8,6 +8,7 @@ import torch
 
 from amp_ir.capture.argument_changes import ArgumentChanges
 from amp_ir.capture.batch import Results
+from amp_ir.capture.guards.left_values import InitialValues, Left, StoredValue, in_full
 from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.ir.location import Location
@@ -37,7 +38,8 @@ class Traced:
     what the step did to the containers among its arguments.
     `sends_buffers` is that flag of each replica as the step leaves it. `gives_gradients` says that
     a result requires a gradient, and `has_differentiated` that the step computed gradients. At
-    `shown_at` the step turned tensors to text.
+    `shown_at` the step turned tensors to text. `initial_values` is what its first call leaves in
+    the user's objects, and `stored` what each call does.
     """
 
     graph: torch.fx.GraphModule
@@ -54,4 +56,11 @@ class Traced:
     has_differentiated: bool
     shown_at: tuple[Location, ...]
     changes: ArgumentChanges = ArgumentChanges()
+    initial_values: InitialValues = InitialValues()
+    stored: tuple[StoredValue, ...] = ()
     sends_buffers: tuple[bool, ...] = ()
+
+    def left_by_name(self) -> dict[str, str]:
+        """Return the values that the step leaves in the user's objects, as text, by their names."""
+        left: list[Left | StoredValue] = [*self.initial_values.left, *self.stored]
+        return {one.place.name(): in_full(one.value) for one in left}

@@ -163,6 +163,7 @@ class StepTracer:
         except Exception as error:  # the user's code may raise anything
             raise self._failure(error) from error
         self.effects.report(self._diagnostics)
+        self._left["stored"] = tuple(self.effects.stored)
         self._left["changes"] = changes = given_arguments.changes()
         for change in changes.refused:
             self._refuse(f"the step {change}", "Change a copy of it, or return what is new")

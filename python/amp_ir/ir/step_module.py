@@ -137,6 +137,7 @@ class StepHooks:
     `take_numbers(plain)`: takes the plain values among the arguments of a call, in order, before
     `recompile_reason` is asked; `followed` are the positions of those that are read from there.
     `follow_changes(args, named)`: change a call's arguments, after its run, as the step does.
+    `left` are the plain values that the step leaves in the user's objects, as text, by their names.
     `ranks` are the replicas of the models on other ranks, `amp_ir.distributed.replicas.Ranks`; None
     where the step exchanges nothing.
     """
@@ -149,6 +150,7 @@ class StepHooks:
     take_numbers: Callable[[Sequence[Any]], None] = _take_none
     followed: frozenset[int] = frozenset()
     follow_changes: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = _leave
+    left: Mapping[str, str] = attrs.field(factory=dict)
     ranks: Any = None
 
 

@@ -12,6 +12,7 @@ import torch
 
 from amp_ir.capture.guards.ambient import Ambient
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
+from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
 from amp_ir.capture.guards.objects import GuardedObjects, Tier
 from amp_ir.capture.guards.observer import Observer
@@ -59,6 +60,7 @@ class CaptureGuards:
         self._guards = guards
         self._interface = interface
         self._stepped = traced.stepped
+        self._stored = traced.stored
         self._frozen = frozen_options(state.optimizers, hypers)
         self._owned = _owned_state(state, interface)
         self._find_gradients(traced)
@@ -67,6 +69,9 @@ class CaptureGuards:
         self._scaler_options = [options_of(scaler_state.scaler) for scaler_state in state.scalers]
         self._is_first_step_only = bool(traced.created)
         self._has_run = False
+        self._initial_values: InitialValues | None = None
+        if traced.initial_values.left:
+            self._initial_values = traced.initial_values
         self._installed: set[int] = set()
         self._objects = GuardedObjects(
             observer, frozenset(number.name for number in numbers), unfollowed
@@ -139,6 +144,12 @@ class CaptureGuards:
 
     def recompile_reason(self) -> str:
         """Return the recompile reason: how the step differs from the graph; "" if it does not."""
+        if self._initial_values is None:
+            return self._change()
+        with self._initial_values.held():
+            return self._change()
+
+    def _change(self) -> str:
         for tier in self._tiers:
             if not tier.holds():
                 change = next(tier.changes(), "")
@@ -156,7 +167,13 @@ class CaptureGuards:
         return self._objects.changed_numbers()
 
     def install_state(self) -> None:
-        """Put the optimizer state that the capture made where the optimizer keeps it."""
+        """Put the optimizer state that the capture made where the optimizer keeps it.
+
+        So too what the step's first call leaves in other objects of the user's.
+        """
+        if self._initial_values is not None:
+            self._initial_values.install()
+            self._initial_values = None
         for index, parameter, key, tensor in self._interface.fresh:
             held = self._state.optimizers[index].state[parameter]
             if held.get(key) is self._state.wholes.get(id(tensor)):
@@ -170,7 +187,7 @@ class CaptureGuards:
             self._watch_state()
 
     def after_step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Set or clear every `grad` as the step leaves it.
+        """Set or clear every `grad`, and other attributes, as the step leaves them.
 
         Raises:
             StateError: not as many gradients as the graph has GRADIENT outputs without `updates`.
@@ -190,9 +207,14 @@ class CaptureGuards:
         for optimizer in self._stepped:
             if not getattr(optimizer, "_opt_called", False):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask
+        for stored in self._stored:
+            stored.install()
         self._has_run = True
         if self._ranks is not None:
             self._ranks.after_step(self._flags_after)
+        self._check_scale_limits()
+
+    def _check_scale_limits(self) -> None:
         for scaler_state in self._state.scalers:
             # On a GPU this would wait for the step.
             scaler, device = scaler_state.scaler, scaler_state.scale.tensor.device

@@ -66,6 +66,14 @@ class Place:
                 return ABSENT
         return getattr(self.holder, self.key, ABSENT)
 
+    def holds(self) -> bool:
+        """Return whether a graph that saw the value before the step is valid now."""
+        return is_same(self.now(), self.before)
+
+    def put_back(self) -> None:
+        """Store the value that was there before the step."""
+        self.put(self.before)
+
     def put(self, value: Any) -> None:
         """Store `value`; ABSENT removes the entry."""
         if self.kind == "cell":
@@ -102,6 +110,10 @@ class Contents:
         """Return whether the items are the same objects, or equal plain values."""
         now = self.now()
         return len(now) == len(self.before) and all(map(is_same, now, self.before))
+
+    def put_back(self) -> None:
+        """Store the items that were there before the step."""
+        self.put(self.before)
 
     def put(self, items: tuple[Any, ...]) -> None:
         """Store these items, as `now` returns them."""

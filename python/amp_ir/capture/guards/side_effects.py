@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.diagnostics import Diagnostics
+from amp_ir.capture.guards.left_values import Left, StoredValue, is_of_user
 from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.places import ABSENT, Contents, Place, flat, in_words, is_same
-from amp_ir.capture.guards.registered_modules import NewModule, RegisteredModules
+from amp_ir.capture.guards.registered_modules import RegisteredModules
 from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
 
@@ -44,24 +45,12 @@ _RETURN = (
 )
 
 
-@attrs.frozen(eq=False)
-class Left:
-    """A plain value that a step left in an object: where, what, and what a diagnostic says of it.
-
-    `key` is equal for the same place in another trace.
-    """
-
-    place: Place | Contents | NewModule
-    value: Any
-    key: tuple[int, Any]
-    diagnostic: tuple[str, Location, str]
-
-
 @attrs.define(eq=False)
 class SideEffects:
     """The effects of one traced step besides computing; `put` are the objects that the capture put.
 
-    `left` are the plain values that it left, with their places. A step that would leave the same
+    `stored` are the plain values that it left where it had read nothing, and `left` those that it
+    left where it had, with their places. A step that would leave the same
     values again, and have the same graph, has only initialized itself
     (`if self.kind is None: ...`); any other has state, which `state_error` reports.
     """
@@ -69,6 +58,7 @@ class SideEffects:
     observer: Observer
     put: dict[int, Any]
     left: list[Left] = attrs.Factory(list)
+    stored: list[StoredValue] = attrs.Factory(list)
     registered: RegisteredModules = attrs.Factory(lambda: RegisteredModules([]))
     random_before: Any = attrs.Factory(random.getstate)
     numpy_before: Any = attrs.Factory(numpy.random.get_state)
@@ -91,6 +81,8 @@ class SideEffects:
             elif place.is_loaded and not _is_constant_tensor(now):
                 said = _changed(place, now, self._line(place))
                 self.left.append(Left(place, now, (id(place.holder), place.key), said))
+            elif is_of_user(now):
+                self.stored.append(StoredValue(place, now))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         self._report_draws(diagnostics)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain values that a step leaves in the user's objects, which the compiled step leaves too.
+
+The first call may leave what later ones only read (`if self.size is None: self.size = len(x)`), and
+each call what it does not read before (`self.size = len(x)`). A capture of another shape and the
+user's own code then see what they would in PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from amp_ir.capture.guards.places import ABSENT, Contents, Place, is_plain, is_same
+from amp_ir.capture.guards.registered_modules import NewModule
+from amp_ir.capture.later_number import LaterNumber
+from amp_ir.capture.symbolic_float import SymbolicFloat
+from amp_ir.ir.location import Location
+
+_MOST_DEEP = 4
+
+
+@attrs.frozen(eq=False)
+class Left:
+    """A plain value that a step left in an object: where, what, and what a diagnostic says of it.
+
+    `key` is equal for the same place in another trace.
+    """
+
+    place: Place | Contents | NewModule
+    value: Any
+    key: tuple[int, Any]
+    diagnostic: tuple[str, Location, str]
+
+
+@attrs.frozen(eq=False)
+class InitialValues:
+    """The values that a step leaves in its first call.
+
+    A value goes only where the object is as it was before the step: the user may have set another.
+    """
+
+    left: Sequence[Left] = ()
+
+    @classmethod
+    def of(cls, left: Sequence[Left]) -> InitialValues | None:
+        """Return values to be left; None where one may hold what belongs to the trace."""
+        return cls(tuple(left)) if all(is_of_user(one.value) for one in left) else None
+
+    def install(self) -> None:
+        """Leave the values."""
+        for one in self._missing():
+            one.place.put(one.value)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the values in the user's objects for the duration of the context."""
+        missing = self._missing()
+        for one in missing:
+            one.place.put(one.value)
+        try:
+            yield
+        finally:
+            for one in reversed(missing):
+                one.place.put_back()
+
+    def _missing(self) -> list[Left]:
+        return [one for one in self.left if one.place.holds()]
+
+
+@attrs.frozen(eq=False)
+class StoredValue:
+    """A value that each call of the step leaves in a place."""
+
+    place: Place
+    value: Any
+
+    def install(self) -> None:
+        """Leave the value."""
+        if not is_same(self.place.now(), self.value):
+            self.place.put(self.value)
+
+
+def is_of_user(value: Any, depth: int = 0) -> bool:
+    """Return whether a value, and what it holds, are no tensors and no numbers of a trace."""
+    if isinstance(value, (torch.Tensor, SymbolicFloat, LaterNumber)) or depth > _MOST_DEEP:
+        return False
+    if value is ABSENT or is_plain(value):
+        return True
+    inner = _inner(value)
+    return inner is not None and all(is_of_user(one, depth + 1) for one in inner)
+
+
+def in_full(value: Any) -> str:
+    """Return a value of the user's as text, equal for equal values of two captures."""
+    inner = None if value is ABSENT or is_plain(value) else _inner(value)
+    if inner is None:
+        return repr(value)
+    return f"{type(value).__name__}({', '.join(map(in_full, inner))})"
+
+
+def _inner(value: Any) -> list[Any] | None:
+    """Return what an object holds; None where that cannot be seen."""
+    if isinstance(value, dict):
+        return [part for pair in value.items() for part in pair]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    return list(vars(value).values()) if hasattr(value, "__dict__") else None

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain values that a step leaves in the user's objects: a compiled step leaves them too."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import amp_ir
+from amp_ir.errors import PaddingError, StateError
+
+
+class Sized(nn.Module):
+    """Keeps what its first call decides, in an attribute, a list, a dict and a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.size, self.sizes, self.table, self.act = None, [], None, None
+
+    def forward(self, x):
+        if self.size is None:
+            self.size = x.shape[1]
+        if not self.sizes:
+            self.sizes.append(x.shape[1])
+        if self.table is None:
+            self.table = {"sizes": [x.shape[1]]}
+        if self.act is None:
+            self.act = nn.LeakyReLU(x.shape[1] / 10)
+        return self.act(self.head(x)) * self.size + self.sizes[0] + self.table["sizes"][0]
+
+
+class Stores(nn.Module):
+    """Stores in each call what it never reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.seen = nn.Linear(4, 4), {}
+
+    def forward(self, x):
+        self.size = x.shape[1]
+        self.seen["last"] = (x.shape[1], "even" if x.shape[1] % 2 == 0 else "odd")
+        return self.head(x)
+
+
+def training(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, optimizer
+
+
+def batch(length):
+    return torch.full((2, length, 4), 0.5)
+
+
+def run(model, *, compiles, seen):
+    step, optimizer = training(model)
+    if compiles:
+        step = amp_ir.jit(step, model=model, optimizer=optimizer)
+    losses = []
+    for length in (3, 5, 3, 7):
+        losses.append(step(batch(length)))
+        seen.append({key: repr(value) for key, value in state_of(model).items()})
+    return step, torch.stack(losses)
+
+
+def state_of(model):
+    plain = {key: value for key, value in vars(model).items() if not key.startswith("_")}
+    return {**plain, "modules": dict(model.named_children())}
+
+
+# The entry that the first call adds to a dict that it reads fails the guard of its first program.
+@pytest.mark.parametrize(("kind", "programs"), [(Sized, 3), (Stores, 4)])
+def test_a_step_leaves_in_objects_what_eager_leaves_at_every_shape(kind, programs):
+    eager = kind()
+    model = copy.deepcopy(eager)
+    expected, seen = [], []
+    _, losses = run(eager, compiles=False, seen=expected)
+    train, found = run(model, compiles=True, seen=seen)
+    # Sums of 12 to 28 products in another order: some units in the last place of float32.
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
+    assert seen == expected
+    assert len(train.recompiles) + 1 == programs
+
+
+def test_capture_alone_and_a_failing_first_step_leave_nothing():
+    model = Sized()
+    step, optimizer = training(model)
+    before = repr(state_of(model))
+    mod, args = amp_ir.trace_step(step, (batch(3),), model=model, optimizer=optimizer)
+    assert repr(state_of(model)) == before
+    compiled = amp_ir.compile(mod)
+    with pytest.raises(amp_ir.errors.ArgumentError):
+        compiled(batch(4))
+    assert repr(state_of(model)) == before
+    compiled(*args)
+    assert (model.size, model.sizes, model.table) == (3, [3], {"sizes": [3]})
+    compiled(*args)
+
+
+def test_a_value_that_the_user_sets_before_the_first_run_is_not_overwritten():
+    model = Sized()
+    step, optimizer = training(model)
+    mod, args = amp_ir.trace_step(step, (batch(3),), model=model, optimizer=optimizer)
+    compiled = amp_ir.compile(mod)
+    model.size = 11
+    with pytest.raises(StateError, match="attribute 'size' of .* was 3 and is 11"):
+        compiled(*args)
+    assert model.size == 11 and model.sizes == []
+
+
+class KeepsLength(nn.Module):
+    def __init__(self, *, first):
+        super().__init__()
+        self.head, self.size, self.first = nn.Linear(4, 4), None, first
+
+    def forward(self, x):
+        if not self.first:
+            self.size = x.shape[1]
+        elif self.size is None:
+            self.size = x.shape[1]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_padded_length_is_not_left_in_an_object(first):
+    model = KeepsLength(first=first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x, mask):
+        loss = (model(x).square().mean(2) * mask).sum() / mask.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    sizes = {1: (8, 16)}
+    train = amp_ir.jit(
+        step,
+        model=model,
+        optimizer=optimizer,
+        buckets={"x": sizes, "mask": sizes},
+        pad={"x": 0, "mask": 0},
+    )
+    with pytest.raises(PaddingError) as caught:
+        train(torch.randn(2, 5, 4), torch.ones(2, 5))
+    assert str(caught.value) == (
+        "what the step leaves in attribute 'size' of module (the model itself) depends on the "
+        "padded length (8, or 3); do not store it in the step, set it before, from the batch"
+    )
+    assert model.size is None
