@@ -159,3 +159,14 @@ def test_a_padded_length_is_not_left_in_an_object(first):
         "padded length (8, or 3); do not store it in the step, set it before, from the batch"
     )
     assert model.size is None
+
+
+def test_a_converted_model_keeps_what_its_first_call_decides_and_leaves_the_model_alone():
+    model = Sized().eval()
+    eager = copy.deepcopy(model)
+    converted = amp_ir.convert_model(model, (batch(3),), target_dtype="float32")
+    with torch.no_grad():
+        for length in (3, 5, 3):
+            expected = eager(batch(length))
+            torch.testing.assert_close(converted(batch(length)), expected, rtol=1e-5, atol=1e-5)
+    assert model.size is None and model.act is None

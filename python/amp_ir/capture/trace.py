@@ -145,6 +145,7 @@ def capture_step(
                 bound(arguments.names, args, named)
             ),
             left=traced.left_by_name(),
+            as_left=traced.initial_values.held,
             ranks=ranks,
         ),
     )

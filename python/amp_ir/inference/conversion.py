@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -38,6 +38,8 @@ class Conversion:
     stored: StoredParameters = attrs.field(factory=StoredParameters)
     rules: RulesInEffect = attrs.field(factory=RulesInEffect)
     _first: StepModule | None = None
+    # What the model's first call leaves in itself (`if self.size is None: ...`), for later shapes.
+    _left: list[Callable[[], contextlib.AbstractContextManager[None]]] = attrs.field(factory=list)
 
     def program(self, inputs: tuple[Any, ...]) -> StepModule:
         """Return the program for the shapes of some inputs, on stored parameters.
@@ -74,9 +76,15 @@ class Conversion:
         return [full.program(one) for one in inputs]
 
     def _captured(self, inputs: tuple[Any, ...]) -> StepModule:
-        with _in_eval_mode(self.model), torch.no_grad():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_in_eval_mode(self.model))
+            stack.enter_context(torch.no_grad())
             self._check_unchanged()
+            for held in self._left:
+                stack.enter_context(held())
             captured, _ = trace_model(self.model, inputs)
+        if captured.hooks.left:
+            self._left.append(captured.hooks.as_left)
         self.stored.begin(captured)
         return captured
 

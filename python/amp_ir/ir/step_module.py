@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -138,6 +139,8 @@ class StepHooks:
     `recompile_reason` is asked; `followed` are the positions of those that are read from there.
     `follow_changes(args, named)`: change a call's arguments, after its run, as the step does.
     `left` are the plain values that the step leaves in the user's objects, as text, by their names.
+    `as_left()`: a context that holds there what the first call leaves, which `install_state` leaves
+    for good.
     `ranks` are the replicas of the models on other ranks, `amp_ir.distributed.replicas.Ranks`; None
     where the step exchanges nothing.
     """
@@ -151,6 +154,7 @@ class StepHooks:
     followed: frozenset[int] = frozenset()
     follow_changes: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = _leave
     left: Mapping[str, str] = attrs.field(factory=dict)
+    as_left: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     ranks: Any = None
 
 
