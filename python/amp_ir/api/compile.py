@@ -15,6 +15,7 @@ from amp_ir.api.replay import overflow_finder
 from amp_ir.distributed.contract import contract_of
 from amp_ir.distributed.exchange import Exchange, agreement_of
 from amp_ir.distributed.stand_in_exchange import StandInExchange
+from amp_ir.distributed.stream_exchange import StreamExchange
 from amp_ir.errors import OptionError
 from amp_ir.host.logs import logger_of
 from amp_ir.host.memory_limit import memory_for
@@ -196,7 +197,7 @@ def step_of_built(
         options["device"],
         checks=checked.checks,
         arena=arena,
-        exchange=exchange_of(mod, built.plan),
+        exchange=exchange_of(mod, built.plan, options["device"]),
     )
     report = CompileReport(seconds, built.kernel_count, built.plan, built.dispatched, options)
     return _step_of(mod, program, report, target)
@@ -254,15 +255,16 @@ def program_of(
         device,
         checks=checks,
         arena=arena,
-        exchange=exchange_of(mod, planned.plan),
+        exchange=exchange_of(mod, planned.plan, device),
     )
 
 
-def exchange_of(mod: StepModule, plan: MemoryPlan) -> Exchange | None:
+def exchange_of(mod: StepModule, plan: MemoryPlan, device: str) -> Exchange | None:
     """Return what a step exchanges with other ranks; None where it exchanges nothing."""
     ranks = mod.hooks.ranks
     if ranks is None or not ranks.exchanges:
         return None
     if ranks.are_simulated:
         return StandInExchange()
-    return Exchange(ranks, contract_of(mod, plan, agreement_of(ranks).step))
+    made = StreamExchange if target_of(device).is_cuda else Exchange
+    return made(ranks, contract_of(mod, plan, agreement_of(ranks).step))

@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -104,7 +104,7 @@ class Exchange:
             RanksDifferError: another rank has another program; nothing has changed.
             RankFailedError: another rank failed earlier, or fails now.
         """
-        self._call = call = self._agreement.begin_call(self._contract)
+        self._call = call = self._begin_call()
         self._pending.clear()
         if self.is_timed:
             self.traffic.append([])
@@ -118,6 +118,10 @@ class Exchange:
                 # Found by all ranks before the first exchange, which they can do without.
                 raise error.__cause__ from None
             raise
+
+    def _begin_call(self) -> int:
+        """Agree on the program; return the number of the call."""
+        return self._agreement.begin_call(self._contract)
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -135,16 +139,18 @@ class Exchange:
             RanksDifferError: the ranks are at calls of different programs.
         """
         self._agreement.meet()
-        tensor = torch.utils.dlpack.from_dlpack(flat)
-        group = self._ranks.groups[collective.group]
+        tensor = shared(flat)
         ended: list[float] = []
         begun = time.perf_counter()
-        work = _LAUNCHES[collective.kind](group, tensor)
+        work = self._launch(collective, tensor)
         launched = time.perf_counter()
         if self.is_timed:
             work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
         key = collective.group, collective.bucket
         self._pending[key] = _Pending(collective, work, tensor, begun, launched, ended)
+
+    def _launch(self, collective: Collective, tensor: torch.Tensor) -> Any:
+        return _LAUNCHES[collective.kind](self._ranks.groups[collective.group], tensor)
 
     def wait(
         self, collective: Collective, _flat: tvm.runtime.Tensor, *pairs: tvm.runtime.Tensor
@@ -169,9 +175,7 @@ class Exchange:
             nbytes = pending.tensor.numel() * pending.tensor.element_size()
             times = pending.begun, pending.launched, min(ended, waited_to), waited_from, waited_to
             self.traffic[-1].append(Traffic(collective, nbytes, *times))
-        views = [torch.utils.dlpack.from_dlpack(one) for one in pairs]
-        for part, result in zip(views[::2], views[1::2], strict=True):
-            result.copy_(part)
+        copy_parts(pairs)
 
     def _wait(self, pending: _Pending, since: float) -> None:
         said = since
@@ -215,6 +219,18 @@ class Exchange:
             self._agreement.break_group(left)
 
 
+def shared(flat: tvm.runtime.Tensor) -> torch.Tensor:
+    """Return a tensor of the program as PyTorch's, in the same memory."""
+    return torch.utils.dlpack.from_dlpack(flat)
+
+
+def copy_parts(pairs: Sequence[tvm.runtime.Tensor]) -> None:
+    """Copy parts of a bucket, each followed by the tensor that it belongs in."""
+    views = [shared(one) for one in pairs]
+    for part, result in zip(views[::2], views[1::2], strict=True):
+        result.copy_(part)
+
+
 def agreement_of(ranks: Ranks) -> Agreement:
     """Return the agreement of a step's ranks, which all of its programs share."""
     if ranks.agreement is None:
@@ -227,23 +243,34 @@ def check_exchange(ranks: Ranks | None, *, is_cuda: bool, amp_dtype: str | None)
     """Refuse what a compiled step cannot exchange.
 
     Raises:
-        DeviceError: a GPU's group; OptionError: two low dtypes.
+        DeviceError: a group without a backend for the device; OptionError: two low dtypes.
     """
     if ranks is None or not ranks.exchanges:
         return
-    backends = [group.backend for group in ranks.groups]
-    if is_cuda:
-        raise DeviceError(
-            f'device="cuda" with data parallel ({", ".join(backends)}) is not supported: no '
-            "exchange of a compiled step has run on GPUs. Train on the CPU with gloo, or use "
-            "DistributedDataParallel in plain PyTorch"
-        )
+    _check_backends(ranks.groups, is_cuda=is_cuda)
     wanted = {one.comm_dtype for one in ranks.replicas} - {""}
     if amp_dtype in ("float16", "bfloat16") and wanted - {amp_dtype}:
         other = sorted(wanted - {amp_dtype})[0]
         raise OptionError(
             f"comm_dtype={other!r} and amp_dtype={amp_dtype!r}: a step has one low dtype; make "
             "them the same, or leave one out"
+        )
+
+
+def _check_backends(groups: Sequence[Group], *, is_cuda: bool) -> None:
+    found = {one.backend_for("cuda" if is_cuda else "cpu") for one in groups if one.size > 1}
+    if is_cuda and found - {"nccl"}:
+        named = " and ".join(sorted(one or "no backend" for one in found))
+        raise DeviceError(
+            f'device="cuda" exchanges gradients with NCCL, and the process group has {named} for '
+            'CUDA tensors: call init_process_group("cpu:gloo,cuda:nccl") or '
+            'init_process_group("nccl"), and torch.cuda.set_device(local_rank) before it'
+        )
+    if not is_cuda and "" in found:
+        raise DeviceError(
+            'the process group exchanges no CPU tensors, and the step runs with device="cpu": call '
+            'init_process_group("gloo") or init_process_group("cpu:gloo,cuda:nccl"), or move the '
+            'model to a GPU and pass device="cuda"'
         )
 
 
@@ -261,7 +288,7 @@ def _broadcast(group: Group, tensor: torch.Tensor) -> Any:
 
 def _reduce_scatter(group: Group, tensor: torch.Tensor) -> Any:
     """Sum a range over the ranks; of the result only this rank's part counts."""
-    if group.backend == "gloo":
+    if group.backend_for(tensor.device.type) == "gloo":
         # Its own is an all-reduce of a copy.
         _say_of_gloo()
         return _all_reduce(group, tensor)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import functools
 import logging
 import time
 import weakref
@@ -53,13 +54,57 @@ class _RollCall:
         self._numbers = torch.tensor([number, -number])
         options: Any = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MAX
-        self.work = group.handle.allreduce([self._numbers], options)
+        self._work = group.handle.allreduce([self._numbers], options)
 
-    @property
+    def is_done(self) -> bool:
+        """Wait a little for the other ranks, and return whether all have come.
+
+        Raises:
+            RuntimeError: the all-reduce failed.
+        """
+        try:
+            self._work.wait(timedelta(seconds=LOOK_SECONDS))
+        except RuntimeError:  # the time is over, or the exchange failed
+            if not self._work.is_completed():
+                return False
+            self._work.wait()
+        return True
+
     def are_alike(self) -> bool:
-        """Whether they are; the all-reduce is done."""
+        """Return whether they are; all have come."""
         largest, smallest = self._numbers.tolist()
         return bool(largest == -smallest)
+
+
+class _StoreRollCall:
+    """The same through the store, for a group that exchanges no tensors of the host.
+
+    Ranks on GPUs meet on the host, while the GPU still works on the step before.
+    """
+
+    def __init__(self, group: Group, contract: Contract, key: Callable[..., str]) -> None:
+        self._store, self._key, digest = group.store, key, contract.exchange_digest
+        if self._store.compare_set(key("digest"), "", digest).decode() != digest:
+            self._store.set(key("differ"), "")
+        if self._store.add(key("here"), 1) == group.size:
+            self._store.set(key("all"), "")
+
+    def is_done(self) -> bool:
+        """Wait a little for the other ranks, and return whether all have come."""
+        try:
+            self._store.wait([self._key("all")], timedelta(seconds=LOOK_SECONDS))
+        except RuntimeError:  # the time is over, or the store does not answer
+            return bool(self._store.check([self._key("all")]))
+        return True
+
+    def are_alike(self) -> bool:
+        """Return whether they are; all have come."""
+        return not self._store.check([self._key("differ")])
+
+    def forget(self) -> None:
+        """Take the keys out of the store, once no rank can read them any more."""
+        for name in ("digest", "differ", "here", "all"):
+            self._store.delete_key(self._key(name))
 
 
 class Meeting:
@@ -79,7 +124,9 @@ class Meeting:
         self.broken = ""
         self._agreed: set[str] = set()
         self._compared: set[str] = set()
-        self._roll_call: _RollCall | None = None
+        self._roll_call: _RollCall | _StoreRollCall | None = None
+        # Of the calls before, whose keys are in the store until all ranks are past them.
+        self._past: collections.deque[_StoreRollCall] = collections.deque()
         self._own_name = ""
         # The call that this rank told the others to have failed before its exchanges.
         self._told_alone = 0
@@ -124,7 +171,7 @@ class Meeting:
             self._compare(contract)
         # With one program, a rank that has another one agrees on that first.
         if len(self._agreed) > 1:
-            self._roll_call = _RollCall(self.group, contract)
+            self._roll_call = self._begin_roll_call(contract)
 
     def meet(self, check_others: Callable[[], None]) -> None:
         """Wait until all ranks are at this call, before its first exchange.
@@ -136,15 +183,26 @@ class Meeting:
         if roll_call is None:
             return
         since = said = time.monotonic()
-        while not _is_done(roll_call.work):
+        while not roll_call.is_done():
             check_others()
             now = time.monotonic()
             if now - said >= SAY_SECONDS:
                 said = now
                 self.say_waiting(f"call {self.calls} of the group, {self._own_name}", now - since)
         self._roll_call = None
-        if not roll_call.are_alike:
+        if not roll_call.are_alike():
             raise RanksDifferError(self._difference_of_calls(), rank=self.group.rank)
+        if isinstance(roll_call, _StoreRollCall) and self.group.rank == 0:
+            self._past.append(roll_call)
+            # At the next call all ranks have left this one.
+            while len(self._past) > 1:
+                self._past.popleft().forget()
+
+    def _begin_roll_call(self, contract: Contract) -> _RollCall | _StoreRollCall:
+        if self.group.backend_for("cpu"):
+            return _RollCall(self.group, contract)
+        key = functools.partial(self._key, "call", self.calls)
+        return _StoreRollCall(self.group, contract, key)
 
     def _difference_of_calls(self) -> str:
         """Describe which step each rank is at; all of them ask at the same time."""
@@ -352,21 +410,6 @@ class Meeting:
                 f"rank {self.group.rank} of {self.group.size} lost the store of the process group, "
                 f"which is rank 0's: {first}"
             ) from error
-
-
-def _is_done(work: Any) -> bool:
-    """Wait a little for an exchange, and return whether it is done.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    try:
-        work.wait(timedelta(seconds=LOOK_SECONDS))
-    except RuntimeError:  # the time is over, or the exchange failed
-        if not work.is_completed():
-            return False
-        work.wait()
-    return True
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -105,10 +107,10 @@ class Group:
         if self.rank != 0 and told[0]:
             raise StateError(f"rank 0 of {self.size} failed: {told[0]}")
 
-    @property
-    def backend(self) -> str:
-        """The library that moves the bytes: "gloo", "nccl"."""
-        return str(torch.distributed.get_backend(self.handle))
+    def backend_for(self, device_type: str) -> str:
+        """Return what moves tensors of such devices: "gloo", "nccl"; "" where nothing does."""
+        backend = _backend(self.handle, device_type)
+        return "" if backend is None else str(backend.name())
 
 
 def first_line(error: BaseException, otherwise: str = "?") -> str:
@@ -118,12 +120,50 @@ def first_line(error: BaseException, otherwise: str = "?") -> str:
 
 def _timeout_seconds(handle: Any) -> float:
     """Return the timeout of a group's collectives."""
-    backend = handle._get_backend(torch.device("cpu")) if _has_cpu(handle) else None
-    options = getattr(backend, "options", None)
-    found = getattr(options, "_timeout", None)
+    found = [_backend(handle, device_type) for device_type in ("cpu", "cuda")]
+    options = next((getattr(one, "options", None) for one in found if one is not None), None)
+    timeout = getattr(options, "_timeout", None)
     default = torch.distributed.constants.default_pg_timeout
-    return float((default if found is None else found).total_seconds())
+    return float((default if timeout is None else timeout).total_seconds())
 
 
-def _has_cpu(handle: Any) -> bool:
-    return any(device.type == "cpu" for device in handle._device_types)
+def _backend(handle: Any, device_type: str) -> Any:
+    """Return a group's backend for tensors of such devices, or None."""
+    if all(device.type != device_type for device in handle._device_types):
+        return None
+    return handle._get_backend(torch.device(device_type))
+
+
+class Recorded(Protocol):
+    """What has collectives of a group in it, as a CUDA graph."""
+
+    def forget(self) -> None:
+        """Let it go; the next run records it again."""
+
+
+_recorded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forget_before_destroy(recorded: Recorded) -> None:
+    """Let a recorded graph go when the process destroys its groups.
+
+    NCCL's communicator waits, for ever, for the graphs that have its collectives in them
+    (`commDestroySync`; pytorch/pytorch#115388).
+    """
+    _recorded.add(recorded)
+    _watch_destroy()
+
+
+@functools.cache
+def _watch_destroy() -> None:
+    """Put a function before PyTorch's, in both of the places that scripts take it from."""
+    destroy = torch.distributed.distributed_c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        for one in list(_recorded):
+            one.forget()
+        destroy(group)
+
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]

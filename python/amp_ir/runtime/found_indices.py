@@ -36,6 +36,31 @@ class FoundIndices:
             event.record(torch.cuda.current_stream(extremes.device))
         self._pending.append((copy, event))
 
+    def look_at_all(self) -> None:
+        """Raise the errors of all steps, and leave them to be raised by a later call too.
+
+        Raises:
+            IndexOutOfRangeError: a step used an index out of range, and was rolled back.
+        """
+        for copy, event in self._pending:
+            if event is not None:
+                event.synchronize()
+            self._checks.check_extremes(copy)
+
+    def check_all_but_last(self) -> None:
+        """Raise the errors of all steps but the last, which are waited for.
+
+        So ranks that share what they found raise at the same call.
+
+        Raises:
+            IndexOutOfRangeError: a step used an index out of range, and was rolled back.
+        """
+        while len(self._pending) > 1:
+            copy, event = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            self._checks.check_extremes(copy)
+
     def check(self, *, all_steps: bool = False) -> None:
         """Raise the errors of the steps that are done; with `all_steps`, wait for the others.
 

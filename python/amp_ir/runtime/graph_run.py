@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
+from amp_ir.distributed.process_group import forget_before_destroy
 from amp_ir.runtime.step_run import StepRun
 
 
@@ -23,7 +24,8 @@ class GraphRun:
     The first call runs it launch by launch, on PyTorch's current stream: libraries choose their
     algorithms and modules are loaded, which a recording must not contain. When an argument has
     another address than in the recording, the next two calls do the same again. A step that is not
-    recordable always runs launch by launch: an op in it reads what a recording would freeze.
+    recordable always runs launch by launch: an op in it reads what a recording would freeze. One
+    that `exchanges` has NCCL's collectives in its graph.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class GraphRun:
         step_run: StepRun,
         *,
         is_recordable: bool = True,
+        exchanges: bool = False,
     ) -> None:
         self._main = main
         self._step_run = step_run
@@ -40,6 +43,7 @@ class GraphRun:
         self._addresses: tuple[int, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._refused = not is_recordable
+        self._exchanges = exchanges
 
     def __call__(self, arguments: Sequence[Any], addresses: tuple[int, ...]) -> None:
         """Run on `arguments`, stored at `addresses`; return before the GPU is done."""
@@ -60,6 +64,10 @@ class GraphRun:
         """Return whether the next run with the same memory is a single launch."""
         return self._graph is not None
 
+    def forget(self) -> None:
+        """Let the recorded graph go; the next two runs make another one."""
+        self._addresses, self._graph = (), None
+
     def launch(self, arguments: Sequence[Any]) -> None:
         """Run launch by launch; the recorded graph stays."""
         with torch.cuda.device(self._device), tvm_ffi.use_torch_stream():
@@ -76,7 +84,9 @@ class GraphRun:
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream()
         # Of this device: PyTorch's default for recordings is one stream of the first that recorded.
-        recorded = torch.cuda.graph(graph, stream=torch.cuda.Stream())
+        # NCCL's watchdog asks for events from its own thread, which must not end the recording.
+        mode = "thread_local" if self._exchanges else "global"
+        recorded = torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode=mode)
         try:
             with tvm_ffi.use_torch_stream(recorded):
                 self._main(*arguments)
@@ -93,3 +103,5 @@ class GraphRun:
             )
             return
         self._graph = graph
+        if self._exchanges:
+            forget_before_destroy(self)

@@ -138,6 +138,11 @@ class Program:
         with self._arena.lock:
             torn_state.refuse_torn(self.state())
             if self._graph_run is not None:
+                if self.exchange is not None:
+                    return self._run_on_gpus(
+                        self._graph_run, self.exchange, batch, in_graph, finish
+                    )
+                self._graph_run.found.check()
                 return finish(self._graph_run.run(batch, in_graph=in_graph))
             try:
                 results = self.empty_results()
@@ -152,6 +157,27 @@ class Program:
             if self.exchange is None:
                 return self._step_run(arguments, lambda: self._finished(results, finish))
             return self._run_with_others(self.exchange, arguments, results, finish)
+
+    def _run_on_gpus(
+        self,
+        runs: _OnGpu,
+        exchange: Exchange,
+        batch: Sequence[torch.Tensor],
+        in_graph: bool,  # noqa: FBT001 (as `run` has it)
+        finish: Callable[[list[torch.Tensor]], T],
+    ) -> T:
+        """Launch one step of several ranks.
+
+        What a step found out of range, all ranks know, and raise at the second call after it.
+        """
+        with exchange.running():
+            try:
+                runs.found.check_all_but_last()
+            except AmpIrError as error:
+                refused = error
+            else:
+                return finish(runs.run(batch, in_graph=in_graph))
+        raise refused
 
     def _run_with_others(
         self,
@@ -224,8 +250,13 @@ class Program:
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self._graph_run is not None:
+        if self._graph_run is None:
+            return
+        if self.exchange is None:
             self._graph_run.found.check(all_steps=True)
+        else:
+            # All ranks raise it at one call, also those that do not wait here.
+            self._graph_run.found.look_at_all()
 
     def results_of(
         self, outputs: list[torch.Tensor]
@@ -246,6 +277,7 @@ class _OnGpu:
             program.device,
             program._step_run,
             is_recordable=not unrecordable_ops(program.plan),
+            exchanges=program.exchange is not None,
         )
         specs = [one.spec for one in program._inputs if one.source is None]
         self._batch = [
@@ -263,7 +295,6 @@ class _OnGpu:
 
     def run(self, batch: Sequence[torch.Tensor], *, in_graph: bool) -> list[torch.Tensor]:
         """Run one step; copies from pinned host memory are asynchronous."""
-        self.found.check()
         for target, source in zip(self._batch, batch, strict=True):
             target.copy_(source, non_blocking=True)
         program, views = self._program, iter(self._batch_views)

@@ -33,9 +33,9 @@ class CUDAGraph:
 
 
 @contextlib.contextmanager
-def graph(made: CUDAGraph, stream: object) -> Iterator[None]:
+def graph(made: CUDAGraph, stream: object, capture_error_mode: str) -> Iterator[None]:
     """Record into `made`; PyTorch waits for the device before."""
-    del stream
+    del stream, capture_error_mode
     device.synchronise()
     with device.captured() as made.recorded:
         yield

@@ -10,6 +10,7 @@ import tvm
 from tvm import relax
 from tvm.ir.expr import GenericConst
 
+from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.ir.dataflow import DPS_CALL, Dataflow
@@ -67,6 +68,8 @@ class _Program:
         self.flow = Dataflow(ir)
         self.main = self.flow.main
         self.grouping = Grouping()
+        # The collective that was begun last, as a unit.
+        self.last_start: set[int] = set()
         self.values: dict[relax.Var, Any] = {}
         self.calls: list[LibraryCall] = []
         self.opaque_units: dict[int, tuple[int, list[Opaque]]] = {}
@@ -156,6 +159,10 @@ class _Program:
             if isinstance(argument.ty, relax.TensorType):
                 arguments[k] = self._materialise(self._value(argument))
         unit = self.grouping.add_unit(arguments.values())
+        if str(call.args[0].global_symbol) == START_SYMBOL:
+            # Exchanges begin in this order on every rank: no kernel may need it to be another.
+            self.grouping.units.add_before(unit, self.last_start)
+            self.last_start = {unit}
         results = [Buffer(spec) for spec in specs_of(call.ty_args[0])]
         for value in results:
             self.grouping.produced_by(value, unit)
