@@ -7,6 +7,8 @@ guards compared. `changes` describes what differs.
 
 from __future__ import annotations
 
+import array
+import collections
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,8 +86,8 @@ class GuardedObjects:
             yield f"{place.name()} {change_in_words(place.before, place.now())}"
         for contents in self._contents:
             yield from self._changed_contents(contents)
-        for array, before, name_of in self._arrays:
-            if not numpy.array_equal(array, before, equal_nan=array.dtype.kind in "fc"):
+        for now, before, name_of in self._arrays:
+            if not numpy.array_equal(now, before, equal_nan=now.dtype.kind in "fc"):
                 yield f"the array in {name_of()} has other values"
         for tensor, value, name_of in self._read_values:
             if not is_same(tensor.tolist(), value):
@@ -108,9 +110,11 @@ class GuardedObjects:
         for place in self._others:
             if not is_same(place.now(), place.before):
                 yield place
-        # Numbers in lists; the guards of contents report that something differs.
+        # Items of lists; the guards of contents report that something differs.
         for contents in self._lists:
-            if isinstance(contents.target, list) and not _is_untouched(contents):
+            if isinstance(contents.target, (list, collections.deque)) and not _is_untouched(
+                contents
+            ):
                 for key, before in enumerate(contents.before):
                     if (id(contents.target), key) in self._ignored:
                         continue
@@ -141,6 +145,8 @@ class GuardedObjects:
             yield f"{contents.name()} had {count} items and has {now_count}"
         elif isinstance(target, set) and target != set(contents.before):
             yield f"{contents.name()} has other items: {in_words(frozenset(target))}"
+        elif isinstance(target, (bytearray, array.array)) and not contents.holds():
+            yield f"{contents.name()} has other items"
 
 
 def _is_untouched(contents: Contents) -> bool:

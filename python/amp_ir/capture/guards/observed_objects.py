@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -122,6 +123,12 @@ class ObservedObjects:
             yield value.__wrapped__, name
         elif isinstance(value, (tuple, *CONTAINERS)):
             yield from self._items(value, name, reads, code)
+        elif isinstance(value, (collections.UserDict, collections.UserList)):
+            # Its methods, which read this, are the standard library's.
+            part = part_name("attribute", "data", name)
+            yield self.place(vars(value), "entry", "data", part, is_loaded=True), part
+        elif isinstance(value, memoryview):
+            yield value.obj, name
         # One that the step makes has none yet when its `__init__` begins.
         if isinstance(value, torch.nn.Module) and "_modules" in vars(value):
             yield from self._submodules(value, name, reads)
@@ -165,7 +172,7 @@ class ObservedObjects:
         for key, item in pairs:
             word = "entry" if isinstance(value, dict) else "item"
             part = part_name(word, key, name)
-            if is_number(item) and not isinstance(value, tuple):
+            if is_number(item) and isinstance(value, (list, collections.deque, dict)):
                 self.place(value, "entry", key, part, is_loaded=True)
             yield item, part
 

@@ -335,7 +335,7 @@ class Observer:
 
 _MUTATORS = frozenset(
     {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "popitem",
-     "add", "discard", "sort", "reverse"}
+     "add", "discard", "sort", "reverse", "appendleft", "extendleft", "popleft", "rotate"}
 )  # fmt: skip
 
 

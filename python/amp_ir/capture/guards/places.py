@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,9 @@ import torch
 from amp_ir.capture.batch import PLAIN
 from amp_ir.capture.patches.registered_functions import REPLACES
 
-CONTAINERS = (list, dict, set)
+# Read by position; the entries of the last two are numbers that nothing else can stand for.
+SEQUENCES = (list, collections.deque, bytearray, array.array)
+CONTAINERS = (*SEQUENCES, dict, set)
 _NUMPY_PLAIN = (numpy.generic, numpy.dtype)
 _SHOWN = 60
 
@@ -56,7 +60,7 @@ class Place:
 
     def _held(self) -> Any:
         if self.kind == "entry":
-            if isinstance(self.holder, list):
+            if isinstance(self.holder, SEQUENCES):
                 return self.holder[self.key] if self.key < len(self.holder) else ABSENT
             return self.holder.get(self.key, ABSENT)
         if self.kind == "cell":
@@ -94,7 +98,7 @@ class Place:
 
 @attrs.define(eq=False)
 class Contents:
-    """A list, dictionary or set as a whole: its length, order and items."""
+    """A list, deque, array, dictionary or set as a whole: its length, order and items."""
 
     target: Any
     name: Callable[[], str]
@@ -118,18 +122,23 @@ class Contents:
     def put(self, items: tuple[Any, ...]) -> None:
         """Store these items, as `now` returns them."""
         target = self.target
-        if isinstance(target, list):
+        if isinstance(target, (list, bytearray)):
             target[:] = items
+            return
+        if isinstance(target, array.array):
+            target[:] = array.array(target.typecode, items)
             return
         target.clear()
         if isinstance(target, dict):
             target.update(zip(items[::2], items[1::2], strict=True))
+        elif isinstance(target, collections.deque):
+            target.extend(items)
         else:
             target.update(items)
 
 
 def flat(container: Any) -> tuple[Any, ...]:
-    """Return the items of a list or set; keys and values of a dictionary in turn."""
+    """Return the items of a sequence or set; keys and values of a dictionary in turn."""
     if isinstance(container, dict):
         return tuple(part for pair in container.items() for part in pair)
     return tuple(container)

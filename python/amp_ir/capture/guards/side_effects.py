@@ -9,6 +9,7 @@ positions and masks), which are computed in the graph.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import Left, StoredValue, is_of_user
 from amp_ir.capture.guards.observer import Observer, draw
-from amp_ir.capture.guards.places import ABSENT, Contents, Place, flat, in_words, is_same
+from amp_ir.capture.guards.places import (
+    ABSENT,
+    SEQUENCES,
+    Contents,
+    Place,
+    flat,
+    in_words,
+    is_same,
+)
 from amp_ir.capture.guards.registered_modules import RegisteredModules
 from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
@@ -197,7 +206,7 @@ def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
     now, before = flat(contents.target), contents.before
     if isinstance(contents.target, dict):
         new, old = (dict(zip(one[::2], one[1::2], strict=True)) for one in (now, before))
-    elif isinstance(contents.target, list):
+    elif isinstance(contents.target, SEQUENCES):
         new, old = dict(enumerate(now)), dict(enumerate(before))
     else:
         new, old = ({one: one for one in side} for side in (now, before))
@@ -233,7 +242,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
             inner = value
         if isinstance(inner, dict):
             inner = list(inner.values())
-        elif isinstance(value, (list, tuple, set)):
+        elif isinstance(value, (list, tuple, set, collections.deque)):
             inner = list(value)
         for one in inner or ():
             yield from _tensors(one, depth + 1)
