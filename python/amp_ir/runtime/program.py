@@ -25,6 +25,7 @@ from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
 from amp_ir.runtime.program_input import ProgramInput, State, StateViews, flat_view
 from amp_ir.runtime.step_run import StepRun
+from amp_ir.runtime.written_memory import WrittenMemory
 
 T = TypeVar("T")
 
@@ -73,6 +74,7 @@ class Program:
         self._main = executable.vm["main"]
         self._inputs = [ProgramInput.bind(spec, state, self.device) for spec in signature.inputs]
         self._state_views = StateViews(self._inputs)
+        self._written_memory = WrittenMemory(self._inputs, signature.outputs)
         self._batch_positions = [k for k, one in enumerate(self._inputs) if one.source is None]
         outputs = [spec for spec in signature.outputs if spec.updates is None]
         self._result_kinds = [(spec.shape, getattr(torch, spec.dtype)) for spec in outputs]
@@ -131,6 +133,7 @@ class Program:
 
         Raises:
             StepFailedError: the state is torn by an earlier failure, or a call failed.
+            ArgumentError: the batch shares memory with state that the step writes.
             OutOfMemoryError: there is none for the batch or the results; nothing has changed.
             IndexOutOfRangeError: the step computed an index out of range; it has changed nothing.
                 On a GPU it is raised by a later run, or by `synchronise`.
@@ -147,6 +150,7 @@ class Program:
             try:
                 results = self.empty_results()
                 arguments = [self.arena_view(), *self._state_views.current()]
+                self.refuse_shared(batch, self._state_views.version)
                 for position, tensor in zip(self._batch_positions, batch, strict=True):
                     arguments[position + 1] = flat_view(_placed(tensor))
                 arguments += map(flat_view, results)
@@ -178,6 +182,14 @@ class Program:
             else:
                 return finish(runs.run(batch, in_graph=in_graph))
         raise refused
+
+    def refuse_shared(self, batch: Sequence[torch.Tensor], version: object) -> None:
+        """Require a batch with memory of its own; `version` changes where state has moved.
+
+        Raises:
+            ArgumentError: it shares memory with state that the step writes.
+        """
+        self._written_memory.refuse_shared(batch, version)
 
     def _run_with_others(
         self,
@@ -295,12 +307,13 @@ class _OnGpu:
 
     def run(self, batch: Sequence[torch.Tensor], *, in_graph: bool) -> list[torch.Tensor]:
         """Run one step; copies from pinned host memory are asynchronous."""
-        for target, source in zip(self._batch, batch, strict=True):
-            target.copy_(source, non_blocking=True)
         program, views = self._program, iter(self._batch_views)
         inputs = [
             next(views) if one.source is None else one.current_view() for one in program._inputs
         ]
+        program.refuse_shared(batch, tuple(one.address for one in program._inputs))
+        for target, source in zip(self._batch, batch, strict=True):
+            target.copy_(source, non_blocking=True)
         arguments = [program.arena_view(), *inputs, *self._result_views]
         if in_graph:
             state = (one.address for one in program._inputs if one.source is not None)

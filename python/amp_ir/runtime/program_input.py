@@ -132,13 +132,17 @@ class ProgramInput:
 
 
 class StateViews:
-    """The views of a program's state, checked at each call, mostly all at once."""
+    """The views of a program's state, checked at each call, mostly all at once.
+
+    `version` is another one after each check that finds them changed.
+    """
 
     def __init__(self, inputs: Sequence[ProgramInput]) -> None:
         self._inputs = inputs
         tensors = [one.source for one in inputs if isinstance(one.source, torch.Tensor)]
         self._held = HeldTensors(tensors)
         self._views: list[Any] = []
+        self.version = 0
         # Numbers and gradients: read at each call.
         self._read = [
             (position, one)
@@ -157,6 +161,7 @@ class StateViews:
                 None if one.source is None else one.current_view() for one in self._inputs
             ]
             self._held.remember()
+            self.version += 1
             return list(self._views)
         views = list(self._views)
         for position, one in self._read:

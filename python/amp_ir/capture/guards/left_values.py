@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.capture.guards.places import ABSENT, Contents, Place, is_plain, is_same
+from amp_ir.capture.guards.places import ABSENT, SEQUENCES, Contents, Place, is_plain, is_same
 from amp_ir.capture.guards.registered_modules import NewModule
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.symbolic_float import SymbolicFloat
@@ -107,6 +107,6 @@ def _inner(value: Any) -> list[Any] | None:
     """Return what an object holds; None where that cannot be seen."""
     if isinstance(value, dict):
         return [part for pair in value.items() for part in pair]
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (*SEQUENCES, tuple, set, frozenset)):
         return list(value)
     return list(vars(value).values()) if hasattr(value, "__dict__") else None
