@@ -26,6 +26,7 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(__file__).parent.parent) + "/"
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 _CLIPPING = str(Path(torch.__file__).parent / "nn" / "utils" / "clip_grad.py")
+_INSTALLED = ("site-packages", "dist-packages")
 _is_users: dict[str, bool] = {}
 
 
@@ -37,6 +38,11 @@ def is_users_file(name: str) -> bool:
         known = not (library or name.startswith((_TORCH, _OURS, "<")))
         _is_users[name] = known
     return known
+
+
+def is_users_own(name: str) -> bool:
+    """Return whether a source file is the user's, and not of an installed package."""
+    return is_users_file(name) and not any(one in name for one in _INSTALLED)
 
 
 def innermost_line(frame: FrameType | None) -> tuple[str, int, bool]:

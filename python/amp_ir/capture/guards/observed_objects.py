@@ -34,7 +34,7 @@ from amp_ir.capture.guards.users_objects import (
     unwrapped,
     users_classes,
 )
-from amp_ir.capture.locations import is_users_file
+from amp_ir.capture.locations import is_users_file, is_users_own
 from amp_ir.capture.patches.thread_patches import original_of
 
 # A container with more items is compared as a whole; its items are not followed.
@@ -44,6 +44,11 @@ _TORCH_CONTAINERS = (
     torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList,
     torch.nn.ParameterDict,
 )  # fmt: skip
+_PARTS = {
+    "__code__": "the code",
+    "__defaults__": "the defaults",
+    "__kwdefaults__": "the defaults by keyword",
+}
 Name = Callable[[], str]
 
 
@@ -136,6 +141,7 @@ class ObservedObjects:
             yield from self._attributes(value, name, reads, code, is_users=is_users)
 
     def _function(self, function: FunctionType, name: Name) -> Iterator[tuple[Any, Name]]:
+        self._note_parts(function)
         known = self.functions.setdefault(id(function.__code__), [])
         if any(one is function for one in known):
             return
@@ -144,9 +150,10 @@ class ObservedObjects:
             if str(function.__module__).partition(".")[0] == "torch" and not function.__closure__:
                 return
         of = functools.partial(describe_function, function)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for value in defaults:
+        for value in function.__defaults__ or ():
             yield value, part_name("a default argument", None, of)
+        if function.__kwdefaults__:
+            yield function.__kwdefaults__, part_name(_PARTS["__kwdefaults__"], None, of)
         for key, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=False
         ):
@@ -156,6 +163,15 @@ class ObservedObjects:
                 yield value, part_name("closure variable", key, of)
         if function.__dict__:
             yield function.__dict__, part_name("attributes", None, of)
+
+    def _note_parts(self, function: FunctionType) -> None:
+        """Record what can be replaced of a function, as a reload of its file in a notebook does."""
+        if is_users_own(function.__code__.co_filename):
+            of = functools.partial(describe_function, function)
+            for key, word in _PARTS.items():
+                if getattr(function, key) is not None:
+                    part = part_name(word, None, of)
+                    self.place(function, "attribute", key, part, is_loaded=True)
 
     def _items(
         self, value: Any, name: Name, reads: CodeReads, code: CodeType | None
@@ -216,8 +232,13 @@ class ObservedObjects:
     def _class_attributes(
         self, value: Any, names: set[str], name: Name, reads: CodeReads, code: CodeType | None
     ) -> Iterator[tuple[Any, Name]]:
-        for owner in users_classes(value if isinstance(value, type) else type(value)):
+        owners = users_classes(value if isinstance(value, type) else type(value))
+        for k, owner in enumerate(owners):
             for key in names & vars(owner).keys():
+                for nearer in owners[:k]:  # one that is given the attribute takes precedence
+                    if key not in vars(nearer):
+                        part = part_name("attribute", key, functools.partial(_class_name, nearer))
+                        self.touch(nearer, "own", key, part, reads, code)
                 found = vars(owner)[key]
                 if type(found).__name__ in ("member_descriptor", "getset_descriptor"):
                     part = part_name("attribute", key, name)
@@ -239,6 +260,7 @@ class ObservedObjects:
                     if any(one is function for one in known):
                         break
                     known.append(function)
+                    self._note_parts(function)
                     function = getattr(function, "__wrapped__", None)
 
     def touch(

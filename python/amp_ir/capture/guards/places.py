@@ -40,7 +40,8 @@ ABSENT = _Absent()
 class Place:
     """One entry of a dictionary, attribute of an object or content of a closure's cell.
 
-    `holder` is the dictionary, object or cell; `kind` is "entry", "attribute" or "cell".
+    `holder` is the dictionary, object or cell; `kind` is "entry", "attribute", "cell" or, for an
+    attribute of a class itself, without those of its bases, "own".
     `before` is the value when the step first reached the place. `is_loaded` says that the step may
     have read it before it wrote it, and `line` is (file, line) of a store, if any.
     """
@@ -68,6 +69,8 @@ class Place:
                 return self.holder.cell_contents
             except ValueError:
                 return ABSENT
+        if self.kind == "own":
+            return vars(self.holder).get(self.key, ABSENT)
         return getattr(self.holder, self.key, ABSENT)
 
     def holds(self) -> bool:
@@ -85,7 +88,7 @@ class Place:
                 del self.holder.cell_contents
             else:
                 self.holder.cell_contents = value
-        elif self.kind == "attribute":
+        elif self.kind in ("attribute", "own"):
             if value is ABSENT:
                 delattr(self.holder, self.key)
             else:
