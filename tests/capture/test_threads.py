@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
 import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -436,3 +438,26 @@ def test_functions_that_threads_write_at_once_are_each_whole() -> None:
 
     first, second = in_threads(writes, writes)
     assert first.script() == second.script()
+
+
+def test_what_the_garbage_collector_calls_is_not_the_steps():
+    """As profilers, and tests' tools, measure how long a collection takes."""
+    model, (step, optimizer) = training()
+    seconds = []
+
+    def measure(_phase: str, _info: dict[str, int]) -> None:
+        seconds.append(time.perf_counter())
+
+    def collecting(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return step(x, y)
+
+    gc.callbacks.append(measure)
+    try:
+        train = amp_ir.jit(collecting, model=model, optimizer=optimizer)
+        for _ in range(3):
+            train(*batch())
+    finally:
+        gc.callbacks.remove(measure)
+    assert seconds
+    assert_trained_alike(model, 0, 3)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import random
 import sys
@@ -152,6 +153,8 @@ class Observer:
         if kind == _LIBRARY:
             if file is _MODULE_FILE and event == "call":
                 self._on_module(frame)
+            return
+        if gc.callbacks and _is_of_collector(frame):
             return
         if kind == _RANDOM:
             self._on_random_code(frame, event)
@@ -347,6 +350,11 @@ def draw(what: str, where: Any) -> tuple[str, Any, str]:
         where,
         "Draw it with torch (torch.rand), or outside of the step and pass it as an argument",
     )
+
+
+def _is_of_collector(frame: FrameType) -> bool:
+    """Return whether Python's garbage collection called a function, which the step did not."""
+    return any(getattr(one, "__code__", None) is frame.f_code for one in gc.callbacks)
 
 
 def _is_clock(function: Any, owner: Any) -> bool:
