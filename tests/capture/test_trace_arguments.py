@@ -202,7 +202,8 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "optimizer of another model",
         lambda: wrong(optimizer=sgd(nn.Linear(2, 2))),
         "2 of the 2 parameters of optimizer 0 (SGD) are in no model; pass every module that it "
-        "trains in model=[...]",
+        "trains in model=[...], or, where parameters were replaced (load_state_dict(assign=True), "
+        "a new layer), make the optimizer anew",
     ),
     (
         "optimizer twice",

@@ -362,7 +362,8 @@ TRACE: list[Row] = [
         optimizer_of_another,
         ArgumentError,
         "1 of the 1 parameters of optimizer 0 (SGD) are in no model; pass every module that it "
-        "trains in model=[...]",
+        "trains in model=[...], or, where parameters were replaced (load_state_dict(assign=True), "
+        "a new layer), make the optimizer anew",
     ),
     (
         "LBFGS",

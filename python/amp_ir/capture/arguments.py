@@ -216,7 +216,9 @@ def _optimizer_errors(models: list[torch.nn.Module], optimizers: list[object]) -
         if foreign:
             yield (
                 f"{foreign} of the {len(parameters)} parameters of optimizer {index} ({kind}) are "
-                "in no model; pass every module that it trains in model=[...]"
+                "in no model; pass every module that it trains in model=[...], or, where "
+                "parameters were replaced (load_state_dict(assign=True), a new layer), make the "
+                "optimizer anew"
             )
 
 
