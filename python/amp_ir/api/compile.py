@@ -13,7 +13,7 @@ from amp_ir import pipeline
 from amp_ir.api.cached_build import cached_build
 from amp_ir.api.replay import overflow_finder
 from amp_ir.distributed.contract import contract_of
-from amp_ir.distributed.exchange import Exchange, agreement_of
+from amp_ir.distributed.exchange import Exchange, agreement_of, check_backends
 from amp_ir.distributed.stand_in_exchange import StandInExchange
 from amp_ir.distributed.stream_exchange import StreamExchange
 from amp_ir.errors import OptionError
@@ -266,5 +266,7 @@ def exchange_of(mod: StepModule, plan: MemoryPlan, device: str) -> Exchange | No
         return None
     if ranks.are_simulated:
         return StandInExchange()
-    made = StreamExchange if target_of(device).is_cuda else Exchange
+    is_cuda = target_of(device).is_cuda
+    check_backends(ranks.groups, is_cuda=is_cuda)
+    made = StreamExchange if is_cuda else Exchange
     return made(ranks, contract_of(mod, plan, agreement_of(ranks).step))

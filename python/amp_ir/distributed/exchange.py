@@ -247,7 +247,7 @@ def check_exchange(ranks: Ranks | None, *, is_cuda: bool, amp_dtype: str | None)
     """
     if ranks is None or not ranks.exchanges:
         return
-    _check_backends(ranks.groups, is_cuda=is_cuda)
+    check_backends(ranks.groups, is_cuda=is_cuda)
     wanted = {one.comm_dtype for one in ranks.replicas} - {""}
     if amp_dtype in ("float16", "bfloat16") and wanted - {amp_dtype}:
         other = sorted(wanted - {amp_dtype})[0]
@@ -257,7 +257,12 @@ def check_exchange(ranks: Ranks | None, *, is_cuda: bool, amp_dtype: str | None)
         )
 
 
-def _check_backends(groups: Sequence[Group], *, is_cuda: bool) -> None:
+def check_backends(groups: Sequence[Group], *, is_cuda: bool) -> None:
+    """Require process groups that exchange tensors of the step's device.
+
+    Raises:
+        DeviceError: one does not; says how to make one.
+    """
     found = {one.backend_for("cuda" if is_cuda else "cpu") for one in groups if one.size > 1}
     if is_cuda and found - {"nccl"}:
         named = " and ".join(sorted(one or "no backend" for one in found))
