@@ -29,7 +29,7 @@ from amp_ir.distributed.exchange import agreement_of
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CopyError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
-from amp_ir.ir.capturing import captured_scalers
+from amp_ir.ir.capturing import before_call, captured_scalers
 from amp_ir.ir.stages import seconds_by_stage, stage
 from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks, StepModule
@@ -114,6 +114,8 @@ class JitStep:
         """
         if named:
             batch = bound(self._signature, batch, named)
+        if (take := before_call.get()) is not None:
+            take(self._step, self._trace_options, batch)
         if captured_scalers.get() is not None:
             # Another thread, which waits for the capture, may hold its lock.
             raise ArgumentError(NESTED)

@@ -184,6 +184,13 @@ def test_the_page_of_a_step_of_several_ranks_shows_its_exchanges() -> None:
     assert '<i class="phase-backward" style="left:80.00%;width:10.00%">' in text
 
 
+THROUGH_JIT = (
+    "where a function such as main() makes them, have it call the step through amp_ir, and the "
+    "commands take them from its first call: `train = amp_ir.jit(step, model=model, "
+    "optimizer=optimizer)` and `train(*batch)`"
+)
+
+
 def test_a_training_file_is_run_without_its_loop(training: Path) -> None:
     found = load_training(training)
     assert found.name == "train.py" and len(found.batch) == 1
@@ -197,7 +204,8 @@ def test_a_training_file_is_run_without_its_loop(training: Path) -> None:
             "batch = ()",
             "{} does not define `step` (the function to capture), `model` (a module or a list of "
             "them); define them at its top level: `amp-ir examine --help` shows "
-            "a file that the commands take",
+            "a file that the commands take; or, "
+            f"{THROUGH_JIT}",
         ),
         (
             "step = model = None; batch = [1]",
@@ -323,7 +331,8 @@ def test_a_step_of_another_name_is_suggested(tmp_path: Path) -> None:
         load_training(path)
     assert str(caught.value) == (
         f"{path} does not define `step` (the function to capture); `step = train_step` names it; "
-        "define it at its top level: `amp-ir examine --help` shows a file that the commands take"
+        "define it at its top level: `amp-ir examine --help` shows a file that the commands take; "
+        f"or, {THROUGH_JIT}"
     )
 
 

@@ -24,6 +24,8 @@ a train.py defines its parts at the top level, and trains below `if __name__ == 
   batch = (inputs, targets)        # an example of what step is called with
   def step(inputs, targets): ...   # forward, backward, optimizer.step()
   batches = [...]                  # more batches, where a command takes several
+or it makes them in main(), and calls amp_ir.jit(step, model=..., optimizer=...): then it runs as a
+script until the first call of that step, which gives step, model, optimizer and batch
 what follows -- is the command line of the file: amp-ir examine train.py -- --lr 0.1
 """
 

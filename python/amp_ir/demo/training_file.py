@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.demo.first_call import calls_jit_in_a_function, first_call
 from amp_ir.errors import OptionError
 
 _NEEDED = {
@@ -23,6 +24,12 @@ _NEEDED = {
     "model": "a module or a list of them",
 }
 _SEE = "`amp-ir examine --help` shows a file that the commands take"
+# What to add to a script whose parts are made in a function.
+_THROUGH_JIT = (
+    "where a function such as main() makes them, have it call the step through amp_ir, and the "
+    "commands take them from its first call: `train = amp_ir.jit(step, model=model, "
+    "optimizer=optimizer)` and `train(*batch)`"
+)
 
 
 @attrs.frozen
@@ -47,11 +54,17 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
     `if __name__ == "__main__":` does not run. As when Python runs it, its folder is where it
     imports from, and `arguments` are its command line.
 
+    A file that does not bind all of them at its top level, and uses `amp_ir.jit`, runs as
+    "__main__" until it calls a jitted step; the parts are those of this call.
+
     Raises:
-        OptionError: there is no such file, it fails, or it does not define a required name.
+        OptionError: there is no such file, it fails, it does not define a required name, or it
+            ends without calling a jitted step.
     """
     if not path.is_file():
         raise OptionError(f"{path} is neither a workload nor a file; {_SEE}")
+    if calls_jit_in_a_function(path.read_text(encoding="utf-8"), _NEEDED):
+        return _of_first_call(path, arguments)
     with _as_script(path, arguments):
         names = runpy.run_path(str(path))
     missing = [name for name in _NEEDED if name not in names]
@@ -59,7 +72,8 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
         wanted = ", ".join(f"`{name}` ({_NEEDED[name]})" for name in missing)
         raise OptionError(
             f"{path} does not define {wanted}{_other_functions(path, names, missing)}; "
-            f"define {'it' if len(missing) == 1 else 'them'} at its top level: {_SEE}"
+            f"define {'it' if len(missing) == 1 else 'them'} at its top level: {_SEE}; or, "
+            f"{_THROUGH_JIT}"
         )
     batch = names["batch"]
     if not isinstance(batch, tuple):
@@ -75,6 +89,33 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
         names.get("optimizer"),
         names.get("scaler"),
         names.get("batches", ()),
+    )
+
+
+def _of_first_call(path: Path, arguments: Sequence[str]) -> TrainingFile:
+    """Run a file as a script until it calls a jitted step, and say so on the error stream."""
+    print(
+        f"{path} does not define all of {', '.join(_NEEDED)} at its top level, so it runs as a "
+        "script until it calls a step of amp_ir.jit",
+        file=sys.stderr,
+    )
+    with _as_script(path, arguments):
+        found = first_call(lambda: runpy.run_path(str(path), run_name="__main__"))
+    if found is None:
+        raise OptionError(
+            f"{path} ran to its end and called no step of amp_ir.jit; define `step`, `batch` and "
+            f"`model` at its top level: {_SEE}; or, {_THROUGH_JIT}"
+        )
+    code = getattr(found.step, "__code__", None)
+    line = f" (line {code.co_firstlineno})" if code and code.co_filename == str(path) else ""
+    name = getattr(found.step, "__qualname__", repr(found.step))
+    print(
+        f"took {name}{line} and its batch, model and optimizer from its first call, and stopped "
+        "the script there; casts, device and other options are those of this command, not of jit",
+        file=sys.stderr,
+    )
+    return TrainingFile(
+        path.name, found.step, found.batch, found.model, found.optimizer, found.scaler
     )
 
 
