@@ -5,7 +5,7 @@
     import        importer/      -> StepModule: Relax IR, named state, signature
     collectives   rewrites/      of several ranks: each bucket of gradients is begun and waited for
     loss_scaling  loss_scaling/  every use of a loss scale has the right degree, or an error
-    rewrites      rewrites/      sums of matmuls of one weight -> one matmul; sliced losses -> whole
+    rewrites      rewrites/      matmuls summed or of copies -> one, or batches; losses -> whole
     amp           amp/           rules and placement choose dtypes -> casts
     checks        rewrites/      indices that may be out of range are checked, on the host or inside
     dispatch      dispatch/      what a library computes -> calls of it; the rest is decomposed
@@ -47,6 +47,7 @@ from amp_ir.loops.write_kernels import emitter_of, merger_of, write_kernels
 from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
 from amp_ir.memory.chunking.chunk_loss import plan_in_chunks
 from amp_ir.memory.plan_memory import plan_memory
+from amp_ir.rewrites.batch_merged_axes import batch_merged_axes
 from amp_ir.rewrites.check_indices import CheckedStep, HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
@@ -105,7 +106,7 @@ def rewrite(mod: StepModule, *, on_stage: OnStage | None = None) -> StepModule:
     """Take a step from the ops that were captured to those that run; see rewrites/."""
     with stage("rewrites", mod.ir, on_stage) as running:
         # Before autocast, whose rules and plan are to speak of the ops that run.
-        running.program = unslice_loss(concat_matmuls(mod.ir))
+        running.program = unslice_loss(batch_merged_axes(concat_matmuls(mod.ir)))
     return mod.with_ir(running.program)
 
 
