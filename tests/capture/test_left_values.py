@@ -170,3 +170,42 @@ def test_a_converted_model_keeps_what_its_first_call_decides_and_leaves_the_mode
             expected = eager(batch(length))
             torch.testing.assert_close(converted(batch(length)), expected, rtol=1e-5, atol=1e-5)
     assert model.size is None and model.act is None
+
+
+class StoresOverDefault(nn.Module):
+    """Stores what is there already when its first shape is captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.size = nn.Linear(4, 4), 3
+
+    def forward(self, x):
+        self.size = x.shape[1]
+        return self.head(x)
+
+
+def test_a_value_that_was_there_before_is_left_again_after_another_shape():
+    model = StoresOverDefault()
+    step, optimizer = training(model)
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    for length in (3, 5, 3, 7, 3):
+        train(batch(length))
+        assert model.size == length
+
+
+def test_a_container_that_a_step_makes_is_a_new_one_in_each_call():
+    class Lists(StoresOverDefault):
+        def forward(self, x):
+            self.made = {"sizes": [x.shape[1]]}
+            self.same = self.own
+            return self.head(x)
+
+    model = Lists()
+    model.own = own = [1]
+    step, optimizer = training(model)
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    for _ in range(3):
+        train(batch(3))
+        assert model.made == {"sizes": [3]}
+        assert model.same is own
+        model.made["sizes"].append(9)

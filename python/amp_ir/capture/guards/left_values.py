@@ -74,15 +74,20 @@ class InitialValues:
 
 @attrs.frozen(eq=False)
 class StoredValue:
-    """A value that each call of the step leaves in a place."""
+    """A value that each call of the step leaves in a place.
+
+    `shared` are the ids of the user's containers, which the step has not made.
+    """
 
     place: Place
     value: Any
+    shared: frozenset[int] = frozenset()
 
     def install(self) -> None:
-        """Leave the value."""
-        if not is_same(self.place.now(), self.value):
-            self.place.put(self.value)
+        """Leave the value; a container is a new one in each call, which the user may change."""
+        value = _renewed(self.value, self.shared)
+        if not is_same(self.place.now(), value):
+            self.place.put(value)
 
 
 def is_of_user(value: Any, depth: int = 0) -> bool:
@@ -93,6 +98,17 @@ def is_of_user(value: Any, depth: int = 0) -> bool:
         return True
     inner = _inner(value)
     return inner is not None and all(is_of_user(one, depth + 1) for one in inner)
+
+
+def _renewed(value: Any, shared: frozenset[int]) -> Any:
+    """Return a value with new containers in place of those that the step makes in each call."""
+    if id(value) in shared:
+        return value
+    if type(value) is dict:
+        return {key: _renewed(one, shared) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_renewed(one, shared) for one in value)
+    return set(value) if type(value) is set else value
 
 
 def in_full(value: Any) -> str:

@@ -31,6 +31,7 @@ from amp_ir.capture.guards.places import (
     Place,
     flat,
     in_words,
+    is_plain,
     is_same,
 )
 from amp_ir.capture.guards.registered_modules import RegisteredModules
@@ -83,6 +84,8 @@ class SideEffects:
         for place in self.observer.objects.places.values():
             now = place.now()
             if now is place.before or id(now) in self.put or is_same(now, place.before):
+                # A store of what was there, or one that was not reached: a graph holds where it is.
+                place.is_loaded |= bool(place.line[1]) and is_plain(now)
                 continue
             reported.add((id(place.holder), place.key))
             if _holds_result(now):
@@ -91,7 +94,8 @@ class SideEffects:
                 said = _changed(place, now, self._line(place))
                 self.left.append(Left(place, now, (id(place.holder), place.key), said))
             elif is_of_user(now):
-                self.stored.append(StoredValue(place, now))
+                shared = frozenset(self.observer.objects.contents)
+                self.stored.append(StoredValue(place, now, shared))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         self._report_draws(diagnostics)
