@@ -209,3 +209,24 @@ def test_a_container_that_a_step_makes_is_a_new_one_in_each_call():
         assert model.made == {"sizes": [3]}
         assert model.same is own
         model.made["sizes"].append(9)
+
+
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_a_number_that_changes_from_call_to_call_is_left_as_it_is_now(is_argument):
+    model = StoresOverDefault()
+    step, optimizer = training(model)
+    model.weight, model.used = 0.5, 0.0
+
+    def weighted(x, weight):
+        model.used = weight if is_argument else model.weight
+        loss = model(x).square().mean() * model.used
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(weighted, model=model, optimizer=optimizer)
+    for number in (0.5, 0.75, 1.25, 1.5):
+        model.weight = number
+        train(batch(3), number if is_argument else 1.0)
+        assert model.used == number

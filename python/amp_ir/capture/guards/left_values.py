@@ -111,6 +111,14 @@ def _renewed(value: Any, shared: frozenset[int]) -> Any:
     return set(value) if type(value) is set else value
 
 
+def holds_symbol(value: Any, depth: int = 0) -> bool:
+    """Return whether a value, or a container in it, holds a number that is an input."""
+    if isinstance(value, SymbolicFloat) or depth > _MOST_DEEP:
+        return isinstance(value, SymbolicFloat)
+    is_container = isinstance(value, (dict, *SEQUENCES, tuple, set, frozenset))
+    return is_container and any(holds_symbol(one, depth + 1) for one in _inner(value) or ())
+
+
 def in_full(value: Any) -> str:
     """Return a value of the user's as text, equal for equal values of two captures."""
     inner = None if value is ABSENT or is_plain(value) else _inner(value)

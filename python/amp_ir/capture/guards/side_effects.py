@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.diagnostics import Diagnostics
-from amp_ir.capture.guards.left_values import Left, StoredValue, is_of_user
+from amp_ir.capture.guards.left_values import Left, StoredValue, holds_symbol, is_of_user
 from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.places import (
     ABSENT,
@@ -60,7 +60,8 @@ class SideEffects:
     """The effects of one traced step besides computing; `put` are the objects that the capture put.
 
     `stored` are the plain values that it left where it had read nothing, and `left` those that it
-    left where it had, with their places. A step that would leave the same
+    left where it had, with their places; `leaves_followed` says that one is a number that is an
+    input. A step that would leave the same
     values again, and have the same graph, has only initialized itself
     (`if self.kind is None: ...`); any other has state, which `state_error` reports.
     """
@@ -69,6 +70,7 @@ class SideEffects:
     put: dict[int, Any]
     left: list[Left] = attrs.Factory(list)
     stored: list[StoredValue] = attrs.Factory(list)
+    leaves_followed: bool = False
     registered: RegisteredModules = attrs.Factory(lambda: RegisteredModules([]))
     random_before: Any = attrs.Factory(random.getstate)
     numpy_before: Any = attrs.Factory(numpy.random.get_state)
@@ -83,6 +85,7 @@ class SideEffects:
         self._report_modules(diagnostics)
         for place in self.observer.objects.places.values():
             now = place.now()
+            self.leaves_followed |= self._is_followed_elsewhere(place, now)
             if now is place.before or id(now) in self.put or is_same(now, place.before):
                 # A store of what was there, or one that was not reached: a graph holds where it is.
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
@@ -129,6 +132,11 @@ class SideEffects:
             yield
         finally:
             self.restore()
+
+    def _is_followed_elsewhere(self, place: Place, now: Any) -> bool:
+        """Return whether the step left a number that is an input in another place than its own."""
+        is_own = id(now) in self.put and (place.is_loaded or not place.line[1])
+        return not is_own and holds_symbol(now)
 
     def _report_modules(self, diagnostics: Diagnostics) -> None:
         """Report modules that the step registers; one without tensors may initialize itself."""
