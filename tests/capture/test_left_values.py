@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import amp_ir
-from amp_ir.errors import PaddingError, StateError
+from amp_ir.errors import CaptureError, PaddingError, StateError
 
 
 class Sized(nn.Module):
@@ -230,3 +230,47 @@ def test_a_number_that_changes_from_call_to_call_is_left_as_it_is_now(is_argumen
         model.weight = number
         train(batch(3), number if is_argument else 1.0)
         assert model.used == number
+
+
+class Seen:
+    """An object of the user's, with an attribute of a name that modules have."""
+
+
+def test_a_value_that_goes_back_and_forth_is_left_by_programs_that_exist():
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), Seen()
+    step, optimizer = training(model)
+
+    def noting(x):
+        seen.training = model.training
+        return step(x)
+
+    train = amp_ir.jit(noting, model=model, optimizer=optimizer)
+    for k, length in enumerate((3, 5, 3, 7, 3, 5, 3, 7)):
+        model.train(k % 2 == 0)
+        train(batch(length))
+        assert seen.training is model.training
+    # Three shapes, and one that is captured again: with the attribute there, and without it.
+    assert len(train.recompiles) + 1 == 4
+
+
+def shortens(kept, count):
+    kept[:] = [count] * (len(kept) - 1)
+
+
+def clears(kept, _count):
+    kept.clear()
+
+
+@pytest.mark.parametrize("change", [shortens, clears])
+def test_a_list_that_gets_shorter_is_refused_and_put_back(change):
+    model, kept = nn.Linear(4, 4), [0, 0, 0]
+    step, optimizer = training(model)
+
+    def changing(x):
+        change(kept, len(x))
+        return step(x)
+
+    train = amp_ir.jit(changing, model=model, optimizer=optimizer)
+    with pytest.raises(CaptureError, match="closure variable 'kept'"):
+        train(batch(3))
+    assert kept == [0, 0, 0]

@@ -139,8 +139,7 @@ class StepHooks:
     `recompile_reason` is asked; `followed` are the positions of those that are read from there.
     `follow_changes(args, named)`: change a call's arguments, after its run, as the step does.
     `left` are the plain values that the step leaves in the user's objects, as text, by their names.
-    `as_left()`: a context that holds there what the first call leaves, which `install_state` leaves
-    for good.
+    `as_left()`: a context that holds there what the first call leaves, which `after_step` leaves.
     `ranks` are the replicas of the models on other ranks, `amp_ir.distributed.replicas.Ranks`; None
     where the step exchanges nothing.
     """

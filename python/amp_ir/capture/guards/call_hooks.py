@@ -167,13 +167,7 @@ class CaptureGuards:
         return self._objects.changed_numbers()
 
     def install_state(self) -> None:
-        """Put the optimizer state that the capture made where the optimizer keeps it.
-
-        So too what the step's first call leaves in other objects of the user's.
-        """
-        if self._initial_values is not None:
-            self._initial_values.install()
-            self._initial_values = None
+        """Put the optimizer state that the capture made where the optimizer keeps it."""
         for index, parameter, key, tensor in self._interface.fresh:
             held = self._state.optimizers[index].state[parameter]
             if held.get(key) is self._state.wholes.get(id(tensor)):
@@ -207,6 +201,8 @@ class CaptureGuards:
         for optimizer in self._stepped:
             if not getattr(optimizer, "_opt_called", False):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask
+        if self._initial_values is not None:
+            self._initial_values.install()
         for stored in self._stored:
             stored.install()
         self._has_run = True

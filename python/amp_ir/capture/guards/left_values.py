@@ -53,23 +53,34 @@ class InitialValues:
 
     def install(self) -> None:
         """Leave the values."""
-        for one in self._missing():
-            one.place.put(one.value)
+        put_left(self._missing())
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the values in the user's objects for the duration of the context."""
         missing = self._missing()
-        for one in missing:
-            one.place.put(one.value)
+        put_left(missing)
         try:
             yield
         finally:
-            for one in reversed(missing):
-                one.place.put_back()
+            for one in _containers_first(missing):
+                if not one.place.holds():
+                    one.place.put_back()
 
     def _missing(self) -> list[Left]:
         return [one for one in self.left if one.place.holds()]
+
+
+def put_left(left: Sequence[Left]) -> None:
+    """Put values where they were left."""
+    for one in _containers_first(left):
+        if one.place.now() is not one.value:
+            one.place.put(one.value)
+
+
+def _containers_first(left: Sequence[Left]) -> list[Left]:
+    """Return values with those of whole containers first, which have their entries in them."""
+    return sorted(left, key=lambda one: not isinstance(one.place, Contents))
 
 
 @attrs.frozen(eq=False)

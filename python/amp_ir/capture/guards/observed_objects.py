@@ -218,7 +218,8 @@ class ObservedObjects:
             # attribute of the object would take precedence.
             absent = reads.attribute_stores.keys() | reads.optional
             absent |= touched & names_of_class(type(value)) if is_users else set()
-            keys |= absent - own.keys() - INTERNAL
+            internal = INTERNAL if isinstance(value, torch.nn.Module) else frozenset()
+            keys |= absent - own.keys() - internal
         for key in keys:
             part = part_name("attribute", key, name)
             if own is not None and not is_library(own.get(key)):

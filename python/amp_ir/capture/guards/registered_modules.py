@@ -31,6 +31,10 @@ class NewModule:
         """Return how a message calls the place."""
         return f"submodule {self.key!r} of {type(self.parent).__name__}"
 
+    def now(self) -> torch.nn.Module | None:
+        """Return the submodule that the parent has."""
+        return self.parent._modules.get(self.key)
+
     def holds(self) -> bool:
         """Return whether the parent has the submodule that it had before the step."""
         submodules = self.parent._modules

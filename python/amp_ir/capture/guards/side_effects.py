@@ -22,7 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.diagnostics import Diagnostics
-from amp_ir.capture.guards.left_values import Left, StoredValue, holds_symbol, is_of_user
+from amp_ir.capture.guards.left_values import (
+    Left,
+    StoredValue,
+    holds_symbol,
+    is_of_user,
+    put_left,
+)
 from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.places import (
     ABSENT,
@@ -126,8 +132,7 @@ class SideEffects:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Hold in the user's objects, for the duration of the context, what the step left."""
-        for one in self.left:
-            one.place.put(one.value)
+        put_left(self.left)
         try:
             yield
         finally:
