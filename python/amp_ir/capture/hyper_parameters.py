@@ -23,7 +23,7 @@ from amp_ir.errors import StateError
 
 # Flags that choose an implementation, not a result: only the plain loop can be traced.
 _FOLLOWED_BY_MATH = ("sqrt", "exp", "log", "pow")
-_IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable")
+IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable")
 
 
 @attrs.frozen
@@ -126,7 +126,7 @@ def put_symbols(inputs: list[HyperParameter], tape: FloatTape) -> Callable[[], l
         put[id(hyper.optimizer), hyper.group, hyper.key] = group, group[hyper.key]
     for optimizer in {id(h.optimizer): h.optimizer for h in inputs}.values():
         for group in optimizer.param_groups:
-            group.update({flag: False for flag in _IMPLEMENTATION_FLAGS if flag in group})
+            group.update({flag: False for flag in IMPLEMENTATION_FLAGS if flag in group})
 
     def overwritten() -> list[str]:
         return [key for (_, _, key), (group, value) in put.items() if group.get(key) is not value]

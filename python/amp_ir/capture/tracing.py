@@ -144,7 +144,7 @@ class StepTracer:
                 calls = Substitution(fakes, watch, self._locator, self._diagnostics)
                 stack.enter_context(calls)
                 self.observer.add_models(state.models)
-                self.effects.begin(state.models)
+                self.effects.begin(state.models, state.optimizers)
                 self.observer.add_step(self._step)
                 arguments = self._arguments.with_tensors(
                     batch, self.numbers.arguments(self._arguments)

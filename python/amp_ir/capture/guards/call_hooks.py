@@ -16,6 +16,7 @@ from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
 from amp_ir.capture.guards.objects import GuardedObjects, Tier
 from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
 from amp_ir.capture.guards.watch import watch
 from amp_ir.capture.hyper_parameters import HyperParameter, frozen_options
 from amp_ir.capture.interface import Interface
@@ -76,6 +77,7 @@ class CaptureGuards:
         self._objects = GuardedObjects(
             observer, frozenset(number.name for number in numbers), unfollowed
         )
+        self._of_optimizers = OptimizerObjects.of_users(state.optimizers)
         self._watch_state()
         self._tiers = self._make_tiers(observer, ambient)
 
@@ -99,6 +101,7 @@ class CaptureGuards:
             Tier(self._flags_hold, self._changed_flags),
             Tier(ambient.holds, lambda: iter(ambient.changes())),
             Tier(options_hold, self._changed_options, options.refresh),
+            Tier(self._of_optimizers.hold, self._of_optimizers.changes_in_words),
             GuardedParameters(self._state.parameters).tier(),
             self._python_tier(GuardedModules(list(observer.objects.modules.values()))),
             Tier(self._gradients_hold, self._changed_gradients),

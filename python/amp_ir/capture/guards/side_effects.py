@@ -30,6 +30,7 @@ from amp_ir.capture.guards.left_values import (
     put_left,
 )
 from amp_ir.capture.guards.observer import Observer, draw
+from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
 from amp_ir.capture.guards.places import (
     ABSENT,
     SEQUENCES,
@@ -49,6 +50,10 @@ _MOVE = (
     "A compiled step changes tensors only: return what is new and change it after the call, or "
     "make it a tensor that is a buffer of the model. What it decides (if count % 4 == 0) is passed "
     "to the step as an argument, a bool"
+)
+_OF_OPTIMIZER = (
+    "A compiled step changes tensors only: let the optimizer count in a tensor of its state "
+    "(state[parameter]['step'], as PyTorch's do), or set it between two steps"
 )
 _PASS = "Use it outside of the step, and pass what it gives as an argument"
 _IN_INIT = (
@@ -78,12 +83,16 @@ class SideEffects:
     stored: list[StoredValue] = attrs.Factory(list)
     leaves_followed: bool = False
     registered: RegisteredModules = attrs.Factory(lambda: RegisteredModules([]))
+    of_optimizers: OptimizerObjects = attrs.Factory(lambda: OptimizerObjects([]))
     random_before: Any = attrs.Factory(random.getstate)
     numpy_before: Any = attrs.Factory(numpy.random.get_state)
 
-    def begin(self, models: Sequence[torch.nn.Module]) -> None:
-        """Remember the submodules of the models; call it before the step runs."""
+    def begin(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Remember submodules, and what optimizers hold; call it before the step runs."""
         self.registered = RegisteredModules(models)
+        self.of_optimizers = OptimizerObjects(optimizers)
 
     def report(self, diagnostics: Diagnostics) -> None:
         """Record everything that a compiled step would not do again; call it inside the trace."""
@@ -107,11 +116,14 @@ class SideEffects:
                 self.stored.append(StoredValue(place, now, shared))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
+        self._report_optimizers()
         self._report_draws(diagnostics)
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
         self.registered.restore()
+        for changed in self.of_optimizers.changes():
+            changed.put_back()
         for contents in self.observer.objects.contents.values():
             now = flat(contents.target)
             if len(now) != len(contents.before) or any(
@@ -198,6 +210,18 @@ class SideEffects:
         what = f"changes {contents.name()} (a {kind}, at {keys})"
         said = what, _at(contents.line), _MOVE
         self.left.append(Left(contents, contents.now(), (id(contents.target), None), said))
+
+    def _report_optimizers(self) -> None:
+        for place in self.of_optimizers.changes():
+            now = place.now()
+            if isinstance(place, Contents):
+                said = f"changes {place.name()}", Location(), _OF_OPTIMIZER
+                key = id(place.target), None
+            else:
+                what, _, _ = _changed(place, now, ("", 0))
+                said = what, Location(), _OF_OPTIMIZER
+                key = id(place.holder), place.key
+            self.left.append(Left(place, now, key, said))
 
     def _line(self, place: Place) -> tuple[str, int]:
         contents = self.observer.objects.contents.get(id(place.holder))

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python values that a user's optimizer keeps: counters are refused, settings are guarded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_ir
+from amp_ir.errors import CaptureError
+
+X = torch.ones(3, 4)
+ADVICE = (
+    "A compiled step changes tensors only: let the optimizer count in a tensor of its state "
+    "(state[parameter]['step'], as PyTorch's do), or set it between two steps"
+)
+
+
+class Decaying(torch.optim.Optimizer):
+    """SGD whose rate falls with its own count, as `count(self, group)` keeps that."""
+
+    def __init__(self, parameters, count):
+        super().__init__(parameters, {"lr": 0.01})
+        self.count, self.steps, self.log, self.config = count, 0, [], {"steps": 0}
+        self.scale = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            number = self.count(self, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * (group["lr"] / number))
+
+
+def in_attribute(optimizer, _group):
+    optimizer.steps += 1
+    return optimizer.steps
+
+
+def in_list(optimizer, _group):
+    optimizer.log.append(1)
+    return len(optimizer.log)
+
+
+def in_dict(optimizer, _group):
+    optimizer.config["steps"] += 1
+    return optimizer.config["steps"]
+
+
+def in_state(optimizer, _group):
+    optimizer.state["steps"] = optimizer.state.get("steps", 0) + 1
+    return optimizer.state["steps"]
+
+
+def in_defaults(optimizer, _group):
+    optimizer.defaults["steps"] = optimizer.defaults.get("steps", 0) + 1
+    return optimizer.defaults["steps"]
+
+
+def in_group(_optimizer, group):
+    group["steps"] = group.get("steps", 0) + 1
+    return group["steps"]
+
+
+def in_tensor(optimizer, _group):
+    first = optimizer.param_groups[0]["params"][0]
+    if "steps" not in optimizer.state[first]:
+        optimizer.state[first]["steps"] = torch.zeros(())
+    optimizer.state[first]["steps"] += 1
+    return optimizer.state[first]["steps"]
+
+
+def set_once(optimizer, _group):
+    if optimizer.scale is None:
+        optimizer.scale = 2.0
+    return optimizer.scale
+
+
+def training(count):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = Decaying(model.parameters(), count)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step
+
+
+def losses(step, count=4):
+    return torch.stack([step(X) for _ in range(count)])
+
+
+COUNTERS = {
+    in_attribute: "changes 'steps' of optimizer 0 (Decaying), which was 0 and becomes 1",
+    in_list: "changes 'log' of optimizer 0 (Decaying)",
+    in_dict: "changes 'steps' of 'config' of optimizer 0 (Decaying), which was 0 and becomes 1",
+    in_state: "changes 'steps' of the state of optimizer 0 (Decaying), which was absent and "
+    "becomes 1",
+    in_defaults: "changes 'steps' of the defaults of optimizer 0 (Decaying), which was absent and "
+    "becomes 1",
+    in_group: "changes 'steps' of param group 0 of optimizer 0 (Decaying), which was absent and "
+    "becomes 1",
+}
+
+
+@pytest.mark.parametrize("count", COUNTERS, ids=lambda one: one.__name__)
+def test_a_counter_in_python_is_refused_and_put_back(count):
+    model, optimizer, step = training(count)
+    with pytest.raises(CaptureError) as caught:
+        amp_ir.jit(step, model=model, optimizer=optimizer)(X)
+    assert str(caught.value) == (
+        f"this step cannot be captured, 1 place:\n  1. step (forward): {COUNTERS[count]}. {ADVICE}"
+    )
+    assert (optimizer.steps, optimizer.log, optimizer.config) == (0, [], {"steps": 0})
+    assert "steps" not in optimizer.param_groups[0] and "steps" not in optimizer.state
+    # Nothing has changed: it trains as before.
+    other, _, expected = training(count)
+    torch.testing.assert_close(losses(step), losses(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", [in_tensor, set_once])
+def test_what_the_error_advises_and_what_is_set_once_train_as_in_eager(count):
+    model, optimizer, step = training(count)
+    _, eager, expected = training(count)
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    # A few sums of float32 in another order.
+    torch.testing.assert_close(losses(train), losses(expected), rtol=1e-5, atol=1e-6)
+    assert optimizer.scale == eager.scale
+
+
+def test_an_attribute_that_the_user_sets_compiles_again():
+    def by_attribute(optimizer, _group):
+        return optimizer.steps + 1
+
+    model, optimizer, step = training(by_attribute)
+    _, eager, expected = training(by_attribute)
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    for number in (0, 0, 3, 3):
+        optimizer.steps = eager.steps = number
+        torch.testing.assert_close(losses(train, 1), losses(expected, 1), rtol=1e-5, atol=1e-6)
+    assert [one.reason for one in train.recompiles] == [
+        "'steps' of optimizer 0 (Decaying) was 0 and is 3"
+    ]
