@@ -12,7 +12,7 @@ from amp_ir.errors import CaptureError
 
 X = torch.ones(3, 4)
 ADVICE = (
-    "A compiled step changes tensors only: let the optimizer count in a tensor of its state "
+    "A compiled step changes tensors only: let the optimizer keep it as a tensor of its state "
     "(state[parameter]['step'], as PyTorch's do), or set it between two steps"
 )
 
@@ -148,3 +148,41 @@ def test_an_attribute_that_the_user_sets_compiles_again():
     assert [one.reason for one in train.recompiles] == [
         "'steps' of optimizer 0 (Decaying) was 0 and is 3"
     ]
+
+
+def momentum_in_attribute(optimizer, gradient):
+    before = getattr(optimizer, "momentum", None)
+    optimizer.momentum = gradient.sum() if before is None else before * 0.9 + gradient.sum()
+
+
+def momentum_in_dict(optimizer, gradient):
+    optimizer.config["momentum"] = gradient + optimizer.config.get("momentum", 0.0)
+
+
+def gradients_in_list(optimizer, gradient):
+    optimizer.log.append(gradient.clone())
+
+
+@pytest.mark.parametrize(
+    ("keep", "where"),
+    [
+        (momentum_in_attribute, "'momentum' of optimizer 0 (Decaying)"),
+        (momentum_in_dict, "'momentum' of 'config' of optimizer 0 (Decaying)"),
+        (gradients_in_list, "'log' of optimizer 0 (Decaying)"),
+    ],
+)
+def test_tensors_beside_the_state_of_parameters_are_refused(keep, where):
+    def kept(optimizer, group):
+        keep(optimizer, group["params"][1].grad)
+        return 1
+
+    model, optimizer, step = training(kept)
+    with pytest.raises(CaptureError) as caught:
+        amp_ir.jit(step, model=model, optimizer=optimizer)(X)
+    shape = "()" if keep is momentum_in_attribute else "(1,)"
+    assert str(caught.value) == (
+        f"this step cannot be captured, 1 place:\n  1. step (forward): keeps a tensor of shape "
+        f"{shape} in {where}, where a compiled step puts none. {ADVICE}"
+    )
+    assert not hasattr(optimizer, "momentum")
+    assert (optimizer.log, optimizer.config) == ([], {"steps": 0})

@@ -137,7 +137,7 @@ class OptimizerObjects:
 
 def _counts(value: Any) -> bool:
     """Return whether a value is data: functions are put there by captures and schedulers, too."""
-    return value is ABSENT or is_plain(value) or isinstance(value, CONTAINERS)
+    return value is ABSENT or is_plain(value) or isinstance(value, (*CONTAINERS, torch.Tensor))
 
 
 def _is_own(key: Any) -> bool:

@@ -52,7 +52,7 @@ _MOVE = (
     "to the step as an argument, a bool"
 )
 _OF_OPTIMIZER = (
-    "A compiled step changes tensors only: let the optimizer count in a tensor of its state "
+    "A compiled step changes tensors only: let the optimizer keep it as a tensor of its state "
     "(state[parameter]['step'], as PyTorch's do), or set it between two steps"
 )
 _PASS = "Use it outside of the step, and pass what it gives as an argument"
@@ -116,7 +116,7 @@ class SideEffects:
                 self.stored.append(StoredValue(place, now, shared))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
-        self._report_optimizers()
+        self._report_optimizers(diagnostics)
         self._report_draws(diagnostics)
 
     def restore(self) -> None:
@@ -211,17 +211,19 @@ class SideEffects:
         said = what, _at(contents.line), _MOVE
         self.left.append(Left(contents, contents.now(), (id(contents.target), None), said))
 
-    def _report_optimizers(self) -> None:
+    def _report_optimizers(self, diagnostics: Diagnostics) -> None:
         for place in self.of_optimizers.changes():
             now = place.now()
-            if isinstance(place, Contents):
-                said = f"changes {place.name()}", Location(), _OF_OPTIMIZER
-                key = id(place.target), None
-            else:
-                what, _, _ = _changed(place, now, ("", 0))
-                said = what, Location(), _OF_OPTIMIZER
-                key = id(place.holder), place.key
-            self.left.append(Left(place, now, key, said))
+            if _holds_result(now):
+                what, _, _ = _kept(place.name(), now, ("", 0))
+                diagnostics.add(what, Location(), _OF_OPTIMIZER)
+            elif not _is_constant_tensor(now):
+                if isinstance(place, Contents):
+                    what, key = f"changes {place.name()}", (id(place.target), None)
+                else:
+                    what, _, _ = _changed(place, now, ("", 0))
+                    key = id(place.holder), place.key
+                self.left.append(Left(place, now, key, (what, Location(), _OF_OPTIMIZER)))
 
     def _line(self, place: Place) -> tuple[str, int]:
         contents = self.observer.objects.contents.get(id(place.holder))
