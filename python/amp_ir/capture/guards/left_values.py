@@ -9,7 +9,7 @@ user's own code then see what they would in PyTorch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -122,12 +122,15 @@ def _renewed(value: Any, shared: frozenset[int]) -> Any:
     return set(value) if type(value) is set else value
 
 
-def holds_symbol(value: Any, depth: int = 0) -> bool:
-    """Return whether a value, or a container in it, holds a number that is an input."""
-    if isinstance(value, SymbolicFloat) or depth > _MOST_DEEP:
+def holds_symbol(value: Any, known: Container[int] = (), depth: int = 0) -> bool:
+    """Return whether a value, or a container in it, holds a number that is an input.
+
+    Containers of the ids `known` are left out: their entries are looked at alone.
+    """
+    if isinstance(value, SymbolicFloat) or depth > _MOST_DEEP or id(value) in known:
         return isinstance(value, SymbolicFloat)
     is_container = isinstance(value, (dict, *SEQUENCES, tuple, set, frozenset))
-    return is_container and any(holds_symbol(one, depth + 1) for one in _inner(value) or ())
+    return is_container and any(holds_symbol(one, known, depth + 1) for one in _inner(value) or ())
 
 
 def in_full(value: Any) -> str:

@@ -153,7 +153,7 @@ class SideEffects:
     def _is_followed_elsewhere(self, place: Place, now: Any) -> bool:
         """Return whether the step left a number that is an input in another place than its own."""
         is_own = id(now) in self.put and (place.is_loaded or not place.line[1])
-        return not is_own and holds_symbol(now)
+        return not is_own and holds_symbol(now, self.observer.objects.contents)
 
     def _report_modules(self, diagnostics: Diagnostics) -> None:
         """Report modules that the step registers; one without tensors may initialize itself."""
