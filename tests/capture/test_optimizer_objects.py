@@ -9,6 +9,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.errors import CaptureError
+from square_steps import square_step
 
 X = torch.ones(3, 4)
 ADVICE = (
@@ -82,15 +83,7 @@ def training(count):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = Decaying(model.parameters(), count)
-
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return model, optimizer, step
+    return model, optimizer, square_step(model, optimizer)
 
 
 def losses(step, count=4):

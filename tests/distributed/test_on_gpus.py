@@ -135,15 +135,9 @@ def meet_overflows_and_bad_indices(rank: int, folder: str, arguments: Any) -> No
 
     good, one = torch.tensor([0, 5, 1]), torch.ones(())
     with as_cuda.as_cuda(), nccl.installed():
-        train = amp_ir.jit(
-            step,
-            model=model,
-            optimizer=optimizer,
-            scaler=scaler,
-            device="cuda",
-            amp_dtype="float16",
-            data_parallel=True,
-        )
+        owners = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        options = {"device": "cuda", "amp_dtype": "float16", "data_parallel": True}
+        train = amp_ir.jit(step, **owners, **options)
         for _ in range(3):
             train(good, one)
         before, scale = values(), scaler.get_scale()
@@ -166,15 +160,7 @@ def meet_overflows_and_bad_indices(rank: int, folder: str, arguments: Any) -> No
         dist.all_gather_object(sums, [one.double().sum().item() for one in values()])
         assert sums[0] == sums[1]
         # A rank at another step: both say so before anything is exchanged.
-        other = amp_ir.jit(
-            lambda x: train.__wrapped__(x, one),
-            model=model,
-            optimizer=optimizer,
-            scaler=scaler,
-            device="cuda",
-            amp_dtype="float16",
-            data_parallel=True,
-        )
+        other = amp_ir.jit(lambda x: step(x, one), **owners, **options)
         other(good)
         with pytest.raises(RanksDifferError, match="are at different steps in its call"):
             other(good) if rank else train(good, one)

@@ -43,9 +43,7 @@ class FoundIndices:
             IndexOutOfRangeError: a step used an index out of range, and was rolled back.
         """
         for copy, event in self._pending:
-            if event is not None:
-                event.synchronize()
-            self._checks.check_extremes(copy)
+            self._check_arrived(copy, event)
 
     def check_all_but_last(self) -> None:
         """Raise the errors of all steps but the last, which are waited for.
@@ -56,10 +54,13 @@ class FoundIndices:
             IndexOutOfRangeError: a step used an index out of range, and was rolled back.
         """
         while len(self._pending) > 1:
-            copy, event = self._pending.popleft()
-            if event is not None:
-                event.synchronize()
-            self._checks.check_extremes(copy)
+            self._check_arrived(*self._pending.popleft())
+
+    def _check_arrived(self, copy: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        """Wait for the extremes of a step, and check them."""
+        if event is not None:
+            event.synchronize()
+        self._checks.check_extremes(copy)
 
     def check(self, *, all_steps: bool = False) -> None:
         """Raise the errors of the steps that are done; with `all_steps`, wait for the others.
@@ -72,6 +73,5 @@ class FoundIndices:
             if event is not None and not event.query():
                 if not all_steps and len(self._pending) <= _MOST_PENDING:
                     return
-                event.synchronize()
             self._pending.popleft()
-            self._checks.check_extremes(copy)
+            self._check_arrived(copy, event)

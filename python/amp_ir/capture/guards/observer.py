@@ -37,7 +37,7 @@ from amp_ir.capture.guards.places import (
     is_plain,
 )
 from amp_ir.capture.guards.users_objects import is_library
-from amp_ir.capture.locations import Locator, is_users_file
+from amp_ir.capture.locations import Locator, is_users_file, is_users_own
 
 _MODULE_FILE = torch.nn.Module._call_impl.__code__.co_filename
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
@@ -176,8 +176,7 @@ class Observer:
         elif not is_users_file(file):
             kind = _LIBRARY
         else:
-            is_installed = "site-packages" in file or "dist-packages" in file
-            kind = _INSTALLED if is_installed else _USERS
+            kind = _USERS if is_users_own(file) else _INSTALLED
         self._kinds[file] = kind
         return kind
 

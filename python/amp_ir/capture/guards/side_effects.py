@@ -72,9 +72,9 @@ class SideEffects:
 
     `stored` are the plain values that it left where it had read nothing, and `left` those that it
     left where it had, with their places; `leaves_followed` says that one is a number that is an
-    input. A step that would leave the same
-    values again, and have the same graph, has only initialized itself
-    (`if self.kind is None: ...`); any other has state, which `state_error` reports.
+    input. A step that would leave the same values again, and have the same graph, has only
+    initialized itself (`if self.kind is None: ...`); any other has state, which `state_error`
+    reports.
     """
 
     observer: Observer
@@ -98,11 +98,13 @@ class SideEffects:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
         self._report_modules(diagnostics)
+        shared = frozenset(self.observer.objects.contents)
         for place in self.observer.objects.places.values():
             now = place.now()
             self.leaves_followed |= self._is_followed_elsewhere(place, now)
             if now is place.before or id(now) in self.put or is_same(now, place.before):
-                # A store of what was there, or one that was not reached: a graph holds where it is.
+                # The step stores what was there already, or stores in another branch: the graph
+                # is valid for this value only.
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
                 continue
             reported.add((id(place.holder), place.key))
@@ -112,7 +114,6 @@ class SideEffects:
                 said = _changed(place, now, self._line(place))
                 self.left.append(Left(place, now, (id(place.holder), place.key), said))
             elif is_of_user(now):
-                shared = frozenset(self.observer.objects.contents)
                 self.stored.append(StoredValue(place, now, shared))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
