@@ -40,6 +40,16 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
+class Counting(torch.amp.GradScaler):
+    """Counts its updates."""
+
+    updates = 0
+
+    def update(self, new_scale: Any = None) -> None:
+        self.updates += 1
+        super().update(new_scale)
+
+
 def wrong(**changes: Any) -> dict[str, Any]:
     """Arguments of capture_step that are right but for the changes."""
     model = changes.get("model", nn.Linear(6, 3))
@@ -204,6 +214,12 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "2 of the 2 parameters of optimizer 0 (SGD) are in no model; pass every module that it "
         "trains in model=[...], or, where parameters were replaced (load_state_dict(assign=True), "
         "a new layer), make the optimizer anew",
+    ),
+    (
+        "scaler with an update of its own",
+        lambda: wrong(scaler=Counting("cpu")),
+        "scaler= has a Counting whose own update() a compiled step would not call; use "
+        "amp_ir.GradScaler, whose options decide how the scale changes",
     ),
     (
         "optimizer twice",

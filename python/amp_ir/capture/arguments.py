@@ -20,6 +20,8 @@ from amp_ir.errors import ArgumentError
 from amp_ir.ir.unusable_tensors import tensor_error
 
 NESTED = "this is already inside of a capture; capture the outermost step only"
+# What `capture/loss_scaling.py` puts in the place of a scaler's own.
+_SCALING = ("scale", "get_scale", "update", "_unscale_grads_", "_maybe_opt_step")
 
 
 @attrs.frozen
@@ -106,12 +108,28 @@ def _scaler_errors(scaler: object) -> Iterator[str]:
             yield f"scaler= has {_in_words(one)}, expected an amp_ir.GradScaler"
         elif id(one) in seen:
             yield f"scaler= holds the same {type(one).__name__} twice"
+        elif own := _own_scaling(type(one)):
+            yield (
+                f"scaler= has a {type(one).__name__} whose own {own}() a compiled step would not "
+                "call; use amp_ir.GradScaler, whose options decide how the scale changes"
+            )
         elif one.is_enabled() and len(one._per_optimizer_states) > 0:
             yield (
                 "scaler= is in the middle of an iteration: unscale_ or step was called on it, and "
                 "update was not; call scaler.update() first"
             )
         seen.add(id(one))
+
+
+def _own_scaling(kind: type) -> str:
+    """Return the method that a user's class has in place of one that is captured as ops, or ""."""
+    for owner in kind.__mro__:
+        if owner.__module__.partition(".")[0] in ("torch", "amp_ir"):
+            return ""
+        for name in _SCALING:
+            if name in vars(owner):
+                return name
+    return ""
 
 
 def _scalers(scaler: object) -> list[Any]:
