@@ -18,8 +18,9 @@ _WAITS = {
     "cudaMemcpy2D", "cudaFree", "cudaFreeHost", "cuCtxSynchronize", "cuStreamSynchronize",
     "cuEventSynchronize", "cuMemcpyDtoH", "cuMemcpyDtoH_v2", "cuMemFree", "cuMemFree_v2",
 }  # fmt: skip
-# GPU activities: a copy to the host's memory, which PyTorch's own calls then wait for.
-_TO_HOST = "Memcpy DtoH"
+# A GPU activity: a copy to the host's pageable memory, for which the call waits. A copy to pinned
+# memory goes on beside the host, and whoever reads it waits for an event.
+_TO_HOST = "Memcpy DtoH (Device -> Pageable)"
 
 
 def calls_of(step: Callable[[], Any]) -> Counter[str]:

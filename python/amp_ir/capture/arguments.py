@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from amp_ir.capture.call_arguments import signature_of, split
 from amp_ir.capture.containers import flatten_with_path, leaves_of
 from amp_ir.capture.distribution import wrapper_error
 from amp_ir.errors import ArgumentError
+from amp_ir.ir.memory_overlap import memory_range
 from amp_ir.ir.unusable_tensors import tensor_error
 
 NESTED = "this is already inside of a capture; capture the outermost step only"
@@ -179,7 +181,7 @@ def _model_errors(model: object) -> Iterator[str]:
 
 def _tensor_errors(models: list[torch.nn.Module], batch: object) -> Iterator[str]:
     """Return errors of parameters and buffers: kinds, devices, sharing unknown to PyTorch."""
-    owners: dict[int, tuple[str, torch.Tensor]] = {}
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     devices: dict[torch.device, str] = {}
     for index, model in enumerate(models):
         prefix = f"model{index}." if index else ""
@@ -189,12 +191,9 @@ def _tensor_errors(models: list[torch.nn.Module], batch: object) -> Iterator[str
                 yield f"{prefix}{name} {error}"
                 continue
             devices.setdefault(tensor.device, prefix + name)
-            owner = owners.setdefault(_address(tensor), (prefix + name, tensor))
-            if owner[1] is not tensor and tensor.numel() and owner[1].numel():
-                yield (
-                    f"{prefix}{name} and {owner[0]} share memory but are two tensors; "
-                    "tie them by assigning the same Parameter to both"
-                )
+            by_storage.setdefault(_address(tensor), []).append((prefix + name, tensor))
+    for found in by_storage.values():
+        yield from _sharing_errors(found)
     leaves = leaves_of(batch)
     for tensor in (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
         # A batch may be on the host: the step itself then moves it to the model's GPU.
@@ -203,6 +202,19 @@ def _tensor_errors(models: list[torch.nn.Module], batch: object) -> Iterator[str
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
         yield f"tensors are on different devices ({places}); move all to one with .to(device)"
+
+
+def _sharing_errors(found: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    """Return errors of tensors of one storage that overlap; parts of it may lie side by side."""
+    distinct = {id(tensor): (name, tensor) for name, tensor in reversed(found) if tensor.numel()}
+    ranges = [(memory_range(tensor), name) for name, tensor in reversed(distinct.values())]
+    ranges.sort(key=lambda one: one[0].start)
+    for (owned, owner), (other, name) in itertools.pairwise(ranges):
+        if other.start < owned.stop:
+            yield (
+                f"{name} and {owner} share memory but are two tensors; "
+                "tie them by assigning the same Parameter to both"
+            )
 
 
 def _in_words(value: object) -> str:

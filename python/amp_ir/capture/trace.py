@@ -31,6 +31,7 @@ from amp_ir.capture.interface import finish
 from amp_ir.capture.model_inputs import bound_inputs, forward_like, mapping_by_position
 from amp_ir.capture.notes import NOT_TRAINED, capture_notes, number_notes, shown_notes
 from amp_ir.capture.outside_tensors import lift_outside_tensors
+from amp_ir.capture.packed_weights import unpack_weights
 from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
 from amp_ir.capture.rolled_loops.find_loops import find_loops
@@ -66,7 +67,7 @@ def capture_step(
     rolls_loops: bool = True,
     ranks: Ranks | None = None,
 ) -> CapturedStep:
-    """Capture a training step; the model and the optimizer do not change.
+    """Capture a training step; the values of the model and the optimizer do not change.
 
     Args:
         step: called as `step(*example_batch)`; may call backward(), optimizer.step(), ...
@@ -89,6 +90,7 @@ def capture_step(
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
     install_output_hooks(checked.models)
     arguments = Arguments.of(example_batch, step)
+    unpacked = unpack_weights(checked.models)
     moved = move_counters(checked.optimizers)
     state = find_state(checked.models, checked.optimizers)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
@@ -129,7 +131,7 @@ def capture_step(
             *capture_notes(graph, state, interface, followed),
             *number_notes(followed, unfollowed),
             *unrolled,
-            *_notes_on(moved),
+            *_notes_on(moved, unpacked),
             *((NOT_TRAINED,) if _trains_nothing(checked.optimizers, traced) else ()),
             *shown_notes(traced.shown_at),
         ),
@@ -247,13 +249,18 @@ def _trains_nothing(optimizers: Sequence[torch.optim.Optimizer], traced: Traced)
     return bool(optimizers) and traced.gives_gradients and not traced.has_differentiated
 
 
-def _notes_on(moved: int) -> tuple[str, ...]:
-    if not moved:
-        return ()
-    return (
-        f"{moved} step counters of the optimizer were moved from the host to their parameters' "
-        "device, where fused and capturable optimizers keep them too.",
-    )
+def _notes_on(moved: int, unpacked: list[str]) -> Iterator[str]:
+    if moved:
+        yield (
+            f"{moved} step counters of the optimizer were moved from the host to their parameters' "
+            "device, where fused and capturable optimizers keep them too."
+        )
+    if unpacked:
+        yield (
+            f"The weights of {', '.join(unpacked)} lay packed for cuDNN at addresses where no "
+            "vector may begin, and were given memory of their own. Eager calls pack them again at "
+            "each call; after training, flatten_parameters() packs them for good."
+        )
 
 
 def _device_of(state: State) -> torch.device:

@@ -58,7 +58,7 @@ class FoundIndices:
 
     def _check_arrived(self, copy: torch.Tensor, event: torch.cuda.Event | None) -> None:
         """Wait for the extremes of a step, and check them."""
-        if event is not None:
+        if event is not None and not event.query():
             event.synchronize()
         self._checks.check_extremes(copy)
 

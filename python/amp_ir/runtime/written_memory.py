@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from amp_ir.errors import ArgumentError
+from amp_ir.ir.memory_overlap import overlap
 from amp_ir.ir.step_module import OutputSpec
 from amp_ir.runtime.program_input import ProgramInput
 
@@ -46,7 +47,7 @@ class WrittenMemory:
             self._version = version
         for k, storage in enumerate(map(_storage_of, batch)):
             for one, tensor in self._owners.get(_address_of(storage), ()):
-                if _overlap(batch[k], tensor):
+                if overlap(batch[k], tensor):
                     raise ArgumentError(self._message(k, one))
 
     def _read_addresses(self) -> None:
@@ -65,17 +66,3 @@ class WrittenMemory:
             "argument; or pass a copy (.clone()), which keeps the values of before the step. "
             "Nothing has changed"
         )
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the bytes between first and last element meet."""
-    first, second = _bytes(one), _bytes(other)
-    return max(first.start, second.start) < min(first.stop, second.stop)
-
-
-def _bytes(tensor: torch.Tensor) -> range:
-    if not tensor.numel():
-        return range(0)
-    last = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return range(start, start + (last + 1) * tensor.element_size())
