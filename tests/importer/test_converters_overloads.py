@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_ir.errors import UnsupportedOpError
 from amp_ir.importer.import_step import import_step
 from amp_ir.ir.captured_step import CapturedInput, CapturedOutput, CapturedStep
 from amp_ir.ir.step_module import Role
@@ -147,6 +148,19 @@ def test_std_of_a_correction(correction):
 def test_batch_norm_of_inference(call):
     # The saved statistics are empty: nothing reads them.
     check_call(*call, compared=1)
+
+
+@pytest.mark.parametrize("op", ["native_batch_norm", "cudnn_batch_norm"])
+def test_batch_norm_that_writes_without_saying_so_is_refused(op):
+    """PyTorch's kernel would update the running statistics behind the step's back."""
+    overload = getattr(aten, op).default
+    reason = {
+        "native_batch_norm": "it writes its running statistics; the functional overload is needed",
+        "cudnn_batch_norm": "writes to its arguments",
+    }[op]
+    step, _ = as_step(overload, X, W, V, W, V, True, 0.1, 1e-5)
+    with pytest.raises(UnsupportedOpError, match=f"aten.{op}.default: {reason}"):
+        import_step(step)
 
 
 def test_fused_rms_norm_gradient():

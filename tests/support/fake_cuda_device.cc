@@ -23,6 +23,12 @@ struct Hooks final : at::CUDAHooksInterface {
   void setCurrentDevice(at::DeviceIndex) const override {}
   at::DeviceIndex exchangeDevice(at::DeviceIndex) const override { return 0; }
   at::DeviceIndex maybeExchangeDevice(at::DeviceIndex) const override { return 0; }
+  // PyTorch chooses cuDNN's ops, where it may, before it has a tensor with data.
+  bool hasCuDNN() const override { return true; }
+  bool compiledWithCuDNN() const override { return true; }
+  long versionCuDNN() const override { return 91900; }
+  long versionRuntimeCuDNN() const override { return 91900; }
+  double batchnormMinEpsilonCuDNN() const override { return 0; }
 };
 
 // One device with one stream, whose work is always done.

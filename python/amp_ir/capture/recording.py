@@ -149,8 +149,8 @@ class Recorder(TorchDispatchMode):
             raise TracingStopped
         self._check_dtypes(func, args, location)
         self._check_writes(func, args, kwargs)
-        if func is aten.native_batch_norm.default:
-            # It updates its running statistics in training, which its schema does not declare.
+        if func in _BATCH_NORMS:
+            # They update running statistics in training, which their schemas do not declare.
             self._check_targets(func, [one for one in args[3:5] if one is not None and args[5]])
         try:
             out = self._traced(func, args, kwargs)
@@ -294,6 +294,14 @@ def _checked_by_op(info: torch.Tensor) -> bool:
     return True
 
 
+def _cudnn_batch_norm(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Run `native_batch_norm` for cuDNN's op, which PyTorch chooses whatever it was told (2.11).
+
+    What cuDNN keeps for its backward op is empty: that op is decomposed into PyTorch's own.
+    """
+    return (*_batch_norm(x, *args), x.new_empty(0, dtype=torch.uint8))
+
+
 def _batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -318,8 +326,12 @@ def _batch_norm(
     return y, mean, rstd
 
 
-_SPECIAL: Mapping[Any, Callable[..., Any]] = {
+_BATCH_NORMS: Mapping[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+}
+_SPECIAL: Mapping[Any, Callable[..., Any]] = {
+    **_BATCH_NORMS,
     **FUSED_CELLS,
     **CTC,
     **GROUPED_MATMUL,

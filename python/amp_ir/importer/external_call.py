@@ -36,6 +36,8 @@ _VIEWS_OF_COMPLEX = frozenset(
 )
 # Ops of the memory of a tensor, which has another layout in a step.
 _OF_MEMORY = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter", "_reshape_alias"})
+# In training these write running statistics, which their schemas do not declare.
+_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -109,7 +111,7 @@ def _check_op(op: torch._ops.OpOverload, leaves: Sequence[Any]) -> None:
     """Reject an op that is more than a function from tensors to tensors of known shapes."""
     if op.overloadpacket.__name__ in _OF_MEMORY:
         raise ConversionError("depends on how its tensor is laid out in memory")
-    if op._schema.is_mutable:
+    if op._schema.is_mutable or op.overloadpacket.__name__ in _WRITERS:
         raise ConversionError("writes to its arguments")
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise ConversionError("draws random numbers from a generator that a compiled step lacks")
