@@ -32,6 +32,7 @@ from benchmarks.record import RESULTS, describe_machine
 from benchmarks.step_row import COLUMNS, Asked, Row, measure
 from benchmarks.step_table import footnotes, table_of
 from benchmarks.workloads.further import ALL, FURTHER
+from benchmarks.workloads.gpu_sized import ON_GPU
 
 DTYPES = ("float32", "bfloat16")
 DEFAULT_COLUMNS = tuple(name for name in COLUMNS if name != "layouts")
@@ -101,7 +102,7 @@ def _on_gpu(chosen: argparse.Namespace) -> int:
     names = chosen.workloads or list(ALL if chosen.all else WORKLOADS)
     precisions = chosen.dtypes or on_gpu.PRECISIONS
     chosen.columns = []
-    _check(names, ALL, "workload")
+    _check(names, ON_GPU, "workload")
     _check(precisions, on_gpu.PRECISIONS, "precision")
     rows: list[on_gpu.GpuRow] = []
     code = 0

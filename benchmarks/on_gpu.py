@@ -27,16 +27,19 @@ from typing import Any
 import attrs
 import torch
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 import amp_ir
+from amp_ir.api import lower
 from amp_ir.demo.workloads import Training, Workload
 from amp_ir.files.atomic_file import write_text
 from amp_ir.host.peak_rates import measure_peaks
+from amp_ir.ir.target import target_of
 from benchmarks.host_waits import host_waits
 from benchmarks.loss_scale import eager, scaled_step
 from benchmarks.peers import in_layout, layouts_of, peer_name
-from benchmarks.speed_of_light import speed_of_light_milliseconds
-from benchmarks.workloads.further import ALL
+from benchmarks.speed_of_light import planned_speed_of_light
+from benchmarks.workloads.gpu_sized import ON_GPU
 
 Step = Callable[[], Any]
 Tell = Callable[[str], None]
@@ -51,9 +54,16 @@ OURS = "ours"
 MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
 # The eager step as a CUDA graph. A GradScaler reads the host, so there is none in float16.
 BY_HAND = "graph by hand"
+# Our float16 step without the loss scaler.
+UNSCALED = "unscaled"
 # Enough for eager's state, for torch.compile's kernels and for both their graphs.
 _WARMUP = 5
 _STEPS_A_ROUND = 10
+_PROFILED_STEPS = 5
+
+
+def _nothing() -> None:
+    pass
 
 
 @attrs.frozen
@@ -61,7 +71,8 @@ class GpuRow:
     """One workload in one precision; the keys of the mappings are "ours" and PyTorch's variants.
 
     `unscaled_milliseconds` is our float16 step without the scaler; `failed` says why a variant is
-    missing.
+    missing. `kernels` are the GPU's activities in our step and in PyTorch's fastest: name, launches
+    and microseconds a step.
     """
 
     workload: str
@@ -74,6 +85,7 @@ class GpuRow:
     speed_of_light_milliseconds: float
     unscaled_milliseconds: float | None = None
     failed: dict[str, str] = attrs.field(factory=dict)
+    kernels: dict[str, list[tuple[str, float, float]]] = attrs.field(factory=dict, repr=False)
 
     @property
     def best(self) -> tuple[str, float]:
@@ -101,9 +113,20 @@ class GpuRow:
 
 
 def measure(
-    name: str, precision: str, *, rounds: int, small: bool, tell: Tell, device: str = "cuda"
+    name: str,
+    precision: str,
+    *,
+    rounds: int,
+    small: bool,
+    tell: Tell,
+    device: str = "cuda",
+    take_turn: Callable[[], None] = _nothing,
 ) -> GpuRow:
-    """Measure all variants of one workload in one precision, in turns."""
+    """Measure all variants of one workload in one precision, in turns.
+
+    `take_turn` is called when all of them are set up; from its return on nothing else may use the
+    GPU.
+    """
     dtype, allow_tf32 = PRECISIONS[precision]
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
@@ -113,10 +136,10 @@ def measure(
         tell(OURS)
         with _peak(device, peaks, OURS):
             started = time.perf_counter()
-            compiled, steps[OURS] = _our_step(ALL[name], dtype, small, device, scaled=True)
+            compiled, steps[OURS] = _our_step(ON_GPU[name], dtype, small, device, scaled=True)
             seconds = time.perf_counter() - started
             _run(steps[OURS], _WARMUP, device)
-        for variant, step in _peers(ALL[name], dtype, small, device):
+        for variant, step in _peers(ON_GPU[name], dtype, small, device):
             tell(variant)
             try:
                 with _peak(device, peaks, variant):
@@ -129,26 +152,52 @@ def measure(
                 continue
             steps[variant] = step
         if dtype == "float16":
-            _, steps["unscaled"] = _our_step(ALL[name], dtype, small, device, scaled=False)
-            _run(steps["unscaled"], _WARMUP, device)
+            _, steps[UNSCALED] = _our_step(ON_GPU[name], dtype, small, device, scaled=False)
+            _run(steps[UNSCALED], _WARMUP, device)
+        planned = lower(compiled.module, target=target_of(device))
+        take_turn()
         tell("in turns")
         milliseconds = _in_turns(steps, rounds, device)
         waits = host_waits(steps[OURS]) if device == "cuda" else None
-        speed_of_light = speed_of_light_milliseconds(compiled.module, measure_peaks(device), device)
-    unscaled = milliseconds.pop("unscaled", None)
-    planned = compiled.report.plan.peak_bytes / 2**20
+        speed_of_light = planned_speed_of_light(planned, measure_peaks(device))
+        kernels = _kernels(steps, milliseconds) if device == "cuda" else {}
+    unscaled = milliseconds.pop(UNSCALED, None)
     return GpuRow(
-        name,
-        precision,
-        milliseconds,
-        peaks,
-        seconds,
-        planned,
-        waits,
-        speed_of_light,
-        unscaled,
-        failed,
+        workload=name,
+        precision=precision,
+        milliseconds=milliseconds,
+        peak_mib=peaks,
+        compile_seconds=seconds,
+        planned_mib=compiled.report.plan.peak_bytes / 2**20,
+        waits=waits,
+        speed_of_light_milliseconds=speed_of_light,
+        unscaled_milliseconds=unscaled,
+        failed=failed,
+        kernels=kernels,
     )
+
+
+def _kernels(
+    steps: dict[str, Step], milliseconds: dict[str, float]
+) -> dict[str, list[tuple[str, float, float]]]:
+    """Return the GPU's activities in our step and in PyTorch's fastest, most time first."""
+    peers = {name: took for name, took in milliseconds.items() if name in steps and name != OURS}
+    peers.pop(UNSCALED, None)
+    best = min(peers, key=peers.__getitem__)
+    return {name: _activities(steps[name]) for name in (OURS, best)}
+
+
+def _activities(step: Step) -> list[tuple[str, float, float]]:
+    """Return names, launches a step and microseconds a step, as PyTorch's profiler sees them."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
+        _run(step, _PROFILED_STEPS, "cuda")
+    rows = [
+        (one.key, one.count / _PROFILED_STEPS, one.self_device_time_total / _PROFILED_STEPS)
+        for one in found.key_averages()
+        if one.self_device_time_total
+    ]
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def _our_step(

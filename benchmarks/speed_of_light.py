@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from amp_ir.api import lower
 from amp_ir.host.peak_rates import MachinePeaks, cpu_peaks, cpu_trials
+from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import target_of
 from amp_ir.memory.call_cost import flop_of_calls
@@ -36,12 +37,16 @@ def peaks_of(milliseconds: dict[str, float]) -> MachinePeaks:
 
 
 def speed_of_light_milliseconds(mod: StepModule, peaks: MachinePeaks, device: str = "cpu") -> float:
+    """Return `planned_speed_of_light` of a step as we compile it."""
+    return planned_speed_of_light(lower(mod, target=target_of(device)), peaks)
+
+
+def planned_speed_of_light(planned: PlannedStep, peaks: MachinePeaks) -> float:
     """Return the speed-of-light time of a step: max(FLOP / matmul rate, bytes / copy rate).
 
-    The sums are over all calls of the step as we compile it. Arithmetic counts at the rate of its
-    dtype; bytes are those that calls read and write, each tensor once per call.
+    The sums are over all calls. Arithmetic counts at the rate of its dtype; bytes are those that
+    calls read and write, each tensor once per call.
     """
-    planned = lower(mod, target=target_of(device))
     calls = planned.plan.calls
     arithmetic = sum(
         peaks.speed_of_light_milliseconds(flop, 0, call.compute_dtype)

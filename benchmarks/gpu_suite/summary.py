@@ -68,5 +68,20 @@ def readme_table(rows: Sequence[GpuRow]) -> str:
     return "\n".join([*table, *(["", "Did not run:", *failed] if failed else [])])
 
 
+def kernel_lists(row: GpuRow, longest: int = 30) -> str:
+    """Return what the GPU did in our step and in PyTorch's fastest, most time first."""
+    lines = []
+    for variant, kernels in row.kernels.items():
+        microseconds = sum(took for _, _, took in kernels)
+        lines.append(
+            f"{row.workload} {row.precision}, {variant}: {row.milliseconds[variant]:.3g} ms, "
+            f"{microseconds / 1e3:.3g} ms of it on the GPU, {len(kernels)} kernels"
+        )
+        lines.append("  us a step  launches    us each  kernel")
+        for name, launches, took in kernels[:longest]:
+            lines.append(f"{took:11.1f}{launches:10.1f}{took / launches:11.1f}  {name[:100]}")
+    return "\n".join(lines)
+
+
 def _cell(milliseconds: float | None) -> str:
     return "-" if milliseconds is None else f"{milliseconds:.3g}"

@@ -23,7 +23,7 @@ def test_a_row_has_ours_and_pytorchs_times(precision: str):
 
 
 def test_the_fused_optimizer_trains_as_the_plain_one():
-    trainings = [on_gpu.ALL["gpt2"].make(small=True) for _ in range(2)]
+    trainings = [on_gpu.ON_GPU["gpt2"].make(small=True) for _ in range(2)]
     trainings[1] = on_gpu._with_fused_optimizer(trainings[1])
     assert trainings[1].optimizer.defaults["fused"]
     for training in trainings:

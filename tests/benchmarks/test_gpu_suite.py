@@ -8,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import attrs
 from benchmarks.gpu_suite import __main__ as command
-from benchmarks.gpu_suite.parts import KINDS, Part, SuiteOptions, parts_of
+from benchmarks.gpu_suite import run_parts as run_parts_module
+from benchmarks.gpu_suite.parts import KINDS, Part, SuiteOptions, Together, parts_of
 from benchmarks.gpu_suite.run_parts import run_parts
-from benchmarks.gpu_suite.summary import readme_table, write_row
+from benchmarks.gpu_suite.summary import kernel_lists, readme_table, rows_in, write_row
+from benchmarks.gpu_suite.turn import Turn
 from benchmarks.on_gpu import GpuRow
 
 
@@ -62,14 +65,57 @@ def test_the_parts_are_in_order_and_the_slowest_rows_are_profiled(tmp_path: Path
         is_rehearsal=False,
         profiles=2,
     )
-    names = [part.name for part in parts_of(options) if part.name != "sanitizer"]
+    yielded = list(parts_of(options))
+    parts = [one for part in yielded for one in (getattr(part, "parts", (part,)))]
+    names = [part.name for part in parts if part.name != "sanitizer"]
     assert names == [
         *("machine", "build", "smoke", "tests", "row-mlp-bfloat16", "row-bert1-bfloat16"),
         *("row-mlp-float16", "row-bert1-float16", "profile-bert1-bfloat16"),
         "profile-lstm-bfloat16",
     ]
     assert {name.partition("-")[0] for name in names} <= set(KINDS)
-    assert all("cuda" in part.command for part in parts_of(options) if "profile" in part.name)
+    assert all("cuda" in part.command for part in parts if "profile" in part.name)
+    (beside,) = [part for part in yielded if isinstance(part, Together)]
+    assert [one.name for one in beside.parts if one.turn is None][0] == "tests"
+    assert sum(one.turn is not None for one in beside.parts) == 4
+
+
+def turning(turn: Turn, busy: Path, *, seconds: float = 0.0) -> tuple[str, ...]:
+    """A command that sets up for `seconds`, and in its turn fails where another is in its own."""
+    return python(
+        "import sys, time; from pathlib import Path\n"
+        "from benchmarks.gpu_suite.turn import Turn\n"
+        f"time.sleep({seconds}); Turn(Path({str(turn.path)!r})).take()\n"
+        f"busy = Path({str(busy)!r}); busy.mkdir(); time.sleep(0.2); busy.rmdir(); print('fine')"
+    )
+
+
+def test_rows_set_up_side_by_side_and_take_turns(tmp_path: Path):
+    turns = [Turn(tmp_path / str(k)) for k in range(3)]
+    rows = [
+        Part(f"row-{k}", turning(turn, tmp_path / "busy"), 60, turn=turn)
+        for k, turn in enumerate(turns)
+    ]
+    fails = Part("tests", python("raise SystemExit(2)"), 60)
+    outcomes, _ = run_parts([Together((fails, *rows))], tmp_path, seconds=300)
+    found = {one.name: one.status for one in outcomes}
+    assert found == {"tests": "failed", "row-0": "ok", "row-1": "ok", "row-2": "ok"}
+
+
+def test_a_row_that_is_not_ready_in_time_does_not_keep_others_from_their_turn(tmp_path: Path):
+    turns = [Turn(tmp_path / str(k)) for k in range(2)]
+    # Nothing is left for the slow one but to be ended.
+    seconds = 2 * run_parts_module._TURN_SECONDS + run_parts_module._RESERVED_SECONDS + 1
+    rows = [
+        Part("row-slow", turning(turns[0], tmp_path / "busy", seconds=600), 600, 0, turns[0]),
+        Part("row-fast", turning(turns[1], tmp_path / "busy"), 600, 0, turns[1]),
+    ]
+    outcomes, _ = run_parts([Together(tuple(rows))], tmp_path, seconds=seconds)
+    assert [(one.name, one.status) for one in outcomes] == [
+        ("row-fast", "ok"),
+        ("row-slow", "timed out"),
+    ]
+    assert outcomes[0].seconds < outcomes[1].seconds
 
 
 def test_the_table_has_what_ran_and_says_what_did_not():
@@ -82,6 +128,19 @@ def test_the_table_has_what_ran_and_says_what_did_not():
         "",
         "Did not run:",
         "- ssd bfloat16, graph by hand: capture failed",
+    ]
+
+
+def test_the_kernels_of_a_row_are_listed_by_time(tmp_path: Path):
+    kernels = {"ours": [("kernel_7", 12.0, 600.0), ("gemm", 1.0, 90.5)], "compile": []}
+    write_row(attrs.evolve(gpu_row("mlp", 0.75), kernels=kernels), tmp_path / "row-mlp.json")
+    assert kernel_lists(*rows_in(tmp_path)).splitlines() == [
+        "mlp bfloat16, ours: 0.75 ms, 0.691 ms of it on the GPU, 2 kernels",
+        "  us a step  launches    us each  kernel",
+        "      600.0      12.0       50.0  kernel_7",
+        "       90.5       1.0       90.5  gemm",
+        "mlp bfloat16, compile: 1 ms, 0 ms of it on the GPU, 0 kernels",
+        "  us a step  launches    us each  kernel",
     ]
 
 
