@@ -15,6 +15,7 @@ time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import json
@@ -51,7 +52,7 @@ PRECISIONS = {
     "float16": ("float16", False),
 }
 OURS = "ours"
-MODES = {"eager": None, "compile": "default", "graphs": "reduce-overhead"}
+MODES = {"compile": "default", "graphs": "reduce-overhead"}
 # The eager step as a CUDA graph. A GradScaler reads the host, so there is none in float16.
 BY_HAND = "graph by hand"
 # Our float16 step without the loss scaler.
@@ -139,10 +140,12 @@ def measure(
             compiled, steps[OURS] = _our_step(ON_GPU[name], dtype, small, device, scaled=True)
             seconds = time.perf_counter() - started
             _run(steps[OURS], _WARMUP, device)
-        for variant, step in _peers(ON_GPU[name], dtype, small, device):
+        for variant, make_step in _peers(ON_GPU[name], dtype, small, device):
             tell(variant)
             try:
+                # With the model's parameters, as in ours.
                 with _peak(device, peaks, variant):
+                    step = make_step()
                     _run(step, _WARMUP, device)
             except RuntimeError as error:
                 # Whatever torch.compile raises is recorded; the other variants still run.
@@ -215,19 +218,29 @@ def _our_step(
     return compiled, lambda: compiled(*training.batch)
 
 
-def _peers(workload: Workload, dtype: str, small: bool, device: str) -> Iterator[tuple[str, Step]]:
+def _peers(
+    workload: Workload, dtype: str, small: bool, device: str
+) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Yield PyTorch's variants: names, and functions that make a model and its step."""
+
+    def made(layout: str, *, capturable: bool = False) -> Step:
+        training = in_layout(workload.make(small=small, device=device), layout)
+        return _peer_step(_with_fused_optimizer(training, capturable=capturable), dtype, device)
+
+    def compiled(layout: str, mode: str) -> Step:
+        return torch.compile(made(layout), mode=mode)
+
+    def recorded(layout: str) -> Step:
+        return RecordedByHand(made(layout, capturable=True))
+
     for layout in layouts_of(workload.name):
+        yield peer_name("eager", layout), functools.partial(made, layout)
+        if device != "cuda":
+            continue
         for variant, mode in MODES.items():
-            if mode is not None and device != "cuda":
-                continue
-            training = in_layout(workload.make(small=small, device=device), layout)
-            step = _peer_step(_with_fused_optimizer(training), dtype, device)
-            compiled = step if mode is None else torch.compile(step, mode=mode)
-            yield peer_name(variant, layout), compiled
-        if device == "cuda" and dtype != "float16":
-            training = in_layout(workload.make(small=small, device=device), layout)
-            step = _peer_step(_with_fused_optimizer(training, capturable=True), dtype, device)
-            yield peer_name(BY_HAND, layout), RecordedByHand(step)
+            yield peer_name(variant, layout), functools.partial(compiled, layout, mode)
+        if dtype != "float16":
+            yield peer_name(BY_HAND, layout), functools.partial(recorded, layout)
 
 
 class RecordedByHand:
