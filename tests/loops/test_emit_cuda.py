@@ -14,7 +14,7 @@ from tvm import relax
 from tvm.relax import op as R
 
 from amp_ir.ir.interpreter import interpret
-from amp_ir.loops.cuda import emit_cuda
+from amp_ir.loops.cuda import emit_cuda, tiles
 from amp_ir.loops.fusion import cuda_launches
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.fusion.horizontal import fuse_horizontally
@@ -37,6 +37,11 @@ def sum_of(*axes: int) -> Callable[[Any], Any]:
     return lambda x: R.sum(R.astype(x, "float32"), axis=list(axes))
 
 
+def two_sums(x: Any) -> tuple[Any, Any]:
+    x = R.astype(x, "float32")
+    return R.sum(x, axis=0), R.sum(R.multiply(x, x), axis=0)
+
+
 def largest(x: Any) -> Any:
     return R.max(R.abs(x))
 
@@ -52,7 +57,9 @@ LAUNCHES: dict[str, tuple[tuple[int, ...], Callable[..., Any], list[tuple[int, i
     "blocks share everything": ((90000,), largest, [(88, 256), (1, 256)]),
     "tiles over all lines": ((7, 72), sum_of(0), [(1, 256)]),
     "tiles over parts of the lines": ((300, 72), sum_of(0), [(10, 256), (3, 256)]),
-    "tiles in each of several groups": ((4, 300, 40), sum_of(1), [(40, 256), (5, 256)]),
+    "tiles in each of several groups": ((4, 300, 40), sum_of(1), [(20, 256), (5, 256)]),
+    "a line of threads has few lanes": ((3000, 24), two_sums, [(24, 256), (2, 256)]),
+    "more blocks than fill a GPU": ((300000, 8), two_sums, [(625, 256), (2, 1024)]),
     "rows in between": ((6, 70, 52), sum_of(0, 2), [(70, 64)]),
     "rows that are added up too": ((300, 72), normalised_and_summed, [(150, 32), (3, 256)]),
     "wide rows that are added up too": ((9, 20002), normalised_and_summed, [(9, 1024), (626, 256)]),
@@ -78,6 +85,18 @@ def test_every_way_gives_the_right_numbers(name: str, dtype: str) -> None:
     tolerance = 1e-4 if dtype == "float32" else 2**-7
     for got, expected in zip(found, interpret(mod, inputs), strict=True):
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@in_emulator
+def test_a_thread_with_many_lines_adds_blocks_of_them_to_a_wide_value(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tiles, "MANY_BLOCKS", 2)
+    monkeypatch.setattr(tiles, "MOST_BLOCKS", 2)
+    mod = build([((3001, 24), "float32")], two_sums)
+    (kernel,) = kernels(mod)
+    assert list(launches(kernel.body)) == [(2, 256), (2, 256)]
+    inputs = [sample((3001, 24), "float32")]
+    for got, expected in zip(run_cuda_kernels(mod, inputs), interpret(mod, inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype, lanes", [("float32", 4), ("bfloat16", 8), ("float16", 8)])

@@ -89,11 +89,8 @@ def summed_rows_launches(elements: GroupElements) -> list[tirx.Stmt]:
         statements.append(item.around(inner, put_sums() if is_long else ()))
         return statements if is_long else [*statements, *put_sums()]
 
-    def finished(value: Reduction) -> tirx.Stmt:
-        buffer = elements.buffers[id(value)]
-        return combine_parts(value, stored[id(value)].buffer, blocks, extent, buffer)
-
-    return [launch(blocks, threads, body), *(finished(s) for s in sums)]
+    partial = [(s, stored[id(s)].buffer, elements.buffers[id(s)]) for s in sums]
+    return [launch(blocks, threads, body), combine_parts(partial, blocks, extent)]
 
 
 def _rows_of(elements: GroupElements, block: Any, share: int) -> Any:
