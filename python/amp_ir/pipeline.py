@@ -47,6 +47,7 @@ from amp_ir.loops.write_kernels import emitter_of, merger_of, write_kernels
 from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
 from amp_ir.memory.chunking.chunk_loss import plan_in_chunks
 from amp_ir.memory.plan_memory import plan_memory
+from amp_ir.rewrites.align_matmuls import align_matmuls
 from amp_ir.rewrites.batch_merged_axes import batch_merged_axes
 from amp_ir.rewrites.check_indices import CheckedStep, HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
@@ -210,6 +211,8 @@ def library_calls(
 
     Returns the inputs that it then has more, with `hoist`.
     """
+    # In chunks, rows of the loss are written where whole tensors would be.
+    ir = align_matmuls(ir) if target.is_cuda and not in_chunks else ir
     ir = dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
     # Matmuls that add a bias round once, so casts around the sum fold away.
     ir = fold_casts(ir)
