@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import tvm
 from tvm import relax
 from tvm.relax import op
@@ -28,17 +29,36 @@ def library(e, *arguments, shape, dtype="float32"):
     return e(call)
 
 
-def calls(ir, kind):
-    values = [binding.value for binding in fuse_loops(ir)["main"].body.blocks[0].bindings]
+def calls(ir, kind, **options):
+    fused = fuse_loops(ir, **options)
+    values = [binding.value for binding in fused["main"].body.blocks[0].bindings]
     return [v for v in values if isinstance(v, relax.Call) and v.op.name == kind]
 
 
-def stored(ir):
+def stored(ir, **options):
     """Shape and dtype of everything that kernels write, in order."""
     return [
         (tuple(int(n) for n in ty.shape), str(ty.dtype))
-        for call in calls(ir, KERNEL)
+        for call in calls(ir, KERNEL, **options)
         for ty in (call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty])
+    ]
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_readers_of_two_low_tensors_read_them_again_where_arithmetic_is_free(is_cuda):
+    """As much as the float32 value that they would read, which nobody writes then."""
+
+    def build(e, x):
+        low = [library(e, x, shape=(64, 32), dtype="bfloat16") for _ in range(2)]
+        total = e(op.add(*[e(cast(one, "float32")) for one in low]))
+        sums = e(op.sum(total, [0]))
+        return e(op.multiply(total, sums))
+
+    ir = program(build, (64, 32))
+    written = stored(ir, arithmetic_is_free=is_cuda)
+    assert written == [((64, 32), "float32")] * (not is_cuda) + [
+        ((1, 32), "float32"),
+        ((64, 32), "float32"),
     ]
 
 

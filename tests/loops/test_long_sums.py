@@ -128,6 +128,7 @@ MOMENTS: dict[str, tuple[Function, Inputs]] = {
     "std and mean of all": (torch.std_mean, lambda: [normal(300, 301, mean=1e3)]),
     "batch norm": (normed, lambda: [normal(32, 4, 28, 28, mean=3.5)]),
     "batch norm, mean 1e3": (normed, lambda: [normal(32, 4, 28, 28, mean=1e3)]),
+    "batch norm, mean 1e5": (normed, lambda: [normal(32, 4, 28, 28, mean=1e5)]),
     "batch norm, channels last": (
         normed, lambda: [normal(32, 4, 28, 28, mean=3.5).to(memory_format=torch.channels_last)]
     ),

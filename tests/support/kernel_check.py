@@ -77,7 +77,11 @@ def run_cuda_modules(
     from cuda_emulator import device
 
     fused = [
-        share_kernels(fuse_horizontally(fuse_loops(mod, emitter=emit_cuda), cuda_launches))
+        share_kernels(
+            fuse_horizontally(
+                fuse_loops(mod, emitter=emit_cuda, arithmetic_is_free=True), cuda_launches
+            )
+        )
         for mod, _ in cases
     ]
     functions = {}

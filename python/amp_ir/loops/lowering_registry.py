@@ -14,11 +14,15 @@ from amp_ir.loops.ir import TensorSpec, Value
 
 @attrs.frozen
 class Lowering:
-    """Arguments of a lowering: the declared results and the call itself."""
+    """Arguments of a lowering: the declared results and the call itself.
+
+    `arithmetic_is_free`: a kernel takes the time of its bytes, float64 included.
+    """
 
     name: str
     results: tuple[TensorSpec, ...]
     call: relax.Call
+    arithmetic_is_free: bool = False
 
 
 LOWERINGS: dict[str, Callable[..., Value | tuple[Value, ...]]] = {}

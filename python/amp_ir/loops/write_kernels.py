@@ -31,7 +31,13 @@ def write_kernels(
     """
     emitter = emitter_of(is_cuda=is_cuda)
     merge: ModuleType = cuda_launches if is_cuda else cpu_tasks
-    ir = fuse_loops(ir, strict=is_strict, emitter=emitter, disable_fusion=disable_fusion)
+    ir = fuse_loops(
+        ir,
+        strict=is_strict,
+        emitter=emitter,
+        disable_fusion=disable_fusion,
+        arithmetic_is_free=is_cuda,
+    )
     return share_kernels(ir if disable_fusion else fuse_horizontally(ir, merge))
 
 

@@ -35,6 +35,7 @@ def fuse_loops(
     strict: bool = False,
     emitter: Emitter = emit_cpu,
     disable_fusion: bool = False,
+    arithmetic_is_free: bool = False,
 ) -> tvm.IRModule:
     """Group all ops that are not library calls into kernels.
 
@@ -45,9 +46,12 @@ def fuse_loops(
     Ensures:  only call_tir, call_dps_packed, tuples and constants are left; equal kernels are one
               function; kernels see bfloat16 as uint16 and bool as uint8, in flat buffers.
               With `disable_fusion` no kernel computes two ops; views are part of their readers.
+              With `arithmetic_is_free`, as on a GPU, what saves bytes may take more arithmetic.
     Errors:   UnsupportedOpError, once, listing every op without a lowering.
     """
-    program = _Program(ir, strict, disable_fusion=disable_fusion)
+    program = _Program(
+        ir, strict, disable_fusion=disable_fusion, arithmetic_is_free=arithmetic_is_free
+    )
     program.read()
     return program.write(emitter)
 
@@ -61,13 +65,21 @@ def group_values(ir: tvm.IRModule) -> tuple[dict[relax.Var, Any], Grouping]:
 
 
 class _Program:
-    def __init__(self, ir: tvm.IRModule, strict: bool, *, disable_fusion: bool = False) -> None:
+    def __init__(
+        self,
+        ir: tvm.IRModule,
+        strict: bool,
+        *,
+        disable_fusion: bool = False,
+        arithmetic_is_free: bool = False,
+    ) -> None:
         self.ir = ir
         self.strict = strict
         self.disable_fusion = disable_fusion
         self.flow = Dataflow(ir)
         self.main = self.flow.main
-        self.grouping = Grouping()
+        self.arithmetic_is_free = arithmetic_is_free
+        self.grouping = Grouping(arithmetic_is_free=arithmetic_is_free)
         # The collective that was begun last, as a unit.
         self.last_start: set[int] = set()
         self.values: dict[relax.Var, Any] = {}
@@ -129,7 +141,7 @@ class _Program:
         name = call.op.name
         lowering = LOWERINGS[name]
         arguments = _flat_arguments(self._value(argument) for argument in given)
-        op = Lowering(name, specs_of(call.ty), call)
+        op = Lowering(name, specs_of(call.ty), call, self.arithmetic_is_free)
         if self.disable_fusion:
             self.grouping.close_groups()
         results = lowering(op, *arguments, **options_of(call))

@@ -23,9 +23,11 @@ class Grouping:
 
     `place` and `demand` assign values to groups as the program is read; `finish` decides, once,
     what each group stores and reads. Kernels, library calls and opaque kernels are numbered units.
+    `arithmetic_is_free`: a kernel takes the time of its bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, arithmetic_is_free: bool = False) -> None:
+        self._arithmetic_is_free = arithmetic_is_free
         self.groups: list[Group] = []
         self.group_of: dict[int, Group] = {}
         self.units = UnitOrder()
@@ -274,8 +276,9 @@ class Grouping:
         """Let readers in other kernels recompute cheap values instead of storing them.
 
         A value is cheap when it reads at most one tensor of its own size, which is in memory
-        anyway and is not wider: reading that instead of the value saves the value's write. A
-        scalar's write costs nothing, and its readers would compute it once for each element.
+        anyway and is not wider: reading that instead of the value saves the value's write. Where
+        arithmetic is free it may read several, together not wider. A scalar's write costs nothing,
+        and its readers would compute it once for each element.
         """
         outside = self._values_read_outside()
         for value in sorted(outside.values(), key=lambda value: -value.serial):
@@ -299,17 +302,17 @@ class Grouping:
         home = self.group_of[id(value)]
         if any(value is member for member in home.row):
             return False
-        large = 0
+        large: list[int] = []
         for read in self.reads(value):
             owner = read.value
             in_memory = id(owner) in outside or id(owner) in self._demanded
             if id(owner) in self.group_of and not in_memory:
                 return False
             if owner.size * 8 > value.size:
-                large += 1
-                if read.place not in ("same", "flat") or _nbytes(owner) > _nbytes(value):
+                large.append(_nbytes(owner))
+                if read.place not in ("same", "flat"):
                     return False
-        return large <= 1
+        return sum(large) <= _nbytes(value) and (len(large) <= 1 or self._arithmetic_is_free)
 
 
 def _gates(group: Group) -> bool:

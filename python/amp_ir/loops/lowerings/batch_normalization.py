@@ -23,6 +23,7 @@ from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.normalization import (
     mean_over,
     normalized,
+    one_pass_statistics,
     optional,
     statistics,
     weight_gradient,
@@ -92,12 +93,19 @@ def batch_norm(
     has_bias: bool = True,
     has_running: bool = True,
 ) -> tuple[Value, ...]:
-    """Compute two sums per channel, then one pass; a pass over channels updates the statistics."""
+    """Compute two sums per channel, then one pass; a pass over channels updates the statistics.
+
+    Without free arithmetic the second sum, of squares, waits for the first.
+    """
     form = _Planes.of(x)
     planes = form.seen(x)
     flags = (has_weight, has_bias, has_running, has_running)
     weight, bias, running_mean, running_var = optional(rest, *flags)
-    mean, variance, rstd = statistics(planes, mean_over(planes, form.axes), eps)
+    mean_of = mean_over(planes, form.axes)
+    if op.arithmetic_is_free and compute_dtype(x.dtype) == "float32":
+        mean, variance, rstd = one_pass_statistics(planes, mean_of, eps)
+    else:
+        mean, variance, rstd = statistics(planes, mean_of, eps)
     weight, bias = form.columns((weight, bias))
     y = normalized(planes, mean, rstd, weight, bias, op.results[0].dtype)
     shape = op.results[1].shape

@@ -59,6 +59,34 @@ def statistics(
     return mean, variance, rstd
 
 
+def one_pass_statistics(x: Value, mean_of: Mean, eps: float) -> tuple[Value, Value, Value]:
+    """Compute the same as `statistics` of float32 or narrower x in one pass, in float64.
+
+    There squares are exact, and the difference mean(x^2) - mean(x)^2 has an error of 1e-16
+    mean(x)^2: less than float32 has, unless the mean is thousands of standard deviations.
+    """
+
+    def wide(*i: Any) -> Any:
+        return let(m.cast(x[i], "float64"))
+
+    def squared(*i: Any) -> Any:
+        element = wide(*i)
+        return element * element
+
+    square, first = mean_of(squared, "float64"), mean_of(wide, "float64")
+
+    def difference(*i: Any) -> Any:
+        found = square[i] - first[i] * first[i]
+        return m.cast(m.maximum(found, m.constant(0.0, "float64")), "float32")
+
+    mean = pointwise(first.shape, "float32", lambda *i: m.cast(first[i], "float32"))
+    variance = pointwise(square.shape, "float32", difference)
+    rstd = pointwise(
+        variance.shape, "float32", lambda *i: m.rsqrt(variance[i] + m.constant(eps, "float32"))
+    )
+    return mean, variance, rstd
+
+
 def _affine(element: Any, index: Any, weight: Value | None, bias: Value | None) -> Any:
     if weight is not None:
         element = element * weight[index]
