@@ -113,21 +113,22 @@ class _Aligner:
         while chosen:
             chosen = 0
             for variable, call in list(left.items()):
-                own, padded = self._dims_of(variable, call)
-                if own == padded or not self._choose_one(variable, call, own, padded):
-                    continue
-                chosen += 1
-                del left[variable]
+                if self._choose_one(variable, call):
+                    chosen += 1
+                    del left[variable]
         for matmul in self.matmuls:
             if (wanted := self.wanted.get(matmul)) is not None:
                 shape = wanted.shape
                 for one in self._finishes(matmul):
                     shape = shape[::-1] if op_name(self.values[one]) == _TRANSPOSE else shape
-                    for each in (one, *filter(self._is_table, self.values[one].args)):
+                    parts = [one, *filter(self._is_table, self.values[one].args)]
+                    if any(self._sources(each, _Wanted(shape, False)) is None for each in parts):
+                        break
+                    for each in parts:
                         self._want(self.wanted, each, _Wanted(shape, False))
 
     def _dims_of(self, variable: relax.Var, call: relax.Call) -> tuple[Shape, Shape]:
-        """Return m, k and n of a matmul, and what they are to be padded to."""
+        """Return m, k and n of a matmul, and those aligned along which its memory is dense."""
         own = (*shape_of(call.args[0]), shape_of(call)[1])
         along = set()
         for position, argument in enumerate(call.args):
@@ -135,19 +136,47 @@ class _Aligner:
             along.add(position + (1 if strides[1] == 1 else 0))
         transpose = self.only_transpose.get(variable)
         along.add(2 if transpose is None else 0)
-        padded = (_aligned(n) if k in along else n for k, n in enumerate(own))
-        return own, tuple(padded)
+        aligned = (_aligned(n) if k in along else n for k, n in enumerate(own))
+        return own, tuple(aligned)
 
-    def _choose_one(self, variable: relax.Var, call: relax.Call, own: Shape, padded: Shape) -> bool:
-        m, k, n = padded
+    def _shape_in_memory(self, operand: relax.Expr) -> Shape:
+        """Return the shape that an operand has by what is wanted of the value that it views."""
+        views, base = [], operand
+        while base not in self.wanted and self._is_view(base):
+            views.append(base)
+            base = self.values[base].args[0]
+        shape = self.wanted[base].shape if base in self.wanted else shape_of(base)
+        for view in reversed(views):
+            call = self.values[view]
+            source = call.args[0]
+            if op_name(call) == _TRANSPOSE:
+                shape = tuple(shape[d] for d in permutation(call))
+            elif shape == shape_of(source):
+                shape = shape_of(view)
+            elif shape[:-1] == shape_of(source)[:-1] and shape_of(source)[-1] == shape_of(view)[-1]:
+                shape = (*shape_of(view)[:-1], shape[-1])
+            else:
+                return shape_of(operand)
+        return shape
+
+    def _choose_one(self, variable: relax.Var, call: relax.Call) -> bool:
+        own, aligned = self._dims_of(variable, call)
+        stored = [self._shape_in_memory(one) for one in call.args]
+        dims = zip(aligned, (*stored[0], 0), (0, *stored[1]), strict=True)
+        m, k, n = padded = tuple(max(each) for each in dims)
+        if padded == own:
+            return False
         search = _Search()
         for argument, shape in zip(call.args, ((m, k), (k, n)), strict=True):
             self._search(argument, _Wanted(shape, k != own[1]), search)
         if shape_of(call) != (m, n):
             search.seconds += self._seconds_of_result(variable)
-        unaligned = [math.gcd(n, ALIGNMENT) for n, p in zip(own, padded, strict=True) if n != p]
+        unaligned = [math.gcd(n, ALIGNMENT) for n, p in zip(own, aligned, strict=True) if n != p]
         flop = 2.0 * math.prod(own)
-        saved = flop / _RATES[min(unaligned)] - flop / _RATES[ALIGNMENT]
+        saved = flop / _RATES[min(unaligned, default=ALIGNMENT)] - flop / _RATES[ALIGNMENT]
+        for one, in_memory in zip(call.args, stored, strict=True):
+            # Unpadded it would be a copy.
+            saved += 0.0 if in_memory == shape_of(one) else _seconds_to_copy(one)
         if saved < _MARGIN * (search.seconds + _LAUNCH):
             return False
         for one, wanted in search.wanted.items():
@@ -193,19 +222,20 @@ class _Aligner:
 
     def _seconds_of_leaf(self, expr: relax.Expr, is_operand: bool) -> float:
         """Return the seconds for the padding of a value that nothing computes padded."""
-        moved = 2.0 * _nbytes(expr) / _COPIED_A_SECOND
         if is_operand:
-            return moved + _LAUNCH
+            return _seconds_to_copy(expr)
         # A kernel reads it in any case, unless it is computed inside of that kernel.
         is_stored = expr not in self.values or op_name(self.values[expr]) == "relax.matmul"
-        return 0.0 if is_stored else moved + _LAUNCH
+        return 0.0 if is_stored else _seconds_to_copy(expr)
 
     def _seconds_of_readers(self, variable: relax.Expr, search: _Search) -> float:
         """Return the seconds for storing a value for readers of its own, unpadded elements."""
         for reader in self.flow.readers.get(variable, ()):
             is_padded = reader in search.wanted or reader in self.wanted or reader in self.matmuls
-            if not is_padded and op_name(self.values[reader]) not in _READ_PADDED:
-                return 2.0 * _nbytes(variable) / _COPIED_A_SECOND
+            call = self.values[reader]
+            is_matmul = op_name(call) == "relax.matmul" and _is_low(call)
+            if not (is_padded or is_matmul or op_name(call) in _READ_PADDED):
+                return _seconds_to_copy(variable)
         return 0.0
 
     def _seconds_of_result(self, matmul: relax.Var) -> float:
@@ -219,7 +249,7 @@ class _Aligner:
             readers = self.flow.readers.get(one, [])
             calls = {reader: self.values[reader] for reader in readers}
             if self.flow.uses[one] > len(readers) or any(map(_is_library_call, calls.values())):
-                return 2.0 * _nbytes(one) / _COPIED_A_SECOND + _LAUNCH
+                return _seconds_to_copy(one)
             seen.add(one)
             views = [reader for reader, call in calls.items() if op_name(call) in _VIEWS]
             stack += [view for view in views if view not in seen]
@@ -419,7 +449,8 @@ class _Aligner:
 
 
 def _aligned(extent: int) -> int:
-    return -(-extent // ALIGNMENT) * ALIGNMENT
+    # What is 1 may be there once for many.
+    return -(-extent // ALIGNMENT) * ALIGNMENT if extent > 1 else 1
 
 
 def _is_low(call: relax.Call) -> bool:
@@ -438,8 +469,9 @@ def _is_zero(fill: relax.Expr) -> bool:
     return isinstance(fill, GenericConst) and float(fill.value.numpy()) == 0.0
 
 
-def _nbytes(expr: relax.Expr) -> int:
-    return math.prod(shape_of(expr)) * dtype_nbytes(str(expr.ty.dtype))
+def _seconds_to_copy(expr: relax.Expr) -> float:
+    nbytes = math.prod(shape_of(expr)) * dtype_nbytes(str(expr.ty.dtype))
+    return 2.0 * nbytes / _COPIED_A_SECOND + _LAUNCH
 
 
 def _sliced(padded: relax.Expr, shape: Shape) -> relax.Expr:
@@ -563,4 +595,4 @@ _IN_MEMORY = (
     "relax.matmul", "relax.call", "amp_ir.conv", "amp_ir.attention", "amp_ir.external",
 )  # fmt: skip
 _VIEWS = (_TRANSPOSE, "relax.reshape")
-_READ_PADDED = ("relax.matmul", "relax.sum", "amp_ir.nll_loss", *_MOVES)
+_READ_PADDED = ("relax.sum", "amp_ir.nll_loss", *_MOVES)
