@@ -74,12 +74,14 @@ def one_pass_statistics(x: Value, mean_of: Mean, eps: float) -> tuple[Value, Val
         return element * element
 
     square, first = mean_of(squared, "float64"), mean_of(wide, "float64")
+    # All that follows reads this one, and so shares its kernel.
+    center = pointwise(first.shape, "float64", lambda *i: first[i])
 
     def difference(*i: Any) -> Any:
-        found = square[i] - first[i] * first[i]
+        found = square[i] - center[i] * center[i]
         return m.cast(m.maximum(found, m.constant(0.0, "float64")), "float32")
 
-    mean = pointwise(first.shape, "float32", lambda *i: m.cast(first[i], "float32"))
+    mean = pointwise(first.shape, "float32", lambda *i: m.cast(center[i], "float32"))
     variance = pointwise(square.shape, "float32", difference)
     rstd = pointwise(
         variance.shape, "float32", lambda *i: m.rsqrt(variance[i] + m.constant(eps, "float32"))
