@@ -200,6 +200,31 @@ def test_parameters_are_copies_and_changed_ones_are_refused():
     assert torch.equal(converted(*inputs(2))["scores"], before)
 
 
+def assigned(model):
+    model.mixer.weight.data = model.mixer.weight.data * 2
+
+
+def written_in_numpy(model):
+    model.mixer.weight.detach().numpy()[:] *= 2
+
+
+def trained(model):
+    optimizer = torch.optim.SGD(model.mixer.parameters(), lr=0.1, fused=True)
+    model.mixer.weight.grad = torch.ones_like(model.mixer.weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [assigned, written_in_numpy, trained])
+def test_changes_that_no_version_counts_are_refused(change):
+    model = net()
+    converted = amp_ir.convert_model(model, inputs(2), "bfloat16")
+    version = model.mixer.weight._version
+    change(model)
+    assert model.mixer.weight._version == version
+    with pytest.raises(StateError, match=r"^the model's mixer\.weight changed after"):
+        converted(*inputs(3))
+
+
 @pytest.mark.parametrize("name", ["resnet50", "bert1"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_workloads(name, dtype):

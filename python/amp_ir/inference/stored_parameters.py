@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ class StoredParameters:
 
     tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
     _names: dict[_Key, str] = attrs.field(factory=dict)
-    _versions: dict[str, tuple[torch.Tensor, int]] = attrs.field(factory=dict)
+    _digests: dict[str, str] = attrs.field(factory=dict)
     # Values of the program that is being made that may never be needed as they are.
     _pending: dict[str, _Key] = attrs.field(factory=dict)
 
@@ -44,8 +45,8 @@ class StoredParameters:
         changed = []
         for name, tensor in mod.state.items():
             if name in owned and isinstance(tensor, torch.Tensor):
-                before, version = self._versions.setdefault(name, (tensor, _version(tensor)))
-                if before is not tensor or version != _version(tensor):
+                digest = _digest(tensor)
+                if self._digests.setdefault(name, digest) != digest:
                     changed.append(name)
         if changed:
             listed = ", ".join(changed[:3]) + (", ..." if len(changed) > 3 else "")
@@ -123,8 +124,10 @@ def _copied(held: Any) -> torch.Tensor:
     return copy
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _digest(tensor: torch.Tensor) -> str:
+    """Return what tells values apart: `.data =`, NumPy and fused optimizers leave the version."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.sha256(flat.numpy()).hexdigest()}"
 
 
 def _refuse_overflow(name: str, value: torch.Tensor) -> None:
