@@ -40,6 +40,13 @@ def network() -> nn.Module:
                          nn.Linear(33, 4))  # fmt: skip
 
 
+def fine_tuned() -> nn.Module:
+    """A head that is trained, and a body that is not: one rank holds nothing of what is trained."""
+    made = network()
+    made[:4].requires_grad_(False)
+    return made
+
+
 def batch_of(rank: int, step: int) -> Batch:
     torch.manual_seed(100 * step + rank)
     return torch.randn(8, 16), torch.randint(0, 4, (8,))
@@ -198,6 +205,9 @@ def train_all(rank: int) -> dict[str, Outcome]:
     pairs = batches("gan", 5, rank)
     return {
         "scaled": compared(lambda: clipped(adamw, scales=True), lambda k: with_infinity(rank, k)),
+        "frozen": compared(
+            lambda: clipped(adamw, scales=True, make=fine_tuned), lambda k: with_infinity(rank, k)
+        ),
         "gan": compared(lambda: gan(lambda m: m), lambda k: pairs[k], shard="gradients"),
         "lamb": compared(
             lambda: clipped(of_own(Lamb)), feed, amp_dtype="bfloat16", comm_dtype="bfloat16"
@@ -218,6 +228,7 @@ def test_split_state_trains_as_whole_state(tmp_path: Path) -> None:
         assert one.difference < ORDER, name
         assert one.recompiles == [] and one.skipped == second[name].skipped, name
     assert first["scaled"].skipped == [False, False, True, False, False]
+    assert first["frozen"].skipped == first["scaled"].skipped
     for one in (first, second):
         split, whole, planned, planned_whole = one["scaled"].held
         assert split <= 0.52 * whole

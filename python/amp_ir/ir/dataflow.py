@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -139,16 +139,17 @@ class Dataflow:
         bindings: Sequence[relax.VarBinding],
         result: relax.Expr | None = None,
         parameters: Sequence[relax.Var] | None = None,
+        kept: Collection[relax.Var] = (),
     ) -> tvm.IRModule:
         """Return the module whose `main` has the needed `bindings` in one dataflow block.
 
         `result` is what it returns, `parameters` what it takes, if other than before; they may have
-        other types.
+        other types. `kept` is needed by other ranks.
         """
         main = self.main
         type_ = main.body.ty if result is None else result.ty
         result = self.result if result is None else result
-        block = relax.DataflowBlock(live_bindings(bindings, result))
+        block = relax.DataflowBlock(live_bindings(bindings, result, kept))
         body = relax.SeqExpr([block], result)
         relax.expr._update_type(body, type_)
         takes = main.params if parameters is None else list(parameters)
@@ -166,16 +167,17 @@ def _is_wait(value: Any) -> bool:
 
 
 def live_bindings(
-    bindings: Sequence[relax.VarBinding], result: relax.Expr
+    bindings: Sequence[relax.VarBinding], result: relax.Expr, kept: Collection[relax.Var] = ()
 ) -> list[relax.VarBinding]:
     """Return the bindings that the result needs, in order, and those that other ranks need.
 
-    A rank that uses nothing of an exchange takes part in it all the same.
+    A rank that uses nothing of an exchange takes part in it all the same; `kept` are such exchanges
+    that are not begun yet.
     """
-    needed = set(variables_of(result))
-    kept = []
+    needed = {*variables_of(result), *kept}
+    live = []
     for binding in reversed(bindings):
         if binding.var in needed or _is_wait(binding.value):
-            kept.append(binding)
+            live.append(binding)
             needed.update(variables_of(binding.value))
-    return kept[::-1]
+    return live[::-1]

@@ -306,7 +306,8 @@ class _Writer:
             updates = None if name is None else positions[name]
             outputs.append(attrs.evolve(spec, shape=shape, updates=updates))
             fields.append(found)
-        ir: tvm.IRModule = self.out.finish([one for one, _ in self.inputs], fields)
+        parameters = [one for one, _ in self.inputs]
+        ir: tvm.IRModule = self.out.finish(parameters, fields, self.wanted.whole_reduces)
         signature = attrs.evolve(
             self.mod.signature,
             inputs=tuple(spec for _, spec in self.inputs),

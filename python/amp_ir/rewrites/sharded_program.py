@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -223,10 +223,15 @@ class ShardedProgram:
             ):
                 use(total)
 
-    def finish(self, parameters: Sequence[relax.Var], fields: Sequence[relax.Expr]) -> tvm.IRModule:
-        """Return the module of what was written."""
+    def finish(
+        self,
+        parameters: Sequence[relax.Var],
+        fields: Sequence[relax.Expr],
+        kept: Collection[relax.Var],
+    ) -> tvm.IRModule:
+        """Return the module of what was written, and `kept`, which other ranks need."""
         result = self._out.bind("results", relax.Tuple(list(fields)), None)
-        return self.flow.finish(self._out.bindings, result, parameters)
+        return self.flow.finish(self._out.bindings, result, parameters, kept)
 
     def _average(self, expr: relax.Expr, ranks: int, span: tvm.ir.Span | None) -> relax.Expr:
         return self._out.bind("mean", call_op(AVERAGE, [expr], span, ranks=ranks), span)

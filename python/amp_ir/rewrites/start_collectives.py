@@ -110,6 +110,9 @@ class _Starter:
             for bucket in starts.get(k, ()):
                 self._start(bucket)
         self._wait_for(variables_of(self.flow.result))
+        # What other ranks read, and this one does not.
+        for bucket in self.waiting:
+            self._wait(bucket)
         result = replaced(self.flow.result, self.now)
         return self.flow.finish(self.out.bindings, result)
 

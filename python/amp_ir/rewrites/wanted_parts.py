@@ -51,7 +51,8 @@ class WantedParts:
 
     `shardings` has them by variable, `scattered` the all-reduces that become reduce-scatters,
     `gathered` the updated parameters that all ranks get, with the parameter of each, and `summed`
-    the sums and checks that become sums over the ranks.
+    the sums and checks that become sums over the ranks. `whole_reduces` stay all-reduces, also on
+    ranks that read nothing of them.
     """
 
     def __init__(self, flow: Dataflow, mod: StepModule, plan: ShardPlan) -> None:
@@ -66,6 +67,7 @@ class WantedParts:
         self.gathered: dict[relax.Var, str] = {}
         self.scattered: dict[relax.Var, str] = {}
         self.summed: set[relax.Var] = set()
+        self.whole_reduces: set[relax.Var] = set()
         self._owners: dict[relax.Var, str] = dict(self.part_of)
         self._from_state = set(self.part_of)
         # The first op that wants a value whole and is not elementwise; None for a result.
@@ -78,7 +80,7 @@ class WantedParts:
             ShardingError: state is wanted whole.
         """
         self._find_owners()
-        self._whole_reduces = self._too_thin()
+        self.whole_reduces = self._too_thin()
         for spec, field in zip(self.outputs, self.flow.fields, strict=True):
             self._want_result(spec, field)
         for binding in reversed(self.flow.bindings):
@@ -171,7 +173,7 @@ class WantedParts:
         if sharding is None:
             self._want_for_whole(variable, value)
         elif op_name(value) == ALL_REDUCE:
-            if variable in self._whole_reduces:
+            if variable in self.whole_reduces:
                 self._want(variable, None)
                 self._want_for_whole(variable, value)
             elif None not in self.shardings[variable]:
