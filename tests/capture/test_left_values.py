@@ -267,3 +267,80 @@ def test_a_list_that_gets_shorter_is_refused_and_put_back(change):
     with pytest.raises(CaptureError, match="closure variable 'kept'"):
         train(batch(3))
     assert kept == [0, 0, 0]
+
+
+@pytest.mark.parametrize("batch_sizes", [(3, 3, 3), (3, 5, 3)])
+def test_a_learning_rate_is_left_as_in_pytorch(batch_sizes):
+    """What only the first call sets stays; what each call sets is that of the call."""
+    kept = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = StoresOverDefault()
+        step, optimizer = training(model)
+        model.first = None
+
+        def rated(x, model=model, optimizer=optimizer):
+            rate = optimizer.param_groups[0]["lr"]
+            if model.first is None:
+                model.first = rate
+            model.rate, model.both = rate, [rate, {"half": rate / 2}]
+            loss = model(x).square().mean() * model.first
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        train = amp_ir.jit(rated, model=model, optimizer=optimizer) if is_compiled else rated
+        left = []
+        for k, size in enumerate(batch_sizes):
+            optimizer.param_groups[0]["lr"] = 0.1 / (k + 1)
+            loss = float(train(batch(size)))
+            left.append((round(loss, 5), model.first, model.rate, model.both))
+        kept.append(left)
+    assert kept[0] == kept[1]
+    assert [one[1:] for one in kept[1]][2] == (
+        0.1, 0.1 / 3, [0.1 / 3, {"half": 0.1 / 3 / 2}],
+    )  # fmt: skip
+
+
+def loss_of(model, loss, optimizer):
+    model.kept = loss.item()
+
+
+def losses(model, loss, optimizer):
+    model.kept = {"size": 3, "losses": [loss.item()]}
+
+
+def object_with_a_rate(model, loss, optimizer):
+    model.kept = Settings()
+    model.kept.rate = optimizer.param_groups[0]["lr"]
+
+
+class Settings:
+    """Anything with attributes."""
+
+
+@pytest.mark.parametrize("keep", [loss_of, losses, object_with_a_rate])
+def test_a_number_that_the_step_computes_is_refused(keep):
+    model = StoresOverDefault()
+    _, optimizer = training(model)
+
+    def keeping(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        keep(model, loss, optimizer)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(keeping, model=model, optimizer=optimizer)
+    with pytest.raises(CaptureError) as refused:
+        train(batch(3))
+    at = keep.__code__.co_firstlineno + 1
+    assert str(refused.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{at}: keeps a number that it computes in attribute "
+        "'kept' of module (the model itself), where a compiled step puts none. Return it from the "
+        "step, and keep it after the call"
+    )
+    assert not hasattr(model, "kept")

@@ -127,7 +127,7 @@ def _copied(held: Any) -> torch.Tensor:
 def _digest(tensor: torch.Tensor) -> str:
     """Return what tells values apart: `.data =`, NumPy and fused optimizers leave the version."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.sha256(flat.numpy()).hexdigest()}"
+    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.sha256(flat.numpy().data).hexdigest()}"
 
 
 def _refuse_overflow(name: str, value: torch.Tensor) -> None:

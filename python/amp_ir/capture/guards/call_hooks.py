@@ -207,7 +207,7 @@ class CaptureGuards:
         if self._initial_values is not None:
             self._initial_values.install()
         for stored in self._stored:
-            stored.install()
+            stored.install(self._input_values)
         self._has_run = True
         if self._ranks is not None:
             self._ranks.after_step(self._flags_after)
@@ -250,13 +250,19 @@ class CaptureGuards:
 
     def _crossed_comparisons(self) -> Iterator[str]:
         """Return the inputs of each recorded comparison whose result differs from the capture's."""
-        inputs: list[HyperParameter | FollowedNumber] = [*self._hypers, *self._numbers]
-        values = [one.value() for one in inputs]
+        inputs = self._inputs()
+        values = self._input_values()
         for guard in self._guards:
             if not guard.holds(values):
                 positions = sorted(inputs_of(guard.left) | inputs_of(guard.right))
                 names = [inputs[i].name for i in positions if i >= len(self._hypers)]
                 yield " and ".join(names) or "a hyper-parameter"
+
+    def _inputs(self) -> list[HyperParameter | FollowedNumber]:
+        return [*self._hypers, *self._numbers]
+
+    def _input_values(self) -> list[float]:
+        return [one.value() for one in self._inputs()]
 
     def _changed_options(self) -> Iterator[str]:
         now = frozen_options(self._state.optimizers, self._hypers)

@@ -9,7 +9,7 @@ user's own code then see what they would in PyTorch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -18,7 +18,7 @@ import torch
 from amp_ir.capture.guards.places import ABSENT, SEQUENCES, Contents, Place, is_plain, is_same
 from amp_ir.capture.guards.registered_modules import NewModule
 from amp_ir.capture.later_number import LaterNumber
-from amp_ir.capture.symbolic_float import SymbolicFloat
+from amp_ir.capture.symbolic_float import Expression, SymbolicFloat, evaluate
 from amp_ir.ir.location import Location
 
 _MOST_DEEP = 4
@@ -83,9 +83,33 @@ def _containers_first(left: Sequence[Left]) -> list[Left]:
     return sorted(left, key=lambda one: not isinstance(one.place, Contents))
 
 
+@attrs.frozen
+class FollowedValue:
+    """A number that is computed from inputs of the step, such as a learning rate."""
+
+    expression: Expression
+    is_integer: bool
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Return what a number of the trace stands for; any other value as it is."""
+        if not isinstance(value, SymbolicFloat):
+            return value
+        return cls(value.expression, value.is_integer_valued)
+
+    def value(self, inputs: list[float]) -> float:
+        """Return the number for these inputs.
+
+        Raises:
+            LookupError: it depends on a tensor.
+        """
+        found = evaluate(self.expression, inputs)
+        return int(found) if self.is_integer else found
+
+
 @attrs.frozen(eq=False)
 class StoredValue:
-    """A value that each call of the step leaves in a place.
+    """A value that each call of the step leaves in a place; a `FollowedValue` is computed then.
 
     `shared` are the ids of the user's containers, which the step has not made.
     """
@@ -94,9 +118,13 @@ class StoredValue:
     value: Any
     shared: frozenset[int] = frozenset()
 
-    def install(self) -> None:
+    def install(self, inputs: Callable[[], list[float]]) -> None:
         """Leave the value; a container is a new one in each call, which the user may change."""
-        value = _renewed(self.value, self.shared)
+        value = renewed(
+            self.value,
+            self.shared,
+            lambda one: one.value(inputs()) if isinstance(one, FollowedValue) else one,
+        )
         if not is_same(self.place.now(), value):
             self.place.put(value)
 
@@ -105,21 +133,57 @@ def is_of_user(value: Any, depth: int = 0) -> bool:
     """Return whether a value, and what it holds, are no tensors and no numbers of a trace."""
     if isinstance(value, (torch.Tensor, SymbolicFloat, LaterNumber)) or depth > _MOST_DEEP:
         return False
-    if value is ABSENT or is_plain(value):
+    if value is ABSENT or is_plain(value) or isinstance(value, FollowedValue):
         return True
     inner = _inner(value)
     return inner is not None and all(is_of_user(one, depth + 1) for one in inner)
 
 
-def _renewed(value: Any, shared: frozenset[int]) -> Any:
-    """Return a value with new containers in place of those that the step makes in each call."""
+def renewed(value: Any, shared: Container[int], changed: Callable[[Any], Any]) -> Any:
+    """Return a value with new containers in place of those that the step makes in each call.
+
+    What is in them, or the value itself, is what `changed` returns for it.
+    """
     if id(value) in shared:
         return value
     if type(value) is dict:
-        return {key: _renewed(one, shared) for key, one in value.items()}
+        return {key: renewed(one, shared, changed) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_renewed(one, shared) for one in value)
-    return set(value) if type(value) is set else value
+        return type(value)(renewed(one, shared, changed) for one in value)
+    return set(value) if type(value) is set else changed(value)
+
+
+def as_now(value: Any, shared: Container[int]) -> Any:
+    """Return a value with the numbers of the trace as the step has them in this call."""
+
+    def number(one: Any) -> Any:
+        is_symbol = isinstance(one, SymbolicFloat)
+        return FollowedValue.of(one).value(one.tape.inputs) if is_symbol else one
+
+    return renewed(value, shared, number)
+
+
+def holds_result_number(value: Any, shared: Container[int], depth: int = 0) -> bool:
+    """Return whether a value holds a number that only the compiled step knows.
+
+    In an object of the user's, that is also one that is an input: nothing computes it there.
+    """
+    if isinstance(value, LaterNumber):
+        return True
+    if isinstance(value, SymbolicFloat):
+        try:
+            evaluate(value.expression, value.tape.inputs)
+        except LookupError:
+            return True
+        return False
+    is_other = isinstance(value, (type, torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
+    if is_other or depth > _MOST_DEEP or id(value) in shared or is_plain(value):
+        return False
+    inner = _inner(value) or ()
+    if not isinstance(value, (dict, *SEQUENCES, tuple, set, frozenset)):
+        if any(isinstance(one, SymbolicFloat) for one in inner):
+            return True
+    return any(holds_result_number(one, shared, depth + 1) for one in inner)
 
 
 def holds_symbol(value: Any, known: Container[int] = (), depth: int = 0) -> bool:

@@ -23,11 +23,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import (
+    FollowedValue,
     Left,
     StoredValue,
+    as_now,
+    holds_result_number,
     holds_symbol,
     is_of_user,
     put_left,
+    renewed,
 )
 from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
@@ -60,6 +64,7 @@ _IN_INIT = (
     "Make it in __init__, or call the model once on a batch before, under torch.no_grad(), and "
     "pass its parameters to the optimizer"
 )
+_RETURN_NUMBER = "Return it from the step, and keep it after the call"
 _RETURN = (
     "Return the tensor from the step, and keep it after the call; what only the step reads, such "
     "as what a forward hook keeps, it may drop before it ends (kept.clear())"
@@ -110,11 +115,14 @@ class SideEffects:
             reported.add((id(place.holder), place.key))
             if _holds_result(now):
                 diagnostics.add(*_kept(place.name(), now, self._line(place)))
+            elif holds_result_number(now, shared):
+                diagnostics.add(*_kept_number(place.name(), self._line(place)))
             elif place.is_loaded and not _is_constant_tensor(now):
+                now = as_now(now, shared)
                 said = _changed(place, now, self._line(place))
                 self.left.append(Left(place, now, (id(place.holder), place.key), said))
-            elif is_of_user(now):
-                self.stored.append(StoredValue(place, now, shared))
+            elif is_of_user(value := renewed(now, shared, FollowedValue.of)):
+                self.stored.append(StoredValue(place, value, shared))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         self._report_optimizers(diagnostics)
@@ -210,7 +218,8 @@ class SideEffects:
         keys = ", ".join(repr(key) for key, _ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"
         said = what, _at(contents.line), _MOVE
-        self.left.append(Left(contents, contents.now(), (id(contents.target), None), said))
+        now = as_now(contents.now(), self.observer.objects.contents)
+        self.left.append(Left(contents, now, (id(contents.target), None), said))
 
     def _report_optimizers(self, diagnostics: Diagnostics) -> None:
         for place in self.of_optimizers.changes():
@@ -270,6 +279,11 @@ def _kept(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, st
         f"keeps a tensor of shape {tuple(tensor.shape)} in {name}, where a compiled step puts none"
     )
     return what, _at(line), _RETURN
+
+
+def _kept_number(name: str, line: tuple[str, int]) -> tuple[str, Location, str]:
+    what = f"keeps a number that it computes in {name}, where a compiled step puts none"
+    return what, _at(line), _RETURN_NUMBER
 
 
 def _at(line: tuple[str, int]) -> Location:
