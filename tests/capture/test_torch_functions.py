@@ -304,3 +304,38 @@ def test_normalizations_are_captured_without_cudnn(kind: Any, monkeypatch: Any) 
     with pytest.raises(CaptureError, match="it is called without cuDNN"):
         amp_ir.trace_model(kind(3), (torch.ones(2, 3, 4),))
     assert getattr(torch, name[1:]) is plain
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (7, 3), (9, 2), (1, 1), (3, 3, 3)])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_diagonal_is_filled(shape: tuple[int, ...], wrap: bool) -> None:
+    def filled(x: torch.Tensor, how: Callable[..., Any]) -> torch.Tensor:
+        x = x * 1.0
+        assert how(x, -2.0, wrap) is x
+        return x
+
+    x = normal(0, *shape)
+    with torch.no_grad():
+        expected = filled(x, torch.Tensor.fill_diagonal_)
+        found = filled(x, lambda *args: decompose(torch.Tensor.fill_diagonal_, args, {}))
+    assert torch.equal(found, expected)
+
+
+def test_a_contrastive_loss_leaves_out_the_diagonal() -> None:
+    def contrastive() -> Training:
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            z = F.normalize(model(x))
+            likeness = z @ z.t() / 0.5
+            likeness.fill_diagonal_(float("-inf"))
+            loss = F.cross_entropy(likeness, torch.arange(len(x)).roll(1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training(model, optimizer, step)
+
+    assert_compiled_alike(contrastive, lambda k: (normal(k, 8, 6),))

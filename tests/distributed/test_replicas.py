@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -202,3 +203,31 @@ def test_a_gradient_that_is_differentiated_again_is_refused() -> None:
         errors.CaptureError, match="reduces gradients that are differentiated again"
     ):
         capture()
+
+
+@pytest.mark.parametrize("kind", ["in place", "functional"])
+@pytest.mark.usefixtures("group_of_one")
+def test_exchanges_of_the_steps_own_are_refused(kind: str) -> None:
+    """A functional collective was called without a word, and not waited for."""
+    model = nn.Linear(3, 2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        mean = loss.detach().clone()
+        if kind == "functional":
+            return functional_collectives.all_reduce(mean, "sum", dist.group.WORLD) * 1.0
+        dist.all_reduce(mean)
+        return mean
+
+    with pytest.raises(errors.CaptureError) as refused:
+        amp_ir.jit(step, model=model)(torch.ones(2, 3))
+    op = "_c10d_functional.all_reduce" if kind == "functional" else "c10d.allreduce_"
+    line = step.__code__.co_firstlineno + (5 if kind == "functional" else 6)
+    assert str(refused.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{line}: {op}.default exchanges tensors between ranks: a "
+        "compiled step exchanges gradients, buffers of DistributedDataParallel and statistics of "
+        "SyncBatchNorm only. Return the tensor, and call torch.distributed on it after the step; "
+        "gradients are averaged by a DistributedDataParallel in model=, or with data_parallel=True"
+    )

@@ -16,6 +16,8 @@ _KNOWN_NAMESPACES = frozenset(
     {"aten", "prim", "prims", "profiler", "amp_ir", "amp_ir_cell", "amp_ir_written"}
 )
 
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+
 _twins = torch.library.Library("amp_ir_written", "FRAGMENT")
 
 
@@ -27,6 +29,13 @@ def is_custom(func: Any) -> bool:
 
 def unsupported_reason(func: torch._ops.OpOverload) -> tuple[str, str] | None:
     """Return why a custom op cannot be part of a compiled step, and what to do; None if it can."""
+    if func.namespace in _COLLECTIVES:
+        return (
+            f"{func} exchanges tensors between ranks: a compiled step exchanges gradients, buffers "
+            "of DistributedDataParallel and statistics of SyncBatchNorm only",
+            "Return the tensor, and call torch.distributed on it after the step; gradients are "
+            "averaged by a DistributedDataParallel in model=, or with data_parallel=True",
+        )
     returns = [str(one.type) for one in func._schema.returns]
     numbers = [one for one in returns if "Tensor" not in one]
     if numbers:

@@ -232,6 +232,20 @@ def _multinomial(
     return (weights / times).argmax(-1)
 
 
+def _fill_diagonal(input: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002 - torch's own signature
+    """Write a number where all positions are equal; PyTorch writes to a view of the memory."""
+    if input.ndim < 2 or (input.ndim > 2 and len(set(input.shape)) > 1):
+        return input.fill_diagonal_(fill_value, wrap)  # which reports the error
+    first, *others = (
+        torch.arange(extent, device=input.device).view(-1, *[1] * (input.ndim - axis - 1))
+        for axis, extent in enumerate(input.shape)
+    )
+    if wrap and input.ndim == 2:
+        first = first % (input.shape[1] + 1)  # below a row without one, the diagonal begins again
+    equal = functools.reduce(torch.logical_and, [first == one for one in others])
+    return input.masked_fill_(equal, fill_value)
+
+
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.cdist: _cdist,
     F.pdist: _pdist,
@@ -241,6 +255,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: ctc_loss,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
+    torch.Tensor.fill_diagonal_: _fill_diagonal,
     # For who imported it by its name: in its module it is replaced (patches/install.py).
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     **COMPOSED_BY_INDEX,
