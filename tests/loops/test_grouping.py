@@ -62,6 +62,17 @@ def test_readers_of_two_low_tensors_read_them_again_where_arithmetic_is_free(is_
     ]
 
 
+def test_an_integer_is_stored_before_it_is_widened():
+    def build(e, x):
+        places = e(op.astype(e(op.add(x, library(e, x, shape=(64, 32)))), "int32"))
+        wide = e(op.astype(places, "int64"))
+        of_library = library(e, e(op.sum(wide, [0])), shape=(64, 32), dtype="int64")
+        return e(op.add(of_library, wide))
+
+    written = stored(program(build, (64, 32)))
+    assert sorted(written) == [((1, 32), "int64"), ((64, 32), "int32"), ((64, 32), "int64")]
+
+
 def test_what_other_kernels_read_widened_is_stored_narrow():
     def build(e, x):
         low = e(cast(e(op.tanh(x)), "bfloat16"))

@@ -277,8 +277,9 @@ class Grouping:
 
         A value is cheap when it reads at most one tensor of its own size, which is in memory
         anyway and is not wider: reading that instead of the value saves the value's write. Where
-        arithmetic is free it may read several, together not wider. A scalar's write costs nothing,
-        and its readers would compute it once for each element.
+        arithmetic is free it may read several, together not wider. An integer is stored before it
+        is widened. A scalar's write costs nothing, and its readers would compute it once for each
+        element.
         """
         outside = self._values_read_outside()
         for value in sorted(outside.values(), key=lambda value: -value.serial):
@@ -306,7 +307,7 @@ class Grouping:
         for read in self.reads(value):
             owner = read.value
             in_memory = id(owner) in outside or id(owner) in self._demanded
-            if id(owner) in self.group_of and not in_memory:
+            if id(owner) in self.group_of and not in_memory and not _widens(value, owner):
                 return False
             if owner.size * 8 > value.size:
                 large.append(_nbytes(owner))
@@ -319,6 +320,15 @@ def _gates(group: Group) -> bool:
     """Return whether a kernel only makes scalars that readers of its arguments wait for."""
     gates = [one for one in group.members if isinstance(one, Reduction) and one.is_gate]
     return bool(gates) and all(one.size == 1 for one in group.members)
+
+
+def _widens(value: Value, source: Value) -> bool:
+    """Return whether a value is `source` or what that determines, in a wider integer dtype.
+
+    Of floats the narrow one is rounded only if it is stored.
+    """
+    are_integers = value.dtype.startswith("int") and source.dtype.startswith("int")
+    return are_integers and value.size == source.size and _nbytes(source) < _nbytes(value)
 
 
 def _nbytes(value: Value) -> int:

@@ -83,9 +83,11 @@ def _small_max_pool(
         return best, position
 
     y, indices = op.results
+    # Narrow in memory: who reads them widens them.
+    positions = pointwise(indices.shape, "int32", lambda *i: scan(i)[1])
     return (
         pointwise(y.shape, y.dtype, lambda *i: scan(i)[0]),
-        pointwise(indices.shape, "int64", lambda *i: m.cast(scan(i)[1], "int64")),
+        pointwise(indices.shape, "int64", lambda *i: m.cast(positions[i], "int64")),
     )
 
 
