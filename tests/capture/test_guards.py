@@ -903,3 +903,15 @@ def test_no_demo_is_captured_again(name: str) -> None:
     for _ in range(5):
         assert captured.hooks.recompile_reason() == ""
         captured.hooks.after_step([torch.zeros_like(parameters[name]) for name in left])
+
+
+def test_a_hook_of_all_modules_that_goes_is_seen():
+    """Its program was used without it, since only hooks that come are counted."""
+    model = nn.Linear(4, 2)
+    run = amp_ir.jit(lambda x: model(x).sum(), model=model)
+    x = torch.ones(3, 4)
+    hook = nn.modules.module.register_module_forward_hook(lambda _, __, result: result * 2)
+    doubled = run(x)
+    hook.remove()
+    torch.testing.assert_close(run(x), doubled / 2)
+    assert [one.reason for one in run.recompiles] == ["modules have 0 global hooks, and had 1"]

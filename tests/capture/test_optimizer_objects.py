@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amp_ir
 from amp_ir.errors import CaptureError
@@ -179,3 +183,84 @@ def test_tensors_beside_the_state_of_parameters_are_refused(keep, where):
     )
     assert not hasattr(optimizer, "momentum")
     assert (optimizer.log, optimizer.config) == ([], {"steps": 0})
+
+
+def halve_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.mul_(0.5)
+
+
+def own_hook(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    return optimizer.register_step_pre_hook(halve_gradients).remove
+
+
+def hook_of_all(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    return register_optimizer_step_pre_hook(halve_gradients).remove
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    whole = optimizer.step
+
+    def halved() -> None:
+        halve_gradients(optimizer)
+        whole()
+
+    optimizer.step = halved  # type: ignore[method-assign]
+    return lambda: delattr(optimizer, "step")
+
+
+class Halving(torch.optim.SGD):
+    """An optimizer of the user's, whose class may change."""
+
+
+def step_of_the_class(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    whole = Halving.step
+
+    def halved(self: torch.optim.Optimizer) -> None:
+        halve_gradients(self)
+        whole(self)
+
+    Halving.step = halved  # type: ignore[method-assign, assignment]
+    return lambda: setattr(Halving, "step", whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (own_hook, "optimizer 0 has other step pre-hooks: 0 then, 1 now"),
+        (hook_of_all, "optimizer 0 has other step hooks, of all optimizers: 0 then, 1 now"),
+        (own_step, "step of optimizer 0 was replaced"),
+        (step_of_the_class, "step of optimizer 0 was replaced"),
+    ],
+)
+def test_what_runs_around_an_optimizers_step_compiles_again(change: Any, reason: str) -> None:
+    """It comes after the second call, and goes after the fourth."""
+    trained = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = Halving(model.parameters(), lr=0.1)
+        step = square_step(model, optimizer)
+        train = amp_ir.jit(step, model=model, optimizer=optimizer) if is_compiled else step
+        undo = None
+        for k in range(6):
+            if k == 2:
+                undo = change(optimizer)
+            if k == 4 and undo is not None:
+                undo()
+            train(torch.full((2, 4), 0.5 + k))
+        trained.append(model.weight.detach().clone())
+    torch.testing.assert_close(*trained)
+    assert [one.reason for one in train.recompiles] == [reason]
+
+
+def test_a_scheduler_that_comes_later_compiles_nothing() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = amp_ir.jit(square_step(model, optimizer), model=model, optimizer=optimizer)
+    train(torch.ones(2, 4))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        train(torch.ones(2, 4))
+        scheduler.step()
+    assert train.recompiles == []

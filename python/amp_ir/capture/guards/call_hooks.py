@@ -16,6 +16,7 @@ from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
 from amp_ir.capture.guards.objects import GuardedObjects, Tier
 from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.guards.optimizer_methods import GuardedOptimizerMethods
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
 from amp_ir.capture.guards.watch import watch
 from amp_ir.capture.hyper_parameters import HyperParameter, frozen_options
@@ -102,6 +103,7 @@ class CaptureGuards:
             Tier(ambient.holds, lambda: iter(ambient.changes())),
             Tier(options_hold, self._changed_options, options.refresh),
             Tier(self._of_optimizers.hold, self._of_optimizers.changes_in_words),
+            GuardedOptimizerMethods(self._state.optimizers).tier(),
             GuardedParameters(self._state.parameters).tier(),
             self._python_tier(GuardedModules(list(observer.objects.modules.values()))),
             Tier(self._gradients_hold, self._changed_gradients),

@@ -135,7 +135,12 @@ class GuardedModules:
 
     def hold(self) -> bool:
         """Return whether nothing differs, given that nothing was written to `dictionaries`."""
-        return self._count.holds() and list(map(_forward_of, self._kinds)) == self._forwards
+        # A new hook is counted; one that goes is not.
+        return (
+            self._count.holds()
+            and not (self._global_hooks and _global_hooks() != self._global_hooks)
+            and list(map(_forward_of, self._kinds)) == self._forwards
+        )
 
     def refresh(self) -> None:
         """Record everything as unchanged."""
