@@ -593,6 +593,7 @@ _SOURCES: dict[str, Sources] = {
 # Readers that read a padded value as well as its own elements, or that are views.
 _IN_MEMORY = (
     "relax.matmul", "relax.call", "amp_ir.conv", "amp_ir.attention", "amp_ir.external",
+    "amp_ir.all_", "amp_ir.reduce_scatter",
 )  # fmt: skip
 _VIEWS = (_TRANSPOSE, "relax.reshape")
 _READ_PADDED = ("relax.sum", "amp_ir.nll_loss", *_MOVES)
