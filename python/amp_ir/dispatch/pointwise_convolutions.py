@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Span
@@ -30,7 +31,8 @@ def pointwise_convolutions(ir: tvm.IRModule) -> tvm.IRModule:
              y = permute_dims(reshape(y2, [n, h, w, o]), [0, 3, 1, 2])
 
     and likewise for dx = dy w and dw = dy^T x. Images have their channels last in memory anyway:
-    the transposes cost nothing there.
+    the transposes cost nothing there. Where the convolution has a stride, x is every so many-th
+    pixel of the image, and dx has zeros between them.
 
     PyTorch's convolutions return new tensors, which are copied to where the step wants them; a
     matmul writes there. cuDNN takes cuBLASLt's kernels for these convolutions too.
@@ -58,17 +60,23 @@ def pointwise_convolutions(ir: tvm.IRModule) -> tvm.IRModule:
 
 def _is_pointwise(call: relax.Call) -> bool:
     options = options_of(call)
-    geometry = [*options["strides"], *(p + 1 for p in options["padding"]), options["groups"]]
     window = options.get("weight_shape") or shape_of(call.args[1])
+    image = options.get("input_shape") or shape_of(call.args[_IMAGE.get(op_name(call), 0)])
     low = {str(one.ty.dtype) for one in call.args}
     return (
         len(window) == len(TO_LAST)
         and math.prod(window[2:]) == 1
-        and all(int(n) == 1 for n in geometry)
+        and int(options["groups"]) == 1
+        and not any(int(n) for n in options["padding"])
+        and not any(int(n) % int(s) for n, s in zip(image[2:], options["strides"], strict=True))
         and len(low) == 1
         and low <= set(_LOW)
         and all(int(n) % _ALIGNED_CHANNELS == 0 for n in window[:2])
     )
+
+
+# Which argument is the image that the stride goes over.
+_IMAGE = {"amp_ir.conv": 0, "amp_ir.conv_backward_weight": 1}
 
 
 class _Writer:
@@ -82,23 +90,30 @@ class _Writer:
 
     def forward(self, call: relax.Call) -> relax.Call:
         x, weight = call.args
-        product = self._matmul(self._rows(x), self._transposed(self._matrix(weight)), call)
+        rows = self._rows(x, _strides_of(call))
+        product = self._matmul(rows, self._transposed(self._matrix(weight)), call)
         return self._image(product, call)
 
     def of_input(self, call: relax.Call) -> relax.Call:
         grad, weight = call.args
-        return self._image(self._matmul(self._rows(grad), self._matrix(weight), call), call)
+        product = self._matmul(self._rows(grad), self._matrix(weight), call)
+        return self._image(product, call, _strides_of(call))
 
     def of_weight(self, call: relax.Call) -> relax.Call:
         grad, x = call.args
-        product = self._matmul(self._transposed(self._rows(grad)), self._rows(x), call)
+        rows = self._rows(x, _strides_of(call))
+        product = self._matmul(self._transposed(self._rows(grad)), rows, call)
         return self._typed(relax.op.reshape(product, call.ty.shape))
 
-    def _rows(self, image: relax.Expr) -> relax.Var:
-        """Return the pixels of an image as rows of a matrix."""
-        n, channels, height, width = shape_of(image)
+    def _rows(self, image: relax.Expr, strides: tuple[int, int] = (1, 1)) -> relax.Var:
+        """Return every so many-th pixel of an image as rows of a matrix."""
+        n, channels, *space = shape_of(image)
         last = self._emit(relax.op.permute_dims(image, list(TO_LAST)))
-        return self._emit(relax.op.reshape(last, [n * height * width, channels]))
+        if strides != (1, 1):
+            sliced = relax.op.strided_slice(last, [1, 2], [0, 0], space, list(strides))
+            last = self._emit(sliced)
+        pixels = math.prod(k // s for k, s in zip(space, strides, strict=True))
+        return self._emit(relax.op.reshape(last, [n * pixels, channels]))
 
     def _matrix(self, weight: relax.Expr) -> relax.Var:
         return self._emit(relax.op.reshape(weight, list(shape_of(weight)[:2])))
@@ -109,9 +124,23 @@ class _Writer:
     def _matmul(self, a: relax.Var, b: relax.Var, call: relax.Call) -> relax.Var:
         return self._emit(relax.op.matmul(a, b, out_dtype=str(call.ty.dtype)))
 
-    def _image(self, rows: relax.Var, call: relax.Call) -> relax.Call:
-        n, _, height, width = shape_of(call)
-        last = self._emit(relax.op.reshape(rows, [n, height, width, rows.ty.shape[1]]))
+    def _image(
+        self, rows: relax.Var, call: relax.Call, strides: tuple[int, int] = (1, 1)
+    ) -> relax.Call:
+        """Return the image whose every so many-th pixels the rows are, and the others zero."""
+        n, channels, height, width = shape_of(call)
+        if strides != (1, 1):
+            down, right = strides
+            spread = [n, height // down, down, width // right, right, channels]
+            apart = self._emit(
+                relax.op.reshape(rows, [1 if k in (2, 4) else spread[k] for k in range(6)])
+            )
+            repeated = self._emit(relax.op.broadcast_to(apart, spread))
+            first = np.zeros((1, 1, down, 1, right, 1), "bool")
+            first[:, :, 0, :, 0] = True
+            zero = self._emit(relax.op.zeros(spread, str(rows.ty.dtype)))
+            rows = self._emit(relax.op.where(relax.const(first), repeated, zero))
+        last = self._emit(relax.op.reshape(rows, [n, height, width, channels]))
         return self._typed(relax.op.permute_dims(last, list(TO_FIRST)))
 
     def _emit(self, call: relax.Call) -> relax.Var:
@@ -123,6 +152,11 @@ class _Writer:
     def _typed(self, call: relax.Call) -> Any:
         located = relax.Call(call.op, call.args, call.attrs, call.ty_args, self._span)
         return self._builder.normalize(located)
+
+
+def _strides_of(call: relax.Call) -> tuple[int, int]:
+    down, right = options_of(call)["strides"]
+    return int(down), int(right)
 
 
 _WRITERS: dict[str, Callable[[_Writer, relax.Call], relax.Call]] = {
