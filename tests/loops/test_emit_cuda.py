@@ -105,6 +105,15 @@ def test_loads_and_stores_are_16_bytes_wide(dtype: str, lanes: int) -> None:
     assert vector_widths(kernel) == {lanes}
 
 
+def test_a_kernel_of_column_sums_stores_a_vector_at_once() -> None:
+    def body(x: Any) -> tuple[Any, Any]:
+        y = R.astype(R.nn.relu(x), "float32")
+        return y, R.sum(y, axis=0)
+
+    (kernel,) = kernels(build([((4096, 256), "bfloat16")], body))
+    assert vector_widths(kernel) == {4}
+
+
 def test_a_row_whose_length_no_vector_divides_is_read_element_by_element() -> None:
     (kernel,) = kernels(build([((64, 1023), "float32")], normalised))
     assert vector_widths(kernel) == set()

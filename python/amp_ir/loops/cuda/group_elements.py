@@ -108,8 +108,13 @@ class GroupElements:
         return bool(self.group.column) and is_row_plain
 
     def tile_width(self, extent: int, reductions: list[Reduction]) -> int:
-        """Return the width at which a tile's sums still fit into shared memory."""
-        width = self.vector_width(extent)
+        """Return the width at which a tile's sums still fit into shared memory.
+
+        One instruction stores what a thread has of a tensor. Two would write half a sector each:
+        no cache of a multiprocessor joins them.
+        """
+        stored = [dtype_nbytes(one.dtype) for one in self.group.stored if one in self.group.full]
+        width = min(self.vector_width(extent), VECTOR_NBYTES // max(stored, default=1))
         sizes = sum(dtype_nbytes(kept_dtype_of(value, is_long=True)) for value in reductions)
         while width > 1 and sizes * TILE_ROWS * WARP * width > SHARED_NBYTES:
             width //= 2
