@@ -144,6 +144,36 @@ def test_an_optimizer_for_each_parameter_that_steps_in_backward() -> None:
     assert_as_eager(make)
 
 
+def clamped(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1e-2, 1e-2)
+
+
+def replaced(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 0.5
+
+
+@pytest.mark.parametrize("hook", [clamped, replaced])
+def test_a_hook_changes_what_was_accumulated(hook: Any) -> None:
+    def make() -> tuple[Any, Any, Any]:
+        model = net()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return [model], optimizer, step
+
+    assert_as_eager(make)
+
+
 class MakesActivation(nn.Module):
     """A module that makes another at each call, as transformers' poolers do."""
 

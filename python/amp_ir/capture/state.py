@@ -11,7 +11,7 @@ import collections
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -261,9 +261,24 @@ def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     for hook in (tensor._backward_hooks or {}).values():
         fake.register_hook(hook)
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-        # It looks its optimizer up by the parameter itself; what it does to it is done to the fake.
-        fake.register_post_accumulate_grad_hook(lambda _fake, hook=hook: hook(tensor))
+        fake.register_post_accumulate_grad_hook(functools.partial(_call_hook, hook, tensor))
     return fake
+
+
+def _call_hook(
+    hook: Callable[[torch.Tensor], None], tensor: torch.Tensor, fake: torch.Tensor
+) -> None:
+    """Call a hook after accumulation with the parameter, by which it looks its optimizer up.
+
+    The parameter has the fake's gradient meanwhile: no mode sees what the hook reads of it.
+    """
+    gradient, tensor.grad = tensor.grad, fake.grad
+    try:
+        hook(tensor)
+        if tensor.grad is not fake.grad and fake.grad is not None:
+            fake.grad = tensor.grad
+    finally:
+        tensor.grad = gradient
 
 
 @contextlib.contextmanager
