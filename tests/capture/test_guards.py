@@ -915,3 +915,21 @@ def test_a_hook_of_all_modules_that_goes_is_seen():
     hook.remove()
     torch.testing.assert_close(run(x), doubled / 2)
     assert [one.reason for one in run.recompiles] == ["modules have 0 global hooks, and had 1"]
+
+
+def test_a_scripted_module_that_a_step_calls_is_refused():
+    """It ended in an AttributeError of the guards, which cannot read its class."""
+    model = nn.Linear(4, 2)
+    teacher = torch.jit.script(nn.Linear(4, 2).requires_grad_(False))
+
+    def step(x):
+        return (model(x) - teacher(x)).square().mean()
+
+    with pytest.raises(CaptureError) as refused:
+        amp_ir.jit(step, model=model)(torch.ones(3, 4))
+    assert str(refused.value) == (
+        "this step cannot be captured, 1 place:\n"
+        "  1. step (forward): calls closure variable 'teacher' of step "
+        f"(test_guards.py:{step.__code__.co_firstlineno}), which torch.jit made. Guards do not see "
+        "what it holds: call the module that it was made of"
+    )

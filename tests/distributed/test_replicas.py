@@ -231,3 +231,21 @@ def test_exchanges_of_the_steps_own_are_refused(kind: str) -> None:
         "SyncBatchNorm only. Return the tensor, and call torch.distributed on it after the step; "
         "gradients are averaged by a DistributedDataParallel in model=, or with data_parallel=True"
     )
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_step_of_several_ranks_is_not_verified() -> None:
+    """It ended in a KeyError of the wrapper's names."""
+    model = nn.Linear(3, 2)
+    wrapped = DistributedDataParallel(model)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.ones(2, 3),)
+    with pytest.raises(errors.OptionError) as refused:
+        amp_ir.verify(square_step(wrapped, optimizer), batch, model=wrapped, optimizer=optimizer)
+    assert str(refused.value) == (
+        "the step is run again here on this rank alone, and a DistributedDataParallel in model= "
+        "exchanges gradients with others; pass a step that calls the model inside of it, "
+        "model.module, and that module in model="
+    )
+    assert amp_ir.verify(square_step(model, optimizer), batch, model=model, optimizer=optimizer)

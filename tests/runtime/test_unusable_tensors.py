@@ -67,7 +67,9 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 MEMORY = "has {} bytes of memory, and its shape needs {}: its storage was freed or resized "
 ERRORS = {
-    "fake": "is a FakeTensor, which has no values; make a real tensor outside of FakeTensorMode",
+    "fake": "is a FakeTensor, which has no values; make a real tensor outside of FakeTensorMode. "
+    "In a step that is captured, call the model or the function itself, not what "
+    "amp_ir.convert_model or amp_ir.jit made of it",
     "meta": "is on the meta device and has no values; materialise it (to_empty) first",
     "freed": MEMORY + "(untyped_storage().resize_); give it memory again before the step",
     "halved": MEMORY + "(untyped_storage().resize_); give it memory again before the step",

@@ -94,7 +94,11 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
 def _type_errors(tensor: torch.Tensor) -> Iterator[str]:
     kind = type(tensor)
     if isinstance(tensor, FakeTensor):
-        yield "is a FakeTensor, which has no values; make a real tensor outside of FakeTensorMode"
+        yield (
+            "is a FakeTensor, which has no values; make a real tensor outside of FakeTensorMode. "
+            "In a step that is captured, call the model or the function itself, not what "
+            "amp_ir.convert_model or amp_ir.jit made of it"
+        )
     elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         yield "is wrapped by torch.func (vmap, grad, jvp); call the step outside of it"
     elif kind.__name__ == "DTensor":

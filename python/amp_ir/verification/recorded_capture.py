@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
+from torch.nn.parallel import DistributedDataParallel
 
 from amp_ir.api import Models, Optimizers, trace_step
+from amp_ir.errors import OptionError
 from amp_ir.ir.step_module import StepModule
 from amp_ir.verification.recorded_step import Owners, recorded, without_dropout
 from amp_ir.verification.variants import Captured
@@ -42,8 +44,18 @@ def capture_recorded(
     optimizer: Optimizers,
     scaler: Any,
 ) -> Iterator[Recording]:
-    """Capture a step with its gradients among the results; dropout is off inside."""
+    """Capture a step with its gradients among the results; dropout is off inside.
+
+    Raises:
+        OptionError: a model exchanges gradients with other ranks.
+    """
     owners = Owners.of(model, optimizer)
+    if any(isinstance(one, DistributedDataParallel) for one in owners.models):
+        raise OptionError(
+            "the step is run again here on this rank alone, and a DistributedDataParallel in "
+            "model= exchanges gradients with others; pass a step that calls the model inside of "
+            "it, model.module, and that module in model="
+        )
     with without_dropout(owners.models) as had_dropout:
         with_gradients = recorded(step, owners)
         options: dict[str, Any] = {"optimizer": list(owners.optimizers), "scaler": scaler}

@@ -64,6 +64,7 @@ _IN_INIT = (
     "Make it in __init__, or call the model once on a batch before, under torch.no_grad(), and "
     "pass its parameters to the optimizer"
 )
+_PLAIN = "Guards do not see what it holds: call the module that it was made of"
 _RETURN_NUMBER = "Return it from the step, and keep it after the call"
 _RETURN = (
     "Return the tensor from the step, and keep it after the call; what only the step reads, such "
@@ -103,6 +104,9 @@ class SideEffects:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
         self._report_modules(diagnostics)
+        for module, name in self.observer.objects.modules.values():
+            if isinstance(module, torch.jit.ScriptModule):
+                diagnostics.add(f"calls {name()}, which torch.jit made", Location(), _PLAIN)
         shared = frozenset(self.observer.objects.contents)
         for place in self.observer.objects.places.values():
             now = place.now()
