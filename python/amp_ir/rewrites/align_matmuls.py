@@ -17,20 +17,27 @@ without low precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import tvm
 from tvm import relax
-from tvm.ir import GenericConst
 
-from amp_ir.dialect.registry import call_op, options_of
 from amp_ir.ir.dataflow import Dataflow, op_name
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.strided_view import permutation, view_of
 from amp_ir.ir.tensor_layout import dtype_nbytes
-from amp_ir.rewrites.wanted_parts import is_elementwise
+from amp_ir.rewrites.padded_sources import (
+    CASTS,
+    MOVES,
+    TABLE,
+    TRANSPOSE,
+    VIEWS,
+    Shape,
+    Wanted,
+    sources_of,
+)
+from amp_ir.rewrites.write_padded import PaddedWriter
 
 # Elements of a low dtype in 16 bytes.
 ALIGNMENT = 8
@@ -41,11 +48,13 @@ _RATES = {1: 1.0e14, 2: 2.2e14, 4: 3.5e14, ALIGNMENT: 7.0e14}
 _COPIED_A_SECOND, _LAUNCH = 4.0e12, 2.0e-6
 # How many times what it costs a padding has to save: other GPUs have other rates.
 _MARGIN = 2.0
-_TRANSPOSE = "relax.permute_dims"
-_TABLE = "amp_ir.embedding_backward"
-_CASTS = ("amp_ir.cast", "relax.astype")
-
-Shape = tuple[int, ...]
+# Ops whose arguments are in memory of their own, by how their names begin.
+_IN_MEMORY = (
+    "relax.matmul", "relax.call", "amp_ir.conv", "amp_ir.attention", "amp_ir.external",
+    "amp_ir.all_", "amp_ir.reduce_scatter",
+)  # fmt: skip
+# Readers that read a padded value as well as its own elements, or that are views.
+_READ_PADDED = ("relax.sum", "amp_ir.nll_loss", *MOVES)
 
 
 def align_matmuls(ir: tvm.IRModule) -> tvm.IRModule:
@@ -68,27 +77,21 @@ def align_matmuls(ir: tvm.IRModule) -> tvm.IRModule:
     """
     aligner = _Aligner(ir)
     aligner.choose()
-    return aligner.write() if aligner.matmuls else ir
-
-
-@attrs.define
-class _Wanted:
-    """The padded shape of a value, and whether its padding must be zeros."""
-
-    shape: Shape
-    is_zero: bool
+    if not aligner.matmuls:
+        return ir
+    return PaddedWriter(aligner.flow, aligner.matmuls, aligner.wanted).write()
 
 
 @attrs.define
 class _Search:
     """What the padding of one matmul asks of other values, and the seconds that it costs."""
 
-    wanted: dict[relax.Var, _Wanted] = attrs.field(factory=dict)
+    wanted: dict[relax.Var, Wanted] = attrs.field(factory=dict)
     seconds: float = 0.0
 
 
 class _Aligner:
-    """Chooses matmuls and the values to be padded for them, then writes the bindings.
+    """Chooses matmuls and the values to be padded for them.
 
     Chosen is by counted time: a matmul saves its FLOP at the rate of unaligned kernels less those
     at the aligned rate. It costs a copy where nothing writes an operand anew, and where a value
@@ -99,12 +102,10 @@ class _Aligner:
     def __init__(self, ir: tvm.IRModule) -> None:
         self.flow = Dataflow(ir)
         self.values = self.flow.values
-        self.only_transpose = self.flow.only_readers(_TRANSPOSE)
-        self.wanted: dict[relax.Var, _Wanted] = {}
+        self.only_transpose = self.flow.only_readers(TRANSPOSE)
+        self.wanted: dict[relax.Var, Wanted] = {}
         # The dims m, k, n of each padded matmul.
         self.matmuls: dict[relax.Var, Shape] = {}
-
-    # Choice.
 
     def choose(self) -> None:
         """Choose matmuls until none follows from those that are chosen."""
@@ -120,12 +121,12 @@ class _Aligner:
             if (wanted := self.wanted.get(matmul)) is not None:
                 shape = wanted.shape
                 for one in self._finishes(matmul):
-                    shape = shape[::-1] if op_name(self.values[one]) == _TRANSPOSE else shape
+                    shape = shape[::-1] if op_name(self.values[one]) == TRANSPOSE else shape
                     parts = [one, *filter(self._is_table, self.values[one].args)]
-                    if any(self._sources(each, _Wanted(shape, False)) is None for each in parts):
+                    if any(self._sources(each, Wanted(shape, False)) is None for each in parts):
                         break
                     for each in parts:
-                        self._want(self.wanted, each, _Wanted(shape, False))
+                        self._want(self.wanted, each, Wanted(shape, False))
 
     def _dims_of(self, variable: relax.Var, call: relax.Call) -> tuple[Shape, Shape]:
         """Return m, k and n of a matmul, and those aligned along which its memory is dense."""
@@ -149,7 +150,7 @@ class _Aligner:
         for view in reversed(views):
             call = self.values[view]
             source = call.args[0]
-            if op_name(call) == _TRANSPOSE:
+            if op_name(call) == TRANSPOSE:
                 shape = tuple(shape[d] for d in permutation(call))
             elif shape == shape_of(source):
                 shape = shape_of(view)
@@ -168,7 +169,7 @@ class _Aligner:
             return False
         search = _Search()
         for argument, shape in zip(call.args, ((m, k), (k, n)), strict=True):
-            self._search(argument, _Wanted(shape, k != own[1]), search)
+            self._search(argument, Wanted(shape, k != own[1]), search)
         if shape_of(call) != (m, n):
             search.seconds += self._seconds_of_result(variable)
         unaligned = [math.gcd(n, ALIGNMENT) for n, p in zip(own, aligned, strict=True) if n != p]
@@ -183,22 +184,22 @@ class _Aligner:
             self._want(self.wanted, one, wanted)
         self.matmuls[variable] = padded
         if shape_of(call) != (m, n):
-            self._want(self.wanted, variable, _Wanted((m, n), False))
+            self._want(self.wanted, variable, Wanted((m, n), False))
         return True
 
     @staticmethod
-    def _want(known: dict[relax.Var, _Wanted], one: relax.Var, wanted: _Wanted) -> bool:
+    def _want(known: dict[relax.Var, Wanted], one: relax.Var, wanted: Wanted) -> bool:
         """Note what is wanted of a value beside what is known; return whether that is more."""
         before = known.get(one)
         if before is None:
             known[one] = wanted
             return True
         shape = tuple(map(max, before.shape, wanted.shape))
-        merged = _Wanted(shape, before.is_zero or wanted.is_zero)
+        merged = Wanted(shape, before.is_zero or wanted.is_zero)
         known[one] = merged
         return merged != before
 
-    def _search(self, expr: relax.Expr, wanted: _Wanted, search: _Search) -> None:
+    def _search(self, expr: relax.Expr, wanted: Wanted, search: _Search) -> None:
         """Find the values that are padded so that `expr` is; add what that costs."""
         stack = [(expr, wanted, True)]
         while stack:
@@ -213,12 +214,12 @@ class _Aligner:
                 stack += [(source, each, is_operand and views) for source, each in sources]
                 search.seconds += self._seconds_of_readers(one, search)
 
-    def _is_known(self, expr: relax.Expr, wanted: _Wanted) -> bool:
+    def _is_known(self, expr: relax.Expr, wanted: Wanted) -> bool:
         known = self.wanted.get(expr) if isinstance(expr, relax.Var) else None
         return known is not None and known.shape == wanted.shape and known.is_zero >= wanted.is_zero
 
     def _is_view(self, variable: relax.Expr) -> bool:
-        return op_name(self.values.get(variable)) in _VIEWS
+        return op_name(self.values.get(variable)) in VIEWS
 
     def _seconds_of_leaf(self, expr: relax.Expr, is_operand: bool) -> float:
         """Return the seconds for the padding of a value that nothing computes padded."""
@@ -251,11 +252,11 @@ class _Aligner:
             if self.flow.uses[one] > len(readers) or any(map(_is_library_call, calls.values())):
                 return _seconds_to_copy(one)
             seen.add(one)
-            views = [reader for reader, call in calls.items() if op_name(call) in _VIEWS]
+            views = [reader for reader, call in calls.items() if op_name(call) in VIEWS]
             stack += [view for view in views if view not in seen]
         return 0.0
 
-    def _sources(self, expr: relax.Expr, wanted: _Wanted) -> list[tuple[Any, _Wanted]] | None:
+    def _sources(self, expr: relax.Expr, wanted: Wanted) -> list[tuple[Any, Wanted]] | None:
         """Return what has to be padded, and how, for `expr` to be; None: nothing pads it."""
         call = self.values.get(expr) if isinstance(expr, relax.Var) else None
         if not isinstance(call, relax.Call):
@@ -263,8 +264,7 @@ class _Aligner:
         if expr in self.matmuls:
             m, _, n = self.matmuls[expr]
             return [] if wanted.shape == (m, n) and not wanted.is_zero else None
-        rule = _SOURCES.get(op_name(call), _of_elementwise if is_elementwise(call) else None)
-        return None if rule is None else rule(call, wanted)
+        return sources_of(call, wanted)
 
     def _finishes(self, matmul: relax.Var) -> list[relax.Var]:
         """Return what decides how the result's memory is written: a transpose, sums and casts.
@@ -282,7 +282,7 @@ class _Aligner:
         return found
 
     def _is_finish(self, call: Any, variable: relax.Var) -> bool:
-        if op_name(call) in (*_CASTS, _TRANSPOSE):
+        if op_name(call) in (*CASTS, TRANSPOSE):
             return True
         others = [one for one in getattr(call, "args", ()) if not one.same_as(variable)]
         if op_name(call) != "relax.add" or len(others) != 1:
@@ -291,161 +291,8 @@ class _Aligner:
 
     def _is_table(self, expr: relax.Expr) -> bool:
         """Return whether a value is the gradient of a table that one sum reads."""
-        is_gradient = isinstance(expr, relax.Var) and op_name(self.values.get(expr)) == _TABLE
+        is_gradient = isinstance(expr, relax.Var) and op_name(self.values.get(expr)) == TABLE
         return is_gradient and self.flow.uses[expr] == 1
-
-    # Writing.
-
-    def write(self) -> tvm.IRModule:
-        """Write the bindings, the wanted ones padded."""
-        self.builder = relax.BlockBuilder()
-        self.out: list[relax.VarBinding] = []
-        # What is bound to each value padded, and whether the padding is known to be zeros.
-        self.padded: dict[tuple[relax.Expr, Shape], relax.Var] = {}
-        self.zeros: set[relax.Expr] = set()
-        for binding in self.flow.bindings:
-            if not self._write_padded(binding):
-                self.out.append(binding)
-        return self.flow.finish(self.out)
-
-    def _write_padded(self, binding: relax.VarBinding) -> bool:
-        """Bind a value padded, and the value itself to a slice of that, if it is to be padded."""
-        variable, call = binding.var, binding.value
-        wanted = self.wanted.get(variable)
-        if variable in self.matmuls:
-            m, k, n = self.matmuls[variable]
-            is_added_up = k != shape_of(call.args[0])[1]
-            wanted_of = (_Wanted((m, k), is_added_up), _Wanted((k, n), is_added_up))
-            sides = [self._as(one, each) for one, each in zip(call.args, wanted_of, strict=True)]
-            new: relax.Expr = relax.op.matmul(*sides, out_dtype=call.attrs.out_dtype)
-            has_zeros = False
-        elif wanted is not None:
-            new, has_zeros = self._computed_padded(call, wanted)
-        else:
-            return self._write_reader(variable, call)
-        if wanted is None:
-            self._bind(variable, new, call.span)
-            return True
-        padded = self._emit(new, call.span, f"{variable.name}_padded")
-        if wanted.is_zero and not has_zeros:
-            zero = relax.const(0.0, str(variable.ty.dtype))
-            padded, has_zeros = self._masked(padded, variable, zero, call.span), True
-        if has_zeros:
-            self.zeros.add(padded)
-        self.padded[variable, wanted.shape] = padded
-        self._bind(variable, _sliced(padded, shape_of(variable)), call.span)
-        return True
-
-    def _computed_padded(self, call: relax.Call, wanted: _Wanted) -> tuple[relax.Expr, bool]:
-        """Return the call for padded arguments, and whether it pads its result with zeros."""
-        name = op_name(call)
-        sources = _SOURCES.get(name, _of_elementwise)(call, wanted)
-        assert sources is not None, "only values that can be padded are wanted"
-        taken = {source: self._as(source, each) for source, each in sources}
-        has_zeros = name in (*_CASTS, *_MOVES) and self.zeros.issuperset(taken.values())
-        if name == "relax.reshape":
-            return relax.op.reshape(taken[call.args[0]], list(wanted.shape)), has_zeros
-        if name == "relax.concat":
-            parts = [taken[part] for part in call.args[0].fields]
-            return relax.op.concat(parts, call.attrs.axis), has_zeros
-        if name == "relax.full":
-            shape = relax.ShapeExpr(list(wanted.shape))
-            return relax.op.full(shape, call.args[1], str(call.ty.dtype)), _is_zero(call.args[1])
-        if name == "amp_ir.nll_loss_backward":
-            options = {**options_of(call), "input_shape": wanted.shape}
-            return call_op(name, self._with_weights(call, wanted.shape, 3), **options), True
-        if name == _TABLE:
-            options = {**options_of(call), "num_embeddings": wanted.shape[0]}
-            return call_op(name, call.args[:], **options), True
-        args = [taken.get(one, one) for one in call.args]
-        if name == "relax.nn.log_softmax":
-            # So that the padding is not the largest and adds 0 to the sum.
-            lowest = relax.const(-math.inf, str(call.args[0].ty.dtype))
-            args = [self._masked(args[0], call.args[0], lowest, call.span)]
-        return relax.Call(call.op, args, call.attrs, call.ty_args, call.span), has_zeros
-
-    def _write_reader(self, variable: relax.Var, call: relax.Expr) -> bool:
-        """Read a padded value as it is where that is right, so that one kernel does both."""
-        name = op_name(call)
-        if name not in ("relax.sum", "amp_ir.nll_loss") or not isinstance(call, relax.Call):
-            return False
-        wanted = self.wanted.get(call.args[0])
-        own = shape_of(call.args[0])
-        if wanted is None or (call.args[0], wanted.shape) not in self.padded:
-            return False
-        padded = self.padded[call.args[0], wanted.shape]
-        grown = {d for d, (n, p) in enumerate(zip(own, wanted.shape, strict=True)) if n != p}
-        if name == "amp_ir.nll_loss":
-            if grown != {len(own) - 1} or len(own) != 2:
-                return False
-            args = [padded, *self._with_weights(call, wanted.shape, 2)[1:]]
-            self._bind(variable, call_op(name, args, **options_of(call)), call.span)
-            return True
-        axes = call.attrs.axis
-        if axes is None or grown & {int(axis) % len(own) for axis in axes}:
-            return False
-        total = self._emit(relax.op.sum(padded, axes, call.attrs.keepdims), call.span, "sums")
-        self._bind(variable, _sliced(total, shape_of(variable)), call.span)
-        return True
-
-    def _with_weights(self, call: relax.Call, shape: Shape, first: int) -> list[relax.Expr]:
-        """Return the arguments of a loss with weights of the classes for `shape[-1]` classes."""
-        wanted = _Wanted(shape[-1:], False)
-        return [*call.args[:first], *(self._as(one, wanted) for one in call.args[first:])]
-
-    def _masked(
-        self, padded: relax.Expr, own: relax.Expr, fill: GenericConst, span: tvm.ir.Span | None
-    ) -> relax.Expr:
-        """Return `padded` with `fill` for all elements that `own` does not have."""
-        shape = shape_of(padded)
-        for axis, extent in enumerate(shape_of(own)):
-            if extent == shape[axis]:
-                continue
-            places = self._emit(relax.op.arange(0, shape[axis], 1, "int32"), span, "places")
-            is_own = relax.op.less(places, relax.const(extent, "int32"))
-            is_own = self._emit(is_own, span, "is_own")
-            if axis < len(shape) - 1:
-                column = relax.op.reshape(is_own, [shape[axis], *(1 for _ in shape[axis + 1 :])])
-                is_own = self._emit(column, span, "is_own")
-            padded = self._emit(relax.op.where(is_own, padded, fill), span, "masked")
-        return padded
-
-    def _as(self, expr: relax.Expr, wanted: _Wanted) -> relax.Expr:
-        """Return a value as it is wanted; where it is not computed so, zeros are put behind it."""
-        shape, dtype = wanted.shape, str(expr.ty.dtype)
-        if shape_of(expr) == shape:
-            return expr
-        zero = relax.const(0.0, dtype)
-        new = self.padded.get((expr, shape))
-        if new is None:
-            new = expr
-            for axis, extent in enumerate(shape):
-                have = list(shape_of(new))
-                if have[axis] != extent:
-                    have[axis] = extent - have[axis]
-                    fill = relax.op.full(relax.ShapeExpr(have), zero, dtype)
-                    parts = relax.Tuple([new, self._emit(fill, None, "zeros")])
-                    new = self._emit(relax.op.concat(parts, axis), None, "padded")
-        elif not wanted.is_zero or new in self.zeros:
-            return new
-        else:
-            new = self._masked(new, expr, zero, None)
-        self.padded[expr, shape] = new
-        self.zeros.add(new)
-        return new
-
-    def _bind(self, variable: relax.Var, value: relax.Expr, span: tvm.ir.Span | None) -> None:
-        self.out.append(relax.VarBinding(variable, self._located(value, span)))
-
-    def _emit(self, value: relax.Expr, span: tvm.ir.Span | None, name: str) -> relax.Var:
-        value = self._located(value, span)
-        variable = relax.DataflowVar(name, value.ty)
-        self.out.append(relax.VarBinding(variable, value))
-        return variable
-
-    def _located(self, value: relax.Expr, span: tvm.ir.Span | None) -> relax.Expr:
-        located = relax.Call(value.op, value.args, value.attrs, value.ty_args, span)
-        return self.builder.normalize(located)
 
 
 def _aligned(extent: int) -> int:
@@ -465,135 +312,6 @@ def _is_library_call(call: relax.Expr) -> bool:
     return not name or name.startswith(_IN_MEMORY)
 
 
-def _is_zero(fill: relax.Expr) -> bool:
-    return isinstance(fill, GenericConst) and float(fill.value.numpy()) == 0.0
-
-
 def _seconds_to_copy(expr: relax.Expr) -> float:
     nbytes = math.prod(shape_of(expr)) * dtype_nbytes(str(expr.ty.dtype))
     return 2.0 * nbytes / _COPIED_A_SECOND + _LAUNCH
-
-
-def _sliced(padded: relax.Expr, shape: Shape) -> relax.Expr:
-    """Return the first elements of `padded` along each axis."""
-    axes = [d for d, (n, p) in enumerate(zip(shape, shape_of(padded), strict=True)) if n != p]
-    return relax.op.strided_slice(
-        padded, axes, [0 for _ in axes], [shape[d] for d in axes], assume_inbound=True
-    )
-
-
-# What has to be padded, and how, for the result of an op to be `wanted`; None: it cannot be.
-Sources = Callable[[relax.Call, _Wanted], "list[tuple[Any, _Wanted]] | None"]
-
-
-def _tensors(call: relax.Call) -> Iterator[relax.Expr]:
-    for one in call.args:
-        if isinstance(one.ty, relax.TensorType) and shape_of(one):
-            yield one
-
-
-def _of_elementwise(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]]:
-    is_zero = wanted.is_zero and op_name(call) in _CASTS
-    found = []
-    for one in _tensors(call):
-        own = shape_of(one)
-        tail = wanted.shape[len(wanted.shape) - len(own) :]
-        shape = tuple(n if n == 1 else p for n, p in zip(own, tail, strict=True))
-        found.append((one, _Wanted(shape, is_zero)))
-    return found
-
-
-def _of_reshape(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]] | None:
-    own, source = shape_of(call), shape_of(call.args[0])
-    if wanted.shape[:-1] != own[:-1] or source[-1:] != own[-1:]:
-        return None
-    return [(call.args[0], _Wanted((*source[:-1], wanted.shape[-1]), wanted.is_zero))]
-
-
-def _of_permute_dims(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]]:
-    order = permutation(call)
-    shape = tuple(wanted.shape[order.index(d)] for d in range(len(order)))
-    return [(call.args[0], _Wanted(shape, wanted.is_zero))]
-
-
-def _of_log_softmax(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]] | None:
-    own = shape_of(call)
-    is_along = int(call.attrs.axis) % len(own) == len(own) - 1
-    return _along_last(call, wanted, call.args[:1]) if is_along else None
-
-
-def _of_log_softmax_backward(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]] | None:
-    own = shape_of(call)
-    if options_of(call)["axis"] % len(own) != len(own) - 1:
-        return None
-    found = _along_last(call, wanted, call.args[:])
-    if found is not None:
-        # The gradient is added up along the row.
-        found[0] = (call.args[0], _Wanted(wanted.shape, True))
-    return found
-
-
-def _along_last(
-    call: relax.Call, wanted: _Wanted, arguments: Sequence[relax.Expr]
-) -> list[tuple[Any, _Wanted]] | None:
-    if wanted.shape[:-1] != shape_of(call)[:-1]:
-        return None
-    return [(one, _Wanted(wanted.shape, False)) for one in arguments]
-
-
-def _of_nll_loss_backward(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]] | None:
-    own = shape_of(call)
-    return [] if len(own) == 2 and wanted.shape[0] == own[0] else None
-
-
-def _of_table(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]] | None:
-    return [] if wanted.shape[1:] == shape_of(call)[1:] else None
-
-
-def _of_full(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]]:
-    return []
-
-
-def _of_concat(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]] | None:
-    axis = int(call.attrs.axis) % len(wanted.shape)
-    if wanted.shape[axis] != shape_of(call)[axis] or not isinstance(call.args[0], relax.Tuple):
-        return None
-    found = []
-    for part in call.args[0].fields:
-        shape = list(wanted.shape)
-        shape[axis] = shape_of(part)[axis]
-        found.append((part, _Wanted(tuple(shape), wanted.is_zero)))
-    return found
-
-
-def _of_slice(call: relax.Call, wanted: _Wanted) -> list[tuple[Any, _Wanted]] | None:
-    source, own = shape_of(call.args[0]), shape_of(call)
-    axes = {int(one.value) % len(own) for one in call.args[1].fields}
-    grown = {d for d, (n, p) in enumerate(zip(own, wanted.shape, strict=True)) if n != p}
-    if axes & grown:
-        return None
-    shape = tuple(
-        p if d in grown else n for d, (n, p) in enumerate(zip(source, wanted.shape, strict=True))
-    )
-    return [(call.args[0], _Wanted(shape, wanted.is_zero))]
-
-
-_MOVES = ("relax.reshape", _TRANSPOSE, "relax.concat", "relax.strided_slice")
-_SOURCES: dict[str, Sources] = {
-    "relax.reshape": _of_reshape,
-    _TRANSPOSE: _of_permute_dims,
-    "relax.concat": _of_concat,
-    "relax.strided_slice": _of_slice,
-    "relax.full": _of_full,
-    "relax.nn.log_softmax": _of_log_softmax,
-    "amp_ir.log_softmax_backward": _of_log_softmax_backward,
-    _TABLE: _of_table,
-    "amp_ir.nll_loss_backward": _of_nll_loss_backward,
-}
-# Readers that read a padded value as well as its own elements, or that are views.
-_IN_MEMORY = (
-    "relax.matmul", "relax.call", "amp_ir.conv", "amp_ir.attention", "amp_ir.external",
-    "amp_ir.all_", "amp_ir.reduce_scatter",
-)  # fmt: skip
-_VIEWS = (_TRANSPOSE, "relax.reshape")
-_READ_PADDED = ("relax.sum", "amp_ir.nll_loss", *_MOVES)
