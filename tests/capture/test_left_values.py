@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -269,6 +270,33 @@ def test_a_list_that_gets_shorter_is_refused_and_put_back(change):
     assert kept == [0, 0, 0]
 
 
+class Half(NamedTuple):
+    """Half of a rate."""
+
+    rate: float
+
+
+def test_a_learning_rate_in_a_text_compiles_again():
+    """The text was that of the first call, in an attribute and in a result."""
+    model = StoresOverDefault()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        rate = optimizer.param_groups[0]["lr"]
+        model.said = f"{rate:.3f}"
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), str(rate)
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    for rate in (0.1, 0.05, 0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = rate
+        assert train(batch(3))[1] == str(rate) and model.said == f"{rate:.3f}"
+    assert len(train.recompiles) == 2
+
+
 @pytest.mark.parametrize("batch_sizes", [(3, 3, 3), (3, 5, 3)])
 def test_a_learning_rate_is_left_as_in_pytorch(batch_sizes):
     """What only the first call sets stays; what each call sets is that of the call."""
@@ -283,7 +311,7 @@ def test_a_learning_rate_is_left_as_in_pytorch(batch_sizes):
             rate = optimizer.param_groups[0]["lr"]
             if model.first is None:
                 model.first = rate
-            model.rate, model.both = rate, [rate, {"half": rate / 2}]
+            model.rate, model.both = rate, [rate, {"half": Half(rate / 2)}]
             loss = model(x).square().mean() * model.first
             loss.backward()
             optimizer.step()
@@ -299,7 +327,7 @@ def test_a_learning_rate_is_left_as_in_pytorch(batch_sizes):
         kept.append(left)
     assert kept[0] == kept[1]
     assert [one[1:] for one in kept[1]][2] == (
-        0.1, 0.1 / 3, [0.1 / 3, {"half": 0.1 / 3 / 2}],
+        0.1, 0.1 / 3, [0.1 / 3, {"half": Half(0.1 / 3 / 2)}],
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ The capture then replaces a scalar of the graph that equals such a double by its
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import random
@@ -190,6 +191,15 @@ class FloatTape:
     def reject_function(self, name: str) -> None:
         """Reject a function that no op computes at each call."""
         self._refuse(f"computes {name} of a hyper-parameter in Python")
+
+    def all_guards(self) -> list[Guard]:
+        """Return the comparisons, and that what was shown is what it was."""
+        shown = []
+        for one in self.shown:
+            with contextlib.suppress(LookupError):
+                now = Expression("constant", (evaluate(one, self.inputs),))
+                shown.append(Guard("eq", one, now, outcome=True))
+        return [*self.guards, *(one for one in dict.fromkeys(shown) if one.holds(self.inputs))]
 
     def true_value(self, value: SymbolicFloat) -> float:
         """Return the value that the user would see."""

@@ -118,8 +118,8 @@ def capture_step(
     arguments = attrs.evolve(arguments, followed=frozenset(positions))
     with traced.initial_values.held():
         capture_guards = CaptureGuards(
-            state, hypers, found, unfollowed, traced, interface, tape.guards, observer, ambient,
-            ranks,
+            state, hypers, found, unfollowed, traced, interface, tape.all_guards(), observer,
+            ambient, ranks,
         )  # fmt: skip
     return CapturedStep(
         graph=graph,

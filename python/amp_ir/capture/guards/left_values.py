@@ -8,6 +8,7 @@ user's own code then see what they would in PyTorch.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -146,11 +147,13 @@ def renewed(value: Any, shared: Container[int], changed: Callable[[Any], Any]) -
     """
     if id(value) in shared:
         return value
-    if type(value) is dict:
-        return {key: renewed(one, shared, changed) for key, one in value.items()}
-    if type(value) in (list, tuple):
+    if type(value) in (dict, collections.OrderedDict):
+        return type(value)((key, renewed(one, shared, changed)) for key, one in value.items())
+    if type(value) in (list, tuple, set):
         return type(value)(renewed(one, shared, changed) for one in value)
-    return set(value) if type(value) is set else changed(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(renewed(one, shared, changed) for one in value))
+    return changed(value)
 
 
 def as_now(value: Any, shared: Container[int]) -> Any:

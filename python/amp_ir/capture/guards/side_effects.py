@@ -104,9 +104,6 @@ class SideEffects:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
         self._report_modules(diagnostics)
-        for module, name in self.observer.objects.modules.values():
-            if isinstance(module, torch.jit.ScriptModule):
-                diagnostics.add(f"calls {name()}, which torch.jit made", Location(), _PLAIN)
         shared = frozenset(self.observer.objects.contents)
         for place in self.observer.objects.places.values():
             now = place.now()
@@ -127,6 +124,8 @@ class SideEffects:
                 self.left.append(Left(place, now, (id(place.holder), place.key), said))
             elif is_of_user(value := renewed(now, shared, FollowedValue.of)):
                 self.stored.append(StoredValue(place, value, shared))
+            elif holds_symbol(value, shared):
+                diagnostics.add(*_kept_number(place.name(), self._line(place)))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         self._report_optimizers(diagnostics)
@@ -169,7 +168,13 @@ class SideEffects:
         return not is_own and holds_symbol(now, self.observer.objects.contents)
 
     def _report_modules(self, diagnostics: Diagnostics) -> None:
-        """Report modules that the step registers; one without tensors may initialize itself."""
+        """Report modules that the step registers; one without tensors may initialize itself.
+
+        A scripted module is refused.
+        """
+        for module, name in self.observer.objects.modules.values():
+            if isinstance(module, torch.jit.ScriptModule):
+                diagnostics.add(f"calls {name()}, which torch.jit made", Location(), _PLAIN)
         for one in self.registered.new():
             kind, of = type(one.child).__name__, type(one.parent).__name__
             what = f"makes the module {one.key!r} ({kind}) of {of} and keeps it"
