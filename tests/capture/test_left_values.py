@@ -297,6 +297,45 @@ def test_a_learning_rate_in_a_text_compiles_again():
     assert len(train.recompiles) == 2
 
 
+@pytest.mark.parametrize("make", [torch.tensor, lambda rate: torch.linspace(0, rate, 3)])
+def test_what_pytorch_computes_with_a_learning_rate_is_refused(make):
+    """The tensor was that of the first call."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.step()
+        return model(x).sum() * make(optimizer.param_groups[0]["lr"]).sum()
+
+    name = "tensor" if make is torch.tensor else "linspace"
+    line = step.__code__.co_firstlineno + 2 if name == "tensor" else make.__code__.co_firstlineno
+    with pytest.raises(CaptureError) as refused:
+        amp_ir.jit(step, model=model, optimizer=optimizer)(torch.ones(3, 4))
+    assert str(refused.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{line}: gives a hyper-parameter of an optimizer to "
+        f"{name}, which computes with the number that it is now. Make a tensor by "
+        "torch.full((), number) and compute with that, or pass the number to the step as an "
+        "argument"
+    )
+
+
+def test_a_learning_rate_is_a_key():
+    """It was another key than the number: its double is one that occurs nowhere else."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    factors = {0.1: 2.0, 0.2: 3.0}
+    train = amp_ir.jit(
+        lambda x: model(x).sum() * factors[optimizer.param_groups[0]["lr"]],
+        model=model,
+        optimizer=optimizer,
+    )
+    x = torch.ones(3, 4)
+    for rate in (0.1, 0.2, 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        torch.testing.assert_close(train(x), model(x).sum().detach() * factors[rate])
+
+
 @pytest.mark.parametrize("batch_sizes", [(3, 3, 3), (3, 5, 3)])
 def test_a_learning_rate_is_left_as_in_pytorch(batch_sizes):
     """What only the first call sets stays; what each call sets is that of the call."""

@@ -20,6 +20,7 @@ from amp_ir.capture.decompositions.recurrent_layers import layers_of
 from amp_ir.capture.decompositions.torch_functions import decompose
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedCall
 from amp_ir.capture.gradient_watch import GradientWatch
+from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator
 from amp_ir.ir.location import Location
 
@@ -36,6 +37,13 @@ _AS_THEY_ARE = frozenset(
     (FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 )
 _DIFFERENTIATES = (*_BACKWARD, torch.autograd.grad)
+
+
+# Kernels of PyTorch's that compute with a number before any op sees it: the result is a constant.
+_COMPUTES_WITH_NUMBERS = (
+    torch.tensor, torch.as_tensor, torch.asarray, torch.linspace, torch.logspace, torch.arange,
+    torch.nn.functional.cross_entropy,
+)  # fmt: skip
 
 
 class Substitution(TorchFunctionMode):
@@ -87,6 +95,13 @@ class Substitution(TorchFunctionMode):
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args)):
             return PackedPart.__torch_function__(func, (), args, kwargs)
+        if func in _COMPUTES_WITH_NUMBERS and holds_symbol((args, kwargs)):
+            raise UnsupportedCall(
+                f"gives a hyper-parameter of an optimizer to {func.__name__}, which computes with "
+                "the number that it is now",
+                "Make a tensor by torch.full((), number) and compute with that, or pass the number "
+                "to the step as an argument",
+            )
         out = decompose(func, args, kwargs)
         if out is not NotImplemented:
             return out

@@ -307,9 +307,8 @@ class SymbolicFloat(float):
     as_integer_ratio = _rejected(float.as_integer_ratio)
 
     def __hash__(self) -> int:
-        """Return the hash of the double; record the use as a key, which freezes the value."""
-        self.tape.shown.append(self.expression)
-        return float.__hash__(self)
+        """Return the hash of the true value; record the use as a key, which freezes it."""
+        return hash(self.tape.true_value(self))
 
     def __bool__(self) -> bool:
         """Return whether the true value is not zero."""
