@@ -141,8 +141,8 @@ class ThreadAccumulator:
         """Convert an element as stored in memory to the compute dtype."""
         return tirx.NE(element, m.constant(0, "int32")) if self.dtype == "bool" else element
 
-    def over_threads(self, threads: int, thread: Any) -> list[tirx.Stmt]:
-        """Combine the single running values of `threads` threads; all of them get the result.
+    def over_threads(self, threads: int, thread: Any, at: int = 0) -> list[tirx.Stmt]:
+        """Combine the running values `at` of `threads` threads; all of them get the result.
 
         The order is fixed: a butterfly within each warp, then one over the warps, computed by every
         warp. Needs `threads` to be a power of two; below 32 it combines that many neighbours.
@@ -154,29 +154,29 @@ class ThreadAccumulator:
 
         def butterfly(count: int) -> list[tirx.Stmt]:
             exchanges = [
-                tirx.BufferStore(other, shuffle_xor(self._raw(), mask), [0])
+                tirx.BufferStore(other, shuffle_xor(self._raw(at), mask), [0])
                 for mask in _masks(count)
             ]
-            return [step for exchange in exchanges for step in (exchange, self.add(theirs))]
+            return [step for exchange in exchanges for step in (exchange, self.add(theirs, at))]
 
         statements += butterfly(min(threads, WARP))
         warps = threads // WARP
         if warps <= 1:
             return statements
         shared = tirx.decl_buffer((warps,), kept_dtype(self.dtype), "warps", scope="shared")
-        mine = tirx.BufferStore(shared, self._raw(), [tirx.floordiv(thread, WARP)])
+        mine = tirx.BufferStore(shared, self._raw(at), [tirx.floordiv(thread, WARP)])
         is_first = tirx.EQ(tirx.floormod(thread, WARP), tirx.const(0, "int32"))
         its = tirx.floormod(thread, warps)
         statements += [
             tirx.AllocBuffer(shared),
             *guarded(is_first, [mine]),
             synchronise(),
-            tirx.BufferStore(self.running, tirx.BufferLoad(shared, [its]), [0]),
+            tirx.BufferStore(self.running, tirx.BufferLoad(shared, [its]), [at]),
         ]
         return statements + butterfly(warps)
 
-    def _raw(self) -> Any:
-        return tirx.BufferLoad(self.running, [0])
+    def _raw(self, at: int) -> Any:
+        return tirx.BufferLoad(self.running, [at])
 
 
 def kept_dtype(dtype: str) -> str:
