@@ -60,8 +60,8 @@ LAUNCHES: dict[str, tuple[tuple[int, ...], Callable[..., Any], list[tuple[int, i
     "tiles in each of several groups": ((4, 300, 40), sum_of(1), [(20, 256), (5, 256)]),
     "a line of threads has few lanes": ((3000, 24), two_sums, [(24, 256), (2, 256)]),
     "more blocks than fill a GPU": ((300000, 8), two_sums, [(625, 256), (2, 1024)]),
-    "rows in between": ((6, 70, 52), sum_of(0, 2), [(70, 64)]),
-    "rows that are added up too": ((300, 72), normalised_and_summed, [(150, 32), (3, 256)]),
+    "rows in between": ((6, 70, 52), sum_of(0, 2), [(9, 256)]),
+    "rows that are added up too": ((300, 72), normalised_and_summed, [(75, 128), (3, 256)]),
     "wide rows that are added up too": ((9, 20002), normalised_and_summed, [(9, 1024), (626, 256)]),
 }
 

@@ -89,7 +89,7 @@ def threads_of_row(elements: GroupElements) -> int:
     if elements.chunks <= WARP:
         return power_of_two(elements.chunks)
     wanted = power_of_two(-(-elements.chunks // VECTORS_A_THREAD))
-    return max(2 * WARP, min(MAX_THREADS, wanted))
+    return max(WARP, min(MAX_THREADS, wanted))
 
 
 def row_body(

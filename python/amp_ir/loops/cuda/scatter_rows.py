@@ -238,7 +238,7 @@ class _Scatter:
                 return [tirx.Bind(other, step * WARP + lane), *guarded(inside, found)]
 
             def put(at: Any) -> list[tirx.Stmt]:
-                inside = tirx.all(tirx.EQ(lane, at), first + at < self.count)
+                inside = first + at < self.count if self.count % _RANKED else None
                 counts = [one.result(at) for one in counters]
                 return guarded(inside, self._put(first + at, tirx.BufferLoad(own, [at]), *counts))
 
@@ -253,7 +253,11 @@ class _Scatter:
             for at in range(_RANKED):
                 for one in counters:
                     statements += one.over_threads(WARP, thread, at)
-            return [*statements, *unrolled(_RANKED, "at", put)]
+            # One lane puts them all: to take one a lane would index registers by the lane.
+            is_first = tirx.EQ(lane, tirx.const(0, "int32"))
+            if self.count % together:
+                is_first = tirx.all(is_first, first < self.count)
+            return [*statements, *guarded(is_first, unrolled(_RANKED, "at", put))]
 
         return launch(-(-self.count // together), THREADS, body)
 
