@@ -12,6 +12,7 @@ import tvm
 import tvm_ffi
 
 from amp_ir.cuda import cubin_cache, nvcc, nvrtc, toolkit
+from amp_ir.cuda.prelude import PRELUDE
 from amp_ir.errors import BuildError, OptionError
 
 # What decides numbers. TVM's own callback compiles with --use_fast_math, which divides, takes roots
@@ -78,10 +79,10 @@ def compile_source(source: str, arch: str, *, compiler: Compiler | None = None) 
     chosen = compiler or find_compiler()
     check_architecture(arch)
     cache = cubin_cache.CubinCache()
-    name = cubin_cache.key([chosen.identity, arch, *_OPTIONS, source])
+    name = cubin_cache.key([chosen.identity, arch, *_OPTIONS, PRELUDE, source])
     cubin = cache.get(name)
     if cubin is None:
-        cubin, log = chosen.compile(source, arch, _OPTIONS)
+        cubin, log = chosen.compile(PRELUDE + source, arch, _OPTIONS)
         if cubin is None:
             raise BuildError(_failure(chosen.identity, arch, source, log))
         cache.put(name, cubin)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
+import attrs
 import numpy as np
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
@@ -71,6 +72,9 @@ def relu(x: Any) -> Any:
 
 def maximum(a: Any, b: Any) -> Any:
     """Return the larger one; NaN if either is NaN, as PyTorch's maximum."""
+    of_device = device_function("maximum", a, b)
+    if of_device is not None:
+        return of_device
     a, b = let(a), let(b)
     larger = select(a > b, a, b)
     return _nan_from(a, larger) if dtype_of(a).startswith("float") else larger
@@ -78,6 +82,9 @@ def maximum(a: Any, b: Any) -> Any:
 
 def minimum(a: Any, b: Any) -> Any:
     """Return the smaller one; NaN if either is NaN, as PyTorch's minimum."""
+    of_device = device_function("minimum", a, b)
+    if of_device is not None:
+        return of_device
     a, b = let(a), let(b)
     smaller = select(a < b, a, b)
     return _nan_from(a, smaller) if dtype_of(a).startswith("float") else smaller
@@ -101,13 +108,41 @@ def optimization_barrier(x: Any) -> Any:
     return tirx.reinterpret(dtype_of(x), tirx.reinterpret(words, x))
 
 
-Fence = Callable[[Any], Any]
-_fence: ContextVar[Fence | None] = ContextVar("fence", default=None)
+@attrs.frozen
+class DeviceFunctions:
+    """What a device computes better than arithmetic in the kernel.
+
+    `fence`: a number that no contraction fuses. `functions`: names of float32 functions by ours.
+    `bfloat16_bits`: the name of the function that rounds a float32.
+    """
+
+    fence: Callable[[Any], Any]
+    functions: Mapping[str, str] = attrs.field(factory=dict)
+    bfloat16_bits: str | None = None
 
 
-def fenced_by(fence: Fence) -> AbstractContextManager[None]:
-    """Let `rounded` use a device's `fence` inside the block, in which a kernel is written."""
-    return assigned(_fence, fence)
+_device: ContextVar[DeviceFunctions | None] = ContextVar("device", default=None)
+
+
+def written_for(device: DeviceFunctions) -> AbstractContextManager[None]:
+    """Use a device's functions inside the block, in which a kernel is written."""
+    return assigned(_device, device)
+
+
+def device_function(name: str, *arguments: Any) -> Any:
+    """Call the device's own float32 function; None where it has none, or for another dtype."""
+    device = _device.get()
+    if device is None or name not in device.functions or dtype_of(arguments[0]) != "float32":
+        return None
+    return tirx.call_pure_extern("float32", device.functions[name], *arguments)
+
+
+def device_bfloat16_bits(element: Any) -> Any:
+    """Round a float32 by the device's instruction; None where it has none."""
+    device = _device.get()
+    if device is None or device.bfloat16_bits is None:
+        return None
+    return tirx.call_pure_extern("uint16", device.bfloat16_bits, element)
 
 
 def rounded(x: Any) -> Any:
@@ -117,10 +152,10 @@ def rounded(x: Any) -> Any:
     another. The maximum of the rounded products is then not the maximum of what is exponentiated,
     and a row of a softmax adds up to 1 only within half a unit in the last place of its logits.
     """
-    fence = _fence.get()
-    if fence is None or isinstance(x, TensorLoad) or literal(x) is not None:
+    device = _device.get()
+    if device is None or isinstance(x, TensorLoad) or literal(x) is not None:
         return x
-    return fence(x)
+    return device.fence(x)
 
 
 def total(a: Any, b: Any) -> Any:

@@ -3,7 +3,8 @@
 
 TVM's LLVM output calls libm once per lane for exp, log, tanh and erf; the float32 versions below
 are polynomials in plain arithmetic. tests/loops tests the error bounds against float64. float64
-arguments use libm: only optimizer scalars are float64.
+arguments use libm: only optimizer scalars are float64. A GPU has instructions for most of it, and
+its own functions (`device_function`), which PyTorch calls too, take a third of the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from amp_ir.loops.elements import (
     cast,
     clamp,
     constant,
+    device_function,
     difference,
     differs,
     dtype_of,
@@ -98,6 +100,9 @@ def exp(x: Any, *, halvings: int = 0) -> Any:
     """
     if dtype_of(x) != "float32":
         return tirx.exp(x) * constant(0.5**halvings, dtype_of(x)) if halvings else tirx.exp(x)
+    of_device = device_function("exp", x)
+    if of_device is not None and not halvings:
+        return of_device
     x = let(x)
     low = constant(_EXP_LOW)
     y = let(select(x < low, low, x))
@@ -130,6 +135,9 @@ def log(x: Any) -> Any:
     """Return the natural logarithm; relative error below 2e-7 in float32; -inf at 0, NaN below."""
     if dtype_of(x) != "float32":
         return tirx.log(x)
+    of_device = device_function("log", x)
+    if of_device is not None:
+        return of_device
     x = let(x)
     tiny = let(x < constant(1.17549435e-38))
     scaled = select(tiny, x * constant(2.0**24), x)
@@ -178,6 +186,9 @@ def tanh(x: Any) -> Any:
     """Return the hyperbolic tangent; absolute error below 2e-7 in float32."""
     if dtype_of(x) != "float32":
         return _extern("tanh")(x)
+    of_device = device_function("tanh", x)
+    if of_device is not None:
+        return of_device
     x = let(x)
     magnitude = let(absolute(x))
     z = let(x * x)
@@ -266,7 +277,9 @@ def normal_cdf(x: Any, bell: Any) -> Any:
 def _scaled_tail(a: Any) -> Any:
     # There the bell is 0; the polynomials would overflow far beyond. NaN is not below 15.
     a = let(select(a > constant(15.0), constant(15.0), a))
-    return _polynomial(_TAIL_TOP, a) / _polynomial(_TAIL_BOTTOM, a)
+    top, bottom = _polynomial(_TAIL_TOP, a), _polynomial(_TAIL_BOTTOM, a)
+    quotient_of_device = device_function("quotient", top, bottom)
+    return top / bottom if quotient_of_device is None else quotient_of_device
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
@@ -280,6 +293,9 @@ def erf(x: Any) -> Any:
     """Return the error function; relative error below 3e-7 in float32."""
     if dtype_of(x) != "float32":
         return _extern("erf")(x)
+    of_device = device_function("erf", x)
+    if of_device is not None:
+        return of_device
     x = let(x)
     size, square = let(absolute(x)), let(x * x)
     near = let(size * _polynomial(_ERF_SERIES, square))

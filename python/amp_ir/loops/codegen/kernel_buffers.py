@@ -19,6 +19,7 @@ from tvm import tirx
 
 from amp_ir.ir.tensor_layout import physical_dtype
 from amp_ir.loops.body_context import let
+from amp_ir.loops.elements import device_bfloat16_bits
 from amp_ir.loops.ir import (
     Buffer,
     Constant,
@@ -80,6 +81,9 @@ def _bfloat16_bits(element: Any) -> Any:
         # Bits of a literal are known here, and CUDA has no address of a literal to read them at.
         rounded = torch.tensor(float(element.value)).to(torch.bfloat16)
         return tirx.const(int(rounded.view(torch.int16)) & 0xFFFF, "uint16")
+    of_device = device_bfloat16_bits(element)
+    if of_device is not None:
+        return of_device
     bits = tirx.reinterpret("uint32", element)
     sixteen = tirx.const(16, "uint32")
     odd = tirx.bitwise_and(tirx.shift_right(bits, sixteen), tirx.const(1, "uint32"))

@@ -22,7 +22,7 @@ from amp_ir.loops.cpu.concatenation import concatenated, parts_of
 from amp_ir.loops.cpu.group_loops import GRAIN, GroupLoops
 from amp_ir.loops.cpu.single_row import single_row_kernel
 from amp_ir.loops.cpu.summed_rows import summed_rows_kernel
-from amp_ir.loops.elements import dtype_of, fenced_by
+from amp_ir.loops.elements import DeviceFunctions, dtype_of, written_for
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Opaque, Pointwise
 
@@ -38,7 +38,7 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
         return buffers.finish(concatenated(parts, out, value.part_rows))
     domain = loop_domain(group)
     loops = GroupLoops(group, buffers.by_value, domain, strict)
-    with fenced_by(_fence):
+    with written_for(DeviceFunctions(_fence)):
         body = columns_kernel(loops) if domain.keeps_innermost else _rows_kernel(loops)
     return buffers.finish(body)
 

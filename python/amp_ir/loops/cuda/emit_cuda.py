@@ -19,6 +19,7 @@ from typing import Any
 
 from tvm import tirx
 
+from amp_ir.cuda.prelude import BFLOAT16_BITS, MAXIMUM, MINIMUM
 from amp_ir.loops.codegen.kernel import GroupBuffers, Kernel
 from amp_ir.loops.codegen.loop_domain import loop_domain
 from amp_ir.loops.codegen.statements import sequence
@@ -28,7 +29,7 @@ from amp_ir.loops.cuda.opaque_launches import emit_opaque
 from amp_ir.loops.cuda.rows import flat_launch, rows_launch, split_launches
 from amp_ir.loops.cuda.summed_rows import summed_rows_launches
 from amp_ir.loops.cuda.tiles import columns_launches
-from amp_ir.loops.elements import dtype_of, fenced_by
+from amp_ir.loops.elements import DeviceFunctions, dtype_of, written_for
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Reduction
 
@@ -43,7 +44,7 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     """Emit the kernel of a group."""
     buffers = GroupBuffers.declare(group)
     elements = GroupElements(group, buffers.by_value, loop_domain(group), strict)
-    with fenced_by(_fence):
+    with written_for(_DEVICE):
         body = sequence(_launches(elements))
     return buffers.finish(body, elements.workspace)
 
@@ -53,6 +54,15 @@ def _fence(x: Any) -> Any:
     dtype = dtype_of(x)
     function = "__dadd_rn" if dtype == "float64" else "__fadd_rn"
     return tirx.call_pure_extern(dtype, function, x, tirx.const(-0.0, dtype))
+
+
+# CUDA's own functions are accurate to 2 units in the last place (they are no "fast math"), except
+# for the quotient, whose divisor must be below 2^126.
+_FUNCTIONS = {
+    "exp": "expf", "log": "logf", "tanh": "tanhf", "erf": "erff", "quotient": "__fdividef",
+    "maximum": MAXIMUM, "minimum": MINIMUM,
+}  # fmt: skip
+_DEVICE = DeviceFunctions(_fence, _FUNCTIONS, BFLOAT16_BITS)
 
 
 def _launches(elements: GroupElements) -> list[tirx.Stmt]:

@@ -137,6 +137,15 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
+// The prelude of CUDA sources has them, with instructions that no CPU has.
+inline float amp_ir_maximum(float x, float y) { return x > y || x != x ? x : y; }
+inline float amp_ir_minimum(float x, float y) { return x < y || x != x ? x : y; }
+inline unsigned short amp_ir_bfloat16_bits(float x) {
+  unsigned int bits;
+  memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;
+  return (bits + (((bits >> 16) & 1) + 0x7fff)) >> 16;
+}
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
