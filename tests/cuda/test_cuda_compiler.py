@@ -16,6 +16,7 @@ from tvm import tirx
 
 from amp_ir.cuda import compiler, driver, machine_code, nvcc, nvrtc, toolkit
 from amp_ir.cuda.cubin_cache import CubinCache, key
+from amp_ir.cuda.prelude import PRELUDE
 from amp_ir.errors import BuildError, DeviceError, OptionError
 from amp_ir.ir import target
 from cuda_kernels import allocate, load, local, loop, one_launch, parameter, sequence, store, vector
@@ -148,8 +149,21 @@ def test_the_same_source_compiles_once():
     counting = CountingCompiler()
     for source in ("a", "b", "a", "b"):
         cubin = compiler.compile_source(source, "sm_90", compiler=counting)
-        assert cubin == source.encode()
+        assert cubin == (PRELUDE + source).encode()
     assert counting.count == 2
+
+
+@pytest.mark.parametrize("instruction", ["F2FP.BF16", "FMNMX.NAN"])
+def test_functions_of_the_prelude_are_one_instruction(instruction):
+    source = """extern "C" __global__ void k(float* x, unsigned short* y) {
+        *y = amp_ir_bfloat16_bits(amp_ir_maximum(x[0], amp_ir_minimum(x[1], x[2])));
+    }"""
+    assert instruction in disassemble(compiler.compile_source(source, "sm_90"))
+
+
+def test_the_prelude_compiles_for_what_lacks_the_instructions():
+    oldest = min(compiler.architectures(), key=lambda arch: int(arch[3:]))
+    assert compiler.compile_source('extern "C" __global__ void k() {}', oldest)
 
 
 def test_what_decides_the_code_is_in_its_name():

@@ -119,6 +119,12 @@ def test_a_row_whose_length_no_vector_divides_is_read_element_by_element() -> No
     assert vector_widths(kernel) == set()
 
 
+def test_arithmetic_is_of_the_devices_own_functions() -> None:
+    (kernel,) = kernels(build([((64, 1024), "bfloat16")], R.tanh))
+    called = {"tanhf", "amp_ir_bfloat16_bits"}
+    assert {name for name in called if f'"{name}"' in kernel.script()} == called
+
+
 SHAPES = [(300,), (1024,), (300,), (3, 1000), (1024,), (300,), (7,)]
 
 
