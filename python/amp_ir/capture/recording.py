@@ -171,6 +171,12 @@ class Recorder(TorchDispatchMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            # There the ops that are made of others arrive whole, with special ones in them.
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         detached = self._repeated.renamed(func, args)
         if detached is not None:
             return detached
