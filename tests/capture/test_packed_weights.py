@@ -98,3 +98,17 @@ def test_parameters_that_overlap_by_a_row_are_refused() -> None:
         amp_ir.trace_step(
             square_step(model, optimizer), (torch.randn(4, 16),), model=model, optimizer=optimizer
         )
+
+
+def test_no_weights_are_packed_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU PyTorch looks at their addresses for it, which do not exist in a capture."""
+    packs: list[nn.Module] = []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda layer: packs.append(layer))
+    model = First(nn.LSTM(5, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    packs.clear()
+    step = square_step(model, optimizer)
+    amp_ir.trace_step(step, (torch.randn(4, 2, 5),), model=model, optimizer=optimizer)
+    assert packs == []
+    model.layer.flatten_parameters()
+    assert packs == [model.layer]

@@ -82,8 +82,12 @@ def kernel_flop(function: tirx.PrimFunc) -> int:
     return round(_Count().statement(function.body))
 
 
+# No tile is as long; a share of what may be read from memory is.
+_UNBOUNDED = 1 << 24
+
+
 class _Count:
-    """Walk a kernel, its GPU threads as loops; a `while` loop counts once.
+    """Walk a kernel, its GPU threads as loops; one that ends where the data say counts once.
 
     A branch on an index counts for its share of the index's values, as a launch over the blocks of
     several kernels and the last block of a tensor have it; of others the costlier one counts.
@@ -145,9 +149,9 @@ class _Count:
     def _extent(self, extent: Any) -> int:
         if isinstance(extent, tirx.IntImm):
             return int(extent)
-        # A tile at the border: as long as the longest.
+        # A tile at the border: as long as the longest. What the data decide has no bound.
         bound = self.analyzer.const_int_bound(extent).max_value
-        return int(bound) if bound < 1 << 40 else 1
+        return int(bound) if bound < _UNBOUNDED else 1
 
     def expression(self, node: Any) -> int:
         own = _lanes(node) if isinstance(node, _ARITHMETIC) and _is_float(node) else 0

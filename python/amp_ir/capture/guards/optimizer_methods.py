@@ -11,6 +11,7 @@ import torch
 
 from amp_ir.capture.guards.modules import HookCount
 from amp_ir.capture.guards.objects import Tier
+from amp_ir.capture.patches.thread_patches import original_of
 
 # `torch.optim` deletes the attribute of this name.
 _MODULE = sys.modules["torch.optim.optimizer"]
@@ -51,7 +52,7 @@ class GuardedOptimizerMethods:
         return (
             self._count.holds()
             and all(
-                (held.get(name) or getattr(kind, name)) is method
+                original_of(held.get(name) or getattr(kind, name)) is method
                 for held, kind, name, method in self._methods
             )
             and not (self._may_go and self._now() != self._before)
@@ -83,10 +84,11 @@ def _ids(hooks: Any) -> tuple[int, ...]:
 
 
 def _method(optimizer: torch.optim.Optimizer, name: str) -> Any:
-    return vars(optimizer).get(name) or getattr(type(optimizer), name)
+    # While another thread captures, functions that tell the threads apart are in their places.
+    return original_of(vars(optimizer).get(name) or getattr(type(optimizer), name))
 
 
 def _users(optimizer: torch.optim.Optimizer, name: str) -> Any:
     method = _method(optimizer, name)
     is_schedulers = getattr(method, "_wrapped_by_lr_sched", False)
-    return getattr(type(optimizer), name) if is_schedulers else method
+    return original_of(getattr(type(optimizer), name)) if is_schedulers else method

@@ -82,6 +82,7 @@ def patched(
             _watched_zero_grad(torch.optim.Optimizer.zero_grad, watch),
         ),
         (torch.nn.Module, "_apply", _apply_unless_same(torch.nn.Module._apply)),
+        (torch.nn.RNNBase, "flatten_parameters", _leave_unpacked),
         (torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention),
         (torch, "batch_norm", batch_norm),
         (torch, "instance_norm", instance_norm),
@@ -175,6 +176,10 @@ def _located_step(
             return step(*args, **kwargs)
 
     return located
+
+
+def _leave_unpacked(_layer: torch.nn.RNNBase) -> None:
+    """Leave weights where they are: PyTorch looks at addresses to pack them for cuDNN."""
 
 
 def _watched_zero_grad(zero_grad: Callable[..., None], watch: GradientWatch) -> Callable[..., None]:
