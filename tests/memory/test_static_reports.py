@@ -51,9 +51,9 @@ def test_the_arithmetic_of_three_layers_is_that_of_their_matmuls_and_little_more
     # Three layers forward; backward two products each, but none for the batch.
     products = 8 * 2 * ROWS * WIDTH * WIDTH / 1e9
     mod = traced()
-    # The update is a product and a sum for each of 3 (32^2 + 32) parameters, the loss and ReLU
-    # some for each of 8 * 32 values.
-    rest = (2 * 3 * (WIDTH**2 + WIDTH) + 20 * ROWS * WIDTH) / 1e9
+    # The update is a product and a sum for each of 3 (32^2 + 32) parameters; the loss, ReLU and
+    # the biases' sums, on a GPU by 32 threads whatever the rows, some for each of 8 * 32 values.
+    rest = (2 * 3 * (WIDTH**2 + WIDTH) + 24 * ROWS * WIDTH) / 1e9
     # On a CPU oneDNN adds a gradient to its parameter; what a library adds is not counted.
     assert products < amp_ir.get_gflops(mod) < amp_ir.get_gflops(mod, "sm_90") < products + rest
 

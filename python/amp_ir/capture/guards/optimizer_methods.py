@@ -80,7 +80,12 @@ class GuardedOptimizerMethods:
 
 
 def _ids(hooks: Any) -> tuple[int, ...]:
-    return tuple(map(id, hooks.values()))
+    # The compiled step's own hooks, as those of split state, change nothing that was captured.
+    return tuple(id(one) for one in hooks.values() if not _is_ours(one))
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("amp_ir.")
 
 
 def _method(optimizer: torch.optim.Optimizer, name: str) -> Any:
