@@ -145,6 +145,15 @@ def test_a_step_counts_as_much_arithmetic_on_a_gpu() -> None:
     assert sum(counted[0]) <= sum(counted[1]) <= 1.5 * sum(counted[0])
 
 
+def test_a_sum_of_very_many_terms_is_counted() -> None:
+    """The norm of all gradients of 12 layers is a chain deeper than Python."""
+    out = tirx.decl_buffer((1,), "float32", "out")
+    value = tirx.BufferLoad(out, [0])
+    for _ in range(3000):
+        value = value + tirx.BufferLoad(out, [0])
+    assert kernel_flop(tirx.PrimFunc([out], tirx.BufferStore(out, value, [0]))) == 3000
+
+
 def test_a_loop_that_ends_where_the_data_say_counts_once() -> None:
     ends = tirx.decl_buffer((4,), "int32", "ends")
     out = tirx.decl_buffer((64,), "float32", "out")

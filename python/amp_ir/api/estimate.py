@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 
 from amp_ir.api.compile import lower
-from amp_ir.api.convolution_times import convolution_milliseconds
+from amp_ir.api.library_times import library_milliseconds
 from amp_ir.host.machine_model import MachineModel
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.library_call import (
@@ -39,7 +39,7 @@ class EstimatedCall:
         flop: floating-point operations.
         extents: rows, columns and terms of a matmul, or channels of a convolution; () for others.
         pieces: the equal matmuls that a library call consists of.
-        arithmetic_milliseconds: of its arithmetic; of a convolution that was timed, of all of it.
+        arithmetic_milliseconds: of its arithmetic; of a library call that was timed, of all of it.
         memory_milliseconds: of its bytes; the longer of the two counts.
         call_milliseconds: what it takes beside its work.
     """
@@ -114,16 +114,16 @@ def _estimated(
     library_and_buffers: tuple[LibraryCall | None, Sequence[relax.Expr]],
     machine: MachineModel,
 ) -> EstimatedCall:
-    library, buffers = library_and_buffers
+    library, results = library_and_buffers
     nbytes = call.read_nbytes + call.written_nbytes
     extents, pieces = _extents(library), _pieces(library)
     arithmetic, memory = machine.work_milliseconds(
         flop, nbytes, call.compute_dtype, is_library=library is not None, pieces=pieces
     )
     own = machine.call_microseconds / 1e3
-    if machine.times_convolutions and isinstance(library, LibraryConvolution):
+    if machine.times_library_calls and library is not None:
         # All of the call, its bytes too.
-        arithmetic = max(convolution_milliseconds(library, buffers[0]) - own, 0.0)
+        arithmetic = max(library_milliseconds(library, list(results)) - own, 0.0)
         memory = min(memory, arithmetic)
     return EstimatedCall(call, flop, extents, pieces, arithmetic, memory, own)
 

@@ -53,10 +53,11 @@ class MachineModel:
         bandwidth: of what a call reads and writes.
         call_microseconds: what a call takes beside its work.
         units: multiprocessors of a GPU; 0 for a CPU.
-        multiple: extents of a low matmul that are no multiple of it are slower.
+        multiple: extents of a low matmul that are no multiple of it are slower; 0 where a library
+            copies its operands into blocks anyway, as those of CPUs do.
         source: where the numbers are from.
-        times_convolutions: whether the machine is this one, and a convolution's own time counts,
-            measured, instead of the rate of a matmul of as much arithmetic.
+        times_library_calls: whether the machine is this one, and a library call's own time counts,
+            measured, instead of the rate of a square matmul of as much arithmetic.
     """
 
     name: str
@@ -67,7 +68,7 @@ class MachineModel:
     units: int
     multiple: int
     source: str
-    times_convolutions: bool = False
+    times_library_calls: bool = False
 
     def copy_milliseconds(self, nbytes: float) -> float:
         """Return the time in which a call reads and writes so many bytes."""
@@ -110,8 +111,8 @@ def measured_cpu(threads: int) -> MachineModel:
     copies = tuple((2.0 * nbytes, 2 * nbytes / _copy_seconds(nbytes) / 1e9) for nbytes in _COPIES)
     return MachineModel(
         f"this CPU, {threads} threads", "cpu", rates, Curve(copies),
-        call_microseconds=2.0, units=0, multiple=16, source="measured",
-        times_convolutions=True,
+        call_microseconds=2.0, units=0, multiple=0, source="measured",
+        times_library_calls=True,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ class _Count:
             self.analyzer.bind(node.var, node.value)
             return Fraction(0)
         if isinstance(node, (tirx.BufferStore, tirx.Bind, tirx.Evaluate)):
-            return Fraction(self.expression(node.value))
+            return Fraction(_expression_flop(node.value))
         return Fraction(0)
 
     def _branch(self, node: tirx.IfThenElse) -> Fraction:
@@ -153,11 +153,16 @@ class _Count:
         bound = self.analyzer.const_int_bound(extent).max_value
         return int(bound) if bound < _UNBOUNDED else 1
 
-    def expression(self, node: Any) -> int:
-        own = _lanes(node) if isinstance(node, _ARITHMETIC) and _is_float(node) else 0
-        if _is_function(node):
-            own = _lanes(node)
-        return own + sum(self.expression(part) for part in _parts(node))
+
+def _expression_flop(expression: Any) -> int:
+    """Count without recursion: the norm of all gradients is a chain of as many sums."""
+    found, waiting = 0, [expression]
+    while waiting:
+        node = waiting.pop()
+        if (isinstance(node, _ARITHMETIC) and _is_float(node)) or _is_function(node):
+            found += _lanes(node)
+        waiting += _parts(node)
+    return found
 
 
 def _parts(node: Any) -> Sequence[Any]:

@@ -111,6 +111,8 @@ def _findings(
 
 
 def _odd_extents(low: StepEstimate, machine: MachineModel, amp_dtype: str) -> Iterator[Finding]:
+    if not machine.multiple:
+        return
     found: dict[tuple[str, tuple[int, ...]], float] = {}
     for one in low.calls:
         odd = tuple(x for x in one.extents if x > machine.multiple and x % machine.multiple)
@@ -190,14 +192,14 @@ def _whole_step(low: StepEstimate, machine: MachineModel) -> Iterator[Finding]:
 
 
 def _modules_that_lose(full: StepEstimate, low: StepEstimate) -> Iterator[Finding]:
-    """Find modules whose casts cost more than low precision saves there."""
+    """Find modules that take longer in low precision, with the casts of it."""
     before, after = _by_module(full), _by_module(low)
     losing = sorted(((after[name] - before.get(name, 0.0), name) for name in after), reverse=True)
     for more, name in losing[:_MOST]:
         if name and more > 0.0:
             yield Finding(
                 "casts",
-                f"{name}: casts cost more than low precision saves; "
+                f"{name}: takes longer in low precision, with its casts; "
                 f"Override(module={name!r}, to='float32') gives this back",
                 more,
             )
