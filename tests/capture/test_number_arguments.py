@@ -288,3 +288,40 @@ def test_a_step_that_asks_for_strides_is_compiled_for_each(asks: Any) -> None:
         "argument 0 was contiguous and is of strides (1, 3)",
         "argument 0 was of strides (1, 3) and is of strides (6, 2)",
     ]
+
+
+@pytest.mark.parametrize(
+    "activation", [F.leaky_relu, F.elu, lambda y, slope: F.hardtanh(y, -slope, slope)]
+)
+def test_a_learning_rate_as_a_constant_of_an_op_is_refused_and_works_as_an_argument(
+    activation: Any,
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, slope: float | None = None) -> torch.Tensor:
+        if slope is None:
+            slope = optimizer.param_groups[0]["lr"]
+        loss = activation(model(x), slope).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    x = torch.randn(3, 4)
+    with pytest.raises(errors.UnsupportedOpError) as refused:
+        amp_ir.trace_step(step, (x,), model=model, optimizer=optimizer)
+    assert (
+        "takes as a constant a number that changes between steps, as a learning rate does; pass "
+        "the number to the step as an argument, which compiles again for each value (1 call, "
+        "first in step ("
+    ) in str(refused.value)
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    twin = copy.deepcopy(model)
+    for slope in (0.1, 0.1, 0.3):
+        expected = activation(twin(x), slope).square().mean()
+        gradients = torch.autograd.grad(expected, list(twin.parameters()))
+        torch.testing.assert_close(train(x, slope), expected.detach(), **CLOSE)
+        with torch.no_grad():
+            for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient

@@ -226,6 +226,13 @@ class _Graph:
                 with contextlib.suppress(ConversionError):
                     return convert_external(self._emitter, node, self._lookup)
             raise error from None
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not reads_number(node):
+                raise
+            raise ConversionError(
+                "takes as a constant a number that changes between steps, as a learning rate does; "
+                "pass the number to the step as an argument, which compiles again for each value"
+            ) from error
         _check(value, node.meta["val"])
         return value
 
