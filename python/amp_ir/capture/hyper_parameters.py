@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -108,20 +108,20 @@ def frozen_options(
     return frozen
 
 
-def put_symbols(inputs: list[HyperParameter], tape: FloatTape) -> Callable[[], list[str]]:
-    """Put symbolic floats into the param groups, and choose the plain implementation.
+def put_values(inputs: list[HyperParameter], values: Sequence[float]) -> Callable[[], list[str]]:
+    """Put symbolic floats or other values into the param groups; choose the plain implementation.
 
     Returns:
         a function that names the entries which the step has overwritten since.
     """
     put: dict[tuple[int, int, str], tuple[dict[str, Any], Any]] = {}
-    for index, hyper in enumerate(inputs):
+    for hyper, value in zip(inputs, values, strict=True):
         group = hyper.optimizer.param_groups[hyper.group]
         if hyper.item is None:
-            group[hyper.key] = tape.input(index)
+            group[hyper.key] = value
         else:
             entries = list(group[hyper.key])
-            entries[hyper.item] = tape.input(index)
+            entries[hyper.item] = value
             group[hyper.key] = tuple(entries)
         put[id(hyper.optimizer), hyper.group, hyper.key] = group, group[hyper.key]
     for optimizer in {id(h.optimizer): h.optimizer for h in inputs}.values():
@@ -129,7 +129,7 @@ def put_symbols(inputs: list[HyperParameter], tape: FloatTape) -> Callable[[], l
             group.update({flag: False for flag in IMPLEMENTATION_FLAGS if flag in group})
 
     def overwritten() -> list[str]:
-        return [key for (_, _, key), (group, value) in put.items() if group.get(key) is not value]
+        return [key for (_, _, key), (group, own) in put.items() if group.get(key) is not own]
 
     return overwritten
 

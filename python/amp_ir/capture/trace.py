@@ -24,9 +24,7 @@ from amp_ir.capture.cell_loops.find_cell_loops import find_cell_loops
 from amp_ir.capture.functional import make_functional
 from amp_ir.capture.guards.ambient import Ambient
 from amp_ir.capture.guards.call_hooks import CaptureGuards
-from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
-from amp_ir.capture.guards.left_values import InitialValues
-from amp_ir.capture.hyper_parameters import HyperParameter, find_hyper_parameters
+from amp_ir.capture.hyper_parameters import find_hyper_parameters
 from amp_ir.capture.interface import finish
 from amp_ir.capture.model_inputs import bound_inputs, forward_like, mapping_by_position
 from amp_ir.capture.notes import NOT_TRAINED, capture_notes, number_notes, shown_notes
@@ -39,11 +37,10 @@ from amp_ir.capture.scaler_state import find_scaler_state
 from amp_ir.capture.split_state import split_state
 from amp_ir.capture.state import State, find_state, move_counters
 from amp_ir.capture.traced import Traced
-from amp_ir.capture.tracing import StepTracer
+from amp_ir.capture.traces import Traces
 from amp_ir.capture.transformers_hooks import install_output_hooks
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CaptureError
-from amp_ir.host.fake_tensors import fake_tensor_mode
 from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.random_draws import number_draws
 from amp_ir.ir.step_module import StepHooks
@@ -98,12 +95,14 @@ def capture_step(
     hypers = find_hyper_parameters(checked.optimizers)
     ambient = Ambient()
     with _garbage_kept():
-        trace = _Tracing(step, arguments, state, hypers, ranks)
-        numbers = trace.followable(numbers_as_inputs)
-        tracer, traced = trace.run(numbers)
+        traces = Traces(step, arguments, state, hypers, ranks)
+        numbers = traces.followable(numbers_as_inputs)
+        tracer, traced = traces.run(numbers)
+        check_hypers = traces.check_hypers(tracer, traced, numbers)
         mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
         traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
+        check_hypers(graph)
         graph = find_cell_loops(graph, tape, mode)
         number_draws(graph.graph)
         why_not = "" if rolls_loops else "what padding does is proven op by op"
@@ -151,97 +150,6 @@ def capture_step(
             ranks=ranks,
         ),
     )
-
-
-@attrs.frozen
-class _Tracing:
-    """A loop that traces a step until it is known which numbers can be inputs."""
-
-    step: Callable[..., Any]
-    arguments: Arguments
-    state: State
-    hypers: list[HyperParameter]
-    ranks: Ranks | None = None
-
-    def run(
-        self, numbers: frozenset[str], *, symbolic: bool = True, others: bool = False
-    ) -> tuple[StepTracer, Traced]:
-        """Return a valid trace; the numbers are symbolic or plain, of their values or of `others`.
-
-        A step that leaves values in its first call is traced as it is called then, and as later;
-        its guards hold once the values have been left.
-
-        Raises:
-            CaptureError: the step has Python state, or cannot be traced.
-        """
-        tracer, traced = self._once(numbers, symbolic=symbolic, others=others)
-        effects = tracer.effects
-        if not effects.left:
-            return tracer, traced
-        with effects.again():
-            other, second = self._once(numbers, symbolic=symbolic, others=others)
-        if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
-            raise effects.state_error(other.effects)
-        left = InitialValues.of(effects.left)
-        if left is None:
-            return tracer, traced
-        return other, attrs.evolve(second, initial_values=left)
-
-    def _once(self, numbers: frozenset[str], **how: bool) -> tuple[StepTracer, Traced]:
-        mode = fake_tensor_mode(allow_non_fake_inputs=True)
-        tracer = StepTracer(
-            self.step,
-            self.arguments,
-            self.state,
-            self.hypers,
-            mode,
-            numbers,
-            ranks=self.ranks,
-            **how,
-        )
-        return tracer, tracer.trace()
-
-    def followable(self, numbers: frozenset[str]) -> frozenset[str]:
-        """Return the numbers that the step uses only in operations that can be followed."""
-        if not numbers or self._agree(numbers):
-            return numbers
-        alone = [name for name in sorted(numbers) if self._agree(frozenset({name}))]
-        return frozenset(alone) if self._agree(frozenset(alone)) else frozenset()
-
-    def _agree(self, numbers: frozenset[str]) -> bool:
-        if not numbers:
-            return True
-        try:
-            first = self.run(numbers)
-            if first[0].effects.leaves_followed:
-                return False  # a compiled step leaves the value that a capture saw
-            plain = self.run(numbers, symbolic=False, others=True)
-            if not self._is_same(first, plain):
-                return False
-            second = self.run(numbers, others=True)
-            return self._is_same(self._functional(*first), self._functional(*second))
-        except CaptureError:
-            return False  # if the numbers are not the cause, the capture reports the error
-
-    @staticmethod
-    def _is_same(symbolic: tuple[StepTracer, Traced], other: tuple[StepTracer, Traced]) -> bool:
-        """Return whether the trace of symbols equals the other one with their values inserted."""
-        (one, traced), (two, second) = symbolic, other
-        found = one.numbers.found
-        if [number.name for number in found] != [number.name for number in two.numbers.found]:
-            return False
-        return is_followed(traced, one.tape, found, second, two.tape)
-
-    def _functional(self, tracer: StepTracer, traced: Traced) -> tuple[StepTracer, Traced]:
-        """Return the trace with its functional graph; the state is as before."""
-        outside = list(self.state.outside)
-        try:
-            tensors = tracer.observer.objects.tensors
-            traced = lift_outside_tensors(traced, self.state, tensors, tracer.mode)
-            graph = make_functional(traced.graph, traced.inputs, tracer.tape, tracer.mode)
-        finally:
-            self.state.outside[:] = outside
-        return tracer, attrs.evolve(traced, graph=graph)
 
 
 def _trains_nothing(optimizers: Sequence[torch.optim.Optimizer], traced: Traced) -> bool:

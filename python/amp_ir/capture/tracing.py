@@ -20,10 +20,11 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.failure_advice import advice_on
 from amp_ir.capture.functional import uncompiled_graphs
 from amp_ir.capture.gradient_watch import GradientWatch
+from amp_ir.capture.guards.followed_hypers import OtherHypers
 from amp_ir.capture.guards.followed_numbers import Numbers
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.side_effects import SideEffects
-from amp_ir.capture.hyper_parameters import HyperParameter, put_symbols, symbolic_arithmetic
+from amp_ir.capture.hyper_parameters import HyperParameter, put_values, symbolic_arithmetic
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.loss_scaling import CapturedScaler
@@ -58,9 +59,11 @@ class StepTracer:
         *,
         symbolic: bool = True,
         others: bool = False,
+        other_hypers: OtherHypers | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
+        self._other_hypers = other_hypers
         self._step = step
         self._arguments = arguments
         self._state = state
@@ -68,7 +71,10 @@ class StepTracer:
         self.mode = mode
         self._diagnostics = Diagnostics()
         self._locator = Locator(state.models)
-        self.tape = FloatTape([hyper.value() for hyper in hypers], self._refuse_float)
+        values = [hyper.value() for hyper in hypers]
+        # Numbers that are followed come behind them.
+        values = values if other_hypers is None else other_hypers.values[: len(hypers)]
+        self.tape = FloatTape(list(values), self._refuse_float)
         self.numbers = Numbers(numbers, self.tape if symbolic else None, others=others)
         opaque = [*state.optimizers, *(scaler_state.scaler for scaler_state in state.scalers)]
         self.observer = Observer(self._locator, self._diagnostics, opaque, self.numbers.replace)
@@ -108,7 +114,7 @@ class StepTracer:
     def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         state = self._state
         fakes = put_fakes(state)
-        overwritten = put_symbols(self._hypers, self.tape)
+        overwritten = put_values(self._hypers, self._hyper_values())
         watch = GradientWatch([fakes[id(entry.tensor)] for entry in state.parameters])
         transaction = Transaction(state, self._buffer_now)
         scalers = self._put_scalers(transaction)
@@ -180,6 +186,11 @@ class StepTracer:
         if self._diagnostics:
             raise self._diagnostics.error()
         return outputs
+
+    def _hyper_values(self) -> list[float]:
+        if self._other_hypers is not None and not self._other_hypers.symbolic:
+            return self._other_hypers.values[: len(self._hypers)]
+        return [self.tape.input(index) for index in range(len(self._hypers))]
 
     def _traced_ranks(self, fakes: dict[int, torch.Tensor]) -> TracedRanks | None:
         if self._ranks is None:

@@ -213,12 +213,17 @@ class _Graph:
         converter = converter_of(node.target)
         if converter is None:
             return convert_external(self._emitter, node, self._lookup)
+        value = self._converted(node, converter)
+        _check(value, node.meta["val"])
+        return value
+
+    def _converted(self, node: fx.Node, converter: Callable[..., Any]) -> Any:
         self._emitter.result = node.meta["val"]
         self._emitter.draw_index = node.meta.get(DRAW_KEY)
         arguments = [self._lookup(argument) for argument in node.args]
         options = {name: self._lookup(argument) for name, argument in node.kwargs.items()}
         try:
-            value = converter(self._emitter, *arguments, **options)
+            return converter(self._emitter, *arguments, **options)
         except ConversionError as error:
             # PyTorch may do what the converter cannot. Of a number that changes it may not: the
             # caller compiles the op for each of its values, as one that fuses.
@@ -226,15 +231,14 @@ class _Graph:
                 with contextlib.suppress(ConversionError):
                     return convert_external(self._emitter, node, self._lookup)
             raise error from None
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:
+            # A converter that takes a number as a constant computes with it in Python.
             if not reads_number(node):
                 raise
             raise ConversionError(
                 "takes as a constant a number that changes between steps, as a learning rate does; "
                 "pass the number to the step as an argument, which compiles again for each value"
             ) from error
-        _check(value, node.meta["val"])
-        return value
 
     def _convert_body(
         self, body: fx.GraphModule, emitter: Emitter, parameters: Sequence[relax.Var]

@@ -37,8 +37,7 @@ class CodeReads:
     """Names by how the code uses them, those of functions defined inside included.
 
     The values of the `*_stores` are the lines of the first store. `stored_first` are the attributes
-    and globals that are stored before any load of them in the order of the code. `constants` are
-    the strings and integers that may be keys of entries.
+    and globals that are stored before any load of them in the order of the code.
     """
 
     attributes: set[str] = attrs.Factory(set)

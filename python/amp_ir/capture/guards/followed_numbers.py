@@ -119,6 +119,20 @@ def is_same_graph(one: Traced, tape: FloatTape, two: Traced, other: FloatTape) -
     return comparison.graphs_agree() and _same_constants(one, two)
 
 
+def first_difference(
+    symbolic: Traced, tape: FloatTape, inputs: list[float], other: Traced, plain: FloatTape
+) -> torch.fx.Node | None:
+    """Return the first node of a graph with symbols that differs from the `other` graph, if any.
+
+    `inputs` are the values of the symbols. What the step returns counts as the graph's output.
+    """
+    comparison = _Comparison(tape, inputs, plain, symbolic.graph, other.graph)
+    found = comparison.first_difference()
+    if found is None and not _same_constants(symbolic, other):
+        found = next(iter(reversed(symbolic.graph.graph.nodes)))
+    return found
+
+
 def _same_constants(symbolic: Traced, other: Traced) -> bool:
     mine, others = symbolic.results, other.results
     if len(mine.places) != len(others.places):
@@ -137,10 +151,12 @@ class _Comparison:
     _partner: dict[torch.fx.Node, torch.fx.Node] = attrs.field(init=False, factory=dict)
 
     def graphs_agree(self) -> bool:
-        nodes, others = list(self.module.graph.nodes), list(self.other.graph.nodes)
-        if len(nodes) != len(others):
-            return False
-        return all(map(self._same_node, nodes, others))
+        return self.first_difference() is None
+
+    def first_difference(self) -> torch.fx.Node | None:
+        # Either graph ends with its output, so the shorter one differs at its end at the latest.
+        pairs = zip(self.module.graph.nodes, self.other.graph.nodes, strict=False)
+        return next((one for one, two in pairs if not self._same_node(one, two)), None)
 
     def _same_node(self, node: torch.fx.Node, other: torch.fx.Node) -> bool:
         self._partner[node] = other

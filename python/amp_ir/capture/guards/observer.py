@@ -81,9 +81,14 @@ class Observer:
         self._unobserved: set[str] = set()
         self._made: dict[int, object] = {}
         self._codes: dict[int, CodeReads] = {}
+        self._users_names: set[str] = set()
         self._inner: set[CodeType] = set()
         self._hook = self._made_hook()
         self._is_watching = False
+
+    def users_code_names(self, attributes: frozenset[str]) -> bool:
+        """Return whether code of the user's that ran names one of these attributes."""
+        return not attributes.isdisjoint(self._users_names)
 
     def add_models(self, models: list[torch.nn.Module]) -> None:
         """Register the models' modules with their paths."""
@@ -219,6 +224,7 @@ class Observer:
                 self.numpy_line = code.co_filename, reads.lines["random"]
         found = self._held(frame)
         if is_users:
+            self._users_names |= reads.attributes
             found += self._globals(frame, reads)
             found += self._cells(frame, reads)
             if reads.attributes & {"environ", "getenv"}:

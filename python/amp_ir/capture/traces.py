@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traces of one capture: those of the step, and those that show what its numbers do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from amp_ir.capture.batch import Arguments
+from amp_ir.capture.functional import make_functional
+from amp_ir.capture.guards.followed_hypers import (
+    OtherHypers,
+    check_hypers_followed,
+    computes_with_hypers,
+    other_values,
+)
+from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
+from amp_ir.capture.guards.left_values import InitialValues
+from amp_ir.capture.hyper_parameters import HyperParameter
+from amp_ir.capture.outside_tensors import lift_outside_tensors
+from amp_ir.capture.state import State
+from amp_ir.capture.traced import Traced
+from amp_ir.capture.tracing import StepTracer
+from amp_ir.distributed.replicas import Ranks
+from amp_ir.errors import CaptureError
+from amp_ir.host.fake_tensors import fake_tensor_mode
+
+
+@attrs.frozen
+class Traces:
+    """The traces that one capture needs until it is known what can be an input."""
+
+    step: Callable[..., Any]
+    arguments: Arguments
+    state: State
+    hypers: list[HyperParameter]
+    ranks: Ranks | None = None
+
+    def run(
+        self,
+        numbers: frozenset[str],
+        *,
+        symbolic: bool = True,
+        others: bool = False,
+        hypers: OtherHypers | None = None,
+    ) -> tuple[StepTracer, Traced]:
+        """Return a valid trace; the numbers are symbolic or plain, of their values or of `others`;
+        `hypers` stand for those of the optimizers.
+
+        A step that leaves values in its first call is traced as it is called then, and as later;
+        its guards hold once the values have been left.
+
+        Raises:
+            CaptureError: the step has Python state, or cannot be traced.
+        """
+        how = {"symbolic": symbolic, "others": others, "other_hypers": hypers}
+        tracer, traced = self._once(numbers, **how)
+        effects = tracer.effects
+        if not effects.left:
+            return tracer, traced
+        with effects.again():
+            other, second = self._once(numbers, **how)
+        if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
+            raise effects.state_error(other.effects)
+        left = InitialValues.of(effects.left)
+        if left is None:
+            return tracer, traced
+        return other, attrs.evolve(second, initial_values=left)
+
+    def _once(self, numbers: frozenset[str], **how: Any) -> tuple[StepTracer, Traced]:
+        mode = fake_tensor_mode(allow_non_fake_inputs=True)
+        tracer = StepTracer(
+            self.step,
+            self.arguments,
+            self.state,
+            self.hypers,
+            mode,
+            numbers,
+            ranks=self.ranks,
+            **how,
+        )
+        return tracer, tracer.trace()
+
+    def followable(self, numbers: frozenset[str]) -> frozenset[str]:
+        """Return the numbers that the step uses only in operations that can be followed."""
+        if not numbers or self._agree(numbers):
+            return numbers
+        alone = [name for name in sorted(numbers) if self._agree(frozenset({name}))]
+        return frozenset(alone) if self._agree(frozenset(alone)) else frozenset()
+
+    def check_hypers(
+        self, tracer: StepTracer, traced: Traced, numbers: frozenset[str]
+    ) -> Callable[[torch.fx.GraphModule], None]:
+        """Check that a trace follows its hyper-parameters; return the functional graph's check.
+
+        PyTorch's own optimizers do, and so does a step that leaves them to those. Of other code
+        two traces with other values show what computes with a hyper-parameter outside of it.
+
+        Raises:
+            CaptureError: a value would stay as it was at the capture; names the first such place.
+        """
+        if not computes_with_hypers(tracer.observer, self.state.optimizers):
+            return lambda graph: None
+        others = other_values(tracer.tape, len(self.hypers))
+        with self._kept_state():
+            plain = self.run(numbers, hypers=OtherHypers(others, symbolic=False))
+            check_hypers_followed(traced, tracer.tape, others, plain[1], plain[0].tape)
+            second, functional = self._functional(
+                *self.run(numbers, hypers=OtherHypers(others, symbolic=True))
+            )
+
+        def check(graph: torch.fx.GraphModule) -> None:
+            own = attrs.evolve(traced, graph=graph)
+            check_hypers_followed(own, tracer.tape, others, functional, second.tape)
+
+        return check
+
+    @contextlib.contextmanager
+    def _kept_state(self) -> Iterator[None]:
+        """Put back the fakes and the outside tensors that a valid trace has found."""
+        fakes = [(entry, entry.fake) for entry in self.state.tensors]
+        outside = list(self.state.outside)
+        self.state.outside.clear()
+        try:
+            yield
+        finally:
+            self.state.outside[:] = outside
+            for entry, fake in fakes:
+                entry.fake = fake
+
+    def _agree(self, numbers: frozenset[str]) -> bool:
+        if not numbers:
+            return True
+        try:
+            first = self.run(numbers)
+            if first[0].effects.leaves_followed:
+                return False  # a compiled step leaves the value that a capture saw
+            plain = self.run(numbers, symbolic=False, others=True)
+            if not self._is_same(first, plain):
+                return False
+            second = self.run(numbers, others=True)
+            return self._is_same(self._functional(*first), self._functional(*second))
+        except CaptureError:
+            return False  # if the numbers are not the cause, the capture reports the error
+
+    @staticmethod
+    def _is_same(symbolic: tuple[StepTracer, Traced], other: tuple[StepTracer, Traced]) -> bool:
+        """Return whether the trace of symbols equals the other one with their values inserted."""
+        (one, traced), (two, second) = symbolic, other
+        found = one.numbers.found
+        if [number.name for number in found] != [number.name for number in two.numbers.found]:
+            return False
+        return is_followed(traced, one.tape, found, second, two.tape)
+
+    def _functional(self, tracer: StepTracer, traced: Traced) -> tuple[StepTracer, Traced]:
+        """Return the trace with its functional graph; the state is as before."""
+        outside = list(self.state.outside)
+        try:
+            tensors = tracer.observer.objects.tensors
+            traced = lift_outside_tensors(traced, self.state, tensors, tracer.mode)
+            graph = make_functional(traced.graph, traced.inputs, tracer.tape, tracer.mode)
+        finally:
+            self.state.outside[:] = outside
+        return tracer, attrs.evolve(traced, graph=graph)
