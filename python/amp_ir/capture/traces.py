@@ -41,15 +41,9 @@ class Traces:
     ranks: Ranks | None = None
 
     def run(
-        self,
-        numbers: frozenset[str],
-        *,
-        symbolic: bool = True,
-        others: bool = False,
-        hypers: OtherHypers | None = None,
+        self, numbers: frozenset[str], *, symbolic: bool = True, others: bool = False
     ) -> tuple[StepTracer, Traced]:
-        """Return a valid trace; the numbers are symbolic or plain, of their values or of `others`;
-        `hypers` stand for those of the optimizers.
+        """Return a valid trace; the numbers are symbolic or plain, of their values or of `others`.
 
         A step that leaves values in its first call is traced as it is called then, and as later;
         its guards hold once the values have been left.
@@ -57,13 +51,12 @@ class Traces:
         Raises:
             CaptureError: the step has Python state, or cannot be traced.
         """
-        how = {"symbolic": symbolic, "others": others, "other_hypers": hypers}
-        tracer, traced = self._once(numbers, **how)
+        tracer, traced = self._once(numbers, symbolic=symbolic, others=others)
         effects = tracer.effects
         if not effects.left:
             return tracer, traced
         with effects.again():
-            other, second = self._once(numbers, **how)
+            other, second = self._once(numbers, symbolic=symbolic, others=others)
         if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
             raise effects.state_error(other.effects)
         left = InitialValues.of(effects.left)
@@ -106,11 +99,11 @@ class Traces:
         if not computes_with_hypers(tracer.observer, self.state.optimizers):
             return lambda graph: None
         others = other_values(tracer.tape, len(self.hypers))
-        with self._kept_state():
-            plain = self.run(numbers, hypers=OtherHypers(others, symbolic=False))
-            check_hypers_followed(traced, tracer.tape, others, plain[1], plain[0].tape)
+        with self._kept_state(), traced.initial_values.held():
+            plain, of_plain = self._once(numbers, other_hypers=OtherHypers(others, symbolic=False))
+            check_hypers_followed(traced, tracer.tape, others, of_plain, plain.tape)
             second, functional = self._functional(
-                *self.run(numbers, hypers=OtherHypers(others, symbolic=True))
+                *self._once(numbers, other_hypers=OtherHypers(others, symbolic=True))
             )
 
         def check(graph: torch.fx.GraphModule) -> None:
