@@ -229,7 +229,10 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     (
         "closure optimizer",
         lambda: optimizer_of(torch.optim.LBFGS),
-        "LBFGS calls the step as a closure several times; use SGD, Adam or another",
+        (
+            "LBFGS calls its closure as often as the numbers decide; jit the forward and backward "
+            "pass without optimizer=, and call that in the closure, or use another optimizer"
+        ),
     ),
     (
         "sparse optimizer",

@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from amp_ir import errors
@@ -101,10 +100,6 @@ def use_foreign(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
     return model(x) * foreign  # marked: here
 
 
-def closure(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
-    return optimizer.step(lambda: F.cross_entropy(model(x), y))  # marked: here
-
-
 def schedule(_model: Any, optimizer: Any, _x: Any, _y: Any) -> Any:
     optimizer.scheduler.step()  # marked: here
 
@@ -140,11 +135,6 @@ IN_A_LINE = [
         use_foreign,
         "uses what requires a gradient and is in none of the models: a tensor of shape (3,). Pass "
         "its module in model=[...], or detach() the tensor",
-    ),
-    (
-        closure,
-        "SGD.step is called with a closure. Compute the loss and call backward() before step(); "
-        "use an optimizer that needs no closure",
     ),
     (
         schedule,

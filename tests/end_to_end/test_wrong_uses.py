@@ -160,10 +160,6 @@ def reading(s: Setting, x: Any, y: Any) -> Any:
     return float(s.model(x).sum())  # marked: item
 
 
-def closing(s: Setting, x: Any, y: Any) -> Any:
-    s.optimizer.step(lambda: 0.0)  # marked: closure
-
-
 def transforming(s: Setting, x: Any, y: Any) -> Any:
     return torch.poisson(x.abs()).sum()  # marked: poisson
 
@@ -206,15 +202,6 @@ CAPTURE = [
         reading,
         CaptureError,
         lambda: f"{ONE_PLACE} (forward), {place('item')}: {READ}",
-    ),
-    (
-        closing,
-        CaptureError,
-        lambda: (
-            f"{ONE_PLACE} (forward), {place('closure')}: SGD.step is called with a closure. "
-            "Compute the loss and call backward() before step(); use an optimizer that needs no "
-            "closure"
-        ),
     ),
     (
         transforming,
@@ -369,7 +356,10 @@ TRACE: list[Row] = [
         "LBFGS",
         requiring_closure,
         ArgumentError,
-        "LBFGS calls the step as a closure several times; use SGD, Adam or another",
+        (
+            "LBFGS calls its closure as often as the numbers decide; jit the forward and backward "
+            "pass without optimizer=, and call that in the closure, or use another optimizer"
+        ),
     ),
     (
         "scaler of another kind",
@@ -783,7 +773,7 @@ def forget_state(s: Setting) -> None:
 CAPTURED = "the step is no longer as it was captured: {}. " + AGAIN
 STRIDED = (
     "parameter 0.weight is not contiguous (strides (1, 8)); make it so before the capture: "
-    "tensor.data = tensor.data.contiguous()"
+    "for one in [*model.parameters(), *model.buffers()]: one.data = one.data.contiguous()"
 )
 MISPLACED = (
     "parameter 0.weight is at an address that is not a multiple of 64 bytes, as a slice of another "

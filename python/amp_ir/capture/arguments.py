@@ -238,7 +238,11 @@ def _optimizer_errors(models: list[torch.nn.Module], optimizers: list[object]) -
             yield f"optimizer= holds the same {kind} twice"
         seen.add(id(optimizer))
         if isinstance(optimizer, torch.optim.LBFGS):
-            yield f"{kind} calls the step as a closure several times; use SGD, Adam or another"
+            yield (
+                f"{kind} calls its closure as often as the numbers decide; jit the forward and "
+                "backward pass without optimizer=, and call that in the closure, or use another "
+                "optimizer"
+            )
         elif isinstance(optimizer, torch.optim.SparseAdam):
             yield f"{kind} needs sparse gradients; use Adam"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

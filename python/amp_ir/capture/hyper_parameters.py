@@ -69,10 +69,14 @@ def _is_input(key: str, value: object) -> bool:
 
 
 def find_hyper_parameters(optimizers: list[torch.optim.Optimizer]) -> list[HyperParameter]:
-    """Return every float of every param group, in order."""
+    """Return every float of every param group, in order; of a group of two optimizers once."""
     found = []
+    seen: set[int] = set()
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
+            if id(group) in seen:
+                continue
+            seen.add(id(group))
             for key, value in group.items():
                 name = f"optimizer{index}.group{number}.{key}"
                 if _is_input(key, value):
@@ -94,14 +98,14 @@ def frozen_options(
     Entries that the optimizer has no default for are not its own: schedulers store values there
     (`initial_lr`), also after the capture.
     """
-    dynamic = {(id(h.optimizer), h.group, h.key) for h in inputs}
+    dynamic = {(id(h.optimizer.param_groups[h.group]), h.key) for h in inputs}
     frozen = []
     for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             entries = {
                 key: value
                 for key, value in group.items()
-                if key in optimizer.defaults and (id(optimizer), number, key) not in dynamic
+                if key in optimizer.defaults and (id(group), key) not in dynamic
             }
             entries["params"] = [id(parameter) for parameter in group["params"]]
             frozen.append(entries)

@@ -3,7 +3,8 @@
 
 It is a 0-d tensor of float64, int64 or bool, with the operators of a number. A step may return it
 (the compiled step reads it after its run), compute with it, multiply tensors by it and compare it.
-What needs the value itself (a size, `print`, `float()`) reads the tensor, which is refused.
+What needs the value itself (a size, `print`, `float()`) reads the tensor or makes text of it, which
+is refused.
 """
 
 from __future__ import annotations
@@ -117,12 +118,12 @@ class LaterNumber:
         return round(float(self.tensor), digits)
 
     def __repr__(self) -> str:
-        """Read the number."""
-        return repr(float(self.tensor))
+        """Make text of the number."""
+        return self.__format__("")
 
     def __format__(self, spec: str) -> str:
-        """Read the number."""
-        return format(float(self.tensor), spec)
+        """Make text of the number, which is refused as for a tensor with a specification."""
+        return format(self.tensor, spec or "g")
 
     def _number(self) -> torch.Tensor:
         return self.tensor.to(torch.int64) if self.tensor.dtype is torch.bool else self.tensor

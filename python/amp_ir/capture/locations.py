@@ -91,6 +91,18 @@ class Locator:
         finally:
             self._in_optimizer -= 1
 
+    def leaves_optimizer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose ops are no part of the optimizer that calls it."""
+
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            before, self._in_optimizer = self._in_optimizer, 0
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._in_optimizer = before
+
+        return outside
+
     @contextlib.contextmanager
     def at(self, location: Location) -> Iterator[None]:
         """Assign everything traced inside to a location."""
@@ -130,6 +142,18 @@ class Locator:
             location = self._of_frame(sys._getframe(1))
         self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, location)  # type: ignore[attr-defined]
         return location
+
+    def called_at(self) -> str:
+        """Return where the user's program calls a package outside of any module, as a clause."""
+        frame: FrameType | None = sys._getframe(1)
+        name, _, _ = innermost_line(frame)
+        if self._modules or is_users_own(name):
+            return ""
+        while frame is not None and not is_users_own(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return ""
+        return f" (called at {frame.f_code.co_filename}:{frame.f_lineno})"
 
     def of_error(self, error: BaseException) -> Location:
         """Return the location of an error that the user's step raised."""

@@ -225,8 +225,9 @@ class Recorder(TorchDispatchMode):
             return _ANOMALY_TEXT, location, _ANOMALY_ADVICE
         if _is_in_torchmetrics(location):
             return _READ_TEXT, location, _METRIC_ADVICE
+        text = f"{_READ_TEXT}{self._locator.called_at()}"
         advice = f"{_PACKED_ADVICE}. {_READ_ADVICE}" if self._takes_packed else _READ_ADVICE
-        return _READ_TEXT, location, advice
+        return text, location, advice
 
     def _check_dtypes(self, func: Any, args: tuple[Any, ...], location: Location) -> None:
         """Refuse tensors of several dtypes where PyTorch's kernels do, and its fakes do not."""

@@ -348,6 +348,10 @@ def put_fakes(state: State) -> dict[int, torch.Tensor]:
         fakes[parameter].grad = gradient.fake
     for index, optimizer in enumerate(state.optimizers):
         _put_optimizer_fakes(state, index, optimizer, fakes)
+    # An optimizer around another one, as of SAM, has the other's groups themselves.
+    groups = {id(one): one for optimizer in state.optimizers for one in optimizer.param_groups}
+    for group in groups.values():
+        group["params"] = [fakes[id(parameter)] for parameter in group["params"]]
     return fakes
 
 
@@ -369,5 +373,4 @@ def _put_optimizer_fakes(
             values.update({key: entry.fake for key, entry in by_key.items()})
             if values:
                 replaced[fakes[id(parameter)]] = replaced[parameter] = values
-        group["params"] = [fakes[id(parameter)] for parameter in group["params"]]
     optimizer.state = replaced

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.decompositions.cell_ops import cell_of
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.decompositions.recurrent_layers import layers_of
@@ -30,8 +31,16 @@ _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
 _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
-# What print and f-strings call; a format reads the number of a scalar, which is refused.
+# What print and f-strings call. With a specification it is the text of a number, else of a tensor.
 _TO_TEXT = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_NUMBER_TO_TEXT = (
+    "makes text of a tensor's value, as print, logging, progress bars and f-strings do"
+)
+_NO_VALUE = "(no value while the step is captured)"
+_NUMBER_ADVICE = (
+    "Return it, and print or log it after the call, as float(train(x)); nothing of the step runs "
+    "at each call but its tensors"
+)
 # Types of arguments that are passed on.
 _AS_THEY_ARE = frozenset(
     (FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -80,6 +89,8 @@ class Substitution(TorchFunctionMode):
                 aten.copy_.default(args[0], args[1])
             return None
         elif func in _TO_TEXT:
+            if any(args[1:]):
+                return self._text_of_number(*args)
             self.shown_at[self._locator.here()] = None
         elif func in _DROPOUT:
             return _dropout(*args, **kwargs)
@@ -111,6 +122,17 @@ class Substitution(TorchFunctionMode):
         if func in _DIFFERENTIATES:
             self._watch.has_differentiated = True
         return out
+
+    def _text_of_number(self, tensor: torch.Tensor, specification: str) -> str:
+        """Refuse the text of a value that does not exist yet; some text lets the step go on."""
+        if not isinstance(tensor, FakeTensor):
+            return format(tensor, specification)
+        constant = tensor.constant if tensor.constant is not None else constant_value(tensor)
+        if constant is not None:
+            return format(constant, specification)
+        what = f"{_NUMBER_TO_TEXT}{self._locator.called_at()}"
+        self._diagnostics.add(what, self._locator.here(), _NUMBER_ADVICE)
+        return _NO_VALUE
 
     def _replace(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

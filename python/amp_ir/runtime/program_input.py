@@ -178,4 +178,8 @@ def _how_to_make_contiguous(role: Role, tensor: torch.Tensor) -> str:
         )
     if tensor.ndim in (4, 5):
         return "model.to(memory_format=torch.contiguous_format), which does all of them"
+    if role in (Role.PARAMETER, Role.BUFFER):
+        return (
+            "for one in [*model.parameters(), *model.buffers()]: one.data = one.data.contiguous()"
+        )
     return "tensor.data = tensor.data.contiguous()"

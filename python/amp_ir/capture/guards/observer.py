@@ -255,7 +255,8 @@ class Observer:
         elif _is_clock(function, owner):
             what = f"{getattr(owner, '__name__', 'time')}.{function.__name__}()"
             self._diagnostics.add(
-                f"{what} reads the clock, which a compiled step would do only when it is captured",
+                f"{what} reads the clock, which a compiled step would do only when it is captured"
+                f"{self._locator.called_at()}",
                 self._locator.here(),
                 "Read it outside of the step",
             )

@@ -71,7 +71,7 @@ def patched(
         transaction.stepped(optimizer)
 
     for optimizer in state.optimizers:
-        vars(optimizer)["step"] = _located_step(optimizer, locator, diagnostics, on_step)
+        vars(optimizer)["step"] = _located_step(optimizer, locator, on_step)
         # Fused kernels would unscale by themselves; the captured step uses the plain loop.
         vars(optimizer)["_step_supports_amp_scaling"] = False
     replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
@@ -157,23 +157,19 @@ def _patch_packing(restores: Restores) -> None:
 def _located_step(
     optimizer: torch.optim.Optimizer,
     locator: Locator,
-    diagnostics: Diagnostics,
     on_step: Callable[[torch.optim.Optimizer], None],
 ) -> Callable[..., Any]:
     step = optimizer.step
 
+    def of_step(value: Any) -> Any:
+        return locator.leaves_optimizer(value) if callable(value) else value
+
     def located(*args: Any, **kwargs: Any) -> Any:
-        if any(callable(value) for value in (*args, *kwargs.values())):
-            diagnostics.add(
-                f"{type(optimizer).__name__}.step is called with a closure",
-                locator.here(),
-                "Compute the loss and call backward() before step(); use an optimizer that needs "
-                "no closure",
-            )
-            raise TracingStopped
         on_step(optimizer)
+        # A closure computes the loss and its gradients: forward, whoever calls it.
+        given = {name: of_step(value) for name, value in kwargs.items()}
         with locator.optimizing():
-            return step(*args, **kwargs)
+            return step(*map(of_step, args), **given)
 
     return located
 

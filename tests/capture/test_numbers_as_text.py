@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people write in a step to see its loss is refused with their line; no number is made up."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import tqdm
+from torch import nn
+
+import amp_ir
+from amp_ir.errors import CaptureError
+
+log = logging.getLogger("a user's log")
+log.propagate = False  # pytest's handlers make text too
+log.setLevel(logging.INFO)
+X = torch.linspace(-1, 1, 20).reshape(5, 4)
+TEXT = "makes text of a tensor's value, as print, logging, progress bars and f-strings do"
+ADVICE = (
+    "Return it, and print or log it after the call, as float(train(x)); nothing of the step runs "
+    "at each call but its tensors"
+)
+CLOCK = "time.time() reads the clock, which a compiled step would do only when it is captured"
+
+
+class Sink:
+    """A logger as those of experiment trackers, which makes text at once."""
+
+    def log(self, values: dict[str, Any]) -> None:
+        print({key: str(value) for key, value in values.items()})  # marked
+
+
+def show_number(loss: torch.Tensor) -> None:
+    print("loss", loss.item())
+
+
+def show_text(loss: torch.Tensor) -> None:
+    print(f"loss {loss.item():.3f}")
+
+
+def show_tensor(loss: torch.Tensor) -> None:
+    print(f"loss {loss:.3f}")
+
+
+def show_mean(loss: torch.Tensor) -> None:
+    print(f"{loss.item() / 3:.2f}")
+
+
+def log_number(loss: torch.Tensor) -> None:
+    log.info("loss %s", loss.item())
+
+
+def log_text(loss: torch.Tensor) -> None:
+    log.info(f"loss {loss.item():.3f}")
+
+
+SHOWING = [show_number, show_text, show_tensor, show_mean, log_number, log_text]
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    model = nn.Linear(4, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def jitted(show: Callable[[torch.Tensor], None]) -> Any:
+    model, optimizer = parts()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        show(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return amp_ir.jit(step, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("show", SHOWING)
+def test_text_of_a_number_is_refused_at_its_line(
+    show: Callable[[torch.Tensor], None], capsys: Any
+) -> None:
+    logged = logging.StreamHandler(io.StringIO())
+    log.handlers = [logged]
+    with pytest.raises(CaptureError) as refused:
+        jitted(show)(X)
+    line = show.__code__.co_firstlineno + 1
+    assert str(refused.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{line}: {TEXT}. {ADVICE}"
+    )
+    written = capsys.readouterr().out + logged.stream.getvalue()
+    assert "(no value while the step is captured)" in written and "1.0" not in written
+
+    loss = jitted(lambda _: None)(X)  # the hint
+    show(loss)
+    shown = loss.item() / 3 if show is show_mean else loss.item()
+    assert f"{shown:.2f}" in capsys.readouterr().out + logged.stream.getvalue()
+
+
+def test_text_that_a_users_class_makes_is_refused_there(capsys: Any) -> None:
+    with pytest.raises(CaptureError) as refused:
+        jitted(lambda loss: Sink().log({"loss": loss.item()}))(X)
+    line = Sink.log.__code__.co_firstlineno + 1
+    assert str(refused.value).endswith(f"{__file__}:{line}: {TEXT}. {ADVICE}")
+    Sink().log({"loss": float(jitted(lambda _: None)(X))})
+    assert "loss" in capsys.readouterr().out
+
+
+def test_a_progress_bar_is_refused_with_the_line_that_calls_it() -> None:
+    bar = tqdm.tqdm(total=3, file=io.StringIO())
+
+    def show(loss: torch.Tensor) -> None:
+        bar.set_postfix(loss=loss.item())
+
+    with pytest.raises(CaptureError) as refused:
+        jitted(show)(X)
+    called = f" (called at {__file__}:{show.__code__.co_firstlineno + 1})"
+    lines = str(refused.value).splitlines()[1:]
+    assert [line.split(": ", 1)[1] for line in lines] == [
+        f"{TEXT}{called}. {ADVICE}",
+        f"{CLOCK}{called}. Read it outside of the step",
+    ]
+    bar.set_postfix(loss=float(jitted(lambda _: None)(X)))
+
+
+def test_text_of_what_no_input_reaches_is_made(capsys: Any) -> None:
+    jitted(lambda _: print(f"{torch.ones(3).sum():.1f} {torch.ones(2).sum().item()}"))(X)
+    assert capsys.readouterr().out == "3.0 2.0\n"
+
+
+def test_a_check_may_put_the_value_into_its_message() -> None:
+    def show(loss: torch.Tensor) -> None:
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"loss {loss.item():.3f}")
+
+    train = jitted(show)
+    train(X)
+    with pytest.raises(amp_ir.errors.CheckFailedError):
+        train(X * float("inf"))
