@@ -72,7 +72,7 @@ def test_the_first_call_gives_step_batch_and_owners(script: Path, capsys: Any) -
     assert shown.err == (
         f"{script} does not define all of step, batch, model at its top level, so it runs as a "
         "script until it calls a step of amp_ir.jit\n"
-        "took main.<locals>.train_step (line 15) and its batch, model and optimizer from its first "
+        "took main.train_step (line 15) and its batch, model and optimizer from its first "
         "call, and stopped the script there; casts, device and other options are those of this "
         "command, not of jit\n"
     )

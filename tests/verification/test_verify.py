@@ -16,6 +16,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.cli import main
+from amp_ir.loops import lowerings  # noqa: F401 - fills LOWERINGS
 from amp_ir.loops.lowering_registry import LOWERINGS
 
 
@@ -145,6 +146,21 @@ def test_a_wrong_kernel_is_found_by_the_plan_check(amp_dtype, monkeypatch):
     assert found.failures[0].startswith(
         "a kernel differs from the plan, which is a fault of amp_ir: relax.tanh -> "
     )
+
+
+def test_means_around_zero_may_differ_as_the_rounding_of_their_terms():
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 32, 7, 2, 3, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    model = nn.Sequential(convolution, nn.BatchNorm2d(32))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).abs().mean()
+        loss.backward()
+        return loss.detach()
+
+    found = amp_ir.verify(step, (torch.randn(8, 3, 96, 96),), model=model)
+    assert found.plan.mismatches == ()
 
 
 def test_a_wrong_rule_is_found_by_the_ratio():

@@ -17,6 +17,7 @@ import torch
 
 from amp_ir.demo.first_call import calls_jit_in_a_function, first_call
 from amp_ir.errors import OptionError
+from amp_ir.report.step_name import function_name
 
 _NEEDED = {
     "step": "the function to capture",
@@ -108,7 +109,7 @@ def _of_first_call(path: Path, arguments: Sequence[str]) -> TrainingFile:
         )
     code = getattr(found.step, "__code__", None)
     line = f" (line {code.co_firstlineno})" if code and code.co_filename == str(path) else ""
-    name = getattr(found.step, "__qualname__", repr(found.step))
+    name = function_name(found.step)
     print(
         f"took {name}{line} and its batch, model and optimizer from its first call, and stopped "
         "the script there; casts, device and other options are those of this command, not of jit",

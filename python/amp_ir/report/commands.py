@@ -30,8 +30,9 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `amp-ir report`."""
     _add_run_arguments(parser)
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
-    )
+        "--out", "--html", type=Path, default=Path("report.html"), metavar="FILE",
+        help="the page to write",
+    )  # fmt: skip
     parser.add_argument(
         "--errors", type=float, default=0.0, metavar="S",
         help="measure for so many seconds whose rounding makes the gradients' error (default none)",

@@ -33,6 +33,15 @@ tr.module td { background: var(--soft); font-weight: 600; padding-top: .6rem }
 .dtype.low { color: var(--low) } .dtype.full { color: var(--full) }
 .cast { white-space: nowrap } .alone { color: var(--alone); font-weight: 600 }
 .rule, .kernel { color: var(--other) } .number { text-align: right; white-space: nowrap }
+@media (max-width: 50rem) {
+  thead { display: none } table, tbody, tr.module, tr.module td { display: block }
+  tr.row:not([hidden]) { display: flex; flex-wrap: wrap; gap: 0 .8rem; padding-bottom: .5rem }
+  tr.row td { border-top: 0; padding: .1rem 0 } tr.row td.op { padding-left: .6rem }
+  tr.row td:nth-child(n + 5) { flex-basis: 100%; text-align: left; padding-left: 1rem }
+  td:nth-child(3)::after { content: " \2192" } tr.row td:empty { display: none }
+  .cast { white-space: normal }
+  td.number:not(.kernel)::after { content: " bytes" } td.kernel::before { content: "kernel " }
+}
 """
 _SCRIPT = """
 const find = document.querySelector("input");

@@ -74,14 +74,13 @@ def _cells(row: Row, *, is_wide: bool) -> tuple[str, ...]:
     op = row.op
     name = "  " + row.name.removeprefix("relax.").removeprefix("amp_ir.")
     phrases = row.phrases if is_wide else _short_phrases(row.casts)
-    nbytes = f"{row.nbytes:,}" if is_wide else short_nbytes(row.nbytes)
     return (
         name,
         op.phase,
         " ".join(_coloured(one, is_wide=is_wide) for one in (op.reads, ("->",), op.results)),
         op.rule,
         "\n".join(phrases),
-        nbytes if row.nbytes else "",
+        short_nbytes(row.nbytes) if row.nbytes else "",
         str(op.kernel) if op.kernel >= 0 else "-",
     )
 

@@ -11,10 +11,15 @@ from typing import Any
 
 def step_name(step: Any) -> str:
     """Return a step's name and where it is defined: "step (train.py:12)"."""
-    kind = type(step)
-    name = getattr(step, "__qualname__", kind.__qualname__).replace("<locals>.", "")
+    name = function_name(step)
     code = getattr(step, "__code__", None)
     return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
+
+
+def function_name(step: Any) -> str:
+    """Return the name of a step's function, or of its class where it has none."""
+    name: str = getattr(step, "__qualname__", type(step).__qualname__)
+    return name.replace("<locals>.", "")
 
 
 def name_between_ranks(step: Any) -> str:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_ir.api import Models, Optimizers, trace_step
 from amp_ir.errors import OptionError
 from amp_ir.ir.step_module import StepModule
+from amp_ir.report.step_name import function_name
 from amp_ir.verification.recorded_step import Owners, recorded, without_dropout
 from amp_ir.verification.variants import Captured
 
@@ -60,7 +61,13 @@ def capture_recorded(
         with_gradients = recorded(step, owners)
         options: dict[str, Any] = {"optimizer": list(owners.optimizers), "scaler": scaler}
         mod, args = trace_step(with_gradients, batch, model=list(owners.models), **options)
-        name = getattr(step, "__qualname__", type(step).__qualname__)
         yield Recording(
-            name, with_gradients, batch, owners, scaler, mod, args, had_dropout=had_dropout
+            function_name(step),
+            with_gradients,
+            batch,
+            owners,
+            scaler,
+            mod,
+            args,
+            had_dropout=had_dropout,
         )

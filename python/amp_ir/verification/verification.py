@@ -161,8 +161,7 @@ class Verification:
             yield from _table(_RANGES_HEAD, self.range_rows(_SHOWN))
         yield ""
         if self.plan is not None:
-            wrong = len(self.plan.mismatches)
-            yield f"Plan check: {self.plan.compared} values, {wrong or 'none'} of them differ"
+            yield str(self.plan)
         yield from (f"Note: {one}" for one in self.notes)
         yield from (f"FAILED: {one}" for one in self.failures)
         if self.is_good:
@@ -252,7 +251,8 @@ body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80re
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } th { text-align: left }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line) }
-td:not(:first-child) { font-variant-numeric: tabular-nums }
+td:not(:first-child) { font-variant-numeric: tabular-nums; white-space: nowrap }
+.wide { overflow-x: auto } p { overflow-wrap: anywhere }
 .good { color: #15803d } .wrong { color: #c2410c }
 """
 
@@ -265,7 +265,7 @@ def _page(found: Verification) -> str:
         for dtype, theirs, ratios in found._named_ratios()
     )
     notes = "".join(f"<p>{escape(one)}</p>" for one in found.notes)
-    plan = "" if found.plan is None else f"<p>Plan check: {found.plan.compared} values.</p>"
+    plan = "" if found.plan is None else f"<p>{found.plan}.</p>"
     tables = _html_table("Errors relative to float64", _ERRORS_HEAD, found.error_rows())
     tables += _html_table("Parameters with the largest errors", _WORST_HEAD, found.worst_rows())
     if found.ranges:
@@ -284,4 +284,7 @@ def _html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) 
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows
     )
-    return f"<h2>{escape(title)}</h2><table><thead><tr>{cells}</tr></thead>{body}</table>"
+    return (
+        f'<h2>{escape(title)}</h2><div class="wide"><table><thead><tr>{cells}</tr></thead>'
+        f"{body}</table></div>"
+    )
