@@ -16,7 +16,7 @@ _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem;
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; margin: 0 0 .3rem } p { margin: .3rem 0 }
-.key, .find { margin: .8rem 0 } .key span { margin-right: 1.2rem }
+.key, .find { margin: .8rem 0 } .key > span { margin-right: 1.2rem }
 input { font: inherit; padding: .3rem .5rem; width: 22rem; max-width: 100% }
 table { border-collapse: collapse; width: 100% }
 th { text-align: left; position: sticky; top: 0; background: Canvas; padding: .35rem .6rem }
@@ -38,7 +38,7 @@ tr.module td { background: var(--soft); font-weight: 600; padding-top: .6rem }
   tr.row:not([hidden]) { display: flex; flex-wrap: wrap; gap: 0 .8rem; padding-bottom: .5rem }
   tr.row td { border-top: 0; padding: .1rem 0 } tr.row td.op { padding-left: .6rem }
   tr.row td:nth-child(n + 5) { flex-basis: 100%; text-align: left; padding-left: 1rem }
-  td:nth-child(3)::after { content: " \2192" } tr.row td:empty { display: none }
+  td:nth-child(3)::after { content: " \\2192" } tr.row td:empty { display: none }
   .cast { white-space: normal }
   td.number:not(.kernel)::after { content: " bytes" } td.kernel::before { content: "kernel " }
 }
