@@ -59,7 +59,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+def by_closure(model: nn.Module, optimizer: Any) -> Callable[..., torch.Tensor]:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
@@ -67,7 +67,7 @@ def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[.
             loss.backward()
             return loss
 
-        return optimizer.step(closure=closure).detach()  # type: ignore[no-any-return, call-arg]
+        return optimizer.step(closure=closure).detach()
 
     return step
 
@@ -150,5 +150,5 @@ def test_a_base_of_an_orthogonal_weight_is_made_contiguous() -> None:
         one.data = one.data.contiguous()
     loss = F.mse_loss(model(X), Y).detach()
     torch.testing.assert_close(train(X, Y), loss)
-    weight = model[0].weight.detach()  # type: ignore[union-attr]
-    torch.testing.assert_close(weight @ weight.T, torch.eye(6))
+    weight: torch.Tensor = model[0].weight  # type: ignore[assignment]
+    torch.testing.assert_close((weight @ weight.T).detach(), torch.eye(6))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def test_an_override_selects_something() -> None:
         lambda: amp_ir.Override(to="float32"),
     )
     mod = Training().traced()
-    for override in ({"op": "*"}, {"module": "*"}, {"phase": "forward"}):
+    selections: list[Any] = [{"op": "*"}, {"module": "*"}, {"phase": "forward"}]
+    for override in selections:
         amp_ir.autocast(mod, overrides=[amp_ir.Override(to="float32", **override)])
 
 
@@ -169,7 +171,7 @@ def test_a_method_names_attributes_that_are_set() -> None:
 
         @amp_ir.jit(model="model", optimizer=None)
         def predict(self, x: torch.Tensor) -> torch.Tensor:
-            return self.network(x).detach()  # type: ignore[no-any-return]
+            return self.network(x).detach()
 
     trainer = Trainer()
     refused(
@@ -255,7 +257,7 @@ def test_what_tools_are_given_did_not_go_through_autocast(tmp_path: Path) -> Non
     ):
         refused(
             f"the step went through autocast; give {tool} the one before",
-            lambda call=call: call(cast),
+            functools.partial(call, cast),
         )
         call(mod)
     refused(
