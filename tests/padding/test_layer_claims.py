@@ -54,13 +54,28 @@ def test_a_batch_of_images_is_proven(name: str) -> None:
     check_claims(Case(IMAGES[name], LAST_BATCH, lengths=((1,), (5,))))
 
 
-def test_images_of_varying_size_are_refused() -> None:
+def sized_images(*layers: Callable[[], nn.Module]) -> Case:
+    """Return a step on images of varying height, padded with 0 and summed by a mask."""
+
     def make(side: int) -> Made:
-        model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())
+        model = nn.Sequential(*(layer() for layer in layers))
         batch = torch.randn(2, 3, side, 4), torch.ones(2, 1, side, 4)
         return training(model, lambda m, x, mask: (m(x) * mask).sum(), batch)
 
-    leaks = proof_of(Case(make, (({2: 0}, 0.0), ({2: 0}, 0.0)))).leaks
+    return Case(make, (({2: 0}, 0.0), ({2: 0}, 0.0)), lengths=((3,), (5,)))
+
+
+def test_images_of_varying_size_are_proven_where_windows_read_zeros() -> None:
+    check_claims(sized_images(conv(channels=3), nn.ReLU))
+
+
+def test_images_of_varying_size_are_refused_where_windows_read_padding() -> None:
+    leaks = proof_of(sized_images(conv(channels=3), lambda: nn.Conv2d(4, 4, 3, padding=1))).leaks
+    assert any("windows reach over the end of dimension 0" in one for one in leaks)
+
+
+def test_pools_of_images_of_varying_size_are_refused() -> None:
+    leaks = proof_of(sized_images(conv(channels=3), lambda: nn.AvgPool2d(3, 1, 1))).leaks
     assert any("elements are mixed over" in one for one in leaks)
 
 

@@ -206,17 +206,11 @@ def _differences(
     factors = list(claim.factors)
     parts = whole.reshape([one.size for one in factors])
     counts = [_data_count(one, lengths) for one in factors]
-    data = _narrowed(parts, counts)
     for k, one in enumerate(factors):
-        count = counts[k]
-        # What is known of an open factor's padding is known beside data of the others.
-        rest = [
-            c if one.is_open and i != k else f.size
-            for i, (c, f) in enumerate(zip(counts, factors, strict=True))
-        ]
-        beyond = _narrowed(parts, rest).narrow(k, count, one.size - count)
-        if not _is_in(beyond, one.pad):
-            yield f"{place}: padding {_extremes(beyond)} of factor {k} is not in {one.pad}"
+        if one.is_reversed:  # its data are the last entries
+            parts = parts.roll(counts[k], k)
+    data = _narrowed(parts, counts)
+    yield from _wrong_padding(place, factors, parts, counts)
     if not _is_in(data, claim.data):
         yield f"{place}: data {_extremes(data)} are not in {claim.data}"
     if claim.is_uniform and whole.numel() and (whole != whole.reshape(-1)[0]).any():
@@ -230,6 +224,20 @@ def _differences(
     elif not torch.allclose(data.double().reshape(-1), alone.double().reshape(-1), **TOLERANCE):
         wide = (data.double().reshape(-1) - alone.double().reshape(-1)).abs().max()
         yield f"{place}: data differ by {wide} from those without padding"
+
+
+def _wrong_padding(
+    place: str, factors: Sequence[Factor], parts: torch.Tensor, counts: Sequence[int]
+) -> Iterator[str]:
+    """Yield where padding is not what is claimed of it."""
+    for k, one in enumerate(factors):
+        near = [f.size if i == k else counts[i] for i, f in enumerate(factors)]
+        # What is known of an open factor's padding is known beside data of the others.
+        rest = near if one.is_open else [f.size for f in factors]
+        for extents, known in ((rest, one.pad), (near, one.beside)):
+            beyond = _narrowed(parts, extents).narrow(k, counts[k], one.size - counts[k])
+            if known is not None and not _is_in(beyond, known):
+                yield f"{place}: padding {_extremes(beyond)} of factor {k} is not in {known}"
 
 
 def _data_count(factor: Factor, lengths: Mapping[str, int]) -> int:

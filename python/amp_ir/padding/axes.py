@@ -10,7 +10,7 @@ padded: its first n + shift entries are data. The shift is -1, for example, afte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -43,6 +43,10 @@ class Factor:
     # Of entries that are padding by another axis too, `pad` may not hold: softmax of a row of
     # padding in which all is masked gives each entry the same weight.
     is_open: bool = False
+    # What is known of the padding beside data of all other axes, if more than `pad`.
+    beside: Range | None = None
+    # Padding comes before the data, as between the flips of the gradient of `cumsum`.
+    is_reversed: bool = False
 
     @property
     def is_padded(self) -> bool:
@@ -55,14 +59,19 @@ class Factor:
         return "an axis that is as long" if self.dimension is None else self.dimension.name
 
     @property
-    def kind(self) -> tuple[int, int, str | None, int]:
+    def kind(self) -> tuple[int, int, str | None, int, bool]:
         """Return all but what is known of the padding."""
         name = None if self.dimension is None else self.dimension.name
-        return self.size, self.other_size, name, self.shift
+        return self.size, self.other_size, name, self.shift, self.is_reversed
 
     def with_pad(self, pad: Range) -> Factor:
         """Return the factor with something else known of its padding."""
-        return attrs.evolve(self, pad=pad) if self.is_padded else self
+        return attrs.evolve(self, pad=pad, beside=None) if self.is_padded else self
+
+    def mapped(self, function: Callable[[Range], Range]) -> Factor:
+        """Return the factor of a function of each number."""
+        beside = None if self.beside is None else function(self.beside)
+        return attrs.evolve(self.with_pad(function(self.pad)), beside=beside)
 
 
 @attrs.frozen

@@ -21,15 +21,19 @@ import attrs
 import numpy
 import torch
 
+import amp_ir.padding.class_loss_rules
 import amp_ir.padding.collective_rules
 import amp_ir.padding.concat_rule
+import amp_ir.padding.convolution_rules
 import amp_ir.padding.elementwise_rules
 import amp_ir.padding.index_rules
 import amp_ir.padding.layer_rules
+import amp_ir.padding.ordering_rules
 import amp_ir.padding.recurrence_rules
 import amp_ir.padding.reduction_rules
 import amp_ir.padding.sample_rules
-import amp_ir.padding.shape_rules  # noqa: F401  (register their rules)
+import amp_ir.padding.shape_rules
+import amp_ir.padding.softmax_rules  # noqa: F401  (register their rules)
 from amp_ir.errors import ArgumentError, PaddingError
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.step_graph import Op, StepGraph, read_step
@@ -46,6 +50,8 @@ from amp_ir.padding.padded_call import RULES, Leak, PaddedCall, PaddedTensor
 from amp_ir.padding.whole_slices import with_whole_slices
 
 _DIFFERS = "what the step computes depends on the padded length"
+# Ops whose rules know of padding in front of data: the gradient of a cumulative sum.
+_OF_REVERSED = ("relax.flip", "relax.cumsum")
 # Ops that leave numbers in [least, length + past) as they are: by how much past, and the least.
 _CLIPS: dict[str, tuple[int, int | None]] = {"relax.minimum": (1, None), "relax.floor_mod": (0, 0)}
 
@@ -131,7 +137,7 @@ class Proof:
             for one in axis:
                 if not one.is_padded:
                     continue
-                if one.dimension is None:
+                if one.dimension is None or one.is_reversed:
                     self._leak("a result of the step follows the padded length in an unknown way")
                     continue
                 if len(axis) > 1:
@@ -203,7 +209,7 @@ class Proof:
                     op,
                 )
         known = [one for one in operands if one is not None]
-        if len(known) < len(operands):
+        if len(known) < len(operands) or self._reads_reversed(op, known):
             return
         call = PaddedCall(
             op,
@@ -234,6 +240,20 @@ class Proof:
             data = attrs.evolve(ids.data, low=max(ids.data.low, 0.0))
             self.tensors[op.reads[1]] = attrs.evolve(ids, data=data)
 
+    def _reads_reversed(self, op: Op, operands: Sequence[PaddedTensor]) -> bool:
+        """Return whether an op reads padding in front of data, which an error says at its flip."""
+        if op.name in _OF_REVERSED:
+            return False
+        for leaf, tensor in zip(op.reads, operands, strict=True):
+            name = next((one.name for one in tensor.factors if one.is_reversed), None)
+            if name is not None:
+                made = self.graph.maker(leaf)
+                while made is not None and made.name != "relax.flip":
+                    made = self.graph.maker(made.reads[0])
+                self._leak(f"the order of {name} is reversed, which moves padding in front", made)
+                return True
+        return False
+
     def _is_clip(self, op: Op) -> bool:
         """Return whether an op changes no data, which are below a length that it takes.
 
@@ -245,6 +265,8 @@ class Proof:
             tensor, limit = self.tensors[x], self.lengths.get(length)
             made = self.graph.values[op.results[0]]
             if tensor is None or limit is None or not tensor.dtype.startswith("int"):
+                continue
+            if any(one.is_reversed for one in tensor.factors):
                 continue
             if (made.shape, made.dtype) != (self.graph.values[x].shape, tensor.dtype):
                 continue

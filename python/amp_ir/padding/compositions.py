@@ -47,7 +47,7 @@ def _is_finite(call: PaddedCall, leaf: int) -> bool:
     return known is not None and known.everything.is_finite
 
 
-def _maximum_over(call: PaddedCall, leaf: int, source: int) -> list[int]:
+def _maximum_over(call: PaddedCall, leaf: int, source: int, name: str = "relax.max") -> list[int]:
     """Return the axes over which a tensor is the largest of another one's elements; [] for none.
 
     Those axes have extent 1. Where the largest is infinite it may be another number, as in
@@ -59,7 +59,7 @@ def _maximum_over(call: PaddedCall, leaf: int, source: int) -> list[int]:
         op = call.maker(op.reads[0])
     if op is not None and op.name == "relax.where" and _is_infinite(call, *op.reads[::2]):
         op = call.maker(op.reads[2])
-    if op is None or op.name != "relax.max" or op.reads[0] != source:
+    if op is None or op.name != name or op.reads[0] != source:
         return []
     whole, given = list(call.shape(source)), op.call.attrs.axis
     listed = range(len(whole)) if given is None else [given] if isinstance(given, int) else given
@@ -75,6 +75,8 @@ def _difference(call: PaddedCall, made: PaddedTensor) -> PaddedTensor:
     """
     a, b = call.op.reads
     source = call.operands[0]
+    if _is_logsumexp(call, b, a):
+        return made.known_as(lambda one: one if one.has_nan else _not_above_0(one))
     largest, axes = _made_by(call, b, "relax.maximum"), _maximum_over(call, b, a)
     is_one = axes or (largest is not None and a in largest.reads)
     if not is_one or source.everything.has_nan or source.everything.has_plus_inf:
@@ -115,6 +117,35 @@ def _hidden(
             for one, own in zip(made.axes[k], source.axes[k], strict=True)
         )
     return made.with_axes(found)
+
+
+def _is_logsumexp(call: PaddedCall, leaf: int, source: int) -> bool:
+    """Return whether a tensor is log(sum(e^(x - max(x)))) + max(x) of a finite tensor x."""
+    op = call.maker(_without_views(call, leaf))
+    if op is None or op.name != "relax.add":
+        return False
+    for one, other in (op.reads, op.reads[::-1]):
+        log = _made_by(call, one, "relax.log")
+        total = None if log is None else call.maker(_without_views(call, log.reads[0]))
+        if total is None or not _is_sum_of_powers(call, total):
+            continue
+        power = call.maker(total.reads[0])
+        difference = None if power is None else call.maker(power.reads[0])
+        if difference is None or difference.reads[0] != source:
+            continue
+        largest = difference.reads[1]
+        is_same = _without_views(call, other) == _without_views(call, largest)
+        if is_same and call.shape(leaf) == call.shape(largest):
+            return True
+    return False
+
+
+def _without_views(call: PaddedCall, leaf: int) -> int:
+    op = call.maker(leaf)
+    while op is not None and op.name in _VIEWS:
+        leaf = op.reads[0]
+        op = call.maker(leaf)
+    return leaf
 
 
 def _is_infinite(call: PaddedCall, condition: int, leaf: int) -> bool:
@@ -245,14 +276,19 @@ def _least_of_clamp(call: PaddedCall, a: int, rest: int) -> float:
 def _equality(call: PaddedCall, made: PaddedTensor) -> PaddedTensor:
     """Know of x == max(x, axis) that it does not hold where a mask hides x.
 
-    As in the rule of the maximum, some data are not hidden.
+    As in the rule of the maximum, some data are not hidden. So too of the minimum.
     """
     for x, other in (call.op.reads, call.op.reads[::-1]):
         source = call.tensor(x)
-        if source is not None:
-            axes = _maximum_over(call, other, x)
+        if source is None:
+            continue
+        for name, known in (
+            ("relax.max", source),
+            ("relax.min", source.known_as(pad_range.negative)),
+        ):
+            axes = _maximum_over(call, other, x, name)
             if axes:
-                return _hidden(made, source, axes, lambda _pad, _hidden: ZERO)
+                return _hidden(made, known, axes, lambda _pad, _hidden: ZERO)
     return made
 
 

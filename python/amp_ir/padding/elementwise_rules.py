@@ -19,11 +19,7 @@ def _keeps_zero(a: Range) -> Range:
 
 
 def _keeps_sign(a: Range) -> Range:
-    return NOT_NEGATIVE if a.low >= 0 and a.is_finite else _keeps_zero(a)
-
-
-def _probability(a: Range) -> Range:
-    return ANY if a.has_nan else BOOL
+    return NOT_NEGATIVE if a.low >= 0 and a.is_finite and not a.is_zero else _keeps_zero(a)
 
 
 def _bounded(a: Range) -> Range:
@@ -67,7 +63,7 @@ _RELAX: dict[str, Callable[..., Range]] = {
     "sqrt": pad_range.square_root,
     "rsqrt": pad_range.inverse_square_root,
     "square": lambda a: pad_range.maximum(pad_range.multiply(a, a), ZERO),
-    "sigmoid": _probability,
+    "sigmoid": pad_range.sigmoid,
     "log": pad_range.logarithm,
     "tanh": _bounded,
     "erf": _bounded,
@@ -84,7 +80,8 @@ _RELAX: dict[str, Callable[..., Range]] = {
     "where": pad_range.choose,
     "nn.relu": _relu,
     "cos": lambda a: Range(-1.0, 1.0) if a.is_finite else ANY,
-    **dict.fromkeys("floor ceil round trunc sign".split(), _keeps_sign),
+    "sign": _keeps_sign,
+    **dict.fromkeys("floor ceil round trunc".split(), pad_range.rounded),
     **dict.fromkeys("atan nn.gelu nn.gelu_tanh nn.silu".split(), _keeps_zero),
     **dict.fromkeys("isfinite isinf isnan logical_xor".split(), _is_bool),
 }
@@ -94,10 +91,12 @@ _COMPARES = {
 }
 _DIALECT: dict[str, Callable[..., Range]] = {
     **dict.fromkeys("elu mish softshrink".split(), _keeps_zero),
-    "softplus": lambda a: NOT_NEGATIVE if a.is_finite else ANY,
     "log_sigmoid": lambda a: Range(high=0.0) if a.is_finite else ANY,
+    "sigmoid_backward": lambda grad, y: (
+        ZERO if y.is_zero and grad.is_finite else pad_range.linear_of(grad, y)
+    ),
     **dict.fromkeys(
-        "gelu_backward silu_backward tanh_backward sigmoid_backward elu_backward relu_backward "
+        "gelu_backward silu_backward tanh_backward elu_backward relu_backward "
         "leaky_relu_backward softplus_backward hardtanh_backward hardswish_backward "
         "hardsigmoid_backward mish_backward log_sigmoid_backward shrink_backward "
         "dropout_backward".split(),
@@ -125,7 +124,7 @@ def _with_order(
 ) -> PaddedTensor:
     """Return the comparison of indices of two axes that are padded alike, as in a causal mask.
 
-    At padding of the later axis its index is the larger one, beside data of the other axis.
+    At padding of an axis its index is the larger one, beside data of the other axis.
     """
     if any(one.index_axis is None for one in call.operands):
         return with_order(call, made, function) if function is not pad_range.subtract else made
@@ -143,9 +142,14 @@ def _with_order(
     (factor,) = made.axes[last]
     if factor.dimension is None:
         return made
-    known = function(*((_LATER if place == last else ZERO) for place in places))
+    known, of_first = (
+        function(*((_LATER if place == later else ZERO) for place in places))
+        for later in (last, min(places))
+    )
     axes = list(made.axes)
     axes[last] = (attrs.evolve(factor, pad=known, is_open=True),)
+    (first,) = axes[min(places)]
+    axes[min(places)] = (attrs.evolve(first, beside=of_first),)
     return made.with_axes(axes)
 
 
@@ -210,8 +214,7 @@ def cast(call: PaddedCall) -> PaddedTensor:
         keeps = (lambda a: pad_range.stored(a, dtype)) if "int" in dtype else (lambda a: a)
         made = source.pads_mapped(_cast_to_low if dtype == "float16" else keeps, dtype)
     else:
-        # Fractions go, so that only 0 and signs stay what they were.
-        made = source.pads_mapped(_keeps_sign, dtype)
+        made = source.pads_mapped(lambda a: pad_range.stored(pad_range.rounded(a), dtype), dtype)
     index = source.index_axis
     if index is not None and not holds_places(dtype, source.axes[index]):
         index = None
@@ -228,6 +231,21 @@ def _cast_to_low(a: Range) -> Range:
     if known is not None and abs(known) > 65504.0:
         return pad_range.constant(float("inf") if known > 0 else float("-inf"))
     return a
+
+
+@rule_for("amp_ir.softplus")
+def softplus(call: PaddedCall) -> PaddedTensor:
+    """Compute log(1 + e^(beta x)) / beta, which is 0 where x is hidden, but for a small beta."""
+    function = pad_range.softplus if float(call.option("beta")) >= _LEAST_BETA else _not_negative
+    return broadcast(call.operands, function, call.result_dtypes[0])
+
+
+# e^-1000 is 0 in every dtype.
+_LEAST_BETA = 0.1
+
+
+def _not_negative(a: Range) -> Range:
+    return NOT_NEGATIVE if a.is_finite else ANY
 
 
 @rule_for("relax.nn.leakyrelu")

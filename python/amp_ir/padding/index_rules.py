@@ -18,7 +18,6 @@ from amp_ir.padding.padded_call import (
     PaddedTensor,
     aligned,
     broadcast,
-    require_data,
     rule_for,
 )
 
@@ -35,7 +34,13 @@ def gather_elements(call: PaddedCall) -> PaddedTensor:
     rest = [_without(one, along) for one in (source, ids)]
     made = broadcast(rest, lambda a, _b: a, call.result_dtypes[0])
     axes = list(made.axes)
-    axes[along] = tuple(one.with_pad(source.everything) for one in ids.axes[along])
+    is_order = _is_order(call, 1, along)
+    axes[along] = tuple(
+        one.with_pad(own.pad if is_order else source.everything)
+        for one, own in zip(
+            ids.axes[along], source.axes[along] if is_order else ids.axes[along], strict=True
+        )
+    )
     return PaddedTensor(tuple(axes), source.data, call.result_dtypes[0], limit=source.limit)
 
 
@@ -79,7 +84,7 @@ def index_put(call: PaddedCall) -> PaddedTensor:
     x, values, *ids = call.operands
     if not any(one.padded for one in call.operands):
         return call.unpadded()[0]
-    _require_closed(call.operands)
+    require_closed(call.operands)
     axes = [int(one) for one in call.option("axes")]
     shape, place = _broadcast_axes(ids), _place_of(axes)
     own = _own_places(call, x, ids, first=2)
@@ -104,15 +109,22 @@ def index_put(call: PaddedCall) -> PaddedTensor:
 
 @rule_for("amp_ir.scatter_add", "relax.scatter_elements")
 def scatter(call: PaddedCall) -> PaddedTensor:
-    """Write, at each place, to an entry of the same row."""
+    """Write, at each place, to an entry of the same row; from padding only zeros, which are added.
+
+    By the order of an axis padding is written to padding.
+    """
     x, ids, source = call.operands
     if not any(one.padded for one in call.operands):
         return call.unpadded()[0]
     along = call.axis()
-    if "elements" in call.op.name and str(call.option("reduction")) not in ("update", "add"):
+    kind = str(call.option("reduction")) if "elements" in call.op.name else "add"
+    if kind not in ("update", "add"):
         raise Leak("entries are combined at places that are chosen by number")
-    for one in (ids, source):
-        require_data(one, [along], "entries are chosen by number along")
+    aligned([PaddedTensor((one.axes[along],), FINITE, one.dtype) for one in (ids, source)])
+    if source.is_padded_on([along]) or ids.is_padded_on([along]):
+        require_closed([ids, source])
+        if not _is_order(call, 1, along):
+            _require_nothing(source.axes[along], is_added=kind == "add")
     _require_inside(call, 1, x, along)
     made = broadcast(
         [_without(one, along) for one in (x, ids, source)],
@@ -122,6 +134,19 @@ def scatter(call: PaddedCall) -> PaddedTensor:
     axes = list(made.axes)
     axes[along] = _written(x.axes[along], source, None)
     return call.result(axes, pad_range.sum_of(pad_range.finite_of(x.data, source.data)))
+
+
+def _is_order(call: PaddedCall, position: int, along: int) -> bool:
+    """Return whether an operand is the order of an axis: padding is at the places of padding.
+
+    That of data are data, as the rule of sorting has it.
+    """
+    op = call.maker(call.op.reads[position])
+    if op is None or op.name != "relax.argsort":
+        return False
+    own, ordered = (call.operands[k].axes for k in (0, position))
+    is_along = int(op.call.attrs.axis) % len(ordered) == along
+    return is_along and [one.kind for one in own[along]] == [one.kind for one in ordered[along]]
 
 
 def _without(tensor: PaddedTensor, along: int) -> PaddedTensor:
@@ -180,7 +205,7 @@ def _require_inside(call: PaddedCall, position: int, tensor: PaddedTensor, along
     """
     if not tensor.is_padded_on([along]):
         return
-    _require_closed([tensor])
+    require_closed([tensor])
     factor = tensor.axes[along][0]
     is_known = len(tensor.axes[along]) == 1 and factor.dimension is not None
     if not is_known or not call.are_inside(position, Limit(factor.dimension, factor.shift)):  # type: ignore[arg-type]
@@ -190,7 +215,12 @@ def _require_inside(call: PaddedCall, position: int, tensor: PaddedTensor, along
         )
 
 
-def _require_closed(tensors: Sequence[PaddedTensor]) -> None:
+def require_closed(tensors: Sequence[PaddedTensor]) -> None:
+    """Require that what is known of padding holds beside padding of other axes too.
+
+    Raises:
+        Leak: it may not.
+    """
     if any(factor.is_open for one in tensors for factor in one.factors):
         raise Leak("entries are chosen of a tensor that is masked where two axes are padding")
 

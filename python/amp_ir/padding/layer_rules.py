@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from amp_ir.padding import pad_range
-from amp_ir.padding.axes import Axis, plain
+from amp_ir.padding.axes import Axis
 from amp_ir.padding.pad_range import ANY, BOOL, FINITE, NOT_NEGATIVE, ZERO, Range
 from amp_ir.padding.padded_call import (
     Leak,
@@ -201,64 +201,6 @@ def _is_masked(mask: PaddedTensor | None, kind: object) -> bool:
     (factor,) = mask.axes[-1]
     is_hidden = factor.pad.is_zero if mask.dtype == "bool" else factor.pad.is_hidden
     return factor.kind == kind and is_hidden
-
-
-@rule_for("amp_ir.nll_loss")
-def nll_loss(call: PaddedCall) -> list[PaddedTensor]:
-    """Pick the log-probability of each target; targets at padding must be ignored ones."""
-    logp, target = call.operands[:2]
-    rows = _loss_rows(call, logp, target)
-    chosen = pad_range.finite_of(logp.everything)
-    axes = [
-        tuple(one.with_pad(ZERO if _is_ignored(call, one.pad) else chosen) for one in axis)
-        for axis in rows
-    ]
-    if str(call.option("reduction")) == "none":
-        return [call.result(axes), call.result([], position=1)]
-    for one in (factor for axis in target.axes for factor in axis):
-        if one.is_padded and not _is_ignored(call, one.pad):
-            raise Leak(
-                f"the loss of padding counts: the targets there are not {_ignored(call)} "
-                f"(ignore_index) over {one.name}. Give pad= that value for the labels"
-            )
-    return call.unpadded()
-
-
-def _loss_rows(call: PaddedCall, logp: PaddedTensor, target: PaddedTensor) -> list[Axis]:
-    """Return the axes of the targets; those of log-probabilities have the classes besides."""
-    classes = 1 if len(logp.axes) > 1 else 0
-    require_data(logp, [classes], "a loss has the classes")
-    rows = [axis for k, axis in enumerate(logp.axes) if k != classes]
-    rest = aligned([PaddedTensor(tuple(rows), FINITE, logp.dtype), target])
-    return [axis or other or () for axis, other in zip(*reversed(rest), strict=True)]
-
-
-def _ignored(call: PaddedCall) -> int:
-    return int(call.option("ignore_index"))
-
-
-def _is_ignored(call: PaddedCall, pad: Range) -> bool:
-    return pad.constant == float(_ignored(call))
-
-
-@rule_for("amp_ir.nll_loss_backward")
-def nll_loss_backward(call: PaddedCall) -> PaddedTensor:
-    """Give each row its gradient, 0 where the target is ignored."""
-    grad, target = call.operands[:2]
-    sizes = call.result_sizes[0]
-    is_per_row = str(call.option("reduction")) == "none"
-    rows: list[Axis] = []
-    for k, axis in enumerate(target.axes):
-        row = []
-        for i, one in enumerate(axis):
-            given = grad.axes[k][i].pad if is_per_row else FINITE
-            is_zero = _is_ignored(call, one.pad) or given.is_zero
-            row.append(one.with_pad(ZERO if is_zero else pad_range.finite_of(given)))
-        rows.append(tuple(row))
-    classes = 1 if len(sizes) > 1 else 0
-    if sizes[classes][0] != sizes[classes][1]:
-        raise Leak("the number of classes depends on the padded length")
-    return call.result([*rows[:classes], plain(sizes[classes][0]), *rows[classes:]])
 
 
 _POINTWISE = (

@@ -114,9 +114,12 @@ def _of_maximum(call: PaddedCall, a: PaddedTensor, b: PaddedTensor) -> Limit | N
 
 
 def _of_choice(
-    _call: PaddedCall, _condition: PaddedTensor, a: PaddedTensor, b: PaddedTensor
+    call: PaddedCall, _condition: PaddedTensor, a: PaddedTensor, b: PaddedTensor
 ) -> Limit | None:
-    if a.limit is None or b.limit is None or a.limit.dimension != b.limit.dimension:
+    """Return the limit of either, or of one and a number that no length is below, such as -100."""
+    if a.limit is None or b.limit is None:
+        return _of_maximum(call, a, b)
+    if a.limit.dimension != b.limit.dimension:
         return None
     return max(a.limit, b.limit, key=lambda one: one.shift)
 

@@ -251,8 +251,13 @@ def divide_by_usual(a: Range, b: Range) -> Range:
 
 def logarithm(a: Range) -> Range:
     """Return the range of the natural logarithm of a."""
-    if a.low <= 0.0 or not a.is_finite:
+    if a.is_zero:
+        return constant(-math.inf)
+    if a.low < 0.0 or not a.is_finite:
         return ANY
+    if a.low == 0.0:
+        high = math.inf if a.high == math.inf else math.log(a.high)
+        return Range(high=high, has_minus_inf=True)
     return Range(math.log(a.low), math.inf if a.high == math.inf else math.log(a.high))
 
 
@@ -324,8 +329,30 @@ def exp(a: Range) -> Range:
     return Range(0.0, math.exp(a.high) if is_small else math.inf, has_plus_inf=not is_small)
 
 
+def sigmoid(a: Range) -> Range:
+    """Return the range of 1 / (1 + e^-a), which is 0 where a is hidden."""
+    return ANY if a.has_nan else ZERO if a.is_hidden else BOOL
+
+
+def softplus(a: Range) -> Range:
+    """Return the range of log(1 + e^a), which is 0 where a is hidden."""
+    if a.is_hidden:
+        return ZERO
+    return NOT_NEGATIVE if a.is_finite else ANY
+
+
+def rounded(a: Range) -> Range:
+    """Return the range of integers beside a."""
+    if not a.is_finite or a.is_large:
+        return ANY
+    low = a.low if math.isinf(a.low) else float(math.floor(a.low))
+    return Range(low, a.high if math.isinf(a.high) else float(math.ceil(a.high)))
+
+
 def power(a: Range, b: Range) -> Range:
     """Return the range of a ** b."""
+    if b.is_finite and b.low >= 0.0 and 0.0 < a.low and a.high <= 1.0:
+        return BOOL  # as a decay over places
     exponent = b.constant
     if exponent is None or not a.is_finite or exponent < 0 or exponent != int(exponent):
         return ANY

@@ -67,7 +67,7 @@ class PaddedTensor:
 
     def pads_mapped(self, function: Callable[[Range], Range], dtype: str = "") -> PaddedTensor:
         """Return the result of a function of each number."""
-        axes = tuple(tuple(one.with_pad(function(one.pad)) for one in axis) for axis in self.axes)
+        axes = tuple(tuple(one.mapped(function) for one in axis) for axis in self.axes)
         return PaddedTensor(axes, function(self.data), dtype or self.dtype, self.is_uniform)
 
     def is_inside(self, limit: Limit, least: int | None) -> bool:
@@ -285,6 +285,7 @@ def broadcast(
                 attrs.evolve(
                     factor.with_pad(_pad_of(tensors, column, k, function, dtype)),
                     is_open=any(axis[k].is_open for _, axis in given if len(axis) > k),
+                    beside=_beside_of(tensors, column, k, function, dtype),
                 )
                 for k, factor in enumerate(chosen)
             )
@@ -320,6 +321,27 @@ def _pad_of(
     return attrs.evolve(found, is_masked=is_masked and found.low <= pad_range.HIDDEN)
 
 
+def _beside_of(
+    tensors: Sequence[PaddedTensor],
+    column: Sequence[Axis | None],
+    k: int,
+    function: Callable[..., Range],
+    dtype: str,
+) -> Range | None:
+    """Return what is known of the padding of the k-th factor beside data of other axes."""
+    own = [
+        None if axis is None or tensor.is_uniform else axis[k]
+        for tensor, axis in zip(tensors, column, strict=True)
+    ]
+    if not any(one is not None and one.beside is not None for one in own):
+        return None
+    parts = (
+        tensor.data if one is None else one.beside or one.pad
+        for tensor, one in zip(tensors, own, strict=True)
+    )
+    return pad_range.stored(function(*parts), dtype)
+
+
 def _parts(
     tensors: Sequence[PaddedTensor], column: Sequence[Axis | None], k: int
 ) -> Iterator[Sequence[Range]]:
@@ -337,7 +359,7 @@ def _parts(
 
 
 # Options that say a shape, which follows the padded length as the result does.
-_SHAPES = {"shape", "input_shape", "output_shape"}
+_SHAPES = {"shape", "input_shape", "output_shape", "results"}
 # Ops whose arguments are sizes or places, at which their rules look.
 _OF_SIZES = {
     f"relax.{name}" for name in "reshape broadcast_to full zeros ones arange strided_slice".split()

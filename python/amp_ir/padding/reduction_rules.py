@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding rules of ops that combine the elements of an axis."""
+"""Padding rules of ops that combine the elements of an axis; those of softmax are beside this."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 
 import attrs
 
 from amp_ir.padding import pad_range
-from amp_ir.padding.axes import Axis
+from amp_ir.padding.axes import Axis, Factor
 from amp_ir.padding.limits import limit_of_places, limit_of_sum
 from amp_ir.padding.pad_range import ANY, FINITE, NOT_NEGATIVE, ZERO, Range
 from amp_ir.padding.padded_call import (
@@ -22,8 +21,6 @@ from amp_ir.padding.padded_call import (
     require_zero,
     rule_for,
 )
-
-_LARGEST_FLOAT16 = 65504.0
 
 
 def _reduced_axes(call: PaddedCall) -> list[int]:
@@ -72,18 +69,24 @@ def statistic(call: PaddedCall) -> PaddedTensor:
     return _reduced(call, axes, lambda a: FINITE if a.is_finite else ANY)
 
 
-def _is_never_chosen(pad: Range, data: Range, *, largest: bool) -> bool:
+# Integers this far below 0 are no numbers of words or of places.
+_HIDDEN_INTEGER = -1e9
+
+
+def _is_never_chosen(pad: Range, source: PaddedTensor, *, largest: bool) -> bool:
     if pad.has_nan:
         return False
+    data = source.data
     pad, data = (pad, data) if largest else (pad_range.negative(pad), pad_range.negative(data))
-    return pad.is_hidden or pad.high <= data.low
+    is_hidden = pad.high <= _HIDDEN_INTEGER if "int" in source.dtype else pad.is_hidden
+    return is_hidden or pad.high <= data.low
 
 
 def _check_chosen(call: PaddedCall, axes: list[int], *, largest: bool) -> None:
     source = call.operands[0]
     for axis in axes:
         for one in source.axes[axis]:
-            if one.is_padded and not _is_never_chosen(one.pad, source.data, largest=largest):
+            if one.is_padded and not _is_never_chosen(one.pad, source, largest=largest):
                 raise Leak(
                     f"the {'largest' if largest else 'smallest'} element over "
                     f"{one.name} is taken, where padding may be it"
@@ -134,15 +137,22 @@ def cumsum(call: PaddedCall) -> PaddedTensor:
         raise Leak("elements of all axes are added up, padding included")
     along = 0 if call.option("axis") is None else call.axis()
     require_outermost(source, [along], "elements are added up along")
-    return source.pads_mapped(
-        lambda a: ZERO if a.is_zero else FINITE if a.is_finite else ANY, call.result_dtypes[0]
-    ).with_axes(
-        [
-            tuple(one.with_pad(FINITE if one.pad.is_finite else ANY) for one in axis)
-            for axis in source.axes
-        ],
+    is_reversed = any(one.is_reversed for one in source.axes[along])
+    if is_reversed:
+        require_zero(source, [along], "elements are added up, padding first,")
+
+    def pad_of(one: Factor, k: int) -> Range:
+        if k == along and is_reversed:
+            return ZERO
+        # At padding elements are added to those of data.
+        return pad_range.finite_of(source.everything if k == along else one.pad)
+
+    return source.with_axes(
+        [tuple(one.with_pad(pad_of(one, k)) for one in axis) for k, axis in enumerate(source.axes)],
+        data=ZERO if source.data.is_zero else pad_range.finite_of(source.data),
+        dtype=call.result_dtypes[0],
         is_uniform=False,
-        limit=limit_of_sum(call, [along]),
+        limit=None if is_reversed else limit_of_sum(call, [along]),
     )
 
 
@@ -193,56 +203,3 @@ def _unpadded(call: PaddedCall) -> PaddedTensor:
     if any(one.padded for one in call.operands):
         raise Leak("a vector that is padded is multiplied")
     return call.unpadded()[0]
-
-
-@rule_for("relax.nn.softmax", "relax.nn.log_softmax")
-def softmax(call: PaddedCall) -> PaddedTensor:
-    """Normalize an axis; where it is padded, numbers there must be hidden by a mask."""
-    (source,) = call.operands
-    along = call.axis()
-    is_log = call.op.name.endswith("log_softmax")
-    for one in source.axes[along]:
-        if one.is_padded and (is_log or not one.pad.is_hidden):
-            raise Leak(f"softmax over {one.name} gives padding a weight: no mask hides it")
-
-    def of_row(a: Range) -> Range:
-        # A row of -inf is NaN, and so may be one of numbers that are -inf in float16.
-        is_inf = a.high == -inf or (a.has_minus_inf and a.is_masked)
-        if a.has_nan or a.has_plus_inf or is_inf or (a.is_hidden and a.low < -_LARGEST_FLOAT16):
-            return ANY
-        return Range(high=0.0) if is_log else pad_range.BOOL
-
-    axes = [
-        tuple(one.with_pad(ZERO if k == along else of_row(one.pad)) for one in axis)
-        for k, axis in enumerate(source.axes)
-    ]
-    rest = [one for k, axis in enumerate(source.axes) if k != along for one in axis]
-    if any(one.is_padded and one.pad.may_mask and one.pad.is_masked for one in rest):
-        axes[along] = tuple(attrs.evolve(one, is_open=one.is_padded) for one in axes[along])
-    if any(one.pad.has_nan for axis in axes for one in axis) and source.is_padded_on([along]):
-        raise Leak("softmax of a row of padding in which everything is masked is NaN")
-    return call.result(axes, Range(high=0.0) if is_log else pad_range.BOOL)
-
-
-@rule_for("amp_ir.softmax_backward", "amp_ir.log_softmax_backward")
-def softmax_backward(call: PaddedCall) -> PaddedTensor:
-    """Apply a form linear in the gradient; the weight of padding must be 0."""
-    grad, y = call.operands
-    along = call.axis()
-    aligned([grad, y])
-    for one, weight in zip(grad.axes[along], y.axes[along], strict=True):
-        is_log = "log" in call.op.name
-        if not one.is_padded:
-            continue
-        if is_log or not pad_range.multiply(weight.pad, one.pad).is_zero:
-            raise Leak(f"the gradient of softmax over {one.name} sees padding")
-    axes: list[Axis] = []
-    for k, (axis, other) in enumerate(zip(grad.axes, y.axes, strict=True)):
-        row = []
-        for one, weight in zip(axis, other, strict=True):
-            is_zero = k == along or (one.pad.is_zero and weight.pad.is_finite)
-            finite = one.pad.is_finite and weight.pad.is_finite
-            known = one.with_pad(ZERO if is_zero else FINITE if finite else ANY)
-            row.append(attrs.evolve(known, is_open=one.is_open or weight.is_open))
-        axes.append(tuple(row))
-    return call.result(axes)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding rules of layers that compute each sample of a batch by itself; samples come first.
 
-Convolutions, pooling and group normalization mix the other axes, in which nothing may be padded.
+Pooling and group normalization mix the other axes, in which nothing may be padded.
 """
 
 from __future__ import annotations
@@ -72,24 +72,12 @@ def _require_unpadded(weights: Sequence[PaddedTensor]) -> None:
         require_data(one, range(len(one.axes)), "each sample is computed with all of")
 
 
-@rule_for("amp_ir.conv", "amp_ir.conv_transpose", "amp_ir.conv_backward_input")
-def convolution(call: PaddedCall) -> PaddedTensor:
+@rule_for("amp_ir.conv_transpose")
+def transposed_convolution(call: PaddedCall) -> PaddedTensor:
     """Convolve each sample with the same windows; zeros give zeros."""
     x, weight = call.operands
     _require_unpadded([weight])
     return _result(call, _linear(x, [], weight))
-
-
-@rule_for("amp_ir.conv_backward_weight")
-def convolution_backward_weight(call: PaddedCall) -> PaddedTensor:
-    """Add products of samples; one of both must be 0 where they are padding."""
-    grad, x = call.operands
-    for one, other in zip(*_samples([grad, x]), strict=True):
-        if one.is_padded and not pad_range.multiply(one.pad, other.pad).is_zero:
-            raise Leak(
-                f"products are added over {one.name}, where padding is not 0 in either of the two"
-            )
-    return call.unpadded()[0]
 
 
 @rule_for("amp_ir.avg_pool", "amp_ir.adaptive_avg_pool")

@@ -20,7 +20,7 @@ from amp_ir.padding.axes import (
     sizes_of,
 )
 from amp_ir.padding.limits import holds_places, limit_of_places
-from amp_ir.padding.pad_range import FINITE, ZERO, Range
+from amp_ir.padding.pad_range import ZERO, Range
 from amp_ir.padding.padded_call import (
     Leak,
     PaddedCall,
@@ -114,7 +114,7 @@ def _of_one_number(call: PaddedCall, number: Range) -> PaddedTensor:
 
 @rule_for("relax.arange")
 def arange(call: PaddedCall) -> PaddedTensor:
-    """Count: entries at padding are at least the number of data, which is at least 1."""
+    """Count: before an entry at padding are those of the data, of which there is at least 1."""
     numbers = [(call.numbers(k)[0][0], call.numbers(k)[1][0]) for k in range(3)]
     (start, other_start), _, (step, other_step) = numbers
     if (start, step) != (other_start, other_step):
@@ -124,9 +124,10 @@ def arange(call: PaddedCall) -> PaddedTensor:
         if one.dimension is not None:
             call.require_size(one.dimension, 1 - one.shift)
     counted = (start, step) == (0, 1) and holds_places(call.result_dtypes[0], axis)
-    pad = Range(1.0) if counted else FINITE
+    second = float(start + step)
+    pad = Range(second) if step > 0 else Range(high=second)
     axes = (tuple(one.with_pad(pad) for one in axis),)
-    data = Range(float(start)) if step > 0 else FINITE
+    data = Range(float(start)) if step > 0 else Range(high=float(start))
     if not counted:
         return PaddedTensor(axes, data, call.result_dtypes[0])
     limit = limit_of_places(axis[0]) if axis else None
@@ -156,12 +157,16 @@ def triangle(call: PaddedCall) -> PaddedTensor:
 
 @rule_for("relax.flip")
 def flip(call: PaddedCall) -> PaddedTensor:
-    """Reverse an axis without padding."""
+    """Reverse an axis; where it is padded, padding comes first until it is reversed again."""
     (source,) = call.operands
-    axis = call.axis()
-    if source.is_padded_on([axis]):
-        raise Leak(f"the order of {_name(source, axis)} is reversed, which moves padding in front")
-    return source.with_axes(source.axes)
+    along = call.axis()
+    axes = list(source.axes)
+    if source.is_padded_on([along]):
+        (factor,) = axes[along] if len(axes[along]) == 1 else (None,)
+        if factor is None or factor.is_open:
+            raise Leak(f"the order of {_name(source, along)} is reversed, padding among it")
+        axes[along] = (attrs.evolve(factor, is_reversed=not factor.is_reversed),)
+    return source.with_axes(axes)
 
 
 @rule_for("relax.strided_slice")
