@@ -225,10 +225,11 @@ def _jitted(
     if watch is not None and not isinstance(watch, Watch):
         raise OptionError(f"watch={watch!r} is not an amp_ir.Watch(every=..., ops=...)")
     explained = overflow_log(on_overflow, explain_below)
-    if pad is not None and buckets is None:
-        raise OptionError(
-            "pad= is given without buckets=, which says what is padded to which sizes"
-        )
+    for name, is_given in (("pad", pad is not None), ("pad_check", pad_check != "proof")):
+        if is_given and buckets is None:
+            raise OptionError(
+                f"{name}= is given without buckets=, which says what is padded to which sizes"
+            )
     padded = (
         None
         if buckets is None

@@ -27,7 +27,7 @@ from amp_ir.capture.guards.changing_arguments import ChangingArguments
 from amp_ir.capture.notes import is_warning
 from amp_ir.distributed.exchange import agreement_of
 from amp_ir.distributed.replicas import Ranks
-from amp_ir.errors import ArgumentError, CopyError, StateError
+from amp_ir.errors import ArgumentError, CopyError, IndexOutOfRangeError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.ir.capturing import before_call, captured_scalers
 from amp_ir.ir.stages import seconds_by_stage, stage
@@ -321,7 +321,10 @@ class JitStep:
     ) -> Any:
         assert self._buckets is not None
         started = time.perf_counter()
-        value = self._run_program(variant.program, tensors)
+        try:
+            value = self._run_program(variant.program, tensors)
+        except IndexOutOfRangeError as error:
+            raise self._buckets.explained_index(padded, error) from error.__cause__
         seconds = time.perf_counter() - started
         self._buckets.add_step(padded, seconds, self._compile_seconds)
         return value

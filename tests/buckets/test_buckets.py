@@ -357,8 +357,13 @@ def test_wrong_options_are_listed_at_once():
         "pad= has a number for 'other', which buckets= does not pad; "
         "pad['mask'] is '0', expected a number"
     )
-    with pytest.raises(OptionError, match="pad= is given without buckets="):
-        training(pad={"ids": 0})
+    for options in ({"pad": {"ids": 0}}, {"pad_check": "values"}):
+        (name,) = options
+        with pytest.raises(OptionError) as raised:
+            training(**options)
+        assert str(raised.value) == (
+            f"{name}= is given without buckets=, which says what is padded to which sizes"
+        )
 
 
 def test_names_that_the_batch_lacks_are_listed_at_once():
@@ -370,6 +375,28 @@ def test_names_that_the_batch_lacks_are_listed_at_once():
         "buckets= names 'words', which is no argument of this call; it has 'ids', 'mask', "
         "'labels'; buckets= pads axis 2 of 'mask', which has 2 axes"
     )
+
+
+def test_a_name_of_several_tensors_or_of_a_list_is_an_error():
+    def in_place_of(ids, **options):
+        _, train = training(pad={"ids": 0}, **options)
+        with pytest.raises(ArgumentError) as raised:
+            train(ids, *batch_of(5)[1:])
+        return str(raised.value)
+
+    sizes = {"ids": {1: (8,)}}
+    assert in_place_of(batch_of(5)[0].tolist(), buckets=sizes) == (
+        f"buckets= names 'ids', which is no tensor but a container of {batch_of(5)[0].numel()} "
+        "values; pass a tensor, or name those of them that are tensors"
+    )
+    pair = [{"ids": batch_of(5)[0]}, {"ids": batch_of(5)[0]}]
+    assert in_place_of(pair, buckets=sizes) == (
+        "buckets= names 'ids', which is 2 arguments of this call; name one as "
+        "\"0[0]['ids']\", \"0[1]['ids']\""
+    )
+    many = {f"field{k}": torch.zeros(2, 5) for k in range(20)}
+    text = in_place_of(many, buckets="auto")
+    assert text.startswith("pad= names 'ids', which is no tensor but a container of 20 values")
 
 
 @pytest.mark.parametrize(

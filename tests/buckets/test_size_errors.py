@@ -121,6 +121,30 @@ def test_a_size_beyond_a_table_is_the_one_at_fault(places, kind, why):
         train(*batch_of(5))
 
 
+def test_sizes_of_one_dimension_that_differ_are_named():
+    train = jitted(Classifier(), {"ids": (8,), "mask": (16,)})
+    with pytest.raises(CaptureError) as raised:
+        train(*batch_of(5))
+    assert str(raised.value).endswith(
+        ". Axis 1 of ids and axis 1 of mask have 5 entries each and are padded to 8 and 16: if "
+        "they are one dimension, give them the same sizes in buckets="
+    )
+    jitted(Classifier(), {"ids": (8,), "mask": (8,)})(*batch_of(5))
+
+
+def test_a_pad_id_beyond_the_table_is_named(monkeypatch):
+    for number in (WORDS, -1):
+        monkeypatch.setitem(PAD, "ids", number)
+        train = jitted(Classifier(), {"ids": (8,), "mask": (8,)})
+        with pytest.raises(IndexOutOfRangeError) as raised:
+            train(*batch_of(5))
+        assert text_of(raised.value) == (
+            f"batch0 holds the index {number}, expected 0 to {WORDS - 1}, for amp_ir.embedding in "
+            "words (forward), FILE. Nothing was run and nothing has changed. pad= fills ids with "
+            f"{number}: give it an index that there is, such as 0"
+        )
+
+
 def test_a_step_that_fails_without_padding_too_says_its_own_error():
     train = jitted(Classifier("sliced"), {"ids": (8, 64), "mask": (8, 64)})
     with pytest.raises(CaptureError) as raised:

@@ -23,6 +23,8 @@ log = logging.getLogger("amp_ir")
 
 Key = int | str
 AUTO = "auto"
+# How many names an error lists.
+_SHOWN = 12
 _CHECKS = ("proof", "values")
 
 
@@ -135,11 +137,7 @@ class BucketOptions:
         for key, sizes in self._sizes.items():
             positions = [k for k, path in enumerate(paths) if key in self._keys_of(path)]
             if len(positions) != 1:
-                named = ", ".join(repr(self._keys_of(path)[0]) for path in paths)
-                what = "no argument" if not positions else f"{len(positions)} arguments"
-                errors.append(
-                    f"buckets= names {key!r}, which is {what} of this call; it has {named}"
-                )
+                errors.append(self._misnamed(key, positions, paths))
                 continue
             (position,) = positions
             leaf = leaves[position]
@@ -167,6 +165,24 @@ class BucketOptions:
         if errors:
             raise ArgumentError("; ".join(errors))
         return tuple(found)
+
+    def _misnamed(
+        self, key: Key, positions: Sequence[int], paths: Sequence[tuple[Any, ...]]
+    ) -> str:
+        """Say that a key names no tensor of the batch, or several."""
+        start = f"{'pad' if self.is_auto else 'buckets'}= names {key!r}, which is"
+        if positions:
+            named = ", ".join(repr(path_text(paths[k])) for k in positions)
+            return f"{start} {len(positions)} arguments of this call; name one as {named}"
+        parts = [path for path in paths if key in self._keys_of(path[:1])]
+        if parts:
+            return (
+                f"{start} no tensor but a container of {len(parts)} values; pass a tensor, or name "
+                "those of them that are tensors"
+            )
+        names = [repr(self._keys_of(path)[0]) for path in paths]
+        more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+        return f"{start} no argument of this call; it has {', '.join([*names[:_SHOWN], *more])}"
 
     def best_key(self, path: tuple[Any, ...]) -> Key:
         """Return the key by which `buckets=` names a tensor of the batch best."""

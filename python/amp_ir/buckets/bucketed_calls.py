@@ -12,11 +12,11 @@ import attrs
 import torch
 
 from amp_ir.buckets.bucket_options import BucketOptions
-from amp_ir.buckets.explain_failure import explained, not_padded
+from amp_ir.buckets.explain_failure import explained, explained_index, hint_of_sizes
 from amp_ir.buckets.padded_batch import PaddedBatch
 from amp_ir.capture.batch import structures_of
 from amp_ir.capture.containers import leaves_of
-from amp_ir.errors import CaptureError, PaddingError
+from amp_ir.errors import CaptureError, IndexOutOfRangeError, PaddingError
 from amp_ir.ir.step_module import StepModule
 from amp_ir.padding.axes import Dimension
 from amp_ir.padding.check_padding import check_padding
@@ -133,6 +133,12 @@ class BucketedCalls:
         """
         return explained(self._options, batch, error, lambda: trace(batch.exact_args))
 
+    def explained_index(
+        self, batch: PaddedBatch, error: IndexOutOfRangeError
+    ) -> IndexOutOfRangeError:
+        """Return the error of a padded batch, in terms of `pad=` where its number is the index."""
+        return explained_index(batch, error)
+
     def needs_proof(self, batch: PaddedBatch) -> bool:
         """Return whether a program for this batch is to be proven now.
 
@@ -169,7 +175,7 @@ class BucketedCalls:
             except CaptureError as error:
                 failure = error
         tried = ", ".join(f"{one.other_size} for {name}" for name, one in dimensions.items())
-        why = not_padded(self._options, batch) or (
+        why = hint_of_sizes(self._options, batch) or (
             "Tensors that are used together need one length in each call, which is here "
             f"{batch.lengths_text()}"
         )

@@ -32,7 +32,7 @@ def explained(
         for name in batch.sizes
         if name in batch.padded_dimensions
     )
-    what_to_do = not_padded(options, batch) or (
+    what_to_do = hint_of_sizes(options, batch) or (
         "If the step has a largest length, as a table of positions does, give buckets= no larger "
         "size"
     )
@@ -41,6 +41,40 @@ def explained(
         f"the step can be captured on this batch, but not padded to its bucket ({sizes}): "
         f"{failure or error}. {what_to_do}"
     )
+
+
+def explained_index(batch: PaddedBatch, error: IndexOutOfRangeError) -> IndexOutOfRangeError:
+    """Return the error of a padded batch; it says so where the index is a number of `pad=`."""
+    named = [
+        f"pad= fills {name} with {number}"
+        for name, number in batch.filled_integers
+        if f"the index {number}," in str(error)
+    ]
+    if not named:
+        return error
+    return IndexOutOfRangeError(
+        f"{error}. {' and '.join(named)}: give it an index that there is, such as 0"
+    )
+
+
+def hint_of_sizes(options: BucketOptions, batch: PaddedBatch) -> str:
+    """Return what is missing in `buckets=`: axes, or the same sizes for axes of one length."""
+    return not_padded(options, batch) or _sized_apart(batch)
+
+
+def _sized_apart(batch: PaddedBatch) -> str:
+    """Return which axes have one length and are padded to other sizes; or ""."""
+    by_length: dict[int, list[str]] = {}
+    for name, length in batch.lengths.items():
+        by_length.setdefault(length, []).append(name)
+    lines = [
+        f"{' and '.join(names)} have {length} entries each and are padded to "
+        f"{' and '.join(str(batch.sizes[name]) for name in names)}: if they are one dimension, "
+        "give them the same sizes in buckets="
+        for length, names in by_length.items()
+        if len({batch.sizes[name] for name in names}) > 1
+    ]
+    return ". ".join(one[0].upper() + one[1:] for one in lines)
 
 
 def not_padded(options: BucketOptions, batch: PaddedBatch) -> str:

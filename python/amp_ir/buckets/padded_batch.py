@@ -110,6 +110,18 @@ class PaddedBatch:
         """The dimensions that are longer than their data."""
         return frozenset(name for name, size in self.sizes.items() if self.lengths[name] < size)
 
+    @property
+    def filled_integers(self) -> list[tuple[str, int]]:
+        """The tensors of integers that hold padding, with its number."""
+        tensors = [one for one in pytree.tree_leaves(self.args) if isinstance(one, torch.Tensor)]
+        return [
+            (option.name, int(option.number))
+            for tensor, place, option in zip(tensors, self.places, self._options, strict=True)
+            if option is not None
+            and not tensor.is_floating_point()
+            and any(name in self.padded_dimensions for _, name in place)
+        ]
+
     def shorten(self) -> str | None:
         """Take away the chosen size that holds most padding; return which one that is.
 
