@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 import time
 import weakref
@@ -82,6 +83,8 @@ class JitStep:
         self._variants = StepVariants(*limits, users)
         self._overflow_log: OverflowLog | None = options.pop("overflow_log")
         self._watch: Watch | None = options.pop("watch")
+        # A watch may be that of several jitted steps, each of which counts its own.
+        self._numbers = itertools.count()
         self._watched: weakref.WeakKeyDictionary[CompiledStep, CompiledStep]
         self._watched = weakref.WeakKeyDictionary()
         announced = options.pop("precompile")
@@ -266,7 +269,7 @@ class JitStep:
         return self._run_program(self._variant(signature, batch).program, tensors)
 
     def _run_program(self, program: CompiledStep, tensors: list[torch.Tensor]) -> Any:
-        is_watched = self._watch is not None and self._watch.is_due()
+        is_watched = self._watch is not None and self._watch.is_due(next(self._numbers))
         value = (self._watched_program(program) if is_watched else program).run_current(tensors)
         if self._overflow_log is not None:
             self._overflow_log.after_step(program, tensors)

@@ -119,6 +119,7 @@ def test_backward_tensors_and_all_phases():
     [
         ({"every": 0}, "Watch(every=0); expected a positive int"),
         ({"length": True}, "Watch(length=True); expected a positive int"),
+        ({"ops": ["0"]}, "Watch(ops=['0']); expected a glob, such as \"*.attn*\""),
         (
             {"phase": "middle"},
             "Watch(phase='middle'); expected one of 'forward', 'backward', 'optimizer', or None",
@@ -131,13 +132,65 @@ def test_wrong_options_are_refused(options, message):
     assert str(caught.value) == message
 
 
+def squares(model: nn.Module, **options: Any) -> Any:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return amp_ir.jit(step, model=model, **options)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.projection = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.view(2, 5, 2, 4).transpose(1, 2) for one in self.parts(x))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.projection(self.norm(x)).chunk(3, -1)
+
+
+def test_results_of_ops_with_several_are_watched():
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(2, 5, 8)
+    expected = {
+        "amp_ir.layer_norm": float(model.norm(x).detach().abs().max()),
+        "amp_ir.attention": float(model(x).detach().abs().max()),
+    }
+    watch = amp_ir.Watch(every=1, phase="forward")
+    squares(model, watch=watch)(x)
+    found: dict[str, list[float]] = {}
+    for one in watch.last.tensors:
+        found.setdefault(one.tensor.op, []).append(one.largest)
+    # The first result of each; the others are what the backward pass reads.
+    assert {name: found[name][0] for name in expected} == pytest.approx(expected, rel=1e-5)
+    of_norm = amp_ir.Watch(every=1, ops="norm", phase="forward")
+    squares(model, watch=of_norm)(x)
+    assert of_norm.last.tensors[0].tensor.elements == 80
+
+
+def test_each_jitted_step_counts_its_own_steps():
+    watch = amp_ir.Watch(every=2, ops="relax.matmul", phase="forward")
+    first, second = (squares(nn.Linear(8, n), watch=watch) for n in (3, 4))
+    for _ in range(3):
+        first(torch.randn(2, 8))
+        second(torch.randn(2, 8))
+    records = [(one.step, one.tensors[0].tensor.elements) for one in watch.records()]
+    assert records == [(0, 6), (0, 8), (2, 6), (2, 8)]
+
+
 def test_a_watch_that_matches_nothing_is_refused_and_nothing_has_changed():
     model, train = training(watch=amp_ir.Watch(ops="decoder.*"))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(amp_ir.errors.OptionError) as caught:
         train(*batches(1)[0])
     assert str(caught.value) == (
-        "Watch(ops='decoder.*') matches no tensor of the step; train.ir(\"amp\") lists its ops "
-        "with their modules"
+        "Watch(ops='decoder.*') matches no tensor of float16, bfloat16, float32 of the step; "
+        'train.ir("amp") lists its ops with their modules'
     )
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

@@ -224,6 +224,22 @@ def test_ranges_count_what_rounding_loses():
     assert batch.headroom_bits == pytest.approx(math.log2(65504 * 2.0**15))
 
 
+def test_ranges_are_of_results_of_ops_with_several_too():
+    model = nn.LSTM(6, 8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x)[0].square().mean()
+        loss.backward()
+        return loss.detach()
+
+    x = torch.randn(4, 3, 6)
+    found = amp_ir.verify(step, (x,), model=model, check=False)
+    largest = float(model(x)[0].detach().abs().max())
+    of_lstm = [one for one in found.ranges if one.op == "amp_ir.lstm"]
+    assert of_lstm[0].largest == pytest.approx(largest, rel=2.0**-7)
+    assert {"amp_ir.lstm_backward"} <= {one.op for one in found.ranges}
+
+
 def test_more_batches_are_more_draws():
     training = Training.make()
     more = (torch.randn(16, 12), training.batch[1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -97,9 +97,11 @@ class Watch:
     phase: str | None = attrs.field(default=None, kw_only=True)
     length: int = attrs.field(default=256, kw_only=True)
     _ring: collections.deque[Any] = attrs.field(init=False, repr=False)
-    _steps: int = attrs.field(init=False, default=0, repr=False)
+    _step: int = attrs.field(init=False, default=0, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.ops, str):
+            raise OptionError(f"Watch(ops={self.ops!r}); expected a glob, such as \"*.attn*\"")
         for name in ("every", "length"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -118,10 +120,10 @@ class Watch:
         """The last record; None before the first."""
         return _record(*self._ring[-1]) if self._ring else None
 
-    def is_due(self) -> bool:
-        """Count a step, and return whether it is one to watch."""
-        self._steps += 1
-        return (self._steps - 1) % self.every == 0
+    def is_due(self, step: int) -> bool:
+        """Return whether the step that comes, of this number in its jitted step, is watched."""
+        self._step = step
+        return step % self.every == 0
 
     def watched(self, mod: StepModule) -> StepModule:
         """Return the step that also puts statistics of the chosen tensors in the ring.
@@ -130,27 +132,29 @@ class Watch:
             OptionError: `ops` and `phase` choose nothing.
         """
         mod = mod.with_ir(unroll_loops(mod.ir))
-        chosen = [op for op in read_step(mod.ir).ops if self._is_meant(op)]
+        chosen = [pair for pair in _tensors(mod.ir) if self._is_meant(*pair)]
         if not chosen:
             of_phase = "" if self.phase is None else f" in the {self.phase} pass"
             raise OptionError(
-                f"Watch(ops={self.ops!r}) matches no tensor of the step{of_phase}; "
-                'train.ir("amp") lists its ops with their modules'
+                f"Watch(ops={self.ops!r}) matches no tensor of {', '.join(_FLOATS)} of the step"
+                f'{of_phase}; train.ir("amp") lists its ops with their modules'
             )
         return self._with_statistics(mod, chosen)
 
-    def _is_meant(self, op: Op) -> bool:
-        place, type_ = op.location, op.variable.ty
+    def _is_meant(self, op: Op, variable: relax.Var) -> bool:
+        place = op.location
         if op.is_view or op.name == "amp_ir.cast" or self.phase not in (None, place.phase):
             return False
-        if not isinstance(type_, relax.TensorType) or str(type_.dtype) not in _FLOATS:
+        if str(variable.ty.dtype) not in _FLOATS:
             return False
-        names = (*op.names, str(op.variable.name))
+        names = (*op.names, str(op.variable.name), str(variable.name))
         return is_inside(place.module, self.ops) or any(fnmatchcase(n, self.ops) for n in names)
 
-    def _with_statistics(self, mod: StepModule, chosen: Sequence[Op]) -> StepModule:
-        ir = with_statistics(mod.ir, [op.variable for op in chosen])
-        tensors = tuple(_watched(op) for op in chosen)
+    def _with_statistics(
+        self, mod: StepModule, chosen: Sequence[tuple[Op, relax.Var]]
+    ) -> StepModule:
+        ir = with_statistics(mod.ir, [variable for _, variable in chosen])
+        tensors = tuple(_watched(*pair) for pair in chosen)
         specs = (
             OutputSpec("watch.largest", Role.RESULT, (len(chosen),), "float32"),
             OutputSpec("watch.counts", Role.RESULT, (len(chosen) * _COUNTS,), "int64"),
@@ -159,7 +163,7 @@ class Watch:
 
         def unflatten(results: list[torch.Tensor]) -> Any:
             *own, largest, counts = results
-            self._ring.append((self._steps - 1, tensors, largest, counts))
+            self._ring.append((self._step, tensors, largest, counts))
             return inner(own)
 
         signature = attrs.evolve(
@@ -170,11 +174,24 @@ class Watch:
         return attrs.evolve(mod, ir=ir, signature=signature)
 
 
-def _watched(op: Op) -> Watched:
-    place, type_ = op.location, op.variable.ty
+def _tensors(ir: tvm.IRModule) -> Iterator[tuple[Op, relax.Var]]:
+    """Yield each op with its result; with each that is read of several, as of an attention."""
+    fields: dict[relax.Var, dict[int, relax.Var]] = {}
+    for variable, value in Dataflow(ir).values.items():
+        if isinstance(value, relax.TupleGetItem) and isinstance(variable.ty, relax.TensorType):
+            fields.setdefault(value.tuple_value, {}).setdefault(int(value.index), variable)
+    for op in read_step(ir).ops:
+        if isinstance(op.variable.ty, relax.TensorType):
+            yield op, op.variable
+        else:
+            yield from ((op, one) for _, one in sorted(fields.get(op.variable, {}).items()))
+
+
+def _watched(op: Op, variable: relax.Var) -> Watched:
+    place, type_ = op.location, variable.ty
     return Watched(
         op=op.label,
-        variable=str(op.variable.name),
+        variable=str(variable.name),
         module=place.module,
         phase=place.phase,
         file=place.file,

@@ -16,6 +16,7 @@ from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import from_span
 from amp_ir.ir.step_graph import VIEWS
 from amp_ir.ir.step_module import StepModule
+from amp_ir.replay.non_finite_origins import call_of
 
 
 @attrs.frozen
@@ -60,25 +61,31 @@ def ranges_of(mod: StepModule, inputs: Sequence[torch.Tensor]) -> list[Range]:
     """Return the range of every low tensor of a step, in order; views are left out."""
     flow = Dataflow(mod.ir)
     low = {
-        one
-        for one, value in flow.values.items()
+        one: call
+        for one in flow.values
         if isinstance(one.ty, relax.TensorType) and str(one.ty.dtype) in LOW_DTYPES
-        if isinstance(value, relax.Call)
+        if (call := call_of(flow, one)) is not None
     }
+    # Of a tuple, such as an LSTM's results, the fields are measured.
+    tuples = {value.tuple_value for one in low if _is_field(value := flow.values[one])}
     found = []
 
     def measure(variable: relax.Var, value: torch.Tensor) -> torch.Tensor:
         if variable not in low:
             return value
         rounded = value.to(getattr(torch, str(variable.ty.dtype)))
-        call = flow.values[variable]
+        call = low[variable]
         if op_name(call) not in VIEWS and value.numel():
             found.append(_range(variable, call, value, rounded))
         return rounded
 
     # Unrounded, so that `measure` sees what rounding does; it gives the rounded values back.
-    interpret(mod, inputs, on_value=measure, unrounded=low)
+    interpret(mod, inputs, on_value=measure, unrounded={*low, *tuples})
     return found
+
+
+def _is_field(value: relax.Expr) -> bool:
+    return isinstance(value, relax.TupleGetItem)
 
 
 def _range(
