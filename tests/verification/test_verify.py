@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from typing import Any
@@ -204,6 +205,73 @@ def test_an_overflow_in_float16_fails():
     found = training.verify(amp_dtype="float16", check=False)
     assert "a gradient is not finite where float64's is" in found.failures[-1]
     assert any(one.infinite > 0 and one.headroom_bits < 0 for one in found.ranges)
+
+
+def large_loss(scaler: Any) -> tuple[Any, tuple[torch.Tensor], dict[str, Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum() * 50.0
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    owners = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    return step, (torch.randn(32, 8),), owners
+
+
+@pytest.mark.parametrize("kind", [amp_ir.GradScaler, torch.amp.GradScaler])
+def test_a_step_that_is_skipped_is_compared_at_the_scale_that_training_gets_to(kind):
+    scaler = kind("cpu")
+    step, batch, owners = large_loss(scaler)
+    found = amp_ir.verify(step, batch, amp_dtype="float16", **owners)
+    assert found.failures == ()
+    assert found.notes == (
+        "at the loss scale 65536 gradients overflow (amp_ir low, amp_ir low, strict, "
+        "torch.autocast) and the step is skipped: compared at 128, the largest power of two where "
+        "all are finite",
+    )
+    assert scaler.get_scale() == 65536.0
+    # amp_ir is finite at a larger scale already.
+    train = amp_ir.jit(step, amp_dtype="float16", **owners)
+    train(*batch)
+    while train.skipped:
+        train(*batch)
+    assert scaler.get_scale() >= 128.0
+
+
+def test_a_static_scale_is_not_lowered_and_the_failure_says_why():
+    scaler = amp_ir.GradScaler("cpu", init_scale=65536.0, dynamic=False)
+    step, batch, owners = large_loss(scaler)
+    found = amp_ir.verify(step, batch, amp_dtype="float16", check=False, **owners)
+    assert found.ratios == ()
+    assert found.failures == (
+        "a gradient is not finite where float64's is; train.find_overflow(*batch) says why",
+    )
+    assert found.notes == (
+        "torch.autocast is not finite on a batch: there is no ratio to it there",
+    )
+
+
+def test_results_in_objects_are_compared():
+    @dataclasses.dataclass
+    class Out:
+        loss: torch.Tensor
+
+    model = nn.Linear(8, 2)
+
+    def step(x: torch.Tensor) -> Out:
+        return Out(model(x).square().mean())
+
+    batch = (torch.randn(4, 8),)
+    found = amp_ir.verify(step, batch, model=model, check=False)
+    assert 1e-5 < found.draws[0]["amp_ir low"].result < 1e-2
+    report = amp_ir.error_report(step, batch, model=model)
+    assert report.error == pytest.approx(found.draws[0]["amp_ir low, strict"].result, rel=0.01)
 
 
 def test_ranges_count_what_rounding_loses():

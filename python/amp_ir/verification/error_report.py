@@ -11,11 +11,11 @@ from typing import Any
 
 import attrs
 import torch
-import torch.utils._pytree as pytree
 from tvm import relax
 
 from amp_ir.amp.overrides import Override
 from amp_ir.api import Models, Optimizers, autocast
+from amp_ir.capture.containers import leaves_of
 from amp_ir.dialect.define import LOW_DTYPES
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow
@@ -180,11 +180,13 @@ def _measured(mod: StepModule) -> tuple[str, Wanted]:
     """Return the gradients among the results of a recorded step; without any, the results."""
     outputs = zip(mod.signature.outputs, Dataflow(mod.ir).fields, strict=True)
     fields = [value for spec, value in outputs if spec.role is Role.RESULT]
-    results, gradients = mod.signature.unflatten_results(fields)
+    # Tensors take the fields' places in what the step returns, whatever container that is.
+    markers = [torch.tensor(float(number)) for number in range(len(fields))]
+    results, gradients = mod.signature.unflatten_results(markers)
     if gradients:
-        return "gradient", gradients
-    leaves = pytree.tree_leaves(results)
-    floats = (one for one in leaves if isinstance(one, relax.Expr) and _is_float(one))
+        return "gradient", {name: fields[int(one)] for name, one in gradients.items()}
+    leaves = (fields[int(one)] for one in leaves_of(results) if torch.is_tensor(one))
+    floats = (one for one in leaves if _is_float(one))
     return "result", {str(number): one for number, one in enumerate(floats)}
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import attrs
 import torch
-import torch.utils._pytree as pytree
+
+from amp_ir.capture.containers import leaves_of
 
 # Below the rounding of float32 beside the norm of all parameters together.
 _NOTHING = 2.0**-24
@@ -29,7 +30,7 @@ class Outcome:
     def of(cls, returned: Any, before: Tensors, after: Tensors) -> Outcome:
         """Make it of what a recorded step returned, and parameters before and after it."""
         result, gradients = returned
-        leaves = [one for one in pytree.tree_leaves(result) if torch.is_tensor(one)]
+        leaves = [one for one in leaves_of(result) if torch.is_tensor(one)]
         results = tuple(one.detach().double() for one in leaves if one.is_floating_point())
         updates = {name: after[name].detach().double() - before[name].double() for name in after}
         found = {name: one.detach().double() for name, one in gradients.items()}
@@ -40,6 +41,10 @@ class Outcome:
         """Whether every result, gradient and update is."""
         tensors = (*self.results, *self.gradients.values(), *self.updates.values())
         return all(bool(torch.isfinite(one).all()) for one in tensors)
+
+    def is_finite_beside(self, exact: Outcome) -> bool:
+        """Whether it is, and has every gradient of `exact`: PyTorch's skipped steps have none."""
+        return self.is_finite and exact.gradients.keys() <= self.gradients.keys()
 
     @property
     def has_numbers(self) -> bool:
@@ -106,11 +111,16 @@ def _with_gradient(exact: Outcome) -> set[str]:
 
 
 def _by_name(got: Tensors, exact: Tensors) -> dict[str, float]:
-    return {name: relative_error({name: got[name]}, {name: one}) for name, one in exact.items()}
+    return {name: relative_error(got, {name: one}) for name, one in exact.items()}
 
 
 def relative_error(got: Mapping[Any, torch.Tensor], exact: Mapping[Any, torch.Tensor]) -> float:
-    """Return |got - exact| / |exact| of all tensors together, 0 where both are zero."""
+    """Return |got - exact| / |exact| of all tensors together, 0 where both are zero.
+
+    Infinite where a tensor is missing, as the gradients of a step that was skipped.
+    """
+    if not exact.keys() <= got.keys():
+        return math.inf
     with torch.no_grad():
         error = sum(float(((got[name] - exact[name]) ** 2).sum()) for name in exact)
         size = sum(float((one**2).sum()) for one in exact.values())

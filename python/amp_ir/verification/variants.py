@@ -11,10 +11,10 @@ from unittest import mock
 import attrs
 import torch
 
-from amp_ir.api.compile import compile_step
 from amp_ir.api.replay import run_on
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.runtime.program import Program
 from amp_ir.verification.gradients import inputs_of
 from amp_ir.verification.kept_state import kept_state
 from amp_ir.verification.outcome import Outcome
@@ -38,9 +38,8 @@ class Captured:
         """Evaluate a step of the same signature by the interpreter."""
         return self._outcome(mod, interpret(mod, self.inputs(), **options))
 
-    def compiled(self, mod: StepModule, **options: Any) -> Outcome:
-        """Compile a step of the same signature, and run it on copies of the state."""
-        program = compile_step(mod, **options).program
+    def ran(self, program: Program, mod: StepModule) -> Outcome:
+        """Run what was compiled of a step of the same signature on copies of the state."""
         return self._outcome(mod, run_on(program, mod, mod.copied_state(), self.batch))
 
     def eager(self, step: Callable[[], Any], dtype: torch.dtype | None) -> Outcome:

@@ -69,7 +69,10 @@ class Verification:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """The gradient error of amp_ir over PyTorch's in the same precision, draw by draw."""
+        """The gradient error of amp_ir over PyTorch's in the same precision, draw by draw.
+
+        Draws where PyTorch's is not finite have none.
+        """
         if self.amp_dtype == "float32":
             return self.full_ratios
         return self._ratios(LOW, AUTOCAST)
@@ -86,8 +89,12 @@ class Verification:
 
     def _ratios(self, ours: str, theirs: str) -> tuple[float, ...]:
         measure = self.measure
-        pairs = ((one[ours], one[theirs]) for one in self.draws if theirs in one)
-        return tuple(_ratio(*(getattr(one, measure) for one in pair)) for pair in pairs)
+        errors = (
+            (getattr(one[ours], measure), getattr(one[theirs], measure))
+            for one in self.draws
+            if theirs in one
+        )
+        return tuple(_ratio(*pair) for pair in errors if math.isfinite(pair[1]))
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -112,9 +119,11 @@ class Verification:
                 yield (
                     f"in {dtype} the {self.measure} error is {times}, more than {self.max_ratio:g}"
                 )
-        if not math.isfinite(sum(one[LOW].gradient for one in self.draws if LOW in one)):
+        ours = FULL if self.amp_dtype == "float32" else LOW
+        if not math.isfinite(sum(getattr(one[ours], self.measure) for one in self.draws)):
             yield (
-                "a gradient is not finite where float64's is; train.find_overflow(*batch) says why"
+                f"a {self.measure} is not finite where float64's is; train.find_overflow(*batch) "
+                "says why"
             )
 
     @property

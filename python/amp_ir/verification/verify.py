@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from tvm import relax
 
 from amp_ir.amp.overrides import Override
-from amp_ir.api import Models, Optimizers, autocast
+from amp_ir.api import Models, Optimizers, autocast, compile_step
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import from_span
 from amp_ir.ir.options import dtype_name, meant_dtype
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.runtime.program import Program
 from amp_ir.verification.kept_state import kept_state
+from amp_ir.verification.lowered_scale import dynamic_scales, lower_until
 from amp_ir.verification.outcome import Errors, Outcome, errors_of
 from amp_ir.verification.plan_check import check_plan
 from amp_ir.verification.ranges import ranges_of
@@ -137,17 +140,56 @@ class _Verifier:
             self._add_note(_NOTHING)
         elif self.recording.owners.optimizers and exact.gradients and not exact.has_updates:
             self._add_note(_NO_UPDATE)
-        found = {FULL: captured.compiled(self.full)}
-        if self.low is not None:
-            found[LOW] = captured.compiled(self.low)
-            found[STRICT] = captured.compiled(self.low, rounding="strict")
+        found = self.outcomes(captured, batch)
+        if exact.is_finite and not _all_finite(found, exact):
+            found = self.at_lower_scale(captured, batch, exact, found)
+        for name in (EAGER, AUTOCAST):
+            if exact.is_finite and name in found and not found[name].is_finite_beside(exact):
+                self._add_note(f"{name} is not finite on a batch: there is no ratio to it there")
+        return {name: errors_of(one, exact) for name, one in found.items()}
+
+    def outcomes(self, captured: Captured, batch: tuple[Any, ...]) -> dict[str, Outcome]:
+        """Return what every variant makes of one batch."""
+        found = {name: captured.ran(*one) for name, one in self.programs.items()}
         if not self.is_random:
             found[EAGER] = captured.eager(lambda: self.recording.step(*batch), None)
         if not self.is_random and self.low is not None:
             autocasted = self.autocasted(captured, batch)
             if autocasted is not None:
                 found[AUTOCAST] = autocasted
-        return {name: errors_of(one, exact) for name, one in found.items()}
+        return found
+
+    @functools.cached_property
+    def programs(self) -> dict[str, tuple[Program, StepModule]]:
+        """The compiled variants, by name, with what each was compiled of."""
+        found = {FULL: (compile_step(self.full).program, self.full)}
+        if self.low is not None:
+            found[LOW] = compile_step(self.low).program, self.low
+            found[STRICT] = compile_step(self.low, rounding="strict").program, self.low
+        return found
+
+    def at_lower_scale(
+        self,
+        captured: Captured,
+        batch: tuple[Any, ...],
+        exact: Outcome,
+        found: dict[str, Outcome],
+    ) -> dict[str, Outcome]:
+        """Return the outcomes at the largest loss scale where all are finite, if there is one.
+
+        The scale stays there, as in a training that skipped the steps before.
+        """
+        scales = dynamic_scales(self.recording.scaler)
+        before = max(map(float, scales), default=1.0)
+        wrong = [name for name, one in found.items() if not one.is_finite_beside(exact)]
+        lower = lower_until(scales, lambda: _all_finite(self.outcomes(captured, batch), exact))
+        if lower is None:
+            return found
+        self._add_note(
+            f"at the loss scale {before:g} gradients overflow ({', '.join(wrong)}) and the step is "
+            f"skipped: compared at {lower:g}, the largest power of two where all are finite"
+        )
+        return self.outcomes(captured, batch)
 
     def autocasted(self, captured: Captured, batch: tuple[Any, ...]) -> Outcome | None:
         """Return what torch.autocast makes of a batch; None where it cannot run the step."""
@@ -197,6 +239,10 @@ class _Verifier:
                 pytorch_error=None if theirs is None else theirs.gradients[name],
                 line=lines.get(name, ""),
             )
+
+
+def _all_finite(found: Mapping[str, Outcome], exact: Outcome) -> bool:
+    return all(one.is_finite_beside(exact) for one in found.values())
 
 
 def gradient_lines(mod: StepModule) -> dict[str, str]:
