@@ -23,8 +23,8 @@
 
 A train.py's own command line follows `--`: amp-ir examine train.py -- --lr 0.1
 
-Exit codes: 0; 1 where a check fails; 2 for a wrong use, with a sentence on stderr; 130 when
-interrupted.
+Exit codes: 0; 1 where a check fails; 2 for a wrong use or a step that is refused, with a sentence
+on stderr; 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from amp_ir.commands import SUMMARIES
 
 WRONG_USE = 2
 INTERRUPTED = 130
+# Options that name a file to write.
+_OUTPUTS = ("json", "html", "graph", "out", "issue", "trace", "state")
 # Commands in a module of another name.
 _MODULES = {"profile": "measure", "report": "measure"}
 
@@ -55,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.of_file and not hasattr(arguments, "training"):
         parser.error(f"{arguments.command} takes no file whose arguments could follow --")
     try:
+        _check_outputs(arguments)
         return int(arguments.run(arguments))
     except _wrong_uses() as error:
         print(f"amp-ir {arguments.command}: {error}", file=sys.stderr)
@@ -88,14 +91,21 @@ def _form_of(name: str, argv: Sequence[str]) -> str:
     return "plan_ranks" if name == "plan" and has_ranks else name
 
 
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuse a file to write that cannot be one, before minutes of work for it."""
+    for name in _OUTPUTS:
+        file = getattr(arguments, name, None)
+        if file is not None and not file.parent.is_dir():
+            raise errors.OptionError(f"--{name}={file}: there is no such folder; make it")
+        if file is not None and file.is_dir():
+            raise errors.OptionError(f"--{name}={file} is a folder; name a file in it")
+
+
 def _wrong_uses() -> tuple[type[Exception], ...]:
-    """Return the errors that a sentence is enough for; asked for when something was raised."""
+    """Return the errors that a sentence is enough for; asked for when something was raised.
+
+    All that amp_ir raises on purpose: a step that is refused is no check that fails.
+    """
     from amp_ir.demo.workloads import MissingPackage
 
-    return (
-        errors.OptionError,
-        errors.DeviceError,
-        errors.BuildError,
-        errors.FileFormatError,
-        MissingPackage,
-    )
+    return errors.AmpIrError, MissingPackage

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import builtins
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +99,65 @@ def test_wrong_usage_is_refused_with_exit_code_2(
         cli.main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+TRAIN = """# -*- coding: latin-1 -*-
+import torch
+# A name that is no UTF-8: M\xfcller
+model = torch.nn.Linear(2, 2)
+batch = (torch.randn(3, 2),)
+def step(x):
+    return model(x)
+"""
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., str]:
+    def write(old: str = "", new: str = "") -> str:
+        path = tmp_path / "train.py"
+        path.write_bytes(TRAIN.replace(old, new).encode("latin-1"))
+        return str(path)
+
+    return write
+
+
+def test_a_file_may_declare_its_encoding(train: Callable[..., str], capsys: Any) -> None:
+    assert cli.main(["plan", "save", train(), "--out", "/dev/null"]) == 0
+
+
+@pytest.mark.parametrize("command", ["verify", "errors", "advise"])
+def test_a_step_that_is_refused_is_no_check_that_fails(
+    command: str, train: Callable[..., str], capsys: Any
+) -> None:
+    file = train("    return model(x)", "    return model(x) if model(x).sum() > 0 else x")
+    assert cli.main([command, file]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert f"amp-ir {command}: this step cannot be captured, 1 place:" in error
+
+
+def test_a_model_that_is_none_is_a_wrong_use(train: Callable[..., str], capsys: Any) -> None:
+    file = train("torch.nn.Linear(2, 2)", "[torch.nn.Linear(2, 2), 3]")
+    assert cli.main(["verify", file]) == 2
+    assert capsys.readouterr().err == (
+        f"amp-ir verify: `model` in {file} holds a int; expected a torch.nn.Module or a list of "
+        "them\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["json", "html"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    option: str, tmp_path: Path, capsys: Any
+) -> None:
+    outside = tmp_path / "nowhere" / "file"
+    assert cli.main(["verify", "missing.py", f"--{option}", str(outside)]) == 2
+    assert capsys.readouterr().err == (
+        f"amp-ir verify: --{option}={outside}: there is no such folder; make it\n"
+    )
+    assert cli.main(["verify", "missing.py", f"--{option}", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"amp-ir verify: --{option}={tmp_path} is a folder; name a file in it\n"
+    )
 
 
 def test_a_demo_without_transformers_says_what_to_install(

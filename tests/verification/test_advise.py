@@ -79,6 +79,17 @@ def test_where_calls_are_all_nothing_is_gained(monkeypatch, step):
     assert any(one.kind == "casts" and "Override(module=" in one.text for one in found.findings)
 
 
+def test_what_is_said_to_be_given_back_is(monkeypatch, step):
+    found = advised(monkeypatch, step, call_microseconds=1e6)
+    said = {one.text.partition(":")[0]: one for one in found.findings if one.kind == "casts"}
+    assert said
+    for module, one in said.items():
+        override = amp_ir.Override(module=module, to="float32")
+        changed = amp_ir.advise(*step, overrides=[override])
+        saved = found.low_milliseconds - changed.low_milliseconds
+        assert one.milliseconds == pytest.approx(saved)
+
+
 def test_where_memory_is_all_bytes_decide(monkeypatch, step):
     found = advised(monkeypatch, step, bandwidth=Curve(((1.0, 1.0),)))
     assert found.memory_share > 0.9

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -141,3 +142,60 @@ def test_where_nothing_becomes_low_no_time_changes():
     assert "Mixed precision changes no time here: 1.00 times as fast." in str(found)
     # An equal plan is no reason to round.
     assert searched(trained(model), model, batch()).returned == "float32"
+
+
+def test_reports_of_infinite_errors_are_json():
+    def refused(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    model = network()
+    found = amp_ir.error_report(trained(model, 1e6), batch(), model=model, amp_dtype="float16")
+    assert found.error == float("inf")
+    assert json.loads(found.to_json(), parse_constant=refused)["error"] == "Infinity"
+    verified = amp_ir.verify(
+        trained(model, 1e6), batch(), model=model, amp_dtype="float16", check=False
+    )
+    assert not verified.is_good
+    data = json.loads(verified.to_json(), parse_constant=refused)
+    assert data["draws"][0]["amp_ir low"]["gradient"] == "Infinity"
+
+
+def test_a_step_that_computes_nothing_has_no_time_to_gain():
+    model = network()
+    mod, args = amp_ir.trace_step(lambda x: None, batch(), model=model)
+    with pytest.raises(amp_ir.errors.OptionError) as caught:
+        amp_ir.advise(mod, args, gpu="L4")
+    assert str(caught.value) == (
+        "the step computes nothing, so that there is no time to gain; give advise a step that "
+        "trains, or returns what a model makes of the batch"
+    )
+
+
+@pytest.mark.parametrize("seconds", ["60", None, -1, float("nan"), True])
+def test_times_that_are_none_are_refused(seconds):
+    model = network()
+    message = f"seconds={seconds!r}; expected a number of seconds, 0 or more"
+    for tool in (
+        lambda: amp_ir.error_report(trained(model), batch(), model=model, seconds=seconds),
+        lambda: searched(trained(model), model, batch(), seconds=seconds),
+    ):
+        with pytest.raises(amp_ir.errors.OptionError) as caught:
+            tool()
+        assert str(caught.value) == message
+
+
+def test_a_budget_that_is_no_number_is_refused():
+    with pytest.raises(amp_ir.errors.OptionError) as caught:
+        model = network()
+        searched(trained(model), model, batch(), max_error="1e-3")
+    assert str(caught.value) == (
+        "max_error='1e-3'; expected a relative error between 0 and 1, such as 5e-3"
+    )
+
+
+@pytest.mark.parametrize("tool", [amp_ir.verify, amp_ir.error_report])
+def test_what_is_no_model_is_refused_as_a_capture_refuses_it(tool):
+    for model, name in ((1, "int"), (None, "NoneType")):
+        with pytest.raises(amp_ir.errors.ArgumentError) as caught:
+            tool(lambda x: x, batch(), model=model)
+        assert str(caught.value) == f"model= has a {name}, expected torch.nn.Module"

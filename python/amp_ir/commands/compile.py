@@ -65,9 +65,6 @@ def _compile(arguments: argparse.Namespace) -> int:
     casts = casts_of(arguments)
     if target.is_cuda:
         check_architecture(target.arch)
-    for option, file in (("out", arguments.out), ("state", arguments.state)):
-        if file is not None and not file.parent.is_dir():
-            raise amp_ir.errors.OptionError(f"--{option}={file}: there is no such folder; make it")
     seconds: dict[str, float] = {}
     with stages() as report, writing_stages(arguments.dump_ir):
         training = training_of(arguments, report)

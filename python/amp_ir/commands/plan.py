@@ -55,8 +55,6 @@ def add_plan(commands: Any) -> None:
 
 
 def _save(arguments: argparse.Namespace) -> int:
-    if not arguments.out.parent.is_dir():
-        raise OptionError(f"--out={arguments.out}: there is no such folder; make it")
     casts = casts_of(arguments)
     with stages() as report:
         training = training_of(arguments, report)

@@ -11,7 +11,6 @@ import amp_ir
 from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, traced, training_of
 from amp_ir.demo.stage_progress import stages
-from amp_ir.errors import OptionError
 from amp_ir.files.atomic_file import write_text
 from amp_ir.host.machine_model import GPUS
 from amp_ir.verification.precision_search import OBJECTIVES
@@ -55,9 +54,6 @@ def add_search(commands: Any) -> None:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    for name, file in (("out", arguments.out), ("json", arguments.json)):
-        if file is not None and not file.parent.is_dir():
-            raise OptionError(f"--{name}={file}: there is no such folder; make it")
     with stages() as report:
         training = training_of(arguments, report)
         report("capturing the step")

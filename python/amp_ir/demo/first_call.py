@@ -51,11 +51,11 @@ def first_call(run: Callable[[], Any]) -> FirstCall | None:
     return found[0] if found else None
 
 
-def calls_jit_in_a_function(source: str, needed: Collection[str]) -> bool:
+def calls_jit_in_a_function(source: bytes, needed: Collection[str]) -> bool:
     """Say whether a script names `amp_ir` and `jit`, and not all needed names at its top level."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         return False  # running it shows the line
     words = {one for node in ast.walk(tree) for one in _words(node)}
     bound = set(_bound(tree))

@@ -64,7 +64,8 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
     """
     if not path.is_file():
         raise OptionError(f"{path} is neither a workload nor a file; {_SEE}")
-    if calls_jit_in_a_function(path.read_text(encoding="utf-8"), _NEEDED):
+    # Bytes, whose encoding the file may declare itself.
+    if calls_jit_in_a_function(path.read_bytes(), _NEEDED):
         return _of_first_call(path, arguments)
     with _as_script(path, arguments):
         names = runpy.run_path(str(path))
@@ -76,7 +77,14 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
             f"define {'it' if len(missing) == 1 else 'them'} at its top level: {_SEE}; or, "
             f"{_THROUGH_JIT}"
         )
-    batch = names["batch"]
+    batch, model = names["batch"], names["model"]
+    models = model if isinstance(model, list | tuple) else [model]
+    wrong = [type(one).__name__ for one in models if not isinstance(one, torch.nn.Module)]
+    if wrong or not models:
+        raise OptionError(
+            f"`model` in {path} holds {f'a {wrong[0]}' if wrong else 'nothing'}; expected a "
+            "torch.nn.Module or a list of them"
+        )
     if not isinstance(batch, tuple):
         raise OptionError(
             f"`batch` in {path} is a {type(batch).__name__}; expected the tuple of the arguments "

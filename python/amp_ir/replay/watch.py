@@ -101,7 +101,7 @@ class Watch:
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.ops, str):
-            raise OptionError(f"Watch(ops={self.ops!r}); expected a glob, such as \"*.attn*\"")
+            raise OptionError(f'Watch(ops={self.ops!r}); expected a glob, such as "*.attn*"')
         for name in ("every", "length"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from amp_ir.files.atomic_file import write_text
+from amp_ir.files.strict_json import strict_json
 from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.kernel_table import rounded
 from amp_ir.report.memory import MemoryReport
@@ -84,7 +85,7 @@ def show_profile(
             "profile": json.loads(profile.to_json()),
             "memory": json.loads(memory.to_json()),
         }
-        write_text(arguments.json, json.dumps(parts, indent=1) + "\n")
+        write_text(arguments.json, strict_json(parts) + "\n")
         console.print(f"wrote {arguments.json}", highlight=False)
     return 0
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from amp_ir.files.strict_json import strict_json
 from amp_ir.ir.short_list import short_list
 from amp_ir.report.short_places import cut, short_nbytes, short_place
 from amp_ir.report.wide_console import FILE_COLUMNS
@@ -109,7 +109,7 @@ class Examination:
             "compiled_share_of_bytes": self.compiled_share_of_bytes,
             **attrs.asdict(self),
         }
-        return json.dumps(data, indent=1)
+        return strict_json(data)
 
     def issue_text(self) -> str:
         """Return a text for an issue report: versions, and what is external or refused."""

@@ -178,6 +178,11 @@ def rows_of(plan: Plan, what: str = "*", *, views: bool = False) -> list[Row]:
             rows += _rows(body.plan, steps=body.length, is_in_loop=True)
     rows = [row for row in rows if _is_meant(row.op, what)]
     rows = [row for row in rows if views or row.op.reads or row.op.results]
+    if not rows and not plan.ops:
+        raise OptionError(
+            "the step computes nothing: it has no op to show; its results and gradients are its "
+            "inputs, or are not there"
+        )
     if not rows:
         modules = sorted({op.module.split(".")[0] for op in plan.ops if op.module})
         known = {name for row in _rows(plan) for name in (row.op.name, row.op.module) if name}

@@ -18,6 +18,7 @@ from rich.markup import escape
 from amp_ir.deprecation import Renamed
 from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.files.atomic_file import write_text
+from amp_ir.files.strict_json import strict_json
 from amp_ir.host.peak_rates import MachinePeaks
 from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.memory_plan import PlannedCall, PlannedStep
@@ -198,7 +199,7 @@ class KernelProfile:
         document["floor_share"] = self.speed_of_light_share
         for name in ("kernel_milliseconds", "overhead_share", "cast_share", "speed_of_light_share"):
             document[name] = getattr(self, name)
-        return json.dumps(document, indent=1)
+        return strict_json(document)
 
     def save_trace(self, path: str | Path) -> None:
         """Write one step as a JSON trace for chrome://tracing or ui.perfetto.dev.

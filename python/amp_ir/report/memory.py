@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from amp_ir.deprecation import Renamed
+from amp_ir.files.strict_json import strict_json
 from amp_ir.ir.memory_plan import ChunkedLoss, MemoryPlan, MemoryRole, PlannedValue
 
 _SHOWN_VALUES = 12
@@ -114,7 +114,7 @@ class MemoryReport:
         if self.balance is not None:
             sums = {"saved_bytes": self.balance.saved_bytes, "cost_bytes": self.balance.cost_bytes}
             document["balance"] |= sums
-        return json.dumps(document, indent=1)
+        return strict_json(document)
 
     def __rich__(self) -> RenderableType:
         """Return lines and tables for a terminal."""

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import attrs
 
 from amp_ir.distributed.links import Links
+from amp_ir.files.strict_json import strict_json
 
 _MIB = 2.0**20
 # Buckets of a table; a large model has hundreds.
@@ -127,7 +127,7 @@ class RankPlan:
             "efficiency", "assumptions",
         )  # fmt: skip
         document = attrs.asdict(self) | {name: getattr(self, name) for name in names}
-        return json.dumps(document, indent=1) + "\n"
+        return strict_json(document) + "\n"
 
     def __str__(self) -> str:
         """Return the plan as text."""

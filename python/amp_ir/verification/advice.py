@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import attrs
+
+from amp_ir.files.strict_json import strict_json
 
 
 @attrs.frozen
@@ -63,7 +64,7 @@ class Advice:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        return json.dumps(attrs.asdict(self) | {"gain": self.gain}, indent=1) + "\n"
+        return strict_json(attrs.asdict(self) | {"gain": self.gain}) + "\n"
 
     def __str__(self) -> str:
         """Return the advice as text."""

@@ -8,12 +8,12 @@ for work of that size, and what a call takes beside. Nothing is compiled and no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from amp_ir.amp.overrides import Override
+from amp_ir.amp.overrides import Override, QuietOverride, listed
 from amp_ir.api.estimate import EstimatedCall, StepEstimate, estimate_step
 from amp_ir.api.precision import autocast
 from amp_ir.errors import OptionError
@@ -63,18 +63,40 @@ def advise(
         raise OptionError("the step went through autocast; give advise the one before")
     batch_of(mod, args)
     machine = estimated_machine(mod, gpu, allow_tf32=allow_tf32)
-    low = autocast(mod, args, amp_dtype=amp_dtype, overrides=overrides, policy=policy)
-    full_step, low_step = (estimate_step(one, machine) for one in (mod, low))
+    full_step = estimate_step(mod, machine)
+
+    def low_step(*more: Override) -> StepEstimate:
+        options = {"amp_dtype": amp_dtype, "policy": policy}
+        return estimate_step(
+            autocast(mod, args, overrides=[*listed(overrides), *more], **options), machine
+        )
+
     return _advice(full_step, low_step, machine, amp_dtype)
 
 
-def _advice(full: StepEstimate, low: StepEstimate, machine: MachineModel, amp_dtype: str) -> Advice:
+def _advice(
+    full: StepEstimate,
+    low_step: Callable[..., StepEstimate],
+    machine: MachineModel,
+    amp_dtype: str,
+) -> Advice:
+    low = low_step()
+    if not full.calls:
+        raise OptionError(
+            "the step computes nothing, so that there is no time to gain; give advise a step that "
+            "trains, or returns what a model makes of the batch"
+        )
     time = low.milliseconds
     becoming = {_key(one) for one in low.calls if _is_low(one, amp_dtype)}
     arithmetic = sum(one.milliseconds for one in full.calls if _key(one) in becoming)
     waiting = [one for one in low.calls if one.memory_milliseconds > one.arithmetic_milliseconds]
     findings = [
-        one for one in _findings(full, low, machine, amp_dtype) if one.milliseconds >= _WORTH * time
+        one
+        for one in (
+            *_findings(low, machine, amp_dtype),
+            *_modules_that_lose(full, low, low_step),
+        )
+        if one.milliseconds >= _WORTH * time
     ]
     return Advice(
         amp_dtype=amp_dtype,
@@ -101,13 +123,10 @@ def _is_low(one: EstimatedCall, amp_dtype: str) -> bool:
     return bool(one.flop) and one.call.compute_dtype == amp_dtype
 
 
-def _findings(
-    full: StepEstimate, low: StepEstimate, machine: MachineModel, amp_dtype: str
-) -> Iterator[Finding]:
+def _findings(low: StepEstimate, machine: MachineModel, amp_dtype: str) -> Iterator[Finding]:
     yield from _odd_extents(low, machine, amp_dtype)
     yield from _small_matmuls(low, machine, amp_dtype)
     yield from _whole_step(low, machine)
-    yield from _modules_that_lose(full, low)
 
 
 def _odd_extents(low: StepEstimate, machine: MachineModel, amp_dtype: str) -> Iterator[Finding]:
@@ -191,17 +210,26 @@ def _whole_step(low: StepEstimate, machine: MachineModel) -> Iterator[Finding]:
         )
 
 
-def _modules_that_lose(full: StepEstimate, low: StepEstimate) -> Iterator[Finding]:
-    """Find modules that take longer in low precision, with the casts of it."""
+def _modules_that_lose(
+    full: StepEstimate, low: StepEstimate, low_step: Callable[..., StepEstimate]
+) -> Iterator[Finding]:
+    """Find modules that take longer in low precision, with the casts of it.
+
+    Each override is tried: the casts of a module may only move to another one.
+    """
     before, after = _by_module(full), _by_module(low)
     losing = sorted(((after[name] - before.get(name, 0.0), name) for name in after), reverse=True)
     for more, name in losing[:_MOST]:
-        if name and more > 0.0:
+        if not name or more < _WORTH * low.milliseconds:
+            continue
+        changed = low_step(QuietOverride(module=name, to="float32"))
+        saved = low.milliseconds - changed.milliseconds
+        if saved > 0.0:
             yield Finding(
                 "casts",
                 f"{name}: takes longer in low precision, with its casts; "
                 f"Override(module={name!r}, to='float32') gives this back",
-                more,
+                saved,
             )
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -22,6 +21,7 @@ from amp_ir.api import compile_step, trace_step
 from amp_ir.compile_cache.cache import compile_cache
 from amp_ir.cuda import driver, nvrtc
 from amp_ir.errors import AmpIrError
+from amp_ir.files.strict_json import strict_json
 from amp_ir.host import native
 from amp_ir.host.free_memory import memory_nbytes
 from amp_ir.version import VERSION
@@ -60,7 +60,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return the findings as JSON."""
-        return json.dumps([attrs.asdict(one) for one in self.findings], indent=1) + "\n"
+        return strict_json([attrs.asdict(one) for one in self.findings]) + "\n"
 
     def __str__(self) -> str:
         """Return a line for each finding, and one more for what to do; for an issue report too."""

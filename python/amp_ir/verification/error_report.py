@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -15,9 +14,11 @@ from tvm import relax
 
 from amp_ir.amp.overrides import Override
 from amp_ir.api import Models, Optimizers, autocast
+from amp_ir.capture.arguments import check_arguments
 from amp_ir.capture.containers import leaves_of
 from amp_ir.dialect.define import LOW_DTYPES
 from amp_ir.errors import OptionError
+from amp_ir.files.strict_json import strict_json
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.options import dtype_name, meant_dtype
 from amp_ir.ir.public_function import public_function
@@ -55,7 +56,7 @@ class ErrorReport:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        return json.dumps(attrs.asdict(self), indent=1) + "\n"
+        return strict_json(attrs.asdict(self)) + "\n"
 
     def __repr__(self) -> str:
         """Return the first line; `print` shows all of it."""
@@ -152,6 +153,8 @@ def error_report(
     """
     started = time.perf_counter()
     amp_dtype = low_dtype_name(amp_dtype)
+    check_seconds(seconds)
+    check_arguments(step, batch, model, optimizer, scaler)
     with capture_recorded(step, batch, model, optimizer, scaler) as recording:
         low = autocast(
             recording.mod, recording.args, amp_dtype=amp_dtype, overrides=overrides, policy=policy
@@ -192,6 +195,17 @@ def _measured(mod: StepModule) -> tuple[str, Wanted]:
 
 def _is_float(value: relax.Expr) -> bool:
     return str(value.ty.dtype).startswith(("float", "bfloat"))
+
+
+def check_seconds(seconds: Any) -> None:
+    """Require a time that a tool may take.
+
+    Raises:
+        OptionError: it is no number, or below 0.
+    """
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds >= 0:
+        raise OptionError(f"seconds={seconds!r}; expected a number of seconds, 0 or more")
 
 
 def low_dtype_name(dtype: str | torch.dtype) -> str:

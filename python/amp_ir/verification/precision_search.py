@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 import attrs
 
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.plan import CastPlan
+from amp_ir.files.strict_json import strict_json
 from amp_ir.ir.step_module import StepModule
 
 OBJECTIVES = ("time", "memory")
@@ -136,7 +136,7 @@ class PrecisionSearch:
     def to_json(self) -> str:
         """Return everything but the plan, which has `save`, as JSON."""
         data = attrs.asdict(self, filter=lambda attribute, _value: attribute.name != "mod")
-        return json.dumps(data, indent=1) + "\n"
+        return strict_json(data) + "\n"
 
     def __str__(self) -> str:
         """Return the result as text."""

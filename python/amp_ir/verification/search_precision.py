@@ -24,7 +24,7 @@ from amp_ir.host.machine_model import MachineModel
 from amp_ir.ir.options import batch_of, check_module
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import StepModule
-from amp_ir.verification.error_report import low_dtype_name
+from amp_ir.verification.error_report import check_seconds, low_dtype_name
 from amp_ir.verification.estimated_machine import estimated_machine
 from amp_ir.verification.measured_plans import measure_plans
 from amp_ir.verification.plan_choices import Tried
@@ -102,7 +102,8 @@ def search_precision(
     if objective not in OBJECTIVES:
         accepted = " or ".join(map(repr, OBJECTIVES))
         raise OptionError(f"objective={objective!r} is not known; expected {accepted}")
-    if not 0.0 < max_error < 1.0:
+    check_seconds(seconds)
+    if not isinstance(max_error, int | float) or not 0.0 < max_error < 1.0:
         raise OptionError(
             f"max_error={max_error!r}; expected a relative error between 0 and 1, such as 5e-3"
         )

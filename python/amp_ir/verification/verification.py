@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -13,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from amp_ir.files.strict_json import strict_json
 from amp_ir.verification.outcome import Errors
 from amp_ir.verification.plan_check import PlanCheck
 from amp_ir.verification.ranges import Range
@@ -140,7 +140,7 @@ class Verification:
             "failures": self.failures,
             "is_good": self.is_good,
         }
-        return json.dumps(data, indent=1) + "\n"
+        return strict_json(data) + "\n"
 
     def to_html(self) -> str:
         """Return everything as one page."""

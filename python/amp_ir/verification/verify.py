@@ -12,6 +12,7 @@ from tvm import relax
 
 from amp_ir.amp.overrides import Override
 from amp_ir.api import Models, Optimizers, autocast, compile_step
+from amp_ir.capture.arguments import check_arguments
 from amp_ir.errors import OptionError
 from amp_ir.ir.dataflow import Dataflow, variables_of
 from amp_ir.ir.location import from_span
@@ -95,6 +96,7 @@ def verify(
         raise OptionError(
             f"amp_dtype={amp_dtype!r} is not known; expected one of {accepted}{meant}"
         )
+    check_arguments(step, batch, model, optimizer, scaler)
     with (
         kept_state(Owners.of(model, optimizer), scaler),
         capture_recorded(step, batch, model, optimizer, scaler) as recording,
