@@ -257,6 +257,24 @@ def test_the_fastest_measured_plan_within_the_budget_is_returned(monkeypatch, ti
     assert (wrong in str(found)) == (found.mod is None) == (returned == "float32")
 
 
+def test_a_plan_that_gives_everything_back_is_the_step_in_float32(monkeypatch):
+    timed = {}
+
+    def measured(steps, _batch, _show):
+        timed.update(steps)
+        # Equal steps are one program, with one time.
+        return MeasuredPlans(
+            {name: 1.0 if one is mod else 2.0 for name, one in steps.items()}, 3, 1
+        )
+
+    monkeypatch.setattr(module_of_search, "measure_plans", measured)
+    mod, args = captured(1.0)
+    found = amp_ir.search_precision(mod, args, max_error=1e-6, machine=machine(), progress=False)
+    assert timed["searched"] is mod
+    assert found.returned == "float32"
+    assert found.plan is None
+
+
 def test_conservative_is_returned_where_it_is_faster_than_a_plan_within_the_budget(monkeypatch):
     measured_as(monkeypatch, {"begun with": 2.0, "conservative": 1.0, "float32": 3.0})
     mod, args = captured(1.0)

@@ -78,17 +78,17 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
             f"{_THROUGH_JIT}"
         )
     batch, model = names["batch"], names["model"]
+    if not isinstance(batch, tuple):
+        raise OptionError(
+            f"`batch` in {path} is a {type(batch).__name__}; expected the tuple of the arguments "
+            "of `step`: (x, y), or (batch,) for a single one"
+        )
     models = model if isinstance(model, list | tuple) else [model]
     wrong = [type(one).__name__ for one in models if not isinstance(one, torch.nn.Module)]
     if wrong or not models:
         raise OptionError(
             f"`model` in {path} holds {f'a {wrong[0]}' if wrong else 'nothing'}; expected a "
             "torch.nn.Module or a list of them"
-        )
-    if not isinstance(batch, tuple):
-        raise OptionError(
-            f"`batch` in {path} is a {type(batch).__name__}; expected the tuple of the arguments "
-            "of `step`: (x, y), or (batch,) for a single one"
         )
     return TrainingFile(
         path.name,

@@ -9,6 +9,7 @@ import attrs
 
 from amp_ir.amp.kernels import LIBRARY
 from amp_ir.amp.overrides import Override
+from amp_ir.amp.plan_parts import parts_of
 from amp_ir.ir.step_module import StepModule
 from amp_ir.verification.contributions import Contribution
 from amp_ir.verification.precision_search import Candidate, GivenBack
@@ -69,6 +70,12 @@ class Tried:
     def policy(self) -> str:
         """What decides the rest."""
         return self.key[0]
+
+    @property
+    def casts(self) -> int:
+        """How many casts it has, those in loops too."""
+        plan = self.evaluated.mod.plan
+        return 0 if plan is None else sum(len(one.plan.casts) for one in parts_of(plan))
 
     @property
     def candidate(self) -> Candidate:
