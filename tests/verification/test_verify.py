@@ -244,6 +244,33 @@ def test_a_step_that_is_skipped_is_compared_at_the_scale_that_training_gets_to(k
     assert scaler.get_scale() >= 128.0
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_the_scaler_of_scale_loss_is_lowered_and_put_back_too(has_run):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum() * 100.0
+        with amp_ir.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    owners = {"model": model, "optimizer": optimizer}
+    train = amp_ir.jit(step, amp_dtype="float16", **owners)
+    batch = (torch.randn(16, 8),)
+    if has_run:
+        train(*batch)
+    found = amp_ir.verify(step, batch, amp_dtype="float16", check=False, **owners)
+    assert found.is_good
+    assert found.notes[0].startswith(f"at the loss scale {32768 if has_run else 65536} gradients")
+    train(*batch)
+    assert train.last.step == has_run
+    assert train.last.scale == (32768.0 if has_run else 65536.0)
+
+
 def test_a_static_scale_is_not_lowered_and_the_failure_says_why():
     scaler = amp_ir.GradScaler("cpu", init_scale=65536.0, dynamic=False)
     step, batch, owners = large_loss(scaler)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from amp_ir.ir.step_log import StepLog
 from amp_ir.runtime.random_state import random_state, set_random_state
 from amp_ir.verification.recorded_step import Owners
 
@@ -24,11 +25,10 @@ def kept_state(owners: Owners, scaler: Any) -> Iterator[None]:
     parameters = [one for model in owners.models for one in model.parameters()]
     gradients = [(one.grad, None if one.grad is None else one.grad.clone()) for one in parameters]
     optimizers = [_optimizer_state(one) for one in owners.optimizers]
-    scalers = scaler if isinstance(scaler, list | tuple) else [] if scaler is None else [scaler]
-    scaler_states = [_attributes(one) for one in scalers]
     generators = random_state()
     try:
-        yield
+        with kept_scalers(scaler):
+            yield
     finally:
         with torch.no_grad():
             for one, value in zip(tensors, values, strict=True):
@@ -39,9 +39,19 @@ def kept_state(owners: Owners, scaler: Any) -> Iterator[None]:
                     gradient.copy_(kept)
             for optimizer, (state, groups) in zip(owners.optimizers, optimizers, strict=True):
                 _restore_optimizer(optimizer, state, groups)
-            for one, attributes in zip(scalers, scaler_states, strict=True):
-                _restore_attributes(one, attributes)
         set_random_state(generators)
+
+
+@contextlib.contextmanager
+def kept_scalers(scaler: Any) -> Iterator[None]:
+    """Restore a loss scaler, or a list of them."""
+    scalers = scaler if isinstance(scaler, list | tuple) else [] if scaler is None else [scaler]
+    states = [_attributes(one) for one in scalers]
+    try:
+        yield
+    finally:
+        for one, attributes in zip(scalers, states, strict=True):
+            _restore_attributes(one, attributes)
 
 
 def _tensors(owners: Owners) -> Iterator[torch.Tensor]:
@@ -83,18 +93,25 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, state: Any, groups: Any
 def _attributes(scaler: Any) -> dict[str, tuple[Any, Any]]:
     found = {}
     for name, value in vars(scaler).items():
-        copy = value.clone() if torch.is_tensor(value) else None
-        found[name] = (dict(value) if name == "_per_optimizer_states" else value, copy)
+        copies = [(one, one.clone()) for one in _tensors_in(value)]
+        found[name] = (dict(value) if name == "_per_optimizer_states" else value, copies)
     return found
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a scaler's attribute that a step writes to in place."""
+    if isinstance(value, StepLog):
+        return [value.ring, value.counts]
+    return [value] if torch.is_tensor(value) else []
 
 
 def _restore_attributes(scaler: Any, attributes: dict[str, tuple[Any, Any]]) -> None:
     for name in list(vars(scaler)):
         if name not in attributes:
             delattr(scaler, name)
-    for name, (held, value) in attributes.items():
-        if value is not None:
-            held.copy_(value)
+    for name, (held, copies) in attributes.items():
+        for tensor, value in copies:
+            tensor.copy_(value)
         if name == "_per_optimizer_states":
             # A defaultdict, which stays one.
             vars(scaler)[name].clear()

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
-def dynamic_scales(scaler: Any) -> list[torch.Tensor]:
-    """Return the scales of the scalers that change theirs; of one that has not run yet, none."""
-    scalers = scaler if isinstance(scaler, list | tuple) else [scaler]
+def dynamic_scales(scalers: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the scales of the scalers that change theirs."""
     found = (getattr(one, "_scale", None) for one in scalers if getattr(one, "dynamic", True))
     return [one for one in found if one is not None]
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_ir.api import Models, Optimizers, trace_step
 from amp_ir.errors import OptionError
 from amp_ir.ir.step_module import StepModule
+from amp_ir.loss_scaling.scale_loss import scalers_of
 from amp_ir.report.step_name import function_name
 from amp_ir.verification.recorded_step import Owners, recorded, without_dropout
 from amp_ir.verification.variants import Captured
@@ -20,13 +21,16 @@ from amp_ir.verification.variants import Captured
 
 @attrs.frozen(eq=False)
 class Recording:
-    """A step whose gradients are among its results, as it was captured; dropout is off."""
+    """A step whose gradients are among its results, as it was captured; dropout is off.
+
+    `scalers` are those that were passed, and those that `scale_loss` made for the optimizers.
+    """
 
     name: str
     step: Callable[..., Any]
     batch: tuple[Any, ...]
     owners: Owners
-    scaler: Any
+    scalers: list[Any]
     mod: StepModule
     args: tuple[Any, ...]
     had_dropout: bool
@@ -34,7 +38,7 @@ class Recording:
     def captured(self, batch: tuple[Any, ...] | None = None) -> Captured:
         """Return it with a batch, by default the one of the capture."""
         tensors = self.mod.signature.flatten_batch(self.batch if batch is None else batch)
-        return Captured(self.mod, tensors, self.owners, self.scaler)
+        return Captured(self.mod, tensors, self.owners, self.scalers)
 
 
 @contextlib.contextmanager
@@ -61,12 +65,15 @@ def capture_recorded(
         with_gradients = recorded(step, owners)
         options: dict[str, Any] = {"optimizer": list(owners.optimizers), "scaler": scaler}
         mod, args = trace_step(with_gradients, batch, model=list(owners.models), **options)
+        scalers = list(scaler) if isinstance(scaler, list | tuple) else [scaler]
+        scalers += [one for one in scalers_of(owners.optimizers) if one not in scalers]
+        scalers = [one for one in scalers if one is not None]
         yield Recording(
             function_name(step),
             with_gradients,
             batch,
             owners,
-            scaler,
+            scalers,
             mod,
             args,
             had_dropout=had_dropout,

@@ -28,7 +28,7 @@ class Captured:
     mod: StepModule
     batch: Sequence[torch.Tensor]
     owners: Owners
-    scaler: Any
+    scalers: list[Any]
 
     def inputs(self) -> list[torch.Tensor]:
         """Return the inputs of `main`, copies of the state."""
@@ -45,7 +45,7 @@ class Captured:
     def eager(self, step: Callable[[], Any], dtype: torch.dtype | None) -> Outcome:
         """Run the user's step by PyTorch, under its autocast unless `dtype` is None."""
         before = {k: one.detach().clone() for k, one in self.owners.parameters().items()}
-        with kept_state(self.owners, self.scaler), _autocast(before, dtype):
+        with kept_state(self.owners, self.scalers), _autocast(before, dtype):
             returned = step()
             after = {k: one.detach().clone() for k, one in self.owners.parameters().items()}
         return Outcome.of(returned, before, after)

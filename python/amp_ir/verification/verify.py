@@ -20,7 +20,7 @@ from amp_ir.ir.options import dtype_name, meant_dtype
 from amp_ir.ir.public_function import public_function
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.runtime.program import Program
-from amp_ir.verification.kept_state import kept_state
+from amp_ir.verification.kept_state import kept_scalers, kept_state
 from amp_ir.verification.lowered_scale import dynamic_scales, lower_until
 from amp_ir.verification.outcome import Errors, Outcome, errors_of
 from amp_ir.verification.plan_check import check_plan
@@ -100,6 +100,8 @@ def verify(
     with (
         kept_state(Owners.of(model, optimizer), scaler),
         capture_recorded(step, batch, model, optimizer, scaler) as recording,
+        # Those of `scale_loss` may be new.
+        kept_scalers(recording.scalers),
     ):
         casts = {"amp_dtype": amp_dtype, "overrides": overrides, "policy": policy}
         verifier = _Verifier(recording, casts)
@@ -181,7 +183,7 @@ class _Verifier:
 
         The scale stays there, as in a training that skipped the steps before.
         """
-        scales = dynamic_scales(self.recording.scaler)
+        scales = dynamic_scales(self.recording.scalers)
         before = max(map(float, scales), default=1.0)
         wrong = [name for name, one in found.items() if not one.is_finite_beside(exact)]
         lower = lower_until(scales, lambda: _all_finite(self.outcomes(captured, batch), exact))
