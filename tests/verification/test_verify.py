@@ -301,6 +301,53 @@ def test_results_in_objects_are_compared():
     assert report.error == pytest.approx(found.draws[0]["amp_ir low, strict"].result, rel=0.01)
 
 
+def test_autocast_sees_weights_after_the_step_of_their_optimizer():
+    torch.manual_seed(0)
+    made, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    of_made = torch.optim.SGD(made.parameters(), lr=0.5)
+    of_judge = torch.optim.SGD(judge.parameters(), lr=0.5)
+
+    def judged(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-judge(x)).mean() + F.softplus(judge(made(z).detach())).mean()
+
+    def fooled(z: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-judge(made(z))).mean()
+
+    def step(z: torch.Tensor, x: torch.Tensor) -> None:
+        judged(z, x).backward()
+        of_judge.step()
+        of_judge.zero_grad()
+        fooled(z).backward()
+        of_made.step()
+        of_made.zero_grad()
+        of_judge.zero_grad()
+
+    z, x = torch.randn(8, 4), torch.randn(8, 4)
+    owners = {"model": [made, judge], "optimizer": [of_made, of_judge]}
+    found = amp_ir.verify(step, (z, x), check=False, **owners)
+
+    # The same with a region of autocast around each forward pass, and in float64.
+    gradients = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        networks = copy.deepcopy([made, judge])
+        if dtype == torch.float64:
+            networks = [one.double() for one in networks]
+        own_made, own_judge = networks
+        wide = (z, x) if dtype == torch.bfloat16 else (z.double(), x.double())
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = F.softplus(-own_judge(wide[1])).mean()
+            loss = loss + F.softplus(own_judge(own_made(wide[0]).detach())).mean()
+        loss.backward()
+        torch.optim.SGD(own_judge.parameters(), lr=0.5).step()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = F.softplus(-own_judge(own_made(wide[0]))).mean()
+        loss.backward()
+        gradients[dtype] = own_made.weight.grad.double()
+    exact = gradients[torch.float64]
+    expected = float((gradients[torch.bfloat16] - exact).norm() / exact.norm())
+    assert found.draws[0]["torch.autocast"].gradients["weight"] == pytest.approx(expected, rel=1e-3)
+
+
 def test_ranges_count_what_rounding_loses():
     training = Training.make()
     x = torch.full((16, 12), 2.0**-26)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import attrs
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_ir.api.replay import run_on
 from amp_ir.ir.interpreter import interpret
@@ -64,7 +65,11 @@ class Captured:
 
 @contextlib.contextmanager
 def _autocast(parameters: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """Run what is inside under torch.autocast, but the backward pass, as PyTorch recommends."""
+    """Run what is inside under torch.autocast, but the backward pass, as PyTorch recommends.
+
+    Low copies of weights are forgotten where a region around the forward pass would end, and where
+    an optimizer steps: else the generator of a GAN would see the discriminator of before its step.
+    """
     if dtype is None:
         yield
         return
@@ -72,12 +77,17 @@ def _autocast(parameters: Any, dtype: torch.dtype | None) -> Iterator[None]:
 
     def outside(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
+            torch.clear_autocast_cache()
             with torch.autocast(device, enabled=False):
                 return function(*args, **named)
 
         return call
 
+    stack = contextlib.ExitStack()
+    hook = register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
+    stack.callback(hook.remove)
     with (
+        stack,
         mock.patch.object(torch.autograd, "backward", outside(torch.autograd.backward)),
         mock.patch.object(torch.autograd, "grad", outside(torch.autograd.grad)),
         torch.autocast(device, dtype),
