@@ -66,10 +66,9 @@ def advise(
     full_step = estimate_step(mod, machine)
 
     def low_step(*more: Override) -> StepEstimate:
-        options = {"amp_dtype": amp_dtype, "policy": policy}
-        return estimate_step(
-            autocast(mod, args, overrides=[*listed(overrides), *more], **options), machine
-        )
+        every = [*listed(overrides), *more]
+        low = autocast(mod, args, amp_dtype=amp_dtype, overrides=every, policy=policy)
+        return estimate_step(low, machine)
 
     return _advice(full_step, low_step, machine, amp_dtype)
 
