@@ -82,6 +82,7 @@ def test_where_only_integers_come_out_there_is_no_error_to_measure():
     found = amp_ir.verify(step, batch(), model=model)
     assert found.is_good
     assert "no error could be measured there, and the plan check is all" in str(found)
+    assert str(found).endswith("There were no numbers to check.") and not found.ratios
 
 
 @pytest.mark.parametrize("where", ["weight", "batch"])

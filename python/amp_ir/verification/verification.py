@@ -50,6 +50,7 @@ class Verification:
         ranges: the range of every low tensor, of the first draw.
         is_finite: whether float64's results, gradients and updates are.
         notes: what to know about the comparison, a sentence each.
+        has_numbers: whether any draw has a floating-point number but 0 to compare.
     """
 
     step: str
@@ -61,6 +62,7 @@ class Verification:
     ranges: tuple[Range, ...]
     is_finite: bool = True
     notes: tuple[str, ...] = ()
+    has_numbers: bool = True
 
     def __repr__(self) -> str:
         """Describe it in one line; `print` shows all of it."""
@@ -88,6 +90,8 @@ class Verification:
         return "gradient" if any(one.gradients for one in self.draws[0].values()) else "result"
 
     def _ratios(self, ours: str, theirs: str) -> tuple[float, ...]:
+        if not self.has_numbers:
+            return ()
         measure = self.measure
         errors = (
             (getattr(one[ours], measure), getattr(one[theirs], measure))
@@ -125,6 +129,11 @@ class Verification:
                 f"a {self.measure} is not finite where float64's is; train.find_overflow(*batch) "
                 "says why"
             )
+
+    @property
+    def verdict(self) -> str:
+        """Return the last line of a check without failures."""
+        return "The numbers are right." if self.has_numbers else "There were no numbers to check."
 
     @property
     def is_good(self) -> bool:
@@ -174,7 +183,7 @@ class Verification:
         yield from (f"Note: {one}" for one in self.notes)
         yield from (f"FAILED: {one}" for one in self.failures)
         if self.is_good:
-            yield "The numbers are right."
+            yield self.verdict
 
     def _named_ratios(self) -> Iterator[tuple[str, str, tuple[float, ...]]]:
         if self.full_ratios:
@@ -268,7 +277,7 @@ td:not(:first-child) { font-variant-numeric: tabular-nums; white-space: nowrap }
 
 def _page(found: Verification) -> str:
     verdict = "".join(f'<p class="wrong">{escape(one)}</p>' for one in found.failures)
-    verdict = verdict or '<p class="good">The numbers are right.</p>'
+    verdict = verdict or f'<p class="good">{found.verdict}</p>'
     ratios = "".join(
         f"<p>{dtype}: {_mean(ratios):.2f} times the {found.measure} error of {theirs}</p>"
         for dtype, theirs, ratios in found._named_ratios()

@@ -118,7 +118,7 @@ class _Verifier:
         self.low: StepModule | None = None
         if self.amp_dtype != "float32":
             self.low = autocast(self.full, recording.args, **casts)
-        self.is_finite = True
+        self.is_finite, self.has_numbers = True, False
         self.notes = list(self._notes(had_dropout=recording.had_dropout))
 
     @property
@@ -140,6 +140,7 @@ class _Verifier:
         captured = self.recording.captured(batch)
         exact = captured.interpreted(self.full, float_dtype=torch.float64)
         self.is_finite &= exact.is_finite
+        self.has_numbers |= exact.has_numbers
         if not exact.has_numbers:
             self._add_note(_NOTHING)
         elif self.recording.owners.optimizers and exact.gradients and not exact.has_updates:
@@ -229,6 +230,7 @@ class _Verifier:
             ranges=() if self.low is None else tuple(ranges_of(self.low, inputs)),
             is_finite=self.is_finite,
             notes=tuple(self.notes),
+            has_numbers=self.has_numbers,
         )
 
     def _worst(self, errors: dict[str, Errors]) -> Iterator[Parameter]:
