@@ -9,17 +9,27 @@ import pytest
 
 from amp_ir.host.machine_load import load_warning
 
+BUSY = "The machine is busy (load 3.0 on 2 CPUs): times are not its best."
+ADVICE = "OMP_WAIT_POLICY=passive, set before Python starts, lets threads sleep that wait."
+
 
 @pytest.mark.parametrize(
-    ("load", "text"),
+    ("policy", "load", "text"),
     [
-        (2.5, ""),
-        (3.0, "The machine is busy (load 3.0 on 2 CPUs): times are not its best."),
+        ("passive", 2.5, ""),
+        ("active", 2.5, ""),
+        ("PASSIVE", 3.0, BUSY),
+        ("active", 3.0, f"{BUSY} {ADVICE}"),
+        (None, 3.0, f"{BUSY} {ADVICE}"),
     ],
 )
 def test_a_load_above_the_processors_is_said(
-    load: float, text: str, monkeypatch: pytest.MonkeyPatch
+    policy: str | None, load: float, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if policy is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert load_warning() == text

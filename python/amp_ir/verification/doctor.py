@@ -24,6 +24,7 @@ from amp_ir.errors import AmpIrError
 from amp_ir.files.strict_json import strict_json
 from amp_ir.host import native
 from amp_ir.host.free_memory import memory_nbytes
+from amp_ir.host.machine_load import WAIT_ADVICE, waits_awake
 from amp_ir.version import VERSION
 from amp_ir.vm.build import host_description
 from amp_ir.vm.build_library import missing_linker
@@ -150,6 +151,7 @@ def _load(usable: int) -> Iterator[Finding]:
     load = os.getloadavg()[0]
     if load > usable + 0.5:
         remedy = "other processes compete; times measured now are not this machine's best"
+        remedy += f"; {WAIT_ADVICE}" if waits_awake() else ""
         yield Finding("load", f"{load:.1f} on {usable} CPUs", NOTE, remedy)
     else:
         yield Finding("load", f"{load:.1f}")
