@@ -108,15 +108,6 @@ def schedule_inside(s: Setting, x: torch.Tensor) -> Any:
     return loss
 
 
-def with_closure(s: Setting, x: torch.Tensor) -> Any:
-    def closure() -> torch.Tensor:
-        loss = s.loss(x)
-        loss.backward()
-        return loss
-
-    return s.optimizer.step(closure)
-
-
 def select(s: Setting, x: torch.Tensor) -> Any:
     y = s.model(x)
     return s.train(y[y > 0].sum())
@@ -267,7 +258,6 @@ HINTS = {
         schedule_inside, "Call it after the compiled step", plain,
         after=lambda s, _: s.scheduler.step(),
     ),
-    "a closure": Hint(with_closure, "Compute the loss and call backward() before step()", plain),
     "a selection": Hint(select, "multiply by the mask or use torch.where", mask),
     "bincount": Hint(bincount, "torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))", index_add),
     "lstsq": Hint(lstsq, "Use torch.linalg.pinv(a) @ b", pinv),
