@@ -72,9 +72,8 @@ class StepTracer:
         self._diagnostics = Diagnostics()
         self._locator = Locator(state.models)
         values = [hyper.value() for hyper in hypers]
-        # Numbers that are followed come behind them.
-        values = values if other_hypers is None else other_hypers.values[: len(hypers)]
-        self.tape = FloatTape(list(values), self._refuse_float)
+        values = values if other_hypers is None else list(other_hypers.values)
+        self.tape = FloatTape(values, self._refuse_float)
         self.numbers = Numbers(numbers, self.tape if symbolic else None, others=others)
         opaque = [*state.optimizers, *(scaler_state.scaler for scaler_state in state.scalers)]
         self.observer = Observer(self._locator, self._diagnostics, opaque, self.numbers.replace)
@@ -189,7 +188,7 @@ class StepTracer:
 
     def _hyper_values(self) -> list[float]:
         if self._other_hypers is not None and not self._other_hypers.symbolic:
-            return self._other_hypers.values[: len(self._hypers)]
+            return self._other_hypers.values
         return [self.tape.input(index) for index in range(len(self._hypers))]
 
     def _traced_ranks(self, fakes: dict[int, torch.Tensor]) -> TracedRanks | None:

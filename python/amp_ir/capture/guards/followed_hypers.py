@@ -47,7 +47,7 @@ def other_values(tape: FloatTape, count: int) -> list[float]:
         for values[index] in (*_near(own), own):
             if all(guard.holds(values) for guard in guards):
                 break
-    return values
+    return values[:count]
 
 
 def _near(value: float) -> Iterator[float]:

@@ -109,14 +109,12 @@ def is_followed(
         return False
     for number, index in zip(numbers, positions, strict=True):
         inputs[index] = float(another(number.place.before))
-    comparison = _Comparison(tape, inputs, plain, symbolic.graph, other.graph)
-    return comparison.graphs_agree() and _same_constants(symbolic, other)
+    return first_difference(symbolic, tape, inputs, other, plain) is None
 
 
 def is_same_graph(one: Traced, tape: FloatTape, two: Traced, other: FloatTape) -> bool:
     """Return whether two traces are of the same step."""
-    comparison = _Comparison(tape, tape.inputs, other, one.graph, two.graph)
-    return comparison.graphs_agree() and _same_constants(one, two)
+    return first_difference(one, tape, tape.inputs, two, other) is None
 
 
 def first_difference(
@@ -149,9 +147,6 @@ class _Comparison:
     module: torch.fx.GraphModule
     other: torch.fx.GraphModule
     _partner: dict[torch.fx.Node, torch.fx.Node] = attrs.field(init=False, factory=dict)
-
-    def graphs_agree(self) -> bool:
-        return self.first_difference() is None
 
     def first_difference(self) -> torch.fx.Node | None:
         # Either graph ends with its output, so the shorter one differs at its end at the latest.
