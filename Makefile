@@ -72,12 +72,20 @@ NUMERIC := $(addprefix tests/, \
 AS_AVX2   := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 AMP_IR_LLVM_CPU=x86-64-v3
 AS_AVX512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE AMP_IR_LLVM_CPU=skylake-avx512
 BEYOND_AVX512 := avx512_bf16|avx512_fp16|amx_tile
-NUMERIC_TESTS := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_PARALLEL) -q -m 'not emulator' $(NUMERIC)
+# Here oneDNN decides nothing: the interpreter, our kernels alone, the calls of PyTorch's library, or
+# oneDNN's own, which are skipped without it.
+NOT_BY_ONEDNN := $(addprefix tests/, \
+	amp/test_autocast_workloads.py dialect/test_dialect_gradients.py dialect/test_dialect_kernels.py \
+	dispatch/test_recurrence_call.py loops/test_kernel_floats.py loops/test_loss_kernels.py \
+	loops/test_relax_lowerings.py memory/test_onednn_workspace.py native/test_native*.py)
+OF_OPTIMIZERS := tests/end_to_end/test_models.py::test_optimizers_follow_eager_while_hyper_parameters_change
+NUMERIC_TESTS := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_PARALLEL) -q -m 'not emulator'
 
 test-isa: setup
-	if grep -qw avx512bw /proc/cpuinfo; then $(AS_AVX2) $(NUMERIC_TESTS); fi
-	if grep -qwE '$(BEYOND_AVX512)' /proc/cpuinfo; then $(AS_AVX512) $(NUMERIC_TESTS); fi
-	AMP_IR_DISABLE=onednn $(NUMERIC_TESTS)
+	if grep -qw avx512bw /proc/cpuinfo; then $(AS_AVX2) $(NUMERIC_TESTS) $(NUMERIC); fi
+	if grep -qwE '$(BEYOND_AVX512)' /proc/cpuinfo; then $(AS_AVX512) $(NUMERIC_TESTS) $(NUMERIC); fi
+	AMP_IR_DISABLE=onednn $(NUMERIC_TESTS) --deselect $(OF_OPTIMIZERS) \
+	  $(filter-out $(NOT_BY_ONEDNN),$(NUMERIC))
 
 # Where Python or PyTorch may differ between versions: bytecode, frames and guards, what capture
 # patches, calls and checkpoints, other packages' loops, an installed wheel. VENV is a new one for
