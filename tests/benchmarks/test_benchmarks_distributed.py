@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch.multiprocessing
 from benchmarks import distributed
 
+import prepared_process
 
-def test_ranks_are_timed_in_turns_and_their_exchange_is_seen():
+
+def test_ranks_are_timed_in_turns_and_their_exchange_is_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.multiprocessing, "spawn", prepared_process.spawn)
     ways = ("amp_ir", "eager")
     (row,) = distributed.measure(["mlp"], rounds=2, warmup=1, small=True, ways=ways)
     assert set(row.milliseconds) == set(ways) and min(row.milliseconds.values()) > 0

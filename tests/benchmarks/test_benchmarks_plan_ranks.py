@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch.multiprocessing
 from benchmarks import plan_ranks
 
+import prepared_process
 
-def test_a_planned_step_is_beside_the_measured_one():
+
+def test_a_planned_step_is_beside_the_measured_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.multiprocessing, "spawn", prepared_process.spawn)
     (row,) = plan_ranks.measure(["mlp"], rounds=2, small=True)
     assert row.ranks == 2 and row.gigabytes_per_second > 0
     assert 0 < row.planned_exposed_milliseconds < row.planned_milliseconds
