@@ -47,13 +47,14 @@ def assert_trains_alike(
     *,
     steps: int = 3,
     between: Callable[[Training], None] = lambda training: None,
+    seen: Callable[[CapturedStep], None] = lambda captured: None,
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> int:
     """Run some steps in eager PyTorch and captured; everything afterwards must be the same.
 
-    `between` is called on either training after every step. float32 results may differ in the
-    last bits, where the captured graph adds in another order.
+    `between` is called on either training after every step, `seen` on each capture. float32 results
+    may differ in the last bits, where the captured graph adds in another order.
 
     Returns:
         how often the step had to be captured.
@@ -68,6 +69,7 @@ def assert_trains_alike(
         expected = eager.step(*copy.deepcopy(arguments))
         if runner is None or runner.captured.hooks.recompile_reason():
             runner, captures = CapturedRunner(captured.capture(arguments)), captures + 1
+            seen(runner.captured)
         assert_results_equal(runner(*arguments), expected, rtol=rtol, atol=atol)
         between(eager)
         between(captured)
