@@ -71,9 +71,11 @@ NAMES = tuple(f"{kind}{suffix}" for kind in KINDS for suffix in ("", "_backward"
 
 
 @pytest.mark.parametrize("amp_dtype", TOLERANCE)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_train_as_in_pytorch(kind: str, options: dict[str, Any], amp_dtype: str | None):
+def test_layers_train_as_in_pytorch(kind: str, amp_dtype: str | None):
+    # Each kind in either form, and each form in every dtype.
+    is_deep = ([*KINDS].index(kind) + [*TOLERANCE].index(amp_dtype)) % 2
+    options = {"num_layers": 2, "bidirectional": True} if is_deep else {}
     trained = []
     for compiles in (True, False):
         torch.manual_seed(0)

@@ -94,6 +94,9 @@ def _differ(got: torch.Tensor, wanted: torch.Tensor) -> int:
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 def test_neighbours_of_infinities(ndim: int, dtype: torch.dtype) -> None:
     operations = _operations(ndim)
+    if dtype == torch.float64:
+        # The same kernels in another dtype: some of each kind.
+        operations = dict([*operations.items()][::3])
     x = _lines((4, 4, 6)[3 - ndim :], dtype)
     grads = {name: _lines(tuple(op(x).shape[2:]), dtype) for name, op in operations.items()}
 

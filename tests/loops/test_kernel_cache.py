@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tvm
 import tvm_ffi
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tvm import relax, tirx
 from tvm.relax import op
@@ -123,6 +123,8 @@ def built(e: Any, x: Any, choice: tuple[Any, ...]) -> Any:
     return e(op.sum(e(op.add(c, relax.const(number, "float32"))), [1], keepdims=True))
 
 
+# Each compiles kernels.
+@settings(max_examples=20)
 @given(st.lists(piece, min_size=2, max_size=6))
 @example([(1, 2, 0, 0, 0.0, "float32", False), (1, 2, 0, 0, -0.0, "float32", False)])
 @example([(1, 2, 0, 0, 0.5, "float32", False), (1, 2, 0, 0, 0.5, "float32", True)])
@@ -136,6 +138,8 @@ def test_groups_that_differ_are_not_confused(pieces):
     assert_the_same_either_way(program(body, (ROWS, COLUMNS)))
 
 
+# Each compiles kernels.
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 10**6), min_size=3, max_size=12))
 def test_a_random_step_twice_over_is_the_same_either_way(draws):
     assert_the_same_either_way(random_step(draws * 2))
