@@ -62,6 +62,38 @@ def log_text(loss: torch.Tensor) -> None:
 SHOWING = [show_number, show_text, show_tensor, show_mean, log_number, log_text]
 
 
+def percent_of_number(loss: torch.Tensor) -> None:
+    print("loss %.3f" % loss.item())  # noqa: UP031 - as many programs do
+
+
+def percent_of_tensor(loss: torch.Tensor) -> None:
+    print("loss %d, %.3f" % (3, loss))  # noqa: UP031
+
+
+def percent_of_integer(loss: torch.Tensor) -> None:
+    print("right: %d" % (loss > 0).sum().item())  # noqa: UP031
+
+
+def percent_in_place(loss: torch.Tensor) -> None:
+    text = "loss %.3f"
+    text %= loss
+    print(text)
+
+
+def log_percent_of_number(loss: torch.Tensor) -> None:
+    log.info("loss %f", loss.item())
+
+
+def log_percent_of_tensor(loss: torch.Tensor) -> None:
+    log.info("loss %.2f", loss)
+
+
+WITH_PERCENT = [
+    percent_of_number, percent_of_tensor, percent_of_integer, percent_in_place,
+    log_percent_of_number, log_percent_of_tensor,
+]  # fmt: skip
+
+
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(4)
     model = nn.Linear(4, 3)
@@ -102,6 +134,27 @@ def test_text_of_a_number_is_refused_at_its_line(
     show(loss)
     shown = loss.item() / 3 if show is show_mean else loss.item()
     assert f"{shown:.2f}" in capsys.readouterr().out + logged.stream.getvalue()
+
+
+@pytest.mark.parametrize("show", WITH_PERCENT)
+def test_the_percent_operator_makes_no_text_of_a_number(
+    show: Callable[[torch.Tensor], None], capsys: Any
+) -> None:
+    """It wrote 1.000 before the refusal; and logging does not hide the end of the capture."""
+    logged = logging.StreamHandler(io.StringIO())
+    log.handlers = [logged]
+    with pytest.raises(CaptureError) as refused:
+        jitted(show)(X)
+    line = show.__code__.co_firstlineno + (2 if show is percent_in_place else 1)
+    assert str(refused.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{line}: {TEXT}. {ADVICE}"
+    )
+    told = capsys.readouterr()
+    assert told.out + logged.stream.getvalue() == "" and "Logging error" not in told.err
+
+    show(jitted(lambda _: None)(X))  # the hint
+    assert capsys.readouterr().out + logged.stream.getvalue()
 
 
 def test_text_that_a_users_class_makes_is_refused_there(capsys: Any) -> None:

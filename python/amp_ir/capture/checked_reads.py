@@ -38,7 +38,7 @@ class CheckedRead:
 
 def checked_read(frame: FrameType | None) -> CheckedRead | None:
     """Return the check that the read of a bool in this frame belongs to; None where it is none."""
-    frame = _reader(frame)
+    frame = reader_of(frame)
     if frame is None:
         return None
     name, line = frame.f_code.co_filename, frame.f_lineno
@@ -53,8 +53,8 @@ def checked_read(frame: FrameType | None) -> CheckedRead | None:
     return None
 
 
-def _reader(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that reads the value."""
+def reader_of(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that reads the value, whose read is being traced in `frame`."""
     while frame is not None:
         name = frame.f_code.co_filename
         is_between = name.startswith(_TORCH) and not name[len(_TORCH) :].startswith(_CHECKING)

@@ -72,8 +72,11 @@ def _tensors_in(group: list[Diagnostic]) -> str:
     return f": {short_list(tensors)}"
 
 
-class TracingStopped(Exception):
-    """Tracing cannot continue after a diagnostic; never leaves the capture."""
+class TracingStopped(BaseException):
+    """Tracing cannot continue after a diagnostic; never leaves the capture.
+
+    No `Exception`: logging, and many a program, catches those and goes on.
+    """
 
 
 class UnsupportedCall(Exception):

@@ -32,6 +32,7 @@ from amp_ir.capture.failure_advice import ONE_DTYPE
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.repeated_ops import RepeatedOps
+from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
 from amp_ir.ir.empty_tensors import results_by_evaluation
 from amp_ir.ir.location import Location
@@ -210,6 +211,9 @@ class Recorder(TorchDispatchMode):
                 require = torch.ops.amp_ir.checked_lengths
                 self._checks.append(require(is_wrong, is_wrong, 0, 1, check.message))
             return check.wanted
+        if is_read_for_text(sys._getframe(1)):
+            refuse_text(self._diagnostics, self._locator)
+            raise TracingStopped
         location = self._locator.here()
         self._diagnostics.add(*self._read_diagnostic(location))
         self._reads += 1

@@ -23,6 +23,7 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedC
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator
+from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.ir.location import Location
 
 aten = torch.ops.aten
@@ -33,14 +34,6 @@ _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 # What print and f-strings call. With a specification it is the text of a number, else of a tensor.
 _TO_TEXT = (torch.Tensor.__repr__, torch.Tensor.__format__)
-_NUMBER_TO_TEXT = (
-    "makes text of a tensor's value, as print, logging, progress bars and f-strings do"
-)
-_NO_VALUE = "(no value while the step is captured)"
-_NUMBER_ADVICE = (
-    "Return it, and print or log it after the call, as float(train(x)); nothing of the step runs "
-    "at each call but its tensors"
-)
 # Types of arguments that are passed on.
 _AS_THEY_ARE = frozenset(
     (FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -130,9 +123,8 @@ class Substitution(TorchFunctionMode):
         constant = tensor.constant if tensor.constant is not None else constant_value(tensor)
         if constant is not None:
             return format(constant, specification)
-        what = f"{_NUMBER_TO_TEXT}{self._locator.called_at()}"
-        self._diagnostics.add(what, self._locator.here(), _NUMBER_ADVICE)
-        return _NO_VALUE
+        refuse_text(self._diagnostics, self._locator)
+        return NO_VALUE
 
     def _replace(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
