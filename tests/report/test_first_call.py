@@ -139,3 +139,74 @@ def test_a_file_with_all_parts_at_its_top_level_does_not_run_its_loop(tmp_path: 
         "if __name__ == '__main__':\n    amp_ir.jit(step, model=model)()\n"
     )
     assert load_training(path).batch == ()
+
+
+AVERAGED = """
+import copy
+import torch
+import amp_ir
+
+model = torch.nn.Linear(4, 3)
+ema = copy.deepcopy(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batch = (torch.randn(2, 4),)
+
+
+def step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for mine, averaged in zip(model.parameters(), ema.parameters()):
+        averaged.data.lerp_(mine.data, 0.1)
+    return loss.detach()
+
+
+if __name__ == "__main__":
+    train = amp_ir.jit(step, model=[model, ema], optimizer=optimizer)
+    train(*batch)
+"""
+
+
+@pytest.mark.parametrize("command", ["examine", "explain"])
+def test_what_jit_is_given_below_is_what_the_commands_take(
+    command: str, tmp_path: Path, capsys: Any
+) -> None:
+    """They took `model` alone, and refused the step for what they had left out."""
+    path = tmp_path / "train.py"
+    path.write_text(AVERAGED)
+    assert cli.main([command, str(path)]) == 0
+    assert "took model=[model, ema] of the call of jit in line 23\n" in capsys.readouterr().err
+    assert [type(one) for one in load_training(path).model] == [torch.nn.Linear] * 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("passed", ["model", "[model]", "model, optimizer=optimizer, scaler=None"])
+def test_nothing_is_said_where_jit_is_given_the_names(
+    passed: str, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(AVERAGED.replace("[model, ema], optimizer=optimizer", passed))
+    assert isinstance(load_training(path).model, torch.nn.Linear)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_jit_is_given_and_the_file_does_not_name_is_told(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(AVERAGED.replace("[model, ema]", "[model, make_ema(model)]"))
+    assert isinstance(load_training(path).model, torch.nn.Linear)
+    assert capsys.readouterr().err == (
+        f"`model` at the top level of {path} is taken, and not model=[model, make_ema(model)] of "
+        "the call of jit in line 23, which is no name or list of names that are there; make "
+        "`model` there what the call passes\n"
+    )
+    text = AVERAGED
+    for old, new in (
+        ("model.p", "model[0].p"),
+        ("model(x)", "model[0](x)"),
+        ("model=[model, ema]", "model=model"),
+        ("optimizer =", "model = [model, ema]\noptimizer ="),
+    ):
+        text = text.replace(old, new)
+    path.write_text(text)  # the hint
+    assert len(load_training(path).model) == 2  # type: ignore[arg-type]
+    assert capsys.readouterr().err == ""

@@ -134,7 +134,12 @@ def test_the_page_has_everything_and_loads_nothing(
     counts = {len(re.findall(r"[ML]", path["d"] or "")) for path in page.paths}
     assert counts == {4 * len(moments) + 1}
     assert "role-parameter" in {path["class"] for path in page.paths}
-    for words in ("AMP saved", "train.py in bfloat16", "Alive at the peak", "dtypes by op"):
+    for words in (
+        "AMP saved",
+        "<title>train.py in bfloat16</title>",
+        "Alive at the peak",
+        "dtypes by op",
+    ):
         assert words in text
     # Itself, its float32 step and PyTorch's, below a line of heads; a source line of each kernel.
     assert page.rows["peers"] == 4
@@ -142,6 +147,8 @@ def test_the_page_has_everything_and_loads_nothing(
     assert "train.py:" in text
     assert 'class="band phase-forward"' in text and 'class="band phase-backward"' in text
     assert ">0.0%<" not in text
+    # On a telephone each value alive is a few lines, not a row that scrolls; later rules win.
+    assert text.index("td.name { ") < text.index("#held tr { display: flex")
 
 
 def test_the_page_of_a_step_without_casts_says_so(training: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -120,7 +121,7 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
     warning = load_warning()
     if warning:
         print(warning, file=sys.stderr)
-    return _Measured(arguments.training, memory, profile, plan, peers, errors)
+    return _Measured(Path(arguments.training).name, memory, profile, plan, peers, errors)
 
 
 def _peers(

@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from amp_ir.demo.first_call import calls_jit_in_a_function, first_call
+from amp_ir.demo.jit_call import jit_call, value_of
 from amp_ir.errors import OptionError
 from amp_ir.report.step_name import function_name
 
@@ -49,7 +50,8 @@ class TrainingFile:
 def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
     """Run a file and return its `step`, `batch` and `model`, and what else it names.
 
-    That is `optimizer`, `scaler`, and `batches`, a list of more batches.
+    That is `optimizer`, `scaler`, and `batches`, a list of more batches. Where the file passes
+    `step` to `amp_ir.jit` below, `model`, `optimizer` and `scaler` are those of that call.
 
     The file runs as a module of another name than "__main__", so a training loop below
     `if __name__ == "__main__":` does not run. As when Python runs it, its folder is where it
@@ -77,6 +79,7 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
             f"define {'it' if len(missing) == 1 else 'them'} at its top level: {_SEE}; or, "
             f"{_THROUGH_JIT}"
         )
+    names = {**names, **_passed_to_jit(path, names)}
     batch, model = names["batch"], names["model"]
     if not isinstance(batch, tuple):
         raise OptionError(
@@ -99,6 +102,29 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
         names.get("scaler"),
         names.get("batches", ()),
     )
+
+
+def _passed_to_jit(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the file's own call of `jit` passes otherwise than the names say, and say so."""
+    found = jit_call(path.read_bytes(), names)
+    passed: dict[str, Any] = {}
+    if found is None:
+        return passed
+    for owner in found.owners:
+        text = f"{found.text(owner)} of the call of jit in line {found.line}"
+        try:
+            value = value_of(found.owners[owner], names)
+        except (AttributeError, LookupError):
+            print(
+                f"`{owner}` at the top level of {path} is taken, and not {text}, which is no name "
+                f"or list of names that are there; make `{owner}` there what the call passes",
+                file=sys.stderr,
+            )
+            continue
+        if value is not names.get(owner) and value != [names.get(owner)]:
+            print(f"took {text}", file=sys.stderr)
+            passed[owner] = value
+    return passed
 
 
 def _of_first_call(path: Path, arguments: Sequence[str]) -> TrainingFile:

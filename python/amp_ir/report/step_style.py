@@ -48,10 +48,6 @@ path { fill: var(--tone) }
 .role-temporary { --tone: var(--temporary) } .role-library-workspace { --tone: var(--workspace) }
 .phase-forward { --tone: var(--forward) } .phase-backward { --tone: var(--backward) }
 .phase-optimizer { --tone: var(--optimizer) } .phase-other { --tone: var(--quiet) }
-@media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem }
-  .facts { grid-template-columns: 1fr 1fr } .plot { height: 14rem }
-  .chart { grid-template-columns: 3.6rem 1fr }
-  td, th { padding: .3rem .35rem } td.name { min-width: 11rem } .bar { min-width: 2.5rem } }
 .track { display: block; position: relative; height: 1em; min-width: 14rem;
   background: var(--soft) }
 .track i { position: absolute; top: 0; bottom: 0; min-width: 1px; background: var(--tone) }
@@ -67,6 +63,14 @@ td.name { overflow-wrap: anywhere; min-width: 13rem } td.kind { white-space: now
 input { font: inherit; padding: .3rem .5rem; width: 22rem; max-width: 100%; margin: .2rem 0 .6rem }
 pre { overflow-x: auto; background: var(--soft); padding: .6rem .8rem; border-radius: .4rem }
 details summary { cursor: pointer; margin: .6rem 0; color: var(--quiet) }
+@media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem }
+  .facts { grid-template-columns: 1fr 1fr } .plot { height: 14rem }
+  .chart { grid-template-columns: 3.6rem 1fr }
+  td, th { padding: .3rem .35rem } td.name { min-width: 11rem } .bar { min-width: 2.5rem }
+  #held thead { display: none } #held td { border: 0; padding: 0; overflow-wrap: anywhere }
+  #held tr { display: flex; flex-wrap: wrap; column-gap: .7rem; padding: .4rem 0;
+    border-top: 1px solid var(--line) }
+  #held td:first-child { flex: 1 1 60%; min-width: 0 } #held td:last-child { flex: 1 1 100% } }
 """
 SCRIPT = """
 const moments = JSON.parse(document.querySelector("#moments").textContent);
