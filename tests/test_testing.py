@@ -72,6 +72,18 @@ def test_an_op_more_is_named_and_the_others_are_aligned(golden):
     assert not any("relax.tanh" in one or " in 0 " in one for one in others)
 
 
+@pytest.mark.parametrize("update", ["", "1"])
+def test_a_folder_is_no_plan(golden, monkeypatch, update):
+    """It was an IsADirectoryError, and with the variable set an error of the operating system."""
+    monkeypatch.setenv("AMP_IR_UPDATE_PLANS", update)
+    folder = golden.parent
+    with pytest.raises(amp_ir.errors.OptionError) as caught:
+        amp_ir.testing.assert_plan_matches(planned(nn.Tanh()), folder)
+    told = folder / "plan.json"
+    assert str(caught.value) == (f"{folder} is a folder; name the file of the plan, such as {told}")
+    amp_ir.testing.assert_plan_matches(planned(nn.Tanh()), told)
+
+
 def test_a_missing_plan_says_how_to_write_it(tmp_path, monkeypatch):
     path = tmp_path / "golden" / "plan.json"
     with pytest.raises(AssertionError) as caught:

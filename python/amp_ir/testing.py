@@ -32,7 +32,7 @@ def assert_plan_matches(planned: Any, golden: str | os.PathLike[str]) -> None:
 
     Raises:
         AssertionError: the plans differ, with a line for each difference; or there is no file.
-        OptionError: `planned` has no plan.
+        OptionError: `planned` has no plan, or `golden` is a folder.
         FileFormatError: the file is no plan.
     """
     plan = planned if isinstance(planned, CastPlan) else getattr(planned, "plan", None)
@@ -42,6 +42,10 @@ def assert_plan_matches(planned: Any, golden: str | os.PathLike[str]) -> None:
             "returned, or its plan"
         )
     path = Path(golden)
+    if path.is_dir():
+        raise OptionError(
+            f"{path} is a folder; name the file of the plan, such as {path / 'plan.json'}"
+        )
     remedy = f"set {UPDATE_VARIABLE}=1 and run the test once to write it"
     if os.environ.get(UPDATE_VARIABLE, "") not in ("", "0"):
         path.parent.mkdir(parents=True, exist_ok=True)
