@@ -83,6 +83,41 @@ def test_a_rule_that_holds_another_value_is_another_rule(captured: str) -> None:
     assert len(train.recompiles) == 1
 
 
+KEPT = "float32"
+
+
+def reads_a_global(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+    """Keep the dtype that a variable of the file says."""
+    return [PrimType(KEPT)] * len(args)
+
+
+@pytest.mark.parametrize("read", ["of a closure", "of the file"])
+def test_a_rule_reads_a_variable_again_when_it_changes(
+    read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step went on with the casts of the first value."""
+    kept = "float32"
+
+    def of_closure(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+        """Keep the dtype that a variable around says."""
+        return [PrimType(kept)] * len(args)
+
+    rule, name = (of_closure, "kept") if read == "of a closure" else (reads_a_global, "KEPT")
+    train = jitted(amp_dtype="bfloat16")
+    with amp_ir.CustomTypeHint({"relax.matmul": rule}):
+        for dtype in ("float32", "float32", "bfloat16", "float32"):
+            kept = dtype
+            monkeypatch.setattr(f"{__name__}.KEPT", dtype)
+            train(X)
+            plan = train.compiled.module.plan
+            reads = {one.reads for one in plan.ops if one.name == "relax.matmul"}
+            assert reads == {(dtype, dtype)}
+    (again,) = train.recompiles  # both programs are kept
+    assert again.reason == (
+        f"the rule of relax.matmul reads {name}, which was 'float32' and is 'bfloat16'"
+    )
+
+
 def test_a_step_without_casts_has_no_rules_to_follow() -> None:
     train = jitted()
     train(X)

@@ -19,6 +19,8 @@ from amp_ir.errors import RuleError
 from amp_ir.host.user_warning import warn_user
 from amp_ir.ir.near_names import inside_of_others, near_names
 
+# What is compared by value; other objects that a rule reads, by identity.
+_PLAIN = (bool, int, float, str)
 _NOTHING: Mapping[str, Rule] = MappingProxyType({})
 _replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(
     "amp_ir_replaced_rules", default=_NOTHING
@@ -109,6 +111,9 @@ class RulesInEffect:
 
     _replaced: Mapping[str, Rule] = attrs.field(factory=_replaced.get)
     _registered: int = attrs.field(factory=lambda: len(RULES))
+    _read: Mapping[str, Mapping[str, object]] = attrs.field(
+        factory=lambda: _read_by_rules()
+    )  # defined below
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -123,7 +128,7 @@ class RulesInEffect:
         """Describe how the rules in effect now differ; "" where they do not."""
         now = _replaced.get()
         if now is self._replaced and len(RULES) == self._registered:
-            return ""
+            return "; ".join(self._changed_reads())
         pairs = {
             name: (self._replaced.get(name), now.get(name)) for name in {**self._replaced, **now}
         }
@@ -132,10 +137,40 @@ class RulesInEffect:
             for name, (was, rule) in sorted(pairs.items())
             if not _is_same(was, rule)
         ]
+        changes = changes or list(self._changed_reads())
         # Rules are added at the end, and never removed.
         added = itertools.islice(RULES.items(), self._registered, None)
         changes += [f"{name} had no rule and has {describe(rule)}" for name, rule in added]
         return "; ".join(changes)
+
+    def _changed_reads(self) -> Iterator[str]:
+        now = _read_by_rules()
+        for rule, read in sorted(self._read.items()):
+            for name, was in read.items():
+                value = now.get(rule, {}).get(name)
+                if not _is_unchanged(was, value):
+                    yield f"the rule of {rule} reads {name}, which was {was!r} and is {value!r}"
+
+
+def _read_by_rules() -> dict[str, dict[str, object]]:
+    """Return the variables that each replaced rule reads: of a closure, and global plain values."""
+    return {name: read for name, rule in _replaced.get().items() if (read := _read_by(rule))}
+
+
+def _read_by(rule: Rule) -> dict[str, object]:
+    if not isinstance(rule, FunctionType):
+        return {}
+    code, cells = rule.__code__, rule.__closure__ or ()
+    named = {name: rule.__globals__.get(name) for name in code.co_names}
+    read = {name: value for name, value in named.items() if isinstance(value, _PLAIN)}
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        with contextlib.suppress(ValueError):  # of a variable without a value yet
+            read[name] = cell.cell_contents
+    return read
+
+
+def _is_unchanged(was: object, now: object) -> bool:
+    return was is now or (type(was) is type(now) and isinstance(was, _PLAIN) and was == now)
 
 
 def _in_words(rule: Rule | None) -> str:
