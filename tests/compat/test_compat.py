@@ -204,7 +204,10 @@ def test_ops_are_chosen_by_mxnets_names(mxnet_settings: Any):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: mxnet.init("float32"), "target_dtype='float32'; expected \"float16\" or"),
+        (
+            lambda: mxnet.init("float32"),
+            'target_dtype=\'float32\'; expected "float16" or "bfloat16"',
+        ),
         (
             lambda: mxnet.init(target_precision_ops=["dot"], fp32_ops=["dot"]),
             "dot: in target_precision_ops and in fp32_ops; name once",

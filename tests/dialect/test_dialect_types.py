@@ -30,6 +30,59 @@ ATTENTION = {"has_mask": False, "dropout_p": 0.0, "index": 0, "is_causal": False
 
 REFUSED: list[tuple[str, list[torch.Tensor], dict[str, Any], type[Exception], str]] = [
     (
+        "conv", [f32(1, 3), f32(2, 3)], {"strides": (), "padding": (), "dilation": ()},
+        OptionError, "amp_ir.conv has 0 spatial axes, expected 1 to 3",
+    ),
+    (
+        "all_finite", [f32()], {}, OptionError,
+        "amp_ir.all_finite has no gradients, only a scale",
+    ),
+    (
+        "nll_loss", [f32(), i64()],
+        {"reduction": "mean", "ignore_index": -100, "has_weight": False}, ArgumentError,
+        "amp_ir.nll_loss: log-probabilities have shape (), expected an axis of classes",
+    ),
+    (
+        "layer_norm", [f32(2, 3)],
+        {"ndim_normalized": 3, "eps": 1e-5, "has_weight": False, "has_bias": False}, OptionError,
+        "option ndim_normalized is 3 for argument 0 (x) of amp_ir.layer_norm of shape (2, 3), "
+        "expected 1 to 2",
+    ),
+    (
+        "max_pool", [f32(1, 2, 4)],
+        {"kernel": (), "strides": (), "padding": (), "dilation": (), "ceil_mode": False},
+        OptionError,
+        "amp_ir.max_pool: option kernel is (), expected 1 to 3 numbers, one a spatial axis",
+    ),
+    (
+        "avg_pool", [f32(1, 2, 4)],
+        {"kernel": (2,), "strides": (2,), "padding": (0,), "divisor": 0}, OptionError,
+        "amp_ir.avg_pool: option divisor is 0, expected None or >= 1",
+    ),
+    (
+        "adaptive_avg_pool", [f32(1, 2, 4)], {"output_size": (0,)}, OptionError,
+        "amp_ir.adaptive_avg_pool: option output_size is (0,), expected 1 to 3 positive numbers, "
+        "one a spatial axis",
+    ),
+    (
+        "adaptive_avg_pool_backward", [f32(1, 2, 2)], {"input_shape": (1, 2, 4), "ndim_space": 0},
+        OptionError, "amp_ir.adaptive_avg_pool_backward: option ndim_space is 0, expected 1 to 3",
+    ),
+    (
+        "random_uniform", [i64(2)], {"shape": (2,), "index": -1}, OptionError,
+        "amp_ir.random_uniform: option index is -1, expected 0 to 2^32 - 1",
+    ),
+    (
+        "random_uniform", [i64(2)], {"shape": (2**16, 2**16), "index": 0}, OptionError,
+        "amp_ir.random_uniform: shape (65536, 65536) has more than 2^32 - 1 elements",
+    ),
+    (
+        "all_reduce_start", [f32(2), f32(2).half()], {"ranks": 2, "group": 0, "bucket": 0},
+        ArgumentError,
+        "argument 1 (tensors) of amp_ir.all_reduce_start has dtype float16, expected float32, as "
+        "the first tensor of its bucket has",
+    ),
+    (
         "silu_backward", [f32(2, 3), f32(3, 2)], {}, ArgumentError,
         "argument 1 (x) of amp_ir.silu_backward has shape (3, 2), expected (2, 3)",
     ),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_ir
-from amp_ir import errors, pipeline
+from amp_ir import errors, jit_function, pipeline
 from amp_ir.compile_cache.key import key_of
 from amp_ir.distributed.contract import Contract, contract_of
 from amp_ir.distributed.exchange import check_exchange
@@ -84,6 +84,76 @@ def test_a_wrapper_says_how_it_exchanges(group_of_one: None) -> None:
     with found.no_sync():
         assert found.flags() == ((False, True), (False, True))
     assert found.flags() == ((True, True), (True, True))
+
+
+def test_options_that_a_wrapper_has_itself_are_refused(group_of_one: None) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(errors.OptionError) as error:
+        find_ranks(wrapped, process_group=dist.group.WORLD)
+    assert str(error.value) == (
+        "process_group= is given, and a DistributedDataParallel has its own; leave it out"
+    )
+    assert find_ranks(wrapped)[0] is wrapped.module
+    with pytest.raises(errors.OptionError) as error:
+        find_ranks(
+            nn.Linear(2, 2), data_parallel=True, process_group=dist.GroupMember.NON_GROUP_MEMBER
+        )
+    assert str(error.value) == (
+        "process_group= is a group that this process is not in; pass one that it is in, or None "
+        "for all processes"
+    )
+    assert find_ranks(nn.Linear(2, 2), data_parallel=True, process_group=None)[1] is not None
+
+
+def test_state_is_split_over_one_process_group(group_of_one: None) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group([0]))
+    models = [wrapped, nn.Linear(2, 2)]
+    with pytest.raises(errors.OptionError) as error:
+        find_ranks(models, data_parallel=True, shard="optimizer")
+    assert str(error.value) == (
+        "shard='optimizer' splits state over one process group, and the models of this step have "
+        "2; give them one, or leave it out"
+    )
+    one = [DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)]
+    for given, options in ((models, {}), (one, {"shard": "optimizer"})):
+        assert find_ranks(given, data_parallel=True, **options)[1] is not None
+
+
+def test_a_wrapper_that_joins_is_refused(group_of_one: None) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(2, 2))
+    with wrapped.join(), pytest.raises(errors.ArgumentError) as error:
+        find_ranks(wrapped)
+    assert str(error.value) == (
+        "a DistributedDataParallel has join(), which a compiled step does not do; make it without"
+    )
+
+
+@pytest.mark.parametrize("option", ["on_overflow", "watch"])
+def test_what_runs_other_programs_is_not_for_ranks_that_exchange(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    ranks = replicas([model], 2)
+    monkeypatch.setattr(jit_function, "find_ranks", lambda *_, **__: (model, ranks))
+    monkeypatch.setattr(jit_function, "check_exchange", lambda *_, **__: None)
+    given = {"on_overflow": "explain"} if option == "on_overflow" else {"watch": amp_ir.Watch()}
+    with pytest.raises(errors.OptionError) as error:
+        amp_ir.jit(
+            lambda x: model(x),
+            model=model,
+            amp_dtype="float16",
+            scaler=amp_ir.GradScaler(),
+            **given,
+        )
+    assert (
+        str(error.value)
+        == {
+            "on_overflow": "on_overflow='explain' runs a skipped step again on one rank alone, and "
+            "this one exchanges gradients with others; leave it out",
+            "watch": "watch= runs another program every so many steps, and the ranks that exchange "
+            "gradients must all run the same one; leave it out",
+        }[option]
+    )
 
 
 def test_hooks_that_are_no_dtype_are_refused(group_of_one: None) -> None:

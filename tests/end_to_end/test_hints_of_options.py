@@ -52,6 +52,26 @@ def refused(message: str, call: Any) -> None:
         call()
 
 
+def test_a_rule_of_other_hints_is_told_those_that_there_are(mod):
+    def cast(hint: Any) -> Any:
+        def rule(args, ret_type, amp_dtype):
+            """Give one hint to all."""
+            return [hint for _ in args]
+
+        with amp_ir.CustomTypeHint({"relax.matmul": rule}):
+            return amp_ir.autocast(mod, amp_dtype="bfloat16").plan
+
+    with pytest.raises(AmpIrError) as told:
+        cast(PrimType("int8"))
+    assert re.sub(r":\d+", ":N", str(told.value)) == (
+        f"rule rule ({__file__}:N) returns {PrimType('int8')!r} for relax.matmul; the hints are "
+        'PrimType("float32"), PrimType("bfloat16"), PrimType(None), TupleType([...]) and FREE'
+    )
+    for hint in (PrimType("float32"), PrimType("bfloat16"), PrimType(None)):
+        assert {one.rule for one in cast(hint).ops if one.name == "relax.matmul"} == {"rule"}
+    assert cast(amp_ir.amp.FREE).ops
+
+
 def test_an_op_without_a_rule_gets_one_or_stays_float32(monkeypatch, mod):
     from amp_ir.amp.hints import RULES
 
@@ -60,7 +80,16 @@ def test_an_op_without_a_rule_gets_one_or_stays_float32(monkeypatch, mod):
     def cast(**options: Any) -> Any:
         return amp_ir.autocast(mod, amp_dtype="bfloat16", **options)
 
-    refused('or pass on_unknown="float32"', cast)
+    with pytest.raises(AmpIrError) as told:
+        cast()
+    line = Training.step.__code__.co_firstlineno + 1
+    assert re.fullmatch(
+        r"no type hint for relax.nn.log_softmax \(1 call, first: `\w+` in step \(forward\), "
+        rf"{re.escape(__file__)}:{line}\)[.] Add a rule with "
+        r'@amp_ir.amp.type_hint\("relax.nn.log_softmax"\), whose PrimType\("float32"\) keeps an '
+        r'argument in float32, or pass on_unknown="float32"',
+        str(told.value),
+    )
     kept = cast(on_unknown="float32").plan
     assert {op.results for op in kept.ops if op.name == "relax.nn.log_softmax"} == {("float32",)}
 
@@ -87,6 +116,12 @@ def test_a_plan_of_another_step_is_made_anew(mod):
     plan = amp_ir.autocast(mod, amp_dtype="bfloat16").plan
     other = Training(nn.ReLU()).traced()
     refused("; make a new plan", lambda: amp_ir.autocast(other, amp_dtype="bfloat16", plan=plan))
+    like = amp_ir.autocast(Training(nn.Tanh()).traced(), amp_dtype="bfloat16").plan
+    refused(
+        "op 3 of the plan is relax.tanh, of the step relax.nn.relu in 1 (forward), "
+        f"{__file__}:{Training.step.__code__.co_firstlineno + 1}; make a new plan",
+        lambda: amp_ir.autocast(other, amp_dtype="bfloat16", plan=like),
+    )
     new = amp_ir.autocast(other, amp_dtype="bfloat16").plan
     assert amp_ir.autocast(other, amp_dtype="bfloat16", plan=new).plan == new
 
@@ -101,7 +136,8 @@ def test_another_dtype_is_applied_to_the_module_before(mod):
 
 
 def test_a_step_without_a_plan_goes_through_autocast_first(mod):
-    refused("pass it through amp_ir.autocast first", lambda: amp_ir.explain_plan(mod))
+    told = "the step has no plan; pass it through amp_ir.autocast first"
+    refused(told, lambda: amp_ir.explain_plan(mod))
     assert amp_ir.explain_plan(amp_ir.autocast(mod, amp_dtype="bfloat16")).moved
 
 

@@ -124,15 +124,16 @@ def _padded_axes(
         if without != (fitting[0][1] + shift if fitting else size):
             raise PaddingError(
                 f"axis {axis} of a result has {size} entries with padding and {without} without, "
-                "so that its data cannot be sliced out. Return it before it is flattened"
+                "so that its data cannot be sliced out. Return it as it was before the axis was "
+                "flattened or joined"
             )
         if fitting:
             axes.append(PaddedResult(axis, fitting[0][0], shift))
         elif size != other_size:
             raise PaddingError(
                 f"axis {axis} of a result has {size} entries, or {other_size} where the batch is "
-                "padded to another size, so that its data cannot be sliced out. Return it before "
-                "it is flattened"
+                "padded to another size, so that its data cannot be sliced out. Return it as it "
+                "was before the axis was flattened or joined"
             )
     return tuple(axes)
 

@@ -22,12 +22,12 @@ import torch
 
 from amp_ir.distributed.process_group import world_size
 from amp_ir.distributed.split_optimizers import gather_state_dict, shards_of
-from amp_ir.errors import ArgumentError, FileFormatError, StateError
-from amp_ir.runtime.checkpoint_file import ENTRY, FORMAT, MARK, read_states, write_states
+from amp_ir.errors import ArgumentError, StateError
+from amp_ir.runtime.checkpoint_file import ENTRY, FORMAT, MARK, RANDOM, read_states, write_states
 from amp_ir.runtime.checkpoint_parts import Part, kind_of, load_all, part_errors
 from amp_ir.runtime.random_state import random_state, random_state_errors
 
-RANDOM, OF_RANKS = "random", "ranks"
+OF_RANKS = "ranks"
 _RESERVED = {
     RANDOM: "the random state",
     OF_RANKS: "the random state of each rank",
@@ -104,8 +104,6 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     of_ranks = states.pop(OF_RANKS, [])
     if len(of_ranks) == world_size() > 1:
         states.update(of_ranks[torch.distributed.get_rank()])
-    if RANDOM not in states:
-        raise FileFormatError(f"{path} is not a checkpoint: it has no entry for the random state")
     kinds = (states.pop(ENTRY, None) or {}).get("kinds", {})
     _refuse(_name_errors(states, parts))
     loaded = [one for name, part in parts.items() for one in _parts(name, part, states, kinds)]

@@ -11,6 +11,7 @@ one.
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 import zipfile
 from typing import Any, BinaryIO
@@ -24,6 +25,8 @@ from amp_ir.files.sealed_zip import Seal
 FORMAT = 2
 # The entry of the dictionary that says that there must be a seal, by this text.
 ENTRY = "amp_ir"
+# The entry of the random state; every checkpoint has one.
+RANDOM = "random"
 MARK = "this checkpoint ends with a seal"
 _CHUNK_BYTES = 1 << 20
 _REMEDY = "take an earlier checkpoint; nothing was loaded"
@@ -57,24 +60,36 @@ def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
         file.seek(0)
         try:
             states = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise FileFormatError(
+                f"{path} cannot be read: it holds objects of other classes than tensors, numbers, "
+                "strings and containers, as torch.save(model) writes them; save the state_dict() of "
+                f"each with amp_ir.save_checkpoint, or {_REMEDY}"
+            ) from error
         except Exception as error:  # any, for PyTorch passes on what its parsers raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise FileFormatError(
                 f"{path} cannot be read: torch.load(weights_only=True) says: {reason}; {_REMEDY}"
             ) from error
-    if not isinstance(states, dict):
-        found = type(states).__name__
+    if not isinstance(states, dict) or RANDOM not in states:
+        found = "no entry for the random state"
+        if not isinstance(states, dict):
+            found = f"a {type(states).__name__} and no dictionary"
         raise FileFormatError(
-            f"{path} is not a checkpoint: it holds a {found}, expected a dictionary"
+            f"{path} is not a checkpoint: it has {found}. What torch.save wrote is read by "
+            "torch.load and loaded by load_state_dict; nothing was loaded"
+        )
+    if not is_sealed:
+        warnings.warn(
+            f"{path} is of amp_ir 0.1.0 and has no seal, so that damage may go unseen; save it "
+            "again with amp_ir.save_checkpoint",
+            stacklevel=3,
         )
     return states
 
 
 def _check_unsealed(file: BinaryIO, path: str | os.PathLike[str]) -> None:
-    """Refuse a file that lost its seal, and entries of another CRC, which PyTorch does not check.
-
-    Warns of a file of amp_ir 0.1.0.
-    """
+    """Refuse a file that lost its seal, and entries of another CRC, which PyTorch ignores."""
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
@@ -90,11 +105,6 @@ def _check_unsealed(file: BinaryIO, path: str | os.PathLike[str]) -> None:
         raise FileFormatError(
             f"{path} was altered or damaged after it was written: {reason}; {_REMEDY}"
         )
-    warnings.warn(
-        f"{path} is of amp_ir 0.1.0 and has no seal, so that damage may go unseen; save it again "
-        "with amp_ir.save_checkpoint",
-        stacklevel=4,
-    )
 
 
 def _has_mark(archive: zipfile.ZipFile, name: str) -> bool:
