@@ -161,3 +161,81 @@ def test_what_the_hint_adds_works_and_a_recompilation_lists_all_its_seconds():
     assert list(record.stages)[:4] == ["capture", "padding", "autocast", "checks"]
     assert record.stages == train.report.seconds
     assert sum(record.stages.values()) <= record.seconds
+
+
+FLATTENED = (
+    "axis {axis} of a result has 16 entries with padding and 10 without, so that its data cannot "
+    "be sliced out. Return it as it was before the axis was flattened or joined"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "told", "hinted"),
+    [
+        (
+            lambda y, noise: y * torch.rand_like(y),
+            'pad_check="values" cannot compare this step: it draws random numbers, which are other '
+            "ones with padding than without. Draw them before the step and pass them",
+            lambda y, noise: y * noise,
+        ),
+        (
+            lambda y, noise: y.flatten(0, 1),
+            FLATTENED.format(axis=0),
+            lambda y, noise: y,
+        ),
+        (
+            lambda y, noise: torch.cat([y, y], 1),
+            FLATTENED.format(axis=1),
+            lambda y, noise: (y, y),
+        ),
+        (
+            lambda y, noise: y.sum() + y.new_ones(y.shape).sum(),
+            "padding changes what the step computes, by the numbers of this batch:\n"
+            "  result0 differs by N, where its largest number is N\n"
+            'Without pad_check="values" the error says by which ops padding reaches them',
+            None,
+        ),
+    ],
+    ids=["draws", "flattens", "joins", "counts"],
+)
+def test_what_cannot_be_compared_by_values(body, told, hinted):
+    model = nn.Linear(3, 3)
+    noise = torch.rand(2, 5, 3)
+
+    def jitted(body, **options):
+        def step(x, noise):
+            return body(model(x), noise)
+
+        buckets = {0: {1: (8,)}, 1: {1: (8,)}}
+        return amp_ir.jit(step, model=model, buckets=buckets, pad={0: 0, 1: 0}, **options)
+
+    x = torch.randn(2, 5, 3)
+    with pytest.raises(PaddingError) as refused:
+        jitted(body, pad_check="values")(x, noise)
+    assert re.sub(r"(?<=differs by )\S+(?=,)|(?<=number is )\S+", "N", str(refused.value)) == told
+    if hinted is None:
+        with pytest.raises(PaddingError, match="padding changes what the step computes:"):
+            jitted(body)(x, noise)
+        return
+    found = jitted(hinted, pad_check="values")(x, noise)
+    expected = hinted(model(x), noise)
+    # float32, sums of three products.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_length_that_the_step_returns_is_refused():
+    model = nn.Linear(3, 3)
+
+    def jitted(length):
+        return amp_ir.jit(
+            lambda x: (model(x[:, 0]), length(x)), model=model, buckets={0: {1: (8,)}}, pad={0: 0}
+        )
+
+    x = torch.randn(2, 5, 3)
+    with pytest.raises(PaddingError) as refused:
+        jitted(lambda x: x.shape[1])(x)
+    assert str(refused.value) == (
+        "a plain value that the step returns depends on the padded length (8, or 3); return "
+        "tensors, or take it from the batch"
+    )
+    jitted(lambda x: x[:, 0].sum())(x)  # the hint: and the length is x.shape[1], outside

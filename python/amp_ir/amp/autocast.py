@@ -147,8 +147,7 @@ def plan_of(mod: StepModule | tvm.IRModule, **options: Any) -> CastPlan:
         field.name: options.pop(field.name, defaults[field.name].default)
         for field in attrs.fields(_Choices)
     }
-    if options:
-        raise OptionError(f"plan_of has no option {', '.join(sorted(options))}")
+    assert not options, f"plan_of has no option {', '.join(sorted(options))}"
     return _with_loops(mod, ir, _Choices(**choices), None, find_kernels)[1]
 
 

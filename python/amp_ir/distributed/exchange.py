@@ -27,7 +27,7 @@ from amp_ir.distributed.agreement import Agreement
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.process_group import Group, first_line
 from amp_ir.distributed.replicas import Ranks
-from amp_ir.errors import DeviceError, OptionError, RankFailedError, RanksDifferError, StateError
+from amp_ir.errors import DeviceError, OptionError, RankFailedError, RanksDifferError
 from amp_ir.ir.collective_call import Collective, described
 from amp_ir.ir.external_call import register_in_run
 
@@ -328,8 +328,7 @@ _LAUNCHES: dict[str, Callable[[Group, torch.Tensor], Any]] = {
 
 
 def _exchange() -> Exchange:
-    if _current.exchange is None:
-        raise StateError("a collective runs outside of a step of this process's ranks")
+    assert _current.exchange is not None, "a collective runs in a step of this process's ranks"
     return _current.exchange
 
 

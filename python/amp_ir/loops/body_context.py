@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from amp_ir.errors import BuildError
-
 
 @contextlib.contextmanager
 def assigned(variable: ContextVar[Any], value: Any) -> Iterator[None]:
@@ -30,8 +28,7 @@ _access: ContextVar[Access | None] = ContextVar("access", default=None)
 def current_access() -> Access:
     """Return the function that evaluates `value[index]` now."""
     access = _access.get()
-    if access is None:
-        raise BuildError("an element is read outside of the body of a loop value")
+    assert access is not None, "an element is read outside of the body of a loop value"
     return access
 
 

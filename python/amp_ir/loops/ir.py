@@ -30,7 +30,6 @@ from typing import Any, Literal
 import attrs
 from tvm import tirx
 
-from amp_ir.errors import BuildError
 from amp_ir.loops.body_context import current_access
 
 Index = tuple[Any, ...]
@@ -99,8 +98,7 @@ class Value:
 
     def align(self, index: Index) -> Index:
         """Return the index of this value for an index of a broadcast result."""
-        if len(index) < len(self.shape):
-            raise BuildError(f"{len(index)} indices for a value of shape {self.shape}")
+        assert len(index) >= len(self.shape), f"{len(index)} indices for {self.shape}"
         tail = index[len(index) - len(self.shape) :]
         return tuple(0 if n == 1 else i for n, i in zip(self.shape, tail, strict=True))
 

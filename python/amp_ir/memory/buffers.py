@@ -9,7 +9,6 @@ import attrs
 import tvm
 from tvm import relax, tirx
 
-from amp_ir.errors import BuildError
 from amp_ir.ir.collective_call import HALVES
 from amp_ir.ir.dataflow import KERNEL_CALL, Dataflow
 from amp_ir.ir.library_call import WRITTEN_OVER
@@ -189,10 +188,9 @@ class _Bufferizer:
                 buffer = self.tuples[value.tuple_value][value.index]
                 buffer.span = variable.span or buffer.span
                 self.buffers[variable] = buffer
-            elif isinstance(value, relax.Tuple):
-                results = [self._buffer(field) for field in value.fields]
             else:
-                raise BuildError(f"plan_memory does not know what {variable} is bound to: {value}")
+                assert isinstance(value, relax.Tuple), value
+                results = [self._buffer(field) for field in value.fields]
         return BufferizedStep(self.main, self.inputs, self.calls, results)
 
     def _read_call(self, variable: relax.Var, expr: relax.Call) -> None:

@@ -63,8 +63,8 @@ def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
         except pickle.UnpicklingError as error:
             raise FileFormatError(
                 f"{path} cannot be read: it holds objects of other classes than tensors, numbers, "
-                "strings and containers, as torch.save(model) writes them; save the state_dict() of "
-                f"each with amp_ir.save_checkpoint, or {_REMEDY}"
+                "strings and containers, as torch.save(model) writes them; save the state_dict() "
+                f"of each with amp_ir.save_checkpoint, or {_REMEDY}"
             ) from error
         except Exception as error:  # any, for PyTorch passes on what its parsers raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

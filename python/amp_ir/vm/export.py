@@ -273,13 +273,9 @@ def _arguments(planned: PlannedStep, mod: StepModule) -> Iterator[dict[str, Any]
 
 
 def _index_checks(checks: PlannedChecks) -> Iterator[dict[str, Any]]:
-    """Return the checks of the batch's indices, then of those whose extremes the step returns.
-
-    Raises:
-        BuildError: the host is to compute indices, which the runner of the file cannot.
-    """
-    if any(one.bindings for one in checks.on_host):
-        raise BuildError('a step for a file is planned with lower(..., host_checks="batch")')
+    """Return the checks of the batch's indices, then of those whose extremes the step returns."""
+    # What runs the file cannot compute indices: such a step is planned with host_checks="batch".
+    assert not any(one.bindings for one in checks.on_host)
     held = [(one.names[0], one.check) for one in checks.on_host]
     for name, check in [*held, *((None, check) for check in checks.in_step)]:
         yield {

@@ -28,7 +28,6 @@ from amp_ir.dialect.loss_scale import options_of
 from amp_ir.distributed.process_group import world_size
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.distributed.split_optimizers import guard_split_state
-from amp_ir.errors import StateError
 
 _gradient_of = attrgetter("grad")
 
@@ -189,15 +188,9 @@ class CaptureGuards:
         """Set or clear every `grad`, and other attributes, as the step leaves them.
 
         Raises:
-            StateError: not as many gradients as the graph has GRADIENT outputs without `updates`.
             SkippedTooOftenError: a scaler's `max_consecutive_skips` was passed.
         """
         parameters = self._interface.put
-        if len(gradients) != len(parameters):
-            raise StateError(
-                f"after_step got {len(gradients)} gradients, expected {len(parameters)}: the "
-                "values of the GRADIENT outputs that have updates=None"
-            )
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient

@@ -12,7 +12,6 @@ import attrs
 from tvm import tirx
 from tvm.tirx.analysis import undefined_vars
 
-from amp_ir.errors import BuildError
 from amp_ir.loops import math as m
 from amp_ir.loops.body_context import let_as, reading
 from amp_ir.loops.builders import flatten
@@ -108,9 +107,7 @@ class ElementWriter:
         """Return the element of a ROW value for this row; its reductions must be finished."""
         known = self.row_elements.get(id(value))
         if known is None:
-            if isinstance(value, Reduction):
-                raise BuildError("a reduction is read before its loop has run")
-            assert isinstance(value, Pointwise)
+            assert isinstance(value, Pointwise)  # the loop of a reduction has run
             with self.active():
                 element = value.body(*self.position.row_index(value.shape))
             known = self.let(self._rounded(value, element))
@@ -189,10 +186,7 @@ class ElementWriter:
         return _is_same(position.index(shape), index)
 
     def _load(self, value: Value, flat: Any) -> Any:
-        buffer = self.buffers.get(id(value))
-        if buffer is None:
-            raise BuildError(f"a kernel reads a value of shape {value.shape} that it was not given")
-        return self.let(buffer.load(flat))
+        return self.let(self.buffers[id(value)].load(flat))
 
 
 def _is_same(own: Index, index: Index) -> bool:
