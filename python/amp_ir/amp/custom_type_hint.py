@@ -162,7 +162,9 @@ def _read_by(rule: Rule) -> dict[str, object]:
         return {}
     code, cells = rule.__code__, rule.__closure__ or ()
     named = {name: rule.__globals__.get(name) for name in code.co_names}
-    read = {name: value for name, value in named.items() if isinstance(value, _PLAIN)}
+    read: dict[str, object] = {
+        name: value for name, value in named.items() if isinstance(value, _PLAIN)
+    }
     for name, cell in zip(code.co_freevars, cells, strict=True):
         with contextlib.suppress(ValueError):  # of a variable without a value yet
             read[name] = cell.cell_contents
