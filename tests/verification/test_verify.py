@@ -457,7 +457,8 @@ def test_the_command_verifies_a_file_of_the_users(tmp_path, capsys):
     assert data["is_good"] is True
     assert len(data["draws"]) == 2
     assert data["draws"][0]["amp_ir low"]["gradients"]["0.weight"] > 0
-    assert "<h2>Ranges of low tensors</h2>" in page.read_text()
+    assert "<h2>Low tensors nearest to the ends of bfloat16</h2>" in page.read_text()
+    assert "0.0%" not in page.read_text()
 
 
 def test_the_command_fails_and_says_so(tmp_path, capsys):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -91,13 +92,14 @@ class ErrorReport:
         rows = "".join(
             f"<tr><td>{one.error:.2e}</td><td><i style='width:{100 * share:.1f}%'>"
             f"</i></td><td>{escape(one.name)}</td><td>{escape(one.worst_parameter)}</td>"
-            f"<td>{escape(one.line)}</td></tr>"
+            f'<td title="{escape(one.line)}">{escape(os.path.basename(one.line))}</td></tr>'
             for one, share in zip(self.contributions, shares, strict=True)
         )
         measured = f"{self.measure} error {self.error:.2e}"
         title = escape(f"{self.step} in {self.amp_dtype}: {measured}")
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+            f'<meta name="viewport" content="width=device-width">'
             f"<style>{_STYLE}</style></head><body><h1>{title}</h1><table><thead><tr>"
             "<th>Error alone</th><th></th><th>Roundings</th><th>Changes most</th><th>Line</th>"
             f"</tr></thead>{rows}</table></body></html>\n"
@@ -109,7 +111,8 @@ _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem }
 h1 { font-size: 1.3rem } table { border-collapse: collapse; width: 100% } th { text-align: left }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line) }
-td:nth-child(1) { white-space: nowrap } td:nth-child(2) { width: 30%; min-width: 9rem }
+td:nth-child(1), td:nth-child(5) { white-space: nowrap }
+td:nth-child(2) { width: 20%; min-width: 9rem }
 td:nth-child(n + 3) { overflow-wrap: anywhere }
 @media (max-width: 44rem) {
   thead { display: none } td { border: 0; padding: .1rem 0 }

@@ -52,9 +52,14 @@ class Range:
     infinite: float
 
     @property
+    def shares(self) -> tuple[float, float, float]:
+        """The shares that are subnormal, that became 0, and that are infinite."""
+        return self.subnormal, self.flushed, self.infinite
+
+    @property
     def lost(self) -> float:
         """The share of elements that lost precision or their value."""
-        return self.subnormal + self.flushed + self.infinite
+        return sum(self.shares)
 
 
 def ranges_of(mod: StepModule, inputs: Sequence[torch.Tensor]) -> list[Range]:

@@ -224,9 +224,7 @@ class Verification:
                 f"{one.op} in {one.module or 'step'} ({one.phase})",
                 f"{one.largest:.2e}",
                 f"{one.headroom_bits:.1f}",
-                f"{one.subnormal:.1%}",
-                f"{one.flushed:.1%}",
-                f"{one.infinite:.1%}",
+                *map(_share_text, one.shares),
             )
             for one in ordered[:count]
         ]
@@ -240,6 +238,12 @@ _RANGES_HEAD = ("tensor", "largest", "headroom bits", "subnormal", "flushed to 0
 def join(parts: Sequence[Verification]) -> Verification:
     """Return one verification of the draws of several; the rest is the first one's."""
     return attrs.evolve(parts[0], draws=tuple(draw for one in parts for draw in one.draws))
+
+
+def _share_text(share: float) -> str:
+    if not share:
+        return ""
+    return f"{share:.1%}" if share >= 0.0005 else "<0.1%"
 
 
 def _ratio(ours: float, theirs: float) -> float:
@@ -270,7 +274,9 @@ h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } th { text-align: left }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line) }
 td:not(:first-child) { font-variant-numeric: tabular-nums; white-space: nowrap }
-.wide { overflow-x: auto } p { overflow-wrap: anywhere }
+.wide { overflow-x: auto } summary { cursor: pointer; margin: .7rem 0 }
+p { overflow-wrap: anywhere }
+@media (max-width: 44rem) { th, td { padding: .3rem .35rem } }
 .good { color: #15803d } .wrong { color: #c2410c }
 """
 
@@ -282,13 +288,17 @@ def _page(found: Verification) -> str:
         f"<p>{dtype}: {_mean(ratios):.2f} times the {found.measure} error of {theirs}</p>"
         for dtype, theirs, ratios in found._named_ratios()
     )
-    notes = "".join(f"<p>{escape(one)}</p>" for one in found.notes)
+    notes = "".join(f"<p>Note: {escape(one)}.</p>" for one in found.notes)
     plan = "" if found.plan is None else f"<p>{found.plan}.</p>"
     tables = _html_table("Errors relative to float64", _ERRORS_HEAD, found.error_rows())
     tables += _html_table("Parameters with the largest errors", _WORST_HEAD, found.worst_rows())
     if found.ranges:
         rows = found.range_rows(len(found.ranges))
-        tables += _html_table("Ranges of low tensors", _RANGES_HEAD, rows)
+        title = f"Low tensors nearest to the ends of {found.amp_dtype}"
+        tables += _html_table(title, _RANGES_HEAD, rows[:_SHOWN])
+        if rest := rows[_SHOWN:]:
+            summary = f"<summary>The other {len(rest)} low tensors</summary>"
+            tables += f"<details>{summary}{_html_rows(_RANGES_HEAD, rest)}</details>"
     title = escape(f"{found.step} in {found.amp_dtype}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -298,11 +308,12 @@ def _page(found: Verification) -> str:
 
 
 def _html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    return f"<h2>{escape(title)}</h2>{_html_rows(head, rows)}"
+
+
+def _html_rows(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     cells = "".join(f"<th>{escape(one)}</th>" for one in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows
     )
-    return (
-        f'<h2>{escape(title)}</h2><div class="wide"><table><thead><tr>{cells}</tr></thead>'
-        f"{body}</table></div>"
-    )
+    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead>{body}</table></div>'
