@@ -202,12 +202,7 @@ class Proof:
             return
         for leaf, operand in zip(op.reads, operands, strict=True):
             if operand is None and self.graph.values[leaf].is_constant:
-                self._leak(
-                    "a number that it takes depends on the padded length "
-                    f"({_first(self.graph, leaf)}, or {_first(self.other, leaf)}). Compute it from "
-                    "a mask",
-                    op,
-                )
+                self._leak(_of_length(_numbers(self.graph, leaf), _numbers(self.other, leaf)), op)
         known = [one for one in operands if one is not None]
         if len(known) < len(operands) or self._reads_reversed(op, known):
             return
@@ -353,7 +348,24 @@ def _as_held(number: float, dtype: str) -> float:
     return float(torch.full((), number, dtype=getattr(torch, dtype)))
 
 
-def _first(graph: StepGraph, leaf: int) -> str:
+def _numbers(graph: StepGraph, leaf: int) -> numpy.ndarray:
     expr = graph.values[leaf].expr
     assert expr is not None
-    return str(expr.value.numpy().reshape(-1)[:1].tolist()[0])
+    numbers: numpy.ndarray = expr.value.numpy().reshape(-1)
+    return numbers
+
+
+def _of_length(numbers: numpy.ndarray, others: numpy.ndarray) -> str:
+    """Return what leaks by numbers that differ between the two captures."""
+    if numbers.size > 1 and numbers.dtype.kind in "iu":
+        return (
+            "the places that it takes depend on the padded length, as those of x.unfold do. Take "
+            "them by slices, such as x[:, :-1]"
+        )
+    found = (
+        f"a number that it takes depends on the padded length ({numbers[0]}, or {others[0]}). "
+        "Compute it from a mask"
+    )
+    if numbers.dtype.kind in "iu":
+        found += "; in place of x.roll(1, 1), take F.pad(x[:, :-1], (0, 0, 1, 0))"
+    return found
