@@ -36,6 +36,7 @@ from amp_ir.dispatch.hoist_packs import PackHoister
 from amp_ir.dispatch.lower_loops import log_unrolled, lower_loops
 from amp_ir.dispatch.prepack_weights import prepack_weights
 from amp_ir.distributed.shard_balance import note_of_excess
+from amp_ir.distributed.split_updates import refuse_own_updates
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.dispatch_log import DispatchLog
@@ -91,6 +92,7 @@ def exchanged(mod: StepModule) -> StepModule:
     plan = shard_plan(mod)
     if plan is None:
         return mod.with_ir(start_collectives(mod.ir))
+    refuse_own_updates(mod)
     split = shard_updates(mod, plan)
     ir = number_buckets(start_collectives(split.ir))
     return attrs.evolve(split.with_ir(ir), whole=mod)

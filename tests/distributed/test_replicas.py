@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_ir
@@ -179,6 +180,31 @@ def test_hooks_that_are_no_dtype_are_refused(group_of_one: None) -> None:
     assert str(error.value) == (
         "weight has a hook after its gradient is accumulated, which would see this rank's gradient "
         "only; do what it does after backward()"
+    )
+
+
+def test_what_a_wrapper_does_later_is_refused(group_of_one: None) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(2, 2))
+    _, found = find_ranks(wrapped)
+    assert found is not None
+    # As if there were another rank: of one, nothing is exchanged.
+    found.replicas[0].group = replicas([], 2).groups[0]
+    found.refuse_changed_wrappers()
+    # `with wrapped.join():`
+    wrapped._join_config = wrapped._join_config._replace(enable=True)
+    with pytest.raises(errors.ArgumentError) as error:
+        found.refuse_changed_wrappers()
+    assert str(error.value) == (
+        "a DistributedDataParallel is in join(), in which a compiled step takes no part; leave "
+        "join() out, and give all ranks as many batches, as a DistributedSampler does"
+    )
+    wrapped._join_config = wrapped._join_config._replace(enable=False)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(errors.ArgumentError) as error:
+        found.refuse_changed_wrappers()
+    assert str(error.value) == (
+        "the communication hook fp16_compress_hook was registered after amp_ir.jit was called, so "
+        "the step does not have it; register it before that, and call amp_ir.jit again"
     )
 
 

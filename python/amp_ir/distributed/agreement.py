@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from amp_ir.distributed.compared_calls import Numbers, ReadNumbers, no_numbers
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.meeting import meeting_of
 from amp_ir.distributed.process_group import first_line
@@ -43,6 +44,7 @@ class Agreement:
         """Call the step inside; tell ranks that wait if it fails before it exchanges."""
         self._begin_attempt()
         try:
+            self._ranks.refuse_changed_wrappers()
             yield
         except BaseException as error:
             self._failed_alone(error)
@@ -67,8 +69,10 @@ class Agreement:
             except RuntimeError as gone:
                 log.warning("the other ranks cannot be told of a failure: %s", gone)
 
-    def begin_call(self, contract: Contract) -> int:
+    def begin_call(self, contract: Contract, read: ReadNumbers = no_numbers) -> int:
         """Agree on a program, if it is new in the group; count the call.
+
+        `read` gives the values that updates read, which are compared too.
 
         Raises:
             RanksDifferError: another rank has another program. RankFailedError: one failed.
@@ -77,13 +81,24 @@ class Agreement:
             return self._calls
         self._has_begun = True
         for one in self._meetings:
-            one.begin_call(contract)
+            one.begin_call(contract, self._with_loads(read))
         self._has_agreed = True
         if not self._ranks.are_alike:
             self.meet()
             self._make_alike()
             self._ranks.are_alike = True
         return self._calls
+
+    def _with_loads(self, read: ReadNumbers) -> ReadNumbers:
+        """Return what reads how often split state was loaded, too: on all ranks, or on none."""
+        shards = self._ranks.shards
+        if shards is None:
+            return read
+
+        def with_loads(names: Sequence[str], may_wait: bool) -> Numbers:  # noqa: FBT001
+            return {**read(names, may_wait), "load_state_dict() calls": str(len(shards.loads))}
+
+        return with_loads
 
     @property
     def _calls(self) -> int:

@@ -6,15 +6,15 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
-import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
 from amp_ir.dialect.collectives import START_SYMBOL
+from amp_ir.distributed.split_updates import SplitUpdates, find_split_updates
 from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.collective_call import SYMBOLS
 from amp_ir.ir.dataflow import Dataflow, op_name
@@ -30,6 +30,8 @@ class Contract:
     `collectives` are those of the plan in the order in which they begin and end, `state` the
     tensors that the step works on, and `ops` the program before it was planned. Ranks whose
     batches have other shapes (`batch`) have other ops. `step` is the step's name in its group.
+    `updates` are the ops of updates that are split, and `numbers` and `kept_numbers` the names of
+    inputs that they read: values that are compared at each call, and at the first one.
     """
 
     collectives: tuple[str, ...]
@@ -37,11 +39,15 @@ class Contract:
     ops: tuple[str, ...]
     batch: str
     step: str = "step"
+    updates: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    kept_numbers: tuple[str, ...] = ()
 
     @property
     def exchange_digest(self) -> str:
         """A digest of what has to be alike in every program that runs at the same step."""
-        return _digest([self.step, *self.collectives, "state", *self.state])
+        lists = (self.collectives, self.state, self.updates, self.numbers)
+        return _digest([self.step, *("\n".join([str(len(one)), *one]) for one in lists)])
 
     @property
     def digest(self) -> str:
@@ -61,8 +67,10 @@ class Contract:
     def from_bytes(cls, data: bytes) -> Contract:
         """Read what `to_bytes` wrote."""
         known = json.loads(zlib.decompress(data))
-        lists = {name: tuple(known[name]) for name in ("collectives", "state", "ops")}
-        return cls(**lists, batch=str(known["batch"]), step=str(known["step"]))
+        values: dict[str, Any] = {
+            name: tuple(one) if isinstance(one, list) else one for name, one in known.items()
+        }
+        return cls(**values)
 
     def difference(self, first: Contract) -> str:
         """Describe the first difference to rank 0's: "..., and on rank 0 ..."; "" for none."""
@@ -71,6 +79,8 @@ class Contract:
         parts = [
             ("tensor of the state", self.state, first.state),
             ("collective", self.collectives, first.collectives),
+            ("op of the updates", self.updates, first.updates),
+            ("number that updates read", self.numbers, first.numbers),
         ]
         if self.batch == first.batch:
             parts.insert(1, ("op", self.ops, first.ops))
@@ -100,12 +110,16 @@ def contract_of(mod: StepModule, plan: MemoryPlan, step: str) -> Contract:
     compared = SYMBOLS if mod.whole is None else {START_SYMBOL}
     collectives = tuple(_described(call) for call in plan.calls if call.symbol in compared)
     batch = [one for one in inputs if one.role is Role.BATCH]
+    split = SplitUpdates() if mod.whole is None else find_split_updates(mod.whole)
     return Contract(
         collectives,
         tuple(_spec(one) for one in inputs if one.role is not Role.BATCH),
-        tuple(_lines(whole.ir)),
+        tuple(_lines(Dataflow(whole.ir).bindings)),
         "; ".join(map(_spec, batch)),
         step,
+        tuple(_lines(split.ops)),
+        split.numbers,
+        split.kept_numbers,
     )
 
 
@@ -119,8 +133,8 @@ def _spec(one: InputSpec) -> str:
     return f"{one.name} {one.dtype}{list(one.shape)}"
 
 
-def _lines(ir: tvm.IRModule) -> Iterator[str]:
-    for binding in Dataflow(ir).bindings:
+def _lines(bindings: Iterable[relax.VarBinding]) -> Iterator[str]:
+    for binding in bindings:
         value = binding.value
         if isinstance(value, relax.Call):
             where = from_span(value.span)

@@ -24,6 +24,7 @@ import tvm
 from amp_ir.dialect.collectives import START_SYMBOL, WAIT_SYMBOL
 from amp_ir.distributed import meeting
 from amp_ir.distributed.agreement import Agreement
+from amp_ir.distributed.compared_calls import ReadNumbers, no_numbers
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.process_group import Group, first_line
 from amp_ir.distributed.replicas import Ranks
@@ -97,14 +98,16 @@ class Exchange:
         return self._agreement.telling()
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, read: ReadNumbers = no_numbers) -> Iterator[None]:
         """Exchange inside; the ranks agree on the program before its first run.
+
+        `read` gives the values of inputs, as text by their names.
 
         Raises:
             RanksDifferError: another rank has another program; nothing has changed.
             RankFailedError: another rank failed earlier, or fails now.
         """
-        self._call = call = self._begin_call()
+        self._call = call = self._begin_call(read)
         self._pending.clear()
         if self.is_timed:
             self.traffic.append([])
@@ -119,9 +122,9 @@ class Exchange:
                 raise error.__cause__ from None
             raise
 
-    def _begin_call(self) -> int:
+    def _begin_call(self, read: ReadNumbers) -> int:
         """Agree on the program; return the number of the call."""
-        return self._agreement.begin_call(self._contract)
+        return self._agreement.begin_call(self._contract, read)
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

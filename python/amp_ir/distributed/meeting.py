@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import collections
 import functools
+import json
 import logging
 import time
 import weakref
@@ -22,6 +23,14 @@ from typing import Any
 
 import torch
 
+from amp_ir.distributed.compared_calls import (
+    Numbers,
+    ReadNumbers,
+    difference_of_calls,
+    digest_of_call,
+    no_numbers,
+    ranks_in_words,
+)
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.process_group import Group, first_line
 from amp_ir.errors import RankFailedError, RanksDifferError
@@ -48,8 +57,8 @@ def meeting_of(group: Group) -> Meeting:
 class _RollCall:
     """An all-reduce that says whether all ranks are at a call of the same program."""
 
-    def __init__(self, group: Group, contract: Contract) -> None:
-        number = int(contract.exchange_digest[:15], 16)
+    def __init__(self, group: Group, digest: str) -> None:
+        number = int(digest[:15], 16)
         # The largest number, and the smallest one's negative.
         self._numbers = torch.tensor([number, -number])
         options: Any = torch.distributed.AllreduceOptions()
@@ -82,8 +91,8 @@ class _StoreRollCall:
     Ranks on GPUs meet on the host, while the GPU still works on the step before.
     """
 
-    def __init__(self, group: Group, contract: Contract, key: Callable[..., str]) -> None:
-        self._store, self._key, digest = group.store, key, contract.exchange_digest
+    def __init__(self, group: Group, digest: str, key: Callable[..., str]) -> None:
+        self._store, self._key = group.store, key
         if self._store.compare_set(key("digest"), "", digest).decode() != digest:
             self._store.set(key("differ"), "")
         if self._store.add(key("here"), 1) == group.size:
@@ -128,6 +137,7 @@ class Meeting:
         # Of the calls before, whose keys are in the store until all ranks are past them.
         self._past: collections.deque[_StoreRollCall] = collections.deque()
         self._own_name = ""
+        self._numbers: Numbers = {}
         # The call that this rank told the others to have failed before its exchanges.
         self._told_alone = 0
         # What the group may still write to.
@@ -148,8 +158,10 @@ class Meeting:
         if not self.broken:
             self.group.store.delete_key(self._key("alone", told))
 
-    def begin_call(self, contract: Contract) -> None:
+    def begin_call(self, contract: Contract, read: ReadNumbers = no_numbers) -> None:
         """Agree on a program that is new in the group, or begin to compare which one this call is.
+
+        `read` gives the values that updates read, which have to be alike too.
 
         Raises:
             RanksDifferError: another rank has another program. RankFailedError: one failed.
@@ -161,16 +173,18 @@ class Meeting:
             )
         self.calls += 1
         self._roll_call, self._own_name = None, contract.step
-        if contract.exchange_digest not in self._agreed:
+        is_new = contract.exchange_digest not in self._agreed
+        if is_new:
             self._agree(contract)
             self._agreed.add(contract.exchange_digest)
             self._compared.add(contract.digest)
-            return
-        if contract.digest not in self._compared:
+        elif contract.digest not in self._compared:
             self._compared.add(contract.digest)
             self._compare(contract)
+        names = (*contract.numbers, *contract.kept_numbers) if is_new else contract.numbers
+        self._numbers = read(names, is_new)
         # With one program, a rank that has another one agrees on that first.
-        if len(self._agreed) > 1:
+        if self._numbers or (not is_new and len(self._agreed) > 1):
             self._roll_call = self._begin_roll_call(contract)
 
     def meet(self, check_others: Callable[[], None]) -> None:
@@ -199,32 +213,24 @@ class Meeting:
                 self._past.popleft().forget()
 
     def _begin_roll_call(self, contract: Contract) -> _RollCall | _StoreRollCall:
+        digest = digest_of_call(contract, self._numbers)
         if self.group.backend_for("cpu"):
-            return _RollCall(self.group, contract)
+            return _RollCall(self.group, digest)
         key = functools.partial(self._key, "call", self.calls)
-        return _StoreRollCall(self.group, contract, key)
+        return _StoreRollCall(self.group, digest, key)
 
     def _difference_of_calls(self) -> str:
         """Describe which step each rank is at; all of them ask at the same time."""
         number, size = self.calls, self.group.size
-        self._set(self._own_name, "at", number, self.group.rank)
+        self._set(json.dumps([self._own_name, self._numbers]), "at", number, self.group.rank)
         until = time.monotonic() + min(_NAME_SECONDS, self.group.timeout_seconds)
-        names: dict[int, str] = {}
-        while len(names) < size and time.monotonic() < until:
+        found: dict[int, tuple[str, Numbers]] = {}
+        while len(found) < size and time.monotonic() < until:
             for k in range(size):
-                if k not in names and self._has("at", number, k):
-                    names[k] = self._get("at", number, k).decode()
+                if k not in found and self._has("at", number, k):
+                    found[k] = tuple(json.loads(self._get("at", number, k)))
             time.sleep(0.01)
-        ranks_of: dict[str, list[int]] = {}
-        for k in sorted(names):
-            ranks_of.setdefault(names[k], []).append(k)
-        found = ", ".join(f"{ranks_in_words(some)} at {name}" for name, some in ranks_of.items())
-        if len(ranks_of) == 1:
-            found += ", with other exchanges (a frozen parameter, no_sync or another mode)"
-        return (
-            f"the ranks of the process group are at different steps in its call {number}: {found}. "
-            "Nothing has changed. All ranks have to call their steps in the same order, as often"
-        )
+        return difference_of_calls(number, {k: found[k] for k in sorted(found)})
 
     def _agree(self, contract: Contract) -> None:
         group, number = self.group, self.calls
@@ -410,9 +416,3 @@ class Meeting:
                 f"rank {self.group.rank} of {self.group.size} lost the store of the process group, "
                 f"which is rank 0's: {first}"
             ) from error
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 1, 2", or "the other ranks" for none."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}" if ranks else "the other ranks"

@@ -59,6 +59,8 @@ class Replica:
     first_bucket_nbytes: int = FIRST_BUCKET_NBYTES
     has_buffers: bool = True
     ignored: frozenset[str] = frozenset()
+    # The communication hooks of a wrapper when the step was made.
+    hooks: int = 0
     _syncs: bool = True
     _sends_buffers: bool = True
 
@@ -132,6 +134,22 @@ class Ranks:
             if module is one.wrapper or (one.wrapper is None and module is one.module):
                 return one
         return None
+
+    def refuse_changed_wrappers(self) -> None:
+        """Require that wrappers do what they did when the step was made.
+
+        Raises:
+            ArgumentError: one does more now, which a compiled step would leave out.
+        """
+        for one in self.replicas:
+            if one.wrapper is not None and one.group.size > 1:
+                _refuse_unsupported(one.wrapper)
+                if len(one.wrapper._comm_hooks) != one.hooks:
+                    raise ArgumentError(
+                        f"the communication hook {_hook_of(one.wrapper)} was registered after "
+                        "amp_ir.jit was called, so the step does not have it; register it before "
+                        "that, and call amp_ir.jit again"
+                    )
 
     def flags(self) -> tuple[tuple[bool, bool], ...]:
         """Return what a capture depends on: `syncs` and `sends_buffers` of each replica."""
@@ -262,12 +280,7 @@ def _of_wrapper(wrapper: DistributedDataParallel, group: Group, comm_dtype: str 
             f"a DistributedDataParallel has the communication hook {hook}, which a compiled step "
             f"does not call; {_HOOK_ADVICE}"
         )
-    unsupported = next(_unsupported(wrapper), None)
-    if unsupported is not None:
-        raise ArgumentError(
-            f"a DistributedDataParallel has {unsupported}, which a compiled step does not do; make "
-            "it without"
-        )
+    _refuse_unsupported(wrapper)
     limit = int(wrapper.bucket_bytes_cap)
     first = min(FIRST_BUCKET_NBYTES, limit) if wrapper.bucket_bytes_cap_default else limit
     return Replica(
@@ -279,6 +292,7 @@ def _of_wrapper(wrapper: DistributedDataParallel, group: Group, comm_dtype: str 
         first,
         bool(wrapper.broadcast_buffers),
         frozenset(wrapper.parameters_to_ignore),
+        len(wrapper._comm_hooks),
     )
 
 
@@ -291,6 +305,20 @@ def _hook_of(wrapper: DistributedDataParallel) -> str:
     return str(wrapper._get_ddp_logging_data().get("comm_hook") or "")
 
 
+def _refuse_unsupported(wrapper: DistributedDataParallel) -> None:
+    if wrapper._join_config.enable:
+        raise ArgumentError(
+            "a DistributedDataParallel is in join(), in which a compiled step takes no part; leave "
+            "join() out, and give all ranks as many batches, as a DistributedSampler does"
+        )
+    unsupported = next(_unsupported(wrapper), None)
+    if unsupported is not None:
+        raise ArgumentError(
+            f"a DistributedDataParallel has {unsupported}, which a compiled step does not do; make "
+            "it without"
+        )
+
+
 def _unsupported(wrapper: DistributedDataParallel) -> Iterator[str]:
     if getattr(wrapper, "mixed_precision", None) is not None:
         yield "mixed_precision="
@@ -298,8 +326,6 @@ def _unsupported(wrapper: DistributedDataParallel) -> Iterator[str]:
         yield "delay_all_reduce_named_params="
     if hasattr(wrapper, "buffer_hook"):
         yield "a hook for its buffers"
-    if wrapper._join_config.enable:
-        yield "join()"
 
 
 def _check_modules(replicas: Sequence[Replica]) -> None:

@@ -121,6 +121,8 @@ class Shards:
     groups: list[Group]
     buckets: list[Bucket] = attrs.field(factory=list)
     _places: dict[int, Place] = attrs.field(factory=dict)
+    # The optimizers that whole state was loaded into since it is split, in order.
+    loads: list[str] = attrs.field(factory=list)
     # What is a part, and of which parameter. A part that nobody holds any more goes.
     _parts: WeakIdKeyDictionary = attrs.field(factory=WeakIdKeyDictionary)
 
@@ -131,6 +133,7 @@ class Shards:
         if self.buckets or self.groups[0].handle is not other.groups[0].handle:
             return False
         self.buckets, self._places, self._parts = other.buckets, other._places, other._parts
+        self.loads = other.loads
         return True
 
     def lay_out(self, candidates: Sequence[Candidate]) -> None:

@@ -109,6 +109,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, _args: Any, _named: Any) -> N
 def _split_loaded(optimizer: torch.optim.Optimizer) -> None:
     """Split whole state that was loaded; the step then compiles again on the new parts."""
     shards = _split[optimizer]
+    shards.loads.append(type(optimizer).__name__)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = optimizer.state.get(parameter, {})

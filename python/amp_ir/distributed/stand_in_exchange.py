@@ -16,6 +16,7 @@ import attrs
 import torch
 import tvm
 
+from amp_ir.distributed.compared_calls import ReadNumbers, no_numbers
 from amp_ir.distributed.exchange import Exchange, called_by_program
 from amp_ir.ir.collective_call import Collective
 
@@ -43,7 +44,7 @@ class StandInExchange(Exchange):
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, read: ReadNumbers = no_numbers) -> Iterator[None]:  # noqa: ARG002
         """Take starts and waits inside."""
         self.halves = []
         with called_by_program(self):

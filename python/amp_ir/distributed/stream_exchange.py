@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import tvm
 
+from amp_ir.distributed.compared_calls import ReadNumbers
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.exchange import Exchange, copy_parts, shared
 from amp_ir.distributed.replicas import Ranks
@@ -31,9 +32,9 @@ class StreamExchange(Exchange):
         # What was started and not waited for: PyTorch's handle, and the tensor that it works on.
         self._started: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
 
-    def _begin_call(self) -> int:
+    def _begin_call(self, read: ReadNumbers) -> int:
         self._started.clear()
-        call = super()._begin_call()
+        call = super()._begin_call(read)
         self._agreement.meet()
         return call
 

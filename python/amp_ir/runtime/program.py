@@ -23,7 +23,7 @@ from amp_ir.runtime import torn_state
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
-from amp_ir.runtime.program_input import ProgramInput, State, StateViews, flat_view
+from amp_ir.runtime.program_input import ProgramInput, State, StateViews, flat_view, number_reader
 from amp_ir.runtime.step_run import StepRun
 from amp_ir.runtime.written_memory import WrittenMemory
 
@@ -160,7 +160,7 @@ class Program:
                 raise out_of_memory("the batch and the results of a step need", error) from error
             if self.exchange is None:
                 return self._step_run(arguments, lambda: self._finished(results, finish))
-            return self._run_with_others(self.exchange, arguments, results, finish)
+            return self._run_with_others(self.exchange, batch, arguments, results, finish)
 
     def _run_on_gpus(
         self,
@@ -174,7 +174,7 @@ class Program:
 
         What a step found out of range, all ranks know, and raise at the second call after it.
         """
-        with exchange.running():
+        with exchange.running(number_reader(self._inputs, batch)):
             try:
                 runs.found.check_all_but_last()
             except AmpIrError as error:
@@ -194,6 +194,7 @@ class Program:
     def _run_with_others(
         self,
         exchange: Exchange,
+        batch: Sequence[torch.Tensor],
         arguments: Sequence[Any],
         results: list[torch.Tensor],
         finish: Callable[[list[torch.Tensor]], T],
@@ -210,7 +211,7 @@ class Program:
             return finish(results)
 
         try:
-            with exchange.running():
+            with exchange.running(number_reader(self._inputs, batch)):
                 value = self._step_run(arguments, finished)
         except BaseException:
             # The process group may still write to the buckets.

@@ -131,6 +131,30 @@ class ProgramInput:
             )
 
 
+def number_reader(
+    inputs: Sequence[ProgramInput], batch: Sequence[torch.Tensor]
+) -> Callable[[Sequence[str], bool], dict[str, str]]:
+    """Return a function that gives the values of small inputs as text, by names.
+
+    What is on a GPU is read only where that may wait.
+    """
+
+    def read(names: Sequence[str], may_wait: bool) -> dict[str, str]:  # noqa: FBT001 (a callback)
+        given = iter(batch)
+        sources = {
+            one.spec.name: next(given) if one.source is None else one.source for one in inputs
+        }
+        found = {}
+        for name in names:
+            source = sources.get(name)
+            value = source() if callable(source) else source
+            if value is not None and (may_wait or value.device.type == "cpu"):
+                found[name] = str(value.tolist())
+        return found
+
+    return read
+
+
 class StateViews:
     """The views of a program's state, checked at each call, mostly all at once.
 
