@@ -219,6 +219,81 @@ def test_averaged_copies_and_random_numbers_keep_their_value():
         assert random_state.tolist()[1] == (1 if number < 3 else 2)
 
 
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum; `write` is how it changes its tensors."""
+
+    def __init__(self, parameters: Any, write: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.write = write
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["m"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            m = self.state[p]["m"]
+            if self.write == "data":
+                m.data.mul_(0.9).add_(p.grad.data)
+                p.data.add_(m.data, alpha=-0.1)
+            elif self.write == "parts":
+                for row in range(len(p)):
+                    m[row] = 0.9 * m[row] + p.grad[row]
+                    p[row] -= 0.1 * m[row]
+            else:
+                m.mul_(0.9)
+                self.state[p]["m"] = m + p.grad
+                p.data = p - 0.1 * self.state[p]["m"]
+
+
+@pytest.mark.parametrize("write", ["data", "parts", "replaced"])
+def test_a_skipped_step_writes_nothing_through_views_either(write: str):
+    """`p.data`, rows, queues written by place, and optimizers that replace their state."""
+    loop = Loop.make(mlp, lambda parameters: Momentum(parameters, write))
+    loop.model.register_buffer("queue", torch.zeros(4, 6))
+    loop.model.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+    average = torch.optim.swa_utils.AveragedModel(
+        loop.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loop.step(x, y)
+        loop.model.queue[loop.model.place] = x[:1]
+        loop.model.place.view(-1)[0] += 1
+        loop.model.place.detach().remainder_(4)
+        average.update_parameters(loop.model)
+        return loss
+
+    train = amp_ir.jit(
+        step, model=[loop.model, average], optimizer=loop.optimizer, scaler=loop.scaler
+    )
+    for number, (x, y) in enumerate(batches(6, {1, 3})):
+        before = {k: v.clone() for k, v in average.state_dict().items()} | loop.state()
+        train(x, y)
+        after = dict(average.state_dict()) | loop.state()
+        moved = [name for name in before if not torch.equal(before[name], after[name])]
+        assert train.skipped == (number in (1, 3))
+        assert moved == ([] if train.skipped else list(before))
+
+
+def test_gradients_cleared_through_views_stay_cleared():
+    loop = Loop.make(mlp, sgd)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        loop.scaler.scale(functional.mse_loss(loop.model(x), y)).backward()
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        for parameter in loop.model.parameters():
+            parameter.grad.data.zero_()
+
+    for parameter in loop.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    train = amp_ir.jit(step, model=loop.model, optimizer=loop.optimizer, scaler=loop.scaler)
+    for x, y in batches(4, {1, 2}):
+        train(x, y)
+        assert not any(parameter.grad.any() for parameter in loop.model.parameters())
+    assert train.compiled.logs[0].skips == 2
+
+
 def test_accumulation_keeps_the_scale_and_skips_the_effective_batch_once():
     """Three micro-batches an update, in two captured steps, against the same loop in PyTorch."""
 

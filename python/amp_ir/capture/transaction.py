@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import torch
@@ -45,6 +46,8 @@ class Transaction:
         # Without a scaler nothing is rolled back, so no value is saved.
         entries = self._entries if state.scalers else []
         self._written = {id(entry.fake): _Written() for entry in entries}
+        # Writes to a parameter may come through `.data`, `detach()` or a part of it.
+        self._in_storage = {_storage(entry.fake): entry for entry in entries}
         self._owner = _owners(state)
         # The check of each optimizer that stepped; None for one without a scaler.
         self._found: dict[int, torch.Tensor | None] = {}
@@ -55,21 +58,22 @@ class Transaction:
         self._is_selecting = False
 
     def before_write(self, target: torch.Tensor) -> None:
-        """Save the value of a tensor before it is written, if it is of the state."""
-        written = self._written.get(id(target))
-        if written is None or self._is_selecting:
+        """Save the value of a tensor of the state before it, or a view of it, is written."""
+        entry = self._in_storage.get(_storage(target))
+        if entry is None or self._is_selecting:
             return
+        written = self._written[id(entry.fake)]
         if written.before is None or written.is_ended:
             # A value that was selected by then is the old one, if the step is skipped.
-            written.before = torch.ops.aten.clone.default(target)
+            written.before = torch.ops.aten.clone.default(entry.fake)
             written.is_ended = False
         written.is_settled = False
 
     def cleared(self, target: torch.Tensor) -> None:
         """Record that a tensor was set to zero: a gradient that the step clears stays cleared."""
-        written = self._written.get(id(target))
-        if written is not None:
-            written.is_settled = True
+        entry = self._in_storage.get(_storage(target))
+        if entry is not None and target.numel() == entry.fake.numel():
+            self._written[id(entry.fake)].is_settled = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a call of `optimizer.step`; without a scaler, no tensor of it is rolled back."""
@@ -88,11 +92,25 @@ class Transaction:
         self._found[id(optimizer)] = found if known is None else torch.logical_or(known, found)
         self._guarding.add(id(optimizer))
         self.guarded.add(id(optimizer))
+        before = {id(values): dict(values) for values in optimizer.state.values()}
         yield
         self._guarding.discard(id(optimizer))
         for entry in own:
             self._select(entry, found)
             self._written[id(entry.fake)].is_settled = True
+        self._select_replaced(optimizer, before, found)
+
+    @staticmethod
+    def _select_replaced(
+        optimizer: torch.optim.Optimizer, before: dict[int, dict[Any, Any]], found: torch.Tensor
+    ) -> None:
+        """Keep the state of `before` that a skipped step replaced by new tensors."""
+        for values in optimizer.state.values():
+            for key, old in before.get(id(values), {}).items():
+                new = values.get(key)
+                both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+                if both and new is not old and (new.shape, new.dtype) == (old.shape, old.dtype):
+                    values[key] = torch.where(found, old, new)
 
     def end(self, scaler: object, found: torch.Tensor) -> None:
         """Select what was written since the transaction began: `scaler.update` was called."""
@@ -149,6 +167,10 @@ class Transaction:
         with torch.no_grad():
             entry.fake.copy_(torch.where(found, before, entry.fake))
         self._is_selecting = False
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _owners(state: State) -> dict[int, int]:
