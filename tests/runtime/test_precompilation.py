@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_ir
+import amp_ir.api.compile as compile_module
 from amp_ir import errors, jit_step
+from amp_ir.capture import tracing
 from cuda_emulator import in_emulator
 
 ROWS = (6, 6, 6, 4, 6, 3, 4, 5)
@@ -155,6 +157,36 @@ def test_steps_run_meanwhile_and_a_call_that_needs_the_program_waits(
     assert names[0] == names[2] == "MainThread"
     line = Run.step.__code__.co_firstlineno
     assert names[1] == f"amp_ir compiles Run.step (test_precompilation.py:{line})"
+
+
+def test_a_program_is_not_put_on_the_state_while_another_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fakes and symbols are in the user's objects then; reading those ended the capture."""
+    is_reached, goes_on = threading.Event(), threading.Event()
+    exchange_of, watched = compile_module.exchange_of, tracing.WatchedArguments
+
+    def held(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            is_reached.set()
+            assert goes_on.wait(60)
+        return exchange_of(*arguments)
+
+    def slowly_watched(arguments: Any) -> Any:
+        if is_reached.is_set() and not goes_on.is_set():
+            goes_on.set()
+            run.train._precompilation._running.task._thread.join(0.5)
+        return watched(arguments)
+
+    monkeypatch.setattr(compile_module, "exchange_of", held)
+    monkeypatch.setattr(tracing, "WatchedArguments", slowly_watched)
+    run = Run(precompile=[batch(4)])
+    run.train(*batch(6)), run.train(*batch(6))
+    assert is_reached.wait(60)
+    run.train(*batch(5))
+    run.wait()
+    run.train(*batch(4))
+    assert goes_on.is_set() and run.in_background == [False, True]
 
 
 def test_a_program_whose_guards_fail_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from amp_ir import pipeline
 from amp_ir.api.cached_build import cached_build
 from amp_ir.api.replay import overflow_finder
+from amp_ir.capture.patches.restores import between_captures
 from amp_ir.distributed.contract import contract_of
 from amp_ir.distributed.exchange import Exchange, agreement_of, check_backends
 from amp_ir.distributed.stand_in_exchange import StandInExchange
@@ -189,16 +190,18 @@ def step_of_built(
         StateError, OutOfMemoryError: as `compile_step`.
     """
     checked = pipeline.checked_step(mod, target)
-    program = Program(
-        executable,
-        built.plan,
-        checked.signature,
-        mod.state,
-        options["device"],
-        checks=checked.checks,
-        arena=arena,
-        exchange=exchange_of(mod, built.plan, options["device"]),
-    )
+    exchange = exchange_of(mod, built.plan, options["device"])
+    with between_captures():
+        program = Program(
+            executable,
+            built.plan,
+            checked.signature,
+            mod.state,
+            options["device"],
+            checks=checked.checks,
+            arena=arena,
+            exchange=exchange,
+        )
     report = CompileReport(seconds, built.kernel_count, built.plan, built.dispatched, options)
     return _step_of(mod, program, report, target)
 
@@ -247,16 +250,19 @@ def program_of(
 ) -> Program:
     """Return the built step on the tensors of `state`; by default with an arena of its own."""
     signature, checks = planned.signature(mod.signature), planned.checks
-    return Program(
-        executable,
-        planned.plan,
-        signature,
-        state,
-        device,
-        checks=checks,
-        arena=arena,
-        exchange=exchange_of(mod, planned.plan, device),
-    )
+    exchange = exchange_of(mod, planned.plan, device)
+    # It looks at the state, in a thread where the batch was announced.
+    with between_captures():
+        return Program(
+            executable,
+            planned.plan,
+            signature,
+            state,
+            device,
+            checks=checks,
+            arena=arena,
+            exchange=exchange,
+        )
 
 
 def exchange_of(mod: StepModule, plan: MemoryPlan, device: str) -> Exchange | None:

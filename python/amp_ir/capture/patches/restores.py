@@ -75,6 +75,13 @@ def restoring() -> Iterator[Restores]:
         restores.run(keep)
 
 
+@contextlib.contextmanager
+def between_captures() -> Iterator[None]:
+    """Hold off captures in other threads, which put fakes and symbols into the user's objects."""
+    with _one_capture:
+        yield
+
+
 def alone(
     prepare: Callable[[Restores], None],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
