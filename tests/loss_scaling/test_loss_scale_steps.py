@@ -408,6 +408,36 @@ def test_several_updates_in_one_step():
     assert torch.isfinite(ours.model[1].running_var).all()
 
 
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_replaced_buffer_is_kept_by_the_update_that_was_skipped(is_after: bool):
+    """Of two updates in one step each rolls back its own, where a buffer is assigned anew too."""
+    model = nn.Linear(4, 2)
+    model.register_buffer("count", torch.zeros(1))
+    optimizer = sgd(model.parameters())
+    scaler = scaler_like_pytorch(amp_ir.GradScaler)
+
+    def step(x: torch.Tensor, factors: torch.Tensor) -> None:
+        for k in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean() * factors[k]).backward()
+            if not is_after:
+                model.count = model.count + 1 + k
+            scaler.step(optimizer)
+            scaler.update()
+        if is_after:
+            model.count = model.count + 1
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, scaler=scaler)
+    cases = [(INF, 1.0), (1.0, INF), (1.0, 1.0), (INF, INF)]
+    # What follows the last update belongs to it.
+    added = [1, 0, 1, 0] if is_after else [2, 1, 3, 0]
+    total = 0
+    for factors, count in zip(cases, added, strict=True):
+        train(torch.ones(2, 4), torch.tensor(factors))
+        total += count
+        assert model.count.item() == total, factors
+
+
 def test_a_disabled_scaler_leaves_no_trace():
     without, disabled = Loop.make(mlp, sgd, enabled=False), Loop.make(mlp, sgd, enabled=False)
 

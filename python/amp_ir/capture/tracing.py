@@ -35,7 +35,7 @@ from amp_ir.capture.state import State, StateTensor, fake_of, fake_of_state, kep
 from amp_ir.capture.substitution import Substitution
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
-from amp_ir.capture.transaction import Transaction
+from amp_ir.capture.transaction import BufferPlace, Transaction
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.ir.capturing import captured_scalers
@@ -115,7 +115,7 @@ class StepTracer:
         fakes = put_fakes(state)
         overwritten = put_values(self._hypers, self._hyper_values())
         watch = GradientWatch([fakes[id(entry.tensor)] for entry in state.parameters])
-        transaction = Transaction(state, self._buffer_now)
+        transaction = Transaction(state, self._buffer_places)
         scalers = self._put_scalers(transaction)
         ranks = self._traced_ranks(fakes)
         given = captured_scalers.set(tuple(scaler_state.scaler for scaler_state in state.scalers))
@@ -243,11 +243,16 @@ class StepTracer:
         now.update(self._replaced)
         return [now.get(id(entry), entry.fake) for entry in self._state.tensors]
 
-    def _buffer_now(self, wanted: StateTensor) -> torch.Tensor:
-        """Return the current value of a buffer."""
-        values = (value for entry, value in self._places() if entry is wanted)
-        value = next(values, wanted.fake)
-        return value if isinstance(value, FakeTensor) else wanted.fake
+    def _buffer_places(self) -> Iterator[BufferPlace]:
+        """Return where each buffer of the state is held."""
+        named = {entry.name: entry for entry in self._state.buffers}
+        for index, model in enumerate(self._state.models):
+            prefix = f"model{index}" if index else ""
+            for path, module in model.named_modules(prefix=prefix):
+                for key in module._buffers:
+                    entry = named.get(f"{path}.{key}" if path else key)
+                    if entry is not None:
+                        yield BufferPlace(entry, module._buffers, key)
 
     def _places(self) -> Iterator[tuple[StateTensor, Any]]:
         """Return each state tensor with its current value."""

@@ -34,15 +34,35 @@ class _Written:
     is_settled: bool = False
 
 
+@attrs.frozen(eq=False)
+class BufferPlace:
+    """Where a module holds a buffer of the state: a step may put another tensor there."""
+
+    entry: StateTensor
+    buffers: dict[str, torch.Tensor | None]
+    key: str
+
+    def replaced(self) -> torch.Tensor | None:
+        """Return what the step has put there, if that is another tensor that fits."""
+        value, fake = self.buffers.get(self.key), self.entry.fake
+        if not isinstance(value, torch.Tensor) or value is fake:
+            return None
+        return value if (value.shape, value.dtype) == (fake.shape, fake.dtype) else None
+
+
 class Transaction:
     """The writes of a traced step to its state, and which of them an overflow rolls back.
 
-    `value_of` returns the current value of a buffer.
+    `places` returns where the buffers are held.
     """
 
-    def __init__(self, state: State, value_of: Callable[[StateTensor], torch.Tensor]) -> None:
+    def __init__(self, state: State, places: Callable[[], Iterator[BufferPlace]]) -> None:
         self._entries = [entry for entry in state.tensors if entry.role is not Role.SCALER_STATE]
-        self._value_of = value_of
+        self._places = places
+        # Of buffers that the step replaces: the values when the transaction began, and those that
+        # were selected last.
+        self._begun: dict[int, torch.Tensor] = {}
+        self._selected: dict[int, torch.Tensor] = {}
         # Without a scaler nothing is rolled back, so no value is saved.
         entries = self._entries if state.scalers else []
         self._written = {id(entry.fake): _Written() for entry in entries}
@@ -117,10 +137,12 @@ class Transaction:
         if any(one is scaler for one, _ in self._ended):
             # It is another iteration of the same loop; what it did not write is settled.
             self._ended.clear()
+            self._begun = dict(self._selected)
             for written in self._written.values():
                 written.before = None if written.is_ended else written.before
         self._ended.append((scaler, found))
         self._select_all(found, only_new=False)
+        self._select_replaced_buffers(found, only_new=False)
         for written in self._written.values():
             written.is_ended = True
 
@@ -137,14 +159,20 @@ class Transaction:
         for _, other in self._ended[1:]:
             found = torch.logical_or(found, other)
         self._select_all(found, only_new=True)
-        replaced = {}
-        for entry in self._entries:
-            value = self._value_of(entry) if entry.role is Role.BUFFER else entry.fake
-            if value is not entry.fake and value.shape == entry.fake.shape:
-                before = self._written[id(entry.fake)].before
-                before = entry.fake if before is None else before
-                replaced[id(entry)] = torch.where(found, before, value)
-        return replaced
+        self._begun.update(self._selected)
+        self._select_replaced_buffers(found, only_new=True)
+        return dict(self._selected)
+
+    def _select_replaced_buffers(self, found: torch.Tensor, *, only_new: bool) -> None:
+        """Select between what the step put in a buffer's place and its value before."""
+        for place in self._places():
+            value, key = place.replaced(), id(place.entry)
+            if value is None or (only_new and value is self._selected.get(key)):
+                continue
+            before = self._begun.get(key, self._written[id(place.entry.fake)].before)
+            with torch.no_grad():
+                new = torch.where(found, place.entry.fake if before is None else before, value)
+            place.buffers[place.key] = self._selected[key] = new
 
     def _select_all(self, found: torch.Tensor, *, only_new: bool) -> None:
         for entry in self._entries:
