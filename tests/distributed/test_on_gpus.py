@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -191,11 +190,6 @@ class NoHostTensors:
         self.store, self.rank, self.size = store, rank, 2
 
 
-@attrs.frozen
-class Called:
-    exchange_digest: str
-
-
 @pytest.mark.parametrize("digests", ["aa", "ab"])
 def test_ranks_meet_through_the_store_and_leave_nothing_in_it(digests):
     store = dist.HashStore()
@@ -204,7 +198,7 @@ def test_ranks_meet_through_the_store_and_leave_nothing_in_it(digests):
         if calls:
             assert not calls[0].is_done()
         group = NoHostTensors(store, rank)
-        calls.append(meeting._StoreRollCall(group, Called(digest), lambda name: f"call/1/{name}"))
+        calls.append(meeting._StoreRollCall(group, digest, lambda name: f"call/1/{name}"))
     assert all(one.is_done() for one in calls)
     assert [one.are_alike() for one in calls] == [digests == "aa"] * 2
     calls[0].forget()
