@@ -372,7 +372,9 @@ def test_what_needs_the_state_whole_is_refused(tmp_path: Path) -> None:
         "0.weight.grad; call optimizer.zero_grad() in the step, or use "
         'shard="optimizer"',
         "whole": "an optimizer of this step holds this rank's part of its state, as another step "
-        "with shard= left it; pass data_parallel=True and shard= here too",
+        "with shard= left it; pass data_parallel=True and shard= to amp_ir.jit or trace_step here "
+        "too. For a tool that takes neither, as amp_ir.verify, make model and optimizer anew, and "
+        "load amp_ir.gather_state_dict(optimizer) into that one",
         "state_dict": "this rank holds a part of the state of the AdamW (shard=), so its "
         "state_dict() is not whole; call amp_ir.save_checkpoint, or "
         "amp_ir.gather_state_dict(optimizer), on every rank",

@@ -29,7 +29,9 @@ def split_state(state: State, ranks: Ranks | None) -> None:
         if before:
             raise ShardingError(
                 "an optimizer of this step holds this rank's part of its state, as another step "
-                "with shard= left it; pass data_parallel=True and shard= here too"
+                "with shard= left it; pass data_parallel=True and shard= to amp_ir.jit or "
+                "trace_step here too. For a tool that takes neither, as amp_ir.verify, make model "
+                "and optimizer anew, and load amp_ir.gather_state_dict(optimizer) into that one"
             )
         return
     for one in before.values():
