@@ -58,6 +58,8 @@ class Traces:
         with effects.again():
             other, second = self._once(numbers, symbolic=symbolic, others=others)
         if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
+            if effects.leave_modes():
+                return tracer, attrs.evolve(traced, stored=tuple(effects.stored))
             raise effects.state_error(other.effects)
         left = InitialValues.of(effects.left)
         if left is None:

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.capture.guards.module_modes import ModuleModes
 from amp_ir.capture.guards.places import ABSENT, SEQUENCES, Contents, Place, is_plain, is_same
 from amp_ir.capture.guards.registered_modules import NewModule
 from amp_ir.capture.later_number import LaterNumber
@@ -32,7 +33,7 @@ class Left:
     `key` is equal for the same place in another trace.
     """
 
-    place: Place | Contents | NewModule
+    place: Place | Contents | NewModule | ModuleModes
     value: Any
     key: tuple[int, Any]
     diagnostic: tuple[str, Location, str]
@@ -115,7 +116,7 @@ class StoredValue:
     `shared` are the ids of the user's containers, which the step has not made.
     """
 
-    place: Place
+    place: Place | ModuleModes
     value: Any
     shared: frozenset[int] = frozenset()
 

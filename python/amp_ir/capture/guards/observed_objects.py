@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_ir.capture.guards.advancing_objects import Advancing, advancing
 from amp_ir.capture.guards.code_reads import CodeReads
+from amp_ir.capture.guards.module_modes import KnownModes
 from amp_ir.capture.guards.places import (
     ABSENT,
     CONTAINERS,
@@ -65,6 +66,7 @@ class ObservedObjects:
         self.places: dict[tuple[int, str, Any], Place] = {}
         self.contents: dict[int, Contents] = {}
         self.modules: dict[int, tuple[torch.nn.Module, Name]] = {}
+        self.modes = KnownModes()
         self.tensors: dict[int, tuple[torch.Tensor, Name]] = {}
         self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
         self.caches: dict[int, tuple[Any, int]] = {}
@@ -197,6 +199,7 @@ class ObservedObjects:
     ) -> Iterator[tuple[Any, Name]]:
         every = reads.traverses or isinstance(module, _TORCH_CONTAINERS)
         self.modules.setdefault(id(module), (module, name))
+        self.modes.add(module)
         for key, child in module._modules.items():
             if child is not None and (every or key in reads.attributes):
                 yield child, self.known.get(id(child), (child, part_name("module", key, name)))[1]

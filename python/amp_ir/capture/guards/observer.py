@@ -93,6 +93,7 @@ class Observer:
     def add_models(self, models: list[torch.nn.Module]) -> None:
         """Register the models' modules with their paths."""
         for index, model in enumerate(models):
+            self.objects.modes.add(model)
             prefix = f"model{index}" if index else ""
             for path, module in model.named_modules(prefix=prefix):
                 name = _of_path(path)
@@ -103,6 +104,10 @@ class Observer:
                         part = part_name("a hook", None, name)
                         found = [(hook, part) for hook in hooks.values()]
                         self.objects.reach(_NOTHING, found, is_users=True)
+
+    def has_made(self, module: torch.nn.Module) -> bool:
+        """Return whether the step has made a module."""
+        return id(module) in self._made
 
     def add_step(self, step: Any) -> None:
         """Register the step's function, its bound object and its arguments."""

@@ -33,6 +33,7 @@ from amp_ir.capture.guards.left_values import (
     put_left,
     renewed,
 )
+from amp_ir.capture.guards.module_modes import ModuleModes
 from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
 from amp_ir.capture.guards.places import (
@@ -64,6 +65,7 @@ _IN_INIT = (
     "Make it in __init__, or call the model once on a batch before, under torch.no_grad(), and "
     "pass its parameters to the optimizer"
 )
+_SET_MODE = "Set it before the step, and between steps"
 _PLAIN = "Guards do not see what it holds: call the module that it was made of"
 _RETURN_NUMBER = "Return it from the step, and keep it after the call"
 _RETURN = (
@@ -104,6 +106,7 @@ class SideEffects:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
         self._report_modules(diagnostics)
+        self._report_modes()
         shared = frozenset(self.observer.objects.contents)
         for place in self.observer.objects.places.values():
             now = place.now()
@@ -134,6 +137,7 @@ class SideEffects:
     def restore(self) -> None:
         """Restore everything to its value before the step."""
         self.registered.restore()
+        self._restore_modes()
         for changed in self.of_optimizers.changes():
             changed.put_back()
         for contents in self.observer.objects.contents.values():
@@ -192,6 +196,30 @@ class SideEffects:
             else:
                 said = what, _at(line), _IN_INIT
                 self.left.append(Left(one, one.child, (id(one.parent), one.key), said))
+
+    def _report_modes(self) -> None:
+        """Leave modes as the step does; in those, the same graph is the step again, or another."""
+        changed = self._changed_modes()
+        if changed is not None:
+            said = f"changes {changed.name()}, train or eval", Location(), _SET_MODE
+            self.left.append(Left(changed, changed.now(), (0, "modes"), said))
+
+    def _changed_modes(self) -> ModuleModes | None:
+        return self.observer.objects.modes.changed(self.observer.has_made)
+
+    def _restore_modes(self) -> None:
+        changed = self._changed_modes()
+        if changed is not None:
+            changed.put_back()
+
+    def leave_modes(self) -> bool:
+        """Let each call leave the modes, if a step leaves nothing else; return whether it does."""
+        modes = [(one.place, one.value) for one in self.left if isinstance(one.place, ModuleModes)]
+        if len(modes) < len(self.left):
+            return False
+        self.stored += [StoredValue(place, value) for place, value in modes]
+        self.left.clear()
+        return True
 
     def state_error(self, again: SideEffects) -> CaptureError:
         """Return the error about the state of a step that was traced `again` with what it left.
