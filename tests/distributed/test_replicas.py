@@ -125,7 +125,8 @@ def test_a_wrapper_that_joins_is_refused(group_of_one: None) -> None:
     with wrapped.join(), pytest.raises(errors.ArgumentError) as error:
         find_ranks(wrapped)
     assert str(error.value) == (
-        "a DistributedDataParallel has join(), which a compiled step does not do; make it without"
+        "a DistributedDataParallel is in join(), in which a compiled step takes no part; leave "
+        "join() out, and give all ranks as many batches, as a DistributedSampler does"
     )
 
 
