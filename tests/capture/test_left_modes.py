@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import amp_ir
+from square_steps import square_step
 
 TEACHER = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
 
@@ -58,14 +59,7 @@ def training(kind: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def update(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return model, optimizer, kind(model, update)
+    return model, optimizer, kind(model, square_step(model, optimizer))
 
 
 def modes(model: nn.Module) -> list[bool]:

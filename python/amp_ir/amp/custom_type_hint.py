@@ -105,15 +105,32 @@ def warn_of_unused_rules(ops: Collection[str]) -> None:
             warn_user(". ".join([nothing + near_names(name, ops), *inside_of_others(name, ops)]))
 
 
+def _read_by_rules() -> dict[str, dict[str, object]]:
+    """Return the variables that each replaced rule reads: of a closure, and global plain values."""
+    return {name: read for name, rule in _replaced.get().items() if (read := _read_by(rule))}
+
+
+def _read_by(rule: Rule) -> dict[str, object]:
+    if not isinstance(rule, FunctionType):
+        return {}
+    code, cells = rule.__code__, rule.__closure__ or ()
+    named = {name: rule.__globals__.get(name) for name in code.co_names}
+    read: dict[str, object] = {
+        name: value for name, value in named.items() if isinstance(value, _PLAIN)
+    }
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        with contextlib.suppress(ValueError):  # of a variable without a value yet
+            read[name] = cell.cell_contents
+    return read
+
+
 @attrs.frozen(eq=False)
 class RulesInEffect:
     """The rules of the user's that this thread has at one point: replaced, or registered."""
 
     _replaced: Mapping[str, Rule] = attrs.field(factory=_replaced.get)
     _registered: int = attrs.field(factory=lambda: len(RULES))
-    _read: Mapping[str, Mapping[str, object]] = attrs.field(
-        factory=lambda: _read_by_rules()
-    )  # defined below
+    _read: Mapping[str, Mapping[str, object]] = attrs.field(factory=_read_by_rules)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -150,25 +167,6 @@ class RulesInEffect:
                 value = now.get(rule, {}).get(name)
                 if not _is_unchanged(was, value):
                     yield f"the rule of {rule} reads {name}, which was {was!r} and is {value!r}"
-
-
-def _read_by_rules() -> dict[str, dict[str, object]]:
-    """Return the variables that each replaced rule reads: of a closure, and global plain values."""
-    return {name: read for name, rule in _replaced.get().items() if (read := _read_by(rule))}
-
-
-def _read_by(rule: Rule) -> dict[str, object]:
-    if not isinstance(rule, FunctionType):
-        return {}
-    code, cells = rule.__code__, rule.__closure__ or ()
-    named = {name: rule.__globals__.get(name) for name in code.co_names}
-    read: dict[str, object] = {
-        name: value for name, value in named.items() if isinstance(value, _PLAIN)
-    }
-    for name, cell in zip(code.co_freevars, cells, strict=True):
-        with contextlib.suppress(ValueError):  # of a variable without a value yet
-            read[name] = cell.cell_contents
-    return read
 
 
 def _is_unchanged(was: object, now: object) -> bool:
