@@ -214,7 +214,8 @@ def library_calls(
     Returns the inputs that it then has more, with `hoist`.
     """
     # In chunks, rows of the loss are written where whole tensors would be.
-    ir = align_matmuls(ir) if target.is_cuda and not in_chunks else ir
+    if target.is_cuda and not in_chunks:
+        ir = align_matmuls(ir, allow_tf32=target.allow_tf32)
     ir = dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
     # Matmuls that add a bias round once, so casts around the sum fold away.
     ir = fold_casts(ir)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pad what a GPU's matmuls in low precision read and write, so that rows begin at 16 bytes.
+"""Pad what a GPU's matmuls read and write, so that rows begin at 16 bytes.
 
 Tensor cores are fed 16 bytes at a time. Where a row of a matrix is not a multiple of that, as with
 a vocabulary of 50257 or 30522, cuBLAS has only kernels of older designs: on an H200 they reach 96
 TFLOP/s where rows begin at 2 bytes and 215 at 4, and the aligned ones 740 (8192 x 768 x 50257 in
 bfloat16: 6.6 and 0.86 ms).
 
-The padding is written by kernels that write the matrix anyway: the cast of a weight, the gradient
-of a loss. Results are computed padded, and read as slices, which are index arithmetic.
-
-Float32 under TF32 is left alone: nothing rewrites a float32 weight in each step, so that the
-padded weight would be one more copy of it, and TF32 is what users ask for who look for speed
-without low precision.
+In low precision the padding is written by kernels that write the matrix anyway: the cast of a
+weight, the gradient of a loss. Results are computed padded, and read as slices, which are index
+arithmetic. In float32 nothing writes a weight anew, so the padded one is a copy.
 """
 
 from __future__ import annotations
@@ -39,11 +36,16 @@ from amp_ir.rewrites.padded_sources import (
 )
 from amp_ir.rewrites.write_padded import PaddedWriter
 
-# Elements of a low dtype in 16 bytes.
-ALIGNMENT = 8
 _LOW_DTYPES = ("bfloat16", "float16")
-# FLOP a second of an H200 by the elements at whose multiples rows begin; measured for 1, 2 and 8.
-_RATES = {1: 1.0e14, 2: 2.2e14, 4: 3.5e14, ALIGNMENT: 7.0e14}
+# FLOP a second of an H200 by the elements at whose multiples rows begin, up to those in 16 bytes;
+# _ADDED_UP is for odd rows along which products are added up. Measured, but for 4 of a low dtype.
+_ADDED_UP = 0
+_RATES = {
+    "low": {_ADDED_UP: 1.0e14, 1: 1.0e14, 2: 2.2e14, 4: 3.5e14, 8: 7.0e14},
+    # For 512 x 50257 x 768, odd rows added up, cuBLASLt 13.0 takes 8.2 ms, and 2.2 without TF32.
+    "tf32": {_ADDED_UP: 4.8e12, 1: 1.1e14, 2: 1.1e14, 4: 4.0e14},
+    "float32": {_ADDED_UP: 1.8e13, 1: 5.0e13, 2: 5.0e13, 4: 5.0e13},
+}
 # Of kernels that copy: bytes a second, and seconds that each takes at least.
 _COPIED_A_SECOND, _LAUNCH = 4.0e12, 2.0e-6
 # How many times what it costs a padding has to save: other GPUs have other rates.
@@ -57,8 +59,8 @@ _IN_MEMORY = (
 _READ_PADDED = ("relax.sum", "amp_ir.nll_loss", *MOVES)
 
 
-def align_matmuls(ir: tvm.IRModule) -> tvm.IRModule:
-    """Pad the dims of low-precision matmuls along which memory is not a multiple of 16 bytes.
+def align_matmuls(ir: tvm.IRModule, *, allow_tf32: bool = False) -> tvm.IRModule:
+    """Pad the dims of matmuls along which memory is not a multiple of 16 bytes.
 
     Before:  low = cast(w); y = matmul(x, permute_dims(low)); p = log_softmax(cast(y))
              g = cast(log_softmax_backward(nll_loss_backward(d, labels, total), p))
@@ -75,7 +77,7 @@ def align_matmuls(ir: tvm.IRModule) -> tvm.IRModule:
               nothing pads on the way is read through a slice of the padded value. A matmul is
               padded where that saves twice what it costs, as `_Aligner` counts it.
     """
-    aligner = _Aligner(ir)
+    aligner = _Aligner(ir, allow_tf32=allow_tf32)
     aligner.choose()
     if not aligner.matmuls:
         return ir
@@ -99,8 +101,9 @@ class _Aligner:
     plain elements differ.
     """
 
-    def __init__(self, ir: tvm.IRModule) -> None:
+    def __init__(self, ir: tvm.IRModule, *, allow_tf32: bool) -> None:
         self.flow = Dataflow(ir)
+        self.full = "tf32" if allow_tf32 else "float32"
         self.values = self.flow.values
         self.only_transpose = self.flow.only_readers(TRANSPOSE)
         self.wanted: dict[relax.Var, Wanted] = {}
@@ -109,7 +112,8 @@ class _Aligner:
 
     def choose(self) -> None:
         """Choose matmuls until none follows from those that are chosen."""
-        left = {one: call for one, call in self.flow.calls("relax.matmul").items() if _is_low(call)}
+        calls = self.flow.calls("relax.matmul")
+        left = {one: call for one, call in calls.items() if self._rates_of(call)}
         chosen = 1
         while chosen:
             chosen = 0
@@ -128,8 +132,18 @@ class _Aligner:
                     for each in parts:
                         self._want(self.wanted, each, Wanted(shape, False))
 
+    def _rates_of(self, call: relax.Call) -> dict[int, float]:
+        """Return the rates of a matmul by the alignment of its rows; none of one left alone."""
+        dtypes = {str(one.ty.dtype) for one in call.args}
+        if len(dtypes) != 1 or any(len(shape_of(one)) != 2 for one in call.args):
+            return {}
+        (dtype,) = dtypes
+        kind = "low" if dtype in _LOW_DTYPES else self.full if dtype == "float32" else ""
+        return _RATES.get(kind, {})
+
     def _dims_of(self, variable: relax.Var, call: relax.Call) -> tuple[Shape, Shape]:
         """Return m, k and n of a matmul, and those aligned along which its memory is dense."""
+        alignment = max(self._rates_of(call))
         own = (*shape_of(call.args[0]), shape_of(call)[1])
         along = set()
         for position, argument in enumerate(call.args):
@@ -137,7 +151,7 @@ class _Aligner:
             along.add(position + (1 if strides[1] == 1 else 0))
         transpose = self.only_transpose.get(variable)
         along.add(2 if transpose is None else 0)
-        aligned = (_aligned(n) if k in along else n for k, n in enumerate(own))
+        aligned = (_aligned(n, alignment) if k in along else n for k, n in enumerate(own))
         return own, tuple(aligned)
 
     def _shape_in_memory(self, operand: relax.Expr) -> Shape:
@@ -172,9 +186,13 @@ class _Aligner:
             self._search(argument, Wanted(shape, k != own[1]), search)
         if shape_of(call) != (m, n):
             search.seconds += self._seconds_of_result(variable)
-        unaligned = [math.gcd(n, ALIGNMENT) for n, p in zip(own, aligned, strict=True) if n != p]
+        rates = self._rates_of(call)
+        best = max(rates)
+        unaligned = [math.gcd(n, best) for n, p in zip(own, aligned, strict=True) if n != p]
+        is_odd_sum = own[1] != aligned[1] and own[1] % 2
+        now = _ADDED_UP if is_odd_sum else min(unaligned, default=best)
         flop = 2.0 * math.prod(own)
-        saved = flop / _RATES[min(unaligned, default=ALIGNMENT)] - flop / _RATES[ALIGNMENT]
+        saved = flop / rates[now] - flop / rates[best]
         for one, in_memory in zip(call.args, stored, strict=True):
             # Unpadded it would be a copy.
             saved += 0.0 if in_memory == shape_of(one) else _seconds_to_copy(one)
@@ -234,7 +252,7 @@ class _Aligner:
         for reader in self.flow.readers.get(variable, ()):
             is_padded = reader in search.wanted or reader in self.wanted or reader in self.matmuls
             call = self.values[reader]
-            is_matmul = op_name(call) == "relax.matmul" and _is_low(call)
+            is_matmul = op_name(call) == "relax.matmul" and self._rates_of(call)
             if not (is_padded or is_matmul or op_name(call) in _READ_PADDED):
                 return _seconds_to_copy(variable)
         return 0.0
@@ -295,15 +313,9 @@ class _Aligner:
         return is_gradient and self.flow.uses[expr] == 1
 
 
-def _aligned(extent: int) -> int:
+def _aligned(extent: int, alignment: int) -> int:
     # What is 1 may be there once for many.
-    return -(-extent // ALIGNMENT) * ALIGNMENT if extent > 1 else 1
-
-
-def _is_low(call: relax.Call) -> bool:
-    """Return whether a matmul multiplies matrices of a low dtype."""
-    is_low = all(str(one.ty.dtype) in _LOW_DTYPES for one in call.args)
-    return is_low and all(len(shape_of(one)) == 2 for one in call.args)
+    return -(-extent // alignment) * alignment if extent > 1 else 1
 
 
 def _is_library_call(call: relax.Expr) -> bool:
