@@ -11,9 +11,10 @@ from tvm import tirx
 import amp_ir
 from amp_ir import pipeline
 from amp_ir.demo.workloads import WORKLOADS
-from amp_ir.ir.target import cpu
+from amp_ir.ir.target import cpu, cuda
 from amp_ir.vm import build as build_stage
 from amp_ir.vm import kernel_libraries
+from cuda_emulator import in_emulator
 
 EXTENT = 32
 
@@ -100,6 +101,34 @@ def test_a_step_is_the_same_to_the_bit_whatever_number_of_threads_built_it(threa
         return [*losses, *training.model.parameters()]
 
     for one, other in zip(trained(1), trained(3), strict=True):
+        assert torch.equal(one, other)
+
+
+@in_emulator
+def test_a_step_on_a_gpu_is_the_same_in_parts():
+    from cuda_emulator import steps
+
+    def trained(build, count: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        training = WORKLOADS["bert1"].make(small=True)
+        mod, _ = amp_ir.trace_step(
+            training.step, training.batch, model=training.model, optimizer=training.optimizer
+        )
+        mod = amp_ir.autocast(mod, amp_dtype="bfloat16")
+        target = cuda(steps.ARCH)
+        planned = pipeline.lower(mod, target=target)
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        built = build(planned, target, opt_level=3)
+        torch.set_num_threads(before)
+        assert len(built.mod.imports) == count
+        train = steps.load_step(mod, planned, built)
+        losses = [train(*training.batch).clone() for _ in range(3)]
+        return [*losses, *training.model.parameters()]
+
+    steps.register_libraries()
+    whole = trained(build_stage.compile_executable, 1)
+    for one, other in zip(whole, trained(build_stage.compile_in_memory, 3), strict=True):
         assert torch.equal(one, other)
 
 

@@ -103,8 +103,6 @@ def cuda_passes(*before_split: tvm.transform.Pass) -> list[tvm.transform.Pass]:
         transform.StmtSimplify(),
         transform.NarrowDataType(32),
         transform.VectorizeLoop(True),
-        transform.StmtSimplify(),
-        transform.RemoveNoOp(),
         transform.VerifyMemory(),
         transform.AnnotateEntryFunc(),
         *before_split,
@@ -176,24 +174,28 @@ def program_and_kernels(step: PlannedStep) -> tuple[relax.ExecBuilder, tvm.IRMod
     return builder, tvm.IRModule({}) if kernels is None else _equally_careful(kernels)
 
 
-def _compile_in_memory(
+def compile_in_memory(
     step: PlannedStep, target: CompileTarget, *, opt_level: int
 ) -> relax.VMExecutable:
-    """Compile as `compile_executable`, for this CPU, with the kernels in several libraries.
+    """Compile as `compile_executable`, to run in this process, with the kernels in several parts.
 
-    They cannot be exported: each has its own copy of what a shared library has once.
+    They cannot be exported: each library has its own copy of what a shared library has once.
     """
     native.load()
-    step = open_kernels(step)
+    if target.is_cuda:
+        driver.prepare_build()
+    else:
+        step = open_kernels(step)
+    build_parts = _build_cuda_modules if target.is_cuda else _build_libraries
     with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
         builder, kernels = program_and_kernels(step)
         # Nothing else decides what the machine code does; not how many threads compiled it.
         compiled_for = f"{built_for} at opt_level {opt_level}"
         libraries = LIBRARIES.of(
-            kernels, compiled_for, lambda missing: _build_libraries(missing, built_for, opt_level)
+            kernels, compiled_for, lambda missing: build_parts(missing, built_for, opt_level)
         )
         if not libraries:  # TVM's linker needs one
-            libraries = [one for _, one in _build_libraries(kernels, built_for, opt_level)]
+            libraries = [one for _, one in build_parts(kernels, built_for, opt_level)]
         first, *others = libraries
         linked = vm_build._ffi_api.VMLink(builder, built_for, first, [], {})
         for library in others:
@@ -222,6 +224,20 @@ def _build_libraries(
     )
 
 
+def _build_cuda_modules(
+    kernels: tvm.IRModule, target: tvm.target.Target, opt_level: int
+) -> list[tuple[list[str], tvm.runtime.Module]]:
+    """Return modules of the kernels' machine code, each with the names of those in it."""
+    return build_side_by_side(
+        dict(kernels.functions),
+        CUDA_PIPELINE,
+        target,
+        opt_level=opt_level,
+        of_part=lambda _part: {},
+        finish=lambda module, _part: module,
+    )
+
+
 def _use_openmp(library: tvm.runtime.Module) -> None:
     """Let a library's parallel loops run on OpenMP's threads, where the native part is built."""
     if native.has(LAUNCH_ADDRESS):
@@ -242,8 +258,7 @@ def build(
     """
     target = target or cpu()
     kernels = count_kernels(step)
-    compiled = compile_executable if target.is_cuda else _compile_in_memory
-    executable = compiled(step, target, opt_level=opt_level)
+    executable = compile_in_memory(step, target, opt_level=opt_level)
     tvm_device = tvm.device(str(device))
     vm = relax.VirtualMachine(executable, tvm_device)
     return Executable(vm, tvm_device, kernels, executable)

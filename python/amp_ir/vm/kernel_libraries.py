@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile kernels to machine code on all cores: LLVM takes most of the time, and holds no lock."""
+"""Compile kernels to machine code on all cores: LLVM and NVRTC do most of it, and hold no lock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_side_by_side(
     of_part: Callable[[int], Functions],
     finish: Callable[[tvm.runtime.Module, int], T],
 ) -> list[tuple[list[str], T]]:
-    """Build libraries of `kernels`, one part per thread of PyTorch's, for a CPU.
+    """Build libraries of `kernels`, one part per thread of PyTorch's.
 
     Each library also gets the functions that `of_part` makes for its number. `finish` makes the
     machine code of a library, in the thread that built it; what it makes is returned, with the
