@@ -31,6 +31,8 @@ MAX_WIDTH = 8
 MAX_HELD_NBYTES = 512
 # Running values of one thread that stay in registers.
 MAX_RUNNING = 32
+# Steps along a row that are written one after another, so that their loads are under way together.
+MOST_UNROLLED = 8
 # Blocks that fill the largest GPUs (132 multiprocessors) a few times over. A constant, not a query
 # of the device: sums must not depend on it.
 MANY_BLOCKS = 528
@@ -147,22 +149,36 @@ class GroupElements:
         sums: Callable[..., Any] | None = None,
         flush: list[tirx.Stmt] | None = None,
     ) -> list[tirx.Stmt]:
-        """Emit every `threads`-th chunk of a row, by this thread; `flush` ends a block."""
+        """Emit every `threads`-th chunk of a row, by this thread; `flush` ends a block.
+
+        Steps that all threads take have no condition: then a thread's loads are on their way
+        together, where a branch would wait for each.
+        """
         thread, threads = share
-        steps = -(-self.chunks // threads)
-        flushes = [] if flush is None else flush
+        steps, flushes = -(-self.chunks // threads), flush or []
+        steps_a_block = max(1, BLOCK // self.width)
+        # A block of several steps has its end where it is, whether its last step is whole or not.
+        is_split = not flushes or steps_a_block == 1
+        whole = self.chunks // threads if is_split else steps
+        last = tirx.const(steps - 1, "int32")
 
         def visit(step: Any) -> list[tirx.Stmt]:
             chunk = tirx.Var("chunk", "int32")
             at = thread if steps == 1 else step * threads + thread
             taken = takes + ([] if sums is None else sums(level, step, chunk))
             body = self.chunk(level, parts, chunk, dict(row_elements), taken)
-            inside = chunk < self.chunks if self.chunks % threads else None
+            is_partial = self.chunks % threads and (whole == steps or step is last)
+            inside = chunk < self.chunks if is_partial else None
             return [tirx.Bind(chunk, at), *guarded(inside, body)]
 
+        rest = [] if whole == steps else [*visit(last), *flushes]
+        if not whole:
+            return rest
         if sums is not None and steps * self.width <= MAX_RUNNING:
-            return unrolled(steps, "step", visit)
-        return blocked(steps, max(1, BLOCK // self.width), visit, flushes)
+            return [*unrolled(whole, "step", visit), *rest]
+        if is_split and whole <= MOST_UNROLLED:
+            return [*unrolled(whole, "step", lambda step: [*visit(step), *flushes]), *rest]
+        return [*blocked(whole, steps_a_block, visit, flushes), *rest]
 
     def has_long_shares(self, threads: int, *, is_summed: bool = False) -> bool:
         """Return whether a thread of `threads` takes more than a block of a row's elements.
