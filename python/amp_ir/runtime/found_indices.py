@@ -9,6 +9,8 @@ import torch
 
 from amp_ir.ir.planned_checks import PlannedChecks
 
+# What a step found, on the host, and the event after which it is there; None: on a CPU.
+_Sent = tuple[torch.Tensor, "torch.cuda.Event | None"]
 # A step's extremes are waited for when so many later ones are under way; a queue is never longer.
 _MOST_PENDING = 64
 
@@ -21,18 +23,15 @@ class FoundIndices:
 
     def __init__(self, checks: PlannedChecks) -> None:
         self._checks = checks
-        self._pending: collections.deque[tuple[torch.Tensor, torch.cuda.Event | None]] = (
-            collections.deque()
-        )
+        self._pending: collections.deque[_Sent] = collections.deque()
+        # Pinned memory and events take the host longer to make than a small step's launch.
+        self._free: list[_Sent] = []
 
     def add(self, extremes: torch.Tensor) -> None:
         """Send the extremes of the step that was just launched, int64[2 * checks], to the host."""
-        is_on_gpu = extremes.device.type == "cuda"
-        copy = torch.empty(extremes.shape, dtype=extremes.dtype, pin_memory=is_on_gpu)
+        copy, event = self._free.pop() if self._free else _place_for(extremes)
         copy.copy_(extremes, non_blocking=True)
-        event = None
-        if is_on_gpu:
-            event = torch.cuda.Event()
+        if event is not None:
             event.record(torch.cuda.current_stream(extremes.device))
         self._pending.append((copy, event))
 
@@ -54,7 +53,12 @@ class FoundIndices:
             IndexOutOfRangeError: a step used an index out of range, and was rolled back.
         """
         while len(self._pending) > 1:
-            self._check_arrived(*self._pending.popleft())
+            self._take_first()
+
+    def _take_first(self) -> None:
+        sent = self._pending.popleft()
+        self._free.append(sent)
+        self._check_arrived(*sent)
 
     def _check_arrived(self, copy: torch.Tensor, event: torch.cuda.Event | None) -> None:
         """Wait for the extremes of a step, and check them."""
@@ -73,5 +77,10 @@ class FoundIndices:
             if event is not None and not event.query():
                 if not all_steps and len(self._pending) <= _MOST_PENDING:
                     return
-            self._pending.popleft()
-            self._check_arrived(copy, event)
+            self._take_first()
+
+
+def _place_for(extremes: torch.Tensor) -> _Sent:
+    is_on_gpu = extremes.device.type == "cuda"
+    copy = torch.empty(extremes.shape, dtype=extremes.dtype, pin_memory=is_on_gpu)
+    return copy, torch.cuda.Event() if is_on_gpu else None

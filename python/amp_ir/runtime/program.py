@@ -308,17 +308,16 @@ class _OnGpu:
 
     def run(self, batch: Sequence[torch.Tensor], *, in_graph: bool) -> list[torch.Tensor]:
         """Run one step; copies from pinned host memory are asynchronous."""
-        program, views = self._program, iter(self._batch_views)
-        inputs = [
-            next(views) if one.source is None else one.current_view() for one in program._inputs
-        ]
-        program.refuse_shared(batch, tuple(one.address for one in program._inputs))
+        program, own = self._program, iter(self._batch_views)
+        state = program._state_views
+        inputs = [next(own) if view is None else view for view in state.current()]
+        program.refuse_shared(batch, state.version)
         for target, source in zip(self._batch, batch, strict=True):
             target.copy_(source, non_blocking=True)
         arguments = [program.arena_view(), *inputs, *self._result_views]
         if in_graph:
-            state = (one.address for one in program._inputs if one.source is not None)
-            self._run(arguments, (program._arena.address, *state))
+            places = (one.address for one in program._inputs if one.source is not None)
+            self._run(arguments, (program._arena.address, *places))
         else:
             self._run.launch(arguments)
         if program.checks.in_step:
