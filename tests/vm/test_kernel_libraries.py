@@ -105,16 +105,17 @@ def test_a_step_is_the_same_to_the_bit_whatever_number_of_threads_built_it(threa
 
 
 @in_emulator
-def test_a_step_on_a_gpu_is_the_same_in_parts():
+def test_steps_on_a_gpu_are_the_same_in_parts():
+    """Kernels of both have the same names, and some are the same."""
     from cuda_emulator import steps
 
-    def trained(build, count: int) -> list[torch.Tensor]:
+    def trained(build, dtype: str, count: int) -> list[torch.Tensor]:
         torch.manual_seed(0)
         training = WORKLOADS["bert1"].make(small=True)
         mod, _ = amp_ir.trace_step(
             training.step, training.batch, model=training.model, optimizer=training.optimizer
         )
-        mod = amp_ir.autocast(mod, amp_dtype="bfloat16")
+        mod = mod if dtype == "float32" else amp_ir.autocast(mod, amp_dtype=dtype)
         target = cuda(steps.ARCH)
         planned = pipeline.lower(mod, target=target)
         before = torch.get_num_threads()
@@ -127,9 +128,11 @@ def test_a_step_on_a_gpu_is_the_same_in_parts():
         return [*losses, *training.model.parameters()]
 
     steps.register_libraries()
-    whole = trained(build_stage.compile_executable, 1)
-    for one, other in zip(whole, trained(build_stage.compile_in_memory, 3), strict=True):
-        assert torch.equal(one, other)
+    dtypes = ("float32", "bfloat16")
+    wholes = [trained(build_stage.compile_executable, dtype, 1) for dtype in dtypes]
+    in_parts = [trained(build_stage.compile_in_memory, dtype, 3) for dtype in dtypes]
+    for whole, parts in zip(wholes, in_parts, strict=True):
+        assert all(map(torch.equal, whole, parts))
 
 
 def test_kernels_that_may_overwrite_an_input_make_all_of_a_step_careful(threads):

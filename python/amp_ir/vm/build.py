@@ -186,15 +186,18 @@ def compile_in_memory(
         driver.prepare_build()
     else:
         step = open_kernels(step)
-    build_parts = _build_cuda_modules if target.is_cuda else _build_libraries
     with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
         builder, kernels = program_and_kernels(step)
-        # Nothing else decides what the machine code does; not how many threads compiled it.
-        compiled_for = f"{built_for} at opt_level {opt_level}"
-        libraries = LIBRARIES.of(
-            kernels, compiled_for, lambda missing: build_parts(missing, built_for, opt_level)
-        )
-        if not libraries:  # TVM's linker needs one
+        build_parts = _build_cuda_modules if target.is_cuda else _build_libraries
+        libraries = []
+        # The linker finds a kernel by its name, which another step has too where none is opened.
+        if not target.is_cuda:
+            # Nothing else decides what the machine code does; not how many threads compiled it.
+            compiled_for = f"{built_for} at opt_level {opt_level}"
+            libraries = LIBRARIES.of(
+                kernels, compiled_for, lambda missing: build_parts(missing, built_for, opt_level)
+            )
+        if not libraries:  # TVM's linker needs one, even without a kernel
             libraries = [one for _, one in build_parts(kernels, built_for, opt_level)]
         first, *others = libraries
         linked = vm_build._ffi_api.VMLink(builder, built_for, first, [], {})

@@ -32,7 +32,7 @@ MAX_HELD_NBYTES = 512
 # Running values of one thread that stay in registers.
 MAX_RUNNING = 32
 # Steps along a row that are written one after another, so that their loads are under way together.
-MOST_UNROLLED = 8
+MOST_UNROLLED = 4
 # Blocks that fill the largest GPUs (132 multiprocessors) a few times over. A constant, not a query
 # of the device: sums must not depend on it.
 MANY_BLOCKS = 528
