@@ -124,7 +124,8 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     (
         "complex batch",
         lambda: wrong(example_batch=(X.to(torch.complex64),)),
-        "example_batch[0] is complex (torch.complex64); use two real tensors",
+        "example_batch[0] is complex (torch.complex64); keep torch.view_as_real of it, and call "
+        "torch.view_as_complex in the step",
     ),
     (
         "quantized batch",
@@ -195,7 +196,8 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     (
         "complex model",
         lambda: with_model(nn.Linear(6, 3, bias=False, dtype=torch.complex64)),
-        "weight is complex (torch.complex64); use two real tensors",
+        "weight is complex (torch.complex64); keep torch.view_as_real of it, and call "
+        "torch.view_as_complex in the step",
     ),
     (
         "shared memory",

@@ -24,7 +24,8 @@ KEEP = (
     "gradients are not finite, use amp_ir.GradScaler"
 )
 FIXED = (
-    "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"  # noqa: E501
+    "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
+    "selecting. A mask that the step makes of constants (torch.eye, torch.arange) may select"
 )
 outside = torch.zeros(3)
 foreign = nn.Parameter(torch.ones(3))

@@ -311,7 +311,8 @@ TRACE: list[Row] = [
         "complex batch",
         lambda s: s.trace(example_batch=(s.x.to(torch.complex64), s.y)),
         ArgumentError,
-        "example_batch[0] is complex (torch.complex64); use two real tensors",
+        "example_batch[0] is complex (torch.complex64); keep torch.view_as_real of it, and call "
+        "torch.view_as_complex in the step",
     ),
     (
         "sparse embedding",

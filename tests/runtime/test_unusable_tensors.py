@@ -75,8 +75,10 @@ ERRORS = {
     "halved": MEMORY + "(untyped_storage().resize_); give it memory again before the step",
     "sparse": "is sparse (torch.sparse_coo); only dense tensors can be captured, use .to_dense()",
     "quantized": "is quantized; train in floating point",
-    "complex": "is complex (torch.complex64); use two real tensors",
-    "conjugated": "is complex (torch.complex64); use two real tensors",
+    "complex": "is complex (torch.complex64); keep torch.view_as_real of it, and call "
+    "torch.view_as_complex in the step",
+    "conjugated": "is complex (torch.complex64); keep torch.view_as_real of it, and call "
+    "torch.view_as_complex in the step",
     "negated": "is negated only when it is read (torch.Tensor.is_neg()); use .resolve_neg()",
     "imaginary part of a conjugate": (
         "is negated only when it is read (torch.Tensor.is_neg()); use .resolve_neg()"

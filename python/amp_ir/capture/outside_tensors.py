@@ -17,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.state import State, StateTensor, fake_of
 from amp_ir.capture.traced import Traced
+from amp_ir.errors import StateError
 from amp_ir.ir.location import META_KEY, Location
 from amp_ir.ir.step_module import Role
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES
+from amp_ir.ir.unusable_tensors import tensor_error
 
 aten = torch.ops.aten
 _LITERALS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
@@ -54,6 +56,7 @@ def lift_outside_tensors(
 
     Raises:
         CaptureError: a tensor shares memory with the state, but is only a part of it.
+        StateError: a tensor's memory does not hold its values.
     """
     graph = traced.graph.graph
     users = _constants(traced.graph)
@@ -73,6 +76,7 @@ def lift_outside_tensors(
                 _report_part(diagnostics, tensor, sharing, nodes[0])
             node = _add_input(graph, after_state, tensor, names, state, mode)
             added.append(node)
+            node = _as_complex(graph, tensor, node)
         for constant in nodes:
             constant.replace_all_uses_with(node)
             graph.erase_node(constant)
@@ -113,13 +117,30 @@ def _add_input(
     while name in taken:
         count += 1
         name = f"{name_of()} ({count})"
-    entry = StateTensor(name, Role.BUFFER, tensor)
-    entry.fake = fake_of(tensor.detach(), mode)
+    is_paired = tensor.is_complex() and not tensor.is_conj()
+    real = torch.view_as_real(tensor.detach()) if is_paired else tensor
+    error = tensor_error(real)
+    if error:
+        raise StateError(f"{name} {error}")
+    entry = StateTensor(name, Role.BUFFER, real)
+    entry.fake = fake_of(real.detach(), mode)
     state.outside.append(entry)
     with graph.inserting_before(before):
         node = graph.placeholder(f"outside_{len(state.outside)}")
     node.meta.update({"val": entry.fake, META_KEY: Location()})
     return node
+
+
+def _as_complex(graph: torch.fx.Graph, tensor: torch.Tensor, node: torch.fx.Node) -> torch.fx.Node:
+    """Return an input as the graph uses it: what is complex is passed as pairs of numbers."""
+    if not tensor.is_complex():
+        return node
+    body = next(one for one in graph.nodes if one.op != "placeholder")
+    with graph.inserting_before(body):
+        viewed = graph.call_function(aten.view_as_complex.default, (node,))
+    fake = aten.view_as_complex.default(node.meta["val"])
+    viewed.meta.update({"val": fake, META_KEY: Location()})
+    return viewed
 
 
 def _report_part(

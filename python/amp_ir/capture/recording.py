@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_ir.capture.checked_reads import checked_read
+from amp_ir.capture.constant_selections import select_by_constants
 from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.custom_ops import call_written, is_custom, unsupported_reason
 from amp_ir.capture.decompositions.ctc import CTC
@@ -46,7 +47,8 @@ _READ_ADVICE = (
     "gradients are not finite, use amp_ir.GradScaler"
 )
 _SHAPE_ADVICE = (
-    "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of selecting"
+    "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
+    "selecting. A mask that the step makes of constants (torch.eye, torch.arange) may select"
 )
 _VALUES = "makes a shape or a branch depend on the data"
 # (what an op does, what to do) where the default message would mislead.
@@ -155,13 +157,19 @@ class Recorder(TorchDispatchMode):
             self._check_targets(func, [one for one in args[3:5] if one is not None and args[5]])
         try:
             out = self._traced(func, args, kwargs)
-            if func is aten.zero_.default:
-                self._transaction.cleared(args[0])
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            self._diagnostics.add(*_data_dependence(error.func, location))
-            raise TracingStopped from error
+            out = select_by_constants(func, args, kwargs)
+            self._check_dependence(out, error, location)
+        if func is aten.zero_.default:
+            self._transaction.cleared(args[0])
         self._marker.mark(location)
         return out
+
+    def _check_dependence(self, out: Any, error: Any, location: Location) -> None:
+        """Refuse an op whose results' shapes depend on the data, which constants do not decide."""
+        if out is None:
+            self._diagnostics.add(*_data_dependence(error.func, location))
+            raise TracingStopped from error
 
     def _traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the op, and mark its nodes."""

@@ -70,7 +70,10 @@ def _tensor_errors(tensor: torch.Tensor) -> Iterator[str]:
     if tensor.is_quantized:
         yield "is quantized; train in floating point"
     if tensor.is_complex():
-        yield f"is complex ({tensor.dtype}); use two real tensors"
+        yield (
+            f"is complex ({tensor.dtype}); keep torch.view_as_real of it, and call "
+            "torch.view_as_complex in the step"
+        )
     if tensor.is_meta:
         yield "is on the meta device and has no values; materialise it (to_empty) first"
     if tensor._is_zerotensor():
