@@ -509,6 +509,13 @@ def test_everything_that_does_not_fit_is_listed_before_anything_is_loaded(tmp_pa
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+PLAIN = (
+    "give numbers, strings, tensors and containers of these (a NumPy number is made one with "
+    ".item(), an array with torch.from_numpy), and each model, optimizer or scheduler by a name of "
+    "its own or in a list (net=net, ema=ema). Nothing was written"
+)
+
+
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path):
     path = tmp_path / "run.pt"
     amp_ir.save_checkpoint(path, epoch=1)
@@ -519,9 +526,14 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path):
     )  # its module has two names
     assert told == (
         "the parts hold objects of numpy..., numpy..., which a checkpoint cannot be loaded with; "
-        "give numbers, strings, tensors and containers of these (a NumPy number is made one with "
-        ".item(), an array with torch.from_numpy). Nothing was written"
+        + PLAIN
     )
+    model = nn.Linear(1, 1)
+    for parts in ({"net": model}, {"net": model, "ema": lambda: model}):
+        with pytest.raises(ArgumentError) as refused:
+            amp_ir.save_checkpoint(path, model=parts)
+        assert str(refused.value).startswith("the parts hold ")
+        assert str(refused.value).endswith(f"; {PLAIN}")
     hinted = {"best": numpy.float64(0.5).item(), "all": torch.from_numpy(numpy.zeros(2))}
     amp_ir.save_checkpoint(tmp_path / "other.pt", **hinted)
     assert amp_ir.load_checkpoint(tmp_path / "other.pt")["best"] == 0.5

@@ -30,6 +30,11 @@ RANDOM = "random"
 MARK = "this checkpoint ends with a seal"
 _CHUNK_BYTES = 1 << 20
 _REMEDY = "take an earlier checkpoint; nothing was loaded"
+_PLAIN = (
+    "give numbers, strings, tensors and containers of these (a NumPy number is made one with "
+    ".item(), an array with torch.from_numpy), and each model, optimizer or scheduler by a name of "
+    "its own or in a list (net=net, ema=ema). Nothing was written"
+)
 _SEAL = Seal("checkpoint", FORMAT, _REMEDY)
 
 
@@ -41,7 +46,13 @@ def write_states(path: str | os.PathLike[str], states: dict[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     with atomic_file(path) as file:
-        torch.save(states, file)
+        try:
+            torch.save(states, file)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            # What it is of depends on the object and on Python's version.
+            raise ArgumentError(
+                f"the parts hold what a file cannot: {str(error).splitlines()[0]}; {_PLAIN}"
+            ) from error
         _refuse_objects(file)
         _SEAL.append(file)
 
@@ -124,6 +135,5 @@ def _refuse_objects(file: BinaryIO) -> None:
     if names:
         raise ArgumentError(
             f"the parts hold objects of {', '.join(sorted(names))}, which a checkpoint cannot be "
-            "loaded with; give numbers, strings, tensors and containers of these (a NumPy number "
-            "is made one with .item(), an array with torch.from_numpy). Nothing was written"
+            f"loaded with; {_PLAIN}"
         )
