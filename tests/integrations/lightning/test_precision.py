@@ -18,6 +18,7 @@ from amp_ir.errors import OptionError
 pytest.importorskip("lightning", reason="the package lightning is not installed")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 from amp_ir.integrations.lightning import AmpIrPrecision  # noqa: E402
@@ -298,3 +299,38 @@ def test_a_step_without_a_loss_and_an_object_in_the_log_are_refused() -> None:
         "and numbers: return what the metric needs from training_step, and update and log the "
         "metric in on_train_batch_end"
     )
+
+
+class Normalized(Classifier):
+    """With BatchNorm, for whose statistics StochasticWeightAveraging runs one more epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(torch.nn.BatchNorm1d(16))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Log nothing: there are no gradients in the epoch for statistics."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_epoch_for_statistics_of_averaged_weights_updates_nothing() -> None:
+    ours, theirs = (
+        fit(
+            plugin,
+            module=Normalized,
+            max_epochs=2,
+            gradient_clip_val=None,
+            callbacks=[StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+        )
+        for plugin in (AmpIrPrecision("32-true"), None)
+    )
+    assert len(ours.rows) == 15
+    assert_alike(ours, theirs, 1e-4)
+    buffers = ours.lightning_module.buffers(), theirs.lightning_module.buffers()
+    for one, other in zip(*buffers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

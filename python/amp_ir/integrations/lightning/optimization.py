@@ -39,6 +39,9 @@ class CompiledOptimization(_AutomaticOptimization):
         self._run_step = run_step
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        if self._skip_backward:
+            # StochasticWeightAveraging runs one more epoch for statistics, and updates nothing.
+            return super()._make_closure(kwargs, optimizer, batch_idx)
         return Closure(functools.partial(self._run, kwargs, optimizer, batch_idx))
 
     def _run(self, kwargs: Any, optimizer: Any, batch_idx: int) -> ClosureResult:
