@@ -264,3 +264,23 @@ def test_a_scheduler_that_comes_later_compiles_nothing() -> None:
         train(torch.ones(2, 4))
         scheduler.step()
     assert train.recompiles == []
+
+
+def test_an_entry_that_a_loaded_state_lacks_compiles_again() -> None:
+    trained = []
+    for is_compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = optimizer.state_dict()
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # keeps its `initial_lr` there
+        step = square_step(model, optimizer)
+        train = amp_ir.jit(step, model=model, optimizer=optimizer) if is_compiled else step
+        train(torch.ones(2, 4))
+        optimizer.load_state_dict(before)
+        train(torch.ones(2, 4))
+        if is_compiled:
+            reasons = [one.reason for one in train.recompiles]
+        trained.append(model.weight.detach().clone())
+    torch.testing.assert_close(*trained)
+    assert reasons == ["optimizer0.group0.initial_lr was removed"]

@@ -36,6 +36,11 @@ class HyperParameter:
     key: str
     item: int | None = None
 
+    def is_gone(self) -> bool:
+        """Return whether its group lacks the entry, as after `load_state_dict` of one without."""
+        groups = self.optimizer.param_groups
+        return self.group < len(groups) and self.key not in groups[self.group]
+
     def value(self) -> float:
         """Return the current value.
 

@@ -271,6 +271,9 @@ class CaptureGuards:
                 if key == "params":
                     yield f"param group {number} has other parameters"
                 yield f"{key} of param group {number} was {was!r} and is {is_now!r}"
+        for hyper in self._hypers:
+            if hyper.is_gone():
+                yield f"{hyper.name} was removed"
         for name in self._crossed_comparisons():
             yield f"{name} crossed a value at which the step branches"
 
