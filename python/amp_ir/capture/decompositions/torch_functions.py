@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.ctc import ctc_loss
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
+from amp_ir.capture.decompositions.tensor_of_tensors import tensor_of_tensors
 
 # Above this number of rows PyTorch computes Euclidean distances with a matmul.
 _ROWS_WITHOUT_PRODUCT = 25
@@ -253,6 +254,8 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.grid_sample: _grid_sample,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: ctc_loss,
+    torch.tensor: tensor_of_tensors,
+    torch.as_tensor: tensor_of_tensors,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
