@@ -249,9 +249,9 @@ def test_distributions_check_their_arguments_after_a_capture(
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
 
 
-def cumulative() -> Training:
+def cumulative(kind: Any = nn.BatchNorm1d) -> Training:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 1))
+    model = nn.Sequential(nn.Linear(4, 6), kind(6, momentum=None), nn.Linear(6, 1))
     opt = torch.optim.SGD(model.parameters())
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -264,9 +264,10 @@ def cumulative() -> Training:
     return Training(model, opt, step)
 
 
-def test_a_cumulative_average_of_statistics() -> None:
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_a_cumulative_average_of_statistics(kind: Any) -> None:
     """The share of each batch is 1 / n, from the count of batches: three steps in a row."""
-    assert_compiled_alike(cumulative, lambda k: (normal(k, 5, 4),), steps=3)
+    assert_compiled_alike(lambda: cumulative(kind), lambda k: (normal(k, 5, 4),), steps=3)
 
 
 def test_a_cumulative_average_goes_on_from_its_count() -> None:

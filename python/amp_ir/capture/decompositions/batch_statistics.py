@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.later_number import LaterNumber
+
 # Patched during a capture, so that torch.nn.functional calls the functions here.
 _batch_norm: Any = torch.batch_norm
 _instance_norm: Any = torch.instance_norm
@@ -23,7 +25,7 @@ def batch_norm(
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
     training: bool,  # noqa: FBT001 - torch's own signature
-    momentum: float | torch.Tensor,
+    momentum: float | torch.Tensor | LaterNumber,
     eps: float,
     cudnn_enabled: bool,  # noqa: ARG001, FBT001
 ) -> torch.Tensor:
@@ -32,6 +34,8 @@ def batch_norm(
     The n-th batch then has the same weight as each one before it.
     """
     averages = (running_mean, running_var)
+    if isinstance(momentum, LaterNumber):  # SyncBatchNorm reads its count with .item()
+        momentum = momentum.tensor
     if isinstance(momentum, torch.Tensor) and input.numel() == 0:
         momentum = 0.0  # PyTorch leaves the averages unchanged
     if not isinstance(momentum, torch.Tensor):
