@@ -15,10 +15,12 @@ from torch.nn import functional as F
 
 import amp_ir
 from amp_ir import errors
+from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.distributed.compared_calls import difference_of_calls
-from amp_ir.pipeline import exchanged
+from amp_ir.distributed.meeting import Meeting
+from amp_ir.pipeline import exchanged, lower
 from captured_ranks import captured
-from data_parallel import Training
+from data_parallel import Training, batches, gan
 from rank_processes import ranks
 
 pytestmark = [
@@ -47,7 +49,13 @@ class Case:
     """A training with SGD or AdamW, whose state is split over two ranks."""
 
     def __init__(
-        self, rank: int, optimizer_of: Any, *, change: Change = leave, scale: float = 0.0
+        self,
+        rank: int,
+        optimizer_of: Any,
+        *,
+        change: Change = leave,
+        scale: float = 0.0,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -67,10 +75,9 @@ class Case:
             return loss.detach()
 
         self.training = Training([model], [optimizer], step)
-        options = {"scaler": scaler} if scaler.is_enabled() else {}
-        self.train = amp_ir.jit(
-            step, model=model, optimizer=optimizer, data_parallel=True, shard="optimizer", **options
-        )
+        options |= {"scaler": scaler} if scaler.is_enabled() else {}
+        options |= {"data_parallel": True, "shard": "optimizer"}
+        self.train = amp_ir.jit(step, model=model, optimizer=optimizer, **options)
 
     def call(self, *, rows: int = 8, factor: float = 1.0) -> str:
         """Run a step on a batch of this rank's own; return the error."""
@@ -154,6 +161,62 @@ def test_what_differs_between_ranks_is_never_put_together(tmp_path: Path) -> Non
     assert ": load_state_dict() calls is 0 on rank 0, 1 on rank 1. " in found["loaded"][1]
     assert ": random_state is [0, 0] on rank 0, [1, 0] on rank 1. " in found["noise"][1]
     assert found["loss"][0].startswith("ShardingError: shard= leaves each rank a part of every up")
+
+
+def carried(rank: int) -> dict[str, list[Any]]:
+    """What each call said, and by how many all-reduces of their own ranks compared numbers."""
+    torch.set_num_threads(1)
+    begun: list[int] = []
+    roll_call = Meeting._begin_roll_call
+
+    def counted(self: Meeting, contract: Any) -> Any:
+        begun.append(self.calls)
+        return roll_call(self, contract)
+
+    Meeting._begin_roll_call = counted  # type: ignore[method-assign]
+    found: dict[str, list[Any]] = {}
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "bfloat16": {"comm_dtype": "bfloat16"},
+        "float16": {"comm_dtype": "float16"},
+        "scaled": {"scale": 16.0},
+    }
+    everyone = list(range(torch.distributed.get_world_size()))
+    for name, options in cases.items():
+        begun.clear()
+        # In a group of its own: where a group has several programs, ranks meet at each call.
+        group = torch.distributed.new_group(everyone)
+        one = Case(rank, adamw(), process_group=group, **options)
+        said = []
+        for k, lr in enumerate((0.1, 0.1, 0.2, 0.1, 0.3, 0.3)):
+            # One rank alone, and a value that another one had before.
+            one.set(lr=lr if rank == everyone[-1] or k in (0, 5) else 0.1)
+            said.append(one.call())
+        found[name] = [*said, *begun]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_numbers_travel_with_gradients(tmp_path: Path, count: int) -> None:
+    found, *others = ranks(carried, tmp_path, count)
+    assert all(one == found for one in others)
+    at = f"0.1 on {'rank 0' if count == 2 else 'ranks 0, 1, 2'}, %s on rank {count - 1}. "
+    for said in found.values():
+        # The first call meets before anything is sent; no other has a message of its own.
+        assert said[6:] == [1]
+        assert [bool(one) for one in said[:6]] == [False, False, True, False, True, False]
+        assert f": optimizer0.group0.lr is {at % 0.2}" in said[2]
+        assert f": optimizer0.group0.lr is {at % 0.3}" in said[4]
+
+
+def test_nothing_is_written_before_numbers_are_compared() -> None:
+    one = gan(lambda model: model)
+    mod = captured(one.step, batches("gan", 1, 0)[0], one.models, one.optimizers, shard="optimizer")
+    plan = lower(exchanged(mod)).plan
+    begun = [(k, call) for k, call in enumerate(plan.calls) if call.symbol == START_SYMBOL]
+    gathers = [k for k, call in begun if "all_gather_start" in call.ops]
+    assert "reduce_scatter_start" in begun[0][1].ops
+    assert len(gathers) == 2 and gathers[0] < plan.writes.first_call
 
 
 def test_how_numbers_that_differ_are_told() -> None:

@@ -69,10 +69,13 @@ class Agreement:
             except RuntimeError as gone:
                 log.warning("the other ranks cannot be told of a failure: %s", gone)
 
-    def begin_call(self, contract: Contract, read: ReadNumbers = no_numbers) -> int:
+    def begin_call(
+        self, contract: Contract, read: ReadNumbers = no_numbers, *, can_carry: bool = False
+    ) -> int:
         """Agree on a program, if it is new in the group; count the call.
 
-        `read` gives the values that updates read, which are compared too.
+        `read` gives the values that updates read, which are compared too: with `can_carry` in an
+        exchange of the step, where `carried` says so.
 
         Raises:
             RanksDifferError: another rank has another program. RankFailedError: one failed.
@@ -81,7 +84,7 @@ class Agreement:
             return self._calls
         self._has_begun = True
         for one in self._meetings:
-            one.begin_call(contract, self._with_loads(read))
+            one.begin_call(contract, self._with_loads(read), can_carry=can_carry)
         self._has_agreed = True
         if not self._ranks.are_alike:
             self.meet()
@@ -120,6 +123,19 @@ class Agreement:
                 rank = f"rank {one.group.rank} of {one.group.size}"
                 lost = f"{rank} lost the others at the beginning of a call: {first}"
                 raise RankFailedError(self.failure() or lost) from error
+
+    @property
+    def carried(self) -> str:
+        """The digest of this call that an exchange of the step takes along; "" for none."""
+        return self._meetings[0].carried if self._has_agreed else ""
+
+    def raise_difference(self) -> None:
+        """Say what differs between the ranks at this call.
+
+        Raises:
+            RanksDifferError: always.
+        """
+        self._meetings[0].raise_difference()
 
     def failure(self) -> str:
         """Return what another rank said of its failure; "" where none did."""

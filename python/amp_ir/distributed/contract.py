@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import zlib
@@ -23,7 +24,7 @@ from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.step_module import InputSpec, Role, StepModule
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Contract:
     """A program as its ranks compare it, a line an item.
 
@@ -31,7 +32,8 @@ class Contract:
     tensors that the step works on, and `ops` the program before it was planned. Ranks whose
     batches have other shapes (`batch`) have other ops. `step` is the step's name in its group.
     `updates` are the ops of updates that are split, and `numbers` and `kept_numbers` the names of
-    inputs that they read: values that are compared at each call, and at the first one.
+    inputs that they read: values that are compared at each call, and at the first one. With
+    `carries` an exchange can take their digest along before anything is written.
     """
 
     collectives: tuple[str, ...]
@@ -42,19 +44,20 @@ class Contract:
     updates: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     kept_numbers: tuple[str, ...] = ()
+    carries: bool = False
 
-    @property
+    @functools.cached_property
     def exchange_digest(self) -> str:
         """A digest of what has to be alike in every program that runs at the same step."""
         lists = (self.collectives, self.state, self.updates, self.numbers)
         return _digest([self.step, *("\n".join([str(len(one)), *one]) for one in lists)])
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """A digest of everything."""
         return _digest([self.exchange_digest, self.batch, *self.ops])
 
-    @property
+    @functools.cached_property
     def batch_digest(self) -> str:
         """A digest of the shapes and dtypes of the batch."""
         return _digest([self.batch])
@@ -120,7 +123,18 @@ def contract_of(mod: StepModule, plan: MemoryPlan, step: str) -> Contract:
         tuple(_lines(split.ops)),
         split.numbers,
         split.kept_numbers,
+        _carries(plan),
     )
+
+
+def _carries(plan: MemoryPlan) -> bool:
+    """Return whether sums arrive before the first new parameters are sent, alike on all ranks.
+
+    What is gathered is written after its wait, and nothing before it.
+    """
+    begun = [op for call in plan.calls if call.symbol == START_SYMBOL for op in call.ops]
+    split = [one for one in begun if one in ("reduce_scatter_start", "all_gather_start")]
+    return split[:1] == ["reduce_scatter_start"] and "all_gather_start" in split
 
 
 def _described(call: Any) -> str:

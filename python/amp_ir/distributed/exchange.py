@@ -24,6 +24,7 @@ import tvm
 from amp_ir.dialect.collectives import START_SYMBOL, WAIT_SYMBOL
 from amp_ir.distributed import meeting
 from amp_ir.distributed.agreement import Agreement
+from amp_ir.distributed.carried_digest import CarriedDigest
 from amp_ir.distributed.compared_calls import ReadNumbers, no_numbers
 from amp_ir.distributed.contract import Contract
 from amp_ir.distributed.process_group import Group, first_line
@@ -89,6 +90,7 @@ class Exchange:
         self._agreement = agreement_of(ranks)
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._call = 0
+        self._carried = CarriedDigest(ranks.groups[0].rank)
         # Where `is_timed`: what each collective of each run took.
         self.is_timed = False
         self.traffic: list[list[Traffic]] = []
@@ -124,7 +126,9 @@ class Exchange:
 
     def _begin_call(self, read: ReadNumbers) -> int:
         """Agree on the program; return the number of the call."""
-        return self._agreement.begin_call(self._contract, read)
+        call = self._agreement.begin_call(self._contract, read, can_carry=self._contract.carries)
+        self._carried.begin(self._agreement.carried)
+        return call
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -139,10 +143,14 @@ class Exchange:
         """Hand a bucket to its group; the first of a call waits until all ranks are at it.
 
         Raises:
-            RanksDifferError: the ranks are at calls of different programs.
+            RanksDifferError: the ranks are at calls of different programs, or of other numbers.
         """
         self._agreement.meet()
         tensor = shared(flat)
+        if self._carried.is_open:
+            self._carried.send(collective, tensor)
+            if collective.kind == "all_gather":
+                self._compare_carried()
         ended: list[float] = []
         begun = time.perf_counter()
         work = self._launch(collective, tensor)
@@ -151,6 +159,23 @@ class Exchange:
             work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
         key = collective.group, collective.bucket
         self._pending[key] = _Pending(collective, work, tensor, begun, launched, ended)
+
+    def _compare_carried(self) -> None:
+        """Compare what ranks told each other, before any of them sends what it has updated.
+
+        Raises:
+            RanksDifferError: it differs. What has begun has ended on all ranks, so all may go on.
+        """
+        for key, pending in self._pending.items():
+            if key == self._carried.key:
+                self._wait(pending, time.perf_counter())
+                self._carried.receive(pending.collective, pending.tensor)
+        if self._carried.close():
+            return
+        for pending in self._pending.values():
+            self._wait(pending, time.perf_counter())
+        self._pending.clear()
+        self._agreement.raise_difference()
 
     def _launch(self, collective: Collective, tensor: torch.Tensor) -> Any:
         return _LAUNCHES[collective.kind](self._ranks.groups[collective.group], tensor)
@@ -167,6 +192,7 @@ class Exchange:
         pending = self._pending[key]
         waited_from = time.perf_counter()
         self._wait(pending, waited_from)
+        self._carried.receive(collective, pending.tensor)
         if collective.kind == "all_gather":
             # What it copies may be the state: none of it may be new if a later one fails.
             for other in self._pending.values():

@@ -138,6 +138,8 @@ class Meeting:
         self._past: collections.deque[_StoreRollCall] = collections.deque()
         self._own_name = ""
         self._numbers: Numbers = {}
+        # A digest of the call that travels in an exchange of the step; "" where none does.
+        self.carried = ""
         # The call that this rank told the others to have failed before its exchanges.
         self._told_alone = 0
         # What the group may still write to.
@@ -158,10 +160,13 @@ class Meeting:
         if not self.broken:
             self.group.store.delete_key(self._key("alone", told))
 
-    def begin_call(self, contract: Contract, read: ReadNumbers = no_numbers) -> None:
+    def begin_call(
+        self, contract: Contract, read: ReadNumbers = no_numbers, *, can_carry: bool = False
+    ) -> None:
         """Agree on a program that is new in the group, or begin to compare which one this call is.
 
-        `read` gives the values that updates read, which have to be alike too.
+        `read` gives the values that updates read, which have to be alike too. With `can_carry` an
+        exchange of the step takes their digest along, where all ranks are at one program.
 
         Raises:
             RanksDifferError: another rank has another program. RankFailedError: one failed.
@@ -172,7 +177,7 @@ class Meeting:
                 f"again: {RESTART}"
             )
         self.calls += 1
-        self._roll_call, self._own_name = None, contract.step
+        self._roll_call, self._own_name, self.carried = None, contract.step, ""
         is_new = contract.exchange_digest not in self._agreed
         if is_new:
             self._agree(contract)
@@ -184,7 +189,10 @@ class Meeting:
         names = (*contract.numbers, *contract.kept_numbers) if is_new else contract.numbers
         self._numbers = read(names, is_new)
         # With one program, a rank that has another one agrees on that first.
-        if self._numbers or (not is_new and len(self._agreed) > 1):
+        is_only = len(self._agreed) == 1
+        if self._numbers and can_carry and is_only and not is_new:
+            self.carried = digest_of_call(contract, self._numbers)
+        elif self._numbers or not (is_new or is_only):
             self._roll_call = self._begin_roll_call(contract)
 
     def meet(self, check_others: Callable[[], None]) -> None:
@@ -205,12 +213,20 @@ class Meeting:
                 self.say_waiting(f"call {self.calls} of the group, {self._own_name}", now - since)
         self._roll_call = None
         if not roll_call.are_alike():
-            raise RanksDifferError(self._difference_of_calls(), rank=self.group.rank)
+            self.raise_difference()
         if isinstance(roll_call, _StoreRollCall) and self.group.rank == 0:
             self._past.append(roll_call)
             # At the next call all ranks have left this one.
             while len(self._past) > 1:
                 self._past.popleft().forget()
+
+    def raise_difference(self) -> None:
+        """Say what differs at this call; all ranks do, at the same place.
+
+        Raises:
+            RanksDifferError: always.
+        """
+        raise RanksDifferError(self._difference_of_calls(), rank=self.group.rank)
 
     def _begin_roll_call(self, contract: Contract) -> _RollCall | _StoreRollCall:
         digest = digest_of_call(contract, self._numbers)

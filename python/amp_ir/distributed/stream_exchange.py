@@ -34,13 +34,16 @@ class StreamExchange(Exchange):
 
     def _begin_call(self, read: ReadNumbers) -> int:
         self._started.clear()
-        call = super()._begin_call(read)
+        call = self._agreement.begin_call(self._contract, read)
         self._agreement.meet()
         return call
 
     def start(self, collective: Collective, flat: tvm.runtime.Tensor) -> None:
         """Let the group work on a bucket once the stream is here."""
         tensor = shared(flat)
+        if collective.kind == "reduce_scatter":
+            # Behind it is room for what ranks on CPUs tell each other.
+            tensor = tensor[: collective.size]
         key = collective.group, collective.bucket
         self._started[key] = self._launch(collective, tensor), tensor
 

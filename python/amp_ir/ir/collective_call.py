@@ -26,6 +26,8 @@ from amp_ir.ir.static_shape import extents_of
 
 HALVES = {START_SYMBOL: "start", WAIT_SYMBOL: "wait"}
 SYMBOLS = frozenset(HALVES)
+# The elements that each rank has behind the range of a step's first reduce-scatter.
+NOTE_SIZE = 8
 
 
 @attrs.frozen

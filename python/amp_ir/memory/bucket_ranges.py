@@ -13,7 +13,7 @@ import attrs
 import tvm
 from tvm import relax
 
-from amp_ir.ir.collective_call import Collective, read_collective
+from amp_ir.ir.collective_call import NOTE_SIZE, Collective, read_collective
 from amp_ir.ir.dataflow import KERNEL_CALL
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, dtype_nbytes
 from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
@@ -43,14 +43,20 @@ def find_buckets(
     After:   g = matmul(...); c = copy(p); f = start(g, c)     # g and c are parts of one range
 
     Ensures:  each tensor that is sent is written by a call, for this start alone; what has to be
-              copied for that is a call of its own. `ir` has the kernels of these copies.
+              copied for that is a call of its own. `ir` has the kernels of these copies. Behind the
+              range of the first reduce-scatter are NOTE_SIZE elements for each rank, in which
+              travels what ranks compare at each call.
     """
     starts = [call for call in program.calls if call.collective == "start"]
     if not starts:
         return ir, []
     waits = {_bucket_of(call): call for call in program.calls if call.collective == "wait"}
     copies = _Copies(ir, program, copy_kernel)
-    found = [_range_of(call, waits[_bucket_of(call)], copies) for call in starts]
+    scatters = [call for call in starts if _collective_of(call).kind == "reduce_scatter"]
+    first = min(scatters, key=_bucket_of, default=None)
+    found = [
+        _range_of(call, waits[_bucket_of(call)], copies, has_notes=call is first) for call in starts
+    ]
     copies.insert()
     return copies.ir, found
 
@@ -66,7 +72,7 @@ def _collective_of(call: Call) -> Collective:
     return found
 
 
-def _range_of(start: Call, wait: Call, copies: _Copies) -> BucketRange:
+def _range_of(start: Call, wait: Call, copies: _Copies, *, has_notes: bool) -> BucketRange:
     collective = _collective_of(start)
     members = []
     for k, argument in enumerate(start.arguments):
@@ -76,7 +82,8 @@ def _range_of(start: Call, wait: Call, copies: _Copies) -> BucketRange:
     item = dtype_nbytes(collective.dtype)
     if collective.range_size:
         offsets = [one * item for one in collective.offsets]
-        last = collective.range_size * item
+        notes = NOTE_SIZE * collective.ranks if has_notes else 0
+        last = (collective.range_size + notes) * item
     else:
         offsets = _one_after_the_other(members)
         last = offsets[-1] + members[-1].nbytes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -131,28 +132,38 @@ class ProgramInput:
             )
 
 
-def number_reader(
-    inputs: Sequence[ProgramInput], batch: Sequence[torch.Tensor]
-) -> Callable[[Sequence[str], bool], dict[str, str]]:
-    """Return a function that gives the values of small inputs as text, by names.
+class SmallInputs:
+    """The values of inputs as text, by their names: what ranks compare at each call."""
 
-    What is on a GPU is read only where that may wait.
-    """
-
-    def read(names: Sequence[str], may_wait: bool) -> dict[str, str]:  # noqa: FBT001 (a callback)
-        given = iter(batch)
-        sources = {
-            one.spec.name: next(given) if one.source is None else one.source for one in inputs
+    def __init__(self, inputs: Sequence[ProgramInput]) -> None:
+        places = itertools.count()
+        # Of the batch, the place in it.
+        self._sources = {
+            one.spec.name: next(places) if one.source is None else one.source for one in inputs
         }
-        found = {}
-        for name in names:
-            source = sources.get(name)
-            value = source() if callable(source) else source
-            if value is not None and (may_wait or value.device.type == "cpu"):
-                found[name] = str(value.tolist())
-        return found
 
-    return read
+    def reader(
+        self, batch: Sequence[torch.Tensor]
+    ) -> Callable[[Sequence[str], bool], dict[str, str]]:
+        """Return a function that reads inputs by their names, at a call with this batch.
+
+        What is on a GPU is read only where that may wait.
+        """
+
+        def read(names: Sequence[str], may_wait: bool) -> dict[str, str]:  # noqa: FBT001 (a callback)
+            found = {}
+            for name in names:
+                source = self._sources.get(name)
+                if isinstance(source, NumberReader):
+                    found[name] = str(source.value())
+                    continue
+                value = batch[source] if isinstance(source, int) else source
+                value = value() if callable(value) else value
+                if value is not None and (may_wait or value.device.type == "cpu"):
+                    found[name] = str(value.tolist())
+            return found
+
+        return read
 
 
 class StateViews:
