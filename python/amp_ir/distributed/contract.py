@@ -15,6 +15,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from amp_ir.dialect.collectives import START_SYMBOL
+from amp_ir.distributed.compared_casts import options_of_casts, rules_of_gradients
 from amp_ir.distributed.split_updates import SplitUpdates, find_split_updates
 from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.collective_call import SYMBOLS
@@ -33,7 +34,8 @@ class Contract:
     batches have other shapes (`batch`) have other ops. `step` is the step's name in its group.
     `updates` are the ops of updates that are split, and `numbers` and `kept_numbers` the names of
     inputs that they read: values that are compared at each call, and at the first one. With
-    `carries` an exchange can take their digest along before anything is written.
+    `carries` an exchange can take their digest along before anything is written. `casts` are the
+    options of autocast.
     """
 
     collectives: tuple[str, ...]
@@ -45,11 +47,12 @@ class Contract:
     numbers: tuple[str, ...] = ()
     kept_numbers: tuple[str, ...] = ()
     carries: bool = False
+    casts: tuple[str, ...] = ()
 
     @functools.cached_property
     def exchange_digest(self) -> str:
         """A digest of what has to be alike in every program that runs at the same step."""
-        lists = (self.collectives, self.state, self.updates, self.numbers)
+        lists = (self.casts, self.collectives, self.state, self.updates, self.numbers)
         return _digest([self.step, *("\n".join([str(len(one)), *one]) for one in lists)])
 
     @functools.cached_property
@@ -80,13 +83,14 @@ class Contract:
         if self.step != first.step:
             return f"the step is {self.step}, and on rank 0 {first.step}"
         parts = [
+            ("option of autocast", self.casts, first.casts),
             ("tensor of the state", self.state, first.state),
             ("collective", self.collectives, first.collectives),
             ("op of the updates", self.updates, first.updates),
             ("number that updates read", self.numbers, first.numbers),
         ]
         if self.batch == first.batch:
-            parts.insert(1, ("op", self.ops, first.ops))
+            parts.insert(2, ("op", self.ops, first.ops))
         found = (_first_difference(*one) for one in parts)
         return next((one for one in found if one), "")
 
@@ -117,13 +121,14 @@ def contract_of(mod: StepModule, plan: MemoryPlan, step: str) -> Contract:
     return Contract(
         collectives,
         tuple(_spec(one) for one in inputs if one.role is not Role.BATCH),
-        tuple(_lines(Dataflow(whole.ir).bindings)),
+        (*_lines(Dataflow(whole.ir).bindings), *(rules_of_gradients(mod) if mod.whole else ())),
         "; ".join(map(_spec, batch)),
         step,
         tuple(_lines(split.ops)),
         split.numbers,
         split.kept_numbers,
         _carries(plan),
+        options_of_casts(mod),
     )
 
 
