@@ -324,6 +324,39 @@ def test_a_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
         assert far(one, going_on) < 1e-4  # means over other parts of the batch
 
 
+def test_ranks_of_a_part_of_the_world_get_their_own_random_state(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+
+    def program(rank: int) -> list[Any]:
+        group = torch.distributed.new_group([1, 2])
+        if rank == 0:
+            return []
+
+        def dropping() -> nn.Module:
+            return nn.Sequential(nn.Linear(16, 33), nn.Dropout(0.5), nn.Linear(33, 4))
+
+        def made() -> tuple[Training, Any, dict[str, Any]]:
+            one = clipped(adamw, make=dropping)
+            train = jitted(one, shard="optimizer", process_group=group)
+            return one, train, {"model": one.models, "adam": one.optimizers, "train": train}
+
+        one, train, parts = made()
+        torch.manual_seed(rank)
+        train(*batch_of(rank, 0))
+        amp_ir.save_checkpoint(file, **parts)
+        train(*batch_of(rank, 1))
+        found = [torch.rand(1).item(), one.digest()]
+        other, again, parts = made()
+        # Before its first call, when nothing of it is split.
+        amp_ir.load_checkpoint(file, **parts)
+        again(*batch_of(rank, 1))
+        assert found == [torch.rand(1).item(), other.digest()]
+        return found
+
+    _, first, second = ranks(program, tmp_path, 3)
+    assert first[0] != second[0]
+
+
 def refused(rank: int) -> dict[str, str]:
     said = {}
 

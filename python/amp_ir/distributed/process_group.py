@@ -20,10 +20,15 @@ if torch.distributed.is_available():
 
 def world_size() -> int:
     """Return the number of processes of the default group; 1 where nothing was initialised."""
+    return rank_and_size()[1]
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank in the default group, and the number of processes in it."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 @attrs.frozen(eq=False)
@@ -111,6 +116,22 @@ class Group:
         """Return what moves tensors of such devices: "gloo", "nccl"; "" where nothing does."""
         backend = _backend(self.handle, device_type)
         return "" if backend is None else str(backend.name())
+
+
+# Of each model that a step trains with split state: the group that splits it.
+_splitting: weakref.WeakKeyDictionary[torch.nn.Module, Group] = weakref.WeakKeyDictionary()
+
+
+def remember_splitting(models: Sequence[Any], group: Group) -> None:
+    """Note that the ranks of a group split what is kept for the training of models."""
+    for one in models:
+        if isinstance(one, torch.nn.Module):
+            _splitting[one] = group
+
+
+def splitting_group(model: object) -> Group | None:
+    """Return the group whose ranks split what is kept for a model's training."""
+    return _splitting.get(model) if isinstance(model, torch.nn.Module) else None
 
 
 def first_line(error: BaseException, otherwise: str = "?") -> str:

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_ir.distributed.process_group import Group, world_size
+from amp_ir.distributed.process_group import Group, remember_splitting, world_size
 from amp_ir.distributed.shards import KINDS, Shards
 from amp_ir.errors import ArgumentError, OptionError
 from amp_ir.ir.options import dtype_name
@@ -240,6 +240,7 @@ def find_ranks(
         )
     if shard is not None and ranks.exchanges:
         ranks.shards = Shards(shard, groups)
+        remember_splitting([*given, *models], groups[0])
     return found, ranks
 
 

@@ -18,9 +18,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from amp_ir.distributed.process_group import world_size
+from amp_ir.distributed.process_group import rank_and_size, splitting_group
 from amp_ir.distributed.split_optimizers import gather_state_dict, shards_of
 from amp_ir.errors import ArgumentError, StateError
 from amp_ir.runtime.checkpoint_file import ENTRY, FORMAT, MARK, RANDOM, read_states, write_states
@@ -102,8 +100,9 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     """
     states = read_states(path)
     of_ranks = states.pop(OF_RANKS, [])
-    if len(of_ranks) == world_size() > 1:
-        states.update(of_ranks[torch.distributed.get_rank()])
+    rank, size = _rank_and_size(parts)
+    if len(of_ranks) == size > 1:
+        states.update(of_ranks[rank])
     kinds = (states.pop(ENTRY, None) or {}).get("kinds", {})
     _refuse(_name_errors(states, parts))
     loaded = [one for name, part in parts.items() for one in _parts(name, part, states, kinds)]
@@ -112,6 +111,15 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     _refuse([*errors, *random_state_errors(random)])
     load_all(loaded, random)
     return states
+
+
+def _rank_and_size(parts: Mapping[str, Any]) -> tuple[int, int]:
+    """Return this process's place among those that split state: in a group of the world, or it."""
+    several = [one for part in parts.values() for one in _several(part)]
+    groups = [splitting_group(one) for one in several]
+    groups += [shards.groups[0] for one in several if (shards := shards_of(one)) is not None]
+    group = next((one for one in groups if one is not None), None)
+    return rank_and_size() if group is None else (group.rank, group.size)
 
 
 def _parts(
