@@ -103,6 +103,36 @@ def adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda p: torch.optim.AdamW(p, **{"lr": 1e-2, **options})
 
 
+class OfLeftGradients(Case):
+    """A training whose step only updates, from what is in `p.grad`; `call` is given a number."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        self.training = Training([model], [self.optimizer], self.optimizer.step)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            self.optimizer.step()
+            return x
+
+        options: dict[str, Any] = {"data_parallel": True, "shard": "optimizer"}
+        self.train = amp_ir.jit(step, model=model, optimizer=self.optimizer, **options)
+        self.rank = rank
+
+    def call(self, *, rows: int = 8, factor: float = 1.0) -> str:
+        for p in self.model.parameters():
+            p.grad = torch.linspace(0, factor, p.numel()).view_as(p)
+        before = self.training.digest()
+        try:
+            self.train(torch.ones(rows))
+        except errors.RanksDifferError as error:
+            assert self.training.digest() == before
+            return str(error)
+        assert self.training.digest() != before
+        return ""
+
+
 def unlike(rank: int) -> dict[str, list[str]]:
     """What each call said, of ranks that differ in one thing."""
     torch.set_num_threads(1)
@@ -140,6 +170,8 @@ def unlike(rank: int) -> dict[str, list[str]]:
     if not rank:
         one.optimizer.load_state_dict(whole)
     found["loaded"].append(one.call())
+    left = OfLeftGradients(rank)
+    found["left"] = [left.call(), left.call(factor=2.0 + rank), left.call(factor=3.0)]
     found["loss"] = [Case(rank, sgd(), change=times_loss).call()]
     return found
 
@@ -160,6 +192,14 @@ def test_what_differs_between_ranks_is_never_put_together(tmp_path: Path) -> Non
     assert found["noise"][0] == found["loaded"][0] == found["loaded"][2] == ""
     assert ": load_state_dict() calls is 0 on rank 0, 1 on rank 1. " in found["loaded"][1]
     assert ": random_state is [0, 0] on rank 0, [1, 0] on rank 1. " in found["noise"][1]
+    assert found["left"][0] == found["left"][2] == ""
+    assert ": 0.weight.grad is a tensor [" in found["left"][1]
+    assert found["left"][1].endswith(
+        "; and 1 more. Nothing has changed. With shard= each rank updates a part of the model, so "
+        "all need the same: set them alike on all ranks, and call the step again. What was in "
+        "p.grad before the step is exchanged by nothing in it: let the step call backward(), or "
+        "average p.grad over the ranks before"
+    )
     assert found["loss"][0].startswith("ShardingError: shard= leaves each rank a part of every up")
 
 

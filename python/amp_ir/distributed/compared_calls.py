@@ -11,6 +11,10 @@ from amp_ir.distributed.contract import Contract
 
 # Values as text, by the names of inputs.
 Numbers = dict[str, str]
+_OF_GRADIENTS = (
+    ". What was in p.grad before the step is exchanged by nothing in it: let the step call "
+    "backward(), or average p.grad over the ranks before"
+)
 # Takes names, and whether it may wait for a GPU to read what is there.
 ReadNumbers = Callable[[Sequence[str], bool], Numbers]
 
@@ -38,11 +42,12 @@ def difference_of_calls(number: int, found: Mapping[int, tuple[str, Numbers]]) -
     if len(by_step) == 1 and differing:
         named = [f"{one} is {_values_of(one, found)}" for one in differing[:3]]
         rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        left = any(one.endswith(".grad") for one in differing)
         return (
             f"the ranks of the process group have different numbers at call {number} of "
             f"{next(iter(by_step))}: {'; '.join(named)}{rest}. Nothing has changed. With shard= "
             "each rank updates a part of the model, so all need the same: set them alike on all "
-            "ranks, and call the step again"
+            f"ranks, and call the step again{_OF_GRADIENTS if left else ''}"
         )
     at = ", ".join(f"{ranks_in_words(some)} at {step}" for step, some in by_step.items())
     if len(by_step) == 1:

@@ -27,7 +27,10 @@ from amp_ir.ir.step_module import InputSpec, Role, StepModule
 # What comes out of these is the same on all ranks.
 _ALIKE = frozenset({ALL_REDUCE, BROADCAST})
 _KEPT = (Role.OPTIMIZER_STATE, Role.BUFFER, Role.SCALER_STATE)
-_READ_AT_EACH_CALL = (Role.HYPER_PARAMETER, Role.SCALER_STATE, Role.RANDOM_STATE, Role.BATCH)
+# A gradient is one that was in p.grad before, and that the step does not exchange.
+_READ_AT_EACH_CALL = (
+    Role.HYPER_PARAMETER, Role.SCALER_STATE, Role.RANDOM_STATE, Role.BATCH, Role.GRADIENT,
+)  # fmt: skip
 
 
 @attrs.frozen

@@ -23,7 +23,7 @@ from amp_ir.runtime import torn_state
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.found_indices import FoundIndices
 from amp_ir.runtime.graph_run import GraphRun
-from amp_ir.runtime.program_input import ProgramInput, SmallInputs, State, StateViews, flat_view
+from amp_ir.runtime.program_input import ComparedInputs, ProgramInput, State, StateViews, flat_view
 from amp_ir.runtime.step_run import StepRun
 from amp_ir.runtime.written_memory import WrittenMemory
 
@@ -74,7 +74,7 @@ class Program:
         self._main = executable.vm["main"]
         self._inputs = [ProgramInput.bind(spec, state, self.device) for spec in signature.inputs]
         self._state_views = StateViews(self._inputs)
-        self._small_inputs = SmallInputs(self._inputs)
+        self._compared_inputs = ComparedInputs(self._inputs)
         self._written_memory = WrittenMemory(self._inputs, signature.outputs)
         self._batch_positions = [k for k, one in enumerate(self._inputs) if one.source is None]
         outputs = [spec for spec in signature.outputs if spec.updates is None]
@@ -175,7 +175,7 @@ class Program:
 
         What a step found out of range, all ranks know, and raise at the second call after it.
         """
-        with exchange.running(self._small_inputs.reader(batch)):
+        with exchange.running(self._compared_inputs.reader(batch)):
             try:
                 runs.found.check_all_but_last()
             except AmpIrError as error:
@@ -212,7 +212,7 @@ class Program:
             return finish(results)
 
         try:
-            with exchange.running(self._small_inputs.reader(batch)):
+            with exchange.running(self._compared_inputs.reader(batch)):
                 value = self._step_run(arguments, finished)
         except BaseException:
             # The process group may still write to the buckets.

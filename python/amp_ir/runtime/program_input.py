@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, PHYSICAL_DTYPES
 from amp_ir.ir.unusable_tensors import memory_error
 
 _PHYSICAL = {getattr(torch, dtype): getattr(torch, seen) for dtype, seen in PHYSICAL_DTYPES.items()}
+# Of more, a digest is compared.
+_SHOWN_ELEMENTS = 4
 State = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
 
 
@@ -132,8 +135,11 @@ class ProgramInput:
             )
 
 
-class SmallInputs:
-    """The values of inputs as text, by their names: what ranks compare at each call."""
+class ComparedInputs:
+    """The values of inputs as text, by their names: what ranks compare at each call.
+
+    Of a tensor of many elements it is a digest.
+    """
 
     def __init__(self, inputs: Sequence[ProgramInput]) -> None:
         places = itertools.count()
@@ -160,10 +166,17 @@ class SmallInputs:
                 value = batch[source] if isinstance(source, int) else source
                 value = value() if callable(value) else value
                 if value is not None and (may_wait or value.device.type == "cpu"):
-                    found[name] = str(value.tolist())
+                    found[name] = _as_text(value)
             return found
 
         return read
+
+
+def _as_text(value: torch.Tensor) -> str:
+    if value.numel() <= _SHOWN_ELEMENTS:
+        return str(value.tolist())
+    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"a tensor [{hashlib.sha256(data).hexdigest()[:16]}]"
 
 
 class StateViews:
