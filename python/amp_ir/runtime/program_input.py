@@ -175,7 +175,7 @@ class ComparedInputs:
 def _as_text(value: torch.Tensor) -> str:
     if value.numel() <= _SHOWN_ELEMENTS:
         return str(value.tolist())
-    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return f"a tensor [{hashlib.sha256(data).hexdigest()[:16]}]"
 
 
