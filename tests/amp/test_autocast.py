@@ -10,9 +10,10 @@ import threading
 import pytest
 import torch
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import op
 
+import amp_ir
 from amp_ir.amp import CustomTypeHint, PrimType, check_dtype, custom_type_hint, hint_for_floats
 from amp_ir.amp.autocast import autocast
 from amp_ir.amp.policies import POLICIES
@@ -291,11 +292,79 @@ def test_another_dtype_after_autocast_is_refused():
         autocast(once, amp_dtype="bfloat16")
 
 
-def test_a_module_without_main_is_refused():
-    with pytest.raises(OptionError, match="no function `main`"):
-        autocast(tvm.IRModule({}))
-    with pytest.raises(OptionError, match="got int"):
+def test_what_is_no_module_is_refused():
+    with pytest.raises(OptionError) as error:
         autocast(3)
+    assert str(error.value) == (
+        "autocast takes a StepModule or an IRModule, got int; make one with mod, args = "
+        "amp_ir.trace_step(step, example_batch, model=..., optimizer=...)"
+    )
+
+
+MAIN = "amp_ir reads the Relax function `main`, and the module has {}; give the program's function this name"
+STATIC = (
+    "{}, and autocast takes tensors of static shape; give every extent a number, as "
+    'relax.transform.BindSymbolicVars({{"n": 8}}, "main") does'
+)
+CALLS = (
+    "`made` in `main` is bound to {}, and autocast takes calls of ops and tuples only; inline "
+    "functions, and take out branches and what is no tensor first"
+)
+TENSOR = relax.TensorType(X, "float32")
+PAIR = relax.TupleType([TENSOR, TENSOR])
+SYMBOLIC = relax.TensorType((tirx.Var("n", "int64"), 8), "float32")
+
+
+def module(expr, ty=TENSOR, name="main", result=None):
+    """A module of one function, whose input is a `ty` and whose one call is `expr(input)`."""
+    a, made = relax.Var("a", ty), relax.DataflowVar("made", TENSOR if result is None else result)
+    block = relax.DataflowBlock([relax.VarBinding(made, expr(a))])
+    body = relax.SeqExpr([block], relax.const(1.0))
+    function = relax.Function([a], body, relax.TensorType((), "float32"))
+    return tvm.IRModule({name: function.with_attr("global_symbol", name)})
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: tvm.IRModule({}), MAIN.format("no Relax function")),
+        (lambda: module(op.abs, name="step"), MAIN.format("step")),
+        (
+            lambda: module(lambda a: relax.TupleGetItem(a, 0), PAIR),
+            f"input `a` of `main` is {PAIR}, and autocast takes tensors; make each tensor of it an "
+            "input of its own",
+        ),
+        (
+            lambda: module(op.abs, SYMBOLIC),
+            STATIC.format(f"input `a` of `main` is {SYMBOLIC}"),
+        ),
+        (
+            lambda: module(op.abs, result=relax.TensorType(dtype="float32", ndim=2)),
+            STATIC.format('`made` in `main` is R.Tensor(dtype="float32", ndim=2)'),
+        ),
+        (
+            lambda: module(op.shape_of, result=relax.ShapeType([4, 8])),
+            "`made` in `main` is R.Shape([4, 8]), and autocast takes calls that return tensors or "
+            "tuples of them; take it out of `main` first",
+        ),
+        (lambda: module(lambda _: relax.ShapeExpr([4, 8])), CALLS.format("ShapeExpr")),
+        (
+            lambda: module(lambda a: relax.Call(relax.ExternFunc("f"), [a])),
+            CALLS.format('a call of R.ExternFunc("f")'),
+        ),
+    ],
+    ids=["empty", "main", "tuple", "symbolic", "unknown", "shape", "alias", "function"],
+)
+def test_a_module_that_autocast_cannot_read_is_refused_in_words(made, message):
+    with pytest.raises(OptionError) as error:
+        amp_ir.autocast(made(), amp_dtype="bfloat16")
+    assert str(error.value) == message
+
+
+def test_a_module_of_symbolic_shapes_is_bound_to_numbers_first():
+    mod = program(lambda e, x, w: e(op.matmul(x, w)), (SYMBOLIC.shape[0], 8), W)
+    bound = relax.transform.BindSymbolicVars({"n": 8}, "main")(mod)
+    assert count_casts(amp_ir.autocast(bound, amp_dtype="bfloat16")) == 2
 
 
 def test_a_power_of_a_small_statistic_does_not_overflow():

@@ -73,24 +73,60 @@ def test_the_reason_is_the_first_sentence():
     assert reason_of(rule) == "One reason, that spans lines"
 
 
-def short(args, ret_type, amp_dtype):
-    return [PrimType("float32")]
-
-
-def odd(args, ret_type, amp_dtype):
-    return ["float16", PrimType("float64")]
+FULL, PAIR = PrimType("float32"), TupleType([PrimType("float32"), FREE])
+HINTS = (
+    'returns {} for relax.of; the hints are PrimType("float32"), PrimType("bfloat16"), '
+    "PrimType(None), TupleType([...]) and FREE"
+)
+FIELDS = (
+    "; give a tuple a hint for each of its tensors, or one PrimType or FREE for all of them"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("rule", "message"),
+    ("answer", "message"),
     [
-        (short, "gives 1 hints for relax.add, which has 2 arguments here; give one hint"),
-        (odd, r"returns 'float16' for relax.add; the hints are PrimType\(\"float32\"\)"),
+        (
+            3,
+            "returns 3 for relax.of; expected a list with one hint an argument, or RuleResult(...)",
+        ),
+        (
+            [FULL],
+            "gives 1 hints for relax.of, which has 2 arguments here; give one hint an argument, "
+            "PrimType(None) for one to leave as it is",
+        ),
+        (["float16", FULL], HINTS.format("'float16'")),
+        ([TupleType([PrimType("float64")] * 3), FREE], HINTS.format(repr(PrimType("float64")))),
+        (RuleResult([FREE, FREE], result=PrimType("int8")), HINTS.format(repr(PrimType("int8")))),
+        (
+            [PAIR, FREE],
+            "gives a TupleType of 2 hints for argument 0 of relax.of, which is a tuple of 3 "
+            f"tensors{FIELDS}",
+        ),
+        (
+            [FREE, PAIR],
+            f"gives a TupleType of 2 hints for argument 1 of relax.of, which is no tuple{FIELDS}",
+        ),
     ],
+    ids=["kind", "count", "hint", "field", "result", "fields", "tensor"],
 )
-def test_a_wrong_answer_is_explained(rule, message):
-    with pytest.raises(RuleError, match=message):
-        apply_rule(rule, "relax.add", [None, None], tensor("float32"), "bfloat16")
+def test_a_wrong_answer_is_explained(answer, message):
+    def rule(args, ret_type, amp_dtype):
+        return answer
+
+    three = relax.Var("a", relax.TupleType([tensor("float32")] * 3))
+    arguments = [three, relax.Var("b", tensor("float32"))]
+    with pytest.raises(RuleError) as error:
+        apply_rule(rule, "relax.of", arguments, tensor("float32"), "bfloat16")
+    name = f"rule {rule.__name__} ({__file__}:{rule.__code__.co_firstlineno})"
+    assert str(error.value) == f"{name} {message}"
+
+
+@pytest.mark.parametrize("hint", [TupleType([FULL, FREE, FREE]), FREE])
+def test_a_tuple_takes_a_hint_a_tensor_or_one_for_all(hint):
+    arguments = [relax.Var("a", relax.TupleType([tensor("float32")] * 3))]
+    result = apply_rule(lambda *_: [hint], "relax.of", arguments, None, "bfloat16")
+    assert result == RuleResult([hint])
 
 
 def test_a_list_is_short_for_hints():

@@ -10,7 +10,7 @@ import torch
 
 import amp_ir
 from amp_ir import cli, pipeline
-from amp_ir.errors import DeviceError, StateError
+from amp_ir.errors import DeviceError, OptionError, StateError
 from amp_ir.ir import target
 from amp_ir.runtime.program import Program
 from amp_ir.vm import build
@@ -127,6 +127,16 @@ def test_a_gpu_that_is_too_old_is_refused(old_gpu: None, capsys: Any) -> None:
         assert str(caught.value) == OLD
     assert cli.main(["profile", "mlp", "--small", "--device", "cuda"]) == 2
     assert capsys.readouterr().err == f"amp-ir profile: {OLD}\n"
+
+
+@pytest.mark.parametrize("name", ["sm_75", "sm_9", "h100"])
+def test_an_architecture_that_is_none_or_too_old_is_refused(name: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        target.cuda(name)
+    assert str(caught.value) == (
+        f"target={name!r} is not a CUDA architecture that amp_ir compiles for; expected sm_80 or "
+        "newer, such as sm_80 (A100), sm_89 (L4, RTX 40) or sm_90 (H100, H200)"
+    )
 
 
 def test_a_gpu_that_is_not_there_is_refused(old_gpu: None) -> None:

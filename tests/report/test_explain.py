@@ -70,6 +70,20 @@ def test_a_module_that_is_not_there_is_refused_with_those_that_are(plan):
     assert str(caught.value) == message
 
 
+def test_a_step_that_computes_nothing_has_nothing_to_explain():
+    def step(x):
+        return x
+
+    mod, args = amp_ir.trace_step(step, (torch.randn(4, 8),), model=nn.Linear(8, 4))
+    nothing = amp_ir.autocast(mod, args, amp_dtype="bfloat16").plan
+    with pytest.raises(amp_ir.errors.OptionError) as caught:
+        rows_of(nothing)
+    assert str(caught.value) == (
+        "the step computes nothing: it has no op to show; its results and gradients are its "
+        "inputs, or are not there"
+    )
+
+
 class _Balance(HTMLParser):
     """Collects tags and addresses; fails on a tag closed out of order."""
 

@@ -164,4 +164,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     files = ["--out", str(tmp_path / "step.so"), "--dump-ir", str(tmp_path / "file" / "ir")]
     assert cli.main(["compile", "mlp", "--small", "--target", "cpu", *files]) == 2
-    assert "no folder for the programs of the stages can be made there" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "amp-ir compile: no folder for the programs of the stages can be made at "
+        f"{tmp_path / 'file' / 'ir'}: Not a directory; name another one with --dump-ir or the "
+        "environment variable AMP_IR_DUMP\n"
+    )

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_ir
 from amp_ir.cli import main
@@ -142,8 +144,23 @@ def test_wrong_uses_are_refused(step):
         amp_ir.advise(mod, args, gpu="P100")
     assert str(caught.value) == f"gpu='P100' is not known; expected one of {', '.join(GPUS)}"
     low = amp_ir.autocast(mod, args, amp_dtype="bfloat16")
-    with pytest.raises(amp_ir.errors.OptionError, match="went through autocast"):
+    with pytest.raises(amp_ir.errors.OptionError) as caught:
         amp_ir.advise(low, args)
+    assert str(caught.value) == "the step went through autocast; give advise the one before"
+
+
+def test_a_step_on_a_gpu_is_estimated_by_its_name(step):
+    mod, args = step
+    with FakeTensorMode():
+        there = {name: torch.empty(1, device="cuda:0") for name in mod.state}
+    mod = attrs.evolve(mod, state=there)
+    with pytest.raises(amp_ir.errors.OptionError) as caught:
+        amp_ir.advise(mod, args)
+    assert str(caught.value) == (
+        "the step's tensors are on cuda:0, whose rates are not measured; give gpu= the name of one "
+        f"whose published peaks are known: {', '.join(GPUS)}"
+    )
+    assert amp_ir.advise(mod, args, gpu="H100").machine == "H100"
 
 
 def test_this_cpu_is_measured_once(monkeypatch):

@@ -199,8 +199,6 @@ def _spread(tree: Tree, hint: Hint) -> list[Hint]:
     """Return the hint for each tensor of an argument; a single hint holds for a whole tuple."""
     if isinstance(tree, tuple):
         if isinstance(hint, TupleType):
-            if len(hint.fields) != len(tree):
-                raise RuleError(f"{len(hint.fields)} hints for a tuple of {len(tree)} tensors")
             pairs = zip(tree, hint.fields, strict=True)
             return [hint for field, inner in pairs for hint in _spread(field, inner)]
         return [hint] * len(leaves(tree))

@@ -151,7 +151,7 @@ def apply_rule(
     """Call a rule, and check the form of its result.
 
     Raises:
-        RuleError: not one hint per argument, or a hint of another kind.
+        RuleError: not one hint per argument or field of it, or a hint of another kind.
     """
     result = rule(args, ty, amp_dtype)
     if not isinstance(result, (RuleResult, Sequence)):
@@ -166,9 +166,25 @@ def apply_rule(
             f"which has {len(args)} arguments here; give one hint an argument, "
             "PrimType(None) for one to leave as it is"
         )
-    for hint in hints.args:
+    for number, (hint, argument) in enumerate(zip(hints.args, args, strict=True)):
         _check_hint(hint, rule, op_name, amp_dtype)
+        if isinstance(hint, TupleType):
+            _check_fields(hint, argument, f"argument {number} of {op_name}", rule)
+    for hint in (hints.result, hints.gradient):
+        if hint is not None:
+            _check_hint(hint, rule, op_name, amp_dtype)
     return hints
+
+
+def _check_fields(hint: TupleType, argument: relax.Expr, which: str, rule: Rule) -> None:
+    is_tuple = isinstance(argument.ty, relax.TupleType)
+    count = len(argument.ty.fields) if is_tuple else 1
+    if not is_tuple or count != len(hint.fields):
+        raise RuleError(
+            f"rule {describe(rule)} gives a TupleType of {len(hint.fields)} hints for {which}, "
+            f"which is {f'a tuple of {count} tensors' if is_tuple else 'no tuple'}; give a tuple a "
+            "hint for each of its tensors, or one PrimType or FREE for all of them"
+        )
 
 
 def _check_hint(hint: Any, rule: Rule, op_name: str, amp_dtype: str) -> None:

@@ -17,6 +17,8 @@ from tvm import relax
 from tvm.ir import Op
 
 from amp_ir.dialect.collectives import WAIT_SYMBOL, WAITS
+from amp_ir.errors import OptionError
+from amp_ir.ir.short_list import short_names
 
 # The op that calls a kernel.
 KERNEL_CALL = "relax.call_tir"
@@ -84,15 +86,33 @@ def replaced(expr: relax.Expr, now: Mapping[relax.Var, relax.Expr]) -> relax.Exp
     return with_arguments(expr, [replaced(argument, now) for argument in expr.args])
 
 
+def _main_of(ir: tvm.IRModule) -> relax.Function:
+    try:
+        main = ir["main"]
+    except ValueError:  # asked for, since to list all functions takes longer
+        main = None
+    if not isinstance(main, relax.Function):
+        functions = {one.name_hint: ir[one] for one in ir.get_global_vars()}
+        names = sorted(k for k, one in functions.items() if isinstance(one, relax.Function))
+        raise OptionError(
+            "amp_ir reads the Relax function `main`, and the module has "
+            f"{short_names(names) or 'no Relax function'}; give the program's function this name"
+        )
+    return main
+
+
 class Dataflow:
     """`main` of a module, read once: its bindings in order, and what it returns.
 
     A view of the module as it is: a pass stores its new bindings itself, until `finish`.
+
+    Raises:
+        OptionError: there is no `main`.
     """
 
     def __init__(self, ir: tvm.IRModule) -> None:
         self.ir = ir
-        self.main: relax.Function = ir["main"]
+        self.main: relax.Function = _main_of(ir)
         # A slice fetches an array of TVM at once.
         blocks = self.main.body.blocks[:]
         self.bindings: list[relax.VarBinding] = [b for one in blocks for b in one.bindings[:]]

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import attrs
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from amp_ir.dialect.external_call import NAME as EXTERNAL
 from amp_ir.dialect.external_call import external_op
@@ -119,12 +119,16 @@ class _Reader:
         self.values.append(Value(ty, shape, str(ty.dtype), size, op, expr, number))
         return number
 
-    def new_tree(self, ty: relax.Type, op: int, expr: relax.Expr | None = None) -> Tree:
+    def new_tree(self, ty: relax.Type, op: int, variable: relax.Var) -> Tree:
         if isinstance(ty, relax.TensorType):
-            return self.new_value(ty, op, expr)
+            _check_static(ty, f"`{variable.name}` in `main`")
+            return self.new_value(ty, op)
         if isinstance(ty, relax.TupleType):
-            return tuple(self.new_tree(field, op) for field in ty.fields)
-        raise OptionError(f"autocast takes tensors and tuples of them; {expr or ty} is neither")
+            return tuple(self.new_tree(field, op, variable) for field in ty.fields)
+        raise OptionError(
+            f"`{variable.name}` in `main` is {ty}, and autocast takes calls that return tensors or "
+            "tuples of them; take it out of `main` first"
+        )
 
     def tree_of(self, expr: relax.Expr) -> Tree:
         if isinstance(expr, relax.Var):
@@ -143,8 +147,8 @@ class _Reader:
         position = len(self.ops)
         args = [self.tree_of(argument) for argument in call.args]
         reads = [leaf for tree in args for leaf in leaves(tree)]
-        name = call.op.name if isinstance(call.op, tvm.ir.Op) else str(call.op)
-        result = self.new_tree(variable.ty, position)
+        name = call.op.name
+        result = self.new_tree(variable.ty, position, variable)
         is_view = name in VIEWS and len(reads) == 1
         op = Op(
             position,
@@ -166,34 +170,49 @@ class _Reader:
             self.values[op.results[0]].root = self.values[reads[0]].root
 
 
+def _check_static(ty: relax.TensorType, what: str) -> None:
+    extents = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else (None,)
+    if not all(isinstance(extent, tirx.IntImm) for extent in extents):
+        raise OptionError(
+            f"{what} is {ty}, and autocast takes tensors of static shape; give every extent a "
+            'number, as relax.transform.BindSymbolicVars({"n": 8}, "main") does'
+        )
+
+
 def read_step(mod: tvm.IRModule) -> StepGraph:
     """Read `main`.
 
     Raises:
-        OptionError: `main` is missing, or holds something other than calls and tuples.
+        OptionError: `main` is missing, or holds something other than calls and tuples of tensors
+            whose shapes are static.
     """
-    if "main" not in [gv.name_hint for gv in mod.get_global_vars()]:
-        raise OptionError("the module has no function `main`; autocast rewrites `main` only")
     flow = Dataflow(mod)
     function = flow.main
     reader = _Reader()
     inputs = []
     for parameter in function.params:
         if not isinstance(parameter.ty, relax.TensorType):
-            raise OptionError(f"input `{parameter.name}` is {parameter.ty}; give tensors, one each")
+            raise OptionError(
+                f"input `{parameter.name}` of `main` is {parameter.ty}, and autocast takes tensors; "
+                "make each tensor of it an input of its own"
+            )
+        _check_static(parameter.ty, f"input `{parameter.name}` of `main`")
         number = reader.new_value(parameter.ty, -1, parameter)
         reader.trees[parameter] = number
         inputs.append(number)
     for binding in flow.bindings:
         value = binding.value if isinstance(binding, relax.VarBinding) else None
-        if isinstance(value, relax.Call):
+        if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
             reader.read_call(binding.var, value)
         elif isinstance(value, _ALIASES):
             reader.trees[binding.var] = reader.tree_of(value)
         else:
+            is_call = isinstance(value, relax.Call)
+            what = f"a call of {value.op}" if is_call else type(value or binding).__name__
             raise OptionError(
-                f"autocast takes calls and tuples only; `{binding.var.name}` is bound to "
-                f"{type(value or binding).__name__}. Inline local functions and branches first"
+                f"`{binding.var.name}` in `main` is bound to {what}, and autocast takes calls of "
+                "ops and tuples only; inline functions, and take out branches and what is no "
+                "tensor first"
             )
     output = reader.tree_of(flow.result)
     has_locations = any(op.location.phase != "forward" for op in reader.ops)

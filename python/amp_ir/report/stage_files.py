@@ -32,8 +32,8 @@ def stage_files(folder: Path) -> OnStage:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(
-            f"{folder}: no folder for the programs of the stages can be made there ({error}); "
-            "name another one"
+            f"no folder for the programs of the stages can be made at {folder}: {error.strerror}; "
+            f"name another one with --dump-ir or the environment variable {DUMP_VARIABLE}"
         ) from error
     numbers = itertools.count()
 
