@@ -301,7 +301,10 @@ def test_what_is_no_module_is_refused():
     )
 
 
-MAIN = "amp_ir reads the Relax function `main`, and the module has {}; give the program's function this name"
+MAIN = (
+    "amp_ir reads the Relax function `main`, and the module has {}; give the program's function "
+    "this name"
+)
 STATIC = (
     "{}, and autocast takes tensors of static shape; give every extent a number, as "
     'relax.transform.BindSymbolicVars({{"n": 8}}, "main") does'

@@ -195,8 +195,12 @@ def test_parameters_are_copies_and_changed_ones_are_refused():
         "for another shape would mix old and new values. Convert the model again"
     )
     model.mixer.weight = nn.Parameter(model.mixer.weight.clone())
-    with pytest.raises(StateError, match="the model is no longer as it was converted: "):
+    with pytest.raises(StateError) as refused:
         converted(*inputs(3))
+    assert str(refused.value) == (
+        "the model is no longer as it was converted: mixer.weight was replaced by another tensor. "
+        "Convert it again"
+    )
     assert torch.equal(converted(*inputs(2))["scores"], before)
 
 

@@ -169,8 +169,9 @@ def test_steps_that_leave_gradients_are_refused(tmp_path):
     mod, _ = amp_ir.trace_step(step, (torch.ones(2, 3),), model=model)
     with pytest.raises(OptionError) as refused:
         amp_ir.save(amp_ir.compile(mod), tmp_path / "step.amp")
-    assert "which belong to a model, and a file has none; clear them at the end" in str(
-        refused.value
+    assert str(refused.value) == (
+        "the step reads or leaves the gradients bias.grad, weight.grad, which belong to a model, "
+        "and a file has none; clear them at the end of the step"
     )
     assert not list(tmp_path.iterdir())
     with pytest.raises(OptionError) as refused:
@@ -178,6 +179,20 @@ def test_steps_that_leave_gradients_are_refused(tmp_path):
     assert str(refused.value) == (
         "save takes what amp_ir.convert_model or amp_ir.compile returns, and got a Linear"
     )
+
+
+def test_a_value_that_a_file_cannot_hold_is_refused(tmp_path):
+    def step(x):
+        return x.sum(), 1 + 2j
+
+    mod, _ = amp_ir.trace_step(step, (torch.ones(2, 3),), model=nn.Linear(3, 2))
+    with pytest.raises(OptionError) as refused:
+        amp_ir.save(amp_ir.compile(mod), tmp_path / "step.amp")
+    assert str(refused.value) == (
+        "the program takes or returns a complex, (1+2j), which a file cannot hold; give tensors, "
+        "and values of the types bool, int, float, str and None"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 # Damage.

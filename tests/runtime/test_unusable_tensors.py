@@ -249,6 +249,42 @@ def test_memory_that_goes_under_a_compiled_step_is_seen(place: str, kind: str) -
     train(setting.x, setting.y)
 
 
+def test_a_gradient_that_is_gone_before_the_step_is_compiled_is_named() -> None:
+    setting = Setting.make()
+    mod, _ = amp_ir.trace_step(
+        setting.step, (setting.x, setting.y), model=setting.model, optimizer=setting.optimizer
+    )
+    setting.model.zero_grad()
+    with pytest.raises(errors.StateError) as refused:
+        amp_ir.compile(mod)
+    assert str(refused.value) == (
+        "the step reads weight.grad, which was set at the capture and is None now; run the "
+        "backward pass that sets it, or capture the step again"
+    )
+    setting.step(setting.x, setting.y)
+    amp_ir.compile(mod)(setting.x, setting.y)
+
+
+def test_a_buffer_resized_in_its_place_is_refused_until_another_takes_it() -> None:
+    setting = Setting.make()
+    train = setting.jitted()
+    train(setting.x, setting.y)
+    setting.model.scale.resize_(1, 4)
+    with pytest.raises(errors.StateError) as refused:
+        train(setting.x, setting.y)
+    assert str(refused.value) == (
+        "buffer scale was float32[4] at the capture and is now float32[1, 4], changed in its "
+        "place, as resize_ and .data = do; assign a new tensor instead, for which amp_ir.jit "
+        "compiles again, or call amp_ir.trace_step and amp_ir.compile again"
+    )
+    setting.model.scale = torch.full((1, 4), 0.5)
+    eager = Setting.make()
+    for one in (eager.step, eager.step):
+        one(setting.x, setting.y)
+    train(setting.x, setting.y)
+    torch.testing.assert_close(setting.values()[1:], eager.values()[1:], rtol=1e-4, atol=1e-6)
+
+
 def compiled(setting: Setting) -> amp_ir.CompiledStep:
     mod, _ = amp_ir.trace_step(
         setting.step, (setting.x, setting.y), model=setting.model, optimizer=setting.optimizer

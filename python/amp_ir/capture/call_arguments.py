@@ -83,16 +83,12 @@ def bound(
     """Return the arguments of a call as one tuple, by position where the step takes them so.
 
     Raises:
-        ArgumentError: the step does not take these arguments, or their names are not known.
+        ArgumentError: the step does not take these arguments.
     """
     if not named:
         return args
     if signature is None:
-        given = ", ".join(f"{name}=" for name in named)
-        raise ArgumentError(
-            f"called with {given}, and the names of the arguments are not known, as after loading "
-            "from a file; pass them by position"
-        )
+        return call_arguments(*args, **named)
     try:
         found = signature.bind(*args, **named)
     except TypeError as error:

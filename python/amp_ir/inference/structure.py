@@ -72,7 +72,7 @@ def _plain_to_json(leaf: Any) -> dict[str, Any]:
         return {"value": leaf}
     raise OptionError(
         f"the program takes or returns a {type(leaf).__name__}, {leaf!r}, which a file cannot "
-        "hold; give numbers, text and tensors"
+        "hold; give tensors, and values of the types bool, int, float, str and None"
     )
 
 

@@ -193,8 +193,8 @@ def read_step(mod: tvm.IRModule) -> StepGraph:
     for parameter in function.params:
         if not isinstance(parameter.ty, relax.TensorType):
             raise OptionError(
-                f"input `{parameter.name}` of `main` is {parameter.ty}, and autocast takes tensors; "
-                "make each tensor of it an input of its own"
+                f"input `{parameter.name}` of `main` is {parameter.ty}, and autocast takes "
+                "tensors; make each tensor of it an input of its own"
             )
         _check_static(parameter.ty, f"input `{parameter.name}` of `main`")
         number = reader.new_value(parameter.ty, -1, parameter)

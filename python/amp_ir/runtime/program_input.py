@@ -112,8 +112,10 @@ class ProgramInput:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise StateError(
                 f"{self.spec.role.value} {self.spec.name} was {self.spec.dtype}"
-                f"{list(self.spec.shape)} at the capture and is now {dtype}{list(tensor.shape)}; "
-                "capture and compile the step again"
+                f"{list(self.spec.shape)} at the capture and is now {dtype}{list(tensor.shape)}, "
+                "changed in its place, as resize_ and .data = do; assign a new tensor instead, for "
+                "which amp_ir.jit compiles again, or call amp_ir.trace_step and amp_ir.compile "
+                "again"
             )
         if tensor.device != self.device:
             raise StateError(
