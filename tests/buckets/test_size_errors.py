@@ -165,8 +165,12 @@ def test_what_the_hint_adds_works_and_a_recompilation_lists_all_its_seconds():
 
 FLATTENED = (
     "axis {axis} of a result has 16 entries with padding and 10 without, so that its data cannot "
-    "be sliced out. Return it as it was before the axis was flattened or joined"
+    "be sliced out. Return it as it was before the axis was flattened, joined or pooled"
 )
+
+
+def pooled(y):
+    return functional.avg_pool1d(y.transpose(1, 2), 4, ceil_mode=True).transpose(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +193,13 @@ FLATTENED = (
             lambda y, noise: (y, y),
         ),
         (
+            lambda y, noise: pooled(y),
+            "axis 1 of a result has 2 entries, or 1 where the batch is padded to another size, so "
+            "that its data cannot be sliced out. Return it as it was before the axis was "
+            "flattened, joined or pooled",
+            lambda y, noise: y,
+        ),
+        (
             lambda y, noise: y.sum() + y.new_ones(y.shape).sum(),
             "padding changes what the step computes, by the numbers of this batch:\n"
             "  result0 differs by N, where its largest number is N\n"
@@ -196,7 +207,7 @@ FLATTENED = (
             None,
         ),
     ],
-    ids=["draws", "flattens", "joins", "counts"],
+    ids=["draws", "flattens", "joins", "pools", "counts"],
 )
 def test_what_cannot_be_compared_by_values(body, told, hinted):
     model = nn.Linear(3, 3)

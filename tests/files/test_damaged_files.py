@@ -225,6 +225,10 @@ def test_what_is_wrong_with_a_plan_is_said(plan: Any, tmp_path: Path):
             f"{path} is not a plan of amp_ir: it holds a list, and a JSON object was expected; ",
         ),
         (
+            json.dumps({**document, "kind": "step"}).encode(),
+            f"{path} is not a plan of amp_ir: its kind is 'step', expected 'plan of amp_ir'; ",
+        ),
+        (
             json.dumps(newer).encode(),
             f"{path} has format 3, and this version of amp_ir reads up to 2; it was written by a "
             "newer one: use that, or ",

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -342,6 +343,23 @@ def test_a_file_of_pytorch_that_is_no_checkpoint_is_refused(made: Any, told: str
     with pytest.raises(FileFormatError) as refused:
         amp_ir.load_checkpoint(path, model=model)
     assert str(refused.value) == f"{path}{told}"
+
+
+def test_what_pytorch_cannot_read_is_refused_by_its_reason(tmp_path: Path):
+    path = tmp_path / "run.pt"
+    torch.save({"random": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            if not name.endswith("data/0"):
+                archive.writestr(name, content)
+    with pytest.raises(FileFormatError) as refused:
+        amp_ir.load_checkpoint(path, model=nn.Linear(2, 2))
+    assert str(refused.value) == (
+        f"{path} cannot be read: torch.load(weights_only=True) says: PytorchStreamReader failed "
+        f"locating file data/0: file not found; {EARLIER}"
+    )
 
 
 def test_what_the_refusals_of_other_files_say_to_do_works(tmp_path: Path):

@@ -4,19 +4,52 @@
 from __future__ import annotations
 
 import json
+import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from amp_ir import cli
 from amp_ir.cuda import compiler
+from amp_ir.errors import BuildError
 from amp_ir.host import native
+from amp_ir.vm import export
 
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
+
+
+class Executable:
+    """Links nothing."""
+
+    def export_library(self, _path: str) -> None:
+        raise RuntimeError("Compilation error:\nld: cannot find -lm")
+
+
+LINKED = (
+    "step.so cannot be linked; g++ or clang++ must work, and the folder for temporary files must "
+    "be writable. What failed: "
+)
+
+
+def test_what_cannot_be_linked_is_refused_by_its_reason(tmp_path, monkeypatch):
+    def refused() -> str:
+        with pytest.raises(BuildError) as caught:
+            export.linked_library(Executable(), Path("step.so"))
+        return str(caught.value)
+
+    assert refused() == f"{LINKED}Compilation error:\nld: cannot find -lm"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert re.fullmatch(
+        re.escape(f"{LINKED}[Errno 2] No such file or directory: '{tmp_path}/none/") + r"\w+'",
+        refused(),
+    )
+    monkeypatch.setattr(export, "missing_linker", lambda: "there is no g++ on the path")
+    assert refused() == "step.so cannot be linked: there is no g++ on the path; install g++"
 
 
 @pytest.mark.parametrize(

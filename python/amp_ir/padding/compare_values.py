@@ -125,7 +125,7 @@ def _padded_axes(
             raise PaddingError(
                 f"axis {axis} of a result has {size} entries with padding and {without} without, "
                 "so that its data cannot be sliced out. Return it as it was before the axis was "
-                "flattened or joined"
+                "flattened, joined or pooled"
             )
         if fitting:
             axes.append(PaddedResult(axis, fitting[0][0], shift))
@@ -133,7 +133,7 @@ def _padded_axes(
             raise PaddingError(
                 f"axis {axis} of a result has {size} entries, or {other_size} where the batch is "
                 "padded to another size, so that its data cannot be sliced out. Return it as it "
-                "was before the axis was flattened or joined"
+                "was before the axis was flattened, joined or pooled"
             )
     return tuple(axes)
 

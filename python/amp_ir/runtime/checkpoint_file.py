@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import warnings
 import zipfile
 from typing import Any, BinaryIO
@@ -78,7 +79,8 @@ def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"of each with amp_ir.save_checkpoint, or {_REMEDY}"
             ) from error
         except Exception as error:  # any, for PyTorch passes on what its parsers raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            # Its first sentence: those after it advise on other uses of PyTorch.
+            reason = re.split(r"\.\s", str(error))[0].rstrip(".") or type(error).__name__
             raise FileFormatError(
                 f"{path} cannot be read: torch.load(weights_only=True) says: {reason}; {_REMEDY}"
             ) from error

@@ -73,6 +73,7 @@ from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.ir.target import CompileTarget
 from amp_ir.ir.tensor_layout import physical_dtype
 from amp_ir.standalone import FORMAT, KIND, STATE_DIGEST, state_digest
+from amp_ir.vm.build_library import missing_linker
 
 # A function's second name -> the library that holds it, where they differ.
 _HOLDER = {"view": "openmp", "loop": "openmp", "torch_cuda": "torch"}
@@ -212,16 +213,19 @@ def linked_library(executable: relax.VMExecutable, path: Path) -> bytes:
     Raises:
         BuildError: it cannot be linked.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        linked = Path(folder) / "step.so"
-        try:
+    missing = missing_linker()
+    if missing:
+        raise BuildError(f"{path} cannot be linked: {missing}; install g++")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            linked = Path(folder) / "step.so"
             executable.export_library(str(linked))
             return linked.read_bytes()
-        except (OSError, RuntimeError) as error:
-            raise BuildError(
-                f"{path} cannot be linked; g++ or clang++ must be on the path, and the folder for "
-                f"temporary files must be writable. The linker says: {error}"
-            ) from error
+    except (OSError, RuntimeError) as error:
+        raise BuildError(
+            f"{path} cannot be linked; g++ or clang++ must work, and the folder for temporary "
+            f"files must be writable. What failed: {error}"
+        ) from error
 
 
 def save_state(mod: StepModule, path: Path) -> None:
