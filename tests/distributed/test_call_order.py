@@ -21,12 +21,16 @@ import amp_ir
 from amp_ir import errors
 from amp_ir.distributed.exchange import Exchange
 from data_parallel import Training
+from rank_errors import AT_STEPS, DIFFERENT, NOT_AGAIN, ORDER, SAME, TOGETHER, plain
 from rank_processes import ranks
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
 ]
+
+
+FIRST, SECOND = (f"Two.__init__.{name}_step (LINE)" for name in ("first", "second"))
 
 
 @attrs.frozen
@@ -101,10 +105,11 @@ def test_first_calls_in_another_order_name_both_steps(tmp_path: Path) -> None:
     found = ranks(program, tmp_path)
     for one in found:
         assert all(seen.is_unchanged for seen in one[:2])
-        for seen_ in one[:2]:
-            assert "RanksDifferError: the ranks of the process group have different" in seen_.error
-            assert "first_step (test_call_order.py:" in seen_.error
-            assert "second_step (test_call_order.py:" in seen_.error
+        assert [plain(seen.error) for seen in one[:2]] == [
+            f"{DIFFERENT}: on rank 1, the step is {of_1}, and on rank 0 {of_0}. Nothing has "
+            f"changed. {SAME}"
+            for of_0, of_1 in ((FIRST, SECOND), (SECOND, FIRST))
+        ]
         assert [seen.error for seen in one[2:]] == ["", ""]
 
 
@@ -120,13 +125,19 @@ def test_later_calls_in_another_order_are_not_added_up(tmp_path: Path, shard: st
 
     for one in ranks(program, tmp_path):
         assert [seen.error for seen in (*one[:2], *one[4:])] == [""] * 4
-        for k, seen_ in enumerate(one[2:4]):
-            assert seen_.error.startswith(
-                "RanksDifferError: the ranks of the process group are at different steps in its "
-                f"call {k + 3}: rank 0 at "
-            ), seen_.error
-            assert "first_step (" in seen_.error and "second_step (" in seen_.error
-            assert seen_.is_unchanged and seen_.seconds < 5
+        assert [plain(seen.error) for seen in one[2:4]] == [
+            f"RanksDifferError: {AT_STEPS} {call}: rank 0 at {of_0}, rank 1 at {of_1}. Nothing has "
+            f"changed. {ORDER}"
+            for call, of_0, of_1 in ((3, FIRST, SECOND), (4, SECOND, FIRST))
+        ]
+        assert all(seen.is_unchanged and seen.seconds < 5 for seen in one[2:4])
+
+
+AT_NEW = (
+    f"{AT_STEPS} 3: rank 0 at {FIRST}, another rank at {SECOND}, which it calls for the first "
+    f"time. {ORDER}"
+)
+IN_WAIT = "call N of N of the step, all_reduce_wait (all_reduce_wait) in step (backward), LINE"
 
 
 def test_a_new_step_of_one_rank_and_an_old_one_of_the_other(tmp_path: Path) -> None:
@@ -138,11 +149,11 @@ def test_a_new_step_of_one_rank_and_an_old_one_of_the_other(tmp_path: Path) -> N
     old, new = ranks(program, tmp_path)
     for one in (old, new):
         assert [seen.error for seen in one[:2]] == ["", ""]
-        assert "different steps in its call 3: rank 0 at " in one[2].error
-        assert "first_step (" in one[2].error and "second_step (" in one[2].error
         assert one[2].is_unchanged and one[3].is_unchanged
         # The exchange that the old step began cannot be taken back: all steps of the group end.
-        assert "it is not used again" in one[3].error
+        assert plain(one[3].error) == f"RankFailedError: {AT_NEW}{NOT_AGAIN}"
+    assert plain(new[2].error) == f"RankFailedError: {AT_NEW}"
+    assert plain(old[2].error) == f"StepFailedError: {IN_WAIT}, failed: {AT_NEW}{TOGETHER}"
     assert old[2].seconds < 5
 
 
@@ -160,7 +171,9 @@ def test_a_failure_in_one_step_ends_the_others_of_its_group(tmp_path: Path) -> N
 
     for one in ranks(program, tmp_path, timeout_seconds=10):
         assert [seen.error for seen in one[:2]] == ["", ""]
-        assert "a cosmic ray" in one[2].error and "not used again" in one[3].error
+        assert plain(one[3].error) == (
+            f"RankFailedError: rank 1 of 2 failed at call 3: ValueError: a cosmic ray{NOT_AGAIN}"
+        )
         assert one[2].is_unchanged and one[3].is_unchanged
 
 
@@ -183,4 +196,9 @@ def test_steps_of_one_name_are_told_apart_by_their_order(tmp_path: Path) -> None
         return [seen(training, lambda: steps[rank](torch.ones(2, 6)))]
 
     for (one,) in ranks(program, tmp_path):
-        assert "number 2 of this name" in one.error and one.is_unchanged
+        name = f"{program.__qualname__.replace('<locals>.', '')}.step_of.step (LINE)"
+        assert plain(one.error) == (
+            f"{DIFFERENT}: on rank 1, the step is {name}, number 2 of this name, and on rank 0 "
+            f"{name}. Nothing has changed. {SAME}"
+        )
+        assert one.is_unchanged

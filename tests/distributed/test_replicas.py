@@ -21,6 +21,8 @@ from amp_ir.compile_cache.key import key_of
 from amp_ir.distributed.contract import Contract, contract_of
 from amp_ir.distributed.exchange import check_exchange
 from amp_ir.distributed.replicas import find_ranks
+from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.location import from_span
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import cpu
 from amp_ir.rewrites.start_collectives import start_collectives
@@ -61,8 +63,8 @@ def test_options_without_a_replica_are_refused() -> None:
     with pytest.raises(errors.OptionError) as error:
         find_ranks(model, data_parallel=True)
     assert str(error.value) == (
-        "data_parallel=True and torch.distributed has no process group; start the script with "
-        "torchrun and call torch.distributed.init_process_group() first"
+        "torch.distributed has no process group, which data_parallel=True and measure_links need; "
+        "start the script with torchrun and call torch.distributed.init_process_group() first"
     )
     with pytest.raises(errors.OptionError) as error:
         find_ranks(model, comm_dtype="float8")
@@ -184,6 +186,17 @@ def test_hooks_that_are_no_dtype_are_refused(group_of_one: None) -> None:
     )
 
 
+def test_what_a_wrapper_does_beside_its_hook_is_refused(group_of_one: None) -> None:
+    wrapped = DistributedDataParallel(nn.BatchNorm1d(2))
+    wrapped._register_buffer_comm_hook(None, lambda *_: None)
+    with pytest.raises(errors.ArgumentError) as error:
+        find_ranks(wrapped)
+    assert str(error.value) == (
+        "a DistributedDataParallel has a hook for its buffers, which a compiled step does not do; "
+        "make it without"
+    )
+
+
 def test_what_a_wrapper_does_later_is_refused(group_of_one: None) -> None:
     wrapped = DistributedDataParallel(nn.Linear(2, 2))
     _, found = find_ranks(wrapped)
@@ -276,10 +289,11 @@ def test_a_cast_between_a_start_and_its_wait_is_refused() -> None:
     low = amp_ir.Override(op="amp_ir.all_reduce_start", to="low")
     with pytest.raises(errors.RuleError) as error:
         pipeline.lower(amp_ir.autocast(mod, None, amp_dtype="bfloat16", overrides=(low,)))
-    assert str(error.value).startswith("amp_ir.all_reduce_start in ")
-    assert str(error.value).endswith(
-        "rules or overrides give the two other dtypes. Select both: "
-        'Override(op="amp_ir.all_reduce_*", to=...)'
+    first = next(iter(Dataflow(mod.ir).calls("amp_ir.all_reduce_start").values()))
+    assert str(error.value) == (
+        f"amp_ir.all_reduce_start in {from_span(first.span)} sends bfloat16, and amp_ir.cast reads "
+        "what is on its way before amp_ir.all_reduce_wait has it: rules or overrides give the two "
+        'other dtypes. Select both: Override(op="amp_ir.all_reduce_*", to=...)'
     )
     both = amp_ir.Override(op="amp_ir.all_reduce_*", to="low")
     pipeline.lower(amp_ir.autocast(mod, None, amp_dtype="bfloat16", overrides=(both,)))

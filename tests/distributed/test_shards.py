@@ -378,15 +378,34 @@ def refused(rank: int) -> dict[str, str]:
 
     kept.step = leaves_gradients
     told("left", lambda: jitted(kept, shard="gradients")(*batch_of(rank, 0)), ShardingError)
-    jitted(kept, shard="optimizer")(*batch_of(rank, 0))
+    train = jitted(kept, shard="optimizer")
+    train(*batch_of(rank, 0))
     told("state_dict", optimizer.state_dict, StateError)
     told("step", optimizer.step, StateError)
     told("whole", lambda: jitted(kept)(*batch_of(rank, 0)), ShardingError)
+    told("overflow", lambda: train.find_overflow(*batch_of(rank, 0)), StateError)
+    second = clipped(adamw)
+    jitted(second, shard="optimizer")(*batch_of(rank, 0))
+
+    def of_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        kept.step(x, y)
+        second.step(x, y)
+
+    both = Training(kept.models + second.models, kept.optimizers + second.optimizers, of_both)
+    told("apart", lambda: jitted(both, shard="optimizer")(*batch_of(rank, 0)), ShardingError)
+    if rank == 0:
+        # The other one ends instead.
+        told("gather", lambda: amp_ir.gather_state_dict(optimizer), StateError)
     return said
 
 
 def test_what_needs_the_state_whole_is_refused(tmp_path: Path) -> None:
     said, other = ranks(refused, tmp_path)
+    # What gloo says differs.
+    assert said.pop("gather").startswith(
+        "the state of an optimizer that is split over the ranks could not be gathered: every rank "
+        "has to call save_checkpoint, or gather_state_dict, at the same point: ["
+    )
     assert said == other
     lines = [inspect.unwrap(Whitened.step).__code__.co_firstlineno + k for k in (5, 6)]
     places = [f"step (optimizer), {__file__}:{line}" for line in lines]
@@ -408,6 +427,13 @@ def test_what_needs_the_state_whole_is_refused(tmp_path: Path) -> None:
         "with shard= left it; pass data_parallel=True and shard= to amp_ir.jit or trace_step here "
         "too. For a tool that takes neither, as amp_ir.verify, make model and optimizer anew, and "
         "load amp_ir.gather_state_dict(optimizer) into that one",
+        "overflow": "find_overflow runs a step again on this rank alone, and this one exchanges "
+        "gradients with others; jit the same step without data_parallel= and "
+        "DistributedDataParallel in one process, and ask it on this batch",
+        "apart": "optimizers of this step have split their state in other steps, apart or over "
+        "another process group, and the parts do not fit together; make models and optimizers "
+        "anew, load amp_ir.gather_state_dict(optimizer) into each, and call this step before the "
+        "others",
         "state_dict": "this rank holds a part of the state of the AdamW (shard=), so its "
         "state_dict() is not whole; call amp_ir.save_checkpoint, or "
         "amp_ir.gather_state_dict(optimizer), on every rank",

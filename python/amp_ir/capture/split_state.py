@@ -38,7 +38,9 @@ def split_state(state: State, ranks: Ranks | None) -> None:
         if not shards.adopt(one):
             raise ShardingError(
                 "optimizers of this step have split their state in other steps, apart or over "
-                "another process group; jit a step with all of them first"
+                "another process group, and the parts do not fit together; make models and "
+                "optimizers anew, load amp_ir.gather_state_dict(optimizer) into each, and call "
+                "this step before the others"
             )
     state.shards = shards
     shards.lay_out(list(_candidates(state, ranks)))

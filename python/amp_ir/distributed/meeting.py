@@ -39,6 +39,10 @@ log = logging.getLogger("amp_ir")
 
 LOOK_SECONDS, SAY_SECONDS = 1.0, 5.0
 RESTART = "save the state, end the processes, and start them again from it"
+_SAME = (
+    "All ranks have to run the same step with the same options; their batches may differ in values "
+    "and in shapes"
+)
 # How long ranks that are at different programs wait for the names of the others'.
 _NAME_SECONDS = 5.0
 # The groups of this process, and how many had a name: one may be destroyed and made again.
@@ -271,8 +275,7 @@ class Meeting:
             rank, _, text = self._get("different", number).decode().partition("|")
             raise RanksDifferError(
                 f"the ranks of the process group have different programs: on rank {rank}, {text}. "
-                "Nothing has changed. All ranks have to run the same step with the same options; "
-                "their batches may differ in values and in shapes",
+                f"Nothing has changed. {_SAME}",
                 rank=int(rank),
             )
 
@@ -297,7 +300,7 @@ class Meeting:
             )
             self.tell(text)
             raise RanksDifferError(
-                f"{text}. Nothing has changed on this rank", rank=self.group.rank
+                f"{text}. Nothing has changed on this rank. {_SAME}", rank=self.group.rank
             )
 
     def _wait_for(self, key: tuple[object, ...], missing: Callable[[], list[int]]) -> None:
@@ -430,5 +433,5 @@ class Meeting:
             first = first_line(error)
             raise RankFailedError(
                 f"rank {self.group.rank} of {self.group.size} lost the store of the process group, "
-                f"which is rank 0's: {first}"
+                f"which is rank 0's: {first}. See why rank 0 ended, and start all processes again"
             ) from error

@@ -54,8 +54,9 @@ class Group:
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             raise OptionError(
-                "data_parallel=True and torch.distributed has no process group; start the script "
-                "with torchrun and call torch.distributed.init_process_group() first"
+                "torch.distributed has no process group, which data_parallel=True and "
+                "measure_links need; start the script with torchrun and call "
+                "torch.distributed.init_process_group() first"
             )
         handle = distributed.group.WORLD if handle is None else handle
         rank = distributed.get_rank(handle)
