@@ -150,6 +150,21 @@ def test_what_one_step_on_one_device_cannot_do_is_refused(tmp_path: Path) -> Non
     )
 
 
+def test_a_model_that_something_wraps_is_refused(tmp_path: Path) -> None:
+    class Wrapping(AmpIrTrainer):
+        def _wrap_model(self, model: Any, *_: Any, **__: Any) -> nn.Module:
+            return nn.Sequential(model)
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(OptionError) as caught:
+        Wrapping(model=Tagger(), args=args, train_dataset=data(4)).train()
+    assert str(caught.value) == (
+        "the model was wrapped in Sequential; AmpIrTrainer compiles the model itself, on one "
+        "device of one process: leave out what wraps it, such as accelerate's dynamo_backend or a "
+        "_wrap_model of your own"
+    )
+
+
 def test_another_loop_of_transformers_is_refused_at_import() -> None:
     script = (
         "import transformers; del transformers.Trainer._clip_grad_norm; "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import amp_ir
-from amp_ir.errors import OptionError
+from amp_ir.errors import OptionError, VersionError
 
 pytest.importorskip("lightning", reason="the package lightning is not installed")
 
+import lightning  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
-from amp_ir.integrations.lightning import AmpIrPrecision  # noqa: E402
+from amp_ir.integrations.lightning import AmpIrPrecision, optimization  # noqa: E402
 
 # Lightning's advice about data loaders, and what its libraries say of themselves.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -258,6 +260,17 @@ def test_what_one_step_on_one_device_cannot_do_is_refused() -> None:
         "automatic_optimization=False; 2 optimizers; LBFGS, which runs a batch several times. "
         "Train these with Lightning's own precision, with torch.compile(module, "
         'backend="amp_ir") where that is enough'
+    )
+
+
+def test_another_loop_of_lightning_is_refused_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(optimization._AutomaticOptimization, "_optimizer_step")
+    with pytest.raises(VersionError) as caught:
+        runpy.run_path(optimization.__file__)
+    assert str(caught.value) == (
+        "AmpIrPrecision is written for the loop of Lightning 2.6, and lightning "
+        f"{lightning.__version__} has another one; install 'lightning>=2.6,<2.7', or compile the "
+        'module: torch.compile(module, backend="amp_ir")'
     )
 
 

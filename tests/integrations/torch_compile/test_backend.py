@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from amp_ir.errors import OptionError
+from amp_ir.errors import OptionError, UnsupportedOpError
 from amp_ir.integrations.torch_compile import backend as backend_module
 from amp_ir.integrations.torch_compile.backend import amp_ir_backend
 from amp_ir.integrations.torch_compile.backend_options import BackendOptions
+from amp_ir.integrations.torch_compile.import_graph import import_graph
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +248,66 @@ def test_a_refused_graph_runs_in_eager_and_one_warning_says_so() -> None:
         "amp_ir cannot compile a graph of torch.compile, which runs in eager PyTorch instead, "
         "without amp_ir's mixed precision: the step has an op that amp_ir cannot import:\n"
         "  aten.poisson.default: draws random numbers from a generator that a compiled step lacks"
+    )
+
+
+def test_a_graph_that_returns_a_number_ends_there_instead() -> None:
+    def split(x: torch.Tensor) -> Any:
+        return x * 2, x.argmax().item()  # marked
+
+    def warnings_of(**options: Any) -> list[str]:
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(**options), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert torch.compile(split, backend=amp_ir_backend)(torch.arange(3.0))[1] == 2
+        return [str(one.message) for one in told if "amp_ir" in str(one.message)]
+
+    line = split.__code__.co_firstlineno + 1
+    assert warnings_of(capture_scalar_outputs=True) == [
+        "amp_ir cannot compile a graph of torch.compile, which runs in eager PyTorch instead, "
+        "without amp_ir's mixed precision: the graph returns a number (SymInt) that it computes in "
+        f"step (forward), {__file__}:{line}; a compiled graph returns tensors: set "
+        "torch._dynamo.config.capture_scalar_outputs to False, so that the graph ends there"
+    ]
+    assert warnings_of(capture_scalar_outputs=False) == []
+
+
+def placeholders(**values: Any) -> fx.GraphModule:
+    """A graph of these inputs, which it returns."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in values]
+    for node, value in zip(nodes, values.values(), strict=True):
+        node.meta["val"] = value
+    graph.output((tuple(nodes),))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_inputs_that_a_graph_cannot_have_are_listed() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        there = torch.empty(2, device="cuda:0")
+        assert mode.shape_env is not None
+        unknown = torch.empty(mode.shape_env.create_unbacked_symint(), 3)
+    generator = torch.Generator()
+    made = placeholders(a=torch.eye(2).to_sparse(), b=there, c=unknown, d=generator)
+    with pytest.raises(UnsupportedOpError) as caught:
+        import_graph(made)
+    assert str(caught.value) == (
+        "the graph has inputs that amp_ir cannot take: a is sparse (torch.sparse_coo); b is on "
+        "cuda:0; the backend compiles for the CPU, amp_ir.jit for both; c has a shape that depends "
+        "on values, (u0, 3); d is a Generator"
+    )
+
+
+def test_a_graph_that_writes_to_its_inputs_is_refused() -> None:
+    made = placeholders(a=torch.ones(2), b=torch.ones(2))
+    (output,), (a, b) = made.graph.find_nodes(op="output"), made.graph.find_nodes(op="placeholder")
+    with made.graph.inserting_before(output):
+        made.graph.call_function(torch.ops.aten.copy_.default, (a, b))
+    with pytest.raises(UnsupportedOpError) as caught:
+        import_graph(made)
+    assert str(caught.value) == (
+        "the graph writes to its inputs (aten.copy_.default), which AOTAutograd did not move out "
+        "of it"
     )
 
 

@@ -83,8 +83,9 @@ class AmpIrTrainer(Trainer):
         model = prepared[0]
         if model is not self.model:
             raise OptionError(
-                f"the model was wrapped in {type(model).__name__}; AmpIrTrainer trains the model "
-                "itself, on one device of one process"
+                f"the model was wrapped in {type(model).__name__}; AmpIrTrainer compiles the model "
+                "itself, on one device of one process: leave out what wraps it, such as "
+                "accelerate's dynamo_backend or a _wrap_model of your own"
             )
         device = str(self.args.device)
         options = {"device": device, "amp_dtype": self._amp_dtype, **self._jit_options}

@@ -20,7 +20,7 @@ _USED = ("_make_closure", "_on_before_zero_grad", "_optimizer_step")
 if not all(hasattr(_AutomaticOptimization, name) for name in _USED):
     raise VersionError(
         f"AmpIrPrecision is written for the loop of Lightning 2.6, and lightning "
-        f"{lightning.__version__} has another one; install lightning>=2.6,<2.7, or compile the "
+        f"{lightning.__version__} has another one; install 'lightning>=2.6,<2.7', or compile the "
         'module: torch.compile(module, backend="amp_ir")'
     )
 

@@ -130,7 +130,7 @@ class _Results:
             return GraphOutput()
         if not isinstance(leaf, fx.Node):
             return GraphOutput(value=leaf)
-        value = leaf.meta["val"]
+        value = leaf.meta.get("val")
         if leaf in self._inputs:
             return GraphOutput(input=self._inputs[leaf], value=value)
         if leaf not in self._known:
@@ -140,8 +140,9 @@ class _Results:
     def _new(self, leaf: fx.Node, value: Any, role: Role) -> GraphOutput:
         if not isinstance(value, FakeTensor):
             raise UnsupportedOpError(
-                f"the graph returns a {type(value).__name__} that its ops compute; a compiled "
-                "graph returns tensors"
+                f"the graph returns a number ({type(value).__name__}) that it computes in "
+                f"{leaf.meta.get(META_KEY, Location())}; a compiled graph returns tensors: set "
+                "torch._dynamo.config.capture_scalar_outputs to False, so that the graph ends there"
             )
         position, order, strides = len(self.nodes), _memory_order(value), None
         if order is None:
