@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tvm import relax
 
 from amp_ir.dialect import DECLARATIONS, call_op, options_of
 from amp_ir.dialect.registry import declare
@@ -299,3 +300,20 @@ def test_declaring_an_op_twice_is_refused():
 def test_an_unknown_op_is_refused():
     with pytest.raises(KeyError, match=r"amp_ir\.nothing"):
         call_op("amp_ir.nothing", [])
+
+
+@pytest.mark.parametrize(
+    "ty",
+    [
+        relax.TensorType(dtype="float32", ndim=2),
+        relax.ShapeType([2, 3]),
+        relax.TupleType([relax.TensorType((2, 3), "float32")]),
+    ],
+    ids=["unknown", "shape", "tuple"],
+)
+def test_an_argument_that_is_no_tensor_of_static_shape_is_refused(ty):
+    with pytest.raises(ArgumentError) as caught:
+        DECLARATIONS["amp_ir.cast"].infer(ty, dtype="float16")
+    assert str(caught.value) == (
+        f"argument 0 (x) of amp_ir.cast has type {ty}, expected a tensor of static shape"
+    )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import amp_ir
 import cpp_ops
 import custom_ops
+from amp_ir.dialect.external_call import ResultSpec, check_results
 from amp_ir.errors import BrokenPromiseError, CaptureError, RuleError, StepFailedError
 from amp_ir.ir.interpreter import interpret
 from amp_ir.pipeline import lower
@@ -202,11 +204,24 @@ def test_an_op_that_fails_or_lies_is_named_with_its_place(op: Any, what: str, ki
     name = op._opoverload.name()
     message = str(caught.value)
     line = function.__code__.co_firstlineno + 1
-    assert f"{name} ({name}) in step (forward), {__file__}:{line}, failed: " in message
-    assert what in message and message.endswith("which may be called again")
+    assert re.fullmatch(
+        rf"call \d+ of \d+ of the step, {name} \({name}\) in step \(forward\), "
+        rf"{re.escape(f'{__file__}:{line}, failed: {what}')}\. Nothing has changed: model, "
+        r"optimizer, scaler and random state are as before the step, which may be called again",
+        message,
+    ), message
     assert isinstance(caught.value.__cause__, kind)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
+
+
+def test_an_op_that_returns_fewer_tensors_than_promised_is_named() -> None:
+    with pytest.raises(BrokenPromiseError) as caught:
+        check_results("of::pairs", [ResultSpec.of(X)] * 2, [X, None])
+    assert str(caught.value) == (
+        "of::pairs returned 1 tensors, and its fake implementation 2; make the two agree "
+        "(torch.library.opcheck compares them)"
+    )
 
 
 REFUSED: list[tuple[Any, str]] = [

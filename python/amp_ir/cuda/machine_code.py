@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 
 from amp_ir.cuda.compiler import compile_source
-from amp_ir.errors import BuildError
 
 # Attributes of `.nv.info`, an undocumented section that cuobjdump and the driver read too.
 _REGISTER_COUNT, _FRAME_NBYTES = 0x2F, 0x11
@@ -74,8 +73,7 @@ def cubins_of(module: Any, arch: str) -> Iterator[bytes]:
 
 def _sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
     """Return name, offset and bytes of every section of a 64-bit little-endian ELF file."""
-    if elf[:4] != b"\x7fELF":
-        raise BuildError(f"not a cubin: it begins with {elf[:4]!r}, expected an ELF file")
+    assert elf[:4] == b"\x7fELF", f"no cubin: it begins with {elf[:4]!r}"
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     entry_nbytes, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
     entries = [
