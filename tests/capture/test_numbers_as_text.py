@@ -128,7 +128,7 @@ def test_text_of_a_number_is_refused_at_its_line(
         f"  1. step (forward), {__file__}:{line}: {TEXT}. {ADVICE}"
     )
     written = capsys.readouterr().out + logged.stream.getvalue()
-    assert "(no value while the step is captured)" in written and "1.0" not in written
+    assert "1.0" not in written
 
     loss = jitted(lambda _: None)(X)  # the hint
     show(loss)
@@ -155,6 +155,47 @@ def test_the_percent_operator_makes_no_text_of_a_number(
 
     show(jitted(lambda _: None)(X))  # the hint
     assert capsys.readouterr().out + logged.stream.getvalue()
+
+
+def print_read(loss: torch.Tensor) -> None:
+    print(float(loss))
+
+
+def log_read(loss: torch.Tensor) -> None:
+    log.info("loss %s", float(loss))
+
+
+def print_branch(loss: torch.Tensor) -> None:
+    print("good" if loss < 0.1 else "bad")
+
+
+@pytest.mark.parametrize("show", [print_read, log_read, print_branch])
+def test_what_follows_a_read_that_is_refused_is_not_shown(
+    show: Callable[[torch.Tensor], None], capsys: Any
+) -> None:
+    """The capture goes on with 1, to find other places, and 1.0 was printed."""
+    logged = logging.StreamHandler(io.StringIO())
+    log.handlers = [logged]
+    with pytest.raises(CaptureError) as refused:
+        jitted(show)(X)
+    assert str(refused.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{show.__code__.co_firstlineno + 1}: a tensor's value is "
+        "read in Python, by .item(), float(), int(), bool(), if or while. Keep it a tensor: return "
+        "it and read it after the call, or choose with torch.where. A check of tensors that raises "
+        "(if not torch.isfinite(loss): raise ...) stays; to skip a step whose gradients are not "
+        "finite, use amp_ir.GradScaler"
+    )
+    assert capsys.readouterr().out + logged.stream.getvalue() == ""
+    show(jitted(lambda _: None)(X))  # the hint
+    assert capsys.readouterr().out + logged.stream.getvalue()
+
+
+def test_what_a_step_prints_besides_is_printed_while_it_is_captured(capsys: Any) -> None:
+    train = jitted(lambda _: print("captured"))
+    train(X)
+    train(X)
+    assert capsys.readouterr().out == "captured\n" and train.recompiles == []
 
 
 def test_text_that_a_users_class_makes_is_refused_there(capsys: Any) -> None:

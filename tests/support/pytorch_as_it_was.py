@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import math
 import random
@@ -36,6 +37,8 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (math, "log"),
     (math, "pow"),
     (random, "random"),
+    (builtins, "print"),
+    (logging.Logger, "handle"),
     *(
         (sys.modules[f"torch.optim.{name}"], "_get_value")
         for name in ("adam", "adamw", "adagrad", "rmsprop", "sgd")

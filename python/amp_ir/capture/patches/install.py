@@ -41,6 +41,7 @@ from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.registered_functions import patch_annotated
 from amp_ir.capture.patches.restores import Restores, restoring
+from amp_ir.capture.patches.silent_output import patch_output
 from amp_ir.capture.patches.thread_patches import ValueHere, here, patch, patch_function, silence
 from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import SymbolicFloat
@@ -127,6 +128,7 @@ def patched(
             patch(restores, module, "float", _float_of)
         _patch_packing(restores)
         patch_item(restores)
+        patch_output(restores, diagnostics)
         # An error of the user's step is raised; the fake tensors would log it as well.
         silence(restores, "torch._subclasses.fake_tensor")
         yield stepped
