@@ -170,9 +170,9 @@ def apply_rule(
         _check_hint(hint, rule, op_name, amp_dtype)
         if isinstance(hint, TupleType):
             _check_fields(hint, argument, f"argument {number} of {op_name}", rule)
-    for hint in (hints.result, hints.gradient):
-        if hint is not None:
-            _check_hint(hint, rule, op_name, amp_dtype)
+    for of_result in (hints.result, hints.gradient):
+        if of_result is not None:
+            _check_hint(of_result, rule, op_name, amp_dtype)
     return hints
 
 

@@ -99,6 +99,7 @@ def capture_step(
         numbers = traces.followable(numbers_as_inputs)
         tracer, traced = traces.run(numbers)
         check_hypers = traces.check_hypers(tracer, traced, numbers)
+        equal_flags = traces.equal_flags(tracer, traced)
         mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
         traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
@@ -118,7 +119,7 @@ def capture_step(
     with traced.initial_values.held():
         capture_guards = CaptureGuards(
             state, hypers, found, unfollowed, traced, interface, tape.all_guards(), observer,
-            ambient, ranks,
+            ambient, ranks, equal_flags,
         )  # fmt: skip
     return CapturedStep(
         graph=graph,

@@ -8,6 +8,7 @@ import torch
 
 from amp_ir.capture.argument_changes import ArgumentChanges
 from amp_ir.capture.batch import Results
+from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import InitialValues, Left, StoredValue, in_full
 from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import SymbolicFloat
@@ -36,7 +37,8 @@ class Traced:
     `symbols` are the results that are Python floats, `observed` the ids of the parameters whose
     gradient before the step affects it, `stepped` the optimizers whose `step` ran, and `changes`
     what the step did to the containers among its arguments.
-    `sends_buffers` is that flag of each replica as the step leaves it. `gives_gradients` says that
+    `sends_buffers` is that flag of each replica as the step leaves it, and `flags` are parameters
+    whose `requires_grad` it changes. `gives_gradients` says that
     a result requires a gradient, and `has_differentiated` that the step computed gradients. At
     `shown_at` the step turned tensors to text. `initial_values` is what its first call leaves in
     the user's objects, and `stored` what each call does.
@@ -59,6 +61,7 @@ class Traced:
     initial_values: InitialValues = InitialValues()
     stored: tuple[StoredValue, ...] = ()
     sends_buffers: tuple[bool, ...] = ()
+    flags: GradientFlags | None = None
 
     def left_by_name(self) -> dict[str, str]:
         """Return the values that the step leaves in the user's objects, as text, by their names."""

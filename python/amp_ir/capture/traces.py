@@ -19,6 +19,7 @@ from amp_ir.capture.guards.followed_hypers import (
     other_values,
 )
 from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
+from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.hyper_parameters import HyperParameter
 from amp_ir.capture.outside_tensors import lift_outside_tensors
@@ -79,6 +80,22 @@ class Traces:
             **how,
         )
         return tracer, tracer.trace()
+
+    def equal_flags(self, tracer: StepTracer, traced: Traced) -> GradientFlags | None:
+        """Return the flags that the step changes, if it is the same where it begins with them.
+
+        As a step is that sets `requires_grad` before it computes.
+        """
+        if traced.flags is None:
+            return None
+        numbers = frozenset(number.name for number in tracer.numbers.found)
+        with self._kept_state(), traced.initial_values.held(), traced.flags.left():
+            try:
+                other, second = self._once(numbers)
+            except CaptureError:
+                return None  # the next call, which begins so, will report it
+        is_same = is_same_graph(traced, tracer.tape, second, other.tape)
+        return traced.flags if is_same else None
 
     def followable(self, numbers: frozenset[str]) -> frozenset[str]:
         """Return the numbers that the step uses only in operations that can be followed."""

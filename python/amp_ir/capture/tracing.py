@@ -22,6 +22,8 @@ from amp_ir.capture.functional import uncompiled_graphs
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.followed_hypers import OtherHypers
 from amp_ir.capture.guards.followed_numbers import Numbers
+from amp_ir.capture.guards.gradient_flags import GradientFlags
+from amp_ir.capture.guards.left_values import StoredValue
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.side_effects import SideEffects
 from amp_ir.capture.hyper_parameters import HyperParameter, put_values, symbolic_arithmetic
@@ -168,6 +170,10 @@ class StepTracer:
         except Exception as error:  # the user's code may raise anything
             raise self._failure(error) from error
         self.effects.report(self._diagnostics)
+        pairs = [(one.tensor, one.fake) for one in state.parameters]
+        self._left["flags"] = flags = GradientFlags.of_changed(pairs)
+        if flags is not None:
+            self.effects.stored.append(StoredValue(flags, flags.after()))
         self._left["stored"] = tuple(self.effects.stored)
         self._left["changes"] = changes = given_arguments.changes()
         for change in changes.refused:

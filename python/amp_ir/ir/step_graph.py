@@ -207,8 +207,9 @@ def read_step(mod: tvm.IRModule) -> StepGraph:
         elif isinstance(value, _ALIASES):
             reader.trees[binding.var] = reader.tree_of(value)
         else:
-            is_call = isinstance(value, relax.Call)
-            what = f"a call of {value.op}" if is_call else type(value or binding).__name__
+            what = type(value or binding).__name__
+            if isinstance(value, relax.Call):
+                what = f"a call of {value.op}"
             raise OptionError(
                 f"`{binding.var.name}` in `main` is bound to {what}, and autocast takes calls of "
                 "ops and tuples only; inline functions, and take out branches and what is no "

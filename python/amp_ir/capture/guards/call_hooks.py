@@ -12,6 +12,7 @@ import torch
 
 from amp_ir.capture.guards.ambient import Ambient
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
+from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
 from amp_ir.capture.guards.objects import GuardedObjects, Tier
@@ -50,6 +51,7 @@ class CaptureGuards:
         observer: Observer,
         ambient: Ambient,
         ranks: Ranks | None = None,
+        equal_flags: GradientFlags | None = None,
     ) -> None:
         self._ranks = ranks
         self._flags = () if ranks is None else ranks.flags()
@@ -79,6 +81,7 @@ class CaptureGuards:
         )
         self._of_optimizers = OptimizerObjects.of_users(state.optimizers)
         self._watch_state()
+        self._parameters = GuardedParameters(state.parameters, equal_flags)
         self._tiers = self._make_tiers(observer, ambient)
 
     def _make_tiers(self, observer: Observer, ambient: Ambient) -> list[Tier]:
@@ -103,7 +106,7 @@ class CaptureGuards:
             Tier(options_hold, self._changed_options, options.refresh),
             Tier(self._of_optimizers.hold, self._of_optimizers.changes_in_words),
             GuardedOptimizerMethods(self._state.optimizers).tier(),
-            GuardedParameters(self._state.parameters).tier(),
+            self._parameters.tier(),
             self._python_tier(GuardedModules(list(observer.objects.modules.values()))),
             Tier(self._gradients_hold, self._changed_gradients),
             Tier(self._state_holds, self._changed_optimizer_state, self._watch_state),

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.module_modes import ModuleModes
 from amp_ir.capture.guards.places import ABSENT, SEQUENCES, Contents, Place, is_plain, is_same
 from amp_ir.capture.guards.registered_modules import NewModule
@@ -116,7 +117,7 @@ class StoredValue:
     `shared` are the ids of the user's containers, which the step has not made.
     """
 
-    place: Place | ModuleModes
+    place: Place | ModuleModes | GradientFlags
     value: Any
     shared: frozenset[int] = frozenset()
 

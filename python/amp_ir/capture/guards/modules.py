@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.objects import Tier
 from amp_ir.capture.state import StateTensor
 
@@ -159,10 +160,11 @@ _Kind = tuple[bool, torch.dtype, torch.device, torch.Size]
 
 
 class GuardedParameters:
-    """Kinds and hooks of the parameters."""
+    """Kinds and hooks of the parameters; `equal` are flags with which the step is the same."""
 
-    def __init__(self, parameters: list[StateTensor]) -> None:
+    def __init__(self, parameters: list[StateTensor], equal: GradientFlags | None = None) -> None:
         self._parameters = parameters
+        self._equal = equal
         self._tensors = [parameter.tensor for parameter in parameters]
         self._kinds = [_kind(tensor) for tensor in self._tensors]
         self._hooks = [_hooks(tensor) for tensor in self._tensors]
@@ -196,8 +198,12 @@ class GuardedParameters:
         )
 
     def _changes(self) -> Iterator[str]:
+        # All of them, for a mixture may be another step.
+        equal = self._equal if self._equal is not None and self._equal.is_left() else None
         for parameter, kind, hooks in zip(self._parameters, self._kinds, self._hooks, strict=True):
             now = _kind(parameter.tensor)
+            if equal is not None and equal.has(parameter.tensor):
+                kind = (now[0], *kind[1:])
             if now != kind:
                 yield f"parameter {parameter.name} {_kind_in_words(kind, now)}"
             for word, before, present in zip(
