@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_ir.errors import ArgumentError, PaddingError
+from leak_texts import MASK, TEXTS
 from padded_losses import logits, masked_mean
 from padded_models import POOLED, TAGGED, WIDTH, Made, Net, labels, pooled, tagged, training
 from padded_steps import Case, proof_of
@@ -110,8 +112,12 @@ def test_a_leak_is_refused_at_its_line(
     with pytest.raises(PaddingError) as caught:
         proof_of(case).conclusion()
     lines, first = inspect.getsourcelines(leak)
-    places = [f"{__file__}:{first + k}:" for k in range(len(lines))]
-    assert any(place in str(caught.value) for place in places), str(caught.value)
+    places = [f"{__file__}:{first + k}" for k in range(len(lines))]
+    begun, *leaks, advice = str(caught.value).splitlines()
+    assert (begun, advice) == ("padding may change what the step computes:", MASK)
+    told = [re.fullmatch(r"  step \(forward\), (\S+): (\S+: .*)", one) for one in leaks]
+    assert [one[2] for one in told if one] == TEXTS[name]
+    assert all(one and one[1] in places for one in told), leaks
 
 
 WRAPPED: dict[str, tuple[torch.dtype, int, Callable[[torch.Tensor], torch.Tensor]]] = {
