@@ -9,6 +9,7 @@ from tvm import relax
 from tvm.relax import op
 
 from amp_ir.dialect.registry import call_op
+from amp_ir.errors import UnsupportedOpError
 from amp_ir.loops.fusion.fuse import fuse_loops, group_values
 from amp_ir.loops.fusion.kernel_assignment import assign_kernels
 from amp_ir.loops.fusion.unit_order import UnitOrder
@@ -188,3 +189,20 @@ def test_a_merged_unit_waits_for_what_both_wait_for_and_passes_on_what_comes_lat
     assert order.waits(reader, late)
     # `reader` stands between: one unit cannot do the work of `into` and of what waits for it.
     assert not order.can_merge(into, order.add({reader}))
+
+
+def test_ops_without_a_lowering_are_listed_together():
+    def build(e, x, y):
+        small = e(op.image.resize2d(x, (2, 2)))
+        return [
+            e(op.image.resize2d(small, (8, 8))),
+            e(op.linear_algebra.einsum([y, y], "ij,ij->i")),
+        ]
+
+    with pytest.raises(UnsupportedOpError) as caught:
+        fuse_loops(program(build, (1, 2, 4, 4), (4, 8)))
+    assert str(caught.value) == (
+        "no kernel can be made for: relax.einsum (1 call, first: step (forward)); "
+        "relax.image.resize2d (2 calls, first: step (forward)). Register a lowering with "
+        "@lowers(...) in amp_ir/loops/."
+    )

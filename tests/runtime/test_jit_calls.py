@@ -287,6 +287,16 @@ def test_the_example_batch_of_trace_step_may_have_names() -> None:
         train(X)
 
 
+def test_a_jitted_step_inside_of_another_is_refused() -> None:
+    one = Trainer()
+    inner = amp_ir.jit(lambda x: one.model(x).sum().detach(), model=one.model)
+    with pytest.raises(ArgumentError) as refused:
+        amp_ir.jit(lambda x: inner(x), model=one.model)(X)
+    assert str(refused.value) == (
+        "this is already inside of a capture; capture the outermost step only"
+    )
+
+
 def test_a_builtin_step_is_called_by_name_as_given() -> None:
     train = amp_ir.jit(torch.sub, model=Trainer().model)
     for _ in range(2):

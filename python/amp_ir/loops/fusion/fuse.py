@@ -263,7 +263,8 @@ def _placeholders(call: relax.Call) -> Any:
 
 def _missing_message(missing: dict[str, list[relax.Call]]) -> str:
     lines = [
-        f"{name} ({len(calls)} calls, first: {from_span(calls[0].span)})"
+        f"{name} ({len(calls)} {'call' if len(calls) == 1 else 'calls'}, first: "
+        f"{from_span(calls[0].span)})"
         for name, calls in sorted(missing.items())
     ]
     return (
