@@ -376,14 +376,15 @@ def test_a_rank_that_stops_calling_is_an_error_after_the_timeout(tmp_path: Path)
             train(*BATCH)
         since = time.monotonic()
         if rank == 1:
-            time.sleep(6)
+            time.sleep(9)
             return told(one, lambda: None), 0.0
         return told(one, lambda: train(*BATCH)), time.monotonic() - since
 
     (found, seconds), _ = ranks(program, tmp_path, timeout_seconds=2)
     assert found.is_unchanged
     assert "rank 0 of 2 lost the others in the reduce_scatter of bucket 0, " in found.error
-    assert seconds < 5
+    # The timeout, and 5 s: TVM's first error in a process looks its frames up, in a second or two.
+    assert seconds < 7
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
