@@ -234,7 +234,7 @@ def test_an_index_out_of_range_on_one_rank(tmp_path: Path, shard: str | None, sh
         )
         assert plain(second[1][0].error) == own
         others = f"rank 1 of 2 failed before its first exchange: {own}"
-        kind = "reduce_scatter_start" if shard else "all_reduce_wait"
+        kind = "reduce_scatter_wait" if shard else "all_reduce_wait"
         assert plain(first[1][0].error) == (
             f"StepFailedError: call N of N of the step, {kind} ({kind}) in head (backward), LINE, "
             f"failed: {others}{TOGETHER}"

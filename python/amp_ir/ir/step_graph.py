@@ -207,7 +207,7 @@ def read_step(mod: tvm.IRModule) -> StepGraph:
         elif isinstance(value, _ALIASES):
             reader.trees[binding.var] = reader.tree_of(value)
         else:
-            what = type(value or binding).__name__
+            what = type(binding if value is None else value).__name__
             if isinstance(value, relax.Call):
                 what = f"a call of {value.op}"
             raise OptionError(
