@@ -33,6 +33,8 @@ class CarriedDigest:
     def begin(self, digest: str) -> None:
         """Carry a digest in this call; "" for none."""
         self.is_open, self.key, self._digest = bool(digest), None, digest
+        # What an earlier call found says nothing of this one.
+        self._are_alike = False
 
     def send(self, collective: Collective, tensor: torch.Tensor) -> None:
         """Write the digest behind a range that has room for it, before that is sent."""
