@@ -188,17 +188,18 @@ def compile_in_memory(
         step = open_kernels(step)
     with tvm.transform.PassContext(opt_level=opt_level), target.tvm_target as built_for:
         builder, kernels = program_and_kernels(step)
-        build_parts = _build_cuda_modules if target.is_cuda else _build_libraries
         libraries = []
         # The linker finds a kernel by its name, which another step has too where none is opened.
         if not target.is_cuda:
             # Nothing else decides what the machine code does; not how many threads compiled it.
             compiled_for = f"{built_for} at opt_level {opt_level}"
             libraries = LIBRARIES.of(
-                kernels, compiled_for, lambda missing: build_parts(missing, built_for, opt_level)
+                kernels,
+                compiled_for,
+                lambda missing: _build_libraries(missing, built_for, opt_level),
             )
         if not libraries:  # TVM's linker needs one, even without a kernel
-            libraries = [one for _, one in build_parts(kernels, built_for, opt_level)]
+            libraries = [one for _, one in _build_libraries(kernels, built_for, opt_level)]
         first, *others = libraries
         linked = vm_build._ffi_api.VMLink(builder, built_for, first, [], {})
         for library in others:
@@ -210,34 +211,22 @@ def _build_libraries(
     kernels: tvm.IRModule, target: tvm.target.Target, opt_level: int
 ) -> list[tuple[list[str], tvm.runtime.Module]]:
     """Return libraries of the kernels, ready to run, each with the names of those in it."""
+    is_cuda = target.kind.name == "cuda"
 
     def finish(library: tvm.runtime.Module, _part: int) -> tvm.runtime.Module:
-        # Machine code is made at once, not at the first call, which would be by one thread.
-        library.get_function(SET_LAUNCH)
-        _use_openmp(library)
+        if not is_cuda:
+            # Machine code is made at once, not at the first call, which would be by one thread.
+            library.get_function(SET_LAUNCH)
+            _use_openmp(library)
         return library
 
     return build_side_by_side(
         dict(kernels.functions),
-        KERNEL_PIPELINE,
+        CUDA_PIPELINE if is_cuda else KERNEL_PIPELINE,
         target,
         opt_level=opt_level,
-        of_part=lambda _part: launch_setter(),
+        of_part=lambda _part: {} if is_cuda else launch_setter(),
         finish=finish,
-    )
-
-
-def _build_cuda_modules(
-    kernels: tvm.IRModule, target: tvm.target.Target, opt_level: int
-) -> list[tuple[list[str], tvm.runtime.Module]]:
-    """Return modules of the kernels' machine code, each with the names of those in it."""
-    return build_side_by_side(
-        dict(kernels.functions),
-        CUDA_PIPELINE,
-        target,
-        opt_level=opt_level,
-        of_part=lambda _part: {},
-        finish=lambda module, _part: module,
     )
 
 
