@@ -160,18 +160,19 @@ class GroupElements:
         # A block of several steps has its end where it is, whether its last step is whole or not.
         is_split = not flushes or steps_a_block == 1
         whole = self.chunks // threads if is_split else steps
-        last = tirx.const(steps - 1, "int32")
+        has_rest = self.chunks % threads > 0
 
-        def visit(step: Any) -> list[tirx.Stmt]:
+        def visit(step: Any, *, is_partial: bool = has_rest and not is_split) -> list[tirx.Stmt]:
             chunk = tirx.Var("chunk", "int32")
             at = thread if steps == 1 else step * threads + thread
             taken = takes + ([] if sums is None else sums(level, step, chunk))
             body = self.chunk(level, parts, chunk, dict(row_elements), taken)
-            is_partial = self.chunks % threads and (whole == steps or step is last)
             inside = chunk < self.chunks if is_partial else None
             return [tirx.Bind(chunk, at), *guarded(inside, body)]
 
-        rest = [] if whole == steps else [*visit(last), *flushes]
+        rest: list[tirx.Stmt] = []
+        if whole < steps:
+            rest = [*visit(tirx.const(whole, "int32"), is_partial=True), *flushes]
         if not whole:
             return rest
         if sums is not None and steps * self.width <= MAX_RUNNING:
