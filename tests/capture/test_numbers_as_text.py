@@ -114,26 +114,32 @@ def jitted(show: Callable[[torch.Tensor], None]) -> Any:
     return amp_ir.jit(step, model=model, optimizer=optimizer)
 
 
+def refusal_of(show: Callable[[torch.Tensor], None]) -> tuple[str, io.StringIO]:
+    """What a step that shows its loss so is told, and what it logs, now and later."""
+    logged = io.StringIO()
+    log.handlers = [logging.StreamHandler(logged)]
+    with pytest.raises(CaptureError) as refused:
+        jitted(show)(X)
+    return str(refused.value), logged
+
+
 @pytest.mark.parametrize("show", SHOWING)
 def test_text_of_a_number_is_refused_at_its_line(
     show: Callable[[torch.Tensor], None], capsys: Any
 ) -> None:
-    logged = logging.StreamHandler(io.StringIO())
-    log.handlers = [logged]
-    with pytest.raises(CaptureError) as refused:
-        jitted(show)(X)
+    refused, logged = refusal_of(show)
     line = show.__code__.co_firstlineno + 1
-    assert str(refused.value) == (
+    assert refused == (
         "this step cannot be captured, 1 place:\n"
         f"  1. step (forward), {__file__}:{line}: {TEXT}. {ADVICE}"
     )
-    written = capsys.readouterr().out + logged.stream.getvalue()
+    written = capsys.readouterr().out + logged.getvalue()
     assert "1.0" not in written
 
     loss = jitted(lambda _: None)(X)  # the hint
     show(loss)
     shown = loss.item() / 3 if show is show_mean else loss.item()
-    assert f"{shown:.2f}" in capsys.readouterr().out + logged.stream.getvalue()
+    assert f"{shown:.2f}" in capsys.readouterr().out + logged.getvalue()
 
 
 @pytest.mark.parametrize("show", WITH_PERCENT)
@@ -141,20 +147,17 @@ def test_the_percent_operator_makes_no_text_of_a_number(
     show: Callable[[torch.Tensor], None], capsys: Any
 ) -> None:
     """It wrote 1.000 before the refusal; and logging does not hide the end of the capture."""
-    logged = logging.StreamHandler(io.StringIO())
-    log.handlers = [logged]
-    with pytest.raises(CaptureError) as refused:
-        jitted(show)(X)
+    refused, logged = refusal_of(show)
     line = show.__code__.co_firstlineno + (2 if show is percent_in_place else 1)
-    assert str(refused.value) == (
+    assert refused == (
         "this step cannot be captured, 1 place:\n"
         f"  1. step (forward), {__file__}:{line}: {TEXT}. {ADVICE}"
     )
     told = capsys.readouterr()
-    assert told.out + logged.stream.getvalue() == "" and "Logging error" not in told.err
+    assert told.out + logged.getvalue() == "" and "Logging error" not in told.err
 
     show(jitted(lambda _: None)(X))  # the hint
-    assert capsys.readouterr().out + logged.stream.getvalue()
+    assert capsys.readouterr().out + logged.getvalue()
 
 
 def print_read(loss: torch.Tensor) -> None:
@@ -174,11 +177,8 @@ def test_what_follows_a_read_that_is_refused_is_not_shown(
     show: Callable[[torch.Tensor], None], capsys: Any
 ) -> None:
     """The capture goes on with 1, to find other places, and 1.0 was printed."""
-    logged = logging.StreamHandler(io.StringIO())
-    log.handlers = [logged]
-    with pytest.raises(CaptureError) as refused:
-        jitted(show)(X)
-    assert str(refused.value) == (
+    refused, logged = refusal_of(show)
+    assert refused == (
         "this step cannot be captured, 1 place:\n"
         f"  1. step (forward), {__file__}:{show.__code__.co_firstlineno + 1}: a tensor's value is "
         "read in Python, by .item(), float(), int(), bool(), if or while. Keep it a tensor: return "
@@ -186,9 +186,9 @@ def test_what_follows_a_read_that_is_refused_is_not_shown(
         "(if not torch.isfinite(loss): raise ...) stays; to skip a step whose gradients are not "
         "finite, use amp_ir.GradScaler"
     )
-    assert capsys.readouterr().out + logged.stream.getvalue() == ""
+    assert capsys.readouterr().out + logged.getvalue() == ""
     show(jitted(lambda _: None)(X))  # the hint
-    assert capsys.readouterr().out + logged.stream.getvalue()
+    assert capsys.readouterr().out + logged.getvalue()
 
 
 def test_what_a_step_prints_besides_is_printed_while_it_is_captured(capsys: Any) -> None:
