@@ -36,6 +36,16 @@ def in_float32(args: Any, ret_type: Any, amp_dtype: str) -> list[Any]:  # noqa: 
     return [amp_ir.amp.PrimType("float32")] * len(args)
 
 
+def reading_a_number(rank: int) -> amp_ir.CustomTypeHint:
+    """One function on both ranks, which reads another number on each."""
+
+    def by_number(args: Any, ret_type: Any, amp_dtype: str) -> list[Any]:  # noqa: ARG001
+        """Decide by a number."""
+        return [amp_ir.amp.PrimType("float32" if rank else amp_dtype)] * len(args)
+
+    return amp_ir.CustomTypeHint({"relax.nn.gelu": by_number})
+
+
 def told(rank: int, *, rows: int = 8, shard: str | None = "optimizer", **options: Any) -> str:
     """What a rank says of a step that it casts by these options of its own."""
     one = WORKLOADS["mlp"][0](lambda model: model)
@@ -62,6 +72,9 @@ def unlike(rank: int) -> list[str]:
         told(rank, amp_dtype=low, rows=8 + rank, shard=None),
         told(rank, amp_dtype="bfloat16", overrides=kept, rows=8 + rank),
         told(rank, amp_dtype="bfloat16", hint=replaced),
+        told(rank, amp_dtype="bfloat16", hint=replaced, rows=8 + rank),
+        told(rank, amp_dtype="bfloat16", hint=replaced, rows=8 + rank, shard=None),
+        told(rank, amp_dtype="bfloat16", hint=reading_a_number(rank), rows=8 + rank, shard=None),
     ]
 
 
@@ -73,7 +86,34 @@ def test_ranks_that_cast_otherwise_do_not_train(tmp_path: Path) -> None:
     assert found[3] == SAID % (
         "option of autocast 3 is Override(to='float32', module='0'), and on rank 0 nothing"
     )
-    assert "relax.nn.gelu of 3 (forward) cast by in_float32, reading full, and on" in found[4]
+    decided = (
+        "cast of your own rules 1 is relax.nn.gelu of 3 (forward) cast by %s, and on rank 0 %s"
+    )
+    assert found[4:7] == [SAID % (decided % ("in_float32, reading full", "nothing"))] * 3
+    low = "relax.nn.gelu of 3 (forward) cast by by_number, reading low"
+    assert found[7] == SAID % (decided % ("by_number, reading full", low))
+
+
+def alike(rank: int) -> list[float]:
+    """Rules that decide alike, on batches of other shapes, train."""
+    found = []
+    for shard in (None, "optimizer"):
+        one = WORKLOADS["mlp"][0](lambda model: model)
+        group = torch.distributed.new_group([0, 1])
+        options = {"data_parallel": True, "process_group": group, "shard": shard}
+        train = amp_ir.jit(
+            one.step, model=one.models, optimizer=one.optimizers, amp_dtype="bfloat16", **options
+        )
+        with amp_ir.CustomTypeHint({"relax.nn.gelu": in_float32, "relax.matmul": in_float32}):
+            for rows in (8, 8 + rank, 1 + rank):
+                train(torch.ones(rows, 16), torch.zeros(rows, dtype=torch.int64))
+        found.append(float(next(one.models[0].parameters()).double().sum()))
+    return found
+
+
+def test_rules_that_decide_alike_train_on_batches_of_other_shapes(tmp_path: Path) -> None:
+    first, second = ranks(alike, tmp_path)
+    assert first == second
 
 
 @pytest.mark.parametrize("count", [2, 6])

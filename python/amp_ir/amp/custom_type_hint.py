@@ -97,6 +97,16 @@ def find_rule(policy: Policy, op_name: str) -> Rule | None:
     return _replaced.get().get(op_name) or policy.rule(op_name)
 
 
+def ops_with_own_rules() -> tuple[str, ...]:
+    """Return the ops whose rule in this thread is the user's: replaced, or registered."""
+    registered = (name for name, rule in RULES.items() if not _is_of_amp_ir(rule))
+    return tuple(sorted({*_replaced.get(), *registered}))
+
+
+def _is_of_amp_ir(rule: Rule) -> bool:
+    return str(getattr(rule, "__module__", "")).partition(".")[0] == "amp_ir"
+
+
 def warn_of_unused_rules(ops: Collection[str]) -> None:
     """Warn of rules in a CustomTypeHint around this that are of no op of the step."""
     for name in _replaced.get():

@@ -13,6 +13,7 @@ from tvm import relax
 
 from amp_ir.amp import autocast as autocast_stage
 from amp_ir.amp.cast_traffic import traffic_by_reason
+from amp_ir.amp.custom_type_hint import ops_with_own_rules
 from amp_ir.amp.hints import LOW_DTYPES
 from amp_ir.amp.overrides import Override, QuietOverride
 from amp_ir.amp.plan import CastPlan
@@ -101,7 +102,7 @@ def autocast(
         found = autocast_stage.autocast(mod, args, find_kernels=_kernels_of, **options)
         running.program = found.ir if isinstance(found, StepModule) else found
     if isinstance(found, StepModule) and found is not mod:
-        found = attrs.evolve(found, cast_options=options)
+        found = attrs.evolve(found, cast_options=options, own_rules=ops_with_own_rules())
     if verbose and isinstance(found, StepModule) and found.plan is not None:
         print(found.plan.list_casts())
     return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The casts of a step whose updates are split: what of them has to be alike on all ranks.
+"""The casts of a step: what of them has to be alike on all ranks.
 
-The parts of the updates differ between ranks, and with them ops and their order. What gradients are
-computed from does not.
+Where updates are split, the parts differ between ranks, and with them ops and their order. What
+gradients are computed from does not. Where batches differ in shapes, ops do, and options do not.
 """
 
 from __future__ import annotations
@@ -24,6 +24,23 @@ def options_of_casts(mod: StepModule) -> tuple[str, ...]:
     return (f"dtype {mod.plan.amp_dtype}", f"policy {mod.plan.policy}", *given, *overrides)
 
 
+def own_decisions(mod: StepModule) -> tuple[str, ...]:
+    """Return what the user's own rules, or a plan of theirs, decide at each place of the model.
+
+    Functions of several processes cannot be compared: they read what they like. Where they decide
+    alike, they may differ. One that decides by the shape of a batch is another for another batch.
+    """
+    if mod.plan is None:
+        return ()
+    is_given = mod.cast_options.get("plan") is not None
+    ops = [one for plan in (mod.plan, *(one.plan for one in mod.plan.loops)) for one in plan.ops]
+    if mod.whole is not None:
+        # Rules leave updates alone, of which a rank has its part.
+        ops = [one for one in ops if one.phase != "optimizer"]
+    found = {_decision(one) for one in ops if is_given or one.name in mod.own_rules}
+    return tuple(sorted(found))
+
+
 def rules_of_gradients(mod: StepModule) -> tuple[str, ...]:
     """Return the rule of each op that leads to a gradient of split updates, and what it asks for.
 
@@ -43,6 +60,9 @@ def _rules(plan: Any) -> Iterator[str]:
         found.add(number)
         due += ops[number].sources
     for number in sorted(found):
-        one = ops[number]
-        place = f"{one.module or 'step'} ({one.phase})"
-        yield f"{one.name} of {place} cast by {one.rule}, reading {', '.join(one.modes)}"
+        yield _decision(ops[number])
+
+
+def _decision(one: Any) -> str:
+    place = f"{one.module or 'step'} ({one.phase})"
+    return f"{one.name} of {place} cast by {one.rule}, reading {', '.join(one.modes)}"

@@ -15,7 +15,11 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from amp_ir.dialect.collectives import START_SYMBOL
-from amp_ir.distributed.compared_casts import options_of_casts, rules_of_gradients
+from amp_ir.distributed.compared_casts import (
+    options_of_casts,
+    own_decisions,
+    rules_of_gradients,
+)
 from amp_ir.distributed.split_updates import SplitUpdates, find_split_updates
 from amp_ir.ir.call_attributes import attribute_fields
 from amp_ir.ir.collective_call import SYMBOLS
@@ -35,7 +39,7 @@ class Contract:
     `updates` are the ops of updates that are split, and `numbers` and `kept_numbers` the names of
     inputs that they read: values that are compared at each call, and at the first one. With
     `carries` an exchange can take their digest along before anything is written. `casts` are the
-    options of autocast.
+    options of autocast, `own_casts` what rules of the user's decide.
     """
 
     collectives: tuple[str, ...]
@@ -48,11 +52,13 @@ class Contract:
     kept_numbers: tuple[str, ...] = ()
     carries: bool = False
     casts: tuple[str, ...] = ()
+    own_casts: tuple[str, ...] = ()
 
     @functools.cached_property
     def exchange_digest(self) -> str:
         """A digest of what has to be alike in every program that runs at the same step."""
-        lists = (self.casts, self.collectives, self.state, self.updates, self.numbers)
+        casts = (self.casts, self.own_casts)
+        lists = (*casts, self.collectives, self.state, self.updates, self.numbers)
         return _digest([self.step, *("\n".join([str(len(one)), *one]) for one in lists)])
 
     @functools.cached_property
@@ -84,13 +90,14 @@ class Contract:
             return f"the step is {self.step}, and on rank 0 {first.step}"
         parts = [
             ("option of autocast", self.casts, first.casts),
+            ("cast of your own rules", self.own_casts, first.own_casts),
             ("tensor of the state", self.state, first.state),
             ("collective", self.collectives, first.collectives),
             ("op of the updates", self.updates, first.updates),
             ("number that updates read", self.numbers, first.numbers),
         ]
         if self.batch == first.batch:
-            parts.insert(2, ("op", self.ops, first.ops))
+            parts.insert(3, ("op", self.ops, first.ops))
         found = (_first_difference(*one) for one in parts)
         return next((one for one in found if one), "")
 
@@ -129,6 +136,7 @@ def contract_of(mod: StepModule, plan: MemoryPlan, step: str) -> Contract:
         split.kept_numbers,
         _carries(plan),
         options_of_casts(mod),
+        own_decisions(mod),
     )
 
 

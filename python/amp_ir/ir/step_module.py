@@ -167,8 +167,8 @@ class StepModule:
     returns the current tensor in `p.grad`.
     `notes` describe what the capture decided, one sentence each.
     `hooks` connect a run to the user's model and optimizer.
-    `plan` is the CastPlan of a step that went through autocast, else None, and `cast_options` are
-    the options of that autocast.
+    `plan` is the CastPlan of a step that went through autocast, else None, `cast_options` are the
+    options of that autocast, and `own_rules` the ops whose rule was the user's.
     `whole` is the step before its updates were split over the ranks, the same on all of them; None
     where nothing is split.
     """
@@ -180,6 +180,7 @@ class StepModule:
     hooks: StepHooks = attrs.field(factory=lambda: StepHooks(), eq=False, repr=False)
     plan: Any = attrs.field(default=None, eq=False, repr=False)
     cast_options: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
+    own_rules: tuple[str, ...] = attrs.field(default=(), eq=False, repr=False)
     whole: StepModule | None = attrs.field(default=None, eq=False, repr=False)
 
     def with_ir(self, ir: tvm.IRModule) -> StepModule:
@@ -212,7 +213,9 @@ class StepModule:
             for one, field in zip(self.signature.outputs, fields, strict=True)
         )
         signature = attrs.evolve(self.signature, outputs=outputs)
-        return attrs.evolve(self, ir=ir, signature=signature, plan=None, cast_options={})
+        return attrs.evolve(
+            self, ir=ir, signature=signature, plan=None, cast_options={}, own_rules=()
+        )
 
     def copied_state(self) -> dict[str, torch.Tensor | Callable[[], torch.Tensor]]:
         """Return the state with a copy of each tensor; numbers are still read from the user."""
