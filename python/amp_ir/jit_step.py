@@ -27,6 +27,7 @@ from amp_ir.capture.guards.call_signature import CallSignature, SignatureReader
 from amp_ir.capture.guards.changing_arguments import ChangingArguments
 from amp_ir.capture.notes import is_warning
 from amp_ir.distributed.exchange import agreement_of
+from amp_ir.distributed.process_group import remember_splitting
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CopyError, IndexOutOfRangeError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
@@ -97,6 +98,8 @@ class JitStep:
         if self._ranks is not None and self._ranks.exchanges:
             # Steps of one name are numbered in the order in which they are made.
             agreement_of(self._ranks)
+            if self._ranks.shards is not None:
+                remember_splitting([self, options["optimizer"]], self._ranks.shards.groups[0])
         self._turn = ForkSafeLock("the step was running")
         self._arena = Arena()
         self._compile_seconds = 0.0

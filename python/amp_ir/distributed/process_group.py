@@ -69,6 +69,11 @@ class Group:
         return cls(handle, rank, distributed.get_world_size(handle), seconds)
 
     @property
+    def world_ranks(self) -> list[int]:
+        """The ranks of the default group that are in this one, in its order."""
+        return torch.distributed.get_process_group_ranks(self.handle)
+
+    @property
     def store(self) -> Any:
         """The store that all ranks of the group share."""
         return self.handle.get_group_store()
@@ -119,20 +124,22 @@ class Group:
         return "" if backend is None else str(backend.name())
 
 
-# Of each model that a step trains with split state: the group that splits it.
-_splitting: weakref.WeakKeyDictionary[torch.nn.Module, Group] = weakref.WeakKeyDictionary()
+# Of each model, optimizer and step of a training with split state: the group that splits it.
+_splitting: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
-def remember_splitting(models: Sequence[Any], group: Group) -> None:
-    """Note that the ranks of a group split what is kept for the training of models."""
-    for one in models:
-        if isinstance(one, torch.nn.Module):
+def remember_splitting(parts: Sequence[Any], group: Group) -> None:
+    """Note that the ranks of a group split what is kept for a training of these parts, or lists."""
+    for one in parts:
+        if isinstance(one, (list, tuple)):
+            remember_splitting(one, group)
+        elif hasattr(one, "state_dict"):
             _splitting[one] = group
 
 
-def splitting_group(model: object) -> Group | None:
-    """Return the group whose ranks split what is kept for a model's training."""
-    return _splitting.get(model) if isinstance(model, torch.nn.Module) else None
+def splitting_group(part: object) -> Group | None:
+    """Return the group whose ranks split what is kept for the training of a part."""
+    return _splitting.get(part) if hasattr(part, "state_dict") else None
 
 
 def first_line(error: BaseException, otherwise: str = "?") -> str:

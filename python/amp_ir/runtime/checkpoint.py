@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from amp_ir.distributed.process_group import rank_and_size, splitting_group
+from amp_ir.distributed.process_group import rank_and_size, splitting_group, world_size
 from amp_ir.distributed.split_optimizers import gather_state_dict, shards_of
 from amp_ir.errors import ArgumentError, StateError
 from amp_ir.runtime.checkpoint_file import ENTRY, FORMAT, MARK, RANDOM, read_states, write_states
@@ -64,19 +64,22 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     states[RANDOM] = random_state()
     if split is not None:
         group = shards_of(split).groups[0]  # type: ignore[union-attr]
+        world = {"world_ranks": group.world_ranks, "world_size": world_size()}
         own = {name: one for name, one in states.items() if name == RANDOM or _is_of_rank(one)}
         states[OF_RANKS] = group.gather_objects(own)
         with group.first_alone() as is_first:
             if is_first:
-                _write(path, states, parts)
+                _write(path, states, parts, **world)
         return
     _write(path, states, parts)
 
 
-def _write(path: str | os.PathLike[str], states: dict[str, Any], parts: Mapping[str, Any]) -> None:
+def _write(
+    path: str | os.PathLike[str], states: dict[str, Any], parts: Mapping[str, Any], **said: Any
+) -> None:
     classes = {name: [kind_of(one) for one in _several(part)] for name, part in parts.items()}
     kinds = {name: several for name, several in classes.items() if any(several)}
-    states[ENTRY] = {"mark": MARK, "format": FORMAT, "kinds": kinds}
+    states[ENTRY] = {"mark": MARK, "format": FORMAT, "kinds": kinds, **said}
     write_states(path, states)
 
 
@@ -100,10 +103,11 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     """
     states = read_states(path)
     of_ranks = states.pop(OF_RANKS, [])
-    rank, size = _rank_and_size(parts)
+    said = states.pop(ENTRY, None) or {}
+    rank, size = _rank_and_size(parts, said)
     if len(of_ranks) == size > 1:
         states.update(of_ranks[rank])
-    kinds = (states.pop(ENTRY, None) or {}).get("kinds", {})
+    kinds = said.get("kinds", {})
     _refuse(_name_errors(states, parts))
     loaded = [one for name, part in parts.items() for one in _parts(name, part, states, kinds)]
     random = states.pop(RANDOM)
@@ -113,13 +117,23 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
     return states
 
 
-def _rank_and_size(parts: Mapping[str, Any]) -> tuple[int, int]:
-    """Return this process's place among those that split state: in a group of the world, or it."""
+def _rank_and_size(parts: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, int]:
+    """Return this process's place among those that split state: in a group of the world, or it.
+
+    Where nothing that is loaded has a group, as before a step is jitted, it is the one that wrote
+    the file, if the world is as large as it was then.
+    """
     several = [one for part in parts.values() for one in _several(part)]
     groups = [splitting_group(one) for one in several]
     groups += [shards.groups[0] for one in several if (shards := shards_of(one)) is not None]
     group = next((one for one in groups if one is not None), None)
-    return rank_and_size() if group is None else (group.rank, group.size)
+    if group is not None:
+        return group.rank, group.size
+    rank, size = rank_and_size()
+    members = said.get("world_ranks", [])
+    if size != said.get("world_size") or rank not in members:
+        return rank, size
+    return members.index(rank), len(members)
 
 
 def _parts(
