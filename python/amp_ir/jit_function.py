@@ -64,6 +64,7 @@ def jit(
     process_group: Any = None,
     data_parallel: bool = False,
     comm_dtype: str | torch.dtype | None = None,
+    bucket_cap_mb: float | None = None,
     shard: str | None = None,
     watch: Watch | None = None,
 ) -> Any:
@@ -107,8 +108,9 @@ def jit(
         on_overflow: "explain" logs `train.find_overflow` of each skipped step by which a loss scale
             falls below `explain_below`. On a GPU every step is then waited for.
         explain_below: a loss scale. A new scaler begins at 65536 and falls until steps are finite.
-        process_group: as for `trace_step`, as are `data_parallel` and `comm_dtype`. All ranks call
-            the step equally often; before the first exchange they compare their programs.
+        process_group: as for `trace_step`, as are `data_parallel`, `comm_dtype` and
+            `bucket_cap_mb`. All ranks call the step equally often; before the first exchange they
+            compare their programs.
         shard: "optimizer": each rank holds its part of the optimizers' state, updates that part of
             the parameters, and sends it to the others; for optimizers that compute each element
             alone. "gradients": no whole gradient is left after the exchange either. None: every
@@ -206,6 +208,7 @@ def _jitted(
     process_group: Any,
     data_parallel: bool,
     comm_dtype: str | torch.dtype | None,
+    bucket_cap_mb: float | None,
     shard: str | None,
     watch: Watch | None,
 ) -> JitStep:
@@ -243,6 +246,7 @@ def _jitted(
         process_group=process_group,
         data_parallel=data_parallel,
         comm_dtype=comm_dtype,
+        bucket_cap_mb=bucket_cap_mb,
         shard=shard,
         step=name_between_ranks(step),
     )

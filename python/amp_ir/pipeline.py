@@ -55,6 +55,7 @@ from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.rewrites.loops_to_unroll import unroll_unsupported
 from amp_ir.rewrites.number_buckets import number_buckets
+from amp_ir.rewrites.order_gradients import order_gradients
 from amp_ir.rewrites.shard_plan import shard_plan
 from amp_ir.rewrites.shard_updates import shard_updates
 from amp_ir.rewrites.start_collectives import start_collectives
@@ -89,6 +90,7 @@ def import_step(
 def exchanged(mod: StepModule) -> StepModule:
     """Begin and wait for what ranks exchange, and update the part that this rank holds."""
     mod = attrs.evolve(mod, notes=(*mod.notes, *note_of_excess(mod)))
+    mod = mod.with_ir(order_gradients(mod.ir))
     plan = shard_plan(mod)
     if plan is None:
         return mod.with_ir(start_collectives(mod.ir))

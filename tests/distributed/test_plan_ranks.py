@@ -96,6 +96,14 @@ def test_what_is_sent_in_a_low_dtype_has_half_the_bytes():
     assert alone.nbytes == low.nbytes
 
 
+def test_a_plan_has_buckets_of_the_size_that_is_asked_for():
+    counts = [
+        sum(one.kind == "all_reduce" for one in plan_of(**training(**options)).buckets)
+        for options in ({}, {"bucket_cap_mb": 0.01})
+    ]
+    assert counts[0] == 1 < counts[1]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

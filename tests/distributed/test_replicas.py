@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from amp_ir import errors, jit_function, pipeline
 from amp_ir.compile_cache.key import key_of
 from amp_ir.distributed.contract import Contract, contract_of
 from amp_ir.distributed.exchange import check_exchange
+from amp_ir.distributed.rank_options import DEFAULT_SIZES
 from amp_ir.distributed.replicas import find_ranks
+from amp_ir.ir.bucket_sizes import BucketSizes
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.location import from_span
 from amp_ir.ir.step_module import StepModule
@@ -55,6 +58,7 @@ def test_options_without_a_replica_are_refused() -> None:
     told = "and no model is a DistributedDataParallel; pass data_parallel=True too"
     for name, options in (
         ("comm_dtype", {"comm_dtype": "bfloat16"}),
+        ("bucket_cap_mb", {"bucket_cap_mb": 4}),
         ("process_group", {"process_group": 1}),
     ):
         with pytest.raises(errors.OptionError) as error:
@@ -80,13 +84,38 @@ def test_a_wrapper_says_how_it_exchanges(group_of_one: None) -> None:
     model, found = find_ranks([wrapped, nn.Linear(2, 2)], data_parallel=True)
     assert model[0] is wrapped.module and found is not None
     (of_wrapper, plain) = found.replicas
-    assert (of_wrapper.bucket_nbytes, of_wrapper.first_bucket_nbytes) == (3 * 2**20, 3 * 2**20)
+    assert of_wrapper.sizes == BucketSizes(3 * 2**20, 3 * 2**20)
     assert not of_wrapper.has_buffers and plain.has_buffers
-    assert (plain.bucket_nbytes, plain.first_bucket_nbytes) == (25 * 2**20, 2**20)
+    assert plain.sizes == BucketSizes(25 * 2**20, 2**20, 2**20)
     assert len(found.groups) == 1 and not found.exchanges
     with found.no_sync():
         assert found.flags() == ((False, True), (False, True))
     assert found.flags() == ((True, True), (True, True))
+
+
+def test_buckets_have_the_sizes_that_a_user_chose(group_of_one: None) -> None:
+    def sizes(model: nn.Module, **options: Any) -> BucketSizes:
+        found = find_ranks(model, data_parallel=True, **options)[1]
+        assert found is not None
+        return found.replicas[0].sizes
+
+    assert sizes(nn.Linear(2, 2), bucket_cap_mb=0.5) == BucketSizes(2**19, 2**19)
+    chosen = DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=25)
+    assert sizes(chosen) == BucketSizes(25 * 2**20, 25 * 2**20)
+    assert sizes(DistributedDataParallel(nn.Linear(2, 2))) == DEFAULT_SIZES
+    assert sizes(DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=0)) == BucketSizes(1, 1)
+    for wrong in (0, -1.0, True, "4", math.nan, math.inf):
+        with pytest.raises(errors.OptionError) as error:
+            find_ranks(nn.Linear(2, 2), data_parallel=True, bucket_cap_mb=wrong)
+        assert str(error.value) == (
+            f"bucket_cap_mb={wrong!r} is no size of a bucket; expected a finite number of MiB "
+            "above 0, such as 4, or None for up to 25 MiB, smaller at the end"
+        )
+    with pytest.raises(errors.OptionError) as error:
+        find_ranks(chosen, bucket_cap_mb=4)
+    assert str(error.value) == (
+        "bucket_cap_mb= is given, and a DistributedDataParallel has its own; leave it out"
+    )
 
 
 def test_options_that_a_wrapper_has_itself_are_refused(group_of_one: None) -> None:

@@ -289,9 +289,10 @@ def small() -> nn.Module:
 def test_a_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
     file = tmp_path / "run.pt"
 
-    def made() -> tuple[Training, Any, dict[str, Any]]:
+    def made(**options: Any) -> tuple[Training, Any, dict[str, Any]]:
         one = clipped(adamw, make=small)
-        return one, jitted(one, shard="optimizer"), {"model": one.models, "adam": one.optimizers}
+        train = jitted(one, shard="optimizer", **options)
+        return one, train, {"model": one.models, "adam": one.optimizers}
 
     def saved(rank: int) -> tuple[list[numpy.ndarray], list[numpy.ndarray]]:
         one, train, parts = made()
@@ -307,7 +308,8 @@ def test_a_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
         return going_on, state(one)
 
     def loaded(rank: int) -> list[numpy.ndarray]:
-        one, train, parts = made()
+        # Parts of other buckets, too.
+        one, train, parts = made(bucket_cap_mb=0.0004)
         amp_ir.load_checkpoint(file, **parts)
         # Each of three ranks trains on what two did.
         train(*(torch.cat(parts) for parts in zip(batch_of(0, 2), batch_of(1, 2), strict=True)))
@@ -355,6 +357,40 @@ def test_ranks_of_a_part_of_the_world_get_their_own_random_state(tmp_path: Path)
 
     _, first, second = ranks(program, tmp_path, 3)
     assert first[0] != second[0]
+
+
+def test_random_state_is_of_the_rank_in_the_group_also_without_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+
+    def program(rank: int) -> list[float]:
+        group = torch.distributed.new_group([1, 2])
+        elsewhere = torch.distributed.new_group([0, 1])
+        found = []
+        if rank:
+            one = clipped(adamw, make=small)
+            train = jitted(one, shard="optimizer", process_group=group)
+            train(*batch_of(rank, 0))
+            torch.manual_seed(rank)
+            amp_ir.save_checkpoint(file, adam=one.optimizers, epoch=3)
+            found = [torch.rand(1).item()]
+        torch.distributed.barrier()
+        if rank:
+            # Nothing that has a group: the file says who wrote it.
+            torch.manual_seed(7)
+            assert amp_ir.load_checkpoint(file)["epoch"] == 3
+            found.append(torch.rand(1).item())
+        if rank != 2:
+            # Other ranks of the world, and an optimizer that is not split yet.
+            other = clipped(adamw, make=small)
+            jitted(other, shard="optimizer", process_group=elsewhere)
+            amp_ir.load_checkpoint(file, adam=other.optimizers)
+            found.append(torch.rand(1).item())
+        return found
+
+    zero, one, two = ranks(program, tmp_path, 3)
+    assert one[0] == one[1] and two[0] == two[1] and one[0] != two[0]
+    # Now rank 0 is the first of its group, and rank 1 the second.
+    assert zero == [one[0]] and one[2] == two[0]
 
 
 def refused(rank: int) -> dict[str, str]:

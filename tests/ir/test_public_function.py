@@ -18,7 +18,7 @@ JIT = (
     "It takes step, model=, optimizer=, scaler=, amp_dtype=, overrides=, policy=, verbose=, "
     "device=, opt_level=, rounding=, memory_budget=, recompile_limit=, max_shapes=, precompile=, "
     "buckets=, pad=, pad_check=, on_overflow=, explain_below=, process_group=, data_parallel=, "
-    "comm_dtype=, shard=, watch="
+    "comm_dtype=, bucket_cap_mb=, shard=, watch="
 )
 
 

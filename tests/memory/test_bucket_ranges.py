@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from amp_ir import pipeline
 from amp_ir.dialect.collectives import START_SYMBOL, WAIT_SYMBOL
+from amp_ir.ir.bucket_sizes import BucketSizes
 from amp_ir.ir.collective_call import read_collective
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.memory_plan import MemoryPlan, PlannedStep
@@ -53,7 +54,7 @@ def places(plan: MemoryPlan, symbol: str) -> list[int]:
 
 
 def test_the_tensors_of_a_bucket_are_neighbours() -> None:
-    _, step = planned(first_bucket_nbytes=4200, bucket_nbytes=4200)
+    _, step = planned(sizes=BucketSizes(4200, 4200))
     plan = step.plan
     starts = [k for k in places(plan, START_SYMBOL)]
     assert len(starts) == 4
@@ -85,7 +86,7 @@ def test_the_tensors_of_a_bucket_are_neighbours() -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_exchanges_begin_early_and_end_before_the_state_is_written(*, norm: bool) -> None:
-    mod, step = planned(norm=norm, first_bucket_nbytes=4200, bucket_nbytes=4200)
+    mod, step = planned(norm=norm, sizes=BucketSizes(4200, 4200))
     plan = step.plan
     gradients = [k for k in places(plan, START_SYMBOL) if "all_reduce_start" in plan.calls[k].ops]
     waits = places(plan, WAIT_SYMBOL)

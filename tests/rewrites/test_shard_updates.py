@@ -22,6 +22,7 @@ from amp_ir.dialect.rank_threads import run_ranks
 from amp_ir.distributed.process_group import Group
 from amp_ir.distributed.shard_balance import shard_balance
 from amp_ir.distributed.shards import GRAIN, Candidate, Shards
+from amp_ir.ir.bucket_sizes import BucketSizes
 from amp_ir.ir.collective_call import read_collective
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.interpreter import interpret
@@ -189,12 +190,16 @@ def test_a_rank_that_holds_more_than_its_part_is_told() -> None:
     st.lists(st.integers(1, 5000), min_size=1, max_size=12),
     st.one_of(st.integers(2, 5), st.integers(2, 1024)),
     st.integers(256, 40000),
+    st.integers(0, 4000),
 )
-def test_parts_of_all_ranks_are_the_whole(sizes: list[int], count: int, nbytes: int) -> None:
+def test_parts_of_all_ranks_are_the_whole(
+    sizes: list[int], count: int, nbytes: int, last: int
+) -> None:
+    wanted = BucketSizes(nbytes, nbytes, last)
     parameters = [torch.empty(size) for size in sizes]
     shards = [Shards("optimizer", [Group(None, rank, count, 1.0)]) for rank in range(count)]
     for one in shards:
-        one.lay_out([Candidate(p, 0, ("alike",), nbytes, nbytes) for p in parameters])
+        one.lay_out([Candidate(p, 0, ("alike",), wanted) for p in parameters])
     for parameter in parameters:
         places = [one.place_of(parameter) for one in shards]
         if places[0] is None:

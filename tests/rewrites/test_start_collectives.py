@@ -19,6 +19,7 @@ from tvm import relax
 import amp_ir
 from amp_ir.dialect import call_op, options_of
 from amp_ir.dialect.rank_threads import run_ranks
+from amp_ir.ir.bucket_sizes import BucketSizes
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.location import locations_of
@@ -197,7 +198,7 @@ def test_averages_are_part_of_a_loss_scale(*, clips: bool) -> None:
 def test_ranks_as_threads_train_as_one_process_on_all_batches(count: int) -> None:
     model, optimizer, step = training()
     x, y = torch.randn(4 * count, 6), torch.randint(0, 3, (4 * count,))
-    mod = captured(step, BATCH, [model], [optimizer], count, first_bucket_nbytes=40)
+    mod = captured(step, BATCH, [model], [optimizer], count, sizes=BucketSizes(100, 40, 20))
     made = start_collectives(mod.ir)
     assert op_names(made).count("amp_ir.all_reduce_start") > 1
     inputs = [one for one in mod.signature.inputs if one.role is not Role.BATCH]

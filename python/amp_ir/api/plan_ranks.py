@@ -51,6 +51,7 @@ def plan_ranks(
     backend: str = "gloo",
     shard: str | None = None,
     comm_dtype: str | torch.dtype | None = None,
+    bucket_cap_mb: float | None = None,
     amp_dtype: str | torch.dtype | None = None,
     overrides: Sequence[Override] = (),
     policy: str = "default",
@@ -74,7 +75,7 @@ def plan_ranks(
         links: their bandwidth and latency; `measure_links` measures those of a process group.
         backend: "gloo", which has no reduce-scatter of its own, or "nccl".
         shard: as for `jit`; this process plans rank 0.
-        comm_dtype: as for `jit`.
+        comm_dtype: as for `jit`, as is `bucket_cap_mb`.
         amp_dtype: as for `jit`.
         overrides: as for `autocast`.
         policy: as for `autocast`.
@@ -88,7 +89,9 @@ def plan_ranks(
     """
     _check(ranks, links, backend)
     group = Group(None, 0, ranks, 0.0)
-    captured, found = find_ranks(model, comm_dtype=comm_dtype, shard=shard, simulated=group)
+    captured, found = find_ranks(
+        model, comm_dtype=comm_dtype, bucket_cap_mb=bucket_cap_mb, shard=shard, simulated=group
+    )
     mod = rewrite(
         trace_unchanged(
             step, example_batch, model=captured, optimizer=optimizer, scaler=scaler, ranks=found

@@ -40,6 +40,7 @@ def trace_step(
     process_group: Any = None,
     data_parallel: bool = False,
     comm_dtype: str | torch.dtype | None = None,
+    bucket_cap_mb: float | None = None,
 ) -> tuple[StepModule, tuple[Any, ...]]:
     """Capture a training step as you wrote it; nothing is run and nothing changes.
 
@@ -60,6 +61,8 @@ def trace_step(
             its options and `no_sync` are honoured.
         comm_dtype: "float16" or "bfloat16": the dtype in which gradients are exchanged, None for
             their own. The cast is one of the step's, decided by `autocast`.
+        bucket_cap_mb: the MiB of gradients that are exchanged together, with `data_parallel`. None:
+            up to 25, and less the less of the backward pass is left. A wrapper has its own.
 
     Returns:
         The step as a StepModule, and `example_batch`, ready for `autocast(mod, args)`.
@@ -74,6 +77,7 @@ def trace_step(
         process_group=process_group,
         data_parallel=data_parallel,
         comm_dtype=comm_dtype,
+        bucket_cap_mb=bucket_cap_mb,
         step=name_between_ranks(step),
     )
     mod = trace_unchanged(

@@ -80,8 +80,7 @@ def _candidates(state: State, ranks: Ranks) -> Iterator[Candidate]:
                     parameter,
                     ranks.index_of(replica.group),
                     (index, number, parameter.dtype),
-                    replica.bucket_nbytes,
-                    replica.first_bucket_nbytes,
+                    replica.sizes,
                 )
 
 

@@ -16,7 +16,7 @@ from amp_ir.api.plan_ranks import BACKENDS
 from amp_ir.commands.training import add_casts, add_command, casts_of, owners, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.distributed.links import ALGORITHMS
-from amp_ir.distributed.replicas import COMM_DTYPES
+from amp_ir.distributed.rank_options import COMM_DTYPES
 from amp_ir.distributed.shards import KINDS
 from amp_ir.files.atomic_file import write_text
 from amp_ir.host.machine_load import load_warning
@@ -55,6 +55,10 @@ def add_plan_ranks(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--shard", choices=KINDS, help="what is split over the ranks")
     parser.add_argument("--comm-dtype", choices=COMM_DTYPES, help="the dtype between ranks")
+    parser.add_argument(
+        "--bucket-cap-mb", type=float, metavar="MIB",
+        help="gradients sent together (default: up to 25 MiB, smaller at the end)",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all of it, for programs")
     parser.set_defaults(run=_plan_ranks)
@@ -78,6 +82,7 @@ def _plan_ranks(arguments: argparse.Namespace) -> int:
             backend=arguments.backend,
             shard=arguments.shard,
             comm_dtype=arguments.comm_dtype,
+            bucket_cap_mb=arguments.bucket_cap_mb,
             steps=arguments.steps,
             **(casts if arguments.amp_dtype != FULL_DTYPE else {}),
         )

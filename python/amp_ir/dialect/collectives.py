@@ -56,12 +56,13 @@ def all_reduce(
     comm_dtype: str = "",
     bucket_nbytes: int = 0,
     first_bucket_nbytes: int = 0,
+    last_bucket_nbytes: int = 0,
 ) -> Tensor:
     """Return the mean over all ranks: x f[...] -> like x.
 
-    `backward` numbers the backward passes of the step; gradients of one pass share buckets of
-    about `bucket_nbytes` bytes, the first of `first_bucket_nbytes`. `comm_dtype` is the dtype that
-    the user wants on the wire, "" for that of the gradient; `parameter` names whose gradient it is.
+    `backward` numbers the backward passes of the step; gradients of one pass share buckets of the
+    sizes that `BucketSizes` makes of the numbers of bytes. `comm_dtype` is the dtype that the user
+    wants on the wire, "" for that of the gradient; `parameter` names whose gradient it is.
     """
     x.expect_float()
     return x.with_shape(x.shape)

@@ -18,14 +18,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_ir.distributed.process_group import Group, remember_splitting, world_size
-from amp_ir.distributed.shards import KINDS, Shards
+from amp_ir.distributed.rank_options import (
+    DEFAULT_SIZES,
+    check_comm_dtype,
+    check_shard,
+    refuse_given,
+    sizes_of,
+)
+from amp_ir.distributed.shards import Shards
 from amp_ir.errors import ArgumentError, OptionError
+from amp_ir.ir.bucket_sizes import BucketSizes
 from amp_ir.ir.options import dtype_name
 
-_MIB = 2**20
-# DistributedDataParallel's own: a small first bucket starts early.
-BUCKET_NBYTES, FIRST_BUCKET_NBYTES = 25 * _MIB, _MIB
-COMM_DTYPES = ("float16", "bfloat16")
 # Communication hooks that are a dtype on the wire, by the names that PyTorch logs.
 _DTYPE_OF_HOOK = {
     "": "",
@@ -55,8 +59,7 @@ class Replica:
     group: Group
     wrapper: DistributedDataParallel | None = None
     comm_dtype: str = ""
-    bucket_nbytes: int = BUCKET_NBYTES
-    first_bucket_nbytes: int = FIRST_BUCKET_NBYTES
+    sizes: BucketSizes = DEFAULT_SIZES
     has_buffers: bool = True
     ignored: frozenset[str] = frozenset()
     # The communication hooks of a wrapper when the step was made.
@@ -188,6 +191,7 @@ def find_ranks(
     process_group: Any = None,
     data_parallel: bool = False,
     comm_dtype: str | torch.dtype | None = None,
+    bucket_cap_mb: float | None = None,
     shard: str | None = None,
     simulated: Group | None = None,
     step: str = "step",
@@ -201,19 +205,22 @@ def find_ranks(
         OptionError, ArgumentError: an option cannot be honoured; says what to do.
     """
     dtype: str | None = dtype_name(comm_dtype)
-    _check_comm_dtype(dtype)
-    _check_shard(shard)
+    check_comm_dtype(dtype)
+    check_shard(shard)
+    sizes = sizes_of(bucket_cap_mb)
     is_list = isinstance(model, (list, tuple))
     given = list(model) if is_list else [model]
     wrappers = _wrappers(given)
     if not (data_parallel or wrappers or simulated):
-        given_too = {"process_group=": process_group, "comm_dtype=": comm_dtype, "shard=": shard}
-        what = next((name for name, value in given_too.items() if value is not None), None)
-        if what is not None:
-            raise OptionError(
-                f"{what} is given, and no model is a DistributedDataParallel; pass "
-                "data_parallel=True too"
-            )
+        refuse_given(
+            {
+                "process_group=": process_group,
+                "comm_dtype=": comm_dtype,
+                "bucket_cap_mb=": bucket_cap_mb,
+                "shard=": shard,
+            },
+            "no model is a DistributedDataParallel; pass data_parallel=True too",
+        )
         return model, None
     models = [one.module if isinstance(one, DistributedDataParallel) else one for one in given]
     groups: list[Group] = []
@@ -225,10 +232,11 @@ def find_ranks(
         group = _known(groups, simulated or Group.of(process_group))
         plain = [one for one in given if isinstance(one, torch.nn.Module)]
         plain = [one for one in plain if not _wrappers([one])]
-        replicas += [Replica(one, group, comm_dtype=dtype or "") for one in plain]
-    elif process_group is not None:
-        raise OptionError(
-            "process_group= is given, and a DistributedDataParallel has its own; leave it out"
+        replicas += [Replica(one, group, None, dtype or "", sizes) for one in plain]
+    else:
+        refuse_given(
+            {"process_group=": process_group, "bucket_cap_mb=": bucket_cap_mb},
+            "a DistributedDataParallel has its own; leave it out",
         )
     _check_modules(replicas)
     found = models if is_list else models[0]
@@ -242,22 +250,6 @@ def find_ranks(
         ranks.shards = Shards(shard, groups)
         remember_splitting([*given, *models], groups[0])
     return found, ranks
-
-
-def _check_comm_dtype(comm_dtype: str | None) -> None:
-    if comm_dtype not in (None, *COMM_DTYPES):
-        raise OptionError(
-            f'comm_dtype={comm_dtype!r} is not supported; expected "float16", "bfloat16", or None '
-            "for the dtype of the gradients"
-        )
-
-
-def _check_shard(shard: str | None) -> None:
-    if shard not in (None, *KINDS):
-        raise OptionError(
-            f'shard={shard!r} is not supported; expected "optimizer", "gradients", or None for '
-            "all of the optimizers' state on every rank"
-        )
 
 
 def _wrappers(models: Sequence[Any]) -> list[DistributedDataParallel]:
@@ -282,15 +274,14 @@ def _of_wrapper(wrapper: DistributedDataParallel, group: Group, comm_dtype: str 
             f"does not call; {_HOOK_ADVICE}"
         )
     _refuse_unsupported(wrapper)
-    limit = int(wrapper.bucket_bytes_cap)
-    first = min(FIRST_BUCKET_NBYTES, limit) if wrapper.bucket_bytes_cap_default else limit
+    # PyTorch takes 0 for a bucket of each gradient.
+    cap = max(1, int(wrapper.bucket_bytes_cap))
     return Replica(
         wrapper.module,
         group,
         wrapper,
         _DTYPE_OF_HOOK[hook] or comm_dtype or "",
-        limit,
-        first,
+        DEFAULT_SIZES if wrapper.bucket_bytes_cap_default else BucketSizes(cap, cap),
         bool(wrapper.broadcast_buffers),
         frozenset(wrapper.parameters_to_ignore),
         len(wrapper._comm_hooks),

@@ -12,6 +12,7 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_ir.distributed.process_group import Group
+from amp_ir.ir.bucket_sizes import BucketSizes
 
 # Elements: 64 bytes of a dtype of two, the alignment of tensors in the arena.
 GRAIN = 32
@@ -97,16 +99,15 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Candidate:
-    """A parameter that may be split: its group's number, and the bytes that a bucket should have.
+    """A parameter that may be split: its group's number, and the sizes of buckets.
 
-    `key` is alike for what may share a bucket, the first of which has `first_nbytes`.
+    `key` is alike for what may share a bucket.
     """
 
     parameter: torch.Tensor
     group: int
     key: tuple[object, ...]
-    nbytes: int
-    first_nbytes: int
+    sizes: BucketSizes
 
 
 @attrs.define(eq=False)
@@ -154,19 +155,20 @@ class Shards:
     def _filled(self, alike: Sequence[Candidate]) -> list[Bucket]:
         """Return the buckets of parameters that may share them.
 
-        A bucket goes on until each rank has GRAIN elements of it, however small `nbytes` is.
+        A bucket goes on until each rank has GRAIN elements of it, however small it should be.
         """
         group, ranks = alike[0].group, self.groups[alike[0].group].size
-        item = alike[0].parameter.element_size()
-        limit, least = alike[0].first_nbytes, ranks * GRAIN
+        item, least = alike[0].parameter.element_size(), ranks * GRAIN
+        counts = alike[0].sizes.counts([item * one.parameter.numel() for one in alike])
+        left = iter(alike)
         buckets: list[Bucket] = []
-        last, nbytes = Bucket(0, group, ranks), 0
-        for one in alike:
-            last.add(one.parameter)
-            nbytes += item * one.parameter.numel()
-            if nbytes >= limit and last.end >= least:
+        last = Bucket(0, group, ranks)
+        for count in counts:
+            for one in itertools.islice(left, count):
+                last.add(one.parameter)
+            if last.end >= least:
                 buckets.append(last)
-                limit, last, nbytes = one.nbytes, Bucket(0, group, ranks), 0
+                last = Bucket(0, group, ranks)
         if last.members and last.end < least and buckets:
             # A small rest goes with the bucket before.
             for parameter in last.members:

@@ -7,7 +7,11 @@ functions; a slice asks once. Passes read the types of thousands of bindings.
 
 from __future__ import annotations
 
+import math
+
 from tvm import relax
+
+from amp_ir.ir.tensor_layout import dtype_nbytes
 
 
 def extents_of(type_: relax.TensorType) -> tuple[int, ...]:
@@ -21,3 +25,11 @@ def extents_of(type_: relax.TensorType) -> tuple[int, ...]:
 def shape_of(expr: relax.Expr) -> tuple[int, ...]:
     """Return the extents of a tensor; see `extents_of`."""
     return extents_of(expr.ty)
+
+
+def nbytes_of(type_: relax.TensorType) -> int:
+    """Return the bytes of a stored tensor.
+
+    Requires: a static shape.
+    """
+    return math.prod(extents_of(type_)) * dtype_nbytes(str(type_.dtype))

@@ -7,8 +7,8 @@ then see what runs, and a reduced dtype between ranks is a cast like any other.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,10 +17,10 @@ from tvm import relax
 
 from amp_ir.dialect.collectives import ALL_REDUCE, AVERAGE, BROADCAST
 from amp_ir.dialect.registry import call_op, options_of
+from amp_ir.ir.bucket_sizes import BucketSizes
 from amp_ir.ir.dataflow import Dataflow, op_name, replaced, variables_of, with_arguments
 from amp_ir.ir.location import join_spans
-from amp_ir.ir.static_shape import extents_of
-from amp_ir.ir.tensor_layout import dtype_nbytes
+from amp_ir.ir.static_shape import nbytes_of
 from amp_ir.rewrites.written_bindings import WrittenBindings
 
 _LOW_DTYPES = ("float16", "bfloat16")
@@ -35,7 +35,7 @@ def start_collectives(ir: tvm.IRModule) -> tvm.IRModule:
              s = all_reduce_wait(f[0], f[1]); r0 = average(s[1], ranks=2); p = update(p, r0)
 
     - A bucket has the gradients of one backward pass and dtype in the order in which they are
-      computed, until it has as many bytes as the capture says; each value is once in it.
+      computed, as many as the sizes of the capture say; each value is once in it.
     - The wait for every bucket of a backward pass is before the first use of any of its gradients:
       a step that updates parameters has all of them, or has changed nothing.
     - The average is a multiplication of the sum. Where all that is made of it is a division by the
@@ -63,10 +63,6 @@ class _Bucket:
     sources: list[relax.Expr] = attrs.field(factory=list)
     users: list[list[relax.Var]] = attrs.field(factory=list)
     in_flight: list[relax.Var] = attrs.field(factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(_nbytes(one.ty) for one in self.sources)
 
     @property
     def averages_first(self) -> bool:
@@ -123,16 +119,14 @@ class _Starter:
             places: dict[relax.Expr, list[relax.Var]] = {}
             for variable in calls:
                 places.setdefault(self.captured[variable].args[0], []).append(variable)
-            limit = int(options.get("first_bucket_nbytes", 0))
-            bucket = None
-            for source in sorted(places, key=self._known_at):
-                if bucket is None:
-                    bucket = _Bucket(op, options, 0)
-                    made.append(bucket)
-                bucket.sources.append(source)
-                bucket.users.append(places[source])
-                if limit and bucket.nbytes >= limit:
-                    bucket, limit = None, int(options["bucket_nbytes"])
+            sources = sorted(places, key=self._known_at)
+            left = iter(sources)
+            for count in _sizes(options).counts([nbytes_of(one.ty) for one in sources]):
+                bucket = _Bucket(op, options, 0)
+                for source in itertools.islice(left, count):
+                    bucket.sources.append(source)
+                    bucket.users.append(places[source])
+                made.append(bucket)
         made.sort(key=lambda one: max(self._known_at(source) for source in one.sources))
         for number, bucket in enumerate(made):
             bucket.number = number
@@ -261,5 +255,6 @@ class _Starter:
         return {**pair, "comm_dtype": str(bucket.options["comm_dtype"])}
 
 
-def _nbytes(type_: relax.TensorType) -> int:
-    return math.prod(extents_of(type_)) * dtype_nbytes(str(type_.dtype))
+def _sizes(options: Mapping[str, Any]) -> BucketSizes:
+    names = ("bucket_nbytes", "first_bucket_nbytes", "last_bucket_nbytes")
+    return BucketSizes(*(int(options.get(name, 0)) for name in names))

@@ -21,6 +21,7 @@ def all_reduce(
     comm_dtype: str,
     bucket_nbytes: int,
     first_bucket_nbytes: int,
+    last_bucket_nbytes: int,
 ) -> relax.Expr:
     """Return the mean over the ranks; nothing is sent of a tensor without elements."""
     if 0 in shape_of(x):
@@ -35,6 +36,7 @@ def all_reduce(
         comm_dtype=comm_dtype,
         bucket_nbytes=bucket_nbytes,
         first_bucket_nbytes=first_bucket_nbytes,
+        last_bucket_nbytes=last_bucket_nbytes,
     )
 
 
