@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
+import types
 from typing import NamedTuple
 
 import pytest
@@ -383,11 +386,39 @@ def object_with_a_rate(model, loss, optimizer):
     model.kept.rate = optimizer.param_groups[0]["lr"]
 
 
+def deep_object_with_a_rate(model, loss, optimizer):
+    model.kept = collections.UserDict(rates=[{"first": optimizer.param_groups[0]["lr"]}])
+
+
+def function_of_a_rate(model, loss, optimizer):
+    model.kept = in_a_function(optimizer.param_groups[0]["lr"])
+
+
+def part_of_a_function(model, loss, optimizer):
+    model.kept = functools.partial(max, optimizer.param_groups[0]["lr"])
+
+
 class Settings:
     """Anything with attributes."""
 
+    def get(self):
+        return self.rate
 
-@pytest.mark.parametrize("keep", [loss_of, losses, object_with_a_rate])
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        loss_of, losses, object_with_a_rate, deep_object_with_a_rate, function_of_a_rate,
+        part_of_a_function,
+    ],
+)  # fmt: skip
 def test_a_number_that_the_step_computes_is_refused(keep):
     model = StoresOverDefault()
     _, optimizer = training(model)
@@ -411,3 +442,105 @@ def test_a_number_that_the_step_computes_is_refused(keep):
         "step, and keep it after the call"
     )
     assert not hasattr(model, "kept")
+
+
+def in_a_function(value):
+    return lambda: value
+
+
+def as_a_default(value):
+    def kept(found=value):
+        return found
+
+    return kept
+
+
+def in_itself(value):
+    def kept():
+        return kept.value
+
+    kept.value = value
+    return kept
+
+
+def as_an_attribute(value):
+    settings = Settings()
+    settings.rate = value
+    return settings.get
+
+
+def in_a_dict(value):
+    return types.MappingProxyType({"value": value})
+
+
+KEEPS = [
+    in_a_function, as_a_default, in_itself, as_an_attribute, Slotted,
+    functools.partial(functools.partial, max), in_a_dict,
+]  # fmt: skip
+
+
+def keeping_step(model, keep, of):
+    """Return a step that keeps what `keep` makes of the loss, the model, or a constant."""
+    _, optimizer = training(model)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.kept = keep({"loss": loss.detach(), "model": model.head, "size": 3}[of])
+        return loss.detach()
+
+    return amp_ir.jit(step, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=lambda keep: repr(keep)[:20])
+def test_a_tensor_is_not_kept_through_a_function_or_a_slot(keep):
+    model = StoresOverDefault()
+    train = keeping_step(model, keep, "loss")
+    with pytest.raises(CaptureError, match=r"keeps a tensor of shape \(\) in .*'kept'"):
+        train(batch(3))
+    assert "kept" not in vars(model)
+
+
+@pytest.mark.parametrize("of", ["model", "size"])
+@pytest.mark.parametrize(
+    ("keep", "read"),
+    [
+        (in_a_function, lambda kept: kept()),
+        (as_a_default, lambda kept: kept()),
+        (in_itself, lambda kept: kept()),
+        (as_an_attribute, lambda kept: kept()),
+        (Slotted, lambda kept: kept.value),
+        (in_a_dict, lambda kept: kept["value"]),
+    ],
+)
+def test_what_is_the_users_is_kept_through_a_function_or_a_slot(keep, read, of):
+    model = StoresOverDefault()
+    train = keeping_step(model, keep, of)
+    train(batch(3))
+    assert read(model.kept) is {"model": model.head, "size": 3}[of]
+
+
+def test_an_iterator_is_not_kept():
+    model = StoresOverDefault()
+    _, optimizer = training(model)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.kept = (one for one in [loss.detach()])
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    with pytest.raises(CaptureError) as refused:
+        train(batch(3))
+    at = step.__code__.co_firstlineno + 5
+    assert str(refused.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{at}: keeps a generator in attribute 'kept' of "
+        f"closure variable 'model' of step (test_left_values.py:{at - 5}), which a compiled step "
+        "does not make again. Keep a list or a tuple of what it gives, or make it after the call"
+    )

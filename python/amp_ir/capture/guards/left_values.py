@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import types
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_ir.capture.guards.gradient_flags import GradientFlags
+from amp_ir.capture.guards.held_values import each_held, held_by
 from amp_ir.capture.guards.module_modes import ModuleModes
 from amp_ir.capture.guards.places import ABSENT, SEQUENCES, Contents, Place, is_plain, is_same
 from amp_ir.capture.guards.registered_modules import NewModule
@@ -132,14 +135,33 @@ class StoredValue:
             self.place.put(value)
 
 
-def is_of_user(value: Any, depth: int = 0) -> bool:
-    """Return whether a value, and what it holds, are no tensors and no numbers of a trace."""
-    if isinstance(value, (torch.Tensor, SymbolicFloat, LaterNumber)) or depth > _MOST_DEEP:
+def is_of_user(value: Any, known: Container[int] = ()) -> bool:
+    """Return whether a value, and what it reaches, are no tensors and no numbers of a trace.
+
+    `known` are the ids of modules that the step has not made; in a trace these have fake tensors.
+    """
+
+    def is_of_user_itself(one: Any) -> bool:
+        if isinstance(one, torch.nn.Module):
+            tensors = (*one.parameters(), *one.buffers())
+            return id(one) in known or not any(isinstance(each, FakeTensor) for each in tensors)
+        if isinstance(one, (FakeTensor, SymbolicFloat, LaterNumber)):
+            return False
+        return _is_end(one) or held_by(one) is not None
+
+    try:
+        return all(map(is_of_user_itself, each_held(value, _is_end)))
+    except OverflowError:
         return False
-    if value is ABSENT or is_plain(value) or isinstance(value, FollowedValue):
-        return True
-    inner = _inner(value)
-    return inner is not None and all(is_of_user(one, depth + 1) for one in inner)
+
+
+def _is_end(value: Any) -> bool:
+    """Return whether nothing is looked for in a value."""
+    kinds = (
+        type, types.ModuleType, torch.Tensor, torch.nn.Module, torch.optim.Optimizer,
+        FollowedValue, SymbolicFloat, LaterNumber,
+    )  # fmt: skip
+    return value is ABSENT or is_plain(value) or isinstance(value, kinds)
 
 
 def renewed(value: Any, shared: Container[int], changed: Callable[[Any], Any]) -> Any:
@@ -173,22 +195,20 @@ def holds_result_number(value: Any, shared: Container[int], depth: int = 0) -> b
 
     In an object of the user's, that is also one that is an input: nothing computes it there.
     """
-    if isinstance(value, LaterNumber):
-        return True
     if isinstance(value, SymbolicFloat):
         try:
             evaluate(value.expression, value.tape.inputs)
         except LookupError:
             return True
         return False
-    is_other = isinstance(value, (type, torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
-    if is_other or depth > _MOST_DEEP or id(value) in shared or is_plain(value):
+    if depth <= _MOST_DEEP and isinstance(value, (dict, *SEQUENCES, tuple, set)):
+        inner = () if id(value) in shared else held_by(value) or ()
+        return any(holds_result_number(one, shared, depth + 1) for one in inner)
+    try:
+        reached = each_held(value, lambda one: id(one) in shared or _is_end(one))
+        return any(isinstance(one, (SymbolicFloat, LaterNumber)) for one in reached)
+    except OverflowError:
         return False
-    inner = _inner(value) or ()
-    if not isinstance(value, (dict, *SEQUENCES, tuple, set, frozenset)):
-        if any(isinstance(one, SymbolicFloat) for one in inner):
-            return True
-    return any(holds_result_number(one, shared, depth + 1) for one in inner)
 
 
 def holds_symbol(value: Any, known: Container[int] = (), depth: int = 0) -> bool:
@@ -199,21 +219,18 @@ def holds_symbol(value: Any, known: Container[int] = (), depth: int = 0) -> bool
     if isinstance(value, SymbolicFloat) or depth > _MOST_DEEP or id(value) in known:
         return isinstance(value, SymbolicFloat)
     is_container = isinstance(value, (dict, *SEQUENCES, tuple, set, frozenset))
-    return is_container and any(holds_symbol(one, known, depth + 1) for one in _inner(value) or ())
+    return is_container and any(holds_symbol(one, known, depth + 1) for one in held_by(value) or ())
 
 
 def in_full(value: Any) -> str:
     """Return a value of the user's as text, equal for equal values of two captures."""
-    inner = None if value is ABSENT or is_plain(value) else _inner(value)
-    if inner is None:
-        return repr(value)
-    return f"{type(value).__name__}({', '.join(map(in_full, inner))})"
 
+    def text(one: Any) -> str:
+        if one is ABSENT or is_plain(one):
+            return repr(one)
+        return f"{type(one).__name__} of {len(held_by(one) or ())}"
 
-def _inner(value: Any) -> list[Any] | None:
-    """Return what an object holds; None where that cannot be seen."""
-    if isinstance(value, dict):
-        return [part for pair in value.items() for part in pair]
-    if isinstance(value, (*SEQUENCES, tuple, set, frozenset)):
-        return list(value)
-    return list(vars(value).values()) if hasattr(value, "__dict__") else None
+    try:
+        return ", ".join(map(text, each_held(value, _is_end)))
+    except OverflowError:
+        return type(value).__name__

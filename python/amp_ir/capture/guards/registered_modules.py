@@ -58,6 +58,7 @@ class RegisteredModules:
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         found = {id(one): one for model in models for one in model.modules()}
         self._before = [(one, dict(one._modules)) for one in found.values()]
+        self.known = frozenset(found)
 
     def new(self) -> Iterator[NewModule]:
         """Return what was registered since; a module without tensors is as good as its like."""

@@ -9,9 +9,9 @@ positions and masks), which are computed in the graph.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import random
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.diagnostics import Diagnostics
+from amp_ir.capture.guards.held_values import each_held, held_by
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
     Left,
@@ -47,10 +48,11 @@ from amp_ir.capture.guards.places import (
     is_same,
 )
 from amp_ir.capture.guards.registered_modules import RegisteredModules
+from amp_ir.capture.later_number import LaterNumber
+from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
 
-_MOST_DEEP = 4
 _MOVE = (
     "A compiled step changes tensors only: return what is new and change it after the call, or "
     "make it a tensor that is a buffer of the model. What it decides (if count % 4 == 0) is passed "
@@ -67,6 +69,7 @@ _IN_INIT = (
 )
 _SET_MODE = "Set it before the step, and between steps"
 _PLAIN = "Guards do not see what it holds: call the module that it was made of"
+_MAKE_ITERATOR = "Keep a list or a tuple of what it gives, or make it after the call"
 _RETURN_NUMBER = "Return it from the step, and keep it after the call"
 _RETURN = (
     "Return the tensor from the step, and keep it after the call; what only the step reads, such "
@@ -125,10 +128,12 @@ class SideEffects:
                 now = as_now(now, shared)
                 said = _changed(place, now, self._line(place))
                 self.left.append(Left(place, now, (id(place.holder), place.key), said))
-            elif is_of_user(value := renewed(now, shared, FollowedValue.of)):
+            elif is_of_user(value := renewed(now, shared, FollowedValue.of), self.registered.known):
                 self.stored.append(StoredValue(place, value, shared))
             elif holds_symbol(value, shared):
                 diagnostics.add(*_kept_number(place.name(), self._line(place)))
+            elif isinstance(now, Iterator) and held_by(now) is None:
+                diagnostics.add(*_kept_iterator(place.name(), now, self._line(place)))
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         self._report_optimizers(diagnostics)
@@ -311,7 +316,7 @@ def _changed(place: Place, now: Any, line: tuple[str, int]) -> tuple[str, Locati
 
 
 def _kept(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:
-    tensor = next(_tensors(now, 0))
+    tensor = next(_tensors(now))
     what = (
         f"keeps a tensor of shape {tuple(tensor.shape)} in {name}, where a compiled step puts none"
     )
@@ -323,33 +328,33 @@ def _kept_number(name: str, line: tuple[str, int]) -> tuple[str, Location, str]:
     return what, _at(line), _RETURN_NUMBER
 
 
+def _kept_iterator(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:
+    what = f"keeps a {type(now).__name__} in {name}, which a compiled step does not make again"
+    return what, _at(line), _MAKE_ITERATOR
+
+
 def _at(line: tuple[str, int]) -> Location:
     return Location(file=line[0], line=line[1]) if line[1] else Location()
 
 
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Return the fake tensors in a value, a few containers and objects deep."""
-    if isinstance(value, FakeTensor):
-        yield value
-    elif depth < _MOST_DEEP and not isinstance(value, (type, torch.nn.Module)):
-        inner: Any = getattr(value, "__dict__", None)
-        if isinstance(value, dict):
-            inner = value
-        if isinstance(inner, dict):
-            inner = list(inner.values())
-        elif isinstance(value, (list, tuple, set, collections.deque)):
-            inner = list(value)
-        for one in inner or ():
-            yield from _tensors(one, depth + 1)
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Return the fake tensors that a value reaches, also in what a function reads when called."""
+    kinds = (
+        type, types.ModuleType, torch.nn.Module, torch.Tensor, SymbolicFloat, LaterNumber,
+    )  # fmt: skip
+    with contextlib.suppress(OverflowError):
+        for one in each_held(value, lambda one: isinstance(one, kinds)):
+            if isinstance(one, FakeTensor):
+                yield one
 
 
 def _holds_result(value: Any) -> bool:
     """Return whether a value holds a tensor that depends on inputs or on random numbers."""
-    return any(not _is_constant(tensor) for tensor in _tensors(value, 0))
+    return any(not _is_constant(tensor) for tensor in _tensors(value))
 
 
 def _is_constant_tensor(value: Any) -> bool:
-    return any(True for _ in _tensors(value, 0)) and not _holds_result(value)
+    return any(True for _ in _tensors(value)) and not _holds_result(value)
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:

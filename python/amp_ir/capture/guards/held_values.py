@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an object holds: entries, attributes, and what a function reads when it is called."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from amp_ir.capture.guards.places import SEQUENCES
+
+# A bound method of a program's main object reaches all of its data.
+_MOST = 10_000
+_FUNCTIONS = (
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial,
+)  # fmt: skip
+
+
+def each_held(value: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
+    """Return a value and what it reaches, each once, and nothing that an end holds.
+
+    Raises:
+        OverflowError: it reaches thousands of values.
+    """
+    waiting, seen = [value], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if len(seen) > _MOST:
+            raise OverflowError
+        yield one
+        if not is_end(one):
+            waiting += reversed(held_by(one) or ())
+
+
+def held_by(value: Any) -> list[Any] | None:
+    """Return what an object holds; None where that cannot be seen, as in a generator."""
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return [part for pair in value.items() for part in pair]
+    if isinstance(value, (*SEQUENCES, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, _FUNCTIONS):
+        return _held_by_function(value)
+    slots = [name for owner in type(value).__mro__ for name in _slots_of(owner)]
+    own = getattr(value, "__dict__", None)
+    if own is None and not slots:
+        return None
+    return [*(own or {}).values(), *(getattr(value, one) for one in slots if hasattr(value, one))]
+
+
+def _held_by_function(value: Any) -> list[Any]:
+    if isinstance(value, types.BuiltinFunctionType):
+        return [value.__self__]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
+    cells = [one.cell_contents for one in value.__closure__ or () if _is_filled(one)]
+    defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return [*cells, *defaults, *vars(value).values()]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _slots_of(owner: type) -> list[str]:
+    slots = vars(owner).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else slots
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
