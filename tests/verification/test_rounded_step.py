@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def low_step() -> tuple[StepModule, list[torch.Tensor], dict[str, relax.Expr]]:
     return low, gradients.inputs[0], gradients.wanted(low)
 
 
-def evaluated(wide: torch.dtype, rounded: set[relax.Var]) -> dict[str, torch.Tensor]:
+def evaluated(wide: torch.dtype, rounded: Set[relax.Var]) -> dict[str, torch.Tensor]:
     """Evaluate all of the step by the interpreter, with these values rounded."""
     low, inputs, wanted = low_step()
     values: dict[Any, torch.Tensor] = {}
@@ -62,21 +63,32 @@ def evaluated(wide: torch.dtype, rounded: set[relax.Var]) -> dict[str, torch.Ten
     return {name: values[variable] for name, variable in wanted.items()}
 
 
+@functools.cache
+def exactly_evaluated(wide: torch.dtype) -> dict[str, torch.Tensor]:
+    return evaluated(wide, frozenset())
+
+
+@functools.cache
+def rounded_step(wide: torch.dtype, kept_nbytes: int | None) -> RoundedStep:
+    """One for all examples: what any evaluation made is in no later one."""
+    low, inputs, wanted = low_step()
+    return RoundedStep(low, inputs, wanted, wide, torch.bfloat16, kept_nbytes)
+
+
 @pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize("kept_nbytes", [0, 2000, None])
 @given(data=st.data())
 def test_it_computes_what_the_interpreter_does(wide: str, kept_nbytes: int | None, data: Any):
-    low, inputs, wanted = low_step()
-    step = RoundedStep(low, inputs, wanted, WIDE[wide], torch.bfloat16, kept_nbytes)
-    everything = [one.variable for one in roundings(low)]
+    step = rounded_step(WIDE[wide], kept_nbytes)
+    everything = [one.variable for one in roundings(low_step()[0])]
     assert len(everything) > 10
-    for _ in range(2):  # what one evaluation made is not in the next
+    for _ in range(2):
         rounded = set(data.draw(st.lists(st.sampled_from(everything), unique=True)))
         got, expected = step.rounded(rounded), evaluated(WIDE[wide], rounded)
         assert set(got) == set(expected)
         for name in expected:
             assert torch.equal(got[name], expected[name]), name
-    assert all(torch.equal(one, step.exact[k]) for k, one in evaluated(WIDE[wide], set()).items())
+    assert all(torch.equal(one, step.exact[k]) for k, one in exactly_evaluated(WIDE[wide]).items())
 
 
 def test_what_roundings_do_not_reach_is_not_computed_again():
