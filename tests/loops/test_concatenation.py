@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import re
+from random import Random
+
 import pytest
 import torch
+from tvm import relax
 from tvm.relax import op
 
 from amp_ir.loops.cpu.concatenation import MOST
@@ -73,3 +77,96 @@ def test_a_concatenation_that_is_computed_with_in_one_kernel_is_right_too():
     (got,) = run_kernels(mod, parts)
     wanted = (torch.cat(parts) * parts[0]).sum(1)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+# Consumers of a concatenation: what is emitted, and the same by PyTorch in float64.
+CONSUMERS = {
+    "relu": (lambda e, x: e(op.nn.relu(x)), torch.relu),
+    "scaled by one broadcast": (
+        lambda e, x: e(op.multiply(x, e(op.nn.relu(relax.const(2.0, "float32"))))),
+        lambda x: x * 2,
+    ),
+    "cast": (lambda e, x: e(op.astype(x, "float32")), lambda x: x),
+    "flattened": (lambda e, x: e(op.reshape(e(op.negative(x)), (-1,))), lambda x: -x.flatten()),
+    "gelu and cast": (
+        lambda e, x: e(op.astype(e(op.nn.gelu(x)), "bfloat16")),
+        torch.nn.functional.gelu,
+    ),
+}
+# Half a unit in the last place of the result, and float32's few roundings before.
+RTOL = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+def _random_shapes(random):
+    """Shapes that differ along one axis, and the axis; lengths around multiples of a vector."""
+    rank = random.randint(1, 4)
+    axis = random.randrange(rank)
+    lengths = [1, 3, 7, 16, 17, 32, 48, 61]
+    common = [random.choice(lengths if d == rank - 1 else [1, 2, 3, 5]) for d in range(rank)]
+    ends = [random.choice(lengths) for _ in range(random.randint(2, 9))]
+    if rank == 1:
+        ends[0] *= random.choice([1, 1024])
+    return [tuple(n if d == axis else k for d, k in enumerate(common)) for n in ends], axis
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_computed_parts_and_what_is_computed_from_them(seed):
+    random = Random(seed)
+    torch.manual_seed(seed)
+    shapes, axis = _random_shapes(random)
+    name, dtype = random.choice([*CONSUMERS]), random.choice(["float32", "bfloat16", "float16"])
+    emit, wanted_of = CONSUMERS[name]
+    if dtype != "float32" and name == "scaled by one broadcast":
+        emit, wanted_of = CONSUMERS["relu"]
+    computed = random.randrange(len(shapes))
+
+    def build(e, *parts):
+        parts = [e(op.nn.relu(x)) if k == computed else x for k, x in enumerate(parts)]
+        return emit(e, e(op.concat(parts, axis)))
+
+    mod = program(build, *shapes, dtypes=[dtype] * len(shapes))
+    parts = [torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes]
+    (got,) = run_kernels(mod, parts)
+    exact = [x.double().relu() if k == computed else x.double() for k, x in enumerate(parts)]
+    wanted = wanted_of(torch.cat(exact, axis))
+    torch.testing.assert_close(got.double(), wanted, rtol=RTOL[got.dtype], atol=1e-6)
+
+
+def reads(mod):
+    """How often the kernels of a module load from an input."""
+    text = str(kernels_of(fuse_loops(mod)))
+    return len(re.findall(r"= in\d+\[", text))
+
+
+FUSED = {
+    "a stack": ([(300, 1, 64)] * 9, 1, 9),
+    "columns": ([(300, 64), (300, 32), (300, 48)], 1, 3),
+    "columns and some more": ([(300, 64), (300, 37)], 1, 3),  # vectors, and the last five
+    "rows": ([(200, 64), (300, 64)], 0, 2),
+    "one long row": ([(70000,), (40000,)], 0, 4),
+    "too short for vectors": ([(300, 5), (300, 7)], 1, 2),
+    "too many": ([(300, 64)] * 17, 1, 17),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_each_part_is_read_in_its_own_loop(case):
+    shapes, axis, expected = FUSED[case]
+    mod = program(lambda e, *x: e(op.nn.relu(e(op.concat(list(x), axis)))), *shapes)
+    assert reads(mod) == expected
+    parts = [torch.randn(shape) for shape in shapes]
+    (got,) = run_kernels(mod, parts)
+    assert torch.equal(got, torch.cat(parts, axis).relu())
+
+
+def test_parts_of_images_with_channels_last():
+    # As of a U-Net: one of them computed with, the channels joined, and one sum of both.
+    def build(e, x, y):
+        x, y = (e(op.permute_dims(one, [0, 3, 1, 2])) for one in (x, y))
+        joined = e(op.nn.relu(e(op.concat([e(op.negative(x)), y], 1))))
+        return e(op.permute_dims(joined, [0, 2, 3, 1]))
+
+    x, y = torch.randn(2, 5, 7, 32), torch.randn(2, 5, 7, 48)
+    mod = program(build, x.shape, y.shape)
+    (got,) = run_kernels(mod, [x, y])
+    assert torch.equal(got, torch.cat([-x, y], 3).relu())

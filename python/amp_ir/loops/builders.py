@@ -67,7 +67,9 @@ def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> 
     if not reads_last:
         return Pointwise(spec, reads, body=body, **flags)
     inner = TensorSpec(moved(spec.shape, TO_LAST), dtype)
-    flags.pop("parts", None)  # Where channels are last, they are in another order.
+    if flags.get("parts"):
+        flags["parts"] = tuple(with_channels_last(part) for part in flags["parts"])
+        flags["part_axis"] = TO_LAST.index(flags["part_axis"])
 
     def body_of_last(*index: Any) -> Any:
         return body(*moved(index, TO_FIRST))
@@ -150,10 +152,19 @@ def reshape(source: Value, shape: Sequence[int]) -> Value:
         # One channel, or one pixel: the flat order is the same.
         return reshape(inner, spec.shape)
 
+    only_ones_differ = _without_ones(spec.shape) == _without_ones(source.shape)
+
     def body(*index: Any) -> Any:
+        if only_ones_differ:  # without divisions, through which no loop sees that it reads vectors
+            kept = iter([i for i, n in zip(index, spec.shape, strict=True) if n != 1])
+            return source[tuple(0 if n == 1 else next(kept) for n in source.shape)]
         return source[unflatten(flatten(index, spec.shape), source.shape)]
 
     return Pointwise(spec, [Read(source, "flat")], body=body, is_reshape=True, is_view=True)
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [n for n in shape if n != 1]
 
 
 def squeeze(source: Value, shape: Sequence[int]) -> Value:

@@ -125,21 +125,26 @@ class Pointwise(Value):
     (transpose, slice, broadcast); never worth memory by itself. `is_reshape`: a view that keeps the
     flat order. `rounds`: the user wrote this cast, so its rounding happens even where the value
     never reaches memory. `last`: the same tensor with its channels last, of which this is a view;
-    see `channels_last`. `parts`: the values that it concatenates, one after the other in each of
-    `part_rows` rows. `one_hot`: an axis along which at most one element is not 0, and the value,
-    without that axis, of these elements.
+    see `channels_last`. `parts`: the values that it concatenates along `part_axis`. `one_hot`: an
+    axis along which at most one element is not 0, and the value, without that axis, of these
+    elements.
     """
 
     body: Element = attrs.field(kw_only=True, repr=False)
     last: Value | None = attrs.field(default=None, kw_only=True, repr=False)
     parts: tuple[Value, ...] = attrs.field(default=(), kw_only=True, repr=False)
-    part_rows: int = attrs.field(default=1, kw_only=True)
+    part_axis: int = attrs.field(default=0, kw_only=True)
     one_hot: tuple[int, Value] | None = attrs.field(default=None, kw_only=True, repr=False)
     is_cast: bool = False
     is_kept: bool = False
     is_reshape: bool = False
     is_view: bool = False
     rounds: bool = False
+
+    @property
+    def part_rows(self) -> int:
+        """In how many rows of memory the parts are one after the other."""
+        return math.prod(self.shape[: self.part_axis])
 
 
 @attrs.define(eq=False)

@@ -11,7 +11,7 @@ from tvm import tirx
 
 from amp_ir.loops.builders import unflatten
 from amp_ir.loops.group import Domain
-from amp_ir.loops.ir import Index
+from amp_ir.loops.ir import Index, Value
 
 
 @attrs.frozen
@@ -54,6 +54,14 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return strides
 
 
+@attrs.frozen
+class Part:
+    """A part of a concatenation, and the index of an element in it."""
+
+    value: Value
+    index: Index
+
+
 @attrs.define
 class Position:
     """The element that a kernel computes: a row, and a column unless `column` is None.
@@ -67,6 +75,11 @@ class Position:
     row: list[Any]
     column: list[Any] | None
     _indices: dict[tuple[int, ...], Index] = attrs.field(factory=dict)
+
+    def part_of(self, value: Value) -> Part | None:
+        """Return the part of a concatenation that the element is known to be of, if it is."""
+        del value
+        return None
 
     def flat(self) -> Any:
         """Return the flat position of the element in a FULL value."""

@@ -98,7 +98,11 @@ class ElementWriter:
         if known is None:
             assert isinstance(value, Pointwise)
             with self.active():
-                element = value.body(*self.position.index(value.shape))
+                part = self.position.part_of(value)
+                if part is None:
+                    element = value.body(*self.position.index(value.shape))
+                else:
+                    element = part.value[part.index]
             known = self.let(self._rounded(value, element))
             self._elements[id(value)] = known
         return known

@@ -20,6 +20,7 @@ from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.cpu.columns import columns_kernel
 from amp_ir.loops.cpu.concatenation import concatenated, parts_of
 from amp_ir.loops.cpu.group_loops import GRAIN, GroupLoops
+from amp_ir.loops.cpu.part_loops import parts_kernel, split_concatenation
 from amp_ir.loops.cpu.single_row import single_row_kernel
 from amp_ir.loops.cpu.summed_rows import summed_rows_kernel
 from amp_ir.loops.elements import DeviceFunctions, dtype_of, written_for
@@ -36,6 +37,10 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
         assert isinstance(value, Pointwise)
         out = buffers.by_value[id(value)]
         return buffers.finish(concatenated(parts, out, value.part_rows))
+    split = split_concatenation(group)
+    if split is not None:
+        with written_for(DeviceFunctions(_fence)):
+            return buffers.finish(parts_kernel(group, buffers.by_value, split, strict=strict))
     domain = loop_domain(group)
     loops = GroupLoops(group, buffers.by_value, domain, strict)
     with written_for(DeviceFunctions(_fence)):

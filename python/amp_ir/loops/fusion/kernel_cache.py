@@ -135,7 +135,7 @@ class _Writer:
             assert isinstance(value, (Pointwise, Reduction))
             if isinstance(value, Pointwise):
                 self.tokens += [
-                    value.is_cast, value.is_reshape, value.is_view, value.rounds, value.part_rows,
+                    value.is_cast, value.is_reshape, value.is_view, value.rounds, value.part_axis,
                 ]  # fmt: skip
                 self._add_all(value.parts)
             else:

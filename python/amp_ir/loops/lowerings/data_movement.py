@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from tvm import relax, tirx
@@ -105,8 +104,7 @@ def concat(op: Lowering, *parts: Value) -> Value:
             element = value if element is None else m.select(after, element, value)
         return element
 
-    rows = math.prod(result.shape[:axis])
-    return pointwise(result.shape, result.dtype, body, parts=parts, part_rows=rows)
+    return pointwise(result.shape, result.dtype, body, parts=parts, part_axis=axis)
 
 
 @lowers("relax.full", "relax.zeros", "relax.ones")
