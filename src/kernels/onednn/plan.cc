@@ -108,17 +108,23 @@ Plan::Id Plan::AddTemporary(const dnnl::memory::desc& desc) {
 void Plan::AddPrimitive(const dnnl::primitive& primitive, const dnnl::memory::desc& scratchpad,
                         std::vector<std::pair<int, Id>> args) {
   if (scratchpad.get_size() > 0) args.emplace_back(DNNL_ARG_SCRATCHPAD, AddTemporary(scratchpad));
-  steps_.push_back({primitive, std::move(args), {}, {}});
+  steps_.push_back({primitive, std::move(args), {}, {}, {}});
 }
 
 void Plan::AddConversion(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to) {
-  steps_.push_back({dnnl::primitive(), {{0, from_id}, {1, to_id}}, from, to});
+  steps_.push_back({dnnl::primitive(), {{0, from_id}, {1, to_id}}, from, to, {}});
 }
 
 void Plan::AddSum(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to,
                   Id factor, Id total) {
   steps_.push_back(
-      {dnnl::primitive(), {{0, from_id}, {1, to_id}, {2, factor}, {3, total}}, from, to});
+      {dnnl::primitive(), {{0, from_id}, {1, to_id}, {2, factor}, {3, total}}, from, to, {}});
+}
+
+void Plan::AddCall(Call call, const std::vector<Id>& args) {
+  Step step{dnnl::primitive(), {}, {}, {}, std::move(call)};
+  for (Id id : args) step.args.emplace_back(0, id);
+  steps_.push_back(std::move(step));
 }
 
 void Plan::AddReorder(Id from, Id to) {
@@ -186,6 +192,12 @@ void Plan::RunSteps(const std::vector<void*>& arguments, char* workspace) const 
   }
   for (size_t k = 0; k < steps_.size(); ++k) {
     const Step& step = steps_[k];
+    if (step.call) {
+      std::vector<void*> args;
+      for (const auto& arg : step.args) args.push_back(pointer(arg.second));
+      step.call(args);
+      continue;
+    }
     if (!step.primitive) {
       StridedTensor from = step.from, to = step.to;
       from.data = pointer(step.args[0].second);

@@ -66,6 +66,9 @@ class Plan {
   // for 1.
   void AddSum(Id from_id, const StridedTensor& from, Id to_id, const StridedTensor& to, Id factor,
               Id total);
+  // Calls `call` with the memory of `args`, in their order.
+  using Call = std::function<void(const std::vector<void*>& args)>;
+  void AddCall(Call call, const std::vector<Id>& args);
   void AddNote(const std::string& text) { implementation_ += text; }
 
   void Run(const std::vector<void*>& arguments) const;
@@ -82,9 +85,11 @@ class Plan {
     size_t workspace_offset;  // bytes
   };
   struct Step {
-    dnnl::primitive primitive;  // empty: a conversion from args[0] to args[1], or with 4 a sum
+    // Empty: `call`, or without it a conversion from args[0] to args[1], or with 4 a sum.
+    dnnl::primitive primitive;
     std::vector<std::pair<int, Id>> args;
     StridedTensor from, to;
+    Call call;
   };
   // What one run writes: oneDNN's memory object of each buffer that a primitive reads or writes,
   // and what each step's primitive is called with.

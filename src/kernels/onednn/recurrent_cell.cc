@@ -1,30 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "onednn/recurrent_cell.h"
 
-#include "onednn/plan.h"
-#include "tensors/low_float.h"
-#include "tensors/strided_tensor.h"
+#include "onednn/vectors.h"
+#include "tensors/stored_float.h"
 
 namespace amp_ir {
 namespace {
-
-struct Float32 {
-  using Stored = float;
-  static float Widen(float value) { return value; }
-  static float Narrow(float value) { return value; }
-};
-
-struct Bfloat16 {
-  using Stored = uint16_t;
-  static float Widen(uint16_t value) { return WidenBfloat16(value); }
-  static uint16_t Narrow(float value) { return NarrowBfloat16(value); }
-};
-
-struct Float16 {
-  using Stored = uint16_t;
-  static float Widen(uint16_t value) { return WidenFloat16(value); }
-  static uint16_t Narrow(float value) { return NarrowFloat16(value); }
-};
 
 // e^x to 1 unit in the last place from -87.3 to 88.3; beyond, its bound 1.2e-38 or infinity. NaN
 // stays NaN.
@@ -289,32 +270,16 @@ template <class Column>
 __attribute__((target("avx2,fma"))) void LoopAvx2(Column column, int64_t columns) {
   Loop(column, columns);
 }
-
-enum class Vectors { kBaseline, kAvx2, kAvx512 };
-
-// As oneDNN's own kernels, so that ONEDNN_MAX_CPU_ISA bounds these too.
-Vectors ChooseVectors() {
-  if (onednn::HasIsa(dnnl::cpu_isa::avx512_core)) return Vectors::kAvx512;
-  const bool has_fma = __builtin_cpu_supports("fma");
-  return has_fma && onednn::HasIsa(dnnl::cpu_isa::avx2) ? Vectors::kAvx2 : Vectors::kBaseline;
-}
 #endif
 
 template <class Column>
 void ForEachColumn(const Column& column, int64_t columns) {
 #if defined(__x86_64__)
-  static const Vectors vectors = ChooseVectors();
-  if (vectors == Vectors::kAvx512) return LoopAvx512(column, columns);
-  if (vectors == Vectors::kAvx2) return LoopAvx2(column, columns);
+  static const onednn::Vectors vectors = onednn::ChooseVectors();
+  if (vectors == onednn::Vectors::kAvx512) return LoopAvx512(column, columns);
+  if (vectors == onednn::Vectors::kAvx2) return LoopAvx2(column, columns);
 #endif
   Loop(column, columns);
-}
-
-template <class Call>
-void WithDtype(DLDataType dtype, Call call) {
-  if (IsFloat(dtype, 32)) return call(Float32());
-  if (IsBfloat16(dtype)) return call(Bfloat16());
-  call(Float16());
 }
 
 }  // namespace

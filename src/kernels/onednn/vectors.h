@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which vector instructions our own kernels beside oneDNN's use.
+#ifndef AMP_IR_KERNELS_VECTORS_H_
+#define AMP_IR_KERNELS_VECTORS_H_
+
+#include "onednn/plan.h"
+
+namespace amp_ir::onednn {
+
+enum class Vectors { kBaseline, kAvx2, kAvx512 };
+
+// As oneDNN's own kernels, so that ONEDNN_MAX_CPU_ISA bounds these too.
+inline Vectors ChooseVectors() {
+#if defined(__x86_64__)
+  if (HasIsa(dnnl::cpu_isa::avx512_core)) return Vectors::kAvx512;
+  const bool has_fma = __builtin_cpu_supports("fma");
+  if (has_fma && HasIsa(dnnl::cpu_isa::avx2)) return Vectors::kAvx2;
+#endif
+  return Vectors::kBaseline;
+}
+
+}  // namespace amp_ir::onednn
+
+#endif  // AMP_IR_KERNELS_VECTORS_H_
