@@ -416,8 +416,9 @@ class JitStep:
         with stage("autocast", mod.ir, seconds_by_stage(seconds)):
             mod, guards = rewrite(mod), mod.hooks
             if self._amp_dtype is not None:
-                guards = _with_rules(guards, RulesInEffect())
                 mod = autocast(mod, batch, amp_dtype=self._amp_dtype, **self._autocast_options)
+                # What a rule has written, as in a list of the ops that it saw, is no change.
+                guards = _with_rules(guards, RulesInEffect())
             if self._amp_dtype in (None, "float32"):
                 mod = autocast_between_ranks(mod, batch)
         followed = attrs.evolve(signature, followed=mod.hooks.followed)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -116,6 +117,127 @@ def test_a_rule_reads_a_variable_again_when_it_changes(
     assert again.reason == (
         f"the rule of relax.matmul reads {name}, which was 'float32' and is 'bfloat16'"
     )
+
+
+class Settings:
+    def __init__(self, kept: list[str]) -> None:
+        self.kept = kept
+
+    def __call__(self, args: Any, ret_type: Any, amp_dtype: str) -> Any:
+        """Keep what the settings say."""
+        return [PrimType(self.kept[-1])] * len(args)
+
+    def decide(self, args: Any, ret_type: Any, amp_dtype: str) -> Any:
+        return self(args, ret_type, amp_dtype)
+
+
+LIST = ["float32"]
+SETTINGS = Settings(LIST)
+
+
+def from_a_list(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+    return [PrimType(LIST[-1])] * len(args)
+
+
+def from_an_object(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+    return [PrimType(SETTINGS.kept[-1])] * len(args)
+
+
+def kept_dtype() -> str:
+    return [one for one in LIST][-1]
+
+
+def through_a_function(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+    return [PrimType(kept_dtype()) for _ in args]
+
+
+def of_part(kept: list[str], args: Any, ret_type: Any, amp_dtype: str) -> Any:
+    """Keep what a list says. It is bound."""
+    return [PrimType(kept[-1])] * len(args)
+
+
+def by_default(args: Any, ret_type: Any, amp_dtype: str, kept: list[str] = LIST) -> Any:
+    return [PrimType(kept[-1])] * len(args)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        (from_a_list, "LIST"),
+        (from_an_object, "SETTINGS"),
+        (through_a_function, "kept_dtype.LIST"),
+        (functools.partial(of_part, LIST), "its own parts"),
+        (SETTINGS, "its own parts"),
+        (SETTINGS.decide, "its own parts"),
+        (by_default, "kept"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_a_rule_reads_again_what_is_inside_of_an_object(rule: Any, name: str) -> None:
+    """The step went on with the casts of what it held at first; the last turn restores LIST."""
+    train = jitted(amp_dtype="bfloat16")
+    with amp_ir.CustomTypeHint({"relax.matmul": rule}):
+        for dtype in ("float32", "float32", "bfloat16", "float32"):
+            LIST[-1] = dtype
+            train(X)
+            plan = train.compiled.module.plan
+            reads = {one.reads for one in plan.ops if one.name == "relax.matmul"}
+            assert reads == {(dtype, dtype)}
+    (again,) = train.recompiles  # both programs are kept
+    assert again.reason.startswith(
+        f"the rule of relax.matmul reads {name}, which holds other values now: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (functools.partial(of_part, LIST), "of_part: Keep what a list says"),
+        (SETTINGS, "Settings: Keep what the settings say"),
+    ],
+)
+def test_a_plan_says_the_reason_of_a_rule_that_is_no_function(rule: Any, said: str) -> None:
+    """It was an AttributeError."""
+    train = jitted(amp_dtype="bfloat16")
+    with amp_ir.CustomTypeHint({"relax.matmul": rule}):
+        train(X)
+    plan = train.compiled.module.plan
+    found = {f"{one.rule}: {one.reason}" for one in plan.ops if one.name == "relax.matmul"}
+    assert found == {said}
+
+
+def test_a_registered_rule_reads_again_what_is_inside_of_an_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(hints.RULES, "relax.matmul")
+    kept = ["float32"]
+
+    @amp_ir.amp.type_hint("relax.matmul")
+    def rule(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+        """Keep what a list says."""
+        return [PrimType(kept[-1])] * len(args)
+
+    train = jitted(amp_dtype="bfloat16")
+    for dtype in ("float32", "bfloat16"):
+        kept[-1] = dtype
+        train(X)
+        plan = train.compiled.module.plan
+        assert {one.reads for one in plan.ops if one.name == "relax.matmul"} == {(dtype, dtype)}
+
+
+def test_what_a_rule_writes_is_no_change() -> None:
+    seen = []
+
+    def rule(args: Any, ret_type: Any, amp_dtype: str) -> Any:
+        """Count the matmuls."""
+        seen.append(str(ret_type))
+        return [PrimType("float32")] * len(args)
+
+    train = jitted(amp_dtype="bfloat16")
+    for _ in range(3):
+        with amp_ir.CustomTypeHint({"relax.matmul": rule}):
+            train(X)
+    assert seen and train.recompiles == []
 
 
 def test_a_step_without_casts_has_no_rules_to_follow() -> None:

@@ -7,20 +7,20 @@ import contextlib
 import contextvars
 import inspect
 import itertools
+import reprlib
 from collections.abc import Collection, Iterator, Mapping
-from types import FunctionType, MappingProxyType, TracebackType
+from types import FunctionType, MappingProxyType, MethodType, TracebackType
 
 import attrs
 import tvm
 
-from amp_ir.amp.hints import RULES, Rule, describe
+from amp_ir.amp.hints import REGISTERED, RULES, Rule, describe
 from amp_ir.amp.policies import Policy
+from amp_ir.amp.rule_reads import Read, reads_of
 from amp_ir.errors import RuleError
 from amp_ir.host.user_warning import warn_user
 from amp_ir.ir.near_names import inside_of_others, near_names
 
-# What is compared by value; other objects that a rule reads, by identity.
-_PLAIN = (bool, int, float, str)
 _NOTHING: Mapping[str, Rule] = MappingProxyType({})
 _replaced: contextvars.ContextVar[Mapping[str, Rule]] = contextvars.ContextVar(
     "amp_ir_replaced_rules", default=_NOTHING
@@ -99,12 +99,12 @@ def find_rule(policy: Policy, op_name: str) -> Rule | None:
 
 def ops_with_own_rules() -> tuple[str, ...]:
     """Return the ops whose rule in this thread is the user's: replaced, or registered."""
-    registered = (name for name, rule in RULES.items() if not _is_of_amp_ir(rule))
-    return tuple(sorted({*_replaced.get(), *registered}))
+    return tuple(sorted(_own_rules()))
 
 
-def _is_of_amp_ir(rule: Rule) -> bool:
-    return str(getattr(rule, "__module__", "")).partition(".")[0] == "amp_ir"
+def _own_rules() -> dict[str, Rule]:
+    registered = {name: rule for name, rule in REGISTERED.items() if RULES.get(name) is rule}
+    return {**registered, **_replaced.get()}
 
 
 def warn_of_unused_rules(ops: Collection[str]) -> None:
@@ -115,23 +115,9 @@ def warn_of_unused_rules(ops: Collection[str]) -> None:
             warn_user(". ".join([nothing + near_names(name, ops), *inside_of_others(name, ops)]))
 
 
-def _read_by_rules() -> dict[str, dict[str, object]]:
-    """Return the variables that each replaced rule reads: of a closure, and global plain values."""
-    return {name: read for name, rule in _replaced.get().items() if (read := _read_by(rule))}
-
-
-def _read_by(rule: Rule) -> dict[str, object]:
-    if not isinstance(rule, FunctionType):
-        return {}
-    code, cells = rule.__code__, rule.__closure__ or ()
-    named = {name: rule.__globals__.get(name) for name in code.co_names}
-    read: dict[str, object] = {
-        name: value for name, value in named.items() if isinstance(value, _PLAIN)
-    }
-    for name, cell in zip(code.co_freevars, cells, strict=True):
-        with contextlib.suppress(ValueError):  # of a variable without a value yet
-            read[name] = cell.cell_contents
-    return read
+def _read_by_rules() -> dict[str, dict[str, Read]]:
+    """Return what each rule of the user's reads, by variable."""
+    return {name: read for name, rule in _own_rules().items() if (read := reads_of(rule))}
 
 
 @attrs.frozen(eq=False)
@@ -140,7 +126,7 @@ class RulesInEffect:
 
     _replaced: Mapping[str, Rule] = attrs.field(factory=_replaced.get)
     _registered: int = attrs.field(factory=lambda: len(RULES))
-    _read: Mapping[str, Mapping[str, object]] = attrs.field(factory=_read_by_rules)
+    _read: Mapping[str, Mapping[str, Read]] = attrs.field(factory=_read_by_rules)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -175,12 +161,16 @@ class RulesInEffect:
         for rule, read in sorted(self._read.items()):
             for name, was in read.items():
                 value = now.get(rule, {}).get(name)
-                if not _is_unchanged(was, value):
-                    yield f"the rule of {rule} reads {name}, which was {was!r} and is {value!r}"
+                if value != was:
+                    yield f"the rule of {rule} reads {name}, which {_read_in_words(was, value)}"
 
 
-def _is_unchanged(was: object, now: object) -> bool:
-    return was is now or (type(was) is type(now) and isinstance(was, _PLAIN) and was == now)
+def _read_in_words(was: Read, now: Read | None) -> str:
+    if now is None:
+        return f"was {reprlib.repr(was.value)} and is no more"
+    if was.value is now.value or isinstance(now.value, MethodType):
+        return f"holds other values now: {reprlib.repr(now.value)}"
+    return f"was {reprlib.repr(was.value)} and is {reprlib.repr(now.value)}"
 
 
 def _in_words(rule: Rule | None) -> str:

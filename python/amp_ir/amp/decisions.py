@@ -26,6 +26,7 @@ from amp_ir.amp.hints import (
     RuleResult,
     TupleType,
     apply_rule,
+    name_of,
     reason_of,
 )
 from amp_ir.dialect.registry import DECLARATIONS, options_of
@@ -137,7 +138,7 @@ def _by_rule(graph: StepGraph, op: Op, rule: Rule | None, amp_dtype: str) -> Dec
         _mode(hint) if is_castable else Mode.KEEP
         for hint, is_castable in zip(hints_of_leaves, castable, strict=True)
     ]
-    decision = Decision(rule.__name__, reason_of(rule), modes, "full", follows)
+    decision = Decision(name_of(rule), reason_of(rule), modes, "full", follows)
     decision.exact = any(isinstance(hint, PrimType) and hint.exact for hint in hints_of_leaves)
     decision.accumulate = hints.accumulate
     decision.is_unbounded = hints.is_unbounded

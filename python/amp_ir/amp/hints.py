@@ -18,6 +18,7 @@ the user made bfloat16 or float16 already.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -91,6 +92,8 @@ class RuleResult:
 RuleReturn: TypeAlias = RuleResult | Sequence[Hint]
 Rule = Callable[[Sequence[relax.Expr], relax.Type, str], RuleReturn]
 RULES: dict[str, Rule] = {}
+# Those of them that are not ours.
+REGISTERED: dict[str, Rule] = {}
 
 
 def type_hint(*op_names: str) -> Callable[[Rule], Rule]:
@@ -101,10 +104,9 @@ def type_hint(*op_names: str) -> Callable[[Rule], Rule]:
     """
 
     def register(rule: Rule) -> Rule:
-        if not (rule.__doc__ or "").strip():
-            raise RuleError(
-                f"rule {rule.__qualname__} has no docstring; its first sentence is the reason"
-            )
+        if not reason_of(rule):
+            name = getattr(rule, "__qualname__", name_of(rule))
+            raise RuleError(f"rule {name} has no docstring; its first sentence is the reason")
         for name in op_names:
             if name in RULES:
                 raise RuleError(
@@ -112,6 +114,8 @@ def type_hint(*op_names: str) -> Callable[[Rule], Rule]:
                     f"{describe(rule)} is the second. Use amp_ir.CustomTypeHint to replace one"
                 )
             RULES[name] = rule
+            if package_of(rule) != "amp_ir":
+                REGISTERED[name] = rule
         return rule
 
     return register
@@ -119,15 +123,34 @@ def type_hint(*op_names: str) -> Callable[[Rule], Rule]:
 
 def describe(rule: Rule) -> str:
     """Return the name and file of a rule."""
-    code = getattr(rule, "__code__", None)
+    code = getattr(_function_of(rule), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-    return f"{getattr(rule, '__name__', repr(rule))}{place}"
+    return f"{name_of(rule)}{place}"
+
+
+def name_of(rule: Rule) -> str:
+    """Return the name of a rule: of its function, or of the class whose object is called."""
+    while isinstance(rule, functools.partial):
+        rule = rule.func
+    return str(getattr(rule, "__name__", type(rule).__name__))
+
+
+def package_of(rule: Rule) -> str:
+    """Return the package whose code a rule is."""
+    return str(getattr(_function_of(rule), "__module__", "")).partition(".")[0]
 
 
 def reason_of(rule: Rule) -> str:
     """Return the first sentence of a rule's docstring."""
-    paragraph = " ".join((rule.__doc__ or "").strip().split("\n\n")[0].split())
+    described = getattr(_function_of(rule), "__doc__", None) or ""
+    paragraph = " ".join(described.strip().split("\n\n")[0].split())
     return paragraph.split(". ")[0].rstrip(".")
+
+
+def _function_of(rule: Rule) -> Any:
+    while isinstance(rule, functools.partial):
+        rule = rule.func
+    return rule if hasattr(rule, "__name__") else type(rule).__call__
 
 
 def check_dtype(ty: relax.Type, dtype: str) -> bool:

@@ -19,12 +19,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_ir.capture.guards.gradient_flags import GradientFlags
-from amp_ir.capture.guards.held_values import each_held, held_by
 from amp_ir.capture.guards.module_modes import ModuleModes
-from amp_ir.capture.guards.places import ABSENT, SEQUENCES, Contents, Place, is_plain, is_same
+from amp_ir.capture.guards.places import ABSENT, Contents, Place, is_plain, is_same
 from amp_ir.capture.guards.registered_modules import NewModule
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.symbolic_float import Expression, SymbolicFloat, evaluate
+from amp_ir.host.held_values import SEQUENCES, each_held, held_by
 from amp_ir.ir.location import Location
 
 _MOST_DEEP = 4

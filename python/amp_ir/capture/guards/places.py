@@ -17,9 +17,8 @@ import torch
 
 from amp_ir.capture.batch import PLAIN
 from amp_ir.capture.patches.registered_functions import REPLACES
+from amp_ir.host.held_values import SEQUENCES
 
-# Read by position; the entries of the last two are numbers that nothing else can stand for.
-SEQUENCES = (list, collections.deque, bytearray, array.array)
 CONTAINERS = (*SEQUENCES, dict, set)
 _NUMPY_PLAIN = (numpy.generic, numpy.dtype)
 _SHOWN = 60

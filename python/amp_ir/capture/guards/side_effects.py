@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.diagnostics import Diagnostics
-from amp_ir.capture.guards.held_values import each_held, held_by
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
     Left,
@@ -39,7 +38,6 @@ from amp_ir.capture.guards.observer import Observer, draw
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
 from amp_ir.capture.guards.places import (
     ABSENT,
-    SEQUENCES,
     Contents,
     Place,
     flat,
@@ -51,6 +49,7 @@ from amp_ir.capture.guards.registered_modules import RegisteredModules
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.errors import CaptureError
+from amp_ir.host.held_values import SEQUENCES, each_held, held_by
 from amp_ir.ir.location import Location
 
 _MOVE = (

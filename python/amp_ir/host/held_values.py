@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from amp_ir.capture.guards.places import SEQUENCES
-
+# Read by position; the entries of the last two are numbers that nothing else can stand for.
+SEQUENCES = (list, collections.deque, bytearray, array.array)
 # A bound method of a program's main object reaches all of its data.
 _MOST = 10_000
 _FUNCTIONS = (
