@@ -300,7 +300,11 @@ def cast(x: Any, dtype: str) -> Any:
         return tirx.Select(x, constant(1, dtype), constant(0, dtype))
     if dtype_of(x).startswith("float") and dtype.startswith(("int", "uint")):
         return _truncated(x, dtype)
-    return tirx.Cast(dtype, x)
+    converted = tirx.Cast(dtype, x)
+    if dtype_of(x).startswith(("int", "uint")) and not isinstance(x, TensorLoad):
+        # TVM (0.27) asserts where it looks for the bounds of a float times a number that has some.
+        return optimization_barrier(converted)
+    return converted
 
 
 def _truncated(x: Any, dtype: str) -> Any:
