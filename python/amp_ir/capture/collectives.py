@@ -22,7 +22,7 @@ from amp_ir.ir.location import Location
 _library = torch.library.Library("amp_ir", "FRAGMENT")
 _library.define(
     "all_reduce(Tensor x, int ranks, int group, int backward, str parameter, str comm_dtype, "
-    "int bucket_nbytes, int first_bucket_nbytes, int last_bucket_nbytes) -> Tensor"
+    "int bucket_nbytes, int first_bucket_nbytes, int last_bucket_nbytes=0) -> Tensor"
 )
 _library.define("broadcast(Tensor x, int ranks, int group, int forward, str buffer) -> Tensor")
 
