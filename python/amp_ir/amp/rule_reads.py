@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from amp_ir.amp.hints import Rule
-from amp_ir.host.held_values import each_held
+from amp_ir.host.held_values import Again, each_held
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -88,7 +88,9 @@ def _is_end(value: Any) -> bool:
     return not isinstance(value, _CONTAINERS) and _package(value) in _LIBRARIES
 
 
-def _part(value: Any) -> tuple[Any, ...]:
+def _part(value: Any) -> Any:
+    if isinstance(value, Again):
+        return value
     if isinstance(value, _PLAIN):
         return type(value), repr(value)  # NaN is as NaN, and 0.0 is not -0.0
     if isinstance(value, _CONTAINERS):

@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
+
 # Read by position; the entries of the last two are numbers that nothing else can stand for.
 SEQUENCES = (list, collections.deque, bytearray, array.array)
 # A bound method of a program's main object reaches all of its data.
@@ -19,22 +21,35 @@ _FUNCTIONS = (
 )  # fmt: skip
 
 
+@attrs.frozen
+class Again:
+    """What a walk returns for a value that it has looked into: the number of that value."""
+
+    number: int
+
+
 def each_held(value: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
-    """Return a value and what it reaches, each once, and nothing that an end holds.
+    """Return a value and what it reaches in a fixed order, but nothing that an end holds.
+
+    A value that is reached again is an `Again`, so that two values of which all parts are equal
+    have the same structure.
 
     Raises:
         OverflowError: it reaches thousands of values.
     """
-    waiting, seen = [value], set()
+    waiting, count = [value], 0
+    seen: dict[int, tuple[Again, Any]] = {}  # with the value, so that no other takes its id
     while waiting:
         one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if len(seen) > _MOST:
+        count += 1
+        if count > _MOST:
             raise OverflowError
+        if id(one) in seen:
+            yield seen[id(one)][0]
+            continue
         yield one
         if not is_end(one):
+            seen[id(one)] = Again(len(seen)), one
             waiting += reversed(held_by(one) or ())
 
 

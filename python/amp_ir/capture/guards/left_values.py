@@ -24,7 +24,7 @@ from amp_ir.capture.guards.places import ABSENT, Contents, Place, is_plain, is_s
 from amp_ir.capture.guards.registered_modules import NewModule
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.symbolic_float import Expression, SymbolicFloat, evaluate
-from amp_ir.host.held_values import SEQUENCES, each_held, held_by
+from amp_ir.host.held_values import SEQUENCES, Again, each_held, held_by
 from amp_ir.ir.location import Location
 
 _MOST_DEEP = 4
@@ -226,7 +226,7 @@ def in_full(value: Any) -> str:
     """Return a value of the user's as text, equal for equal values of two captures."""
 
     def text(one: Any) -> str:
-        if one is ABSENT or is_plain(one):
+        if one is ABSENT or is_plain(one) or isinstance(one, Again):
             return repr(one)
         return f"{type(one).__name__} of {len(held_by(one) or ())}"
 
