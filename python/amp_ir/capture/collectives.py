@@ -22,7 +22,7 @@ from amp_ir.ir.location import Location
 _library = torch.library.Library("amp_ir", "FRAGMENT")
 _library.define(
     "all_reduce(Tensor x, int ranks, int group, int backward, str parameter, str comm_dtype, "
-    "int bucket_nbytes, int first_bucket_nbytes, int last_bucket_nbytes=0) -> Tensor"
+    "int bucket_nbytes, int first_bucket_nbytes, int last_bucket_nbytes) -> Tensor"
 )
 _library.define("broadcast(Tensor x, int ranks, int group, int forward, str buffer) -> Tensor")
 
@@ -129,7 +129,7 @@ class TracedRanks:
             self._statistics += 1
             number, index = -self._statistics, self._ranks.index_of(group)
             found: torch.Tensor = torch.ops.amp_ir.all_reduce(
-                x, group.size, index, number, path, "", 0, 0
+                x, group.size, index, number, path, "", 0, 0, 0
             )
             return found
 

@@ -21,7 +21,7 @@ def all_reduce(
     comm_dtype: str,
     bucket_nbytes: int,
     first_bucket_nbytes: int,
-    last_bucket_nbytes: int = 0,
+    last_bucket_nbytes: int,
 ) -> relax.Expr:
     """Return the mean over the ranks; nothing is sent of a tensor without elements."""
     if 0 in shape_of(x):
