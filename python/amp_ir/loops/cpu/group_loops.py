@@ -162,10 +162,14 @@ class GroupLoops:
         axes = self.column_axes
         if column is not None and not axes[-1].dimensions:
             axes, column = [], []
-        position = Position(self.domain, self.row_axes, axes, row, column)
+        position = self.position(axes, row, column)
         writer = ElementWriter(self.group, self.buffers, position, row_elements, self.strict, lane)
         writer.allocations = self.allocations
         return writer
+
+    def position(self, axes: list[Axis], row: list[Any], column: list[Any] | None) -> Position:
+        """Return the position of a row and a column over `axes`."""
+        return Position(self.domain, self.row_axes, axes, row, column)
 
     def with_allocations(self, statements: list[tirx.Stmt]) -> list[tirx.Stmt]:
         """Prepend the allocations that writing `statements` made."""

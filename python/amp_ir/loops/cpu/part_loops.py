@@ -15,8 +15,7 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.ir.row_loops import ROW
 from amp_ir.loops.builders import flatten, unflatten
-from amp_ir.loops.codegen.coordinates import Part, Position
-from amp_ir.loops.codegen.element_writer import ElementWriter
+from amp_ir.loops.codegen.coordinates import Axis, Part, Position
 from amp_ir.loops.codegen.kernel import unflatten_axes
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
 from amp_ir.loops.codegen.statements import sequence
@@ -98,24 +97,12 @@ class _PartLoops(GroupLoops):
         """The number of rows of the part."""
         return math.prod(axis.extent for axis in self.row_axes)
 
-    def writer(
-        self,
-        row: list[Any],
-        column: list[Any] | None,
-        row_elements: dict[int, Any],
-        lane: Any = None,
-    ) -> ElementWriter:
-        axes = self.column_axes
-        if column is not None and not axes[-1].dimensions:
-            axes, column = [], []
+    def position(self, axes: list[Axis], row: list[Any], column: list[Any] | None) -> Position:
         whole = Domain(self.value.shape, (len(self.value.shape) - 1,))
-        position = _PartPosition(
+        return _PartPosition(
             whole, self.row_axes, axes, row, column,
             value=self.value, part=self.part, start=self.start,
         )  # fmt: skip
-        writer = ElementWriter(self.group, self.buffers, position, row_elements, self.strict, lane)
-        writer.allocations = self.allocations
-        return writer
 
 
 def parts_kernel(
