@@ -522,22 +522,15 @@ def test_what_is_the_users_is_kept_through_a_function_or_a_slot(keep, read, of):
     assert read(model.kept) is {"model": model.head, "size": 3}[of]
 
 
+def as_a_generator(value):
+    return (one for one in [value])
+
+
 def test_an_iterator_is_not_kept():
-    model = StoresOverDefault()
-    _, optimizer = training(model)
-
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.kept = (one for one in [loss.detach()])
-        return loss.detach()
-
-    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    train = keeping_step(StoresOverDefault(), as_a_generator, "loss")
     with pytest.raises(CaptureError) as refused:
         train(batch(3))
-    at = step.__code__.co_firstlineno + 5
+    at = keeping_step.__code__.co_firstlineno + 9
     assert str(refused.value) == (
         "this step cannot be captured, 1 place:\n"
         f"  1. step (forward), {__file__}:{at}: keeps a generator in attribute 'kept' of "

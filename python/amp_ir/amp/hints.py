@@ -130,8 +130,7 @@ def describe(rule: Rule) -> str:
 
 def name_of(rule: Rule) -> str:
     """Return the name of a rule: of its function, or of the class whose object is called."""
-    while isinstance(rule, functools.partial):
-        rule = rule.func
+    rule = _unwrapped(rule)
     return str(getattr(rule, "__name__", type(rule).__name__))
 
 
@@ -147,9 +146,14 @@ def reason_of(rule: Rule) -> str:
     return paragraph.split(". ")[0].rstrip(".")
 
 
-def _function_of(rule: Rule) -> Any:
+def _unwrapped(rule: Rule) -> Rule:
     while isinstance(rule, functools.partial):
         rule = rule.func
+    return rule
+
+
+def _function_of(rule: Rule) -> Any:
+    rule = _unwrapped(rule)
     return rule if hasattr(rule, "__name__") else type(rule).__call__
 
 

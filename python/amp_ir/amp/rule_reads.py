@@ -63,12 +63,9 @@ def _variables(function: FunctionType, prefix: str, seen: set[int]) -> Iterator[
             yield prefix + name, value
     defaults = function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    for name, value in {**dict(zip(names, defaults, strict=True)), **_keywords(function)}.items():
+    given = dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
+    for name, value in given.items():
         yield prefix + name, value
-
-
-def _keywords(function: FunctionType) -> dict[str, Any]:
-    return function.__kwdefaults__ or {}
 
 
 def _names(code: CodeType) -> set[str]:

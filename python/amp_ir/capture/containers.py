@@ -18,6 +18,8 @@ import attrs
 import torch
 import torch.utils._pytree as pytree
 
+from amp_ir.host.held_values import slots_of
+
 _MOST_DEEP = 32  # an object that holds itself is a leaf, which is refused
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.Tensor)
 _NO_CONTAINERS = ("torch", "builtins", "amp_ir")
@@ -135,7 +137,7 @@ def _is_object(value: Any) -> bool:
         return False
     # A class that pickles itself holds what its attributes do not show.
     is_plain = all(getattr(kind, n) is getattr(object, n) for n in ("__reduce__", "__reduce_ex__"))
-    return is_plain and (hasattr(value, "__dict__") or any(map(_slots_of, kind.__mro__)))
+    return is_plain and (hasattr(value, "__dict__") or any(map(slots_of, kind.__mro__)))
 
 
 def _items_of(value: Any) -> dict[Any, Any]:
@@ -148,12 +150,6 @@ def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Return the attributes of the object itself: those in slots, then its `__dict__`."""
     for owner in type(value).__mro__:
         yield from (
-            (name, getattr(value, name)) for name in _slots_of(owner) if hasattr(value, name)
+            (name, getattr(value, name)) for name in slots_of(owner) if hasattr(value, name)
         )
     yield from getattr(value, "__dict__", {}).items()
-
-
-def _slots_of(owner: type) -> list[str]:
-    slots = vars(owner).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else slots
-    return [name for name in names if name not in ("__dict__", "__weakref__")]

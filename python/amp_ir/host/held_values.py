@@ -61,7 +61,7 @@ def held_by(value: Any) -> list[Any] | None:
         return list(value)
     if isinstance(value, _FUNCTIONS):
         return _held_by_function(value)
-    slots = [name for owner in type(value).__mro__ for name in _slots_of(owner)]
+    slots = [name for owner in type(value).__mro__ for name in slots_of(owner)]
     own = getattr(value, "__dict__", None)
     if own is None and not slots:
         return None
@@ -87,7 +87,8 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _slots_of(owner: type) -> list[str]:
+def slots_of(owner: type) -> list[str]:
+    """Return the attributes that a class itself keeps in slots."""
     slots = vars(owner).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else slots
     return [name for name in names if name not in ("__dict__", "__weakref__")]
