@@ -2,9 +2,10 @@
 """A second start of a script, from the compile cache: `python -m benchmarks.second_start [NAME]`.
 
 Seconds from `trace_step`, after all imports, to a step that is ready to run, and to the end of the
-first step, with an empty cache and with one that an earlier process filled. Each start has its own
-process; both kinds take turns, so that load on the machine falls on both. Processor's seconds are
-of the capture, autocast and compilation alone.
+first step, with an empty cache, with one that an earlier process filled, and with one that has
+kernels alone, as after an edit that moves lines. Each start has its own process; the kinds take
+turns, so that load on the machine falls on all. Processor's seconds are of the capture, autocast
+and compilation alone. The last rows are divided by those of an empty cache.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.chosen_names import check_names
 
 NAMES = ("bert1", "gpt2")
 DTYPES = ("float32", "bfloat16")
+EDITED = "after an edit"
 FIELDS = ("ready", "processor", "compile", "first step")
 
 
@@ -42,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.measure:
         print(json.dumps(measure(names[0], chosen.measure, small=chosen.small)))
         return
-    print(f"{'':16}{'':14}" + "".join(f"{one:>12}" for one in FIELDS))
+    print(f"{'':16}{'':16}" + "".join(f"{one:>12}" for one in FIELDS))
     for name in names:
         for dtype in DTYPES:
             for kind, row in compare(name, dtype, small=chosen.small, rounds=chosen.rounds).items():
                 numbers = "".join(f"{row[one]:12.3f}" for one in FIELDS)
-                print(f"{name:6}{dtype:10}{kind:14}{numbers}", flush=True)
+                print(f"{name:6}{dtype:10}{kind:16}{numbers}", flush=True)
 
 
 def measure(name: str, dtype: str, *, small: bool) -> dict[str, float]:
@@ -70,20 +72,31 @@ def measure(name: str, dtype: str, *, small: bool) -> dict[str, float]:
 
 
 def compare(name: str, dtype: str, *, small: bool, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the medians of both kinds of start, and their quotients."""
-    rows: dict[str, list[dict[str, float]]] = {"empty cache": [], "second start": []}
+    """Return the medians of each kind of start, and the quotients of all but the first."""
+    rows: dict[str, list[dict[str, float]]] = {"empty cache": [], "second start": [], EDITED: []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             cache = Path(folder, str(number))
             for kind, found in rows.items():
+                if kind == EDITED:
+                    forget_steps(cache)
                 found.append(_in_a_process(name, dtype, cache, small=small))
                 assert found[-1]["loaded"] == (kind == "second start")
     medians = {
         kind: {one: statistics.median(row[one] for row in found) for one in FIELDS}
         for kind, found in rows.items()
     }
-    cold, hot = medians.values()
-    return {**medians, "quotient": {one: hot[one] / cold[one] for one in FIELDS}}
+    cold, *others = medians.items()
+    for kind, row in others:
+        medians[f"{kind} /"] = {one: row[one] / cold[1][one] for one in FIELDS}
+    return medians
+
+
+def forget_steps(cache: Path) -> None:
+    """Leave kernels alone in a cache: what a script finds whose lines have moved."""
+    for path in cache.iterdir():
+        if path.is_file():
+            path.unlink()
 
 
 def _in_a_process(name: str, dtype: str, cache: Path, *, small: bool) -> dict[str, float]:

@@ -19,14 +19,14 @@ from amp_ir.compile_cache.entry import entry_from_bytes
 from amp_ir.errors import FileFormatError
 from amp_ir.files.sealed_zip import Seal
 from amp_ir.ir.built_step import BuiltStep
-from cached_steps import TinyTraining, is_loaded
+from cached_steps import TinyTraining, entries, is_loaded
 from damage import damaged_bytes, damaged_zip
 
 DAMAGED = 200
 
 
 def the_entry(folder: Path) -> Path:
-    (path,) = folder.iterdir()
+    (path,) = entries(folder)
     return path
 
 
@@ -39,7 +39,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes]
         TinyTraining().compiled()
         first = the_entry(folder)
         TinyTraining(factor=0.75).compiled()
-    (second,) = set(folder.iterdir()) - {first}
+    (second,) = set(entries(folder)) - {first}
     return [(one.name, one.read_bytes()) for one in (first, second)]
 
 

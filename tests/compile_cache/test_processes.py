@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cached_steps import TinyTraining
+from cached_steps import TinyTraining, entries
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = """
 import hashlib, logging, sys
 logging.basicConfig(level=logging.INFO)
-from cached_steps import TinyTraining, is_loaded
+from cached_steps import TinyTraining, entries, is_loaded
 from amp_ir.vm import build
 if sys.argv[1] == "hot":  # nothing is built
     build.program_and_kernels = build.build_side_by_side = None
@@ -56,7 +56,7 @@ def test_two_processes_compile_a_step_at_once_and_a_third_loads_it(folder):
     cold = finish(start(), start())
     (hot,) = finish(start("hot"))
     assert hot[0] and {digest for _, digest, _ in cold} == {hot[1]}
-    assert len(list(folder.iterdir())) == 1
+    assert len(entries(folder)) == 1
     assert all("not used" not in log for _, _, log in (*cold, hot))
 
 
@@ -76,4 +76,4 @@ def test_the_cache_is_where_xdg_says(tmp_path, monkeypatch):
     monkeypatch.delenv("AMP_IR_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     TinyTraining().compiled()
-    assert len(list((tmp_path / "xdg" / "amp_ir" / "programs").iterdir())) == 1
+    assert len(entries(tmp_path / "xdg" / "amp_ir" / "programs")) == 1

@@ -192,3 +192,33 @@ def test_processes_write_and_read_at_once(cache):
             assert cache.get(name) in (None, b"a" * 300, b"b" * 300)
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert sum(one.nbytes for one in cache.entries()) <= 1000
+
+
+def test_an_entry_has_several_names(cache):
+    cache.put(NAMES[0], b"x" * 300, also=NAMES[1:3])
+    assert [cache.get(name) for name in NAMES[:4]] == [b"x" * 300] * 3 + [None]
+    # Counted once.
+    assert [one.nbytes for one in cache.entries()] == [100] * 3
+    cache.put(NAMES[3], b"y" * 900, also=[NAMES[0]])
+    # What has a name keeps it, and what was unused for longest goes with all of its names.
+    assert [one.name for one in cache.entries()] == [NAMES[3]]
+    assert [cache.get(name) for name in NAMES[:4]] == [None] * 3 + [b"y" * 900]
+
+
+def test_without_links_an_entry_has_its_first_name(cache, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    cache.put(NAMES[0], b"code", also=NAMES[1:])
+    assert cache.get(NAMES[0]) == b"code" and cache.get(NAMES[1]) is None
+
+
+def test_one_of_a_cache_and_its_part_is_told_of(cache, caplog):
+    part = PrivateCache(cache.directory / "part", 1000, cache.directory)
+    part.put(NAMES[0], b"code")
+    for one in (part, cache):
+        one.directory.chmod(0o777)
+        assert one.get(NAMES[0]) is None
+    reason = "other users can write it (mode 777)"
+    assert told(caplog) == [("WARNING", refusal(part, reason))]

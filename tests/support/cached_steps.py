@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -74,6 +75,11 @@ def batch(number: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets of a step."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(rows, 6, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def entries(folder: Path) -> list[Path]:
+    """Return the files of a cache's steps, without those of kernels."""
+    return sorted(one for one in folder.iterdir() if one.is_file()) if folder.exists() else []
 
 
 def is_loaded(step: CompiledStep) -> bool:

@@ -49,8 +49,9 @@ def test_each_kernel_is_in_one_library_and_does_its_own(threads, count, kernels,
     threads(count)
     functions = named(**{f"add_{k}": adding(k) for k in range(kernels)})
     built = kernel_libraries.build_side_by_side(
-        functions, build_stage.KERNEL_PIPELINE, cpu().tvm_target, opt_level=3,
-        of_part=lambda _part: named(add_half=adding(0.5)), finish=lambda library, _part: library,
+        kernel_libraries.one_part_a_thread(functions), build_stage.KERNEL_PIPELINE,
+        cpu().tvm_target, opt_level=3, finish=lambda library, _part: library,
+        beside=lambda: named(add_half=adding(0.5)),
     )  # fmt: skip
     assert len(built) == libraries
     for names, library in built:
@@ -81,8 +82,8 @@ def test_an_error_in_a_thread_is_raised(threads):
     kernels[name] = tirx.PrimFunc([result], store).with_attr("global_symbol", name.name_hint)
     with pytest.raises(Exception, match="nowhere"):
         kernel_libraries.build_side_by_side(
-            kernels, build_stage.KERNEL_PIPELINE, cpu().tvm_target, opt_level=3,
-            of_part=lambda _part: {}, finish=lambda library, _part: library,
+            kernel_libraries.one_part_a_thread(kernels), build_stage.KERNEL_PIPELINE,
+            cpu().tvm_target, opt_level=3, finish=lambda library, _part: library,
         )  # fmt: skip
 
 
@@ -144,9 +145,10 @@ def test_kernels_that_may_overwrite_an_input_make_all_of_a_step_careful(threads)
         training.step, training.batch, model=training.model, optimizer=training.optimizer
     )
 
-    def noted(kernels, *arguments, **options):
+    def noted(parts, *arguments, **options):
+        kernels = {variable: kernel for part in parts for variable, kernel in part.items()}
         seen.append({v.name_hint: bool(f.attrs["tirx.noalias"]) for v, f in kernels.items()})
-        return kernel_libraries.build_side_by_side(kernels, *arguments, **options)
+        return kernel_libraries.build_side_by_side(parts, *arguments, **options)
 
     planned = pipeline.lower(mod)
     with pytest.MonkeyPatch.context() as patch:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,9 +36,12 @@ class Builds:
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
+        self.made: set[int] = set()
 
-    def __call__(self, kernels: tvm.IRModule) -> list[tuple[list[str], int]]:
+    def __call__(self, kernels: tvm.IRModule, linked: Sequence[int]) -> list[tuple[list[str], int]]:
+        assert self.made >= set(linked)
         self.asked.append(sorted(variable.name_hint for variable in kernels.functions))
+        self.made.add(len(self.asked))
         return [(self.asked[-1], len(self.asked))]
 
 
@@ -100,7 +104,7 @@ def test_a_kernel_is_kept_in_one_library_where_two_threads_build_it():
     cache, build = LibraryCache(), Builds()
     shared = kernel(1.0)
 
-    def meanwhile(kernels: tvm.IRModule) -> list[tuple[list[str], int]]:
+    def meanwhile(kernels: tvm.IRModule, linked: Sequence[int]) -> list[tuple[list[str], int]]:
         assert cache.of(both(shared=shared, other=kernel(2.0)), "cpu", build) == [1]
         return [(["shared", "own"], -1)]
 

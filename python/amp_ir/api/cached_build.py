@@ -11,7 +11,8 @@ import attrs
 from amp_ir.compile_cache.cache import CompileCache, compile_cache
 from amp_ir.compile_cache.entry import CacheEntry
 from amp_ir.compile_cache.environment import UnknownEnvironmentError
-from amp_ir.compile_cache.key import key_of
+from amp_ir.compile_cache.key import digest_of, key_of
+from amp_ir.compile_cache.stored_kernels import StoredKernels
 from amp_ir.errors import BuildError
 from amp_ir.files.cache_directory import say_once
 from amp_ir.ir.built_step import BuiltStep
@@ -57,7 +58,7 @@ class CachedBuild:
         try:
             if why:
                 raise BuildError(why)
-            library = build_library(planned, target, opt_level=opt_level)
+            library = build_library(planned, target, opt_level=opt_level, store=self._kernels())
             built = BuiltStep(library, planned.plan, count_kernels(planned), planned.dispatched)
             return built, load_library(library, target, device, built.kernel_count)
         except (BuildError, OSError, RuntimeError) as error:
@@ -65,6 +66,9 @@ class CachedBuild:
                 "linker", logging.INFO, f"compiled steps are not kept for a later start: {error}"
             )
             return None
+
+    def _kernels(self) -> StoredKernels:
+        return StoredKernels(self.cache.kernels, digest_of(self.parts["environment"]))
 
     def put(self, built: BuiltStep) -> None:
         """Keep the step for later starts."""

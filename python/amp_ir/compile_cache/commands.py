@@ -50,6 +50,7 @@ def _done(cache: CompileCache, arguments: argparse.Namespace) -> str:
     if arguments.action == "info":
         return _described(cache)
     if arguments.action == "clear":
+        cache.kernels.clear()
         removed = cache.files.clear()
         return f"removed {_size(len(removed), sum(one.nbytes for one in removed))}"
     transfer = export_cache if arguments.action == "export" else import_cache
@@ -64,6 +65,12 @@ def _described(cache: CompileCache) -> str:
         f"holds   {_size(len(entries), sum(one.nbytes for one in entries))}",
         f"limit   {files.limit_nbytes / 2**20:.1f} MiB",
     ]
+    kernels = cache.kernels
+    held = sum(one.nbytes for one in kernels.entries()) / 2**20
+    lines.append(
+        f"kernels {held:.1f} of {kernels.limit_nbytes / 2**20:.1f} MiB, from which new steps take "
+        "theirs"
+    )
     if entries:
         lines.append(f"used    {_day(entries[0])} to {_day(entries[-1])}")
     return "\n".join(lines)

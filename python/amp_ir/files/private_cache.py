@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
@@ -34,11 +35,15 @@ _ABANDONED_SECONDS = 3600.0
 
 @attrs.frozen
 class StoredEntry:
-    """An entry in the directory: its name (64 hexadecimal digits), size and last use."""
+    """An entry in the directory: its name (64 hexadecimal digits), size and last use.
+
+    Entries of one `inode` are one file, of which each has an equal part of the bytes.
+    """
 
     name: str
     nbytes: int
     used_at: float
+    inode: int
 
 
 class UnsafeDirectoryError(PermissionError):
@@ -51,10 +56,13 @@ class PrivateCache:
 
     A cache never makes its user fail: where the directory cannot be used it is empty, which is
     logged once. Files have the mode 0600, the directory 0700.
+
+    `within` is the cache of whose directory this one is a part: one of both is told of.
     """
 
     directory: Path
     limit_nbytes: int
+    within: Path | None = None
 
     def get(self, name: str) -> bytes | None:
         """Return the bytes of an entry, and note its use; None where there is none to be used."""
@@ -67,14 +75,17 @@ class PrivateCache:
             self._say(error)
             return None
 
-    def put(self, name: str, content: bytes) -> None:
-        """Store an entry as a whole, if it fits; one of the same name is replaced."""
+    def put(self, name: str, content: bytes, *, also: Iterable[str] = ()) -> None:
+        """Store an entry as a whole, if it fits; one of the same name is replaced.
+
+        It is found under the names in `also`, too, where nothing else has such a name.
+        """
         try:
-            self.store(name, content)
+            self.store(name, content, also=also)
         except OSError as error:
             self._say(error)
 
-    def store(self, name: str, content: bytes) -> None:
+    def store(self, name: str, content: bytes, *, also: Iterable[str] = ()) -> None:
         """Do what `put` does, for whoever has to know that it was not done.
 
         Raises:
@@ -83,8 +94,14 @@ class PrivateCache:
         if len(content) > self.limit_nbytes:
             return
         self._make()
-        with self._opened():
+        with self._opened() as folder:
             write_bytes(self.directory / name, content, new_mode=0o600)
+            for other in also:
+                # Not every file system has links: an entry is then found by one name alone.
+                with contextlib.suppress(OSError):
+                    os.link(
+                        name, other, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
+                    )
         self._shrink()
 
     def drop(self, name: str, reason: str) -> None:
@@ -104,10 +121,11 @@ class PrivateCache:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                     if _NAME.fullmatch(name) and stat.S_ISREG(status.st_mode):
-                        found.append(StoredEntry(name, status.st_size, status.st_mtime))
+                        nbytes = -(-status.st_size // max(status.st_nlink, 1))
+                        found.append(StoredEntry(name, nbytes, status.st_mtime, status.st_ino))
                     elif name.endswith(SUFFIX) and _is_abandoned(status):
                         os.unlink(name, dir_fd=folder)
-        return sorted(found, key=lambda one: (one.used_at, one.name))
+        return sorted(found, key=lambda one: (one.used_at, one.inode, one.name))
 
     def clear(self) -> list[StoredEntry]:
         """Remove all entries, and return what they were.
@@ -182,17 +200,19 @@ class PrivateCache:
     def _shrink(self) -> None:
         found = self.entries()
         excess = sum(one.nbytes for one in found) - self.limit_nbytes
-        for one in found:
+        for _, names_of_file in itertools.groupby(found, lambda one: one.inode):
             if excess <= 0:
                 return
-            (self.directory / one.name).unlink(missing_ok=True)
-            excess -= one.nbytes
+            for one in names_of_file:
+                (self.directory / one.name).unlink(missing_ok=True)
+                excess -= one.nbytes
 
     def _say(self, error: OSError) -> None:
         """Log once why the directory is not used: a warning where somebody else is at it."""
+        whole = self.within or self.directory
         if isinstance(error, UnsafeDirectoryError):
             say_once(
-                self,
+                whole,
                 logging.WARNING,
                 f"{self.directory} is not used, and steps are compiled at every start: {error}. "
                 "What is stored there runs as you; give the folder to yourself alone (chmod 700), "
@@ -200,9 +220,9 @@ class PrivateCache:
             )
             return
         say_once(
-            self,
+            whole,
             logging.INFO,
-            f"{self.directory} cannot be used, and steps are compiled at every start: {error}",
+            f"{whole} cannot be used, and steps are compiled at every start: {error}",
         )
 
 

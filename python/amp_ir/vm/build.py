@@ -18,7 +18,7 @@ from amp_ir.ir.executable import Executable
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.target import CompileTarget, cpu
 from amp_ir.standalone import LAUNCH_ADDRESS, SET_LAUNCH
-from amp_ir.vm.kernel_libraries import build_side_by_side
+from amp_ir.vm.kernel_libraries import build_side_by_side, one_part_a_thread
 from amp_ir.vm.library_cache import LibraryCache
 from amp_ir.vm.open_kernels import open_kernels
 from amp_ir.vm.simplify_indices import simplify_indices
@@ -196,7 +196,7 @@ def compile_in_memory(
             libraries = LIBRARIES.of(
                 kernels,
                 compiled_for,
-                lambda missing: _build_libraries(missing, built_for, opt_level),
+                lambda missing, _linked: _build_libraries(missing, built_for, opt_level),
             )
         if not libraries:  # TVM's linker needs one, even without a kernel
             libraries = [one for _, one in _build_libraries(kernels, built_for, opt_level)]
@@ -221,12 +221,12 @@ def _build_libraries(
         return library
 
     return build_side_by_side(
-        dict(kernels.functions),
+        one_part_a_thread(dict(kernels.functions)),
         CUDA_PIPELINE if is_cuda else KERNEL_PIPELINE,
         target,
         opt_level=opt_level,
-        of_part=lambda _part: {} if is_cuda else launch_setter(),
         finish=finish,
+        beside=dict if is_cuda else launch_setter,
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -14,38 +14,43 @@ from tvm import tirx
 Functions = Mapping[tvm.ir.GlobalVar, tirx.PrimFunc]
 T = TypeVar("T")
 # Kernels that make a library of their own worth its few milliseconds.
-_LEAST_KERNELS = 4
+LEAST_KERNELS = 4
 
 
 def build_side_by_side(
-    kernels: Functions,
+    parts: Sequence[Functions],
     pipeline: str,
     target: tvm.target.Target,
     *,
     opt_level: int,
-    of_part: Callable[[int], Functions],
     finish: Callable[[tvm.runtime.Module, int], T],
+    beside: Callable[[], Functions] = dict,
 ) -> list[tuple[list[str], T]]:
-    """Build libraries of `kernels`, one part per thread of PyTorch's.
+    """Build a library of each part, on as many threads as PyTorch has.
 
-    Each library also gets the functions that `of_part` makes for its number. `finish` makes the
-    machine code of a library, in the thread that built it; what it makes is returned, with the
-    names of the kernels in it.
+    Each library also gets the functions that `beside` makes. `finish` makes the machine code of a
+    library, in the thread that built it; what it makes is returned, with the names of the kernels
+    in it.
     """
-    count = max(1, min(torch.get_num_threads(), len(kernels) // _LEAST_KERNELS))
-    items = list(kernels.items())
 
     def build(part: int) -> tuple[list[str], T]:
-        # Neighbours take the same time, so every count-th is as much work as the next part's.
-        own = dict(items[part::count])
-        names = [variable.name_hint for variable in own]
-        own |= of_part(part)
+        own = parts[part]
         # Contexts of TVM are a thread's own.
         with tvm.transform.PassContext(opt_level=opt_level), target:
-            library = tvm.tirx.build(tvm.IRModule(own), target=target, pipeline=pipeline)
-        return names, finish(library, part)
+            module = tvm.IRModule({**own, **beside()})
+            library = tvm.tirx.build(module, target=target, pipeline=pipeline)
+        return [variable.name_hint for variable in own], finish(library, part)
 
-    if count == 1:
-        return [build(0)]
+    count = min(torch.get_num_threads(), len(parts))
+    if count <= 1:
+        return [build(part) for part in range(len(parts))]
     with ThreadPoolExecutor(count, "amp_ir builds kernels") as pool:
-        return list(pool.map(build, range(count)))
+        return list(pool.map(build, range(len(parts))))
+
+
+def one_part_a_thread(kernels: Functions) -> list[Functions]:
+    """Divide kernels among PyTorch's threads, into parts of about the same work."""
+    count = max(1, min(torch.get_num_threads(), len(kernels) // LEAST_KERNELS))
+    items = list(kernels.items())
+    # Neighbours take the same time, so every count-th is as much work as the next part's.
+    return [dict(items[part::count]) for part in range(count)]

@@ -48,13 +48,14 @@ class LibraryCache:
         self,
         kernels: tvm.IRModule,
         target: str,
-        build: Callable[[tvm.IRModule], Sequence[tuple[Iterable[str], T]]],
+        build: Callable[[tvm.IRModule, Sequence[T]], Sequence[tuple[Iterable[str], T]]],
     ) -> list[T]:
         """Return libraries that have these kernels, for a target and form.
 
         `build` makes those of the kernels that are in none, and returns each new library with the
-        names of its kernels. Two kernels are the same where names and functions are equal: literals
-        are compared by their bits but for NaN's, names of variables and locations are not compared.
+        names of its kernels. It is told the libraries that have the others, too. Two kernels are
+        the same where names and functions are equal: literals are compared by their bits but for
+        NaN's, names of variables and locations are not compared.
         Threads that ask for the same kernels at once may both build them.
         """
         # Its stub declares the fields, one of which the constructor computes.
@@ -74,7 +75,7 @@ class LibraryCache:
                 found[id(library)] = library.content
         if not missing:
             return list(found.values())
-        made = build(tvm.IRModule(missing, attrs=kernels.attrs))
+        made = build(tvm.IRModule(missing, attrs=kernels.attrs), list(found.values()))
         with self._lock:
             for names, content in made:
                 self._keep(_Library(content, tuple(keys[name] for name in names)))
