@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that `forward` makes: what it uses once runs as in eager, what it keeps is refused."""
+"""Modules and buffers that `forward` makes: it may use them once; what it keeps is refused."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -137,3 +139,67 @@ def test_a_module_with_parameters_that_forward_keeps_is_refused_with_what_works(
 def test_a_first_call_that_differs_is_refused():
     with pytest.raises(CaptureError, match=r"makes the module 'warm' \(Identity\) of Counts"):
         trained(Counts(), compiles=True)
+
+
+class Averages(Made):
+    """Makes a buffer, which was registered as None, at the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        now = self.linear(x)
+        old = now.detach().mean(0) if self.mean is None else self.mean
+        self.mean = old * 0.5 + now.detach().mean(0) * 0.5
+        return now - self.mean
+
+
+class Removes(Made):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("warm", torch.ones(8))
+
+    def forward(self, x):
+        x = self.linear(x) * self.warm
+        del self.warm
+        return x
+
+
+def refusal(kind, at_line, what):
+    line = kind.forward.__code__.co_firstlineno + at_line
+    return f"this step cannot be captured, 1 place:\n  1. step (forward), {__file__}:{line}: {what}"
+
+
+def test_a_buffer_that_forward_makes_and_keeps_is_refused_with_what_works():
+    model = Averages()
+    with pytest.raises(CaptureError) as caught:
+        trained(model, compiles=True)
+    assert str(caught.value) == refusal(
+        Averages,
+        3,
+        "keeps a tensor of shape (8,) in buffer 'mean' of Averages, where a compiled step puts "
+        "none. Make it in __init__ with its shape, or call the model once on a batch before, under "
+        "torch.no_grad(): a buffer that is a tensor is written by the step",
+    )
+    assert model.mean is None
+    # As it says: the buffer is a tensor before the step is captured.
+    with torch.no_grad():
+        model(X)
+    eager = copy.deepcopy(model)
+    torch.testing.assert_close(
+        trained(model, compiles=True), trained(eager, compiles=False), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(model.mean, eager.mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_buffer_that_forward_removes_is_refused():
+    model = Removes()
+    with pytest.raises(CaptureError) as caught:
+        trained(model, compiles=True)
+    assert str(caught.value) == refusal(
+        Removes,
+        2,
+        "removes buffer 'warm' of Removes. Keep it in the step, and remove it after the call",
+    )
+    assert torch.equal(model.warm, torch.ones(8))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that a traced step registers in the user's models: found, put again, and taken out."""
+"""Modules and tensors that a traced step registers in the user's models, or takes out of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -52,12 +53,30 @@ class NewModule:
         self.parent._modules[self.key] = child
 
 
+@attrs.frozen(eq=False)
+class ChangedTensor:
+    """A parameter or buffer that a module has and had not before the step; None: one that is gone.
+
+    A buffer that was None counts as one that the module had not.
+    """
+
+    parent: torch.nn.Module
+    kind: str
+    key: str
+    tensor: torch.Tensor | None
+
+    def name(self) -> str:
+        """Return how a message calls the place."""
+        return f"{self.kind} {self.key!r} of {type(self.parent).__name__}"
+
+
 class RegisteredModules:
-    """The submodules of models as they were before a step."""
+    """The submodules, parameters and buffers of models as they were before a step."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         found = {id(one): one for model in models for one in model.modules()}
         self._before = [(one, dict(one._modules)) for one in found.values()]
+        self._tensors = [(one, [_keys(it) for it in _tables(one)]) for one in found.values()]
         self.known = frozenset(found)
 
     def new(self) -> Iterator[NewModule]:
@@ -69,12 +88,30 @@ class RegisteredModules:
                     if one.holds_tensors or not _is_like(child, before.get(key)):
                         yield one
 
+    def changed_tensors(self) -> Iterator[ChangedTensor]:
+        """Return what other keys lead to tensors than before; another tensor is not looked for."""
+        for parent, keys in self._tensors:
+            kinds = zip(("parameter", "buffer"), _tables(parent), keys, strict=True)
+            for kind, table, before in kinds:
+                for key in _keys(table) - before:
+                    yield ChangedTensor(parent, kind, key, table[key])
+                for key in before - table.keys():
+                    yield ChangedTensor(parent, kind, key, None)
+
     def restore(self) -> None:
         """Let the modules have the submodules that they had."""
         for parent, before in self._before:
             if list(parent._modules.items()) != list(before.items()):
                 parent._modules.clear()
                 parent._modules.update(before)
+
+
+def _tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+def _keys(table: dict[str, Any]) -> set[str]:
+    return {key for key, tensor in table.items() if tensor is not None}
 
 
 def _is_like(child: torch.nn.Module, before: torch.nn.Module | None) -> bool:

@@ -45,7 +45,7 @@ from amp_ir.capture.guards.places import (
     is_plain,
     is_same,
 )
-from amp_ir.capture.guards.registered_modules import RegisteredModules
+from amp_ir.capture.guards.registered_modules import ChangedTensor, NewModule, RegisteredModules
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.errors import CaptureError
@@ -66,6 +66,11 @@ _IN_INIT = (
     "Make it in __init__, or call the model once on a batch before, under torch.no_grad(), and "
     "pass its parameters to the optimizer"
 )
+_MAKE_BUFFER = (
+    "Make it in __init__ with its shape, or call the model once on a batch before, under "
+    "torch.no_grad(): a buffer that is a tensor is written by the step"
+)
+_REMOVE = "Keep it in the step, and remove it after the call"
 _SET_MODE = "Set it before the step, and between steps"
 _PLAIN = "Guards do not see what it holds: call the module that it was made of"
 _MAKE_ITERATOR = "Keep a list or a tuple of what it gives, or make it after the call"
@@ -108,6 +113,7 @@ class SideEffects:
         """Record everything that a compiled step would not do again; call it inside the trace."""
         reported: set[tuple[int, Any]] = set()
         self._report_modules(diagnostics)
+        self._report_tensors(diagnostics)
         self._report_modes()
         shared = frozenset(self.observer.objects.contents)
         for place in self.observer.objects.places.values():
@@ -186,20 +192,30 @@ class SideEffects:
         for one in self.registered.new():
             kind, of = type(one.child).__name__, type(one.parent).__name__
             what = f"makes the module {one.key!r} ({kind}) of {of} and keeps it"
-            line = next(
-                (
-                    self._line(place)
-                    for place in self.observer.objects.places.values()
-                    if place.key == one.key and place.holder in (one.parent, vars(one.parent))
-                ),
-                ("", 0),
-            )
+            line = self._line_of(one)
             if one.holds_tensors:
                 told = f"{what}: each compiled step would make its parameters anew"
                 diagnostics.add(told, _at(line), _IN_INIT)
             else:
                 said = what, _at(line), _IN_INIT
                 self.left.append(Left(one, one.child, (id(one.parent), one.key), said))
+
+    def _report_tensors(self, diagnostics: Diagnostics) -> None:
+        """Report parameters and buffers that the step registers, or takes out of a module."""
+        for one in self.registered.changed_tensors():
+            at = _at(self._line_of(one))
+            if one.tensor is None:
+                diagnostics.add(f"removes {one.name()}", at, _REMOVE)
+            elif _holds_result(one.tensor):
+                what, _, _ = _kept(one.name(), one.tensor, ("", 0))
+                diagnostics.add(what, at, _IN_INIT if one.kind == "parameter" else _MAKE_BUFFER)
+
+    def _line_of(self, one: NewModule | ChangedTensor) -> tuple[str, int]:
+        """Return the line that stores what the step registers; ("", 0) where none is known."""
+        for place in self.observer.objects.places.values():
+            if place.key == one.key and place.holder in (one.parent, vars(one.parent)):
+                return self._line(place)
+        return "", 0
 
     def _report_modes(self) -> None:
         """Leave modes as the step does; in those, the same graph is the step again, or another."""
