@@ -54,6 +54,15 @@ def test_a_step_with_ops_of_pytorch_trains_as_in_eager(family: str):
         )
 
 
+def test_integers_of_an_op_lie_where_a_result_is_written_over_them():
+    model = nn.Linear(4, 1, bias=False)
+    compiled = amp_ir.jit(lambda x: torch.frexp(x * model.weight).exponent * 0.5, model=model)
+    x = torch.tensor([[3.0, -0.2, 9.0, 1000.0]]) / model.weight.detach()
+    assert torch.equal(compiled(x), torch.tensor([[1.0, -1.0, 2.0, 5.0]]))
+    memory = compiled.ir("memory")
+    assert " result.result0          " in memory.split("aten::frexp.Tensor", 1)[1], memory
+
+
 # The most frequent value, and a count of equal ones, jump where an argument is rounded.
 JUMPING = ("mode", "histc", "matrix_rank", "nextafter")
 

@@ -159,7 +159,8 @@ class _Writer:
         one another in the same bytes, with the same size and dtype, share it.
         """
         dtype = buffer.dtype if kind == "library" else buffer.physical_dtype
-        if buffer.parameter is not None and dtype == buffer.physical_dtype:
+        # What a result is written over may have another dtype: int32 numbers, then float32 ones.
+        if buffer.parameter is not None and dtype == str(buffer.parameter.ty.dtype):
             return buffer.parameter
         base = buffer.parameter if buffer.constant is None else buffer.constant
         base = self.arena if base is None else base
