@@ -161,42 +161,28 @@ struct Products {
   }
 };
 
-#if defined(__x86_64__)
-template <class Body>
-__attribute__((target("avx2,fma"))) void RunAvx2(Body body) {
-  body();
-}
-#endif
-
-// AVX-512 is left out: there oneDNN has kernels of its own, but for a few odd layouts.
-template <class Body>
-void Run(const Body& body) {
-#if defined(__x86_64__)
-  static const bool has_avx2 = onednn::ChooseVectors() != onednn::Vectors::kBaseline;
-  if (has_avx2) return RunAvx2(body);
-#endif
-  body();
-}
-
 }  // namespace
 
 void LoadRow(const ImageRow& row, float* places, int64_t spread, int64_t block_floats) {
-  WithDtype(row.dtype,
-            [&](auto type) { Run(Load<decltype(type)>{row, places, spread, block_floats}); });
+  WithDtype(row.dtype, [&](auto type) {
+    onednn::RunWithVectors(Load<decltype(type)>{row, places, spread, block_floats});
+  });
 }
 
 void StoreRow(const float* places, int64_t block_floats, const ImageRow& row) {
-  WithDtype(row.dtype, [&](auto type) { Run(Store<decltype(type)>{places, block_floats, row}); });
+  WithDtype(row.dtype, [&](auto type) {
+    onednn::RunWithVectors(Store<decltype(type)>{places, block_floats, row});
+  });
 }
 
 void MultiplyRow(const std::vector<const float*>& rows, const Window& window, const float* weight,
                  float* out, int64_t count) {
-  Run(Multiply{rows, window, weight, out, count});
+  onednn::RunWithVectors(Multiply{rows, window, weight, out, count});
 }
 
 void AddProducts(const float* row, const Window& window, const float* grad, int64_t count,
                  float* sums) {
-  Run(Products{row, window, grad, count, sums});
+  onednn::RunWithVectors(Products{row, window, grad, count, sums});
 }
 
 }  // namespace amp_ir

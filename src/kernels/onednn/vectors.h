@@ -19,6 +19,23 @@ inline Vectors ChooseVectors() {
   return Vectors::kBaseline;
 }
 
+#if defined(__x86_64__)
+template <class Body>
+__attribute__((target("avx2,fma"))) void RunAvx2(Body body) {
+  body();
+}
+#endif
+
+// Calls a body that is always inlined, with AVX2 where there is that or more.
+template <class Body>
+void RunWithVectors(const Body& body) {
+#if defined(__x86_64__)
+  static const bool has_avx2 = ChooseVectors() != Vectors::kBaseline;
+  if (has_avx2) return RunAvx2(body);
+#endif
+  body();
+}
+
 }  // namespace amp_ir::onednn
 
 #endif  // AMP_IR_KERNELS_VECTORS_H_
