@@ -4,6 +4,7 @@
 #include "onednn/depthwise.h"
 #include "onednn/ops.h"
 #include "onednn/plan.h"
+#include "onednn/pointwise.h"
 #include "onednn/vectors.h"
 #include "onednn/weight_gradient.h"
 #include "onednn/widen.h"
@@ -330,6 +331,7 @@ std::shared_ptr<const Plan> WeightGradientPlan(const StridedTensor& x, const Str
 void Convolve(ConvKind kind, const StridedTensor& x, const StridedTensor& w, const StridedTensor& y,
               const Convolution& convolution) {
   if (x.numel() == 0 || w.numel() == 0 || y.numel() == 0) return;
+  if (ConvolvePointwise(kind, x, w, y, convolution)) return;
   PlanKey key = OperationKey(kFirstConvolution + static_cast<int64_t>(kind));
   key.Add(x);
   key.Add(w);
