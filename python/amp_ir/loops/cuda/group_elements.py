@@ -18,7 +18,8 @@ from amp_ir.loops.codegen.kernel import unflatten_axes
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
 from amp_ir.loops.codegen.levels import Level, assign_levels
 from amp_ir.loops.cuda.launch import WARP, ThreadAccumulator, blocked, guarded, kept_dtype, unrolled
-from amp_ir.loops.cuda.thread_writer import VECTOR_NBYTES, ThreadWriter
+from amp_ir.loops.cuda.part_loads import VECTOR_NBYTES
+from amp_ir.loops.cuda.thread_writer import ThreadWriter
 from amp_ir.loops.group import Domain, Group
 from amp_ir.loops.ir import Reduction, TensorSpec, compute_dtype
 

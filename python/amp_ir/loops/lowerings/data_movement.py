@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from tvm import relax, tirx
@@ -10,6 +11,7 @@ from tvm import relax, tirx
 from amp_ir.ir.image_layout import TO_FIRST, TO_LAST
 from amp_ir.loops import math as m
 from amp_ir.loops.builders import channels_first, channels_last, pointwise, reshape
+from amp_ir.loops.choices import element_of_part
 from amp_ir.loops.ir import Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 
@@ -91,20 +93,16 @@ def concat(op: Lowering, *parts: Value) -> Value:
     """Concatenate values along an axis."""
     result = op.results[0]
     axis = int(op.call.attrs.axis) % len(result.shape)
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + part.shape[axis])
+    read = [part for part in parts if part.shape[axis]] or list(parts)
+    ends = list(itertools.accumulate(part.shape[axis] for part in read))
 
     def body(*i: Any) -> Any:
-        element = None
-        for part, start in reversed(list(zip(parts, starts, strict=False))):
-            at = m.clamp(i[axis] - start, part.shape[axis])
-            value = part[tuple(at if d == axis else k for d, k in enumerate(i))]
-            after = i[axis] >= tirx.const(start + part.shape[axis], "int32")
-            element = value if element is None else m.select(after, element, value)
-        return element
+        def element(k: int, at: Any) -> Any:
+            return read[k][tuple(at if d == axis else j for d, j in enumerate(i))]
 
-    return pointwise(result.shape, result.dtype, body, parts=parts, part_axis=axis)
+        return element_of_part(i[axis], ends, element)
+
+    return pointwise(result.shape, result.dtype, body, parts=tuple(read), part_axis=axis)
 
 
 @lowers("relax.full", "relax.zeros", "relax.ones")
