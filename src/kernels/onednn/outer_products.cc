@@ -47,13 +47,6 @@ struct Products {
   template <int kCount>
   [[gnu::always_inline]] void Rows() const {
     Half low[kCount] = {}, high[kCount] = {};
-    if (!is_first) {
-#pragma GCC unroll 8
-      for (int k = 0; k < kCount; ++k) {
-        low[k] = HalfAt(tile + k * kTileLanes, 0);
-        high[k] = HalfAt(tile + k * kTileLanes, 1);
-      }
-    }
     for (int64_t sample = 0; sample < samples; ++sample) {
       for (int64_t row = 0; row < rows; ++row) {
         const float* a = left.data + sample * left.sample_stride + row * left.row_stride;
@@ -70,10 +63,13 @@ struct Products {
         }
       }
     }
+    // Sums of a block are added as a whole: the rounding errors of one chain over all places of
+    // many images grow with their number.
 #pragma GCC unroll 8
     for (int k = 0; k < kCount; ++k) {
-      HalfAt(tile + k * kTileLanes, 0) = low[k];
-      HalfAt(tile + k * kTileLanes, 1) = high[k];
+      Half &to_low = HalfAt(tile + k * kTileLanes, 0), &to_high = HalfAt(tile + k * kTileLanes, 1);
+      to_low = is_first ? low[k] : to_low + low[k];
+      to_high = is_first ? high[k] : to_high + high[k];
     }
   }
 };
