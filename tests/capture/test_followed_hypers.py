@@ -31,6 +31,15 @@ def first_row(y: torch.Tensor, rate: float) -> torch.Tensor:
     return y.square().mean()
 
 
+def distilled(y: torch.Tensor) -> torch.Tensor:
+    teacher = y.detach().flip(-1).softmax(-1)
+    return F.kl_div(y.log_softmax(-1), teacher, reduction="batchmean")
+
+
+def partly_negated(y: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.tensor([math.nan, 1.0]).isnan(), y, -y)
+
+
 # What C, a derivative or a branch makes of the number.
 KEPT: dict[str, Loss] = {
     "lerp": lambda y, rate: y.lerp(torch.ones_like(y), rate).square().mean(),
@@ -54,6 +63,10 @@ FOLLOWED: dict[str, Loss] = {
     "tensor lerp": lambda y, rate: y.lerp(torch.ones_like(y), torch.full((), rate)).mean(),
     "branch": lambda y, rate: y.square().mean() * (2.0 if rate > 0.04 else 3.0),
     "root": lambda y, rate: y.square().mean() * math.sqrt(rate),
+    # Graphs with NaN as a constant: of `xlogy`, of the step's own, in a tensor.
+    "distilled": lambda y, rate: rate * distilled(y),
+    "fill": lambda y, rate: rate * y.masked_fill(y > 1, math.nan).nansum(),
+    "constant": lambda y, rate: (partly_negated(y) * rate).square().mean(),
     "limits": lambda y, rate: (y.clamp(-rate, rate) * y).mean(),
 }
 

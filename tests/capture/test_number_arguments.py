@@ -88,6 +88,11 @@ def nested(z: torch.Tensor, y: torch.Tensor, given: Any) -> torch.Tensor:
     return F.cross_entropy(z, y) * weight + z.square().mean() * math.exp(-power)
 
 
+def distilled(z: torch.Tensor, y: torch.Tensor, temperature: float) -> torch.Tensor:
+    teacher = F.one_hot(y, 3).float().softmax(-1)  # `xlogy` of it has NaN as a constant
+    return F.kl_div((z / temperature).log_softmax(-1), teacher, reduction="batchmean")
+
+
 def two(z: torch.Tensor, y: torch.Tensor, temperature: float, weight: float) -> torch.Tensor:
     return F.cross_entropy(z / temperature, y) + weight * z.square().mean()
 
@@ -102,6 +107,7 @@ def warmed_up(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
 
 PROGRAMS: dict[str, tuple[Loss, Callable[[int], tuple[Any, ...]]]] = {
     "temperature": (tempered, lambda i: (0.7 + 0.3 * i,)),
+    "distilled": (distilled, lambda i: (0.7 + 0.3 * i,)),
     "nested": (nested, lambda i: ({"weight": 1.5 - 0.2 * i, "rest": (0.1 * i, "a")},)),
     "two": (two, lambda i: (0.7 + 0.3 * i, -0.5 + 0.25 * i)),
     "a counter": (counted, lambda i: (i,)),

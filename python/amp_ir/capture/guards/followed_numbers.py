@@ -136,7 +136,7 @@ def _same_constants(symbolic: Traced, other: Traced) -> bool:
     if len(mine.places) != len(others.places):
         return False
     pairs = zip(mine.places, mine.constants, others.constants, strict=True)
-    return all(place is not None or a is b or a == b for place, a, b in pairs)
+    return all(place is not None or a is b or _is_same(a, b) for place, a, b in pairs)
 
 
 @attrs.define
@@ -185,8 +185,8 @@ class _Comparison:
         mine = self._value(one, self.tape, self.inputs)
         others = self._value(two, self.plain, self.plain.inputs)
         if isinstance(mine, float) and isinstance(others, (float, int)):
-            return mine == others or math.isclose(mine, others, rel_tol=_CLOSE)
-        return type(mine) is type(others) and bool(mine == others)
+            return _is_same(mine, others) or math.isclose(mine, others, rel_tol=_CLOSE)
+        return type(mine) is type(others) and _is_same(mine, others)
 
     @staticmethod
     def _value(scalar: Any, tape: FloatTape, inputs: list[float]) -> Any:
@@ -220,4 +220,12 @@ def _kinds(value: Any) -> Any:
 def _equal(one: Any, two: Any) -> bool:
     if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
         return False
-    return one.dtype == two.dtype and one.shape == two.shape and bool(torch.equal(one, two))
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    # A NaN, as `xlogy` and a masked mean have it, is the same constant in both graphs.
+    return bool(((one == two) | ((one != one) & (two != two))).all())
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Return whether two constants are equal, or NaN."""
+    return bool(one == two) or (isinstance(one, float) and one != one and bool(two != two))
