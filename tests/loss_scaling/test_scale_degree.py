@@ -318,6 +318,34 @@ def penalty_on_scaled(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
     return loss.detach()
 
 
+def clamped_in_a_hook(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
+    t.optimizer.zero_grad()
+    out = t.model(x)  # here
+    out.register_hook(lambda grad: grad.clamp(max=0.01))
+    t.scaler.scale(functional.cross_entropy(out, y)).backward()
+    t.end()
+
+
+def clamped_by_the_scale(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
+    t.optimizer.zero_grad()
+    out = t.model(x)
+    out.register_hook(lambda grad: grad.clamp(max=0.01 * t.scaler.get_scale()))
+    t.scaler.scale(functional.cross_entropy(out, y)).backward()
+    t.end()
+
+
+def test_a_hook_clamps_by_the_scale_as_the_error_says():
+    with pytest.raises(LossScaleError) as error:
+        Training.make(torch.optim.SGD, lr=0.1).degrees(clamped_in_a_hook)
+    assert str(error.value) == (
+        "this step uses its loss scale wrongly, 1 place:\n"
+        f"  1. 4 (backward), {line_of(clamped_in_a_hook, 'here')}: relax.minimum compares a "
+        f"gradient, {SCALED}, with 0.01, {PLAIN}. Gradients are still multiplied by the loss scale "
+        "in a backward pass, so in hooks: multiply the number by scaler.get_scale()"
+    )
+    assert Training.make(torch.optim.SGD, lr=0.1).degrees(clamped_by_the_scale).notes == ()
+
+
 def plain_step(t: Training, x: torch.Tensor, y: torch.Tensor) -> Any:
     t.scaled_backward(x, y)
     t.optimizer.step()  # here

@@ -36,6 +36,10 @@ _SCALE_ALL = (
     "Gradients of a loss that was scaled meet those of one that was not: scale every loss, "
     "scaler.scale(loss).backward(), or their sum"
 )
+_SCALE_THE_NUMBER = (
+    "Gradients are still multiplied by the loss scale in a backward pass, so in hooks: multiply "
+    "the number by scaler.get_scale()"
+)
 _PENALTY = (
     "One of them comes through gradients that were still scaled when a loss was computed from "
     "them, as a gradient penalty does: multiply what torch.autograd.grad returned by "
@@ -265,6 +269,8 @@ class Diagnostics:
         reads = [op.reads[position] for position in diagnostic.positions]
         is_plain = any(diagnostic.operands.is_plain(position) for position in diagnostic.positions)
         if op.location.phase == "backward":
+            if op.name in _COMPARING and any(self._graph.values[one].is_constant for one in reads):
+                return _SCALE_THE_NUMBER
             return _SCALE_ALL if is_plain else _PENALTY
         if op.location.phase == "optimizer":
             return _UNSCALE_FIRST if op.name in _COMPARING else _STEP_BY_SCALER
