@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import amp_ir
+from amp_ir.host import huge_pages
 from amp_ir.host.huge_pages import empty_in_huge_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/smaps")
@@ -40,11 +41,19 @@ def _system_has_huge_pages() -> None:
         pytest.skip("this system has no transparent huge pages")
 
 
-def test_large_tensors_ask_for_huge_pages() -> None:
+def test_large_tensors_ask_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     made = empty_in_huge_pages((33, 1 << 20), torch.bool, CPU)
     assert made.shape == (33, 1 << 20) and made.dtype is torch.bool and made.is_contiguous()
     assert _is_advised(made)
-    assert not _is_advised(empty_in_huge_pages(1 << 20, torch.uint8, CPU))
+
+    def refused(_name: None) -> None:
+        raise AssertionError("a small tensor asks")
+
+    # The mapping says nothing of a small one: it may lie where NumPy asked before.
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", refused)
+    assert empty_in_huge_pages(1 << 20, torch.uint8, CPU).shape == (1 << 20,)
+    with pytest.raises(AssertionError, match="a small tensor asks"):
+        empty_in_huge_pages((33, 1 << 20), torch.bool, CPU)
 
 
 def test_tensors_of_other_devices_are_pytorchs() -> None:
