@@ -107,11 +107,11 @@ def holding(letters: str, content: bytes = b"code") -> KernelObject:
 
 
 def asked(letters: str) -> dict[str, str]:
-    return dict(holding(letters).keys)
+    return dict(holding(letters).key_by_name)
 
 
 def names(objects: list[KernelObject]) -> list[str]:
-    return ["".join(name[-1] for name in one.keys) for one in objects]
+    return ["".join(name[-1] for name in one.key_by_name) for one in objects]
 
 
 def test_an_object_is_found_by_each_of_its_kernels(store):

@@ -19,7 +19,7 @@ NBYTES_VARIABLE = "AMP_IR_CACHE_NBYTES"
 # A step of BERT or GPT-2 has 0.3 to 2 MB, so this holds the last thousand.
 DEFAULT_LIMIT_NBYTES = 2 << 30
 # The folder of kernels within that of steps, and how many times less it may hold.
-KERNELS = "kernels"
+_KERNELS = "kernels"
 _KERNELS_SHARE = 16
 _OFF = ("0", "off")
 
@@ -35,7 +35,7 @@ class CompileCache:
         """Return the folder of machine code that new steps take kernels from."""
         whole = self.files
         limit_nbytes = whole.limit_nbytes // _KERNELS_SHARE
-        return PrivateCache(whole.directory / KERNELS, limit_nbytes, whole.directory)
+        return PrivateCache(whole.directory / _KERNELS, limit_nbytes, whole.directory)
 
     def get(self, key: str) -> CacheEntry | None:
         """Return the entry of a key, checked; a damaged one is removed, logged once, and None."""

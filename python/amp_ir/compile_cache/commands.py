@@ -59,18 +59,15 @@ def _done(cache: CompileCache, arguments: argparse.Namespace) -> str:
 
 
 def _described(cache: CompileCache) -> str:
-    entries, files = cache.files.entries(), cache.files
+    entries, files, kernels = cache.files.entries(), cache.files, cache.kernels
+    held = sum(one.nbytes for one in kernels.entries()) / 2**20
     lines = [
         f"folder  {files.directory}",
         f"holds   {_size(len(entries), sum(one.nbytes for one in entries))}",
         f"limit   {files.limit_nbytes / 2**20:.1f} MiB",
-    ]
-    kernels = cache.kernels
-    held = sum(one.nbytes for one in kernels.entries()) / 2**20
-    lines.append(
         f"kernels {held:.1f} of {kernels.limit_nbytes / 2**20:.1f} MiB, from which new steps take "
-        "theirs"
-    )
+        "theirs",
+    ]
     if entries:
         lines.append(f"used    {_day(entries[0])} to {_day(entries[-1])}")
     return "\n".join(lines)

@@ -32,39 +32,39 @@ class StoredKernels:
         The JSON has every literal in full. It has the names of variables, too, which decide
         nothing; the same source makes the same ones.
         """
+        # A list and an object of JSON one after the other: where one ends is in their text.
+        outside = json.dumps([self.environment, compiled_for])
         return {
-            variable.name_hint: _digest(
-                json.dumps([self.environment, compiled_for]), tvm.ir.save_json(function)
-            )
+            variable.name_hint: _sha256((outside + tvm.ir.save_json(function)).encode())
             for variable, function in kernels.items()
         }
 
     def find(self, keys: Mapping[str, str], linked: Sequence[KernelObject]) -> list[KernelObject]:
         """Return objects of which at least half of the kernels are asked for.
 
-        Others would make the library of a step larger than compiling the rest of them is slow.
+        One that is mostly of other steps would enlarge the library of this one, to save little.
 
         Ensures: no kernel's name is in two of those and `linked`.
         """
-        taken = {name for one in linked for name in one.keys}
+        taken = {name for one in linked for name in one.key_by_name}
         found = []
         for name, key in keys.items():
             one = None if name in taken else self._read(key)
-            if one is None or one.keys.get(name) != key or taken & one.keys.keys():
+            if one is None or one.key_by_name.get(name) != key or taken & one.key_by_name.keys():
                 continue
-            wanted = sum(keys.get(other) == its_key for other, its_key in one.keys.items())
+            wanted = sum(keys.get(other) == its_key for other, its_key in one.key_by_name.items())
             # Another kernel of that name could not be linked beside it.
-            is_mixed = any(keys.get(other, its) != its for other, its in one.keys.items())
-            if 2 * wanted >= len(one.keys) and not is_mixed:
-                taken |= one.keys.keys()
+            is_mixed = any(keys.get(other, its) != its for other, its in one.key_by_name.items())
+            if 2 * wanted >= len(one.key_by_name) and not is_mixed:
+                taken |= one.key_by_name.keys()
                 found.append(one)
         return found
 
     def put(self, made: Sequence[KernelObject]) -> None:
         """Keep objects; where one cannot be kept, that is logged once."""
         for one in made:
-            sealed = json.dumps(dict(one.keys)).encode() + b"\n" + one.content
-            first, *others = one.keys.values()
+            sealed = json.dumps(dict(one.key_by_name)).encode() + b"\n" + one.content
+            first, *others = one.key_by_name.values()
             self.files.put(first, _sha256(sealed).encode() + b"\n" + sealed, also=others)
 
     def _read(self, key: str) -> KernelObject | None:
@@ -87,12 +87,3 @@ class StoredKernels:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _digest(*texts: str) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        encoded = text.encode()
-        # The length keeps ("ab", "c") and ("a", "bc") apart.
-        digest.update(f"{len(encoded)}:".encode() + encoded)
-    return digest.hexdigest()

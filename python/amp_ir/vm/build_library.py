@@ -41,10 +41,10 @@ _OPTIONS = ["-Wl,-Bsymbolic"] if sys.platform.startswith("linux") else []
 class KernelObject:
     """Machine code of kernels as an object file.
 
-    `keys` has what tells each of them from any other, by its name; "" where nothing is kept.
+    `key_by_name` has what tells each of them from any other; "" where nothing is kept.
     """
 
-    keys: Mapping[str, str]
+    key_by_name: Mapping[str, str]
     content: bytes = attrs.field(repr=False)
 
 
@@ -92,7 +92,9 @@ def build_library(
         compiler = _Compiler(built_for, opt_level, store)
         made = LIBRARIES.of(kernels, compiler.description, compiler.objects)
         made = list({one.content: one for one in made}.values())
-        if len({name for one in made for name in one.keys}) < sum(len(one.keys) for one in made):
+        if len({name for one in made for name in one.key_by_name}) < sum(
+            len(one.key_by_name) for one in made
+        ):
             # A kernel that an object has beside those that it was taken for is in another one.
             made = compiler.made(dict(kernels.functions), {})
         try:
@@ -127,7 +129,7 @@ class _Compiler:
         if self.store is not None:
             keys = self.store.keys(functions, self.description)
             found = self.store.find(keys, linked)
-        has = {item for one in (*linked, *found) for item in one.keys.items() if item[1]}
+        has = {item for one in (*linked, *found) for item in one.key_by_name.items() if item[1]}
         new = {
             variable: function
             for variable, function in functions.items()
@@ -137,7 +139,7 @@ class _Compiler:
         if self.store is not None:
             self.store.put(made)
         names = {variable.name_hint for variable in functions}
-        return [(sorted(names & one.keys.keys()), one) for one in (*found, *made)]
+        return [(sorted(names & one.key_by_name.keys()), one) for one in (*found, *made)]
 
     def made(self, kernels: Functions, keys: Mapping[str, str]) -> list[KernelObject]:
         """Compile kernels, a few to an object."""
@@ -172,7 +174,7 @@ def _link(
         for name, one in zip(files, kernels, strict=False):
             Path(name).write_bytes(one.content)
         # The program looks for its kernels in a library that it imports: the one that it is in.
-        library = tvm.runtime.load_static_library(files[0], [*kernels[0].keys])
+        library = tvm.runtime.load_static_library(files[0], [*kernels[0].key_by_name])
         executable = vm_build._ffi_api.VMLink(builder, target, library, [], {})
         packed = runtime_api.ModulePackImportsToLLVM(executable, False, str(target), "")
         packed.write_to_file(files[-1], "o")
