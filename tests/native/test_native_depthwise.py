@@ -6,24 +6,15 @@ On a CPU without AVX-512 they are kernels of ours; on others, those of a process
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from random import Random
 
 import pytest
 import torch
 
 from amp_ir.host import native
-from convolution_calls import Case, channels_last, operands
+from convolution_calls import DTYPES, Case, channels_last, operands, run_with_isa
 from native_calls import TOLERANCE, convolve, relative_error
 
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float16),
-]
 has_onednn = native.has("amp_ir.onednn.conv")
 needs_onednn = pytest.mark.skipif(not has_onednn, reason="onednn is not in this build")
 needs_ours = pytest.mark.skipif(
@@ -70,8 +61,6 @@ def test_against_float64(seed):
 @needs_onednn
 @pytest.mark.parametrize("isa", ["AVX2", "SSE41"])
 def test_on_a_lesser_cpu(isa):
-    # Which instructions are used is decided once a process.
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
     program = (
         "from random import Random\n"
         "from amp_ir.host import native\n"
@@ -81,11 +70,7 @@ def test_on_a_lesser_cpu(isa):
         "assert {'conv depthwise rows', 'conv_backward_input depthwise rows',\n"
         "        'conv_backward_weight depthwise rows'} <= set(map(str, names)), list(names)\n"
     )
-    folder = os.path.dirname(__file__)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_with_isa(isa, __file__, program)
 
 
 @needs_ours

@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from amp_ir.host import native
-from convolution_calls import Case, channels_last, operands
+from convolution_calls import DTYPES, Case, channels_last, operands
 from native_calls import TOLERANCE, convolve, relative_error
 
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float16),
-]
 has_onednn = native.has("amp_ir.onednn.conv")
 isa = native.function("amp_ir.onednn.isa")() if has_onednn else ""
 on_avx2 = "avx2" in isa and "avx512" not in isa

@@ -6,24 +6,15 @@ With AVX2 and no AVX-512 they are kernels of ours; on others, those of a process
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from random import Random
 
 import pytest
 import torch
 
 from amp_ir.host import native
-from convolution_calls import Case, channels_last, operands
+from convolution_calls import DTYPES, Case, channels_last, operands, run_with_isa
 from native_calls import TOLERANCE, convolve, relative_error
 
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float16),
-]
 VERB = "conv_backward_weight"
 has_onednn = native.has("amp_ir.onednn.conv")
 isa = native.function("amp_ir.onednn.isa")() if has_onednn else ""
@@ -71,12 +62,6 @@ def test_against_float64(seed):
 @pytest.mark.skipif(not has_onednn, reason="onednn is not in this build")
 @pytest.mark.skipif("avx2" not in isa and "avx512" not in isa, reason="this CPU has no AVX2")
 def test_on_a_cpu_with_avx2_alone():
-    # Which instructions are used is decided once a process.
-    environment = {
-        **os.environ,
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
     program = (
         "from random import Random\n"
         "from amp_ir.host import native\n"
@@ -86,11 +71,7 @@ def test_on_a_cpu_with_avx2_alone():
         "ours = 'conv_backward_weight outer products'\n"
         "assert {ours, f'widen+widen+{ours}+narrow', f'widen+widen+{ours}'} <= names, names\n"
     )
-    folder = os.path.dirname(__file__)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_with_isa("AVX2", __file__, program)
 
 
 @needs_ours

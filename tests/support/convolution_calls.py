@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 import torch.nn.functional as F
+
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+]
 
 
 @attrs.frozen
@@ -88,3 +99,16 @@ def operands(case: Case, channels: tuple[int, int, int], dtypes, order):
         "conv_backward_input": (grad, w, empty(x), exact_x.grad),
         "conv_backward_weight": (grad, x, empty(w), exact_w.grad),
     }
+
+
+def run_with_isa(isa: str, test_file: str, program: str) -> None:
+    """Run a program that may import the tests beside `test_file`, on a CPU with this ISA.
+
+    Which instructions are used is decided once a process.
+    """
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment, cwd=Path(test_file).parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
