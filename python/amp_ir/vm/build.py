@@ -22,6 +22,7 @@ from amp_ir.vm.kernel_libraries import build_side_by_side, one_part_a_thread
 from amp_ir.vm.library_cache import LibraryCache
 from amp_ir.vm.open_kernels import open_kernels
 from amp_ir.vm.simplify_indices import simplify_indices
+from amp_ir.vm.unpack_arguments import unpack_arguments
 
 # Kernels reach their thread pool through this variable of the compiled module.
 _LAUNCH_SETTER = f"""
@@ -37,7 +38,8 @@ define void @{SET_LAUNCH}_in_module(ptr %launch) {{
 def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
     """Lower kernels to the input of code generation.
 
-    TVM's default list minus the passes for scheduled blocks, and without four others.
+    TVM's default list minus the passes for scheduled blocks and for devices, and without five
+    others. For MakePackedAPI, see `unpack_arguments`.
     FlattenBuffer has nothing to flatten, since the buffers of a kernel have one axis, and it makes
     wrong indices: (5 - i) // 2 * 2 + (5 - i) % 2 becomes 4 - i (TVM 0.27, for i below 6). Indices
     are simplified by `simplify_indices` instead.
@@ -53,13 +55,7 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
         transform.VectorizeLoop(True),
         transform.UnrollLoop(),
         transform.CommonSubexprElim(),
-        transform.VerifyMemory(),
-        transform.AnnotateEntryFunc(),
-        transform.SplitHostDevice(),
-        transform.MakePackedAPI(),
-        # Checks of each argument at each call, which take LLVM as long as the kernels themselves.
-        # Program checks state and batch before a run; everything else is planned here.
-        transform.SkipAssert(),
+        transform.prim_func_pass(lambda kernel, *_: unpack_arguments(kernel), opt_level=0),
     ]
     return tvm.transform.Sequential(passes)(mod)
 
@@ -153,10 +149,10 @@ def compile_executable(
 
 
 def _lower_main() -> tvm.transform.Pass:
+    # Without ComputePrimValue: of each literal float it makes a function that LLVM compiles.
     return tvm.transform.Sequential(
         [
             relax.transform.LowerRuntimeBuiltin(),
-            relax.transform.ComputePrimValue(),
             relax.transform.VMShapeLower(),
             relax.transform.AttachGlobalSymbol(),
         ]
