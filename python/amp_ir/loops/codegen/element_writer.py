@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
+import tvm_ffi
 from tvm import tirx
 from tvm.tirx.analysis import undefined_vars
 
@@ -47,6 +48,7 @@ class ElementWriter:
     is_scalar: bool = False
     _elements: dict[int, Any] = attrs.field(factory=dict)
     _depths: dict[tirx.Var, int] = attrs.field(factory=dict)
+    _named: dict[int, list[tuple[Any, Any]]] = attrs.field(factory=dict)
     _full: set[int] = attrs.field(init=False)
     _row: set[int] = attrs.field(init=False)
 
@@ -61,9 +63,19 @@ class ElementWriter:
             yield
 
     def let(self, element: Any) -> Any:
-        """Give an expression a name in the kernel."""
+        """Give an expression a name in the kernel; an equal one at this position has it already."""
         if isinstance(element, (int, float, tirx.Var)) or m.literal(element) is not None:
             return element
+        # Readers of one value each write what they need of it, as gelu and its slope the bell.
+        alike = self._named.setdefault(tvm_ffi.structural_hash(element), [])
+        for known, name in alike:
+            if tvm_ffi.structural_equal(known, element):
+                return name
+        name = self._new_name(element)
+        alike.append((element, name))
+        return name
+
+    def _new_name(self, element: Any) -> Any:
         if m.dtype_of(element) == "bool":
             # Code generation cannot take a vector of bool under a name (TVM 0.27).
             return tirx.NE(self.let(m.cast(element, "int32")), m.constant(0, "int32"))

@@ -49,7 +49,8 @@ def gelu(x: Any) -> Any:
     """Return x Phi(x), Phi the normal distribution function."""
     x = let(x)
     half = m.constant(-0.5, m.dtype_of(x))
-    return x * m.normal_cdf(x, m.exp(x * x * half))
+    # In the order of `gelu_backward`: kernels that need both compute the bell once.
+    return x * m.normal_cdf(x, let(m.exp(half * x * x)))
 
 
 def gelu_tanh(x: Any) -> Any:
