@@ -127,8 +127,12 @@ def power_scalar(ops: Emitter, x: relax.Expr, exponent: Operand) -> relax.Expr:
     # PyTorch's float16 uses no roots here: -inf to the power 0.5 is inf.
     if exponent in (0.5, -0.5) and ops.dtype != "float16":
         return ops.emit(relax.op.sqrt(x) if exponent > 0 else relax.op.rsqrt(x))
-    if exponent in (-1, -2):
-        return ops.divide(1.0, x if exponent == -1 else ops.multiply(x, x))
+    if exponent == -1:
+        return ops.divide(1.0, x)
+    if exponent == -2:
+        # The square is of a dtype of its own: 1000 ** 2, which the step may have too, is no float16.
+        wide = ops.cast(x, "float64" if ops.dtype == "float64" else "float32")
+        return ops.cast(ops.divide(1.0, ops.multiply(wide, wide)), ops.dtype)
     return ops.emit(relax.op.power(x, ops.constant(exponent, ops.dtype)))
 
 
