@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 
 import numpy
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from cuda_emulator.client import FOLDER
 from pytorch_as_it_was import pytorch_state
 
 # Tests test compilations, also those in processes that they start; not what earlier ones left.
@@ -38,6 +40,15 @@ def pytorch_is_as_it_was() -> Iterator[None]:
     now = pytorch_state()
     changed = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
     assert not changed
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all emulating processes of this run share what they compile, also those of xdist."""
+    if FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="amp_ir_emulator_")
+        os.environ[FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(lambda: os.environ.pop(FOLDER))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

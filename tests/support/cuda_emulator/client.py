@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 IN_EMULATOR = "AMP_IR_CUDA_EMULATOR"
+# Names a folder in which the emulating processes of a run, several at once, share what g++ makes.
+FOLDER = "AMP_IR_CUDA_EMULATOR_FOLDER"
 
 
 def in_emulator(test: Callable[..., None]) -> Callable[..., None]:

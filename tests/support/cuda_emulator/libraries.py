@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the stand-ins for libcuda and libcudart, and sources of kernels, with g++."""
+"""Compiles the stand-ins for libcuda and libcudart, and sources of kernels, with g++.
+
+Each is compiled once a folder, which emulating processes may share: ranks run the same kernels.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
+import os
 import re
 import struct
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +45,18 @@ _MOST_DYNAMIC_NBYTES = 227 << 10
 
 
 def build(folder: Path) -> None:
-    """Compile both stand-ins and the kernels' header into `folder`.
+    """Compile both stand-ins and the kernels' header into `folder`, if they are not there.
 
     Beside them is TVM's library, linked to them.
     """
+    built = folder / "built"
+    with _alone(built):
+        if not built.exists():
+            _build(folder)
+            built.touch()
+
+
+def _build(folder: Path) -> None:
     driver = [str(HERE / name) for name in ("driver.cc", "threads.cc", "memory.cc")]
     # A jump out of a fiber is what fortified longjmp refuses.
     command = [*_SHARED, "-O2", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
@@ -84,13 +99,26 @@ def compile_kernels(source: str, folder: Path) -> Path:
     """A shared library with the kernels of a CUDA source, for the driver's stand-in to load."""
     translated = translate(source)
     path = folder / f"kernels_{hashlib.sha256(translated.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        written = path.with_suffix(".cc")
-        written.write_text(translated)
-        # Looked for in `folder` first, where it is compiled.
-        options = ["-I", str(folder), *_SHARED[1:], *_KERNEL_OPTIONS, "-include", _HEADER]
-        _run(["g++", *options, str(written), str(folder / DRIVER), "-o", str(path)])
+    with _alone(path):
+        if not path.exists():
+            written, made = path.with_suffix(".cc"), path.with_suffix(".part")
+            written.write_text(translated)
+            # Looked for in `folder` first, where it is compiled.
+            options = ["-I", str(folder), *_SHARED[1:], *_KERNEL_OPTIONS, "-include", _HEADER]
+            _run(["g++", *options, str(written), str(folder / DRIVER), "-o", str(made)])
+            made.replace(path)
     return path
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold off other processes that would make this file too."""
+    lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def translate(source: str) -> str:

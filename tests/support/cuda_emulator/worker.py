@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing.connection
+import os
 import random
 import sys
 import tempfile
@@ -15,12 +17,13 @@ import numpy
 import torch
 
 from cuda_emulator import libraries
+from cuda_emulator.client import FOLDER
 
 
 def main(descriptor: int) -> None:
     """Serve the session at the other end of a pipe until it hangs up."""
     connection = multiprocessing.connection.Connection(descriptor)
-    with tempfile.TemporaryDirectory() as folder:
+    with _folder() as folder:
         libraries.build(Path(folder))
         stand_ins = libraries.load(Path(folder))
 
@@ -34,6 +37,12 @@ def main(descriptor: int) -> None:
             except EOFError:
                 return
             connection.send(_run(module, name, arguments))
+
+
+def _folder() -> contextlib.AbstractContextManager[str]:
+    """Where compiled kernels lie: beside those of the run's other emulating processes."""
+    shared = os.environ.get(FOLDER)
+    return contextlib.nullcontext(shared) if shared else tempfile.TemporaryDirectory()
 
 
 def _run(module: str, name: str, arguments: dict[str, object]) -> str | None:
