@@ -35,6 +35,10 @@ class GradientWatch:
         if id(tensor) not in self.observed:
             self._settled.add(id(tensor))
 
+    def touched(self) -> set[int]:
+        """Return the ids of the parameters whose gradient the step read, set or cleared."""
+        return self.observed | self._settled
+
     @contextlib.contextmanager
     def clearing_of(self, owner: torch.nn.Module | torch.optim.Optimizer) -> Iterator[None]:
         """Record that `owner.zero_grad` runs: it reads gradients only to drop them."""

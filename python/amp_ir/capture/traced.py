@@ -35,8 +35,9 @@ class Traced:
     end, the values of `created`, and `read_count` tensors f64[] that the step read as Python
     floats.
     `symbols` are the results that are Python floats, `observed` the ids of the parameters whose
-    gradient before the step affects it, `stepped` the optimizers whose `step` ran, and `changes`
-    what the step did to the containers among its arguments.
+    gradient before the step affects it, `touched` those whose gradient it read, set or cleared,
+    `stepped` the optimizers whose `step` ran, and `changes` what the step did to the containers
+    among its arguments.
     `sends_buffers` is that flag of each replica as the step leaves it, and `flags` are parameters
     whose `requires_grad` it changes. `gives_gradients` says that
     a result requires a gradient, and `has_differentiated` that the step computed gradients. At
@@ -53,6 +54,7 @@ class Traced:
     created: list[Created]
     read_count: int
     observed: set[int]
+    touched: set[int]
     stepped: list[torch.optim.Optimizer]
     gives_gradients: bool
     has_differentiated: bool

@@ -183,7 +183,9 @@ class StepTracer:
         self._refuse_unsaved_state(transaction)
         self._refuse_gradients_of(batch)
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
-        self._left.update(observed=observed, stepped=stepped)
+        touched = watch.touched()
+        touched = {id(s.tensor) for s in state.parameters if id(s.fake) in touched}
+        self._left.update(observed=observed, touched=touched, stepped=stepped)
         self._left.update(has_differentiated=watch.has_differentiated)
         self._left.update(shown_at=tuple(calls.shown_at))
         self._left.update(sends_buffers=() if ranks is None else ranks.sends_buffers)

@@ -68,7 +68,9 @@ class CaptureGuards:
         self._owned = _owned_state(state, interface)
         self._find_gradients(traced)
         put = {id(tensor) for tensor in (*interface.put, *interface.kept)}
-        self._cleared = [s.tensor for s in state.parameters if id(s.tensor) not in put]
+        # Another step may have left a gradient that this one does not touch.
+        cleared = traced.touched - put
+        self._cleared = [s.tensor for s in state.parameters if id(s.tensor) in cleared]
         self._scaler_options = [options_of(scaler_state.scaler) for scaler_state in state.scalers]
         self._is_first_step_only = bool(traced.created)
         self._has_run = False
