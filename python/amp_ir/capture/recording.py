@@ -154,7 +154,8 @@ class Recorder(TorchDispatchMode):
         self._check_writes(func, args, kwargs)
         if func in _BATCH_NORMS:
             # They update running statistics in training, which their schemas do not declare.
-            self._check_targets(func, [one for one in args[3:5] if one is not None and args[5]])
+            statistics = [one for one in args[3:5] if one is not None and args[5]]
+            self._check_targets(func, statistics, self._transaction.before_statistics)
         try:
             out = self._traced(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -253,9 +254,12 @@ class Recorder(TorchDispatchMode):
             raise TracingStopped
 
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._check_targets(func, self._targets(func, args, kwargs))
+        targets = self._targets(func, args, kwargs)
+        self._check_targets(func, targets, self._transaction.before_write)
 
-    def _check_targets(self, func: Any, targets: Iterable[torch.Tensor]) -> None:
+    def _check_targets(
+        self, func: Any, targets: Iterable[torch.Tensor], save: Callable[[torch.Tensor], None]
+    ) -> None:
         for target in targets:
             if not isinstance(target, FakeTensor):
                 what = f"{func} writes to a tensor outside of the model and the optimizer"
@@ -267,7 +271,7 @@ class Recorder(TorchDispatchMode):
                 what = f"{func} writes to a tensor of the batch"
                 advice = "Write to a copy: call .clone() first"
             else:
-                self._transaction.before_write(target)
+                save(target)
                 continue
             self._diagnostics.add(what, self._locator.here(), advice)
             raise TracingStopped

@@ -76,6 +76,7 @@ class Transaction:
         self.guarded: set[int] = set()
         self._ended: list[tuple[object, torch.Tensor]] = []
         self._is_selecting = False
+        self._statistics: set[int] = set()
 
     def before_write(self, target: torch.Tensor) -> None:
         """Save the value of a tensor of the state before it, or a view of it, is written."""
@@ -88,6 +89,14 @@ class Transaction:
             written.before = torch.ops.aten.clone.default(entry.fake)
             written.is_ended = False
         written.is_settled = False
+
+    def before_statistics(self, target: torch.Tensor) -> None:
+        """Save running statistics before a batch norm in training updates them.
+
+        Autograd keeps them for the backward pass of the batch norm, which does not read them.
+        """
+        self.before_write(target)
+        self._statistics.add(_storage(target))
 
     def cleared(self, target: torch.Tensor) -> None:
         """Record that a tensor was set to zero: a gradient that the step clears stays cleared."""
@@ -192,9 +201,15 @@ class Transaction:
         if before is None:
             return
         self._is_selecting = True
-        with torch.no_grad():
+        with torch.no_grad(), self._hidden_from_autograd(entry):
             entry.fake.copy_(torch.where(found, before, entry.fake))
         self._is_selecting = False
+
+    def _hidden_from_autograd(self, entry: StateTensor) -> contextlib.AbstractContextManager[None]:
+        """Let a backward pass follow the selection of statistics, as with the scalers of a GAN."""
+        if _storage(entry.fake) not in self._statistics:
+            return contextlib.nullcontext()
+        return torch.autograd._unsafe_preserve_version_counter(entry.fake)
 
 
 def _storage(tensor: torch.Tensor) -> int:
