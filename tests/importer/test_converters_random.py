@@ -24,6 +24,10 @@ DISTRIBUTIONS = {
     "randn_like in bfloat16": (lambda x: torch.randn_like(x.bfloat16()).float(), 0.0, 1.0),
     "uniform": (lambda x: x.clone().uniform_(-1, 3), 1.0, 16 / 12),
     "normal": (lambda x: x.clone().normal_(2, 0.5), 2.0, 0.25),
+    "normal of a size": (lambda x: torch.normal(2, 0.5, (200, 200)), 2.0, 0.25),
+    "normal of tensors": (lambda x: torch.normal(2 * x, x / 2), 2.0, 0.25),
+    "normal of a number and a tensor": (lambda x: torch.normal(2.0, x / 2), 2.0, 0.25),
+    "normal of a tensor and a number": (lambda x: torch.normal(2 * x, 0.5), 2.0, 0.25),
     "bernoulli with p": (lambda x: x.clone().bernoulli_(0.3), 0.3, 0.21),
     "bernoulli": (lambda x: torch.bernoulli(x * 0.3), 0.3, 0.21),
     "exponential": (lambda x: x.clone().exponential_(2.0), 0.5, 0.25),
@@ -43,6 +47,11 @@ def test_distribution(name):
     assert abs(float(drawn.double().mean()) - mean) < BOUND * max(1.0, variance**0.5)
     # The variance of a square is at most 8 (exponential, in units of its variance).
     assert abs(float(drawn.double().var()) - variance) < 3 * BOUND * variance
+
+
+def test_a_negative_standard_deviation_gives_nan():
+    (drawn,) = evaluated(lambda x: torch.normal(x, torch.tensor([1.0, -1.0]) * x), torch.ones(2))
+    assert drawn.isnan().tolist() == [False, True]
 
 
 def test_permutation():

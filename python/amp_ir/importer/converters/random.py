@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -79,6 +80,28 @@ def normal(
     """Return normal numbers with a mean and a standard deviation."""
     standard = normal_numbers(ops, "float32")
     return ops.cast(ops.add(ops.multiply(standard, std), mean), ops.dtype)
+
+
+@converts(aten.normal.float_float)
+def normal_of_size(
+    ops: Emitter, mean: float, std: float, _size: Any, **_options: Any
+) -> relax.Expr:
+    """Return normal numbers of a size."""
+    standard = normal_numbers(ops, "float32")
+    return ops.cast(ops.add(ops.multiply(standard, std), mean), ops.dtype)
+
+
+@converts(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
+def normal_of_tensors(
+    ops: Emitter, mean: Operand, std: Operand = 1.0, *, generator: None = None
+) -> relax.Expr:
+    """Return normal numbers of each element's mean and standard deviation.
+
+    PyTorch refuses a standard deviation below 0, which is in the data; it gives NaN here.
+    """
+    drawn = ops.add(ops.multiply(normal_numbers(ops, "float32"), std), mean)
+    is_right = ops.binary(relax.op.greater_equal, std, 0)
+    return ops.cast(ops.where(is_right, drawn, math.nan), ops.dtype)
 
 
 @converts(aten.bernoulli.p, aten.bernoulli.Tensor)
