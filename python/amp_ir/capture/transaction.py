@@ -209,7 +209,7 @@ class Transaction:
         """Let a backward pass follow the selection of statistics, as with the scalers of a GAN."""
         if _storage(entry.fake) not in self._statistics:
             return contextlib.nullcontext()
-        return torch.autograd._unsafe_preserve_version_counter(entry.fake)
+        return torch.autograd.grad_mode._unsafe_preserve_version_counter(entry.fake)
 
 
 def _storage(tensor: torch.Tensor) -> int:
