@@ -72,6 +72,20 @@ def test_no_layout_falls_to_a_reference_implementation(name, dtype):
     assert not [i for i in native.function("amp_ir.onednn.implementations")() if "ref" in i]
 
 
+@pytest.mark.parametrize(
+    ("columns", "spread"), [((512, 100), 1), ((512, 1024), 0), ((512, 40), 0), ((500, 100), 0)]
+)
+def test_rows_that_share_sets_of_the_cache_are_copied_apart(columns, spread):
+    isa = native.function("amp_ir.onednn.isa")() if native.has("amp_ir.onednn.isa") else ""
+    if "avx2" not in isa:
+        pytest.skip("oneDNN copies operands itself on this CPU")
+    native.function("amp_ir.onednn.clear_cache")()
+    a, b = (random(64, n) for n in columns)
+    check("onednn", a.t(), b, nan(*columns))
+    found = str(list(native.function("amp_ir.onednn.implementations")()))
+    assert found.count("spread") == spread, found
+
+
 def test_nothing_outside_the_result_is_written(library):
     wide = torch.zeros(20, 90)
     matmul(library, random(20, 33), random(33, 40), wide[:, 3:43])

@@ -51,6 +51,11 @@ LAYOUTS = {
         r(33, 80)[:, 7:47],
         e(20, 90)[:, 3:43],
     ),
+    "rows that share sets of the cache": lambda r, e: (
+        r(40, 1024)[:, 3:103].t(),
+        r(40, 512),
+        e(100, 512),
+    ),
     "repeated rows": lambda r, e: (r(1, 33).expand(20, 33), r(33, 40), e(20, 40)),
     "repeated columns": lambda r, e: (r(20, 1).expand(20, 33), r(33, 40), e(20, 40)),
     "batch of b repeated": lambda r, e: (

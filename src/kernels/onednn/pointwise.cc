@@ -31,11 +31,10 @@ bool AsMatrix(const StridedTensor& image, StridedTensor* matrix) {
 }
 
 // Whether oneDNN's matmul is slower than its convolution for the weight of a single position: tiles
-// of few columns, and large weights that many rows are summed for, take 1.1 to 1.4 times as long.
-bool IsSlowMatmul(const StridedTensor& w, const StridedTensor& x) {
-  constexpr int64_t kFewChannels = 16, kLargeWeight = 1 << 16, kManyRows = 512;
-  return std::min(w.dims[0], w.dims[1]) <= kFewChannels ||
-         (w.dims[0] * w.dims[1] >= kLargeWeight && x.dims[0] >= kManyRows);
+// of few columns take 1.1 to 1.4 times as long.
+bool IsSlowMatmul(const StridedTensor& w) {
+  constexpr int64_t kFewChannels = 16;
+  return std::min(w.dims[0], w.dims[1]) <= kFewChannels;
 }
 
 }  // namespace
@@ -54,7 +53,7 @@ bool ConvolvePointwise(ConvKind kind, const StridedTensor& x, const StridedTenso
     Matmul(x_rows, Transposed(weight), nullptr, y_rows, Epilogue::kNone);
   } else if (kind == ConvKind::kBackwardInput) {
     Matmul(y_rows, weight, nullptr, x_rows, Epilogue::kNone);
-  } else if (!IsSlowMatmul(weight, x_rows)) {
+  } else if (!IsSlowMatmul(weight)) {
     Matmul(Transposed(y_rows), x_rows, nullptr, weight, Epilogue::kNone);
   } else {
     return false;
