@@ -42,10 +42,10 @@ constexpr int64_t kGemmRows = 512, kGemmTerms = 16384, kGemmBytesPerExtent = 370
 constexpr int64_t kPanelColumns = 10000, kPanelTerms = 192, kPanelRows = 384, kCopiedExtent = 264;
 // Below that it reads both operands where they are. A sum over the rows of both, the gradient of a
 // weight, then waits for the cache where rows are a multiple of 2 KiB apart, which share sets of
-// it. With a copy whose rows are a line longer, milliseconds on two cores of a Zen 3: 1024 x 2048 x
-// 100 4.8 and 9.2 before, 256 x 512 x 1024 1.9 and 3.7, 128 x 2048 x 512 2.5 and 3.3, 64 x 2048 x
-// 512 1.3 and 1.6; narrower results gain nothing.
-constexpr int64_t kSharingColumns = 512, kLineColumns = 16, kFewColumns = 64;
+// it. With a copy whose rows are a line longer, milliseconds on two cores of a Zen 3, before and
+// after: 1024 x 2048 x 100 9.0 and 5.4, 256 x 512 x 1024 4.4 and 2.5, 512 x 2048 x 128 3.4 and 2.5.
+// In a step, one of 64 x 2048 x 512 gains nothing.
+constexpr int64_t kSharingColumns = 512, kLineColumns = 16, kFewColumns = 96;
 // What glibc keeps free at the end of each arena beside the rest (M_TOP_PAD).
 constexpr int64_t kTopPad = 128 << 10;
 
