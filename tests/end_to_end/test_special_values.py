@@ -56,8 +56,6 @@ DIFFERENCES: dict[Any, tuple[Callable[..., torch.Tensor], str]] = {
 # count, and zeros of either sign are equal.
 _PLACES = {aten.topk.default, aten.sort.default, aten.median.dim, aten.kthvalue.default}
 _MEAN = "the mean of a row with an infinity is infinite; PyTorch's running mean (Welford's) is NaN"
-# A power -2 is 1 / (x * x): beside x * x in float16 it is that of the rounded square, 0 for 1000.
-_ALONE = {aten.pow.Tensor_Scalar}
 # (overload, result) -> why it is another one.
 OTHER_RESULTS = {
     (aten.log_sigmoid_forward.default, 1): "a buffer that our gradient does not read",
@@ -124,15 +122,15 @@ def _compiled(step: Callable[..., Any], batch: tuple[Any, ...]) -> Any:
 
 @attrs.define
 class _Distinct:
-    """Tensors that differ in their bits: calls that read the same one share kernels."""
+    """Tensors that differ in their bits: calls that read the same one share kernels and values."""
 
     tensors: list[torch.Tensor] = attrs.field(factory=list)
     _places: dict[Any, int] = attrs.field(factory=dict)
 
-    def place(self, tensor: torch.Tensor, owner: int | None) -> int:
-        """Where a tensor is, or one of the same bits; `owner` is a call that has its own."""
+    def place(self, tensor: torch.Tensor) -> int:
+        """Where a tensor is, or one of the same bits."""
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        key = (owner, tensor.dtype, tensor.shape, content)
+        key = (tensor.dtype, tensor.shape, content)
         if key not in self._places:
             self._places[key] = len(self.tensors)
             self.tensors.append(tensor)
@@ -223,10 +221,9 @@ def test_special_values_are_pytorchs(dtype: torch.dtype) -> None:
     calls = _calls(dtype)
     assert len(calls) > 60
     given = _Distinct()
-    owners = [k if row.overload in _ALONE else None for k, (row, *_) in enumerate(calls)]
     places = [
-        [given.place(a, owner) if isinstance(a, torch.Tensor) else None for a in arguments]
-        for (_, arguments, _), owner in zip(calls, owners, strict=True)
+        [given.place(a) if isinstance(a, torch.Tensor) else None for a in arguments]
+        for _, arguments, _ in calls
     ]
 
     def step(*batch: torch.Tensor) -> list[list[torch.Tensor]]:

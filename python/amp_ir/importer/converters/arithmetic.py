@@ -130,7 +130,7 @@ def power_scalar(ops: Emitter, x: relax.Expr, exponent: Operand) -> relax.Expr:
     if exponent == -1:
         return ops.divide(1.0, x)
     if exponent == -2:
-        # The square is of a dtype of its own: 1000 ** 2, which the step may have too, is no float16.
+        # Not x * x, which the step may have too: in float16 the square of 1000 is infinite.
         wide = ops.cast(x, "float64" if ops.dtype == "float64" else "float32")
         return ops.cast(ops.divide(1.0, ops.multiply(wide, wide)), ops.dtype)
     return ops.emit(relax.op.power(x, ops.constant(exponent, ops.dtype)))
