@@ -97,6 +97,10 @@ def write_batch(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
     x[0].mul_(2)  # marked: here
 
 
+def draw(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
+    return model(x) + torch.randn(4, 3, generator=torch.Generator())  # marked: here
+
+
 def use_foreign(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
     return model(x) * foreign  # marked: here
 
@@ -131,6 +135,12 @@ IN_A_LINE = [
     (
         write_batch,
         "aten.mul_.Tensor writes to a tensor of the batch. Write to a copy: call .clone() first",
+    ),
+    (
+        draw,
+        "aten.randn.generator draws from a torch.Generator. Leave generator= out: a compiled step "
+        "draws numbers of its own, other ones at each call, from the seed of torch.manual_seed "
+        "before it is compiled. Or draw before the step, and pass the tensor in the batch",
     ),
     (
         use_foreign,

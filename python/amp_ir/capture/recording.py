@@ -76,6 +76,11 @@ _ANOMALY_ADVICE = (
     "Leave it off around a compiled step; train.find_overflow(*batch) says which op and line makes "
     'a NaN, and so does jit(..., on_overflow="explain")'
 )
+_OWN_GENERATOR = (
+    "Leave generator= out: a compiled step draws numbers of its own, other ones at each call, from "
+    "the seed of torch.manual_seed before it is compiled. Or draw before the step, and pass the "
+    "tensor in the batch"
+)
 _PACKED_ADVICE = (
     "Where it is the batch sizes of a PackedSequence that the step is passed: pass the padded rows "
     "and their lengths, and call pack_padded_sequence inside of the step"
@@ -146,7 +151,7 @@ class Recorder(TorchDispatchMode):
                 return self._read(args[0]) if constant is None else constant.item()
             if not isinstance(args[0], FakeTensor):
                 self._observer.note_read(args[0])
-        unsupported = unsupported_reason(func) if is_custom(func) else None
+        unsupported = _unsupported(func, kwargs)
         if unsupported is not None:
             self._diagnostics.add(unsupported[0], location, unsupported[1])
             raise TracingStopped
@@ -294,6 +299,13 @@ class Recorder(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _unsupported(func: Any, kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return why a step cannot have an op, and what to do; None where it can."""
+    if kwargs.get("generator") is not None:
+        return f"{func} draws from a torch.Generator", _OWN_GENERATOR
+    return unsupported_reason(func) if is_custom(func) else None
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
