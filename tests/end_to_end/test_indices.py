@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +78,31 @@ def test_an_index_is_refused_exactly_where_pytorch_refuses_it(name: str, is_comp
         compiled(*ours.batch())
     for one, other in zip(eager.state(), ours.state(), strict=True):
         near(other, one)
+
+
+def test_classes_in_bytes_train_as_in_pytorch():
+    eager = torch.nn.Linear(4, 3)
+    model = copy.deepcopy(eager)
+
+    def step_of(trained: torch.nn.Module) -> tuple[Callable[..., torch.Tensor], Any]:
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+            loss = torch.nn.functional.cross_entropy(trained(x), classes)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step, optimizer
+
+    step, optimizer = step_of(model)
+    compiled = amp_ir.jit(step, model=model, optimizer=optimizer)
+    plain, _ = step_of(eager)
+    for _ in range(3):
+        x, classes = torch.randn(6, 4), torch.randint(3, (6,), dtype=torch.uint8)
+        near(compiled(x, classes), plain(x, classes))
+    near(model.weight, eager.weight)
+    message = "batch1 holds the index 202, expected 0 to 2"
+    with pytest.raises(IndexOutOfRangeError, match=message):
+        compiled(x, classes * 0 + 202)

@@ -374,3 +374,18 @@ def test_a_plain_tensor_that_was_accepted_opens_the_door_for_no_other(kind: str)
         warnings.simplefilter("ignore")
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert tensor_error(nested) == "is a nested tensor; pad it to a dense one"
+
+
+def test_a_nested_tensor_at_a_later_call_is_refused_and_ends_no_process():
+    """PyTorch's own comparison with the tensors of the last call would end it."""
+    model = nn.Linear(3, 2)
+    step = amp_ir.jit(lambda x: model(x).sum().detach(), model=model)
+    x = torch.ones(2, 3)
+    first = step(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([x[0], x[1]])
+    with pytest.raises(errors.ArgumentError) as caught:
+        step(nested)
+    assert str(caught.value) == "argument 0 is a nested tensor; pad it to a dense one"
+    assert torch.equal(step(x), first)

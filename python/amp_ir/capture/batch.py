@@ -157,7 +157,13 @@ class KnownTensors:
     def fit(self, args: tuple[Any, ...]) -> bool:
         """Return whether a check passes as it did then; may be False where it does."""
         kinds = self._kinds  # read once: another thread may set it
-        return kinds is not None and kinds.fit(args) and not any(map(memory_error, args))
+        # Where PyTorch's check (2.13) asks a nested tensor for strides, the process ends.
+        return (
+            kinds is not None
+            and not any(isinstance(one, torch.Tensor) and one.is_nested for one in args)
+            and kinds.fit(args)
+            and not any(map(memory_error, args))
+        )
 
 
 def _holds_packed(args: Any) -> bool:

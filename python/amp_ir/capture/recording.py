@@ -24,6 +24,7 @@ from amp_ir.capture.checked_reads import checked_read
 from amp_ir.capture.constant_selections import select_by_constants
 from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.custom_ops import call_written, is_custom, unsupported_reason
+from amp_ir.capture.decompositions.class_numbers import CLASS_LOSSES
 from amp_ir.capture.decompositions.ctc import CTC
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
 from amp_ir.capture.decompositions.grouped_matmul import GROUPED_MATMUL
@@ -368,6 +369,7 @@ _BATCH_NORMS: Mapping[Any, Callable[..., Any]] = {
 _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     **_BATCH_NORMS,
     **FUSED_CELLS,
+    **CLASS_LOSSES,
     **CTC,
     **GROUPED_MATMUL,
 }
