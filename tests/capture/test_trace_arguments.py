@@ -94,11 +94,6 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "targets), or (batch,) for a single one",
     ),
     (
-        "batch is empty",
-        lambda: wrong(example_batch=()),
-        "example_batch= holds no tensor; pass an example of what the step is called with",
-    ),
-    (
         "numpy array",
         lambda: wrong(example_batch=(X, {"y": numpy.zeros(3)})),
         "example_batch[1]['y'] is a numpy.ndarray, expected a tensor; torch.from_numpy makes a "

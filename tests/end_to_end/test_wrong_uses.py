@@ -623,6 +623,12 @@ COMPILE: list[Row] = [
         f"get_peak_memory takes a StepModule and got CompiledStep; {MAKE_ONE}",
     ),
     (
+        "peak with the batch for the device",
+        lambda s: amp_ir.get_peak_memory(s.mod, 3),
+        OptionError,
+        'target=3 is not known; expected "cpu", "cuda" or an architecture such as "sm_90"',
+    ),
+    (
         "peak of another batch",
         lambda s: amp_ir.get_peak_memory(s.mod, "cpu", (s.x[:2], s.y)),
         ShapeMismatchError,

@@ -134,7 +134,7 @@ def program_on_copies(
 @public_function("amp_ir.get_peak_memory")
 def get_peak_memory(
     mod: StepModule,
-    device: str,
+    device: str | torch.device,
     args: Any = None,
     *,
     include_param: bool = True,

@@ -147,10 +147,7 @@ def _batch_errors(batch: object) -> Iterator[str]:
             "arguments: (inputs, targets), or (batch,) for a single one"
         )
         return
-    found = flatten_with_path(batch)
-    if not any(isinstance(leaf, torch.Tensor) for _, leaf in found):
-        yield "example_batch= holds no tensor; pass an example of what the step is called with"
-    for path, leaf in found:
+    for path, leaf in flatten_with_path(batch):
         error = leaf_error(leaf)
         if error:
             yield f"example_batch{pytree.keystr(path)} {error}"

@@ -95,17 +95,18 @@ def cuda(arch: str | None = None) -> CompileTarget:
     return CompileTarget("cuda", arch, ("cublaslt", "torch_cuda"), allow_tf32)
 
 
-def parse_target(name: str) -> CompileTarget:
-    """Return the target called "cpu", "cuda" or by a CUDA architecture ("sm_90").
+def parse_target(name: str | torch.device) -> CompileTarget:
+    """Return the target called "cpu", "cuda" or by a CUDA architecture ("sm_90"), or of a device.
 
     Raises:
         OptionError: nothing has that name.
     """
+    name = name.type if isinstance(name, torch.device) else name
     if name == "cpu":
         return cpu()
     if name == "cuda":
         return cuda()
-    if name.startswith("sm_"):
+    if isinstance(name, str) and name.startswith("sm_"):
         return cuda(name)
     raise OptionError(
         f'target={name!r} is not known; expected "cpu", "cuda" or an architecture such as "sm_90"'
