@@ -26,7 +26,7 @@ def unpack_arguments(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
                  x = decl_buffer(data=args[0].object[24:].data); n = int32(args[1]); ...; return 0
 
     TVM's MakePackedAPI serves callers of every kind: it asks each argument for its type and each
-    tensor for its shape, strides, alignment and device. For the 34 kernels of one layer of BERT
+    tensor for its shape, strides, alignment and device. For the 33 kernels of one layer of BERT
     that is a fifth of the lines that LLVM reads, and a sixth of its time.
 
     Requires: a caller that passes tensors as objects, not as `DLTensor*`: dense, aligned, on this
