@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import platform
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import tvm
 from tvm.relax import op as R
 
+from amp_ir.ir.target import cpu
 from amp_ir.loops import math as m
 from amp_ir.loops.builders import pointwise
+from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.lowering_registry import Lowering, lowers
-from kernel_check import run_kernels
+from amp_ir.vm.build import KERNEL_PIPELINE
+from kernel_check import evaluate, kernels_of, run_kernels
 from relax_functions import build
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 88.7, 89.0, -103.0, -105.0]
@@ -62,6 +68,28 @@ def test_special_values_are_pytorchs(name: str) -> None:
     # A subnormal has few digits: two of its last place, 2^-149.
     torch.testing.assert_close(got[ok], expected[ok], rtol=1e-6, atol=2**-148)
     assert torch.equal(got[ok].signbit(), expected[ok].signbit())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag's number is x86's")
+def test_the_exponential_of_a_mask_does_not_underflow() -> None:
+    """An Intel CPU takes a hundred times as long for a product that does (FE_UNDERFLOW)."""
+    underflow = 0x10
+    libm = ctypes.CDLL("libm.so.6")
+    hidden = [-math.inf, torch.finfo(torch.float32).min, -1e4, -105.0]
+    x = torch.tensor([*hidden, -80.0, 0.0, 1.0, math.inf] * 16)
+    fused = fuse_loops(build([(tuple(x.shape), "float32")], R.exp))
+    compiled = tvm.compile(kernels_of(fused), cpu().tvm_target, tir_pipeline=KERNEL_PIPELINE)
+    raised = []
+
+    def run(name: str, arguments: list[torch.Tensor]) -> None:
+        kernel, given = compiled[name], [tvm.runtime.from_dlpack(one) for one in arguments]
+        assert libm.feclearexcept(underflow) == 0
+        kernel(*given)
+        raised.append(libm.fetestexcept(underflow))
+
+    (got,) = evaluate(fused, [x], run)
+    torch.testing.assert_close(got, x.exp())
+    assert raised == [0]
 
 
 def test_a_second_lowering_of_an_op_is_refused() -> None:

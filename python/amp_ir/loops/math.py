@@ -96,7 +96,8 @@ def exp(x: Any, *, halvings: int = 0) -> Any:
     """Return e^x / 2^`halvings`, where e^x may overflow; relative error below 1.2e-7 in float32.
 
     A subnormal result is a normal one times 2^-64: no intermediate number is subnormal, since
-    subnormal arithmetic takes a CPU a hundred times as long, and a mask has -inf everywhere.
+    subnormal arithmetic takes a CPU a hundred times as long. So does a product that rounds to 0 on
+    an Intel CPU: below all of them the factor itself is 0, as a mask has -inf everywhere.
     """
     if dtype_of(x) != "float32":
         return tirx.exp(x) * constant(0.5**halvings, dtype_of(x)) if halvings else tirx.exp(x)
@@ -121,7 +122,8 @@ def exp(x: Any, *, halvings: int = 0) -> Any:
     more = tirx.Select(is_tiny, _int(64 - halvings), _int(-halvings))
     power = tirx.shift_left(shifted + more, _int(23))
     result = tirx.reinterpret("float32", tirx.reinterpret("int32", series) + power)
-    result = result * select(is_tiny, constant(2.0**-64), constant(1.0))
+    factor = select(is_tiny, constant(2.0**-64), constant(1.0))
+    result = result * select(x < low, constant(0.0), factor)
     # NaN is in no range, and x + inf is NaN for it.
     high = constant(_EXP_HIGH + halvings * math.log(2))
     return select(x < high, result, x + constant(math.inf))
