@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=[], metavar="DTYPE", help=usual)
     parser.add_argument("--columns", nargs="*", default=list(DEFAULT_COLUMNS), metavar="GROUP",
                         help=f"besides times; default {' '.join(DEFAULT_COLUMNS)}")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each variant, in turns")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each variant")
     parser.add_argument("--draws", type=int, default=5, help="of weights, for the gradient error")
     parser.add_argument("--small", action="store_true", help="shapes of a test")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")

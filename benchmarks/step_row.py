@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ COLUMNS = {
     "and the time outside of kernels",
     "error": "errors of the gradients against float64, in small shapes",
 }
+_TURN_MILLISECONDS = 20.0
 _FIRST_STEPS = 3  # PyTorch may compile again when an optimizer has made its state
 MEBIBYTE = 2**20
 Tell = Callable[[str], None]
@@ -263,15 +265,29 @@ class _Measurement:
 
 
 def in_turns(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Return median milliseconds of each; one warm-up round, then `rounds`, step after step."""
+    """Return median milliseconds of each; one warm-up round, then `rounds`, step after step.
+
+    A turn has as many steps as fill `_TURN_MILLISECONDS`: a short one alone would be measured with
+    the caches and the sleeping threads that the variant before it left, which training has not.
+    """
+    for step in steps.values():
+        step()
+    repeats = {
+        name: math.ceil(_TURN_MILLISECONDS / _milliseconds(step)) for name, step in steps.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(rounds + 1):
+    for _ in range(rounds):
         for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            if round_:
-                times[name].append((time.perf_counter() - started) * 1e3)
+            times[name].append(_milliseconds(step, repeats[name]))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _milliseconds(step: Step, repeats: int = 1) -> float:
+    """Return the mean time of so many steps, at least a nanosecond."""
+    started = time.perf_counter_ns()
+    for _ in range(repeats):
+        step()
+    return max(1, time.perf_counter_ns() - started) / repeats / 1e6
 
 
 def outside_of_kernels(
