@@ -13,18 +13,18 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.capture.define_op import define_op
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.locations import Locator
 from amp_ir.dialect import DECLARATIONS
 from amp_ir.distributed.replicas import Ranks, Replica
 from amp_ir.ir.location import Location
 
-_library = torch.library.Library("amp_ir", "FRAGMENT")
-_library.define(
+_ALL_REDUCE = (
     "all_reduce(Tensor x, int ranks, int group, int backward, str parameter, str comm_dtype, "
     "int bucket_nbytes, int first_bucket_nbytes, int last_bucket_nbytes) -> Tensor"
 )
-_library.define("broadcast(Tensor x, int ranks, int group, int forward, str buffer) -> Tensor")
+_BROADCAST = "broadcast(Tensor x, int ranks, int group, int forward, str buffer) -> Tensor"
 
 
 def _mean(x: torch.Tensor, ranks: int, *_options: Any) -> torch.Tensor:
@@ -39,9 +39,8 @@ def _like_first(x: torch.Tensor, *_options: Any) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-for _name, _run in (("all_reduce", _mean), ("broadcast", _of_first)):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amp_ir::{_name}", _like_first, lib=_library)
+define_op(_ALL_REDUCE, _mean, _like_first)
+define_op(_BROADCAST, _of_first, _like_first)
 
 
 @attrs.define(eq=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.define_op import define_op
 from amp_ir.dialect.external_call import overload_name
 
 # Ops of these are PyTorch's and ours: their schemas are known to the capture.
@@ -17,8 +18,6 @@ _KNOWN_NAMESPACES = frozenset(
 )
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
-
-_twins = torch.library.Library("amp_ir_written", "FRAGMENT")
 
 
 def is_custom(func: Any) -> bool:
@@ -88,7 +87,7 @@ def twin_of(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
         for one in func._schema.arguments
     )
     types = [str(one.type) for one in func._schema.returns] + ["Tensor"] * len(written)
-    _twins.define(f"{name}({arguments}) -> ({', '.join(types)})")
+    schema = f"{name}({arguments}) -> ({', '.join(types)})"
     places = [k for k, one in enumerate(func._schema.arguments) if one.name in written]
     positional = [one.name for one in func._schema.arguments if not one.kwarg_only]
 
@@ -101,8 +100,7 @@ def twin_of(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
         results = (*made, *(values[k] for k in places))
         return results[0] if len(results) == 1 else results
 
-    _twins.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amp_ir_written::{name}", call, lib=_twins)
+    define_op(schema, call, call, namespace="amp_ir_written")
     twin: torch._ops.OpOverload = getattr(torch.ops.amp_ir_written, name).default
     return twin
 

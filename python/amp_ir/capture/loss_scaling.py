@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.capture.define_op import define_op
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.state import ScalerState
@@ -23,12 +24,7 @@ from amp_ir.dialect import DECLARATIONS
 from amp_ir.dialect.loss_scale import options_of
 from amp_ir.ir.step_log import StepLog
 
-_library = torch.library.Library("amp_ir", "FRAGMENT")
-_library.define("scale_loss(Tensor x, Tensor scale) -> Tensor")
-_library.define("unscale(Tensor grad, Tensor scale) -> Tensor")
-_library.define("all_finite(Tensor[] gradients, Tensor scale) -> (Tensor, Tensor)")
-_library.define("step_skipped(Tensor flag) -> Tensor")
-_library.define(
+_UPDATE_SCALE = (
     "update_scale(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, "
     "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, "
     "int hysteresis, float min_scale, float max_scale) -> (Tensor, Tensor, Tensor)"
@@ -58,15 +54,23 @@ def _update_types(scale: Any, growth: Any, hysteresis: Any, *_rest: Any) -> Any:
     return scale.new_empty(()), growth.new_empty(()), hysteresis.new_empty(())
 
 
-for _name, _run, _types in (
-    ("scale_loss", _reference("scale_loss"), lambda x, _scale: x.new_empty(x.shape)),
-    ("unscale", _reference("unscale"), lambda grad, _scale: torch.empty_like(grad)),
-    ("all_finite", _all_finite, _all_finite_types),
-    ("step_skipped", torch.clone, torch.empty_like),
-    ("update_scale", _update_scale, _update_types),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amp_ir::{_name}", _types, lib=_library)
+define_op(
+    "scale_loss(Tensor x, Tensor scale) -> Tensor",
+    _reference("scale_loss"),
+    lambda x, _scale: x.new_empty(x.shape),
+)
+define_op(
+    "unscale(Tensor grad, Tensor scale) -> Tensor",
+    _reference("unscale"),
+    lambda grad, _scale: torch.empty_like(grad),
+)
+define_op(
+    "all_finite(Tensor[] gradients, Tensor scale) -> (Tensor, Tensor)",
+    _all_finite,
+    _all_finite_types,
+)
+define_op("step_skipped(Tensor flag) -> Tensor", torch.clone, torch.empty_like)
+define_op(_UPDATE_SCALE, _update_scale, _update_types)
 
 
 class _ScaleLoss(torch.autograd.Function):

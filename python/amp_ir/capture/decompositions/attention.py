@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.define_op import define_op
+
 _SCHEMA = (
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout_p, bool is_causal, "
     "float scale) -> (Tensor, Tensor)"
@@ -21,9 +23,6 @@ _BACKWARD_SCHEMA = (
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? mask, float dropout_p, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
 )
-_library = torch.library.Library("amp_ir", "FRAGMENT")
-_library.define(_SCHEMA)
-_library.define(_BACKWARD_SCHEMA)
 
 
 def _wide(q: torch.Tensor) -> torch.dtype:
@@ -121,10 +120,8 @@ def _backward_types(_grad: Any, q: Any, k: Any, v: Any, *_options: Any) -> tuple
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_library.impl("attention", attention, "CompositeExplicitAutograd")
-_library.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("amp_ir::attention", _attention_types, lib=_library)
-torch.library.register_fake("amp_ir::attention_backward", _backward_types, lib=_library)
+define_op(_SCHEMA, attention, _attention_types)
+define_op(_BACKWARD_SCHEMA, attention_backward, _backward_types)
 
 
 class _Attention(torch.autograd.Function):

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 
 from amp_ir.capture.decompositions import recurrent_cells
 from amp_ir.capture.decompositions.recurrent_layers import low_dtype, take_one_dtype
+from amp_ir.capture.define_op import define_op
 
 aten = torch.ops.aten
 NAMESPACE = "amp_ir_cell"
 _Tensors = tuple[torch.Tensor, ...]
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 @attrs.frozen
@@ -207,9 +207,8 @@ def _define(kind: CellKind) -> None:
         (f"{kind.name}_backward", backward, backward_count, run_backward, backward_types),
     ):
         returned = ", ".join(["Tensor"] * count)
-        _library.define(f"{name}({', '.join(arguments)}) -> ({returned})")
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        schema = f"{name}({', '.join(arguments)}) -> ({returned})"
+        define_op(schema, function, fake, namespace=NAMESPACE)
 
 
 for _kind in CELL_KINDS:

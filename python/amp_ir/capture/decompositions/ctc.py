@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.define_op import define_op
+
 aten = torch.ops.aten
 
-_library = torch.library.Library("amp_ir", "FRAGMENT")
-_library.define(
+_SCHEMA = (
     "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
     "int blank=0, bool zero_infinity=False) -> (Tensor, Tensor)"
 )
-_library.define(
+_BACKWARD_SCHEMA = (
     "ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
     "Tensor target_lengths, Tensor neg_log_likelihood, Tensor log_alpha, int blank, "
     "bool zero_infinity=False) -> Tensor"
@@ -78,12 +79,8 @@ def _fake_backward(_grad: torch.Tensor, log_probs: torch.Tensor, *_rest: Any) ->
     return torch.empty_like(log_probs)
 
 
-for _name, _kernel, _fake in (
-    ("ctc_loss", _ctc_loss, _fake_loss),
-    ("ctc_loss_backward", _ctc_loss_backward, _fake_backward),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amp_ir::{_name}", _fake, lib=_library)
+define_op(_SCHEMA, _ctc_loss, _fake_loss)
+define_op(_BACKWARD_SCHEMA, _ctc_loss_backward, _fake_backward)
 
 # Called instead of these ops while a step is traced; autograd has done its part by then.
 CTC: Mapping[Any, Callable[..., Any]] = {

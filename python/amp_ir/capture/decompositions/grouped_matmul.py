@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.define_op import define_op
+
 _ROW_BYTES = 16
-_library = torch.library.Library("amp_ir", "FRAGMENT")
-_library.define("grouped_mm(Tensor a, Tensor b, Tensor? offsets, Tensor? bias) -> Tensor")
 
 
 def _run(a: torch.Tensor, b: torch.Tensor, offsets: Any, bias: Any) -> torch.Tensor:
@@ -38,8 +38,7 @@ def _type(a: torch.Tensor, b: torch.Tensor, offsets: Any, _bias: Any) -> torch.T
     return a.new_empty((a.shape[0], rows, columns) if a.dim() == b.dim() else (rows, columns))
 
 
-_library.impl("grouped_mm", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("amp_ir::grouped_mm", _type, lib=_library)
+define_op("grouped_mm(Tensor a, Tensor b, Tensor? offsets, Tensor? bias) -> Tensor", _run, _type)
 
 
 def _grouped_mm(

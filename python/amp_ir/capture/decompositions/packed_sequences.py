@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amp_ir.capture.define_op import define_op
 from amp_ir.capture.diagnostics import UnsupportedCall
 
-_library = torch.library.Library("amp_ir", "FRAGMENT")
-_library.define(
+_SCHEMA = (
     "checked_lengths(Tensor lengths, Tensor checked, int least, int extent, str message) -> Tensor"
 )
 
@@ -35,8 +35,7 @@ def _checked_types(lengths: torch.Tensor, *_limits: Any) -> torch.Tensor:
     return torch.empty_like(lengths)
 
 
-_library.impl("checked_lengths", _checked, "CompositeExplicitAutograd")
-torch.library.register_fake("amp_ir::checked_lengths", _checked_types, lib=_library)
+define_op(_SCHEMA, _checked, _checked_types)
 
 
 class _Reversed(torch.autograd.Function):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.define_op import define_op
 from amp_ir.dialect.recurrence import (
     gru_backward_of,
     gru_of,
@@ -29,7 +30,6 @@ from amp_ir.dialect.recurrence import (
 )
 
 _Tensors = tuple[torch.Tensor, ...]
-_library = torch.library.Library("amp_ir", "FRAGMENT")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -168,9 +168,7 @@ _OPS: tuple[tuple[str, str, int, Any, Any], ...] = (
 for _name, _arguments, _count, _kernel, _types in _OPS:
     _results = ", ".join(["Tensor"] * _count)
     _given = ", ".join(f"Tensor {one}" for one in _arguments.split())
-    _library.define(f"{_name}({_given}, bool reverse) -> ({_results})")
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amp_ir::{_name}", _types, lib=_library)
+    define_op(f"{_name}({_given}, bool reverse) -> ({_results})", _kernel, _types)
 
 
 def _of_weight(grad: torch.Tensor, states: torch.Tensor, *, reverse: bool) -> torch.Tensor:
