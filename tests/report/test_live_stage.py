@@ -32,7 +32,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setattr(shown, "_PATIENCE", 0.0)
     monkeypatch.setattr(shown, "_REFRESH", 0.001)
     console = Console(file=made, force_terminal=True, width=80)
-    monkeypatch.setattr(shown, "Console", lambda **_: console)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
     return made
 
 

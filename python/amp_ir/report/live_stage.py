@@ -10,9 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.text import Text
-
 from amp_ir.host.logs import logger_of
 from amp_ir.ir.stages import StageWatch, watched, watching
 
@@ -60,6 +57,10 @@ def _show(what: str, watch: StageWatch, done: threading.Event) -> None:
     started = time.monotonic()
     if done.wait(_PATIENCE):
         return
+    # On demand: most compilations are done by now.
+    from rich.console import Console
+    from rich.text import Text
+
     with Console(stderr=True).status("") as status:
         while not done.wait(_REFRESH):
             status.update(Text(line(what, watch, time.monotonic() - started)))
