@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm import libinfo
 from tvm_ffi.libinfo import load_lib_ctypes
 
-from amp_ir.cuda import compiler, toolkit
+from amp_ir.cuda import toolkit
 from amp_ir.errors import BuildError
 
 _DRIVER = "libcuda.so.1"
@@ -31,6 +31,9 @@ def prepare_build() -> None:
     Raises:
         BuildError: a part is missing; the message says which and how to get it.
     """
+    # On demand: a process that only looks for a GPU compiles nothing for it.
+    from amp_ir.cuda import compiler
+
     load_runtime()
     compiler.register()
 

@@ -9,8 +9,7 @@ import tvm
 
 from amp_ir.loops.codegen.kernel import Emitter
 from amp_ir.loops.cpu import emit_cpu
-from amp_ir.loops.cuda import emit_cuda
-from amp_ir.loops.fusion import cpu_tasks, cuda_launches
+from amp_ir.loops.fusion import cpu_tasks
 from amp_ir.loops.fusion.fuse import fuse_loops
 from amp_ir.loops.fusion.horizontal import fuse_horizontally
 from amp_ir.loops.fusion.merged_kernel import KernelMerger
@@ -30,7 +29,7 @@ def write_kernels(
               With `disable_fusion` an op that is not a view is a kernel of its own.
     """
     emitter = emitter_of(is_cuda=is_cuda)
-    merge: ModuleType = cuda_launches if is_cuda else cpu_tasks
+    merge = _launches() if is_cuda else cpu_tasks
     ir = fuse_loops(
         ir,
         strict=is_strict,
@@ -43,7 +42,12 @@ def write_kernels(
 
 def emitter_of(*, is_cuda: bool) -> Emitter:
     """Return what writes the kernels of a device."""
-    return emit_cuda if is_cuda else emit_cpu
+    # On demand, as `_launches`: steps for a CPU would import a seventh of loops/ in vain.
+    if is_cuda:
+        from amp_ir.loops.cuda import emit_cuda
+
+        return emit_cuda
+    return emit_cpu
 
 
 def merger_of(*, is_cuda: bool) -> KernelMerger | None:
@@ -51,4 +55,10 @@ def merger_of(*, is_cuda: bool) -> KernelMerger | None:
 
     A CPU's calls cost little, and casts are best read from its cache at once.
     """
-    return KernelMerger(cuda_launches) if is_cuda else None
+    return KernelMerger(_launches()) if is_cuda else None
+
+
+def _launches() -> ModuleType:
+    from amp_ir.loops.fusion import cuda_launches
+
+    return cuda_launches

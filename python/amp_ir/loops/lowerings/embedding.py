@@ -12,7 +12,6 @@ from amp_ir.ir.row_loops import ROW
 from amp_ir.loops import math as m
 from amp_ir.loops.builders import opaque, pointwise
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
-from amp_ir.loops.cuda.scatter_rows import scatter_rows
 from amp_ir.loops.ir import LANES, Opaque, TensorSpec, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.gather import row_index
@@ -49,6 +48,8 @@ def embedding_backward(
         return _scatter_rows(inputs[0], inputs[1], outputs[0], padding_idx, start)
 
     def emit_cuda(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> list[tirx.Stmt]:
+        from amp_ir.loops.cuda.scatter_rows import scatter_rows
+
         start = inputs[2] if base is not None else None
         return scatter_rows(inputs[0], inputs[1], outputs[0], padding_idx, start)
 

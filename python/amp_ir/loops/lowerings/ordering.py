@@ -18,8 +18,6 @@ from amp_ir.loops import math as m
 from amp_ir.loops.builders import flatten, opaque, reshape, unflatten
 from amp_ir.loops.codegen.accumulators import wide_dtype
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, task_buffer
-from amp_ir.loops.cuda.launch import guarded
-from amp_ir.loops.cuda.rank_sort import rank_launch
 from amp_ir.loops.ir import TensorSpec, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 
@@ -191,6 +189,9 @@ def _sorted(
         return rows.each(row_body)
 
     def emit_cuda(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> list[tirx.Stmt]:
+        from amp_ir.loops.cuda.launch import guarded
+        from amp_ir.loops.cuda.rank_sort import rank_launch
+
         kept = [_Rows(output.spec.shape, axis) for output in outputs]
 
         def put(row: Any, item: Any, rank: Any) -> list[tirx.Stmt]:
