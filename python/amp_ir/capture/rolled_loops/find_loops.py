@@ -16,10 +16,7 @@ from torch.fx import Node
 from amp_ir.capture.cell_loops.graph_writer import GraphWriter, place
 from amp_ir.capture.cell_loops.merge_steps import merge_stacks
 from amp_ir.capture.dead_code import drop_dead_code
-from amp_ir.capture.rolled_loops.merge_parts import merge_parts
-from amp_ir.capture.rolled_loops.repeated_ops import NotALoop, repeated_ops
 from amp_ir.capture.rolled_loops.repeats import LEAST_STEPS, Range, Signatures, ranges
-from amp_ir.capture.rolled_loops.write_loop import write_loop
 
 # How many beginnings of a period are tried, those with the fewest carried values first.
 _MOST_BEGINNINGS = 4
@@ -45,6 +42,8 @@ def find_loops(
     while search.write_one():
         has_loops = True
     if has_loops:
+        from amp_ir.capture.rolled_loops.merge_parts import merge_parts
+
         writer = GraphWriter(module.graph, mode)
         merge_stacks(writer)
         merge_parts(writer)
@@ -88,6 +87,10 @@ class _Search:
 
     def _write(self, nodes: list[Node], index: dict[Node, int], found: Range) -> str:
         """Write the loop that a range is; return why it is none, or ""."""
+        # On demand: in most graphs nothing repeats often enough.
+        from amp_ir.capture.rolled_loops.repeated_ops import NotALoop, repeated_ops
+        from amp_ir.capture.rolled_loops.write_loop import write_loop
+
         reason = ""
         for begin in _beginnings(nodes, index, found):
             count = (found.end - begin) // found.period
