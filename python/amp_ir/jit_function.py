@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from amp_ir.amp.overrides import Override, listed
 from amp_ir.amp.policies import find_policy
 from amp_ir.api import Models, Optimizers
-from amp_ir.buckets.bucket_options import BucketOptions, Key
-from amp_ir.buckets.padded_batch import padded_examples
 from amp_ir.capture import trace
 from amp_ir.capture.announced_batches import announced_batches
-from amp_ir.distributed.exchange import check_exchange
+from amp_ir.capture.call_arguments import Key
+from amp_ir.distributed.rank_options import check_exchange
 from amp_ir.distributed.replicas import find_ranks
 from amp_ir.errors import ArgumentError, OptionError
 from amp_ir.ir.options import (
@@ -34,6 +33,9 @@ from amp_ir.replay.watch import Watch
 from amp_ir.report.step_name import name_between_ranks
 from amp_ir.runtime.overflow_log import overflow_log
 from amp_ir.runtime.step_variants import DEFAULT_LIMIT, DEFAULT_SHAPES
+
+if TYPE_CHECKING:
+    from amp_ir.buckets.bucketed_calls import BucketedCalls
 
 _NOT_GIVEN: Any = object()
 
@@ -233,13 +235,12 @@ def _jitted(
             raise OptionError(
                 f"{name}= is given without buckets=, which says what is padded to which sizes"
             )
-    padded = (
-        None
-        if buckets is None
-        else BucketOptions(step, buckets, pad, pad_check, max(1, max_shapes * 3 // 4))
-    )
-    examples = precompile if padded is None else padded_examples(padded, precompile)
-    announced = announced_batches(examples, max_shapes)
+    padded: BucketedCalls | None = None
+    if buckets is not None:
+        most_sizes = max(1, max_shapes * 3 // 4)
+        padded = _bucketed_calls(step, buckets, pad, pad_check, most_sizes)
+        precompile = padded.examples(precompile)
+    announced = announced_batches(precompile, max_shapes)
     target = target_of(device)
     captured, ranks = find_ranks(
         model,
@@ -287,3 +288,11 @@ def _jitted(
             "memory_budget": memory_budget,
         },
     )
+
+
+def _bucketed_calls(*options: Any) -> BucketedCalls:
+    # On demand: the proofs of padding are dozens of modules, which few steps need.
+    from amp_ir.buckets.bucket_options import BucketOptions
+    from amp_ir.buckets.bucketed_calls import BucketedCalls
+
+    return BucketedCalls(BucketOptions(*options))

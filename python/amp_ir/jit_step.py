@@ -11,22 +11,18 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from amp_ir.amp.custom_type_hint import RulesInEffect
 from amp_ir.api import autocast, autocast_between_ranks, compile_into, rewrite, trace_unchanged
-from amp_ir.buckets.bucket_options import BucketOptions
-from amp_ir.buckets.bucketed_calls import BucketedCalls, PaddedProgram
-from amp_ir.buckets.padded_batch import PaddedBatch
 from amp_ir.capture.arguments import NESTED
 from amp_ir.capture.call_arguments import bound, signature_of
 from amp_ir.capture.guards.call_signature import CallSignature, SignatureReader
 from amp_ir.capture.guards.changing_arguments import ChangingArguments
 from amp_ir.capture.notes import is_warning
-from amp_ir.distributed.exchange import agreement_of
 from amp_ir.distributed.process_group import remember_splitting
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CopyError, IndexOutOfRangeError, StateError
@@ -36,7 +32,6 @@ from amp_ir.ir.stages import seconds_by_stage, stage
 from amp_ir.ir.step_log import StepRecord
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.ir.target import target_of
-from amp_ir.replay.overflow import Overflow
 from amp_ir.replay.watch import Watch
 from amp_ir.report.live_stage import live_stage
 from amp_ir.report.step_name import step_name
@@ -51,6 +46,11 @@ from amp_ir.runtime.step_variants import (
     Variant,
     log,
 )
+
+if TYPE_CHECKING:
+    from amp_ir.buckets.bucketed_calls import BucketedCalls, PaddedProgram
+    from amp_ir.buckets.padded_batch import PaddedBatch
+    from amp_ir.replay.overflow import Overflow
 
 # A number that has changed this often becomes an input: it probably changes at every step.
 _CHANGES_TO_INPUT = 2
@@ -73,8 +73,7 @@ class JitStep:
         self._amp_dtype = options.pop("amp_dtype")
         self._autocast_options = options.pop("autocast_options")
         self._compile_options = options.pop("compile_options")
-        buckets: BucketOptions | None = options.pop("buckets")
-        self._buckets = None if buckets is None else BucketedCalls(buckets)
+        self._buckets: BucketedCalls | None = options.pop("buckets")
         self._signatures = SignatureReader()
         self._variants: StepVariants[CallSignature]
         limits = options.pop("recompile_limit"), options.pop("max_shapes")
@@ -96,6 +95,8 @@ class JitStep:
         self._trace_options = options
         self._ranks: Ranks | None = options["ranks"]
         if self._ranks is not None and self._ranks.exchanges:
+            from amp_ir.distributed.exchange import agreement_of
+
             # Steps of one name are numbered in the order in which they are made.
             agreement_of(self._ranks)
             if self._ranks.shards is not None:
@@ -264,6 +265,8 @@ class JitStep:
         if self._ranks is None or not self._ranks.exchanges:
             yield
             return
+        from amp_ir.distributed.exchange import agreement_of
+
         with agreement_of(self._ranks).telling():
             yield
 

@@ -14,7 +14,8 @@
     vm            vm/            -> executable of TVM's virtual machine
     run           runtime/       on the user's own tensors
 
-A stage imports no other stage; this file joins them, and api/ calls it.
+A stage imports no other stage; this file joins them, and api/ calls it. What few steps need, as for
+a GPU or for several ranks, is imported where it runs.
 """
 
 from __future__ import annotations
@@ -35,30 +36,20 @@ from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.hoist_packs import PackHoister
 from amp_ir.dispatch.lower_loops import log_unrolled, lower_loops
 from amp_ir.dispatch.prepack_weights import prepack_weights
-from amp_ir.distributed.shard_balance import note_of_excess
-from amp_ir.distributed.split_updates import refuse_own_updates
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.stages import OnStage, stage
-from amp_ir.ir.step_module import InputSpec, StepModule
+from amp_ir.ir.step_module import InputSpec, Role, StepModule
 from amp_ir.ir.target import CompileTarget, cpu
 from amp_ir.loops.write_kernels import emitter_of, merger_of, write_kernels
-from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
-from amp_ir.memory.chunking.chunk_loss import plan_in_chunks
 from amp_ir.memory.plan_memory import plan_memory
-from amp_ir.rewrites.align_matmuls import align_matmuls
 from amp_ir.rewrites.batch_merged_axes import batch_merged_axes
 from amp_ir.rewrites.check_indices import CheckedStep, HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.rewrites.loops_to_unroll import unroll_unsupported
-from amp_ir.rewrites.number_buckets import number_buckets
-from amp_ir.rewrites.order_gradients import order_gradients
-from amp_ir.rewrites.shard_plan import shard_plan
-from amp_ir.rewrites.shard_updates import shard_updates
-from amp_ir.rewrites.start_collectives import start_collectives
 from amp_ir.rewrites.unroll_loops import unroll_loops
 from amp_ir.rewrites.unslice_loss import unslice_loss
 
@@ -80,24 +71,17 @@ def import_step(
     if captured.hooks.ranks is not None:
         with stage("collectives", mod.ir, on_stage) as running:
             # From here on gradients are exchanged in buckets, each begun and waited for.
-            running.program = (mod := exchanged(mod)).ir
+            from amp_ir.rewrites.exchange_gradients import exchange_gradients
+
+            running.program = (mod := exchange_gradients(mod)).ir
     with stage("loss_scaling", mod.ir, on_stage) as running:
-        degrees = check_scale_degrees(mod, unroll_loops)
+        if any(one.role is Role.SCALER_STATE for one in mod.signature.inputs):
+            from amp_ir.loss_scaling.degrees.check_scale_degrees import check_scale_degrees
+
+            degrees = check_scale_degrees(mod, unroll_loops)
+            mod = attrs.evolve(mod, notes=(*mod.notes, *degrees.notes))
         running.program = mod.ir
-    return attrs.evolve(mod, notes=(*mod.notes, *degrees.notes))
-
-
-def exchanged(mod: StepModule) -> StepModule:
-    """Begin and wait for what ranks exchange, and update the part that this rank holds."""
-    mod = attrs.evolve(mod, notes=(*mod.notes, *note_of_excess(mod)))
-    mod = mod.with_ir(order_gradients(mod.ir))
-    plan = shard_plan(mod)
-    if plan is None:
-        return mod.with_ir(start_collectives(mod.ir))
-    refuse_own_updates(mod)
-    split = shard_updates(mod, plan)
-    ir = number_buckets(start_collectives(split.ir))
-    return attrs.evolve(split.with_ir(ir), whole=mod)
+    return mod
 
 
 def import_captured(captured: CapturedStep) -> StepModule:
@@ -188,8 +172,13 @@ def lower(
             )
         return attrs.evolve(planned, dispatched=own_log.notes)
 
-    # Only where running calls again cannot hold the budget is a loss computed in chunks of rows.
-    planned = plan(ir, in_chunks=False) if memory_budget is None else plan_in_chunks(ir, plan)
+    if memory_budget is None:
+        planned = plan(ir, in_chunks=False)
+    else:
+        # Where running calls again cannot hold the budget a loss is computed in chunks of rows.
+        from amp_ir.memory.chunking.chunk_loss import plan_in_chunks
+
+        planned = plan_in_chunks(ir, plan)
     outputs = checked.signature.outputs if checked.checks.in_step else None
     return attrs.evolve(planned, checks=checked.checks, outputs=outputs)
 
@@ -217,6 +206,8 @@ def library_calls(
     """
     # In chunks, rows of the loss are written where whole tensors would be.
     if target.is_cuda and not in_chunks:
+        from amp_ir.rewrites.align_matmuls import align_matmuls
+
         ir = align_matmuls(ir, allow_tf32=target.allow_tf32)
     ir = dispatch(ir, libraries=target.libraries, allow_tf32=target.allow_tf32, log=log)
     # Matmuls that add a bias round once, so casts around the sum fold away.

@@ -20,8 +20,7 @@ import amp_ir
 from amp_ir import errors, jit_function, pipeline
 from amp_ir.compile_cache.key import key_of
 from amp_ir.distributed.contract import Contract, contract_of
-from amp_ir.distributed.exchange import check_exchange
-from amp_ir.distributed.rank_options import DEFAULT_SIZES
+from amp_ir.distributed.rank_options import DEFAULT_SIZES, check_exchange
 from amp_ir.distributed.replicas import find_ranks
 from amp_ir.ir.bucket_sizes import BucketSizes
 from amp_ir.ir.dataflow import Dataflow

@@ -18,7 +18,8 @@ from amp_ir import errors
 from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.distributed.compared_calls import difference_of_calls
 from amp_ir.distributed.meeting import Meeting
-from amp_ir.pipeline import exchanged, lower
+from amp_ir.pipeline import lower
+from amp_ir.rewrites.exchange_gradients import exchange_gradients
 from captured_ranks import captured
 from data_parallel import Training, batches, gan
 from rank_processes import ranks
@@ -252,7 +253,7 @@ def test_numbers_travel_with_gradients(tmp_path: Path, count: int) -> None:
 def test_nothing_is_written_before_numbers_are_compared() -> None:
     one = gan(lambda model: model)
     mod = captured(one.step, batches("gan", 1, 0)[0], one.models, one.optimizers, shard="optimizer")
-    plan = lower(exchanged(mod)).plan
+    plan = lower(exchange_gradients(mod)).plan
     begun = [(k, call) for k, call in enumerate(plan.calls) if call.symbol == START_SYMBOL]
     gathers = [k for k, call in begun if "all_gather_start" in call.ops]
     assert "reduce_scatter_start" in begun[0][1].ops
@@ -289,7 +290,7 @@ def refused(write: Callable[[nn.Module, torch.Tensor], None], *, ignored: bool =
     names = frozenset({"1.bias"} if ignored else ())
     options: Any = {"shard": "optimizer", "ignored": names}
     with pytest.raises(errors.ShardingError) as error:
-        exchanged(captured(step, (torch.ones(4, 6),), [model], [optimizer], **options))
+        exchange_gradients(captured(step, (torch.ones(4, 6),), [model], [optimizer], **options))
     return str(error.value)
 
 

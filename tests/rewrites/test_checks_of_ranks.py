@@ -11,6 +11,7 @@ from amp_ir import pipeline
 from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.ir.step_module import StepModule
 from amp_ir.rewrites.check_indices import check_indices
+from amp_ir.rewrites.exchange_gradients import exchange_gradients
 from captured_ranks import captured, op_names
 
 
@@ -35,13 +36,13 @@ def two_halves(shard: str) -> StepModule:
 @pytest.mark.parametrize("shard", ["", "optimizer"])
 def test_exchanges_and_checks_have_one_order(shard: str) -> None:
     """The choice of old or new state must not hold up what the first optimizer gathers."""
-    planned = pipeline.lower(pipeline.rewrite(pipeline.exchanged(two_halves(shard))))
+    planned = pipeline.lower(pipeline.rewrite(exchange_gradients(two_halves(shard))))
     starts = [call for call in planned.plan.calls if call.symbol == START_SYMBOL]
     assert len(starts) == (6 if shard else 3)
 
 
 def test_a_check_is_one_more_sum_and_one_more_number() -> None:
-    mod = pipeline.exchanged(two_halves(""))
+    mod = exchange_gradients(two_halves(""))
     checked = check_indices(mod.ir, mod.signature, on_host="all")
     before, after = (op_names(one).count("amp_ir.all_reduce_start") for one in (mod.ir, checked.ir))
     assert after == before + 1

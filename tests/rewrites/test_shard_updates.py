@@ -27,6 +27,7 @@ from amp_ir.ir.collective_call import read_collective
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.step_module import Role, StepModule
+from amp_ir.rewrites.exchange_gradients import exchange_gradients
 from captured_ranks import captured, op_names
 
 BATCH = (torch.ones(4, 16), torch.zeros(4, dtype=torch.int64))
@@ -66,7 +67,7 @@ def program(rank: int, count: int, shard: str = "optimizer", **options: Any) -> 
     mod = captured(
         step, BATCH, [model], [optimizer], count, scaler=scaler, rank=rank, shard=shard
     )  # fmt: skip
-    return pipeline.exchanged(mod)
+    return exchange_gradients(mod)
 
 
 def results(mod: StepModule, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
@@ -170,7 +171,7 @@ def test_state_is_an_equal_part_on_a_thousand_ranks() -> None:
         assert balance is not None and balance.excess_nbytes == 0
         # One number a parameter is whole, and the rest a multiple of GRAIN elements.
         assert balance.most_nbytes <= balance.nbytes / count + 4 * 4 + 8 * GRAIN
-        assert pipeline.exchanged(mod).notes == mod.notes
+        assert exchange_gradients(mod).notes == mod.notes
 
 
 def test_a_rank_that_holds_more_than_its_part_is_told() -> None:
@@ -178,7 +179,7 @@ def test_a_rank_that_holds_more_than_its_part_is_told() -> None:
     mod = captured(
         step, BATCH, [model], [optimizer], 1024, scaler=scaler, shard="optimizer"
     )  # fmt: skip
-    (note,) = pipeline.exchanged(mod).notes[len(mod.notes) :]
+    (note,) = exchange_gradients(mod).notes[len(mod.notes) :]
     assert note == (
         "shard='optimizer' over 1024 ranks leaves 272 bytes of the optimizers' 720 bytes on rank "
         "3, more than 1 / 1024 and 2% of all: a rank's part of a bucket is a multiple of 32 "

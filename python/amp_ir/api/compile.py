@@ -7,16 +7,12 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_ir import pipeline
 from amp_ir.api.cached_build import cached_build
 from amp_ir.api.replay import overflow_finder
 from amp_ir.capture.patches.restores import between_captures
-from amp_ir.distributed.contract import contract_of
-from amp_ir.distributed.exchange import Exchange, agreement_of, check_backends
-from amp_ir.distributed.stand_in_exchange import StandInExchange
-from amp_ir.distributed.stream_exchange import StreamExchange
 from amp_ir.errors import OptionError
 from amp_ir.host.logs import logger_of
 from amp_ir.host.memory_limit import memory_for
@@ -30,13 +26,15 @@ from amp_ir.ir.stages import Stage, each, seconds_by_stage, stage
 from amp_ir.ir.step_module import StepModule
 from amp_ir.ir.target import CompileTarget, target_of
 from amp_ir.report.live_stage import live_stage
-from amp_ir.report.program_text import program_text
 from amp_ir.report.stage_files import current_stage_files
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.program import Program
 from amp_ir.runtime.step import CompiledStep, CompileReport
 from amp_ir.vm import build as build_stage
 from amp_ir.vm.open_kernels import open_kernels
+
+if TYPE_CHECKING:
+    from amp_ir.distributed.exchange import Exchange
 
 _plan, _dispatch, _memory = map(logger_of, ("plan", "dispatch", "memory"))
 
@@ -236,6 +234,8 @@ def text_after(mod: StepModule, name: str, **options: Any) -> str:
             f"ir({name!r}): there is no such stage; give one of {', '.join(records)}. For those "
             "before, set the environment variable AMP_IR_DUMP to a folder, which gets them all"
         )
+    from amp_ir.report.program_text import program_text
+
     return program_text(records[name])
 
 
@@ -270,9 +270,7 @@ def exchange_of(mod: StepModule, plan: MemoryPlan, device: str) -> Exchange | No
     ranks = mod.hooks.ranks
     if ranks is None or not ranks.exchanges:
         return None
-    if ranks.are_simulated:
-        return StandInExchange()
-    is_cuda = target_of(device).is_cuda
-    check_backends(ranks.groups, is_cuda=is_cuda)
-    made = StreamExchange if is_cuda else Exchange
-    return made(ranks, contract_of(mod, plan, agreement_of(ranks).step))
+    # On demand, as all that is for several ranks alone.
+    from amp_ir.api.exchange import exchange_between
+
+    return exchange_between(ranks, mod, plan, is_cuda=target_of(device).is_cuda)

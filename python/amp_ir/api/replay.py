@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,10 @@ from amp_ir.api.precision import autocast, stored_variables
 from amp_ir.errors import StateError
 from amp_ir.host.paused_garbage_collection import paused_garbage_collection
 from amp_ir.ir.step_module import StepModule
-from amp_ir.replay.find_overflow import Replay, find_overflow
-from amp_ir.replay.overflow import Overflow
 from amp_ir.runtime.program import Program
+
+if TYPE_CHECKING:
+    from amp_ir.replay.overflow import Overflow
 
 
 def overflow_finder(
@@ -25,6 +26,8 @@ def overflow_finder(
 
     @paused_garbage_collection()
     def find(batch: Sequence[torch.Tensor]) -> Overflow:
+        from amp_ir.replay.find_overflow import Replay, find_overflow
+
         if program.exchange is not None:
             raise StateError(
                 "find_overflow runs a step again on this rank alone, and this one exchanges "

@@ -16,12 +16,12 @@ import torch.utils._pytree as pytree
 from amp_ir.buckets.chosen_sizes import ChosenSizes
 from amp_ir.buckets.varying_axes import Axis, VaryingAxes
 from amp_ir.capture.batch import path_text
+from amp_ir.capture.call_arguments import Key
 from amp_ir.capture.containers import flatten, flatten_with_path
 from amp_ir.errors import ArgumentError, OptionError
 
 log = logging.getLogger("amp_ir")
 
-Key = int | str
 AUTO = "auto"
 # How many names an error lists.
 _SHOWN = 12

@@ -13,7 +13,7 @@ import torch
 
 from amp_ir.buckets.bucket_options import BucketOptions
 from amp_ir.buckets.explain_failure import explained, explained_index, hint_of_sizes
-from amp_ir.buckets.padded_batch import PaddedBatch
+from amp_ir.buckets.padded_batch import PaddedBatch, padded_examples
 from amp_ir.capture.batch import structures_of
 from amp_ir.capture.containers import leaves_of
 from amp_ir.errors import CaptureError, IndexOutOfRangeError, PaddingError
@@ -48,6 +48,10 @@ class BucketedCalls:
         self._proven = weakref.WeakKeyDictionary()
         self._has_warned = False
         self._has_warned_of_numbers = False
+
+    def examples(self, batches: Any) -> Any:
+        """Return `precompile=` padded; what fits no bucket, or is no batch, as it is."""
+        return padded_examples(self._options, batches)
 
     def padded(self, args: tuple[Any, ...]) -> PaddedBatch | None:
         """Return the padded arguments of a call; None where one is longer than every bucket.

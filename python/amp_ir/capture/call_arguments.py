@@ -15,6 +15,9 @@ import torch.utils._pytree as pytree
 
 from amp_ir.errors import ArgumentError
 
+# What an option names an argument by: its position, its name, or its key where it lies in a dict.
+Key = int | str
+
 
 class NamedArguments(dict[str, Any]):
     """The arguments of a call by keyword; the last entry of the tuple of its arguments."""

@@ -32,13 +32,12 @@ from amp_ir.distributed.compared_calls import (
     ranks_in_words,
 )
 from amp_ir.distributed.contract import Contract
-from amp_ir.distributed.process_group import Group, first_line
+from amp_ir.distributed.process_group import RESTART, Group, first_line
 from amp_ir.errors import RankFailedError, RanksDifferError
 
 log = logging.getLogger("amp_ir")
 
 LOOK_SECONDS, SAY_SECONDS = 1.0, 5.0
-RESTART = "save the state, end the processes, and start them again from it"
 _SAME = (
     "All ranks have to run the same step with the same options; their batches may differ in values "
     "and in shapes"

@@ -17,6 +17,9 @@ from amp_ir.errors import OptionError, StateError
 if torch.distributed.is_available():
     from torch._C._distributed_c10d import AllgatherOptions
 
+# What a message advises where ranks cannot go on together.
+RESTART = "save the state, end the processes, and start them again from it"
+
 
 def world_size() -> int:
     """Return the number of processes of the default group; 1 where nothing was initialised."""

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from amp_ir.distributed.process_group import Group
 from amp_ir.distributed.shards import KINDS
-from amp_ir.errors import OptionError
+from amp_ir.errors import DeviceError, OptionError
 from amp_ir.ir.bucket_sizes import BucketSizes
+
+if TYPE_CHECKING:
+    from amp_ir.distributed.replicas import Ranks
 
 _MIB = 2**20
 # Where nobody chose: DistributedDataParallel's first bucket, which starts early, and its cap, and
@@ -71,3 +75,43 @@ def refuse_given(options: Mapping[str, Any], why: str) -> None:
     what = next((name for name, value in options.items() if value is not None), None)
     if what is not None:
         raise OptionError(f"{what} is given, and {why}")
+
+
+def check_exchange(ranks: Ranks | None, *, is_cuda: bool, amp_dtype: str | None) -> None:
+    """Refuse what a compiled step cannot exchange.
+
+    Raises:
+        DeviceError: a group without a backend for the device; OptionError: two low dtypes.
+    """
+    if ranks is None or not ranks.exchanges:
+        return
+    check_backends(ranks.groups, is_cuda=is_cuda)
+    wanted = {one.comm_dtype for one in ranks.replicas} - {""}
+    if amp_dtype in ("float16", "bfloat16") and wanted - {amp_dtype}:
+        other = sorted(wanted - {amp_dtype})[0]
+        raise OptionError(
+            f"comm_dtype={other!r} and amp_dtype={amp_dtype!r}: a step has one low dtype; make "
+            "them the same, or leave one out"
+        )
+
+
+def check_backends(groups: Sequence[Group], *, is_cuda: bool) -> None:
+    """Require process groups that exchange tensors of the step's device.
+
+    Raises:
+        DeviceError: one does not; says how to make one.
+    """
+    found = {one.backend_for("cuda" if is_cuda else "cpu") for one in groups if one.size > 1}
+    if is_cuda and found - {"nccl"}:
+        named = " and ".join(sorted(one or "no backend" for one in found))
+        raise DeviceError(
+            f'device="cuda" exchanges gradients with NCCL, and the process group has {named} for '
+            'CUDA tensors: call init_process_group("cpu:gloo,cuda:nccl") or '
+            'init_process_group("nccl"), and torch.cuda.set_device(local_rank) before it'
+        )
+    if not is_cuda and "" in found:
+        raise DeviceError(
+            'the process group exchanges no CPU tensors, and the step runs with device="cpu": call '
+            'init_process_group("gloo") or init_process_group("cpu:gloo,cuda:nccl"), or move the '
+            'model to a GPU and pass device="cuda"'
+        )

@@ -15,7 +15,6 @@ from pathlib import Path
 from amp_ir.errors import OptionError
 from amp_ir.files.atomic_file import write_text
 from amp_ir.ir.stages import OnStage, Stage
-from amp_ir.report.program_text import program_text
 
 # A folder, under which every process that compiles makes one of its own.
 DUMP_VARIABLE = "AMP_IR_DUMP"
@@ -35,6 +34,8 @@ def stage_files(folder: Path) -> OnStage:
             f"no folder for the programs of the stages can be made at {folder}: {error.strerror}; "
             f"name another one with --dump-ir or the environment variable {DUMP_VARIABLE}"
         ) from error
+    from amp_ir.report.program_text import program_text
+
     numbers = itertools.count()
 
     def write(record: Stage) -> None:

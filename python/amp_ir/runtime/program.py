@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from amp_ir.distributed.exchange import Exchange
 from amp_ir.errors import AmpIrError, DeviceError
 from amp_ir.host.huge_pages import empty_in_huge_pages
 from amp_ir.host.memory_limit import is_out_of_memory, out_of_memory
@@ -26,6 +25,9 @@ from amp_ir.runtime.graph_run import GraphRun
 from amp_ir.runtime.program_input import ComparedInputs, ProgramInput, State, StateViews, flat_view
 from amp_ir.runtime.step_run import StepRun
 from amp_ir.runtime.written_memory import WrittenMemory
+
+if TYPE_CHECKING:
+    from amp_ir.distributed.exchange import Exchange
 
 T = TypeVar("T")
 

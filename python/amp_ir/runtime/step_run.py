@@ -17,7 +17,7 @@ import tvm
 import tvm_ffi
 
 from amp_ir.dialect.collectives import WAIT_SYMBOL
-from amp_ir.distributed.meeting import RESTART
+from amp_ir.distributed.process_group import RESTART
 from amp_ir.errors import StepFailedError, StepOutOfMemoryError
 from amp_ir.host import native
 from amp_ir.host.memory_limit import ADVICE, asked_nbytes, is_out_of_memory
