@@ -44,6 +44,7 @@ LAYERS = [
     "integrations",  # inside of other tools; only an entry point and the user import it
     "verification",  # checks of a step's numbers
     "testing",  # helpers for the tests of those who use amp_ir
+    "step_names",  # those of the next that a jitted step brings
     "public_names",  # what `amp_ir.jit` and its like are found in
     "selftest",
     "commands",

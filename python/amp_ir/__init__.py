@@ -6,8 +6,9 @@
     train = amp_ir.compile(amp_mod)
     loss = train(*batch)
 
-`pipeline.py` is the map of what happens in between, `public_names.py` the list of names. These,
-PyTorch and TVM are imported when a name is first used, not by `import amp_ir`.
+`pipeline.py` is the map of what happens in between, `public_names.py` the list of names. PyTorch,
+TVM and what a jitted step needs are imported when a name of `step_names.py` is first used, the rest
+when another name is, and nothing of it by `import amp_ir`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,28 @@ show_topics()
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import a module of the package, or all public names when one is first used (PEP 562)."""
+        """Import a module of the package, or the list that has a public name (PEP 562)."""
         # Tools ask every module for names such as __wrapped__.
         if not name.startswith("_") or name == "__all__":
             if PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None:  # noqa: F405
                 # Alone: a module that the public names need may ask for it.
                 return importlib.import_module(f"{__name__}.{name}")
-            found = importlib.import_module(f"{__name__}.public_names")
-            globals().update({one: getattr(found, one) for one in found.__all__})
-            globals()["__all__"] = found.__all__
+            _take_public(name)
         if name not in globals():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals()[name]
+
+    def _take_public(name: str) -> None:
+        """Define the public names of the first list that has `name`; the last one has all."""
+        from amp_ir.host.paused_garbage_collection import paused_garbage_collection
+
+        # Of the million objects of PyTorch and TVM an import makes no garbage.
+        with paused_garbage_collection():
+            found = importlib.import_module(f"{__name__}.step_names")
+            if name not in found.__all__:
+                found = importlib.import_module(f"{__name__}.public_names")
+                globals()["__all__"] = found.__all__
+        globals().update({one: getattr(found, one) for one in found.__all__})
 
     def __dir__() -> list[str]:
         """Return the names of the module, the public ones too."""

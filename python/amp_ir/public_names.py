@@ -8,22 +8,19 @@ from amp_ir.amp.custom_type_hint import CustomTypeHint
 from amp_ir.amp.overrides import Override
 from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
-from amp_ir.api import (
-    autocast,
-    examine,
-    explain_plan,
+from amp_ir.api import autocast, explain_plan, trace_model, trace_step
+from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.api.examine import examine
+from amp_ir.api.measure import (
     get_gflops,
     get_param_size,
     get_peak_memory,
     memory_report,
-    plan_ranks,
     profile_kernels,
     profile_vm_model,
     trace_memory,
-    trace_model,
-    trace_step,
 )
-from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.api.plan_ranks import plan_ranks
 from amp_ir.capture.call_arguments import call_arguments
 from amp_ir.distributed.links import Links, measure_links
 from amp_ir.distributed.split_optimizers import gather_state_dict

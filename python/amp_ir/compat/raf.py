@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from amp_ir.amp.custom_type_hint import CustomTypeHint
-from amp_ir.api import (
-    autocast,
+from amp_ir.api import autocast, trace_step
+from amp_ir.api.measure import (
     get_gflops,
     get_param_size,
     get_peak_memory,
     profile_vm_model,
     trace_memory,
-    trace_step,
 )
 from amp_ir.ir.step_module import StepModule
 
