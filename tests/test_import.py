@@ -13,8 +13,39 @@ from types import ModuleType
 import pytest
 
 import amp_ir
+from amp_ir import step_names
 
 HEAVY = ("torch", "tvm", "tvm_ffi", "numpy", "attrs", "rich")
+# What a step on a CPU without ranks, buckets, a scaler and a budget has no use for.
+NOT_FOR_A_PLAIN_STEP = (
+    "amp_ir.api.examine",
+    "amp_ir.api.measure",
+    "amp_ir.buckets",
+    "amp_ir.capture.rolled_loops.write_loop",
+    "amp_ir.commands",
+    "amp_ir.cuda.compiler",
+    "amp_ir.distributed.contract",
+    "amp_ir.distributed.exchange",
+    "amp_ir.distributed.links",
+    "amp_ir.distributed.meeting",
+    "amp_ir.inference",
+    "amp_ir.integrations",
+    "amp_ir.loops.cuda",
+    "amp_ir.loops.fusion.cuda_launches",
+    "amp_ir.loss_scaling.degrees",
+    "amp_ir.memory.chunking",
+    "amp_ir.padding",
+    "amp_ir.public_names",
+    "amp_ir.replay.find_overflow",
+    "amp_ir.report.kernel_profile",
+    "amp_ir.report.program_text",
+    "amp_ir.rewrites.align_matmuls",
+    "amp_ir.rewrites.exchange_gradients",
+    "amp_ir.runtime.checkpoint",
+    "amp_ir.testing",
+    "amp_ir.verification",
+    "rich",
+)
 
 
 def run(code: str) -> str:
@@ -56,6 +87,35 @@ from amp_ir import *
 assert compile is amp_ir.compile and jit is amp_ir.jit
 """
     run(code)
+
+
+def test_a_plain_step_imports_nothing_that_it_does_not_need():
+    code = f"""
+import sys
+import torch
+import amp_ir
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+train = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype="bfloat16")
+train(torch.ones(2, 4))
+assert "__all__" not in vars(amp_ir)
+print([name for name in {NOT_FOR_A_PLAIN_STEP} if name in sys.modules])
+"""
+    assert run(code) == "[]\n"
+    missing = [name for name in NOT_FOR_A_PLAIN_STEP if find_spec(name) is None]
+    assert not missing, f"{missing}: there are no such modules any more"
+
+
+def test_the_names_of_a_step_are_public_names():
+    assert set(step_names.__all__) < set(amp_ir.__all__)
+    for name in step_names.__all__:
+        assert getattr(step_names, name) is getattr(amp_ir, name)
 
 
 def test_no_public_name_is_hidden_by_a_module_of_the_package():
