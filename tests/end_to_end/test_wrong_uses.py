@@ -210,7 +210,7 @@ CAPTURE = [
             "the step has an op that amp_ir cannot import:\n  aten.poisson.default: draws random "
             "numbers from a generator that a compiled step lacks (1 call, first in step (forward), "
             f"{place('poisson')})\nWrite that part of the step with other PyTorch "
-            "ops, or add a converter with @converts(...) in amp_ir/importer/converters/."
+            "ops, or compute it before the step and pass the result in the batch."
         ),
     ),
     (

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,12 @@ DISTRIBUTIONS = {
     "bernoulli with p": (lambda x: x.clone().bernoulli_(0.3), 0.3, 0.21),
     "bernoulli": (lambda x: torch.bernoulli(x * 0.3), 0.3, 0.21),
     "exponential": (lambda x: x.clone().exponential_(2.0), 0.5, 0.25),
+    "log-normal": (lambda x: x.clone().log_normal_(0.0, 0.25).log(), 0.0, 1 / 16),
+    "geometric": (lambda x: x.clone().geometric_(0.25), 4.0, 12.0),
+    # The arc tangent of a Cauchy number is uniform.
+    "cauchy": (lambda x: ((x.clone().cauchy_(2.0, 3.0) - 2) / 3).atan(), 0.0, math.pi**2 / 12),
     "randint": (lambda x: torch.randint(2, 6, (200, 200)).float(), 3.5, 1.25),
+    "many integers": (lambda x: torch.randint(2**40, (200, 200)) / 2**40, 0.5, 1 / 12),
     "randint_like": (lambda x: torch.randint_like(x, 4), 1.5, 1.25),
     "dropout": (lambda x: F.dropout(x, 0.25), 1.0, 1 / 3),
     "native_dropout": (lambda x: torch.native_dropout(x, 0.25, True)[0], 1.0, 1 / 3),

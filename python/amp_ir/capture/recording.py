@@ -28,6 +28,7 @@ from amp_ir.capture.decompositions.class_numbers import CLASS_LOSSES
 from amp_ir.capture.decompositions.ctc import CTC
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
 from amp_ir.capture.decompositions.grouped_matmul import GROUPED_MATMUL
+from amp_ir.capture.decompositions.random_integers import RANDOM_INTEGERS
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.failure_advice import ONE_DTYPE
@@ -372,6 +373,7 @@ _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     **CLASS_LOSSES,
     **CTC,
     **GROUPED_MATMUL,
+    **RANDOM_INTEGERS,
 }
 
 

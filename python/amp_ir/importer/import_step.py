@@ -336,7 +336,7 @@ def _explain(unsupported: list[_Unsupported]) -> str:
             if len(kinds) > 1
             else "the step has an op that amp_ir cannot import:",
             *lines,
-            "Write that part of the step with other PyTorch ops, or add a converter with "
-            "@converts(...) in amp_ir/importer/converters/.",
+            "Write that part of the step with other PyTorch ops, or compute it before the step and "
+            "pass the result in the batch.",
         ]
     )

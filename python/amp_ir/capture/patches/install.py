@@ -32,6 +32,7 @@ from amp_ir.capture.decompositions.packed_sequences import (
     pad,
 )
 from amp_ir.capture.decompositions.sync_batch_norm import synced_forward
+from amp_ir.capture.decompositions.truncated_normal import truncated_normal
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.distribution import wrapper_error
 from amp_ir.capture.gradient_watch import GradientWatch
@@ -95,6 +96,7 @@ def patched(
         (asgd, "_single_tensor_asgd", single_tensor_asgd),
         (_adafactor, "_single_tensor_adafactor", single_tensor_adafactor),
         (swa_utils.AveragedModel, "update_parameters", update_parameters),
+        (torch.nn.init, "_no_grad_trunc_normal_", truncated_normal),
         # nn.TransformerEncoderLayer has an inference kernel that fuses many ops.
         (torch.backends.mha, "get_fastpath_enabled", lambda: False),
     )

@@ -129,6 +129,37 @@ def exponential(
     return ops.cast(drawn, ops.dtype)
 
 
+@converts(aten.log_normal.default)
+def log_normal(
+    ops: Emitter, _x: relax.Expr, mean: float = 1.0, std: float = 2.0, *, generator: None = None
+) -> relax.Expr:
+    """Return exponentials of normal numbers with a mean and a standard deviation."""
+    drawn = ops.add(ops.multiply(normal_numbers(ops, "float32"), std), mean)
+    return ops.cast(ops.emit(relax.op.exp(drawn)), ops.dtype)
+
+
+@converts(aten.geometric.default)
+def geometric(ops: Emitter, _x: relax.Expr, p: float, *, generator: None = None) -> relax.Expr:
+    """Return how often to draw until the first success with probability p, by inversion."""
+    rest = ops.subtract(1.0, uniform_numbers(ops, "float32"))
+    tries = ops.multiply(ops.emit(relax.op.log(rest)), 1.0 / math.log1p(-p))
+    whole = ops.emit(relax.op.ceil(tries))
+    return ops.cast(ops.emit(relax.op.maximum(whole, ops.constant(1.0, "float32"))), ops.dtype)
+
+
+@converts(aten.cauchy.default)
+def cauchy(
+    ops: Emitter, _x: relax.Expr, median: float = 0.0, sigma: float = 1.0, *, generator: None = None
+) -> relax.Expr:
+    """Return Cauchy numbers by inversion, in float64, whose tangent is right in the tails.
+
+    Half a step of the uniform numbers is added, so that none of them is a pole.
+    """
+    unit = ops.add(ops.cast(uniform_numbers(ops, "float32"), "float64"), 2.0**-25 - 0.5)
+    drawn = ops.emit(relax.op.tan(ops.multiply(unit, math.pi)))
+    return ops.cast(ops.add(ops.multiply(drawn, sigma), median), ops.dtype)
+
+
 @converts(aten.randint.default)
 def randint(ops: Emitter, high: int, _size: Any, **_options: Any) -> relax.Expr:
     """Draw integers in [0, high)."""
@@ -156,12 +187,23 @@ def randint_like_low(
 
 
 def _integers(ops: Emitter, low: int, high: int) -> relax.Expr:
-    if high - low > 2**24:
-        ops.reject(f"{high - low} different integers; the generator gives 2**24")
-    # Uniforms are multiples of 2**-24 below 1, so that in float64 the product stays below high.
-    wide = ops.multiply(ops.cast(uniform_numbers(ops, "float32"), "float64"), float(high - low))
+    count = high - low
+    if count > 2**48:
+        ops.reject(f"{count} different integers; the generator gives 2**48")
+    # Multiples of 2**-24 or 2**-48 below 1, so that in float64 the product stays below the count.
+    fine = _fine_uniform_numbers(ops) if count > 2**24 else uniform_numbers(ops, "float32")
+    wide = ops.multiply(ops.cast(fine, "float64"), float(count))
     drawn = ops.add(ops.cast(ops.emit(relax.op.floor(wide)), "int64"), low)
     return ops.cast(drawn, ops.dtype)
+
+
+def _fine_uniform_numbers(ops: Emitter) -> relax.Expr:
+    """Return uniform multiples of 2**-48 in [0, 1), float64, of two draws for each element."""
+    state, index = ops.draw()
+    two = ops.call("amp_ir.random_uniform", state, shape=(2, *ops.shape), index=index)
+    two = ops.cast(two, "float64")
+    upper, lower = (ops.reshape(ops.slice(two, 0, k, k + 1), ops.shape) for k in range(2))
+    return ops.add(upper, ops.multiply(lower, 2.0**-24))
 
 
 @converts(aten.randperm.default)
