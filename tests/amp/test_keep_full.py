@@ -211,3 +211,22 @@ def test_a_table_of_float64_numbers_is_not_rounded_on_the_way():
     low = amp_ir.autocast(_captured(step, *batch, model=model), amp_dtype="bfloat16")
     (read,) = (one for one in low.plan.ops if one.name == "amp_ir.index")
     assert (read.label, read.rule, read.results) == ("full", "unrounded", ("float32",))
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_what_an_update_of_the_users_own_adds_is_not_rounded(low: str) -> None:
+    """An evolution strategy: the difference of two losses would be lost in the low dtype."""
+    model = torch.nn.Linear(4, 4).requires_grad_(requires_grad=False)
+
+    def step(x: torch.Tensor, y: torch.Tensor, noise: torch.Tensor) -> None:
+        before, update = model.weight.clone(), 0
+        for sign in (1.0, -1.0):
+            model.weight.copy_(before + sign * 0.01 * noise)
+            update = update + sign * F.cross_entropy(model(x), y) * noise
+        model.weight.copy_(before - update)
+
+    batch = torch.randn(8, 4), torch.randint(0, 4, (8,)), torch.randn(4, 4)
+    plan = amp_ir.autocast(_captured(step, *batch, model=model), amp_dtype=low).plan
+    products = [one for one in plan.ops if one.name == "relax.multiply"]
+    assert products
+    assert all(one.results == ("float32",) for one in products)

@@ -119,7 +119,7 @@ def _pin_state(graph: StepGraph, decisions: Sequence[Decision], state: frozenset
             continue
         if op.location.phase == "optimizer":
             wanted.update(op.reads)
-        elif _is_transparent(op, decision):
+        elif _is_transparent(op, decision) or _is_sum_of_update(op, decision):
             wanted.update(leaf for leaf in op.reads if not _is_activation_of(graph, op, leaf))
             if decision.label == "free":
                 decision.pin("state", "A tensor of the state becomes this, and keeps its dtype")
@@ -129,6 +129,16 @@ def _is_activation_of(graph: StepGraph, gradient: Op, leaf: int) -> bool:
     maker = graph.values[leaf].op
     is_made_forward = maker >= 0 and graph.ops[maker].location.phase == "forward"
     return gradient.location.phase == "backward" and is_made_forward
+
+
+def _is_sum_of_update(op: Op, decision: Decision) -> bool:
+    """Return whether an op is a sum that a rule keeps in float32, outside of the backward pass.
+
+    Of an update that the user writes himself, p - lr * g or a moving average, it is the last op;
+    what it adds would be rounded otherwise.
+    """
+    is_sum = op.name in ("relax.add", "relax.subtract") and decision.label == "full"
+    return is_sum and op.location.phase == "forward"
 
 
 def _is_transparent(op: Op, decision: Decision) -> bool:
