@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from amp_ir.capture.constant_values import constant_value
+from amp_ir.capture.data_assignments import SHARING, DataAssignments
 from amp_ir.capture.decompositions.cell_ops import cell_of
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.decompositions.recurrent_layers import layers_of
@@ -26,7 +27,6 @@ from amp_ir.capture.locations import Locator
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.ir.location import Location
 
-aten = torch.ops.aten
 _GRADIENT: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
@@ -63,6 +63,7 @@ class Substitution(TorchFunctionMode):
         self._watch = watch
         self._locator = locator
         self._diagnostics = diagnostics
+        self.data = DataAssignments(diagnostics, locator)
         self.shown_at: dict[Location, None] = {}
 
     def __torch_function__(
@@ -78,8 +79,7 @@ class Substitution(TorchFunctionMode):
         elif func == _SET_GRADIENT:
             self._watch.replaced(args[0])
         elif func == _SET_DATA and _fits(*args):
-            with torch.no_grad():
-                aten.copy_.default(args[0], args[1])
+            self.data.assign(args[0], args[1])
             return None
         elif func in _TO_TEXT:
             if any(args[1:]):
@@ -110,6 +110,8 @@ class Substitution(TorchFunctionMode):
         if out is not NotImplemented:
             return out
         out = func(*args, **kwargs)
+        if func in SHARING and type(out) is FakeTensor:
+            self.data.shares(args[0], out)
         if func in _BACKWARD:
             self._watch.accumulated()
         if func in _DIFFERENTIATES:

@@ -161,6 +161,9 @@ class StepTracer:
                     value = call(self._step, arguments)
                 for scaler in scalers:
                     scaler.finish()
+                calls.data.finish(
+                    {one.name: one.fake for one in (*state.parameters, *state.buffers)}
+                )
                 with self._locator.optimizing():
                     self._replaced = transaction.finish()
         except TracingStopped:
