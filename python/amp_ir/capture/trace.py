@@ -34,6 +34,7 @@ from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
 from amp_ir.capture.rolled_loops.find_loops import find_loops
 from amp_ir.capture.scaler_state import find_scaler_state
+from amp_ir.capture.shared_memory import refuse_shared_memory
 from amp_ir.capture.split_state import split_state
 from amp_ir.capture.state import State, find_state, move_counters
 from amp_ir.capture.traced import Traced
@@ -90,6 +91,7 @@ def capture_step(
     unpacked = unpack_weights(checked.models)
     moved = move_counters(checked.optimizers)
     state = find_state(checked.models, checked.optimizers)
+    refuse_shared_memory(state)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
     split_state(state, ranks)
     hypers = find_hyper_parameters(checked.optimizers)

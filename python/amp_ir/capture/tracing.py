@@ -33,6 +33,7 @@ from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.recording import Recorder
+from amp_ir.capture.shared_memory import shared_gradients
 from amp_ir.capture.state import State, StateTensor, fake_of, fake_of_state, kept, put_fakes
 from amp_ir.capture.substitution import Substitution
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
@@ -84,6 +85,7 @@ class StepTracer:
         self._left: dict[str, Any] = {}
         self._replaced: dict[int, torch.Tensor] = {}
         self._checks: list[torch.Tensor] = []
+        self._transaction: Transaction | None = None
 
     def trace(self) -> Traced:
         """Run the step on fakes.
@@ -117,7 +119,7 @@ class StepTracer:
         fakes = put_fakes(state)
         overwritten = put_values(self._hypers, self._hyper_values())
         watch = GradientWatch([fakes[id(entry.tensor)] for entry in state.parameters])
-        transaction = Transaction(state, self._buffer_places)
+        transaction = self._transaction = Transaction(state, self._buffer_places)
         scalers = self._put_scalers(transaction)
         ranks = self._traced_ranks(fakes)
         given = captured_scalers.set(tuple(scaler_state.scaler for scaler_state in state.scalers))
@@ -185,6 +187,7 @@ class StepTracer:
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)
         self._refuse_gradients_of(batch)
+        self._refuse_shared_gradients()
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
         touched = watch.touched()
         touched = {id(s.tensor) for s in state.parameters if id(s.fake) in touched}
@@ -336,6 +339,16 @@ class StepTracer:
                     "x = x.detach().requires_grad_(), and return x.grad or use it",
                 )
 
+    def _refuse_shared_gradients(self) -> None:
+        """Reject one gradient of two parameters, to which a later step would add in both."""
+        shared = shared_gradients(self._state)
+        if shared is not None:
+            first, second = shared
+            self._refuse(
+                f"the step leaves one tensor in {first}.grad and {second}.grad",
+                "Assign a copy, one.grad = other.grad.clone(), or clear the gradients at its end",
+            )
+
     def _read_value(self, tensor: torch.Tensor) -> int:
         self._read.append(tensor.detach().to(torch.float64, copy=True))
         return len(self._read) - 1
@@ -357,4 +370,6 @@ class StepTracer:
         failure = f"the step failed while it was traced, at {where}: {type(error).__name__}: {text}"
         model = [entry.tensor for entry in self._state.parameters]
         advice = advice_on(text, model, self._arguments.tensors)
+        if "modified by an inplace operation" in text and self._transaction is not None:
+            advice = self._transaction.advice_on_writes() or advice
         return CaptureError(f"{failure}. {advice}", failure=failure)

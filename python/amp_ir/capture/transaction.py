@@ -155,6 +155,17 @@ class Transaction:
         for written in self._written.values():
             written.is_ended = True
 
+    def advice_on_writes(self) -> str | None:
+        """Return what to do about a write that the user may not have made: that of an `update`."""
+        if not self._ended:
+            return None
+        return (
+            "Check that it runs as plain PyTorch on the same batch; if it does, the write is that "
+            "of scaler.update(), which puts back what the step wrote before it (an averaged copy) "
+            "where an overflow skips it: call it before the forward pass of a loss of another "
+            "scaler that reads this"
+        )
+
     def finish(self) -> dict[int, torch.Tensor]:
         """Select what was written after the last `update`, such as averaged copies.
 
