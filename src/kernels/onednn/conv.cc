@@ -3,6 +3,7 @@
 
 #include "onednn/depthwise.h"
 #include "onednn/ops.h"
+#include "onednn/patch_matmul.h"
 #include "onednn/plan.h"
 #include "onednn/pointwise.h"
 #include "onednn/vectors.h"
@@ -341,6 +342,8 @@ void Convolve(ConvKind kind, const StridedTensor& x, const StridedTensor& w, con
   key.Add(convolution.dilation);
   key.Add(convolution.groups);
   auto plan = CachedPlan(key, [&]() -> std::shared_ptr<const Plan> {
+    auto patches = PatchMatmulPlan(kind, x, w, y, convolution);
+    if (patches != nullptr) return patches;
     auto depthwise = DepthwisePlan(kind, x, w, y, convolution);
     if (depthwise != nullptr) return depthwise;
     if (kind == ConvKind::kBackwardWeight) {
