@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <omp.h>
 
+#include <algorithm>
+
 #include "onednn/depthwise.h"
 #include "onednn/ops.h"
 #include "onednn/patch_matmul.h"
@@ -69,6 +71,8 @@ struct Chosen {
 
   // Loops without vectors, hundreds of times slower than any other implementation.
   bool is_reference() const { return implementation.find("ref") != std::string::npos; }
+  // oneDNN's bfloat16 gradient of the weight, other than depthwise kernels and matmuls.
+  bool is_bfloat16_loop() const { return implementation.find("jit_bf16") != std::string::npos; }
 };
 
 class PlanBuilder {
@@ -85,7 +89,7 @@ class PlanBuilder {
     StridedTensor compute_view[3];
     View(is_native ? first : kFloat32, result, compute_view);
     Chosen chosen = Choose(compute_view);
-    if (is_native && chosen.is_reference()) {
+    if (is_native && (chosen.is_reference() || ReadsUnwritten(chosen))) {
       // A CPU may have float16 arithmetic while oneDNN has only the forward convolution for it: a
       // detour by float32 is faster than its reference gradients.
       View(kFloat32, result, compute_view);
@@ -115,6 +119,16 @@ class PlanBuilder {
   }
 
  private:
+  // oneDNN 3.2 computes bfloat16 gradients of dilated depthwise windows, channels last, from memory
+  // that it did not write: 348 of 577 random ones were wrong, by as much as the result or by 1e34.
+  // What it computes in float32 is right.
+  bool ReadsUnwritten(const Chosen& chosen) const {
+    const auto& dilation = convolution_.dilation;
+    const bool is_dilated =
+        std::any_of(dilation.begin(), dilation.end(), [](int64_t step) { return step > 1; });
+    return kind_ == ConvKind::kBackwardWeight && is_dilated && chosen.is_bfloat16_loop();
+  }
+
   // The tensors as the primitive is to see them when it computes in `compute`.
   void View(DLDataType compute, int result, StridedTensor* views) const {
     for (int i = 0; i < 3; ++i) {
@@ -259,15 +273,34 @@ Plan::Id AddWorkspace(int64_t nbytes, Plan& plan) {
   return plan.AddTemporary({{nbytes}, dnnl::memory::data_type::u8, dnnl::memory::format_tag::a});
 }
 
+// Whether our kernels for depthwise windows are worth it beside oneDNN's plan, with AVX-512: where
+// oneDNN has none for such windows in the dtype of the operands, and computes them as groups of
+// padded channels, as matmuls, or after widening. Ours take 0.02 to 0.9 of the time of that. Its
+// own are mostly faster in float32 and forward. Its gradients in bfloat16 are slower for the input
+// of windows of 25 positions or more (ours take 0.5 to 0.8, 1.1 on images of 4 x 4) and for the
+// weight where rows are long (0.6 to 1.0 from 32 positions on, 1.05 to 1.8 below).
+bool PrefersDepthwise(ConvKind kind, const StridedTensor& w, const StridedTensor& y,
+                      const Plan& theirs) {
+  constexpr int64_t kLongRow = 32, kWideWindow = 25;
+  const std::string& name = theirs.implementation();
+  const bool is_widened = name.find("widen") != std::string::npos;
+  if (is_widened || name.find("_dw") == std::string::npos) return true;
+  if (IsFloat(y.dtype, 32)) return false;
+  if (kind == ConvKind::kBackwardWeight) return y.dims[y.rank - 1] >= kLongRow;
+  int64_t window = 1;
+  for (int i = 2; i < w.rank; ++i) window *= w.dims[i];
+  return kind == ConvKind::kBackwardInput && window >= kWideWindow;
+}
+
 // On AVX2 ours take 0.05 to 0.3 of oneDNN's time for the weight of 7 x 7 windows, 0.3 to 1.6 for
 // that of 3 x 3, and 0.3 to 1.3 for the others; in bfloat16, which oneDNN widens first, 0.05 to
-// 1.1. With AVX-512, where oneDNN has kernels for channels last, they were not compared.
+// 1.1.
 //
 // `w` has the dims of one without groups, as `Depthwise` wants them. Null where it is not for that.
 std::shared_ptr<const Plan> DepthwisePlan(ConvKind kind, const StridedTensor& x,
                                           const StridedTensor& w, const StridedTensor& y,
                                           const Convolution& convolution) {
-  if (HasAvx512() || !IsDepthwise(x, w, y, convolution)) return nullptr;
+  if (!IsDepthwise(x, w, y, convolution)) return nullptr;
   const Depthwise depthwise(kind, x, w, y, convolution, omp_get_max_threads());
   if (!depthwise.fits_cache()) return nullptr;
   auto plan = std::make_shared<Plan>();
@@ -345,12 +378,14 @@ void Convolve(ConvKind kind, const StridedTensor& x, const StridedTensor& w, con
     auto patches = PatchMatmulPlan(kind, x, w, y, convolution);
     if (patches != nullptr) return patches;
     auto depthwise = DepthwisePlan(kind, x, w, y, convolution);
-    if (depthwise != nullptr) return depthwise;
+    if (depthwise != nullptr && !HasAvx512()) return depthwise;
     if (kind == ConvKind::kBackwardWeight) {
       auto gradient = WeightGradientPlan(x, w, y, convolution);
       if (gradient != nullptr) return gradient;
     }
-    return PlanBuilder(kind, x, SplitGroups(w, convolution.groups), y, convolution).Build();
+    auto theirs = PlanBuilder(kind, x, SplitGroups(w, convolution.groups), y, convolution).Build();
+    const bool is_ours = depthwise != nullptr && PrefersDepthwise(kind, w, y, *theirs);
+    return is_ours ? depthwise : theirs;
   });
   plan->Run({x.data, w.data, y.data});
 }

@@ -221,12 +221,11 @@ void Depthwise::StoreWeight(const float* sums, int64_t block, void* w) const {
   const int64_t part_floats = blocks_ * taps() * kLanes;
   WithDtype(weight_dtype_, [&](auto type) {
     auto* to = static_cast<typename decltype(type)::Stored*>(w);
+    float total[kLanes];
     for (int64_t tap = 0; tap < taps(); ++tap) {
+      AddParts(sums + (block * taps() + tap) * kLanes, parts_, part_floats, total);
       for (int64_t j = 0; j < channels; ++j) {
-        const float* sum = sums + (block * taps() + tap) * kLanes + j;
-        float total = 0;
-        for (int64_t part = 0; part < parts_; ++part) total += sum[part * part_floats];
-        to[weight_at(block * kLanes + j, tap)] = type.Narrow(total);
+        to[weight_at(block * kLanes + j, tap)] = type.Narrow(total[j]);
       }
     }
   });
@@ -259,11 +258,7 @@ void Depthwise::Accumulate(const Task& task, void* x, void* y, float* sums, Padd
             row, 1, row_floats());
     for (int64_t b = 0; b < task.blocks; ++b) {
       float* sum = sums + (task.first_block + b) * taps() * kLanes;
-      for (const float* places : rows.Of(i, b)) {
-        const float* grad = row + b * row_floats();
-        if (places != nullptr) AddProducts(places, window, grad, horizontal_.out, sum);
-        sum += window.taps * kLanes;
-      }
+      AddProducts(rows.Of(i, b), window, row + b * row_floats(), horizontal_.out, sum);
     }
   }
 }

@@ -39,9 +39,13 @@ void StoreRow(const float* places, int64_t block_floats, const ImageRow& row);
 void MultiplyRow(const std::vector<const float*>& rows, const Window& window, const float* weight,
                  float* out, int64_t count);
 
-// sums[t][lane] += the sum over i of row[i * stride + t * dilation][lane] * grad[i][lane].
-void AddProducts(const float* row, const Window& window, const float* grad, int64_t count,
-                 float* sums);
+// sums[k][t][lane] += the sum over i of rows[k][i * stride + t * dilation][lane] * grad[i][lane]. A
+// row that is null adds nothing.
+void AddProducts(const std::vector<const float*>& rows, const Window& window, const float* grad,
+                 int64_t count, float* sums);
+
+// sums[lane] = the sum over `number` parts, `part_floats` apart, of parts[part][lane], in order.
+void AddParts(const float* parts, int64_t number, int64_t part_floats, float* sums);
 
 }  // namespace amp_ir
 

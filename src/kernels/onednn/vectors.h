@@ -24,6 +24,12 @@ template <class Body>
 __attribute__((target("avx2,fma"))) void RunAvx2(Body body) {
   body();
 }
+
+template <class Body>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) void
+RunAvx512(Body body) {
+  body();
+}
 #endif
 
 // Calls a body that is always inlined, with AVX2 where there is that or more.
@@ -34,6 +40,16 @@ void RunWithVectors(const Body& body) {
   if (has_avx2) return RunAvx2(body);
 #endif
   body();
+}
+
+// The same with AVX-512 where there is that, for which `wide` is written.
+template <class Body, class Wide>
+void RunWithVectors(const Body& body, [[maybe_unused]] const Wide& wide) {
+#if defined(__x86_64__)
+  static const bool has_avx512 = ChooseVectors() == Vectors::kAvx512;
+  if (has_avx512) return RunAvx512(wide);
+#endif
+  RunWithVectors(body);
 }
 
 }  // namespace amp_ir::onednn
