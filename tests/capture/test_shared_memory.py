@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import amp_ir
-from amp_ir.errors import ArgumentError, CaptureError
+from amp_ir.errors import ArgumentError, CaptureError, StateError
 
 
 class Counting(torch.optim.Optimizer):
@@ -105,6 +105,26 @@ def test_gradients_of_two_parameters() -> None:
     for p in b.parameters():
         p.grad = p.grad.clone()
     train(*batch)
+
+
+def test_a_gradient_that_two_parameters_have_at_a_later_call() -> None:
+    a, b, batch = setting()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(a(x), b(y))
+        loss.backward()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=[a, b])
+    for _ in range(2):
+        train(*batch)
+    b.weight.grad, before = a.weight.grad, a.weight.grad.clone()
+    with pytest.raises(StateError, match=r"share memory.*p\.grad = p\.grad\.clone\(\)"):
+        train(*batch)
+    assert torch.equal(a.weight.grad, before)
+    b.weight.grad = b.weight.grad.clone()
+    train(*batch)
+    assert not torch.equal(a.weight.grad, before)
 
 
 def test_a_gradient_that_is_left_to_two_parameters() -> None:

@@ -199,6 +199,8 @@ class StateViews:
             for position, one in enumerate(inputs)
             if one.source is not None and not isinstance(one.source, torch.Tensor)
         ]
+        self._gradients = [one for one in inputs if one.spec.role is Role.GRADIENT]
+        self._distinct: list[int] = []
 
     def current(self) -> list[Any]:
         """Return the views of all inputs in order as a new list, None for those of the batch.
@@ -212,11 +214,29 @@ class StateViews:
             ]
             self._held.remember()
             self.version += 1
-            return list(self._views)
-        views = list(self._views)
-        for position, one in self._read:
-            views[position] = one.current_view()
+            views = list(self._views)
+        else:
+            views = list(self._views)
+            for position, one in self._read:
+                views[position] = one.current_view()
+        self._refuse_shared_gradients()
         return views
+
+    def _refuse_shared_gradients(self) -> None:
+        """Refuse one gradient of two parameters, as a capture does: the program has two."""
+        addresses = [one.address for one in self._gradients]
+        if addresses == self._distinct:
+            return
+        owners: dict[int, str] = {}
+        for address, one in zip(addresses, self._gradients, strict=True):
+            other = owners.setdefault(address, one.spec.name)
+            if address and other != one.spec.name:
+                raise StateError(
+                    f"{other} and {one.spec.name} share memory, where in PyTorch a write to one is "
+                    "a write to the other; give each its own before the step: p.grad = "
+                    "p.grad.clone() for one of the parameters"
+                )
+        self._distinct = addresses
 
 
 def _how_to_make_contiguous(role: Role, tensor: torch.Tensor) -> str:
