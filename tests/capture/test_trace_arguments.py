@@ -213,6 +213,15 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "a new layer), make the optimizer anew",
     ),
     (
+        "optimizer of a bare tensor",
+        lambda: wrong(optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)),
+        "1 of the 1 parameters of optimizer 0 (SGD) are in no model; pass every module that it "
+        "trains in model=[...], or, where parameters were replaced (load_state_dict(assign=True), "
+        "a new layer), make the optimizer anew. Make a tensor that is in no module p = "
+        "torch.nn.Parameter(p) before the optimizer is made, and pass model=[model, "
+        "torch.nn.ParameterList([p])]",
+    ),
+    (
         "scaler with an update of its own",
         lambda: wrong(scaler=Counting("cpu")),
         "scaler= has a Counting whose own update() a compiled step would not call; use "

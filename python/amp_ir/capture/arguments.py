@@ -243,14 +243,22 @@ def _optimizer_errors(models: list[torch.nn.Module], optimizers: list[object]) -
         elif isinstance(optimizer, torch.optim.SparseAdam):
             yield f"{kind} needs sparse gradients; use Adam"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        foreign = sum(id(parameter) not in known for parameter in parameters)
+        foreign = [parameter for parameter in parameters if id(parameter) not in known]
         if foreign:
+            # A tensor with requires_grad=True of the user's own; a ParameterList takes no other.
+            is_bare = not all(isinstance(one, torch.nn.Parameter) for one in foreign)
             yield (
-                f"{foreign} of the {len(parameters)} parameters of optimizer {index} ({kind}) are "
-                "in no model; pass every module that it trains in model=[...], or, where "
+                f"{len(foreign)} of the {len(parameters)} parameters of optimizer {index} ({kind}) "
+                "are in no model; pass every module that it trains in model=[...], or, where "
                 "parameters were replaced (load_state_dict(assign=True), a new layer), make the "
-                "optimizer anew"
+                f"optimizer anew{_HOW_TO_OWN if is_bare else ''}"
             )
+
+
+_HOW_TO_OWN = (
+    ". Make a tensor that is in no module p = torch.nn.Parameter(p) before the optimizer is made, "
+    "and pass model=[model, torch.nn.ParameterList([p])]"
+)
 
 
 def _state_errors(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[str]:
