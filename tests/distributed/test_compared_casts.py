@@ -14,7 +14,7 @@ import torch
 import amp_ir
 from amp_ir import errors
 from amp_ir.distributed.compared_casts import rules_of_gradients
-from amp_ir.pipeline import exchanged
+from amp_ir.rewrites.exchange_gradients import exchange_gradients
 from captured_ranks import captured
 from data_parallel import WORKLOADS, batches
 from rank_processes import ranks
@@ -124,6 +124,6 @@ def test_rules_of_gradients_are_alike_whatever_a_rank_holds(count: int) -> None:
         batch = batches("bert", 1, 0)[0]
         options: dict[str, Any] = {"rank": rank, "shard": "optimizer"}
         mod = captured(one.step, batch, one.models, one.optimizers, count, **options)
-        cast = amp_ir.autocast(exchanged(mod), amp_dtype="bfloat16")
+        cast = amp_ir.autocast(exchange_gradients(mod), amp_dtype="bfloat16")
         found.append(rules_of_gradients(cast))
     assert found[0] == found[1] and len(found[0]) > 30

@@ -13,8 +13,9 @@ import tvm
 from torch import nn
 
 from amp_ir.distributed.contract import Contract
-from amp_ir.distributed.exchange import called_by_program, check_exchange
+from amp_ir.distributed.exchange import called_by_program
 from amp_ir.distributed.process_group import Group
+from amp_ir.distributed.rank_options import check_exchange
 from amp_ir.distributed.replicas import Ranks, Replica
 from amp_ir.distributed.stream_exchange import StreamExchange
 from amp_ir.ir.collective_call import Collective

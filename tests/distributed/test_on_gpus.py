@@ -24,8 +24,8 @@ from amp_ir import pipeline
 from amp_ir.api.trace import rewrite, trace_unchanged
 from amp_ir.dialect.collectives import START_SYMBOL
 from amp_ir.distributed import meeting, process_group
-from amp_ir.distributed.exchange import check_exchange
 from amp_ir.distributed.process_group import Group
+from amp_ir.distributed.rank_options import check_exchange
 from amp_ir.distributed.replicas import Ranks, Replica, find_ranks
 from amp_ir.errors import DeviceError, IndexOutOfRangeError, RankFailedError, RanksDifferError
 from amp_ir.ir import target

@@ -21,17 +21,36 @@ class GradientWatch:
         self._known = {id(parameter) for parameter in parameters}
         self._settled: set[int] = set()
         self.observed: set[int] = set()
+        self.shared: set[int] = set()
+        self._looked_at: set[int] = set()
         self._clearing = 0
         self.has_differentiated = False
 
     def looked_at(self, tensor: object) -> None:
         """Record that the step reads `tensor.grad`."""
         key = id(tensor)
+        if not self._clearing:
+            self._looked_at.add(key)
         if key in self._known and key not in self._settled and not self._clearing:
             self.observed.add(key)
 
+    def assigns(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Record that the step's own code sets `tensor.grad`.
+
+        What it has read as the gradient of another parameter is one tensor of both from here on. A
+        tensor that `torch.autograd.grad` returns for two is PyTorch's own choice.
+        """
+        others = (one for one in self._parameters if id(one) in self._looked_at)
+        if gradient is not None and any(
+            one is not tensor and one.grad is gradient for one in others
+        ):
+            self.shared.add(id(tensor))
+        else:
+            self.shared.discard(id(tensor))
+        self.replaced(tensor)
+
     def replaced(self, tensor: object) -> None:
-        """Record that the step sets `tensor.grad`."""
+        """Record that `tensor.grad` is set or cleared."""
         if id(tensor) not in self.observed:
             self._settled.add(id(tensor))
 

@@ -7,7 +7,7 @@ In PyTorch a write to one of them is a write to both. A compiled step has a valu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 
@@ -50,15 +50,20 @@ def refuse_shared_memory(state: State) -> None:
         raise ArgumentError("; ".join(wrong[:3]))
 
 
-def shared_gradients(state: State) -> tuple[str, str] | None:
-    """Return the names of two parameters whose gradients are one at the end of a traced step."""
-    owners: dict[tuple[int, int], str] = {}
+def shared_gradients(state: State, assigned: Set[int]) -> tuple[str, str] | None:
+    """Return the names of two parameters whose gradients are one at the end of a traced step.
+
+    One of them is among `assigned`, the ids of the fakes to which the step's own code has assigned
+    that of another parameter: what a backward pass gives to two, PyTorch copies for one of them.
+    """
+    owners: dict[tuple[int, int], StateTensor] = {}
     for entry in state.parameters:
         gradient = entry.fake.grad
         if gradient is not None and gradient.numel():
             place = _storage(gradient), int(gradient.storage_offset())
-            if owners.setdefault(place, entry.name) != entry.name:
-                return owners[place], entry.name
+            other = owners.setdefault(place, entry)
+            if other is not entry and {id(other.fake), id(entry.fake)} & assigned:
+                return other.name, entry.name
     return None
 
 

@@ -77,7 +77,7 @@ class Substitution(TorchFunctionMode):
         if func == _GET_GRADIENT:
             self._watch.looked_at(args[0])
         elif func == _SET_GRADIENT:
-            self._watch.replaced(args[0])
+            self._watch.assigns(*args)
         elif func == _SET_DATA and _fits(*args):
             self.data.assign(args[0], args[1])
             return None

@@ -187,7 +187,7 @@ class StepTracer:
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)
         self._refuse_gradients_of(batch)
-        self._refuse_shared_gradients()
+        self._refuse_shared_gradients(watch)
         observed = {id(s.tensor) for s in state.parameters if id(s.fake) in watch.observed}
         touched = watch.touched()
         touched = {id(s.tensor) for s in state.parameters if id(s.fake) in touched}
@@ -339,9 +339,9 @@ class StepTracer:
                     "x = x.detach().requires_grad_(), and return x.grad or use it",
                 )
 
-    def _refuse_shared_gradients(self) -> None:
+    def _refuse_shared_gradients(self, watch: GradientWatch) -> None:
         """Reject one gradient of two parameters, to which a later step would add in both."""
-        shared = shared_gradients(self._state)
+        shared = shared_gradients(self._state, watch.shared)
         if shared is not None:
             first, second = shared
             self._refuse(

@@ -22,6 +22,7 @@ import tvm_ffi
 
 from amp_ir.dialect.registry import DECLARATIONS
 from amp_ir.host import native
+from amp_ir.ir.collective_call import SYMBOLS as COLLECTIVES
 from amp_ir.ir.target import CompileTarget
 from amp_ir.loops.lowering_registry import LOWERINGS
 from amp_ir.version import VERSION
@@ -58,7 +59,8 @@ def environment(target: CompileTarget) -> dict[str, Any]:
     """
     native.load()
     _refuse_foreign()
-    functions = tvm_ffi.registry.list_global_func_names()
+    # Python registers the exchanges between ranks where a step has some.
+    functions = set(tvm_ffi.registry.list_global_func_names()) - COLLECTIVES
     return {
         **_of_process(),
         "target": [target.kind, target.arch, list(target.libraries), target.allow_tf32],
