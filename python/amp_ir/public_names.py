@@ -5,11 +5,8 @@
 import amp_ir.host.torch_version  # noqa: F401
 from amp_ir import amp, errors, testing
 from amp_ir.amp.custom_type_hint import CustomTypeHint
-from amp_ir.amp.overrides import Override
-from amp_ir.amp.plan import CastPlan
 from amp_ir.amp.policies import list_ops
-from amp_ir.api import autocast, explain_plan, trace_model, trace_step
-from amp_ir.api import compile_step as compile  # noqa: A004  (torch.compile's name)
+from amp_ir.api import explain_plan, trace_model
 from amp_ir.api.examine import examine
 from amp_ir.api.measure import (
     get_gflops,
@@ -27,20 +24,8 @@ from amp_ir.distributed.split_optimizers import gather_state_dict
 from amp_ir.inference.convert import convert_model
 from amp_ir.inference.converted_model import ConvertedModel
 from amp_ir.inference.model_file import load, save
-from amp_ir.ir.annotations import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from amp_ir.ir.location import autocast_off
 from amp_ir.ir.step_log import StepLog, StepRecord
-from amp_ir.ir.step_module import Role, Signature, StepModule
-from amp_ir.jit_function import jit
-from amp_ir.loss_scaling.grad_scaler import GradScaler
-from amp_ir.loss_scaling.scale_loss import scale_loss
+from amp_ir.ir.step_module import Role, Signature
 from amp_ir.replay.overflow import Overflow
 from amp_ir.replay.watch import Watch, WatchRecord
 from amp_ir.report.examination import Examination
@@ -48,7 +33,25 @@ from amp_ir.report.kernel_profile import KernelProfile
 from amp_ir.report.memory import MemoryReport
 from amp_ir.report.rank_plan import RankPlan
 from amp_ir.runtime.checkpoint import load_checkpoint, save_checkpoint
-from amp_ir.runtime.step import CompiledStep
+from amp_ir.step_names import (
+    CastPlan,
+    CompiledStep,
+    GradScaler,
+    Override,
+    StepModule,
+    autocast,
+    autocast_off,
+    compile,  # noqa: A004  (torch.compile's name)
+    float_function,
+    half_function,
+    jit,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+    scale_loss,
+    trace_step,
+)
 from amp_ir.verification.advice import Advice
 from amp_ir.verification.advise import advise
 from amp_ir.verification.error_report import ErrorReport, error_report

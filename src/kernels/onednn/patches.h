@@ -9,8 +9,8 @@ namespace amp_ir {
 
 // The matrix [samples * positions, channels * taps] of an image [n, c, spatial...] of one or two
 // spatial dims: with it a convolution without groups is a matmul with the weight [o, c, window...]
-// as it is stored. Places in the padding are zeros, which
-// are multiplied: with infinity they give NaN.
+// as it is stored. Places in the padding are zeros, which are multiplied: with infinity they give
+// NaN.
 class Patches {
  public:
   // `image` and `y` are the tensors x and y of the convolution, `window` is its weight.
