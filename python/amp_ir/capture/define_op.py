@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +19,13 @@ def define_op(
 ) -> None:
     """Define an op by its schema; `types` returns empty tensors like the results of `kernel`.
 
-    All ops are registered here, since PyTorch looks for the source of who registers one: for
-    each new file it goes through all modules of the process, some thousand.
+    All ops are registered here, since PyTorch looks for the source of who registers one: the
+    first time for each file it goes through all modules of the process, some thousand.
     """
     library, name = _library(namespace), schema.partition("(")[0]
     library.define(schema)
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{namespace}::{name}", types, lib=library)
-
-
-# Not even for this file.
-inspect.modulesbyfile[__file__] = __name__
 
 
 @functools.cache
