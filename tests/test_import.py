@@ -160,3 +160,41 @@ first, second = train(torch.ones(2, 4)), train(torch.ones(2, 4))
 assert second < first and not train.recompiles[1:], train.recompiles
 """
     run(code)
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["amp_ir.jit", "amp_ir.load", "amp_ir.compat", "dir(amp_ir)", "help(amp_ir.save)"],
+)
+def test_the_first_use_of_a_name_draws_nothing_of_the_users_random_numbers(use):
+    """Rich draws from Python's `random` while it is imported."""
+    code = f"""
+import random
+import amp_ir
+random.seed(0)
+before = random.getstate()
+{use}
+assert random.getstate() == before
+"""
+    run(code)
+
+
+def test_a_terminal_draws_nothing_of_the_users_random_numbers():
+    """The line that it shows while a compilation takes long is Rich's."""
+    code = """
+import io, random, sys
+import amp_ir.jit_step
+from amp_ir.report import live_stage
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+sys.stderr = Terminal()
+random.seed(0)
+before = random.getstate()
+with live_stage.live_stage("step"):
+    assert "rich.console" in sys.modules
+    assert random.getstate() == before
+"""
+    run(code)

@@ -41,10 +41,13 @@ if not TYPE_CHECKING:
         """Import a module of the package, or the list that has a public name (PEP 562)."""
         # Tools ask every module for names such as __wrapped__.
         if not name.startswith("_") or name == "__all__":
-            if PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None:  # noqa: F405
-                # Alone: a module that the public names need may ask for it.
-                return importlib.import_module(f"{__name__}.{name}")
-            _take_public(name)
+            from amp_ir.host.kept_random import kept_random
+
+            with kept_random():
+                if PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None:  # noqa: F405
+                    # Alone: a module that the public names need may ask for it.
+                    return importlib.import_module(f"{__name__}.{name}")
+                _take_public(name)
         if name not in globals():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals()[name]

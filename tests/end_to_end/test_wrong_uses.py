@@ -863,3 +863,55 @@ def test_jit_compiles_again_after_a_change() -> None:
     forget_state(setting)
     train(*setting.batch)
     assert train.compiled is not first
+
+
+PATH = "path is a int; expected the name of a file, a str or a pathlib.Path"
+ANNOTATE = "write @amp_ir.{0} above the function's definition"
+NOT_OURS: dict[str, tuple[Callable[[Setting], Any], type[AmpIrError], str]] = {
+    "load": (lambda s: amp_ir.load(1), ArgumentError, PATH),  # type: ignore[arg-type]
+    "save": (lambda s: amp_ir.save(s.train, 1), ArgumentError, PATH),  # type: ignore[arg-type]
+    "save_checkpoint": (
+        lambda s: amp_ir.save_checkpoint(1, model=s.model),  # type: ignore[arg-type]
+        ArgumentError,
+        PATH,
+    ),
+    "load_checkpoint": (
+        lambda s: amp_ir.load_checkpoint(1, model=s.model),  # type: ignore[arg-type]
+        ArgumentError,
+        PATH,
+    ),
+    "plan": (lambda s: amp_ir.CastPlan.load(1), ArgumentError, PATH),  # type: ignore[arg-type]
+    "gather_state_dict": (
+        lambda s: amp_ir.gather_state_dict(s.model),  # type: ignore[arg-type]
+        ArgumentError,
+        "gather_state_dict takes a torch.optim.Optimizer and got a Sequential",
+    ),
+    "scale_loss": (
+        lambda s: amp_ir.scale_loss(torch.ones(()), []).__enter__(),
+        ArgumentError,
+        "scale_loss takes an optimizer, or a list of them, and got []; pass every optimizer that "
+        "owns parameters which the loss gives gradients",
+    ),
+    **{
+        name: (
+            lambda s, name=name: getattr(amp_ir, name)(3),
+            OptionError,
+            f"{name} takes a function and got a int; {ANNOTATE.format(name)}",
+        )
+        for name in ("half_function", "float_function", "promote_function")
+    },
+    "register_half_function": (
+        lambda s: amp_ir.register_half_function(functional, 3),  # type: ignore[arg-type]
+        OptionError,
+        "torch.nn.functional has no function 3; pass the module, or the class, that the function "
+        'is looked up in, as in register_half_function(torch.nn.functional, "linear")',
+    ),
+}
+
+
+@pytest.mark.parametrize(("use", "error", "message"), NOT_OURS.values(), ids=NOT_OURS)
+def test_arguments_of_other_kinds_are_refused(
+    use: Callable[[Setting], Any], error: type[AmpIrError], message: str
+) -> None:
+    setting = Setting.make()
+    check(setting, lambda: use(setting), error, message)

@@ -222,8 +222,8 @@ MEASURE = """
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_planned_bytes_are_what_the_system_really_gives(dtype: str) -> None:
     """The rise of the resident set during two steps, beside what the plan says it is."""
-    # What PyTorch's own oneDNN takes inside of a bfloat16 matmul cannot be asked for, and it is what
-    # multiplies where ours is missing: 2.4 to 3.3 MB of the 149 planned, and its code, with AMX.
+    # What PyTorch's own oneDNN takes inside of a bfloat16 matmul cannot be asked for, and that is
+    # what multiplies where ours is missing: with AMX 2.4 to 3.3 MB of 149 planned, and its code.
     by_pytorch = dtype == "bfloat16" and not native.has("amp_ir.onednn.matmul")
     tolerance = 0.06 if by_pytorch else 0.02
     # The system joins pages into large ones when it likes, and these count as given: one process

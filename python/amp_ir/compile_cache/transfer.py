@@ -17,6 +17,7 @@ from amp_ir.compile_cache.cache import CompileCache
 from amp_ir.compile_cache.entry import CacheEntry, entry_from_bytes, entry_to_bytes
 from amp_ir.errors import FileFormatError
 from amp_ir.files.atomic_file import atomic_file
+from amp_ir.files.check_path import check_path
 from amp_ir.files.sealed_zip import Seal
 
 FORMAT = 1
@@ -59,6 +60,7 @@ def import_cache(cache: CompileCache, path: str | os.PathLike[str]) -> Transferr
         FileFormatError: the file, or an entry in it, is damaged or of another format.
         OSError: it cannot be read, or the cache not written.
     """
+    check_path(path)
     with open(path, "rb") as file:
         if not _SEAL.check(file, path):
             raise FileFormatError(

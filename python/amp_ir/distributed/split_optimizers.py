@@ -17,7 +17,7 @@ import torch
 
 from amp_ir.distributed.process_group import first_line
 from amp_ir.distributed.shards import Shards
-from amp_ir.errors import StateError
+from amp_ir.errors import ArgumentError, StateError
 
 _split: weakref.WeakKeyDictionary[torch.optim.Optimizer, Shards] = weakref.WeakKeyDictionary()
 _gathering: set[int] = set()
@@ -51,8 +51,13 @@ def gather_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     `state_dict()` is returned.
 
     Raises:
+        ArgumentError: it is no optimizer.
         StateError: a rank did not take part.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"gather_state_dict takes a torch.optim.Optimizer and got a {type(optimizer).__name__}"
+        )
     shards = shards_of(optimizer)
     if shards is None:
         return optimizer.state_dict()

@@ -28,6 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from amp_ir.files.check_path import check_path
+
 SUFFIX = ".part"
 # A file system takes names of up to 255 bytes; the random part and the suffix have 23.
 _LONGEST_STEM_BYTES = 200
@@ -43,8 +45,10 @@ def atomic_file(path: str | os.PathLike[str], *, new_mode: int = 0o666) -> Itera
     `new_mode` is the mode of a file that did not exist, less the umask.
 
     Raises:
+        ArgumentError: `path` is no path.
         OSError: the file cannot be written; it is as before, or still missing.
     """
+    check_path(path)
     target = _target_of(path)
     before = _status(target)
     if before is not None and not stat.S_ISREG(before.st_mode):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from amp_ir.errors import FileFormatError
+from amp_ir.files.check_path import check_path
 
 DIGEST = "sha256"
 
@@ -43,6 +44,7 @@ def read_document(path: str | os.PathLike[str], *, what: str, remedy: str) -> di
         FileFormatError: it is not a JSON object.
         OSError: it cannot be read.
     """
+    check_path(path)
     content = Path(path).read_bytes()
     try:
         document = json.loads(content.decode(), parse_constant=_refuse_constant)

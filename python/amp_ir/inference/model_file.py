@@ -28,6 +28,7 @@ import tvm
 
 from amp_ir.errors import FileFormatError, OptionError
 from amp_ir.files.atomic_file import atomic_file
+from amp_ir.files.check_path import check_path
 from amp_ir.files.sealed_zip import Seal
 from amp_ir.inference.converted_model import ConvertedModel
 from amp_ir.inference.program_record import (
@@ -68,6 +69,7 @@ def save(
             must not have changed.
 
     Raises:
+        ArgumentError: `path` is no path.
         OptionError: `model` is something else; it returns what a file cannot hold; it was loaded
             from a file, and `remove_amp_cast` asks for weights that the file does not have.
         StateError: the model changed after its conversion.
@@ -78,6 +80,7 @@ def save(
             f"save takes what amp_ir.convert_model or amp_ir.compile returns, and got a "
             f"{type(model).__name__}"
         )
+    check_path(path)
     if isinstance(model, ConvertedModel):
         kind, steps = "converted model", model.programs
         modules = model.without_casts() if remove_amp_cast else [one.module for one in steps]
@@ -110,10 +113,12 @@ def load(path: str | os.PathLike[str], device: str = "cpu") -> ConvertedModel | 
     from their IR.
 
     Raises:
+        ArgumentError: `path` is no path.
         FileFormatError: the file is damaged, altered, cut off, or of another version.
         DeviceError: the device is missing.
         OSError: it cannot be read.
     """
+    check_path(path)
     target_of(device)
     with open(path, "rb") as file:
         if not _SEAL.check(file, path):

@@ -27,8 +27,11 @@ def half_function(function: Callable[P, R]) -> Callable[P, R]:
     The gradients of parameters leave in float32 still. In plain PyTorch nothing changes. Of nested
     annotations and regions of `torch.autocast` the innermost decides; an `Override` comes after
     them.
+
+    Raises:
+        OptionError: it is no function.
     """
-    return _annotated(function, "low")
+    return _annotated(_checked(function, "half_function"), "low")
 
 
 def float_function(function: Callable[P, R]) -> Callable[P, R]:
@@ -36,7 +39,7 @@ def float_function(function: Callable[P, R]) -> Callable[P, R]:
 
     Otherwise as `half_function`.
     """
-    return _annotated(function, "float32")
+    return _annotated(_checked(function, "float_function"), "float32")
 
 
 def promote_function(function: Callable[P, R]) -> Callable[P, R]:
@@ -45,7 +48,7 @@ def promote_function(function: Callable[P, R]) -> Callable[P, R]:
     An op runs low if all that it reads is stored low, and in float32 if any of it is not. Otherwise
     as `half_function`.
     """
-    return _annotated(function, "promote")
+    return _annotated(_checked(function, "promote_function"), "promote")
 
 
 def register_half_function(module: object, name: str) -> None:
@@ -77,6 +80,15 @@ def register_promote_function(module: object, name: str) -> None:
         OptionError: `module` has no function of that name.
     """
     _register(module, name, "promote")
+
+
+def _checked(function: Callable[P, R], name: str) -> Callable[P, R]:
+    if not callable(function):
+        raise OptionError(
+            f"{name} takes a function and got a {type(function).__name__}; write @amp_ir.{name} "
+            "above the function's definition"
+        )
+    return function
 
 
 def _annotated(function: Callable[P, R], precision: Precision) -> Callable[P, R]:
@@ -121,7 +133,7 @@ def described_registrations() -> str:
 
 
 def _register(owner: object, name: str, precision: Precision) -> None:
-    if not callable(getattr(owner, name, None)):
+    if not (isinstance(name, str) and callable(getattr(owner, name, None))):
         raise OptionError(
             f"{_name_of(owner)} has no function {name!r}; pass the module, or the class, that the "
             'function is looked up in, as in register_half_function(torch.nn.functional, "linear")'

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amp_ir.errors import OptionError
+from amp_ir.errors import ArgumentError, OptionError
 from amp_ir.ir.capturing import captured_scalers
 from amp_ir.loss_scaling.grad_scaler import GradScaler
 
@@ -83,11 +83,12 @@ def scale_loss(
             follows before the step (accumulation over several batches).
 
     Raises:
+        ArgumentError: `optimizer` is no optimizer, and no sequence of them.
         OptionError: in a captured step to which scalers were passed, and not as many.
 
     Source: apex.amp.scale_loss and mxnet.contrib.amp.scale_loss.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = _optimizers_of(optimizer)
     chosen = scaler if scaler is not None else _scaler_of(optimizers, loss_id, loss)
     if not chosen.is_enabled():
         yield loss
@@ -102,6 +103,18 @@ def scale_loss(
     waiting = {id(one) for one in optimizers}
     for one in optimizers:
         _step_through(chosen, one, waiting)
+
+
+def _optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
+    if isinstance(given, torch.optim.Optimizer):
+        return [given]
+    several = list(given) if isinstance(given, Sequence) else []
+    if not several or not all(isinstance(one, torch.optim.Optimizer) for one in several):
+        raise ArgumentError(
+            f"scale_loss takes an optimizer, or a list of them, and got {given!r}; pass every "
+            "optimizer that owns parameters which the loss gives gradients"
+        )
+    return several
 
 
 def _scaler_of(

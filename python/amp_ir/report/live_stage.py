@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+from amp_ir.host.kept_random import kept_random
 from amp_ir.host.logs import logger_of
 from amp_ir.ir.stages import StageWatch, watched, watching
 
@@ -49,6 +51,10 @@ def _way_to_show() -> Callable[[str, StageWatch, threading.Event], None] | None:
     if _QUIET_UNDER in sys.modules:
         return None
     if sys.stderr is not None and sys.stderr.isatty():
+        # Here and not in the thread, which cannot tell what the importing draws from what the
+        # user's step does.
+        with kept_random():
+            importlib.import_module("rich.console")
         return _show
     return _log if log.isEnabledFor(logging.INFO) else None
 
@@ -57,7 +63,6 @@ def _show(what: str, watch: StageWatch, done: threading.Event) -> None:
     started = time.monotonic()
     if done.wait(_PATIENCE):
         return
-    # On demand: most compilations are done by now.
     from rich.console import Console
     from rich.text import Text
 

@@ -21,6 +21,7 @@ from typing import Any
 from amp_ir.distributed.process_group import rank_and_size, splitting_group, world_size
 from amp_ir.distributed.split_optimizers import gather_state_dict, shards_of
 from amp_ir.errors import ArgumentError, StateError
+from amp_ir.files.check_path import check_path
 from amp_ir.runtime.checkpoint_file import ENTRY, FORMAT, MARK, RANDOM, read_states, write_states
 from amp_ir.runtime.checkpoint_parts import Part, kind_of, load_all, part_errors
 from amp_ir.runtime.random_state import random_state, random_state_errors
@@ -51,11 +52,12 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
             containers of these.
 
     Raises:
-        ArgumentError: a part is named "random", "ranks" or "amp_ir", or holds objects of other
-            classes.
+        ArgumentError: `path` is no path; a part is named "random", "ranks" or "amp_ir", or holds
+            objects of other classes.
         StateError: state is split, and a rank did not take part, or rank 0 could not write.
         OSError: the file cannot be written.
     """
+    check_path(path)
     for name, what in _RESERVED.items():
         if name in parts:
             raise ArgumentError(f'a part is named "{name}", which is {what}; rename it')
@@ -97,6 +99,7 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
         the entries of the file without an object here, by name.
 
     Raises:
+        ArgumentError: `path` is no path.
         FileFormatError: the file is damaged, is of a newer format, or is not a checkpoint.
         StateError: the file does not fit the objects; the message lists everything.
         OSError: the file cannot be read.

@@ -21,6 +21,7 @@ import torch
 
 from amp_ir.errors import ArgumentError, FileFormatError
 from amp_ir.files.atomic_file import atomic_file
+from amp_ir.files.check_path import check_path
 from amp_ir.files.sealed_zip import Seal
 
 FORMAT = 2
@@ -65,6 +66,7 @@ def read_states(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileFormatError: the file is damaged, newer, or no checkpoint.
         OSError: it cannot be read.
     """
+    check_path(path)
     with open(path, "rb") as file:
         is_sealed = _SEAL.check(file, path)
         if not is_sealed:
