@@ -129,8 +129,8 @@ def test_constants_of_earlier_captures_are_not_taken():
 
         return step
 
-    # NaN is not here: it is not equal to itself.
-    numbers = [0.0, -0.0, 0.25, 0.75, 1.0, -1.0, 2.0, float("inf")]
+    # NaN is not here: it is not equal to itself. Half is 1 - half, which a lerp computes with.
+    numbers = [0.5, 0.0, -0.0, 0.25, 0.75, 1.0, -1.0, 2.0, float("inf")]
     x = torch.randn(4, 3)
     wanted = []
     for number in numbers:

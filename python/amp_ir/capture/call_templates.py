@@ -155,12 +155,13 @@ def number_of(n: torch.fx.Node) -> float | None:
     """Return the number of a call whose nodes are the same for each; None where there is none.
 
     A decomposition leaves out a factor of 1, has two forms of lerp, for weights below a half and
-    others, and one of `alpha` where it is followed. NaN is not equal to itself.
+    others, and one of `alpha` where it is followed. NaN is not equal to itself. Of 0.5 the nodes
+    of a lerp do not show where they have the weight and where 1 - weight, which is 0.5 too.
     """
     if n.target not in BY_NUMBER or "alpha" in n.kwargs:
         return None
     for value in (*n.args, *n.kwargs.values()):
-        if type(value) is float and value not in (0.0, 1.0) and value == value:
+        if type(value) is float and value not in (0.0, 0.5, 1.0) and value == value:
             return value
     return None
 

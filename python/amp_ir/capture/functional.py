@@ -20,7 +20,7 @@ from amp_ir.capture.decompositions.layouts import view
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.replay import Replay
-from amp_ir.capture.symbolic_float import FloatTape
+from amp_ir.capture.symbolic_float import FloatTape, plain
 
 try:
     # Not part of PyTorch's public interface. The public table takes 0.1 s to make: it has an entry
@@ -101,7 +101,7 @@ def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
 
     def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
         # PyTorch's kernel uses the form that is exact at the nearer end.
-        if abs(float.__add__(weight, 0.0)) < 0.5:
+        if abs(plain(weight)) < 0.5:
             return _wide(lambda a, b: a + (b - a) * follow(weight), start, end)
         return _wide(lambda a, b: b - (b - a) * (1 - follow(weight)), start, end)
 

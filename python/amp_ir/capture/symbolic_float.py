@@ -158,7 +158,7 @@ class FloatTape:
         function: Callable[..., float] = UNARY.get(op) or BINARY[op]
         expression = Expression(op, tuple(self.expression_of(value) for value in operands))
         try:
-            value = function(*map(_plain, operands))
+            value = function(*map(plain, operands))
         except (ZeroDivisionError, OverflowError, ValueError):
             value = math.nan
         made = self._new(expression, value)
@@ -178,7 +178,7 @@ class FloatTape:
             self._refuse(
                 "compares a tensor's value (a loss scale, a step count of an optimizer) in Python"
             )
-            return COMPARE[op](_plain(left), _plain(right))
+            return COMPARE[op](plain(left), plain(right))
         guard = Guard(op, *expressions, outcome)
         if guard not in self.guards:
             self.guards.append(guard)
@@ -207,7 +207,7 @@ class FloatTape:
         try:
             return evaluate(value.expression, self.inputs)
         except LookupError:
-            return _plain(value)
+            return plain(value)
 
     def _new(self, expression: Expression, near: float) -> SymbolicFloat:
         usable = isinstance(near, float) and math.isfinite(near) and abs(near) > 1e-300
@@ -243,7 +243,8 @@ def _stays_exact(op: str, operands: tuple[float, ...]) -> bool:
     return op in ("neg", "abs") or (op in ("add", "sub") and any(small))
 
 
-def _plain(value: float) -> float:
+def plain(value: float) -> float:
+    """Return the double that a number is to ATen."""
     return float.__add__(value, 0.0) if isinstance(value, SymbolicFloat) else float(value)
 
 
@@ -252,7 +253,7 @@ def _rejected(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def method(self: SymbolicFloat, *operands: Any) -> Any:
         self.tape.reject_function(function.__name__)
-        return function(_plain(self), *operands)
+        return function(plain(self), *operands)
 
     return method
 
@@ -317,12 +318,12 @@ class SymbolicFloat(float):
     def __float__(self) -> float:
         """Return the double; report the conversion, since it loses the expression."""
         self.tape.reject_conversion()
-        return _plain(self)
+        return plain(self)
 
     def __int__(self) -> int:
         """Return the integer; report the conversion, since it loses the expression."""
         self.tape.reject_conversion()
-        return int(_plain(self))
+        return int(plain(self))
 
     def __repr__(self) -> str:
         """Show the true value, as the user would see it."""
