@@ -97,6 +97,32 @@ def test_gradients_of_torch_func() -> None:
     assert_as_eager(make)
 
 
+@pytest.mark.parametrize("activation", [torch.sin, torch.tanh, torch.exp])
+def test_second_derivatives_of_each_row_by_a_hessian(activation: Any) -> None:
+    """As physics-informed networks take them; forward mode has zeros without memory."""
+
+    def make() -> tuple[Any, Any, Any]:
+        inner, outer = nn.Linear(4, 5), nn.Linear(5, 3)
+        optimizer = torch.optim.SGD([*inner.parameters(), *outer.parameters()], lr=0.01)
+
+        def value(row: torch.Tensor) -> torch.Tensor:
+            return outer(activation(inner(row))).sum()
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            curvature = torch.func.vmap(torch.func.hessian(value))(x)
+            residual = curvature.diagonal(dim1=1, dim2=2).sum(1) - y
+            slope = torch.func.vmap(torch.func.jacfwd(torch.func.grad(lambda z: z.sin().sum())))(x)
+            loss = residual.square().mean() + slope.sum(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return [inner, outer], optimizer, step
+
+    assert_as_eager(make)
+
+
 def test_gradients_of_each_row_by_vmap() -> None:
     def make() -> tuple[Any, Any, Any]:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))

@@ -93,6 +93,9 @@ _METRIC_ADVICE = (
     "on_train_batch_end"
 )
 
+# Forward mode's zeros without memory: where tensors are fake, they lose their device under vmap.
+_REPLACED = {aten._efficientzerotensor.default: aten.zeros.default}
+
 
 class Recorder(TorchDispatchMode):
     """A mode that marks every op with its location, and rejects reads of values, outside writes."""
@@ -146,6 +149,7 @@ class Recorder(TorchDispatchMode):
         if is_foreach(func):
             with self:
                 return call_foreach(func, args, kwargs)
+        func = _REPLACED.get(func, func)
         location = self._locator.here()
         if func is _READ:
             if not _is_known(args[0]):
