@@ -80,6 +80,15 @@ def maximum(a: Any, b: Any) -> Any:
     return _nan_from(a, larger) if dtype_of(a).startswith("float") else larger
 
 
+def larger(a: Any, b: Any) -> Any:
+    """Return the larger one; either if one is NaN: an instruction of a CPU."""
+    of_device = device_function("maximum", a, b)
+    if of_device is not None:
+        return of_device
+    a, b = let(a), let(b)
+    return select(a > b, a, b)
+
+
 def minimum(a: Any, b: Any) -> Any:
     """Return the smaller one; NaN if either is NaN, as PyTorch's minimum."""
     of_device = device_function("minimum", a, b)

@@ -34,7 +34,9 @@ from amp_ir.loops.body_context import current_access
 
 Index = tuple[Any, ...]
 Element = Callable[..., Any]
-ReduceKind = Literal["sum", "max", "min", "prod", "any", "all"]
+# "largest" is a maximum that may be any number where an element is NaN, for readers that are NaN
+# there anyway: it takes a CPU one instruction.
+ReduceKind = Literal["sum", "max", "largest", "min", "prod", "any", "all"]
 # Elements that a CPU kernel computes side by side: one AVX-512 register of float32. Narrower
 # machines split it.
 LANES = 16
@@ -117,17 +119,30 @@ class Constant(Value):
     number: float | int | bool = 0
 
 
+@attrs.frozen(eq=False)
+class LogSoftmax:
+    """A log-softmax along `axis` is (scores - peak) - log_total; `softmax` is its exponential."""
+
+    axis: int
+    scores: Value
+    peak: Value
+    log_total: Value
+    softmax: Value
+
+
 @attrs.define(eq=False)
 class Pointwise(Value):
     """A value whose elements `body(*index)` computes from elements at computed positions.
 
-    `is_kept`: its readers never compute it again themselves. `is_view`: only moves elements
-    (transpose, slice, broadcast); never worth memory by itself. `is_reshape`: a view that keeps the
-    flat order. `rounds`: the user wrote this cast, so its rounding happens even where the value
-    never reaches memory. `last`: the same tensor with its channels last, of which this is a view;
-    see `channels_last`. `parts`: the values that it concatenates along `part_axis`. `one_hot`: an
-    axis along which at most one element is not 0, and the value, without that axis, of these
-    elements.
+    `is_kept`: its readers never compute it again themselves. `is_held`: a CPU kernel that needs it
+    in several passes over a row computes it in the first, for its arithmetic takes longer than a
+    read. `is_view`: only moves elements (transpose, slice, broadcast); never worth memory by
+    itself. `is_reshape`: a view that keeps the flat order. `rounds`: the user wrote this cast, so
+    its rounding happens even where the value never reaches memory. `last`: the same tensor with its
+    channels last, of which this is a view; see `channels_last`. `parts`: the values that it
+    concatenates along `part_axis`. `one_hot`: an axis along which at most one element is not 0, and
+    the value, without that axis, of these elements. `log_softmax`: the parts of a log-softmax that
+    is not in memory so far.
     """
 
     body: Element = attrs.field(kw_only=True, repr=False)
@@ -135,7 +150,9 @@ class Pointwise(Value):
     parts: tuple[Value, ...] = attrs.field(default=(), kw_only=True, repr=False)
     part_axis: int = attrs.field(default=0, kw_only=True)
     one_hot: tuple[int, Value] | None = attrs.field(default=None, kw_only=True, repr=False)
+    log_softmax: LogSoftmax | None = attrs.field(default=None, kw_only=True, repr=False)
     is_cast: bool = False
+    is_held: bool = False
     is_kept: bool = False
     is_reshape: bool = False
     is_view: bool = False

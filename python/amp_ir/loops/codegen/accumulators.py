@@ -18,6 +18,7 @@ _START: dict[str, Callable[[str], Any]] = {
     "sum": lambda dtype: m.constant(0, dtype),
     "prod": lambda dtype: m.constant(1, dtype),
     "max": tirx.min_value,
+    "largest": tirx.min_value,
     "min": tirx.max_value,
     "any": lambda dtype: m.constant(False, dtype),
     "all": lambda dtype: m.constant(True, dtype),
@@ -26,8 +27,8 @@ _START: dict[str, Callable[[str], Any]] = {
 
 def start_of(kind: str, dtype: str) -> Any:
     """Return the neutral element of a reduction."""
-    if dtype.startswith("float") and kind in ("max", "min"):
-        return m.constant(-math.inf if kind == "max" else math.inf, dtype)
+    if dtype.startswith("float") and kind in ("max", "largest", "min"):
+        return m.constant(math.inf if kind == "min" else -math.inf, dtype)
     return _START[kind](dtype)
 
 
@@ -37,6 +38,8 @@ def combine(kind: str, a: Any, b: Any) -> Any:
         return a + b
     if kind == "prod":
         return a * b
+    if kind == "largest":
+        return m.larger(a, b)
     if kind in ("max", "min"):
         return m.maximum(a, b) if kind == "max" else m.minimum(a, b)
     return tirx.any(a, b) if kind == "any" else tirx.all(a, b)

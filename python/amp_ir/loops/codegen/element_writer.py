@@ -17,6 +17,7 @@ from amp_ir.loops import math as m
 from amp_ir.loops.body_context import let_as, reading
 from amp_ir.loops.builders import flatten
 from amp_ir.loops.codegen.coordinates import Position
+from amp_ir.loops.codegen.held_rows import HeldRow
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, round_to, task_buffer
 from amp_ir.loops.group import Group, is_inlined, storage_of
 from amp_ir.loops.ir import LANES, Constant, Index, Pointwise, Reduction, Value, compute_dtype
@@ -34,7 +35,7 @@ class ElementWriter:
     `lane` is the variable of the enclosing vector loop, if any; `allocations` must precede the
     loops. `is_scalar` becomes true when an element uses a function that cannot be
     vectorised. `row_elements` holds the values known for the whole row (results of reductions, and
-    arithmetic on them); the writers of one row share it.
+    arithmetic on them) and `held` the rows that passes share; the writers of one row share both.
     """
 
     group: Group
@@ -46,6 +47,7 @@ class ElementWriter:
     body: list[tirx.Stmt] = attrs.field(factory=list)
     allocations: list[tirx.Stmt] = attrs.field(factory=list)
     is_scalar: bool = False
+    held: dict[int, HeldRow] = attrs.field(factory=dict)
     _elements: dict[int, Any] = attrs.field(factory=dict)
     _depths: dict[tirx.Var, int] = attrs.field(factory=dict)
     _named: dict[int, list[tuple[Any, Any]]] = attrs.field(factory=dict)
@@ -108,16 +110,29 @@ class ElementWriter:
         """Return the element of a FULL value at this position."""
         known = self._elements.get(id(value))
         if known is None:
-            assert isinstance(value, Pointwise)
-            with self.active():
-                part = self.position.part_of(value)
-                if part is None:
-                    element = value.body(*self.position.index(value.shape))
-                else:
-                    element = part.value[part.index]
-            known = self.let(self._rounded(value, element))
+            held = self.held.get(id(value))
+            known = self._computed(value) if held is None else self._held(value, held)
             self._elements[id(value)] = known
         return known
+
+    def _held(self, value: Value, held: HeldRow) -> Any:
+        assert self.position.column is not None
+        (column,) = self.position.column
+        if held.is_written:
+            return self.let(held.load(column))
+        known = self._computed(value)
+        self.body.append(held.store(column, known))
+        return known
+
+    def _computed(self, value: Value) -> Any:
+        assert isinstance(value, Pointwise)
+        with self.active():
+            part = self.position.part_of(value)
+            if part is None:
+                element = value.body(*self.position.index(value.shape))
+            else:
+                element = part.value[part.index]
+        return self.let(self._rounded(value, element))
 
     def row(self, value: Value) -> Any:
         """Return the element of a ROW value for this row; its reductions must be finished."""

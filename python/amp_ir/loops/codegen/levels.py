@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 
 import attrs
 
 from amp_ir.ir.tensor_layout import dtype_nbytes
 from amp_ir.loops.group import Group, effective_reads
-from amp_ir.loops.ir import Read, Reduction, Value
+from amp_ir.loops.ir import Pointwise, Read, Reduction, Value
 
 
 @attrs.define
@@ -140,8 +142,15 @@ def _places_read(
     group: Group, values: list[Value], source: Value, cache: dict[int, list[Read]]
 ) -> set[str]:
     """Return the places at which `values`, and the FULL members they need, read `source`."""
+    reads = _reads_of_pass(group, values, cache)
+    return {read.place for read in reads if read.value is source}
+
+
+def _reads_of_pass(
+    group: Group, values: list[Value], cache: dict[int, list[Read]]
+) -> Iterator[Read]:
+    """Yield all reads of `values` and of the FULL members that they need."""
     full = {id(value) for value in group.full}
-    places: set[str] = set()
     stack, seen = list(values), set()
     while stack:
         value = stack.pop()
@@ -149,8 +158,18 @@ def _places_read(
             continue
         seen.add(id(value))
         for read in effective_reads(value, cache):
-            if read.value is source:
-                places.add(read.place)
-            elif id(read.value) in full:
+            yield read
+            if id(read.value) in full:
                 stack.append(read.value)
-    return places
+
+
+def held_values(group: Group, levels: list[Level]) -> list[Value]:
+    """Return the FULL values that are computed once, since several passes need them."""
+    cache: dict[int, list[Read]] = {}
+    passes: Counter[int] = Counter()
+    for level in levels:
+        values = [*level.stores, *level.reductions, *level.columns]
+        reads = _reads_of_pass(group, values, cache)
+        passes.update({id(value) for value in (*values, *(read.value for read in reads))})
+    marked = [one for one in group.full if isinstance(one, Pointwise) and one.is_held]
+    return [value for value in marked if passes[id(value)] > 1]

@@ -19,8 +19,9 @@ from amp_ir.loops.codegen.accumulate_blocks import BLOCK, Loop, nested
 from amp_ir.loops.codegen.accumulators import Accumulator, ends_of_block
 from amp_ir.loops.codegen.coordinates import Axis, Position, merged_axes
 from amp_ir.loops.codegen.element_writer import ElementWriter
+from amp_ir.loops.codegen.held_rows import MOST_HELD, HeldRow
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
-from amp_ir.loops.codegen.levels import Level, assign_levels
+from amp_ir.loops.codegen.levels import Level, assign_levels, held_values
 from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.cpu.column_sums import ColumnSums
 from amp_ir.loops.group import Domain, Group
@@ -38,7 +39,10 @@ Body = Callable[[Any, Any], "tuple[tirx.Stmt, bool]"]
 
 @attrs.define
 class GroupLoops:
-    """A group with its loops; `column_sums` are its reductions over the rows."""
+    """A group with its loops; `column_sums` are its reductions over the rows.
+
+    `held`: the rows that passes over the columns share, by the id of their value.
+    """
 
     group: Group
     buffers: dict[int, FlatBuffer]
@@ -49,6 +53,7 @@ class GroupLoops:
     levels: list[Level] = attrs.field(init=False)
     allocations: list[tirx.Stmt] = attrs.field(factory=list)
     column_sums: list[ColumnSums] = attrs.field(factory=list)
+    held: dict[int, HeldRow] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.row_axes, self.column_axes = merged_axes(self.domain)
@@ -59,7 +64,8 @@ class GroupLoops:
     def row_body(self, row: list[Any]) -> list[tirx.Stmt]:
         """Emit one row, level by level."""
         row_elements: dict[int, Any] = {}
-        statements: list[tirx.Stmt] = []
+        self.held = self.held_rows()
+        statements: list[tirx.Stmt] = [one.allocation() for one in self.held.values()]
         for level in self.levels:
             statements += self.start_level(level, row, row_elements)
             accumulators = self.accumulators(level)
@@ -70,7 +76,17 @@ class GroupLoops:
             for accumulator in accumulators:
                 statements += accumulator.finish()
                 row_elements[id(accumulator.value)] = accumulator.result()
+            for held in self.held.values():
+                held.end_pass()
         return self.with_allocations(statements)
+
+    def held_rows(self) -> dict[int, HeldRow]:
+        """Declare the rows to hold of values that several passes need."""
+        columns = self.column_axes[-1].extent
+        if len(self.column_axes) > 1 or not LANES <= columns <= MOST_HELD:
+            return {}
+        values = held_values(self.group, self.levels)
+        return {id(value): HeldRow.declare(value, columns) for value in values}
 
     def start_level(
         self, level: Level, row: list[Any], row_elements: dict[int, Any]
@@ -164,7 +180,7 @@ class GroupLoops:
             axes, column = [], []
         position = self.position(axes, row, column)
         writer = ElementWriter(self.group, self.buffers, position, row_elements, self.strict, lane)
-        writer.allocations = self.allocations
+        writer.allocations, writer.held = self.allocations, self.held
         return writer
 
     def position(self, axes: list[Axis], row: list[Any], column: list[Any] | None) -> Position:

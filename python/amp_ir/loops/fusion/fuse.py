@@ -25,7 +25,7 @@ from amp_ir.loops.fusion.kernel_cache import KernelCache
 from amp_ir.loops.fusion.origins import Origins
 from amp_ir.loops.fusion.write_fused import FusedWriter, LibraryCall, flat_values, relax_constant
 from amp_ir.loops.group import Group, storage_of
-from amp_ir.loops.ir import Buffer, Constant, Opaque, TensorSpec, Value
+from amp_ir.loops.ir import Buffer, Constant, Opaque, Pointwise, TensorSpec, Value
 from amp_ir.loops.lowering_registry import LOWERINGS, Lowering
 
 
@@ -187,6 +187,8 @@ class _Program:
         owner = storage_of(value)
         if isinstance(owner, Constant):
             return Buffer(owner.spec, source=relax_constant(owner))
+        if isinstance(owner, Pointwise):
+            owner.log_softmax = None  # who reads it from now on reads memory, not its parts
         return self.grouping.demand(owner)
 
     # Writing: groups and calls become bindings.

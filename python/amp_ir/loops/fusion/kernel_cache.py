@@ -135,7 +135,8 @@ class _Writer:
             assert isinstance(value, (Pointwise, Reduction))
             if isinstance(value, Pointwise):
                 self.tokens += [
-                    value.is_cast, value.is_reshape, value.is_view, value.rounds, value.part_axis,
+                    value.is_cast, value.is_held, value.is_reshape, value.is_view, value.rounds,
+                    value.part_axis,
                 ]  # fmt: skip
                 self._add_all(value.parts)
             else:

@@ -74,19 +74,22 @@ def attention_probabilities(
     """Compute the maximum, the sum of exponentials, then the weights."""
     seen = _Scores.of(scores, rest, options)
     zero, one = m.constant(0.0, seen.dtype), m.constant(1.0, seen.dtype)
-    peak = seen.over_row("max", seen.logit)
+    peak = seen.over_row("largest", seen.logit)
     # A row that sees nothing has the maximum -inf; with 0 instead its exponentials are 0.
     shift = pointwise(
         peak.shape, seen.dtype,
         lambda *i: m.select(peak[i] == m.constant(float("-inf"), seen.dtype), zero, peak[i]),
     )  # fmt: skip
-    total = seen.over_row("sum", lambda *i: m.exp(seen.logit(*i) - shift[i]))
+    exponential = pointwise(
+        scores.shape, seen.dtype, lambda *i: m.exp(seen.logit(*i) - shift[i]), is_held=True
+    )
+    total = seen.over_row("sum", lambda *i: exponential[i])
     safe = pointwise(total.shape, seen.dtype, lambda *i: m.select(total[i] == zero, one, total[i]))
     lse = pointwise(total.shape, op.results[1].dtype, lambda *i: shift[i] + m.log(safe[i]))
     scale = pointwise(total.shape, seen.dtype, lambda *i: one / safe[i])
 
     def weight(*i: Any) -> Any:
-        return seen.kept(let(m.exp(seen.logit(*i) - shift[i]) * scale[i]), *i)
+        return seen.kept(let(exponential[i] * scale[i]), *i)
 
     weights = pointwise(scores.shape, op.results[0].dtype, weight)
     return weights, reshape(lse, op.results[1].shape)

@@ -12,7 +12,7 @@ from amp_ir.dialect.losses import class_axis
 from amp_ir.loops import math as m
 from amp_ir.loops.body_context import let
 from amp_ir.loops.builders import pointwise, reduce
-from amp_ir.loops.ir import Buffer, Element, Value, compute_dtype
+from amp_ir.loops.ir import Buffer, Element, Pointwise, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.activations import sum_all
 from amp_ir.loops.lowerings.gather import row_index
@@ -42,11 +42,20 @@ def _picked(logp: Value, target: Value, axis: int, dtype: str) -> Element:
     if isinstance(logp, Buffer):
         return lambda *i: logp[(*i[:axis], row_index(target[i], classes), *i[axis:])]
 
+    parts = logp.log_softmax if isinstance(logp, Pointwise) else None
+    if parts is not None and parts.axis != axis:
+        parts = None
+    source = logp if parts is None else parts.scores
+
     def term(*i: Any) -> Any:
         hit = tirx.EQ(tirx.Cast("int32", target[(*i[:axis], *i[axis + 1 :])]), i[axis])
-        return m.select(hit, logp[i], m.constant(0.0, dtype))
+        return m.select(hit, m.rounded(source[i]), m.constant(0.0, dtype))
 
     total = reduce("sum", logp.shape, (axis,), term, dtype)
+    if parts is not None:
+        # In the pass over the scores that finds their maximum, not in one after their sum.
+        scores, peak, log_total = total, parts.peak, parts.log_total
+        total = pointwise(total.shape, dtype, lambda *i: scores[i] - peak[i] - log_total[i])
     return lambda *i: total[(*i[:axis], 0, *i[axis:])]
 
 

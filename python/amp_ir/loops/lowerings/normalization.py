@@ -271,4 +271,11 @@ def log_softmax_backward(op: Lowering, grad: Value, y: Value, *, axis: int) -> V
         total: Value = reshape(grad.one_hot[1], ones)
     else:
         total = reduce("sum", grad.shape, (axis,), lambda *i: grad[i], compute_dtype(grad.dtype))
-    return pointwise(y.shape, op.results[0].dtype, lambda *i: grad[i] - m.exp(y[i]) * total[i])
+    parts = y.log_softmax if isinstance(y, Pointwise) else None
+    weights = None if parts is None else parts.softmax
+
+    def body(*i: Any) -> Any:
+        weight = m.exp(y[i]) if weights is None else weights[i]
+        return grad[i] - weight * total[i]
+
+    return pointwise(y.shape, op.results[0].dtype, body)

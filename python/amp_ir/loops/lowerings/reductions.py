@@ -12,7 +12,7 @@ from amp_ir.loops import math as m
 from amp_ir.loops.body_context import let
 from amp_ir.loops.builders import pointwise, reduce, reshape
 from amp_ir.loops.codegen.kernel_buffers import stored_element
-from amp_ir.loops.ir import Value, compute_dtype
+from amp_ir.loops.ir import LogSoftmax, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 
 _REDUCTIONS = {"relax.sum": "sum", "relax.max": "max", "relax.min": "min", "relax.prod": "prod"}
@@ -44,18 +44,24 @@ def softmax(op: Lowering, x: Value) -> Value:
     """Compute exp(x - max) / sum, or x - max - log(sum), along one axis."""
     axis = int(op.call.attrs.axis) % len(x.shape)
     dtype, wide = op.results[0].dtype, compute_dtype(x.dtype)
-    peak = reduce("max", x.shape, (axis,), lambda *i: x[i], wide)
+    # NaN in a row is in its sum.
+    peak = reduce("largest", x.shape, (axis,), lambda *i: x[i], wide)
 
     def shifted(*i: Any) -> Any:
         return m.rounded(x[i]) - peak[i]
 
-    total = reduce("sum", x.shape, (axis,), lambda *i: m.exp(shifted(*i)), wide)
+    exponential = pointwise(x.shape, wide, lambda *i: m.exp(shifted(*i)), is_held=True)
+    total = reduce("sum", x.shape, (axis,), lambda *i: exponential[i], wide)
+    scale = pointwise(total.shape, wide, lambda *i: m.constant(1.0, wide) / total[i])
     if op.name == "relax.nn.softmax":
-        scale = pointwise(total.shape, wide, lambda *i: m.constant(1.0, wide) / total[i])
-        return pointwise(x.shape, dtype, lambda *i: m.exp(shifted(*i)) * scale[i])
+        return pointwise(x.shape, dtype, lambda *i: exponential[i] * scale[i])
     # Not x - (peak + log): near the peak the sum of the two would round away the difference.
     log_total = pointwise(total.shape, wide, lambda *i: m.log(total[i]))
-    return pointwise(x.shape, dtype, lambda *i: shifted(*i) - log_total[i])
+    result = pointwise(x.shape, dtype, lambda *i: shifted(*i) - log_total[i])
+    if dtype == wide and not op.arithmetic_is_free:
+        weights = pointwise(x.shape, wide, lambda *i: exponential[i] * scale[i])
+        result.log_softmax = LogSoftmax(axis, x, peak, log_total, weights)
+    return result
 
 
 @lowers("relax.argmax", "relax.argmin")
