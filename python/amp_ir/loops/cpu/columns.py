@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import attrs
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
@@ -22,7 +23,32 @@ from amp_ir.loops.cpu.group_loops import (
     block_loops,
     is_zero,
 )
-from amp_ir.loops.ir import LANES
+from amp_ir.loops.group import Domain, Group
+from amp_ir.loops.ir import LANES, Reduction
+
+# Rows up to which a thread adds up columns of all rows. With more, the sums of 16 parts of the rows
+# are few beside the elements, and whole rows are read from memory faster than pieces of them.
+FEW_ROWS = 128
+# Columns from which on there are enough of them for all threads.
+MANY_COLUMNS = 2048
+
+
+def with_few_rows(group: Group) -> Group | None:
+    """Return the group with its sums over few long rows as results of outer dimensions.
+
+    The sums of each of 16 parts of the rows would be as many as the elements, in new memory. None
+    where the group computes for rows too, or its members differ in shape.
+    """
+    domain = group.domain
+    if group.row or not group.column:
+        return None
+    if domain.rows > FEW_ROWS or domain.columns < MANY_COLUMNS:
+        return None
+    shapes = {one.source_shape for one in group.column if isinstance(one, Reduction)}
+    if shapes | {one.shape for one in group.full} != {domain.shape}:
+        return None
+    summed = tuple(d for d in range(len(domain.shape)) if d not in (domain.axes or ()))
+    return attrs.evolve(group, domain=Domain(domain.shape, summed), row=group.column, column=[])
 
 
 def columns_kernel(loops: GroupLoops) -> tirx.Stmt:

@@ -17,7 +17,7 @@ from amp_ir.ir.row_loops import ROW
 from amp_ir.loops.codegen.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_axes
 from amp_ir.loops.codegen.loop_domain import loop_domain
 from amp_ir.loops.codegen.statements import sequence
-from amp_ir.loops.cpu.columns import columns_kernel
+from amp_ir.loops.cpu.columns import columns_kernel, with_few_rows
 from amp_ir.loops.cpu.concatenation import concatenated, parts_of
 from amp_ir.loops.cpu.group_loops import GRAIN, GroupLoops
 from amp_ir.loops.cpu.part_loops import parts_kernel, split_concatenation
@@ -41,6 +41,7 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
     if split is not None:
         with written_for(DeviceFunctions(_fence)):
             return buffers.finish(parts_kernel(group, buffers.by_value, split, strict=strict))
+    group = with_few_rows(group) or group
     domain = loop_domain(group)
     loops = GroupLoops(group, buffers.by_value, domain, strict)
     with written_for(DeviceFunctions(_fence)):
