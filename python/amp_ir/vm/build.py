@@ -21,6 +21,7 @@ from amp_ir.standalone import LAUNCH_ADDRESS, SET_LAUNCH
 from amp_ir.vm.kernel_libraries import build_side_by_side, one_part_a_thread
 from amp_ir.vm.library_cache import LibraryCache
 from amp_ir.vm.open_kernels import open_kernels
+from amp_ir.vm.prefetch_streams import prefetch_streams
 from amp_ir.vm.simplify_indices import simplify_indices
 from amp_ir.vm.unpack_arguments import unpack_arguments
 
@@ -51,6 +52,7 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
     mod = _equally_careful(mod)
     passes = [
         transform.prim_func_pass(lambda kernel, *_: simplify_indices(kernel), opt_level=0),
+        transform.prim_func_pass(lambda kernel, *_: prefetch_streams(kernel), opt_level=0),
         transform.NarrowDataType(32),
         transform.VectorizeLoop(True),
         transform.UnrollLoop(),
