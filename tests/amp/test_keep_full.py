@@ -230,3 +230,36 @@ def test_what_an_update_of_the_users_own_adds_is_not_rounded(low: str) -> None:
     products = [one for one in plan.ops if one.name == "relax.multiply"]
     assert products
     assert all(one.results == ("float32",) for one in products)
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("low", LOW)
+def test_distances_are_computed_in_float32_as_torch_autocast_computes_them(low: str, rows: int):
+    """|x|^2 - 2 x y + |y|^2 of near rows cancels; above 25 rows PyTorch computes it by a matmul."""
+    model = torch.nn.Linear(8, 8)
+    x = torch.ones(rows, 8) + 0.05 * torch.randn(rows, 8)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = model(x)
+        distances = torch.cdist(z, z.flip(0))
+        distances.mean().backward()
+        return z.detach(), distances.detach()
+
+    z, got = amp_ir.jit(step, model=model, amp_dtype=low, rounding="strict")(x)
+    z = z.double()
+    exact = torch.cdist(z, z.flip(0))
+    # Rows that are rounded before they are subtracted move a distance by as much.
+    allowed = 0.05 if low == "bfloat16" else 0.01
+    assert (got - exact).norm() < allowed * exact.norm()
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_a_region_of_the_users_decides_how_distances_are_computed(low: str):
+    model = torch.nn.Linear(8, 8)
+    distances = amp_ir.half_function(torch.cdist)
+    mod = _captured(lambda x: distances(model(x), model(x)), torch.randn(32, 8), model=model)
+    graph = read_step(amp_ir.autocast(mod, amp_dtype=low).ir)
+    reads = [
+        graph.values[one].dtype for op in graph.ops if op.name == "relax.matmul" for one in op.reads
+    ]
+    assert reads == [low] * 6

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free ops that stay in float32 for what they carry: `keep_full(graph, decisions, ...)`.
 
-- constants that the low dtype cannot hold, and values that may leave its range: powers, sums, what
-  the user made float32 himself, and whatever is multiplied by the loss scale;
+- constants that the low dtype cannot hold, and values that may leave its range (large_values.py);
 - an exact argument (a phase, a step), and every op that leads to it;
 - the new value of a tensor of the state, and every op that leads to it: what a low dtype rounds
   away there is missing in every later step;
@@ -18,9 +17,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from amp_ir.amp.constants import Holds, holds
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
+from amp_ir.amp.large_values import pin_large_values
 from amp_ir.ir.step_graph import Op, StepGraph
 
 
@@ -38,58 +37,11 @@ def keep_full(
     """Label ops "full" for what they carry; `amp_dtype` determines what may be stored low."""
     # The range of bfloat16 is that of float32, and a batch is not the step's own doing.
     large = border.batch if amp_dtype == "float16" else frozenset()
-    _pin_large_values(graph, decisions, amp_dtype, large)
+    pin_large_values(graph, decisions, amp_dtype, large)
     _pin_before_exact_arguments(graph, decisions)
     _pin_state(graph, decisions, border.state)
     _pin_unrounded(graph, decisions)
     _pin_numbers(graph, decisions)
-
-
-# Ops whose result may be as large as an argument, or as a product of arguments.
-_CARRIES_MAGNITUDE = frozenset(
-    f"relax.{name}"
-    for name in (
-        "add", "subtract", "multiply", "divide", "negative", "abs", "where", "maximum", "minimum",
-        "concat", "reshape", "permute_dims", "broadcast_to", "strided_slice", "expand_dims",
-        "squeeze", "flip", "take", "split", "full", "sum", "mean",
-    )
-)  # fmt: skip
-
-
-def _pin_large_values(
-    graph: StepGraph, decisions: Sequence[Decision], amp_dtype: str, large: frozenset[int]
-) -> None:
-    """Keep ops with constants out of the low range, and what carries large values, in float32."""
-    is_large: set[int] = set(large)
-    for op, decision in zip(graph.ops, decisions, strict=True):
-        if op.location.phase == "optimizer":
-            continue
-        worst = _worst_constant(graph, op, amp_dtype)
-        carries = op.name in _CARRIES_MAGNITUDE
-        reads_large = carries and any(leaf in is_large for leaf in op.reads)
-        if reads_large or decision.is_unbounded or (carries and worst is Holds.OVERFLOWS):
-            is_large.update(op.results)
-        if decision.label == "full" or op.is_view:
-            continue
-        if worst is Holds.OVERFLOWS:
-            decision.pin("constants", f"A constant here is infinite in {amp_dtype}")
-        elif worst is Holds.UNDERFLOWS:
-            decision.pin("constants", f"A constant here is below the normal range of {amp_dtype}")
-        elif reads_large:
-            reason = "An argument may be out of the low range: a power, a sum, a scaled loss"
-            decision.pin("large_values", reason)
-
-
-def _worst_constant(graph: StepGraph, op: Op, amp_dtype: str) -> Holds | None:
-    found = [
-        holds(value.expr.value.numpy(), amp_dtype)
-        for value in (graph.values[leaf] for leaf in op.reads)
-        if value.is_constant and value.dtype == FULL_DTYPE and value.expr is not None
-    ]
-    for worst in (Holds.OVERFLOWS, Holds.UNDERFLOWS):
-        if worst in found:
-            return worst
-    return None
 
 
 def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision]) -> None:

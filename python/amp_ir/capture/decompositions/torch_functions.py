@@ -7,6 +7,7 @@ differentiates, their gradients consist of the same few ops: gathers, scatter-ad
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -19,7 +20,9 @@ import torch.nn.functional as F
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.ctc import ctc_loss
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
+from amp_ir.capture.decompositions.matrix_exponential import matrix_exp
 from amp_ir.capture.decompositions.tensor_of_tensors import tensor_of_tensors
+from amp_ir.ir.location import current_precision, precision_of_region
 
 # Above this number of rows PyTorch computes Euclidean distances with a matmul.
 _ROWS_WITHOUT_PRODUCT = 25
@@ -38,6 +41,16 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.float() for tensor in tensors)
 
 
+def _in_float32() -> contextlib.AbstractContextManager[None]:
+    """Keep what is traced inside in float32, as torch.autocast does; a region of the user's wins.
+
+    |x|^2 - 2 x y + |y|^2 cancels: with low operands of its matmul, what is left of the distance of
+    two near rows is rounding.
+    """
+    is_free = current_precision() == "rules"
+    return precision_of_region("float32") if is_free else contextlib.nullcontext()
+
+
 def _cdist(
     x1: torch.Tensor,
     x2: torch.Tensor,
@@ -53,17 +66,19 @@ def _cdist(
         "use_mm_for_euclid_dist_if_necessary": is_many,
         "use_mm_for_euclid_dist": True,
     }
-    if p == 2 and by_product.get(compute_mode, False):
-        return torch.cdist(x1, x2, p, compute_mode)
-    x1, x2 = _wide(x1, x2)
-    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+    with _in_float32():
+        if p == 2 and by_product.get(compute_mode, False):
+            return torch.cdist(x1, x2, p, compute_mode)
+        x1, x2 = _wide(x1, x2)
+        return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
 
 
 def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
     """Return distances of each pair of rows, f32[n, d] -> f32[n * (n - 1) / 2]."""
-    (input,) = _wide(input)
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
-    return torch.linalg.vector_norm(input[first] - input[second], p, dim=-1)
+    with _in_float32():
+        (input,) = _wide(input)
+        return torch.linalg.vector_norm(input[first] - input[second], p, dim=-1)
 
 
 def _embedding_bag(
@@ -254,6 +269,9 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.grid_sample: _grid_sample,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: ctc_loss,
+    **dict.fromkeys(
+        (torch.matrix_exp, torch.linalg.matrix_exp, torch.Tensor.matrix_exp), matrix_exp
+    ),
     torch.tensor: tensor_of_tensors,
     torch.as_tensor: tensor_of_tensors,
     torch.multinomial: _multinomial,
