@@ -263,3 +263,24 @@ def test_a_region_of_the_users_decides_how_distances_are_computed(low: str):
         graph.values[one].dtype for op in graph.ops if op.name == "relax.matmul" for one in op.reads
     ]
     assert reads == [low] * 6
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_what_a_choice_compares_is_not_rounded_on_its_way(low: str) -> None:
+    """Distances that are stored low are equal to others, and another row is the farthest."""
+    model = torch.nn.Linear(8, 8)
+    same = torch.rand(16, 16) < 0.5
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        z = model(x)
+        distances = (z.unsqueeze(1) - z.unsqueeze(0)).abs().amax(-1)
+        farthest = torch.where(same, distances, distances.new_zeros(())).argmax(1)
+        loss = distances.gather(1, farthest.unsqueeze(1)).mean()
+        loss.backward()
+        return loss.detach()
+
+    mod = _captured(step, torch.randn(16, 8), model=model)
+    plan = amp_ir.autocast(mod, amp_dtype=low).plan
+    compared = [one for one in plan.ops if one.name in ("relax.where", "relax.max")]
+    assert compared
+    assert all(one.results == ("float32",) for one in compared if one.phase == "forward"), compared
