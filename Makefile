@@ -68,8 +68,7 @@ NUMERIC := $(addprefix tests/, \
 	loops/test_accumulate_rows.py loops/test_held_rows.py loops/test_kernel_floats.py \
 	loops/test_long_sums.py loops/test_loss_kernels.py loops/test_relax_lowerings.py \
 	loops/test_sums_over_few_rows.py loss_scaling/test_loss_scale_training.py \
-	memory/test_memory_report.py \
-	memory/test_onednn_workspace.py native/test_native*.py)
+	memory/test_memory_report.py memory/test_onednn_workspace.py native/test_native*.py)
 AS_AVX2   := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 AMP_IR_LLVM_CPU=x86-64-v3
 AS_AVX512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE AMP_IR_LLVM_CPU=skylake-avx512
 BEYOND_AVX512 := avx512_bf16|avx512_fp16|amx_tile
