@@ -164,7 +164,14 @@ assert second < first and not train.recompiles[1:], train.recompiles
 
 @pytest.mark.parametrize(
     "use",
-    ["amp_ir.jit", "amp_ir.load", "amp_ir.compat", "dir(amp_ir)", "help(amp_ir.save)"],
+    [
+        "amp_ir.jit",
+        "amp_ir.load",
+        "amp_ir.compat",
+        "from amp_ir.compat import apex, mxnet, r_torch, raf",
+        "dir(amp_ir)",
+        "help(amp_ir.save)",
+    ],
 )
 def test_the_first_use_of_a_name_draws_nothing_of_the_users_random_numbers(use):
     """Rich draws from Python's `random` while it is imported."""

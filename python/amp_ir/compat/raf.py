@@ -10,14 +10,17 @@ import torch
 
 from amp_ir.amp.custom_type_hint import CustomTypeHint
 from amp_ir.api import autocast, trace_step
-from amp_ir.api.measure import (
-    get_gflops,
-    get_param_size,
-    get_peak_memory,
-    profile_vm_model,
-    trace_memory,
-)
+from amp_ir.host.kept_random import kept_random
 from amp_ir.ir.step_module import StepModule
+
+with kept_random():  # their reports need Rich
+    from amp_ir.api.measure import (
+        get_gflops,
+        get_param_size,
+        get_peak_memory,
+        profile_vm_model,
+        trace_memory,
+    )
 
 __all__ = [
     "CustomTypeHint",
