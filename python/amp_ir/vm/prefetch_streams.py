@@ -56,12 +56,10 @@ def _prefetch(tensor: tirx.Var, index: Any) -> tirx.Stmt:
 
 def _streams(vector: For, step: tirx.Var, tensors: set[Any]) -> list[tuple[tirx.Var, Any]]:
     """Return the tensors whose elements follow each other, with the index of a vector's first."""
-    loads: list[TensorLoad] = []
-    tvm_ffi.structural_walk(vector.body, [(TensorLoad, loads.append)])
     known = {*undefined_vars(vector), vector.loop_var}
     analyzer = sym.Analyzer()
     streams: dict[Any, tuple[tirx.Var, Any]] = {}
-    for found in loads:
+    for found in _loads(vector.body):
         tensor, index = found.source, found.indices[0]
         if tensor not in tensors or not known.issuperset(undefined_vars(index)) or _loads(index):
             continue
@@ -77,10 +75,10 @@ def _streams(vector: For, step: tirx.Var, tensors: set[Any]) -> list[tuple[tirx.
     return list(streams.values())
 
 
-def _loads(index: Any) -> bool:
-    found: list[Any] = []
-    tvm_ffi.structural_walk(index, [(TensorLoad, found.append)])
-    return bool(found)
+def _loads(part: Any) -> list[TensorLoad]:
+    found: list[TensorLoad] = []
+    tvm_ffi.structural_walk(part, [(TensorLoad, found.append)])
+    return found
 
 
 def _with(index: Any, known: dict[Any, Any]) -> Any:
