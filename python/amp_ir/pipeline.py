@@ -35,6 +35,7 @@ from amp_ir.dispatch.decompose import decompose
 from amp_ir.dispatch.dispatch import dispatch
 from amp_ir.dispatch.hoist_packs import PackHoister
 from amp_ir.dispatch.lower_loops import log_unrolled, lower_loops
+from amp_ir.dispatch.move_matmuls import move_matmuls
 from amp_ir.dispatch.prepack_weights import prepack_weights
 from amp_ir.importer import import_step as importer
 from amp_ir.ir.captured_step import CapturedStep
@@ -215,4 +216,5 @@ def library_calls(
     ir, hoisted = (ir, ()) if hoist is None else hoist(ir, log)
     # A packed matrix is a copy, which the matmuls of a loss in chunks have no memory for.
     ir = ir if in_chunks else prepack_weights(ir, log=log)
-    return accumulate_matmuls(ir, outputs, saves_memory=in_chunks, log=log), hoisted
+    ir = accumulate_matmuls(ir, outputs, saves_memory=in_chunks, log=log)
+    return move_matmuls(ir, target.libraries, log=log), hoisted

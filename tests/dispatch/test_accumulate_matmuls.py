@@ -272,7 +272,7 @@ def test_with_amx_only_an_update_that_goes_makes_up_for_a_sum_in_low_precision(
         total = emit(op.add(m, emit(op.matmul(d, x, out_dtype="float32"))))
         return [total, emit(op.tanh(total))] if is_read else [total]
 
-    monkeypatch.setattr("amp_ir.dispatch.accumulate_matmuls._has_amx", lambda: has_amx)
+    monkeypatch.setattr("amp_ir.host.native.has_amx", lambda: has_amx)
     ir = dispatch(program(build, *[SQUARE] * 3, dtypes=["float32", dtype, dtype]))
     after = accumulate_matmuls(ir, [output(0), output(None)][: 1 + is_read])
     assert count(after) == (0 if has_amx and is_read and dtype == "bfloat16" else 1)

@@ -201,6 +201,8 @@ MEASURE = """
 
     train, batch = compiled(64, 64)
     train(*batch)  # code and thread stacks that any step needs
+    square = torch.ones(1024, 1024).to(getattr(torch, sys.argv[1]))
+    square @ square  # PyTorch's code for matmuls, which a small step does not call
     train, batch = compiled(1536, 4096)
     plan = train.report.plan
     train.module.hooks.install_state()  # else optimizer state is made inside of the first step
@@ -223,9 +225,11 @@ MEASURE = """
 def test_planned_bytes_are_what_the_system_really_gives(dtype: str) -> None:
     """The rise of the resident set during two steps, beside what the plan says it is."""
     # What PyTorch's own oneDNN takes inside of a bfloat16 matmul cannot be asked for, and that is
-    # what multiplies where ours is missing: with AMX 2.4 to 3.3 MB of 149 planned, and its code.
+    # what multiplies where ours is missing: with AMX 2.7 to 3.1 % more than the bound in the plan.
     by_pytorch = dtype == "bfloat16" and not native.has("amp_ir.onednn.matmul")
-    tolerance = 0.06 if by_pytorch else 0.02
+    # With AMX some of the matmuls are PyTorch's: 1.4 to 2.0 %, and 0.9 to 1.3 without those.
+    some_by_pytorch = dtype == "bfloat16" and native.has_amx()
+    tolerance = 0.06 if by_pytorch else 0.03 if some_by_pytorch else 0.02
     # The system joins pages into large ones when it likes, and these count as given: one process
     # of three that it leaves alone is enough.
     tries = []

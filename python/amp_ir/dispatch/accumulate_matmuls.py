@@ -190,7 +190,7 @@ class _Accumulator:
         is removed. One that updates a parameter by a momentum remains, and gains 4 and 2: it reads
         and writes three tensors instead of five. In float32 the sums are free (168 and 164 ms).
         """
-        if self.saves_memory or self.uses[total] == 1 or not _has_amx():
+        if self.saves_memory or self.uses[total] == 1 or not native.has_amx():
             return False
         calls = [self.matmuls[self._matmul_at(term.leaf)] for term in matmuls]
         return any(str(call.a.base.ty.dtype) != "float32" for call in calls)
@@ -344,10 +344,6 @@ class _Accumulator:
         self.place[variable] = max([earliest, *reads])
         self.added.append(relax.VarBinding(variable, call))
         return variable
-
-
-def _has_amx() -> bool:
-    return "amx" in native.function("amp_ir.onednn.isa")()
 
 
 def _parts(call: relax.Expr | None) -> list[tuple[relax.Expr, tuple[relax.Expr, ...]]]:

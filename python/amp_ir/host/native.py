@@ -105,6 +105,14 @@ def has_fast_bfloat16() -> bool:
     )
 
 
+def has_amx() -> bool:
+    """Return whether oneDNN multiplies low matrices by AMX.
+
+    The CPU may have it and `ONEDNN_MAX_CPU_ISA` tell oneDNN, and PyTorch's, to do without.
+    """
+    return has("amp_ir.onednn.isa") and "amx" in function("amp_ir.onednn.isa")()
+
+
 def _disabled() -> set[str]:
     """Return the libraries that the user disables."""
     value = os.environ.get(DISABLE_VARIABLE, "")

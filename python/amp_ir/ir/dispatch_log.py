@@ -44,6 +44,14 @@ class DispatchLog:
         key = (op, library, reason)
         self._calls[key] = self._calls.get(key, 0) + 1
 
+    def move(self, op: str, library: str, to: str, reason: str) -> None:
+        """Record that a call of `op`, logged for `library` as the first choice, goes elsewhere."""
+        first = (op, library, "")
+        left = self._calls.pop(first, 0) - 1
+        if left > 0:
+            self._calls[first] = left
+        self.add(op, to, reason)
+
     @property
     def notes(self) -> tuple[DispatchNote, ...]:
         """Return the notes in the order of first occurrence; first choices before the others."""

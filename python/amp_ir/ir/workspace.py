@@ -37,9 +37,8 @@ def workspace_nbytes(call: relax.Call) -> int:
     oneDNN computes the size for these shapes, dtypes and this number of threads, as the first run
     would otherwise do. For cuBLASLt the shapes alone decide how much it may use, since a step is
     planned where there is no GPU. Calls of PyTorch on a CPU take it for their float32 copies of
-    low operands and results. What PyTorch allocates inside of its convolutions, attention and
-    matmuls of low operands, and all that it does on a GPU, cannot be asked for: it is not in the
-    plan.
+    low operands and results. What PyTorch allocates inside of its convolutions and attention,
+    and all that it does on a GPU, cannot be asked for: it is not in the plan.
 
     Args:
         call: a call_dps_packed whose tensors are flat or dense; their contents are not needed.
@@ -57,8 +56,8 @@ def workspace_nbytes(call: relax.Call) -> int:
 def persistent_nbytes(call: relax.Call) -> int:
     """Return the bytes that the call keeps allocated as persistent workspace for the process.
 
-    oneDNN's gemm and PyTorch's float32 matmul do so for copies of their operands' pieces. All calls
-    share the largest one's.
+    oneDNN's gemm and PyTorch's matmuls do so for copies of their operands' pieces; of those of low
+    operands, which PyTorch gives back, it is an upper bound. All calls share the largest one's.
     """
     if is_loop_call(call):
         return loop_persistent_nbytes(call)

@@ -7,6 +7,7 @@ counts library calls; that count and the plan tell which call failed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from amp_ir.dialect.collectives import WAIT_SYMBOL
 from amp_ir.distributed.process_group import RESTART
 from amp_ir.errors import StepFailedError, StepOutOfMemoryError
 from amp_ir.host import native
+from amp_ir.host.full_float32 import full_float32
 from amp_ir.host.memory_limit import ADVICE, asked_nbytes, is_out_of_memory
 from amp_ir.ir import external_call
 from amp_ir.ir.collective_call import SYMBOLS as COLLECTIVES
@@ -32,7 +34,7 @@ T = TypeVar("T")
 _COUNTED = (
     "amp_ir.onednn.", "amp_ir.torch.", "amp_ir.torch_cuda.", "amp_ir.cublaslt.", "amp_ir.loop.",
 )  # fmt: skip
-_LIBRARY = "amp_ir."
+_LIBRARY, _PYTORCH = "amp_ir.", "amp_ir.torch."
 _IN_PYTHON = frozenset({external_call.SYMBOL}) | COLLECTIVES
 # What a function of Python's raises inside of `main` comes out as its own class where that is
 # known, and as a RuntimeError where not: an interruption must stay one.
@@ -68,6 +70,8 @@ class StepRun:
         self._plan = plan
         self._written = written
         self._run = native.function("amp_ir.step.run")
+        by_pytorch = any(call.symbol.startswith(_PYTORCH) for call in plan.calls)
+        self._precision = full_float32 if by_pytorch else contextlib.nullcontext
         kept = torch.empty(max(plan.writes.kept_nbytes, 1), dtype=torch.uint8)
         self._kept = tvm.runtime.from_dlpack(kept)
         # The arena comes before the inputs.
@@ -83,7 +87,8 @@ class StepRun:
         ticket = next(_tickets)
         external_call.begin_run()
         try:
-            self._run(ticket, self._main, self._kept, self._positions, *arguments)
+            with self._precision():
+                self._run(ticket, self._main, self._kept, self._positions, *arguments)
             return finish()
         except BaseException as error:
             self._recover(ticket, error, arguments, finish)

@@ -95,23 +95,33 @@ StridedTensor Broadcast(const StridedTensor& t, const StridedTensor& out) {
   return wide;
 }
 
-// What PyTorch's float32 matmul packs of its operands, which the process keeps: MKL does so a
-// thread, in at most 2.3 MB of its own (the resident set of PyTorch 2.13 on one and two threads
-// grew by 0.5 MB a thread for 512 x 512 x 512, 1.5 MB for 4096 x 1536 x 1536 and 2.3 MB for 8192 x
-// 256 x 4096). It has no function that says so. What computes low operands as they are is not
-// known.
+// What PyTorch's matmul packs of its operands: at most this. It has no function that says so.
+//
+// MKL keeps float32's for the process, in each thread at most 2.3 MB of its own (the resident set
+// of PyTorch 2.13 on one and two threads grew by 0.5 MB a thread for 512 x 512 x 512, 1.5 MB for
+// 4096 x 1536 x 1536 and 2.3 MB for 8192 x 256 x 4096).
+//
+// PyTorch's oneDNN takes a buffer a thread for low operands while it runs, with AMX at most 1.13
+// MiB of 384 x 1536 and other sizes, and beside it float32 sums where they have 2048 or more terms:
+// of 512 to 768 columns for each of the thread's rows, or for all rows (PyTorch's profiler shows
+// these allocations; 75 shapes with one and two threads).
 size_t PackedNbytes(const StridedTensor& a, const StridedTensor& b, Form form) {
-  constexpr int64_t kMost = 2300000;
-  if (form == Form::kAsIs && !IsFloat(a.dtype, 32)) return 0;
-  auto matrix = [](const StridedTensor& t) {
-    return t.dims[t.rank - 1] * t.dims[t.rank - 2] * static_cast<int64_t>(sizeof(float));
-  };
+  constexpr int64_t kMostOfMkl = 2300000, kMostOfOneDnn = 1190000;
+  constexpr int64_t kLongSum = 2048, kSummedColumns = 768;
 #ifdef _OPENMP
   const int64_t threads = omp_get_max_threads();
 #else
   const int64_t threads = 1;
 #endif
-  return static_cast<size_t>(threads * std::min(matrix(a) + matrix(b), kMost));
+  const int64_t rows = a.dims[a.rank - 2], terms = a.dims[a.rank - 1];
+  const int64_t columns = b.dims[b.rank - 1];
+  constexpr int64_t kBytes = sizeof(float);
+  if (form == Form::kAsIs && !IsFloat(a.dtype, 32)) {
+    const int64_t summed = terms < kLongSum ? 0 : rows * std::min(columns, kSummedColumns) * kBytes;
+    const int64_t packed = (rows + columns) * terms * kBytes;
+    return static_cast<size_t>(threads * (std::min(packed, kMostOfOneDnn) + summed));
+  }
+  return static_cast<size_t>(threads * std::min((rows + columns) * terms * kBytes, kMostOfMkl));
 }
 
 // Adds bias [n] to each row of dense float32 rows [..., n] and applies the epilogue, in place.

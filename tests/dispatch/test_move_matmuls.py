@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which matmuls move from oneDNN to PyTorch, and that training is what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import tvm
+from torch import nn
+from tvm import relax
+from tvm.relax import op as R
+
+import amp_ir
+from amp_ir.api import lower
+from amp_ir.dispatch.dispatch import LIBRARIES, dispatch
+from amp_ir.dispatch.move_matmuls import REASON, move_matmuls
+from amp_ir.host import native
+from amp_ir.ir.dataflow import Dataflow
+from amp_ir.ir.dispatch_log import DispatchLog, DispatchNote
+from amp_ir.ir.library_call import LibraryMatmul, read
+from compiled_steps import assert_compiled_alike, compile_training
+from relax_functions import build
+from step_comparison import Training
+
+pytestmark = pytest.mark.skipif(
+    not native.has("amp_ir.onednn.matmul")
+    or not native.has("amp_ir.torch.matmul")
+    or not torch.backends.mkl.is_available(),
+    reason="one of the two libraries is missing",
+)
+
+
+@pytest.fixture(autouse=True)
+def with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose as on a CPU with AMX; PyTorch's calls are right on any."""
+    monkeypatch.setattr("amp_ir.host.native.has_amx", lambda: True)
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose as for the threads that sizes were measured with; runs have their own."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+
+
+def product(
+    rows: int, columns: int, terms: int, dtype: str, *, turns: str = "", out: str = ""
+) -> tvm.IRModule:
+    """A step of one matmul; `turns` names the operands that are stored transposed."""
+
+    def body(a: Any, b: Any) -> tuple[Any, ...]:
+        emit = relax.BlockBuilder.current().emit
+        a = emit(R.permute_dims(a)) if "a" in turns else a
+        b = emit(R.permute_dims(b)) if "b" in turns else b
+        return (R.matmul(a, b, out_dtype=out or dtype),)
+
+    a = (terms, rows) if "a" in turns else (rows, terms)
+    b = (columns, terms) if "b" in turns else (terms, columns)
+    return build([(a, dtype), (b, dtype)], body)
+
+
+def libraries_of(ir: tvm.IRModule) -> list[str]:
+    """The libraries of the matmuls of main."""
+    calls = [read(value) for value in Dataflow(ir).values.values()]
+    return [call.library for call in calls if isinstance(call, LibraryMatmul)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "given", "library"),
+    [
+        # The gradients of a ViT's and a Llama's activations.
+        ((1576, 768, 3072), "bfloat16", {}, "torch"),
+        ((1576, 3072, 768), "bfloat16", {}, "torch"),
+        ((512, 1024, 2816), "bfloat16", {}, "torch"),
+        ((512, 2816, 1024), "bfloat16", {}, "onednn"),
+        # Of a BERT's, with 1024 rows, PyTorch takes up to 1.7 times as long.
+        ((1024, 768, 3072), "bfloat16", {}, "onednn"),
+        ((1024, 768, 768), "bfloat16", {}, "onednn"),
+        ((1024, 3072, 768), "bfloat16", {}, "torch"),
+        # A stored transpose: the forward pass of a layer without a bias.
+        ((2048, 1024, 1024), "bfloat16", {"turns": "b"}, "torch"),
+        ((2048, 32000, 1024), "bfloat16", {"turns": "b"}, "onednn"),
+        # The gradient of a weight is float32's, which PyTorch does not make of low operands.
+        ((3072, 768, 1576), "bfloat16", {"turns": "a", "out": "float32"}, "onednn"),
+        ((3072, 768, 1576), "float32", {"turns": "a"}, "torch"),
+        ((1024, 768, 768), "float32", {}, "torch"),
+        ((1024, 768, 768), "float32", {"turns": "b"}, "onednn"),
+        ((1024, 640, 768), "float32", {}, "onednn"),
+        ((8, 200000, 64), "float32", {}, "onednn"),
+        ((4096, 4096, 4096), "float16", {}, "onednn"),
+    ],
+)
+def test_sizes_that_pytorch_multiplies_faster_move(
+    shape: tuple[int, int, int], dtype: str, given: dict[str, str], library: str
+) -> None:
+    log = DispatchLog()
+    ir = move_matmuls(dispatch(product(*shape, dtype, **given), log=log), LIBRARIES, log=log)
+    assert libraries_of(ir) == [library]
+    reason = REASON if library == "torch" else ""
+    assert log.notes == (DispatchNote("relax.matmul", library, 1, reason),)
+
+
+def test_the_call_stays_the_same_but_for_the_library() -> None:
+    before = dispatch(product(2048, 1024, 1024, "bfloat16", turns="b"))
+    after = move_matmuls(before, LIBRARIES)
+    text = before.script().replace("amp_ir.onednn.matmul", "amp_ir.torch.matmul")
+    assert text != before.script()
+    assert after.script() == text
+
+
+@pytest.mark.parametrize("libraries", [("onednn",), ("torch",)])
+def test_a_user_of_one_library_keeps_it(libraries: tuple[str, ...]) -> None:
+    ir = dispatch(product(2048, 1024, 1024, "bfloat16"))
+    assert libraries_of(move_matmuls(ir, libraries)) == ["onednn"]
+
+
+def test_without_amx_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amp_ir.host.native.has_amx", lambda: False)
+    ir = dispatch(product(2048, 1024, 1024, "bfloat16"))
+    assert move_matmuls(ir, LIBRARIES) is ir
+
+
+def test_more_threads_need_larger_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 16)
+    small, large = (dispatch(product(n, 4096, 4096, "bfloat16")) for n in (2048, 4096))
+    assert libraries_of(move_matmuls(small, LIBRARIES)) == ["onednn"]
+    assert libraries_of(move_matmuls(large, LIBRARIES)) == ["torch"]
+
+
+def test_sums_biases_and_batches_stay() -> None:
+    def body(x: Any, w: Any, bias: Any, heads: Any, total: Any) -> tuple[Any, ...]:
+        emit = relax.BlockBuilder.current().emit
+        biased = emit(R.add(emit(R.matmul(x, w)), bias))
+        return biased, emit(R.matmul(heads, w)), emit(R.add(total, bias))
+
+    shapes = [(1024, 1024), (1024, 1024), (1024,), (4, 1024, 1024), (1024, 1024)]
+    ir = dispatch(build([(shape, "float32") for shape in shapes], body))
+    assert libraries_of(ir) == ["onednn"] * 2
+    assert libraries_of(move_matmuls(ir, LIBRARIES)) == ["onednn"] * 2
+
+
+def network() -> Training:
+    """Two layers without biases, whose products are just large enough, and Adam."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(512, 1024, bias=False), nn.Linear(1024, 1536, bias=False)
+    model = nn.Sequential(first, nn.GELU(), second)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Training(model, optimizer, step)
+
+
+def batch(k: int) -> tuple[torch.Tensor, ...]:
+    return (torch.randn(1536, 512, generator=torch.Generator().manual_seed(k)),)
+
+
+def moved_calls(made: Training, amp_dtype: str | None = None) -> int:
+    mod, args = amp_ir.trace_step(made.step, batch(0), model=made.model, optimizer=made.optimizer)
+    mod = mod if amp_dtype is None else amp_ir.autocast(mod, args, amp_dtype=amp_dtype)
+    return sum(note.calls for note in lower(mod).dispatched if note.reason == REASON)
+
+
+def test_training_in_float32_is_pytorchs() -> None:
+    # Of the second layer the gradients of its weight and of its input.
+    assert moved_calls(network()) == 2
+    assert_compiled_alike(network, batch, steps=3)
+
+
+def test_training_in_bfloat16_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both libraries round each product once: after 3 steps the weights have moved alike."""
+    assert moved_calls(network(), "bfloat16") == 3  # both layers forward, one back
+    changes = []
+    for has_amx in (True, False):
+        monkeypatch.setattr("amp_ir.host.native.has_amx", lambda has_amx=has_amx: has_amx)
+        made = network()
+        before = [p.detach().clone() for p in made.model.parameters()]
+        step = compile_training(made, batch(0), "bfloat16")
+        for k in range(3):
+            step(*batch(k))
+        after = made.model.parameters()
+        changes.append([(new.detach() - old) for new, old in zip(after, before, strict=True)])
+    for moved, kept in zip(*changes, strict=True):
+        # Adam's first steps are near lr times the sign of a gradient, and some signs of the
+        # smallest are another where sums of low values have another order.
+        assert (moved - kept).norm() <= 0.05 * kept.norm()
