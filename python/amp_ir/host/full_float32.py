@@ -13,7 +13,9 @@ from amp_ir.host.fork_safe_lock import ForkSafeLock
 
 # Where PyTorch may round operands on a CPU: to bfloat16 after
 # `torch.set_float32_matmul_precision("medium")`, to TF32 with "high" where the CPU can.
-_SETTINGS: tuple[Any, ...] = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)
+_SETTINGS: tuple[Any, ...] = tuple(
+    getattr(torch.backends.mkldnn, name) for name in ("matmul", "conv")
+)
 _UNROUNDED = ("none", "ieee")
 
 
