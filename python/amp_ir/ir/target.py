@@ -31,12 +31,14 @@ class CompileTarget:
 
     `libraries` are the prefixes of library functions (`amp_ir.<library>.<verb>`) that heavy ops
     may go to, the preferred one first. `allow_tf32`: float32 matmuls may round to TF32 there.
+    `features`: those of a CPU beyond what `arch` has, as LLVM calls them.
     """
 
     kind: Literal["cpu", "cuda"]
     arch: str
     libraries: tuple[str, ...]
     allow_tf32: bool = False
+    features: tuple[str, ...] = ()
 
     @property
     def is_cuda(self) -> bool:
@@ -47,13 +49,23 @@ class CompileTarget:
     def tvm_target(self) -> tvm.target.Target:
         """Return the target in the form of TVM's code generation."""
         if not self.is_cuda:
-            return tvm.target.Target({"kind": "llvm", "mcpu": self.arch, "mattr": _cpu_features()})
+            features = [*(f"+{one}" for one in self.features), *_unused_features()]
+            return tvm.target.Target({"kind": "llvm", "mcpu": self.arch, "mattr": features})
         # The host part only launches: any CPU of this machine's kind may run it.
         return tvm.target.Target({"kind": "cuda", "arch": self.arch}, host="llvm")
+
+    def has(self, feature: str) -> bool:
+        """Return whether kernels for a CPU may use the instructions that LLVM calls `feature`."""
+        return not self.is_cuda and _has(self, feature)
 
     def __str__(self) -> str:
         """Return the architecture, as options name it."""
         return self.arch if self.is_cuda else "cpu"
+
+
+@functools.cache
+def _has(target: CompileTarget, feature: str) -> bool:
+    return bool(tvm.target.codegen.llvm_cpu_has_features(feature, target.tvm_target))
 
 
 @functools.cache
@@ -71,7 +83,10 @@ def cpu() -> CompileTarget:
             '"x86-64-v3", "haswell", "skylake-avx512" or "znver4", or no such variable for this '
             "machine's own"
         )
-    return CompileTarget("cpu", host, ("onednn", "torch"))
+    # LLVM goes by the model, which a virtual machine may hide.
+    is_named = bool(os.environ.get(CPU_VARIABLE))
+    more = () if is_named or not torch.cpu._is_avx512_bf16_supported() else ("avx512bf16",)
+    return CompileTarget("cpu", host, ("onednn", "torch"), features=more)
 
 
 def cuda(arch: str | None = None) -> CompileTarget:
@@ -168,7 +183,7 @@ def target_of(device: Any) -> CompileTarget:
     return cuda(f"sm_{major}{minor}")
 
 
-def _cpu_features() -> list[str]:
+def _unused_features() -> list[str]:
     """Return the features that LLVM must not use although the CPU has them.
 
     With float16 arithmetic it would multiply and add in float16 at once, without the rounding in

@@ -122,12 +122,14 @@ class DeviceFunctions:
     """What a device computes better than arithmetic in the kernel.
 
     `fence`: a number that no contraction fuses. `functions`: names of float32 functions by ours.
-    `bfloat16_bits`: the name of the function that rounds a float32.
+    `bfloat16_bits` rounds a float32. `scaled` multiplies a float32 by two to the power of another,
+    which is a whole number, and returns 0 where its third argument is true.
     """
 
     fence: Callable[[Any], Any]
     functions: Mapping[str, str] = attrs.field(factory=dict)
-    bfloat16_bits: str | None = None
+    bfloat16_bits: Callable[[Any], Any] | None = None
+    scaled: Callable[[Any, Any, Any], Any] | None = None
 
 
 _device: ContextVar[DeviceFunctions | None] = ContextVar("device", default=None)
@@ -149,9 +151,13 @@ def device_function(name: str, *arguments: Any) -> Any:
 def device_bfloat16_bits(element: Any) -> Any:
     """Round a float32 by the device's instruction; None where it has none."""
     device = _device.get()
-    if device is None or device.bfloat16_bits is None:
-        return None
-    return tirx.call_pure_extern("uint16", device.bfloat16_bits, element)
+    return None if device is None or device.bfloat16_bits is None else device.bfloat16_bits(element)
+
+
+def device_scaled() -> Callable[[Any, Any, Any], Any] | None:
+    """Return the device's product of a float32 and a power of two; None where it has none."""
+    device = _device.get()
+    return None if device is None else device.scaled
 
 
 def rounded(x: Any) -> Any:

@@ -10,6 +10,7 @@ its own functions (`device_function`), which PyTorch calls too, take a third of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
@@ -21,6 +22,7 @@ from amp_ir.loops.elements import (
     clamp,
     constant,
     device_function,
+    device_scaled,
     difference,
     differs,
     dtype_of,
@@ -92,34 +94,29 @@ _EXP_SERIES = (
 )  # fmt: skip
 # e^x is a normal number, 0 or infinite there: the logarithms of 2^-126, half of 2^-149 and 2^128.
 _EXP_NORMAL, _EXP_LOW, _EXP_HIGH = -87.33654, -104.0, 88.72283
+# Its last bits are those of a whole number that is added to it.
+_ROUNDER = 1.5 * 2.0**23
 
 
 def exp(x: Any, *, halvings: int = 0) -> Any:
-    """Return e^x / 2^`halvings`, where e^x may overflow; relative error below 1.2e-7 in float32.
-
-    A subnormal result is a normal one times 2^-64: no intermediate number is subnormal, since
-    subnormal arithmetic takes a CPU a hundred times as long. So does a product that rounds to 0 on
-    an Intel CPU: below all of them the factor itself is 0, as a mask has -inf everywhere.
-    """
+    """Return e^x / 2^`halvings`, where e^x may overflow; relative error below 1.2e-7 in float32."""
     if dtype_of(x) != "float32":
         return tirx.exp(x) * constant(0.5**halvings, dtype_of(x)) if halvings else tirx.exp(x)
     of_device = device_function("exp", x)
     if of_device is not None and not halvings:
         return of_device
     x = let(x)
+    scaled = device_scaled()
+    if scaled is not None:
+        return _scaled_exp(x, scaled, halvings)
     low = constant(_EXP_LOW)
     y = let(select(x < low, low, x))
-    # y = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite). A number this large
-    # has no bits below 1, so that the sum rounds, and its last bits are n.
-    rounder = constant(1.5 * 2.0**23)
-    shifted = let(tirx.reinterpret("int32", y * constant(1.4426950408889634) + rounder))
-    n = let(tirx.reinterpret("float32", shifted) - rounder)
-    r = let(y - n * constant(0.693359375))
-    r = let(r - n * constant(-2.12194440054690583e-4))
-    series = constant(_EXP_SERIES[0])
-    for coefficient in _EXP_SERIES[1:]:
-        series = series * r + constant(coefficient)
-    # 2^n is in the exponent's place.
+    shifted = let(tirx.reinterpret("int32", _whole(y)))
+    n = let(tirx.reinterpret("float32", shifted) - constant(_ROUNDER))
+    series = _exp_of_rest(y, n)
+    # 2^n is in the exponent's place. A subnormal result is a normal one times 2^-64: no
+    # intermediate number is subnormal. Nor is a product rounded to 0, which takes an Intel CPU as
+    # long: below all of them the factor itself is 0, as a mask has -inf everywhere.
     is_tiny = y < constant(_EXP_NORMAL + halvings * math.log(2))
     more = tirx.Select(is_tiny, _int(64 - halvings), _int(-halvings))
     power = tirx.shift_left(shifted + more, _int(23))
@@ -129,6 +126,28 @@ def exp(x: Any, *, halvings: int = 0) -> Any:
     # NaN is in no range, and x + inf is NaN for it.
     high = constant(_EXP_HIGH + halvings * math.log(2))
     return select(x < high, result, x + constant(math.inf))
+
+
+def _scaled_exp(x: Any, scaled: Callable[..., Any], halvings: int) -> Any:
+    """Return the same number with an instruction that scales by 2^n, also to inf or subnormal."""
+    # Beyond is inf; NaN stays.
+    high = constant(_EXP_HIGH + 1 + halvings * math.log(2))
+    y = let(select(x > high, high, x))
+    n = let(let(_whole(y)) - constant(_ROUNDER))
+    exponent = n - constant(halvings) if halvings else n
+    return scaled(_exp_of_rest(y, n), exponent, x < constant(_EXP_LOW))
+
+
+def _whole(y: Any) -> Any:
+    """Return y / ln 2, rounded, plus a number so large that it has no bits below 1."""
+    return y * constant(1.4426950408889634) + constant(_ROUNDER)
+
+
+def _exp_of_rest(y: Any, n: Any) -> Any:
+    """Return e^r of y = n ln 2 + r, |r| <= ln 2 / 2; ln 2 in two parts (Cody and Waite)."""
+    r = let(y - n * constant(0.693359375))
+    r = let(r - n * constant(-2.12194440054690583e-4))
+    return _polynomial(_EXP_SERIES, r)
 
 
 def _int(number: int) -> Any:

@@ -24,6 +24,7 @@ from amp_ir.vm.open_kernels import open_kernels
 from amp_ir.vm.prefetch_streams import prefetch_streams
 from amp_ir.vm.simplify_indices import simplify_indices
 from amp_ir.vm.unpack_arguments import unpack_arguments
+from amp_ir.vm.whole_vectors import whole_vectors
 
 # Kernels reach their thread pool through this variable of the compiled module.
 _LAUNCH_SETTER = f"""
@@ -55,6 +56,7 @@ def lower_kernels(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm
         transform.prim_func_pass(lambda kernel, *_: prefetch_streams(kernel), opt_level=0),
         transform.NarrowDataType(32),
         transform.VectorizeLoop(True),
+        transform.prim_func_pass(lambda kernel, *_: whole_vectors(kernel), opt_level=0),
         transform.UnrollLoop(),
         transform.CommonSubexprElim(),
         transform.prim_func_pass(lambda kernel, *_: unpack_arguments(kernel), opt_level=0),

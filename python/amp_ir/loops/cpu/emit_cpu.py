@@ -8,22 +8,23 @@ depend on the number of threads. See group_loops.py and accumulate_blocks.py.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.ir.row_loops import ROW
+from amp_ir.ir.target import cpu
 from amp_ir.loops.codegen.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_axes
 from amp_ir.loops.codegen.loop_domain import loop_domain
 from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.cpu.columns import columns_kernel, with_few_rows
 from amp_ir.loops.cpu.concatenation import concatenated, parts_of
 from amp_ir.loops.cpu.group_loops import GRAIN, GroupLoops
+from amp_ir.loops.cpu.instructions import functions_of
 from amp_ir.loops.cpu.part_loops import parts_kernel, split_concatenation
 from amp_ir.loops.cpu.single_row import single_row_kernel
 from amp_ir.loops.cpu.summed_rows import summed_rows_kernel
-from amp_ir.loops.elements import DeviceFunctions, dtype_of, written_for
+from amp_ir.loops.elements import written_for
 from amp_ir.loops.group import Group
 from amp_ir.loops.ir import Opaque, Pointwise
 
@@ -39,19 +40,14 @@ def emit_group(group: Group, *, strict: bool = False) -> Kernel:
         return buffers.finish(concatenated(parts, out, value.part_rows))
     split = split_concatenation(group)
     if split is not None:
-        with written_for(DeviceFunctions(_fence)):
+        with written_for(functions_of(cpu())):
             return buffers.finish(parts_kernel(group, buffers.by_value, split, strict=strict))
     group = with_few_rows(group) or group
     domain = loop_domain(group)
     loops = GroupLoops(group, buffers.by_value, domain, strict)
-    with written_for(DeviceFunctions(_fence)):
+    with written_for(functions_of(cpu())):
         body = columns_kernel(loops) if domain.keeps_innermost else _rows_kernel(loops)
     return buffers.finish(body)
-
-
-def _fence(x: Any) -> Any:
-    """Return `x` in LLVM's arithmetic fence, which no contraction crosses; it is free."""
-    return tirx.call_llvm_pure_intrin(dtype_of(x), "llvm.arithmetic.fence", x)
 
 
 def _rows_kernel(loops: GroupLoops) -> tirx.Stmt:

@@ -62,7 +62,9 @@ _FUNCTIONS = {
     "exp": "expf", "log": "logf", "tanh": "tanhf", "erf": "erff", "quotient": "__fdividef",
     "maximum": MAXIMUM, "minimum": MINIMUM,
 }  # fmt: skip
-_DEVICE = DeviceFunctions(_fence, _FUNCTIONS, BFLOAT16_BITS)
+_DEVICE = DeviceFunctions(
+    _fence, _FUNCTIONS, lambda x: tirx.call_pure_extern("uint16", BFLOAT16_BITS, x)
+)
 
 
 def _launches(elements: GroupElements) -> list[tirx.Stmt]:
