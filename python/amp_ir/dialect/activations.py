@@ -24,7 +24,7 @@ Formula = Callable[..., Any]
 def _gelu_backward(m: Any, grad: Any, x: Any, *, approximate: str) -> Any:
     """Compute gelu's gradient; `approximate`: "none" (erf), "tanh" (Hendrycks and Gimpel 2016)."""
     if approximate == "none":
-        bell = m.exp(-0.5 * x * x)
+        bell = m.bell(x)
         return grad * (m.normal_cdf(x, bell) + x * bell * (1.0 / math.sqrt(2.0 * math.pi)))
     scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
     t = m.tanh(scale * x * (1.0 + cubic * x * x))

@@ -21,6 +21,11 @@ rsqrt = torch.rsqrt
 absolute = torch.abs
 
 
+def bell(x: torch.Tensor) -> torch.Tensor:
+    """Return e^(-x^2 / 2)."""
+    return torch.exp(-0.5 * x * x)
+
+
 def normal_cdf(x: torch.Tensor, bell: torch.Tensor) -> torch.Tensor:
     """Return the normal distribution function at x; `bell` is e^(-x^2 / 2)."""
     # torch.special.ndtr has no digits left below -8.

@@ -32,6 +32,11 @@ def tanh(x: Any) -> Any:
     return let(m.tanh(x))
 
 
+def bell(x: Any) -> Any:
+    """Return e^(-x^2 / 2)."""
+    return let(m.bell(x))
+
+
 def normal_cdf(x: Any, bell: Any) -> Any:
     """Return the normal distribution function at x; `bell` is e^(-x^2 / 2)."""
     return let(m.normal_cdf(x, bell))
