@@ -25,6 +25,7 @@ from amp_ir.loops.ir import (
     Value,
     compute_dtype,
 )
+from amp_ir.loops.read_places import is_scattered, place_of
 
 
 def channels_last(value: Value) -> Value | None:
@@ -57,7 +58,8 @@ def channels_first(value: Value) -> Value:
     def body(*index: Any) -> Any:
         return value[moved(index, TO_LAST)]
 
-    return Pointwise(spec, [Read(value, "other")], body=body, is_view=True, last=value)
+    read = Read(value, "other", is_scattered=True)
+    return Pointwise(spec, [read], body=body, is_view=True, last=value)
 
 
 def pointwise(shape: Sequence[int], dtype: str, body: Element, **flags: Any) -> Pointwise:
@@ -240,29 +242,18 @@ def _reads_of(
         if inner is not None:
             reads_last = True
             return note(inner, moved(at, TO_LAST))
-        place = _place(value, at, index, shape)
+        place = place_of(value, at, index, shape)
+        gathers = place == "other" and is_scattered(at, index)
         known = reads.get(id(value))
         if known is None or (known.place in ("same", "broadcast") and known.place != place):
-            reads[id(value)] = Read(value, place)
+            reads[id(value)] = Read(value, place, gathers)
+        elif gathers:
+            reads[id(value)] = Read(value, known.place, gathers)
         return dummy_element(value)
 
     with reading(note):
         body(*index)
     return list(reads.values()), reads_last and len(shape) == len(TO_LAST)
-
-
-def _place(
-    value: Value, at: Index, index: Index, shape: tuple[int, ...]
-) -> Literal["same", "broadcast", "other"]:
-    offset = len(index) - len(value.shape)
-    if offset < 0:
-        return "other"
-    for d, i in enumerate(at):
-        if value.shape[d] == 1:
-            continue
-        if not (isinstance(i, tirx.Var) and i.same_as(index[offset + d])):
-            return "other"
-    return "same" if value.shape == shape else "broadcast"
 
 
 def dummy_element(value: Value) -> Any:

@@ -125,14 +125,17 @@ def effective_reads(value: Value, cache: dict[int, list[Read]]) -> list[Read]:
         inner = [read]
         if is_inlined(read.value):
             inner = [
-                Read(r.value, _compose(read.place, r.place))
+                Read(r.value, _compose(read.place, r.place), read.is_scattered or r.is_scattered)
                 for r in effective_reads(read.value, cache)
             ]
         for r in inner:
             known_read = reads.get(id(r.value))
-            if known_read is None or known_read.place != r.place:
-                worst = r if known_read is None else Read(r.value, "other")
-                reads[id(r.value)] = worst
+            if known_read is None:
+                reads[id(r.value)] = r
+            else:
+                place = r.place if r.place == known_read.place else "other"
+                is_scattered = r.is_scattered or known_read.is_scattered
+                reads[id(r.value)] = Read(r.value, place, is_scattered)
     cache[id(value)] = list(reads.values())
     return cache[id(value)]
 

@@ -213,8 +213,10 @@ class Read:
 
     `place` says where: "same" (the reader's own index, equal shapes), "broadcast" (the reader's
     index with some dimensions dropped or 0), "flat" (a reshape: the same flat position) or
-    "other".
+    "other". `is_scattered`: neighbours along the reader's last axis read elements that are none, or
+    at indices that are read themselves.
     """
 
     value: Value
     place: Literal["same", "broadcast", "flat", "other"]
+    is_scattered: bool = False

@@ -164,12 +164,19 @@ def _reads_of_pass(
 
 
 def held_values(group: Group, levels: list[Level]) -> list[Value]:
-    """Return the FULL values that are computed once, since several passes need them."""
+    """Return the FULL values that are computed once, since several passes need them.
+
+    These are marked for their arithmetic, or read what a vector gathers element by element.
+    """
     cache: dict[int, list[Read]] = {}
     passes: Counter[int] = Counter()
     for level in levels:
         values = [*level.stores, *level.reductions, *level.columns]
         reads = _reads_of_pass(group, values, cache)
         passes.update({id(value) for value in (*values, *(read.value for read in reads))})
-    marked = [one for one in group.full if isinstance(one, Pointwise) and one.is_held]
-    return [value for value in marked if passes[id(value)] > 1]
+    several = [one for one in group.full if isinstance(one, Pointwise) and passes[id(one)] > 1]
+    return [
+        one
+        for one in several
+        if one.is_held or any(read.is_scattered for read in effective_reads(one, cache))
+    ]

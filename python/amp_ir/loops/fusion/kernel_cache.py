@@ -144,7 +144,7 @@ class _Writer:
                 self.tokens += [value.is_gate, value.divisor]
             self.tokens.append(len(value.reads))
             for read in value.reads:
-                self.tokens.append(read.place)
+                self.tokens += [read.place, read.is_scattered]
                 self._add_value(read.value)
             self._add_function(value.body)
 
